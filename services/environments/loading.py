@@ -17,7 +17,7 @@ from umbra.services.environments.kinds.openenv import openenv_program
 from umbra.services.environments.kinds.trl import trl_program
 from umbra.services.environments.kinds.verifiers import verifiers_program
 from umbra.services.environments.protocol import Environment, EnvironmentFactory
-from umbra.services.environments.rewards import Rewarded, RewardFunction, Rewards
+from umbra.services.environments.rewards import RewardedTurn, RewardFunction, Rewards
 from umbra.services.environments.sandbox import TOOLS as SANDBOXED
 from umbra.services.environments.sandbox import SandboxTools, sandbox_factory
 from umbra.services.environments.single_turn import (
@@ -85,7 +85,7 @@ def load_environment(config: EnvironmentConfig) -> EnvironmentFactory:
                 'environment.kind = "reward" needs environment.reward = "module:function", or '
                 "environment.rewards with the weights of several"
             )
-        return _checked(lambda: Rewarded(rewards, **options), config)
+        return _checked(lambda: RewardedTurn(rewards, **options), config)
     if config.kind in _PROGRAMS:
         program = _program(config)
         return lambda: AgentProgram(program, name_of(config), lasting=True)

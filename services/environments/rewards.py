@@ -126,7 +126,7 @@ class Rewards:
         return StepResult(reward=total, reward_parts=parts)
 
 
-class Rewarded(SingleTurn):
+class RewardedTurn(SingleTurn):
     """One turn, whose reward is what the functions say."""
 
     def __init__(self, rewards: Rewards) -> None:

@@ -16,7 +16,7 @@ from umbra.services.generator.agents.calls import (
     read_text,
 )
 from umbra.services.generator.agents.errors import ApiError
-from umbra.services.generator.agents.replies import Completions, Head, answer_of
+from umbra.services.generator.agents.replies import Completions, ReplyHead, answer_of
 from umbra.services.modeling.dialect import TOLD, ResponseTemplateDialect, read
 
 RULES = CallRules(Sampling(temperature=0.7, top_k=20), ["<|end|>"])
@@ -198,7 +198,7 @@ def test_tool_calls_become_objects_only_if_all_are_well_formed() -> None:
 
 def test_usage_and_logprobs_are_those_of_the_tokens() -> None:
     call = chat(logprobs=True)
-    whole = Completions(Head("session", "m", 5)).whole(call, answer_of(turn("ab"), call, 0))
+    whole = Completions(ReplyHead("session", "m", 5)).whole(call, answer_of(turn("ab"), call, 0))
     assert whole["usage"] == {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9}
     assert whole["system_fingerprint"] == "version-3"
     content = whole["choices"][0]["logprobs"]["content"]
@@ -207,7 +207,7 @@ def test_usage_and_logprobs_are_those_of_the_tokens() -> None:
         ("b", -0.5, [98]),
     ]
     call = text(logprobs=0)
-    whole = Completions(Head("session", "m", 5)).whole(call, answer_of(turn("ab"), call, 0))
+    whole = Completions(ReplyHead("session", "m", 5)).whole(call, answer_of(turn("ab"), call, 0))
     assert whole["choices"][0]["text"] == "ab"
     assert whole["choices"][0]["logprobs"] == {
         "tokens": ["a", "b"],

@@ -8,7 +8,7 @@ import pytest
 
 from umbra.proto.errors import UsageError
 from umbra.services.environments.protocol import Row, SampleError, StepResult
-from umbra.services.environments.rewards import Rewarded, RewardFunction, Rewards
+from umbra.services.environments.rewards import RewardedTurn, RewardFunction, Rewards
 
 ROW = {"prompt": "say", "target": "hi"}
 CHAT = {**ROW, "prompt": [{"role": "user", "content": "say"}]}
@@ -39,7 +39,7 @@ def never(completions: list[Any], **kwargs: Any) -> list[None]:
 
 def scored(row: Row, said: str, *functions: tuple[Any, float], named: bool = True) -> StepResult:
     made = [RewardFunction(f, f"mine:{f.__name__}", weight) for f, weight in functions]
-    environment = Rewarded(Rewards(made, named=named))
+    environment = RewardedTurn(Rewards(made, named=named))
     environment.reset(row)
 
     async def wait() -> StepResult:

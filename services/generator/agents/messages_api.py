@@ -18,7 +18,15 @@ from umbra.services.generator.agents.calls import (
     stops_of,
 )
 from umbra.services.generator.agents.errors import ApiError
-from umbra.services.generator.agents.replies import Answer, Head, Pieces, Stream, event, rest, usage
+from umbra.services.generator.agents.replies import (
+    Answer,
+    Pieces,
+    ReplyHead,
+    Stream,
+    event,
+    rest,
+    usage,
+)
 
 _IGNORED = ("metadata", "service_tier", "cache_control", "container", "inference_geo")
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"tool_choice": ({"type": "auto"},)}
@@ -134,7 +142,7 @@ def _unsupported(kind: Any, where: str) -> ApiError:
 class Messages:
     """The form of messages."""
 
-    head: Head
+    head: ReplyHead
 
     def whole(self, call: Call, answer: Answer) -> dict[str, Any]:
         return {

@@ -94,7 +94,7 @@ def rest(whole: str | None, said: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class ReplyHead:
     """What all replies of a session share."""
 
     session: str
@@ -106,7 +106,7 @@ class Head:
 class Completions:
     """The form of chat completions and of plain ones."""
 
-    head: Head
+    head: ReplyHead
 
     def whole(self, call: Call, answer: Answer) -> dict[str, Any]:
         choice = {"index": 0, "finish_reason": answer.finish_reason, **_said(call, answer)}

@@ -21,7 +21,15 @@ from umbra.services.generator.agents.calls import (
     readable,
 )
 from umbra.services.generator.agents.errors import ApiError
-from umbra.services.generator.agents.replies import Answer, Head, Pieces, Stream, event, rest, usage
+from umbra.services.generator.agents.replies import (
+    Answer,
+    Pieces,
+    ReplyHead,
+    Stream,
+    event,
+    rest,
+    usage,
+)
 
 _IGNORED = (
     *IGNORED,
@@ -154,7 +162,7 @@ def _thought(item: dict[str, Any], where: str) -> str:
 class Responses:
     """The form of responses."""
 
-    head: Head
+    head: ReplyHead
 
     def whole(self, call: Call, answer: Answer) -> dict[str, Any]:
         name = response_id(self.head.session, answer.number)

@@ -24,8 +24,8 @@ from umbra.services.generator.agents.replies import (
     Answer,
     Completions,
     Form,
-    Head,
     Pieces,
+    ReplyHead,
     Stream,
     model_entry,
     model_list,
@@ -43,7 +43,7 @@ _REPEATED = "x-stainless-retry-count"  # what the openai clients send; not "0" i
 Handler = Callable[[Request], Awaitable[Response]]
 Hear = Callable[[Pieces], None]
 Read = Callable[[bytes, CallRules], Call]
-_COMPLETIONS: dict[str, tuple[Read, Callable[[Head], Form]]] = {
+_COMPLETIONS: dict[str, tuple[Read, Callable[[ReplyHead], Form]]] = {
     "/v1/chat/completions": (read_chat, Completions),
     "/v1/completions": (read_text, Completions),
     "/v1/responses": (read_responses, Responses),
@@ -180,9 +180,9 @@ class Edge:
         )
 
     async def _complete(
-        self, read: Read, form_of: Callable[[Head], Form], request: Request
+        self, read: Read, form_of: Callable[[ReplyHead], Form], request: Request
     ) -> Response:
-        form = form_of(Head(request.path_params["session"], self._model, self._created))
+        form = form_of(ReplyHead(request.path_params["session"], self._model, self._created))
         try:
             session = self._session(request)
             call = read(await _body(request), self._rules)
