@@ -97,6 +97,7 @@ def check_what_is_lost(project: Path, up: Callable[..., UpProcess], *overrides: 
     (project / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     process = up(
         "environment.kind=talk:Talk",
+        "environment.reward=",
         "sampling.max_tokens=100",
         # A fifth of all tokens: turns of five tokens on average.
         f"sampling.stop_tokens={json.dumps(list(string.ascii_lowercase[:20]))}",
