@@ -24,7 +24,7 @@ from umbra.services.generator.agents.replies import (
     ReplyHead,
     Stream,
     event,
-    rest,
+    unsaid,
     usage,
 )
 
@@ -231,14 +231,9 @@ class _Events:
         )
 
     def end(self, answer: Answer) -> bytes:
-        message = answer.message
         events = self._begin()
-        for kind, whole in (
-            ("reasoning", message.get("reasoning_content")),
-            ("content", message["content"]),
-        ):
-            if more := rest(whole, self.said[kind]):
-                events += self._go(kind, more)
+        for kind, more in unsaid(answer, self.said):
+            events += self._go(kind, more)
         events += self._close()
         for use in _uses(answer):
             begun = {**use, "input": {}}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -91,6 +91,13 @@ def rest(whole: str | None, said: str) -> str:
     """What of `whole` is not `said` yet; nothing if it goes on in another way."""
     whole = whole or ""
     return whole[len(said) :] if whole.startswith(said) else ""
+
+
+def unsaid(answer: Answer, said: Mapping[str, str]) -> list[tuple[str, str]]:
+    """What a stream has still to say of an answer's words, by kind; `said` is what it has said."""
+    message = answer.message
+    wholes = (("reasoning", message.get("reasoning_content")), ("content", message["content"]))
+    return [(kind, more) for kind, whole in wholes if (more := rest(whole, said[kind]))]
 
 
 @dataclass(frozen=True, slots=True)
