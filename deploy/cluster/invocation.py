@@ -8,9 +8,11 @@ from pathlib import Path
 from umbra.deploy.cluster.cluster_file import Port, Task
 from umbra.deploy.cluster.plan import Plan, Process
 from umbra.proto.access import KEY_ROLES, KeyRole
-from umbra.services.buffer.data.dataset_readers import DATASETS
 from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.model.hub import looks_like_name
 from umbra.services.runtime.net.keys import PUBLIC, SECRET
+from umbra.services.runtime.prompts.download import is_url
+from umbra.services.runtime.prompts.readers import DATASETS
 
 # The ports of what serves others, which needs no torch unless it broadcasts from GPUs.
 PORTS: dict[Task, tuple[Port, ...]] = {
@@ -194,7 +196,12 @@ def inputs(plan: Plan, process: Process, paths: Paths) -> list[str]:
     paths_in = found.get(process.task, [config.model.path])
     if process.task in ("buffer", "generate", "reward"):
         paths_in.append(paths.modules)
-    return sorted({path for path in paths_in if path and not path.startswith(DATASETS)})
+    return sorted({path for path in paths_in if path and not is_named(path)})
+
+
+def is_named(path: str) -> bool:
+    """Whether it is the name of something elsewhere, and no path on the nodes."""
+    return path.startswith(DATASETS) or is_url(path) or looks_like_name(path)
 
 
 def modules_of(config: RunConfig, run_file: Path) -> str:

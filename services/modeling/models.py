@@ -145,7 +145,7 @@ def outline_model(
     Raises:
         UsageError: not a model directory, or an architecture that Umbra is not right for.
     """
-    directory = check_model_dir(path, source)
+    directory = check_model_dir(path, source, weights=False)
     return _outline(AutoModelForCausalLM, directory, source, checked)
 
 
@@ -182,7 +182,7 @@ def load_tokenizer(path: str | Path, source: str = "model.path") -> Any:
     Raises:
         UsageError: there is none.
     """
-    directory = check_model_dir(path, source)
+    directory = check_model_dir(path, source, weights=False)
     try:
         return AutoTokenizer.from_pretrained(directory, **AS_IT_IS)
     except (OSError, ValueError, KeyError) as error:

@@ -12,7 +12,6 @@ from umbra.cli import main
 from umbra.deploy.demo import DEMOS, RECIPES
 from umbra.deploy.preflight import resolve_paths
 from umbra.proto.errors import UsageError
-from umbra.services.buffer.data.prompts import read_prompts
 from umbra.services.environments.environment_host import EnvironmentHost
 from umbra.services.environments.loading import load_environment
 from umbra.services.environments.protocol import Opening, StepResult
@@ -20,6 +19,7 @@ from umbra.services.generator.environment_check import check_environment
 from umbra.services.runtime.config import EnvironmentConfig, RunConfig
 from umbra.services.runtime.config.feasibility import implied_staleness
 from umbra.services.runtime.config.loader import load_config
+from umbra.services.runtime.prompts.readers import read_source
 
 ROOT = Path(__file__).parents[2]
 CLUSTERS = sorted((ROOT / "examples" / "cluster").glob("*.toml"))
@@ -60,7 +60,7 @@ def test_own_data_fits_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(run_file.parent))  # of the process that checks it
     monkeypatch.delitem(sys.modules, "reward", raising=False)
     config = resolve_paths(load_config(run_file, environ={}), run_file)
-    prompts = read_prompts(config.data.prompts)
+    prompts = read_source(config.data.prompts)
     plays = EnvironmentHost(load_environment(config.environment), "reward")
     for prompt in prompts:
         check_environment(config, prompt.row)

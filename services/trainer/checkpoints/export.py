@@ -42,10 +42,10 @@ def export_checkpoint(checkpoint: Path, out: Path, model: str = "") -> Path:
         paths = check_files(checkpoint, index)
         config = msgspec.convert(index.config, RunConfig)
         source = "--model" if model else f"model.path of {checkpoint}, or --model"
-        policy, tokenizer = load_policy(model or config.model.path, source, config.model.checked)
+        policy, tokenizer = load_policy(model or config.model.name, source, config.model.checked)
         base = ""
         if config.trainer.lora_rank:
-            base = weights_checksum(model or config.model.path)
+            base = weights_checksum(model or config.model.name)
             add_adapter(policy, config.trainer, config.run.seed)
         with Saved(checkpoint, index, paths) as saved:
             Weights(policy, base).load(saved.part("policy"))
