@@ -40,6 +40,7 @@ class Hub:
     requests: list[str] = field(default_factory=list)
     asked: dict[str, Any] = field(default_factory=dict)  # bodies of posts, by path
     url: str = ""
+    cut_after: int | None = None  # bytes of an answer
 
     def add(self, name: str, files: dict[str, bytes], **settings: Any) -> str:
         """A repository at its first commit, or one more commit of its branch main."""
@@ -168,7 +169,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, text)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(data)
+            self.wfile.write(data[: self.hub.cut_after])
+        self.close_connection = self.hub.cut_after is not None
 
 
 def _etag(data: bytes) -> str:

@@ -1,4 +1,4 @@
-"""Models by their names on a hub: what is downloaded, what all processes get, and what is refused."""
+"""Models by their names on a hub: what is downloaded, what processes get, what is refused."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ class TestTheCache:
         load_tokenizer(name)
         with pytest.raises(UsageError, match="not in the cache, and HF_HUB_OFFLINE is set"):
             fetch(name, "model.path")
-        with pytest.raises(UsageError, match="model.path: acme/other is no directory here"):
+        with pytest.raises(UsageError, match="acme/other is no directory here"):
             pin("acme/other", "model.path")
 
 
@@ -212,9 +212,10 @@ class TestRefusals:
 
     def test_no_room(self, hub: Hub, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         hub.add_model(NAME, tiny_model_dir)
+        name = str(pin(NAME, "model.path"))
         usage = namedtuple("usage", "total used free")
         monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1 << 20, 1 << 20, 1000))
-        told = self.refused(NAME)
+        told = self.refused(name)
         assert "does not fit into" in told and "1000 B free" in told and "HF_HOME" in told
         assert "model.safetensors" not in downloads(hub)
 
@@ -240,7 +241,6 @@ class TestARun:
         assert cli.main(["config", "check", path]) == 0
         assert f"model:     {NAME}@{commit} (" in (out := capsys.readouterr().out), out
         assert "to download)" in out
-        assert cli.main(["estimate", path]) == 0
         assert "model.safetensors" not in downloads(hub)
         assert cli.main(["config", "check", path, "--set", "model.path=acme/none"]) == 2
         assert "shows no model of that name" in capsys.readouterr().err
@@ -265,7 +265,7 @@ class TestARun:
         for path in (run_of(tmp_path, revision="v1"), run_of(tmp_path, f"{NAME}@v1")):
             config = load_run(path, ())
             assert config.model.name == f"{NAME}@{commit}"
-        with pytest.raises(UsageError, match="model.revision = v2 does too"):
+        with pytest.raises(UsageError, match="= v2 does too"):
             load_run(run_of(tmp_path, f"{NAME}@v1", revision="v2"), ())
 
     def test_the_reference_and_the_critic_too(

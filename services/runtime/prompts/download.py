@@ -100,6 +100,8 @@ def _parts(url: str) -> Iterator[bytes]:
         with urllib.request.urlopen(url, timeout=_SILENCE_S) as response:
             while part := response.read(_CHUNK):
                 yield part
+            if response.length:  # of what the server has announced
+                raise HTTPException(f"the connection ended {response.length} bytes too early")
     except urllib.error.HTTPError as error:
         raise UsageError(f"{url}: the server answered {error.code} {error.reason}") from error
     except urllib.error.URLError as error:
