@@ -122,9 +122,10 @@ class _Handler(BaseHTTPRequestHandler):
             name = f"models/{asked.get('organization') or 'me'}/{asked['name']}"
             private = bool(asked.get("private")) or asked.get("visibility") == "private"
             if name in self.hub.repos:
-                return self._json({"error": "it is there", "url": f"{self.hub.url}/x"}, 409)
-            self.hub.add(name, {}, private=private)
-            return self._json({"url": f"{self.hub.url}/{name.removeprefix('models/')}"})
+                return self._json({"error": "it is there", "url": self._page(name)}, 409)
+            token = self.headers["Authorization"].removeprefix("Bearer ") if private else ""
+            self.hub.add(name, {}, private=private, token=token)
+            return self._json({"url": self._page(name)})
         if "preupload" in parts:
             files = json.loads(text)["files"]
             modes = [
@@ -142,9 +143,12 @@ class _Handler(BaseHTTPRequestHandler):
             }
             self.hub.asked[name] = lines[0]["value"]
             commit = self.hub.add(name, files)
-            url = f"{self.hub.url}/{name}/commit/{commit}"
+            url = f"{self._page(name)}/commit/{commit}"
             return self._json({"commitUrl": url, "commitOid": commit, "success": True})
         return self._json({"error": "no such place"}, 404)
+
+    def _page(self, name: str) -> str:
+        return f"{self.hub.url}/{name.removeprefix('models/')}"
 
     def _allowed(self, repo: Repo) -> bool:
         return self.headers.get("Authorization") == f"Bearer {repo.token}"

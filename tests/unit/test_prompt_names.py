@@ -1,4 +1,4 @@
-"""Prompts that are elsewhere, and columns with other names: the same rows whenever they are read."""
+"""Prompts that are elsewhere, and columns with other names: the same rows at each reading."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ class TestColumns:
         }  # fmt: skip
 
     def test_the_remedy_is_told(self, file: str) -> None:
-        with pytest.raises(UsageError, match="only question, answer, level: .*data.columns = "):
+        with pytest.raises(UsageError, match=r"only question, answer, level: .*data\.columns = "):
             rows(file)
-        with pytest.raises(UsageError, match="eval.columns = "):
+        with pytest.raises(UsageError, match=r"eval\.columns = "):
             rows(file, section="eval")
         with pytest.raises(UsageError, match='line 1: there is no column "problem" for prompt'):
             rows(file, columns={"prompt": "problem"})
@@ -74,7 +74,7 @@ class TestColumns:
             eval=EvalConfig(prompts=file, columns=COLUMNS),
         )
         check_run(config)
-        with pytest.raises(UsageError, match="eval.prompts: .*eval.columns = "):
+        with pytest.raises(UsageError, match=r"eval\.prompts: .*eval\.columns = "):
             check_run(RunConfig(model=config.model, data=data, eval=EvalConfig(prompts=file)))
 
     def test_from_a_run_file_and_a_flag(self, file: str, tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ def _cached(name: HubName, patterns: list[str], *, weights: bool) -> Path | None
 
 def _download(name: HubName, patterns: list[str], source: str) -> Path:
     hub = _library(source, str(name))
-    with _told(name, source), _bars_where_seen(hub):
+    with _told(name, source), _bars_where_seen():
         return Path(
             hub.snapshot_download(
                 name.repo,
@@ -178,17 +178,18 @@ def _download(name: HubName, patterns: list[str], source: str) -> Path:
 
 
 @contextmanager
-def _bars_where_seen(hub: Any) -> Iterator[None]:
+def _bars_where_seen() -> Iterator[None]:
     """Let the library draw its progress on a terminal or in a notebook, but not into a log."""
+    utils: Any = importlib.import_module("huggingface_hub.utils")
     unseen = not sys.stderr.isatty() and "ipykernel" not in sys.modules
-    if not unseen or hub.utils.are_progress_bars_disabled():
+    if not unseen or utils.are_progress_bars_disabled():
         yield
         return
-    hub.utils.disable_progress_bars()
+    utils.disable_progress_bars()
     try:
         yield
     finally:
-        hub.utils.enable_progress_bars()
+        utils.enable_progress_bars()
 
 
 def _has_weights(folder: Path) -> bool:

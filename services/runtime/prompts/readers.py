@@ -139,6 +139,11 @@ def _dataset(name: str) -> tuple[str, str, str, str]:
     return path, revision, config, split
 
 
+def hub_data_set(name: str) -> str:
+    """The data set on the hub that `name` is a part of; "" if it is of none."""
+    return _dataset(name)[0] if name.startswith(DATASETS) and is_elsewhere(name) else ""
+
+
 def _read_dataset(name: str) -> list[dict[str, Any]]:
     """The rows; NAME is a folder or a name on the hub, SPLIT "train" by default.
 
