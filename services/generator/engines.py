@@ -70,7 +70,7 @@ def _vllm(config: RunConfig, name: str) -> OpenEngine:
     from umbra.services.generator.vllm_options import require_vllm, set_environment
 
     require_vllm()
-    tokenizer = load_tokenizer(config.model.name)
+    tokenizer = load_tokenizer(config.model.name, trust=config.model.trust_remote_code)
     outline = outline_model(config.model.name, checked=config.model.checked)
     stops = stop_ids(outline, tokenizer) | named_tokens(tokenizer, config.sampling.stop_tokens)
     directory = check_model_dir(config.model.name)
@@ -104,7 +104,7 @@ def _torch(config: RunConfig, name: str) -> OpenEngine:
         torch.set_num_threads(config.generator.threads)
     device = pick_device(config.generator.device)
     dtype = config.weight_hub.dtype_on(device.type)  # it computes in what it is served
-    tokenizer = load_tokenizer(config.model.name)
+    tokenizer = load_tokenizer(config.model.name, trust=config.model.trust_remote_code)
     model = load_model(
         config.model.name, device, getattr(torch, dtype), checked=config.model.checked
     )
@@ -130,7 +130,7 @@ def open_replay(config: RunConfig, kind: type[ReplayEngine] = ReplayEngine) -> O
         UsageError: a tokenizer or replay model that can't be used.
     """
     model = read_replay_model(config.generator.replay)
-    tokenizer = load_tokenizer(config.model.name)
+    tokenizer = load_tokenizer(config.model.name, trust=config.model.trust_remote_code)
     if tokenizer.eos_token_id is None:
         raise UsageError(f"{config.model.name}: the tokenizer names no eos token to end turns with")
     stops = {tokenizer.eos_token_id} | named_tokens(tokenizer, config.sampling.stop_tokens)

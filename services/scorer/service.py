@@ -46,7 +46,7 @@ def reward_worker(config: RunConfig) -> StageWorker:
     from umbra.services.modeling.models import load_tokenizer, named_tokens
     from umbra.services.scorer.reward import RewardWorker
 
-    tokenizer = load_tokenizer(config.model.name)
+    tokenizer = load_tokenizer(config.model.name, trust=config.model.trust_remote_code)
     stops = named_tokens(tokenizer, config.sampling.stop_tokens) | {tokenizer.eos_token_id} - {None}
     wake = threading.Event()
 

@@ -65,7 +65,11 @@ def run(
             "cut distribution and will differ from the trainer's"
         )
     with join_ranks(config.trainer, listener, context.stopping) as ranks:
-        model, tokenizer, files = open_policy(config.model.name, checked=config.model.checked)
+        model, tokenizer, files = open_policy(
+            config.model.name,
+            checked=config.model.checked,
+            trust=config.model.trust_remote_code,
+        )
         learner = Learner(
             model,
             config.trainer,

@@ -19,6 +19,7 @@ from umbra.deploy.preflight import check_run
 from umbra.proto.errors import StartupError, UsageError
 from umbra.services.modeling.models import load_tokenizer, outline_model
 from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.config.cautions import cautions
 from umbra.services.runtime.config.loader import config_of, load_config, to_json
 from umbra.services.runtime.model.directory import (
     check_model_dir,
@@ -293,3 +294,38 @@ def test_umbra_eval_takes_a_name(
 def test_a_run_without_a_name_asks_nobody(tmp_path: Path) -> None:
     config = load_config(run_of(tmp_path, "/somewhere/else"), environ={})
     assert isinstance(pinned(config, pytest.fail), RunConfig)
+
+
+class TestCodeOfAModel:
+    """A tokenizer may be Python code; it is run if one says so, and downloaded only then."""
+
+    @pytest.fixture
+    def model(
+        self, hub: Hub, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> str:
+        folder = shutil.copytree(tiny_model_dir, tmp_path / "coded")
+        path = folder / "tokenizer_config.json"
+        own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own_tokens.Own"]}}
+        path.write_text(json.dumps(json.loads(path.read_text()) | own))
+        (folder / "own_tokens.py").write_text(
+            "from transformers import PreTrainedTokenizerFast\n\n\n"
+            "class Own(PreTrainedTokenizerFast):\n    is_own = True\n"
+        )
+        monkeypatch.setattr(
+            "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+        )
+        hub.add_model("acme/coded", folder)
+        return "acme/coded"
+
+    def test_it_is_refused_unless_it_is_trusted(self, hub: Hub, model: str) -> None:
+        with pytest.raises(
+            UsageError, match=r"\(own_tokens.Own\).* model.trust_remote_code = true"
+        ):
+            load_tokenizer(model)
+        assert "own_tokens.py" not in downloads(hub)
+        assert load_tokenizer(model, trust=True).is_own
+
+    def test_trust_is_warned_of(self) -> None:
+        trusting = load_config(overrides=["model.trust_remote_code=true"], environ={})
+        assert "trust_remote_code" in dict(cautions(trusting))
+        assert "trust_remote_code" not in dict(cautions(RunConfig()))

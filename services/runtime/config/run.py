@@ -52,6 +52,13 @@ class ModelConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True
             "begins, it becomes the commit"
         ),
     ] = ""
+    trust_remote_code: Annotated[
+        bool,
+        Meta(
+            description="run the Python code that the model brings for its tokenizer; code for "
+            "the model itself is never run"
+        ),
+    ] = False
     checked: Annotated[
         list[str],
         Meta(

@@ -12,7 +12,7 @@ from umbra.services.runtime.model.hub import fetch, is_hub_name
 from umbra.services.runtime.weights.safetensors_file import checksum_of
 
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
 READ_SUFFIXES = (".json", ".safetensors", ".model")
 
 

@@ -41,7 +41,9 @@ def export_checkpoint(checkpoint: Path, out: Path, model: str = "") -> Path:
         paths = check_files(checkpoint, index)
         source = "--model" if model else f"model.path of {checkpoint}, or --model"
         begun = model or config.model.name
-        policy, tokenizer = load_policy(begun, source, config.model.checked)
+        policy, tokenizer = load_policy(
+            begun, source, config.model.checked, trust=config.model.trust_remote_code
+        )
         base = ""
         if config.trainer.lora_rank:
             base = weights_checksum(begun)
