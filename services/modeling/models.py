@@ -200,7 +200,9 @@ def load_tokenizer(
             "and if you trust it set model.trust_remote_code = true, or choose another model"
         )
     try:
-        return AutoTokenizer.from_pretrained(directory, **(AS_IT_IS | {"trust_remote_code": trust}))
+        return AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=trust
+        )
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(
             f"{source}: the tokenizer in {directory} cannot be loaded: {error}"

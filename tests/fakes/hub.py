@@ -95,7 +95,8 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._error("GatedRepo", 403)
             if name not in files:
                 return self._error("EntryNotFound", 404)
-            return self._data(files[name], **{"X-Repo-Commit": commit, "ETag": _etag(files[name])})
+            headers = {"X-Repo-Commit": commit, "ETag": _etag(files[name])}
+            return self._data(files[name], 200, **headers)
         if what == "tree":
             return self._json(
                 [

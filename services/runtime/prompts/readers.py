@@ -26,7 +26,7 @@ class _Numbered(NamedTuple):
 
 
 def read_source(
-    name: str,
+    name: str | Path,
     prefix: str = "",
     columns: Mapping[str, str] | None = None,
     section: str = "data",
@@ -43,11 +43,11 @@ def read_source(
         UsageError: it cannot be read, is empty, or has a row that is no prompt.
         StartupError: it is elsewhere, and cannot be reached.
     """
-    if not str(name):
+    if not (name := str(name)):
         raise UsageError(
             f"{section}.prompts is not set: name a JSONL file with one prompt per line"
         )
-    rows, columns = list(_rows(str(name))), columns or {}
+    rows, columns = list(_rows(name)), columns or {}
     if not rows:
         raise UsageError(f"{name} has no rows")
     _, first, where = rows[0]
