@@ -16,7 +16,6 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 from transformers.utils import logging as transformers_logging
 
@@ -178,9 +177,7 @@ def _outline(kind: Any, directory: Path, source: str, checked: Collection[str], 
     return model
 
 
-def load_tokenizer(
-    path: str | Path, source: str = "model.path", *, trust: bool = False
-) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str | Path, source: str = "model.path", *, trust: bool = False) -> Any:
     """The tokenizer in `path`.
 
     Args:

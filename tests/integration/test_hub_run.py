@@ -75,5 +75,5 @@ def test_from_a_name_to_a_name(hub: Hub, project: Path) -> None:
     pushed = repo.commits[repo.branches["main"]]
     assert repo.private and {"config.json", "model.safetensors", "tokenizer.json"} <= set(pushed)
     card = pushed["README.md"].decode()
-    assert "base_model: acme/tiny\n" in card and "| accuracy on held-out prompts |" in card
-    assert "| steps | 3 of 3 |" in card
+    assert "base_model: acme/tiny\n" in card and "| steps | 3 of 3 |" in card
+    assert "| samples | 48 |" in card

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from fakes.hub import Hub, ask_there, serving
 
+import umbra
 from umbra import cli
 from umbra.deploy.command import load_run
 from umbra.deploy.pinning import pinned
@@ -289,6 +290,12 @@ def test_umbra_eval_takes_a_name(
     assert json.loads(capsys.readouterr().out)["samples"] == 1
     assert cli.main(["eval", "acme/none", *given]) == 2
     assert "MODEL: acme/none is no directory here" in capsys.readouterr().err
+
+
+def test_umbra_train_refuses_a_name_before_it_leaves_a_folder(hub: Hub, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="shows no model of that name"):
+        umbra.train("acme/none", ["21"], "exact", show=False)
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 def test_a_run_without_a_name_asks_nobody(tmp_path: Path) -> None:

@@ -139,11 +139,10 @@ def _measured(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         before, after = summary.get(f"{kind}_before"), summary.get(f"{kind}_after")
         if before is not None and after is not None:
             yield f"{kind} on held-out prompts", f"{before:.3f} before, {after:.3f} after"
-    for key in ("samples", "tokens_per_s"):
-        if (value := summary.get(key)) is not None:
-            yield key.replace("_per_s", "/s"), number(value)
+    if (samples := summary.get("samples")) is not None:
+        yield "samples", number(samples)
     if staleness := summary.get("staleness"):
-        yield "staleness", f"mean {staleness['mean']:.2f}, max {staleness['max']}"
+        yield "staleness", f"mean {staleness['mean']:.2f}, max {staleness['max']:g}"
     if evals := summary.get("evals"):
         last = evals[-1]
         yield f"accuracy at step {last['version']}", f"{last['accuracy']:.3f}"
