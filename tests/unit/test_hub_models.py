@@ -155,6 +155,15 @@ class TestTheCache:
         assert weights_checksum(f"{NAME}@{commit}") == weights_checksum(tiny_model_dir)
         assert hub.requests == []
 
+    def test_a_run_is_checked_without_a_network(
+        self, hub: Hub, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        hub.add_model(NAME, tiny_model_dir)
+        fetch(NAME, "model.path")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        for download in (False, True):
+            check_run(load_run(run_of(tmp_path), ()), download=download)
+
     def test_it_has_to_have_all(
         self, hub: Hub, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

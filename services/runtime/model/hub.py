@@ -97,8 +97,7 @@ def fetch(text: str, source: str, *, weights: bool = True, code: bool = False) -
     if name.pinned and (folder := _cached(name, patterns, weights=weights)):
         return folder
     if weights:
-        missing = missing_bytes(str(name), source)
-        if missing:
+        if missing := missing_bytes(str(name), source):
             log.info("downloading the weights of %s: %s", name, size(missing))
     folder = _download(name, patterns, source)
     if weights and not _has_weights(folder):
@@ -114,6 +113,8 @@ def missing_bytes(text: str, source: str) -> int:
         StartupError: as `pin`.
     """
     hub, name = _library(source, text), HubName.of(text)
+    if name.pinned and _cached(name, [*SMALL, *WEIGHTS], weights=True):
+        return 0
     with _told(name, source):
         info = hub.HfApi().model_info(name.repo, revision=name.revision, files_metadata=True)
     files = {file.rfilename: file.size or 0 for file in info.siblings or []}
