@@ -152,6 +152,7 @@ class TestTheCache:
         hub.requests.clear()
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
         assert pin(NAME, "model.path").revision == commit
+        assert fetch(NAME, "MODEL").name == commit
         assert weights_checksum(f"{NAME}@{commit}") == weights_checksum(tiny_model_dir)
         assert hub.requests == []
 

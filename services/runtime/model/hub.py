@@ -92,13 +92,12 @@ def fetch(text: str, source: str, *, weights: bool = True, code: bool = False) -
         UsageError: as `pin`; or there are no safetensors weights, or they don't fit on the disk.
         StartupError: as `pin`.
     """
-    name = HubName.of(text)
+    name = pin(text, source)
     patterns = [*SMALL, *(CODE if code else ()), *(WEIGHTS if weights else ())]
-    if name.pinned and (folder := _cached(name, patterns, weights=weights)):
+    if folder := _cached(name, patterns, weights=weights):
         return folder
-    if weights:
-        if missing := missing_bytes(str(name), source):
-            log.info("downloading the weights of %s: %s", name, size(missing))
+    if weights and (missing := missing_bytes(str(name), source)):
+        log.info("downloading the weights of %s: %s", name, size(missing))
     folder = _download(name, patterns, source)
     if weights and not _has_weights(folder):
         raise UsageError(f"{source}: {name} lacks weights that its index names, or has none")
