@@ -244,7 +244,7 @@ def _unreachable(
         cause = cause.__cause__
     if cause is not None:
         return UsageError(
-            f"{where} is no directory here, and all of {name} is not in the cache, and "
+            f"{where} is no directory here, the cache has not all of {name.revision}, and "
             "HF_HUB_OFFLINE is set: unset it, download the model, or name a directory"
         )
     why = _line(error.__cause__ or error)
