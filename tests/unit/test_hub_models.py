@@ -173,7 +173,7 @@ class TestTheCache:
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
         load_tokenizer(name)
         with pytest.raises(
-            UsageError, match="the cache has not all of .*, and HF_HUB_OFFLINE is set"
+            UsageError, match=r"has not all of .*, and HF_HUB_OFFLINE is set"
         ):
             fetch(name, "model.path")
         with pytest.raises(UsageError, match="acme/other is no directory here"):
