@@ -69,7 +69,9 @@ class Submissions:
             )
         if sample.state is State.GENERATING and sample.holder != sender:
             return self._refuse("wrong_holder", f"{sample.holder} has the lease")
-        fault = self._fault(sample, trajectory) or size_fault(packed, array_bytes(trajectory))
+        fault = self._fault(sample, trajectory) or size_fault(
+            packed, array_bytes(trajectory), len(trajectory.branches)
+        )
         if fault is not None:
             log.warning("%s sent a malformed %s: %s", sender, sample.sample_id, fault)
             if sample.state is State.GENERATING:
