@@ -1,7 +1,9 @@
 """What was said in a session, as a tree: each turn of the model is a place to go on from.
 
 A request goes on from the place whose history it repeats; of several from the longest. Where it
-repeats none, its history was edited: it is refused, or begins a branch.
+repeats none, its history was edited: it is refused, or begins a branch. What an edit has left of
+the model's later turns is text to the branch, which begins anew then: a chat template writes such
+turns as it likes, so they can't be appended to tokens that were sampled.
 """
 
 from __future__ import annotations
@@ -45,6 +47,10 @@ class _Place:
         text = (call.text or "").removeprefix(self.text or "")
         # What stopped the model stands in its tokens already, and in most prompts again.
         return text.removeprefix(self.stop)
+
+    def spoken_after(self, call: Call) -> bool:
+        """Whether turns of the model follow in `call`, which goes on from here."""
+        return any(one["role"] == "assistant" for one in call.messages[len(self.history) :])
 
     def gap(self, call: Call) -> str:
         """Why `call` does not go on from here; empty if it does."""
@@ -105,7 +111,7 @@ class Conversation:
                 raise _edited(gap)
             return self._from(self._places[-1], call)
         for place in self._longest_first():
-            if not place.gap(call):
+            if not place.gap(call) and not place.spoken_after(call):
                 return self._from(place, call)
         return call, News(call.messages, text=call.text)
 
