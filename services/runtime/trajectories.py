@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from umbra.proto.bounds import TOKENS
 from umbra.proto.records import Routing, Sampling, Trajectory, unpack_int32
 from umbra.services.runtime.config import RunConfig, SamplingConfig
 
@@ -118,11 +119,13 @@ def find_fault(
 def _branches_fault(
     trajectory: Trajectory, facts: RunFacts, version: int, trained: bool
 ) -> str | None:
-    lines = trajectory.lines
+    lines, tokens = trajectory.lines, trajectory.sample_tokens
+    if tokens > TOKENS:
+        return f"its {len(lines)} branches have {tokens} response tokens, {TOKENS} at most"
     if trajectory.routing is not None:
         return f"it has {len(lines)} branches and routing, which is that of one"
     scored = (trajectory.ref_logprobs, trajectory.proximal_logprobs)
-    if any(data is not None and len(data) != 4 * trajectory.sample_tokens for data in scored):
+    if any(data is not None and len(data) != 4 * tokens for data in scored):
         return f"ref_logprobs or proximal_logprobs are not those of {len(lines)} branches"
     for number, line in enumerate(lines):
         if fault := find_fault(line, facts, version, trained=trained):

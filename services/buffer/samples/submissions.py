@@ -119,6 +119,8 @@ class Submissions:
 
     def _keep(self, sample: Sample, partial: Trajectory, sender: str) -> None:
         fault = self._fault(sample, partial)
+        if fault is None and partial.branches:
+            fault = "a partial has branches, which nobody can go on with"
         if fault is None:
             self._pool.keep(sample, partial, pack(partial))
         else:
