@@ -28,7 +28,7 @@ from umbra.services.environments.protocol import Opening, SampleError, StepResul
 from umbra.services.environments.response import Said
 from umbra.services.environments.turn_request import Ask, RefusedError, Turn
 from umbra.services.generator.engine import EngineOutput, EngineRequest
-from umbra.services.generator.tokens import Line, shortened, tokens_of
+from umbra.services.generator.tokens import Line, ResponseTokens, shortened, tokens_of
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.turn_reader import TurnReader
 from umbra.services.runtime.config import EnvironmentConfig, RunConfig
@@ -124,9 +124,10 @@ class Rollout:
             )
         if not self._line.prompt:
             raise SampleError(f"prompt {self.task.prompt_id} has no tokens")
-        if len(self._line.prompt) >= self._settings.max_context:
+        tokens = len(self._line.prompt)
+        if tokens >= self._settings.max_context:
             raise SampleError(
-                f"prompt {self.task.prompt_id} has {len(self._line.prompt)} tokens, which leaves no "
+                f"prompt {self.task.prompt_id} has {tokens} tokens, which leaves no "
                 f"room for an answer in generator.max_context = {self._settings.max_context}"
             )
         self._continue_turn()
@@ -496,7 +497,9 @@ class Rollout:
         chat = self._settings.chat
         return _templated(
             "a later turn",
-            lambda: chat.turn_ids(result.messages, last_token, result.tool_calls, self._line.opening),
+            lambda: chat.turn_ids(
+                result.messages, last_token, result.tool_calls, self._line.opening
+            ),
         )
 
     # -- partials ---------------------------------------------------------------------------------

@@ -256,9 +256,7 @@ class RolloutRunner:
 
     def _may_flush(self, rollout: Rollout) -> bool:
         """Pinned samples are made by one version at one go; nobody goes on with several lines."""
-        return (
-            self._flush_tokens > 0 and rollout.task.pinned_version < 0 and not rollout.branched
-        )
+        return self._flush_tokens > 0 and rollout.task.pinned_version < 0 and not rollout.branched
 
     def _unsaved(self, rollout: Rollout) -> int:
         """Tokens that nobody but us has, without those of a turn under way in the engine."""

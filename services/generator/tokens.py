@@ -104,7 +104,11 @@ def tokens_of(partial: Trajectory) -> ResponseTokens | None:
 
     One that can is sound, one line, and begins with a model's token.
     """
-    if partial.branches or find_fault(partial, RunFacts(), trained=False) or partial.loss_mask[0] != 1:
+    if (
+        partial.branches
+        or find_fault(partial, RunFacts(), trained=False)
+        or partial.loss_mask[0] != 1
+    ):
         return None
     return ResponseTokens(
         unpack_int32(partial.response_ids),

@@ -107,7 +107,7 @@ def test_an_agent_that_edits_its_history_is_trained_on_exactly_what_was_sampled(
     endpoint = world(engine, STOPS, between=update)
     endpoint.add(sample({"prompt": "talk"}))
     work = endpoint.lease()
-    told: list[tuple[int, ...]] = []  # logprobs of each turn, as the client saw them
+    told: list[tuple[float, ...]] = []  # logprobs of each turn, as the client saw them
 
     def say(agent: openai.OpenAI, messages: list[Any]) -> Any:
         nonlocal turns

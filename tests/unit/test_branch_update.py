@@ -179,14 +179,10 @@ def test_an_ordinary_sample_is_what_it_was(trajectories: list[Trajectory]) -> No
         assert counts == count(denominator, own, part, 2)
         for aggregation in ("token_mean", "sequence_mean", "sequence_sum", "constant", "token_sum"):
             arguments = (aggregation, batch.tokens, part, counts, 8)
-            assert torch.equal(
-                token_weights(*arguments, batch.weight), token_weights(*arguments)
-            )
+            assert torch.equal(token_weights(*arguments, batch.weight), token_weights(*arguments))
 
 
-def test_prompts_of_lines_are_packed_once(
-    directory: Path, trajectories: list[Trajectory]
-) -> None:
+def test_prompts_of_lines_are_packed_once(directory: Path, trajectories: list[Trajectory]) -> None:
     made = repeated(trajectories)
     _, shared = update(directory, made, share_prompts="true")
     _, alone = update(directory, made, share_prompts="false")

@@ -88,6 +88,8 @@ class Submissions:
         self._pool.accept(sample, trajectory, packed, now)
         self._sound = sender
         self._counters["accepted"] += 1
+        if trajectory.branches:
+            self._counters["accepted_with_branches"] += 1
         self._heard(trajectory)
         return None
 

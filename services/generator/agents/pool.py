@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -90,9 +91,7 @@ class AgentPool:
         self._key = settings.key
         self._wake = wake
         self._outcomes: queue.SimpleQueue[EpisodeOutcome] = queue.SimpleQueue()
-        self._registry = SessionRegistry(
-            config.timeout_s, branches=config.branches == "train"
-        )
+        self._registry = SessionRegistry(config.timeout_s, branches=config.branches == "train")
         self._arrivals: set[asyncio.Future[None]] = set()  # agents that wait for a sample
         self._stopping = False
         self._offers = offers
@@ -174,6 +173,8 @@ class AgentPool:
     ) -> Answer:
         told: asyncio.Future[Answer | ApiError] = asyncio.get_running_loop().create_future()
 
+        told_of = hear and partial(self._thread.call, hear)
+
         def pass_on(news: News) -> None:
             ask = Ask(
                 reply=lambda said: self._thread.call(self._replied, session, said),
@@ -185,7 +186,7 @@ class AgentPool:
                 max_tokens=call.max_tokens,
                 pieces=call.logprobs,
                 stops=call.stops,
-                hear=hear and (lambda pieces: self._thread.call(hear, pieces)),
+                hear=told_of,
             )
             self._deliver(EpisodeOutcome(session.key, ask))
 

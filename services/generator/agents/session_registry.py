@@ -49,9 +49,7 @@ class SessionRegistry:
     def open(self, key: str, row: dict[str, Any]) -> AgentSession:
         """A session for the sample `key`, which nobody works on yet; an older one of it is over."""
         self.close(key, _over("its sample began anew in another session"))
-        session = AgentSession(
-            self._new_id(), key, row, self._timeout_s, branches=self._branches
-        )
+        session = AgentSession(self._new_id(), key, row, self._timeout_s, branches=self._branches)
         self._by_id[session.id] = self._by_key[key] = session
         self._waiting.append(session)
         return session
