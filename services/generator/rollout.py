@@ -143,8 +143,8 @@ class Rollout:
         elif self._replay:
             said, heard = self._replay[0]
             if ask.after == self._turns and self._asked_ids(ask, self._line, said[-1]) == heard:
-                heard_after = sum(len(said) + len(heard) for said, heard in self._replay[1:])
-                self._end_turn(self._line.turn_start - heard_after - len(heard), complete=True)
+                ahead = sum(len(one) + len(other) for one, other in self._replay[1:])
+                self._end_turn(self._line.turn_start - ahead - len(heard), complete=True)
                 self._replay.pop(0)
             else:  # the agent does not do the same again: the sample starts anew
                 self._restart()

@@ -26,6 +26,8 @@ from umbra.services.generator.agents.conversation import Conversation, News
 from umbra.services.generator.agents.errors import ApiError
 from umbra.services.generator.agents.replies import Answer, answer_of
 
+_ANSWERS = 16  # the newest, kept for calls that come again: so many may have come at once
+
 Listener = Callable[[Answer | ApiError], None]
 
 
@@ -74,7 +76,7 @@ class AgentSession:
         self._conversation = Conversation(session_id, branches=branches)
         self._open: _Open | None = None  # what the model answers
         self._waiting: deque[_Open] = deque()  # what it answers after that
-        self._answers: dict[bytes, Answer] = {}  # by the call's mark: for those that come again
+        self._answers: dict[bytes, Answer] = {}  # by the call's mark
 
     @property
     def begun(self) -> bool:
@@ -141,9 +143,10 @@ class AgentSession:
             return
         answer = answer_of(turn, asked.call, self.turns)
         self._conversation.add(asked.call, answer)
-        if not self._branches:
-            self._answers.clear()
+        self._answers.pop(asked.mark, None)
         self._answers[asked.mark] = answer
+        while len(self._answers) > (_ANSWERS if self._branches else 1):
+            del self._answers[next(iter(self._answers))]
         self.deadline = now + self.timeout_s
         _tell(asked, answer)
         self._go_on()
