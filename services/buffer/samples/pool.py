@@ -174,7 +174,7 @@ class SamplePool:
         self.trajectory_store.put(sample.sample_id, packed)
         sample.oldest = trajectory.oldest_version
         sample.newest = trajectory.newest_version
-        sample.tokens = trajectory.response_tokens
+        sample.tokens = trajectory.sample_tokens
         self._touch(sample.group)
 
     def drop_partial(self, sample: Sample) -> None:
