@@ -71,6 +71,11 @@ COMMANDS: dict[str, SubCommand] = {
     ),
     "monitor": SubCommand("umbra.services.monitor.command:monitor", "Watch a run live."),
     "status": SubCommand("umbra.services.monitor.command:status", "Print the state of a run once."),
+    "runs": SubCommand("umbra.deploy.runs_command:command", "List the runs in a folder."),
+    "samples": SubCommand(
+        "umbra.deploy.samples_command:command", "Print rollouts of a run as text."
+    ),
+    "chat": SubCommand("umbra.deploy.chat_command:command", "Talk to the trained model of a run."),
     "report": SubCommand(
         "umbra.deploy.report.command:command", "Write a run as a page, and its timeline."
     ),
@@ -129,7 +134,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Run": ("up", "plan", "keys", "keep"),
     "Watch": ("monitor", "status", "ping"),
     "Steer": ("pause", "resume", "checkpoint", "interrupt", "drain", "rollback"),
-    "Look back": ("report", "eval", "export", "weights", "store"),
+    "Look back": ("runs", "chat", "samples", "report", "eval", "export", "weights", "store"),
     "Services": ("buffer", "weight-hub", "trainer", "generator", "scorer", "env-worker"),
 }
 

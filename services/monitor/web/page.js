@@ -184,9 +184,27 @@ function drawSamples(look) {
   const columns = ["sample", "seconds", "tokens", "turns", "versions", "reward", "ended by"];
   const facts = (s) => [s.sample, s.seconds, s.tokens, s.turns, s.versions.join("-"), s.reward, s.finish_reason];
   table($("slow"), columns, look.slow_samples.map(facts));
+  $("rollouts").replaceChildren(...look.rollouts.slice(-4).reverse().flatMap(rollout));
   $("samples").replaceChildren(...look.samples.slice(-4).reverse().flatMap((s) => [
     element("div", {}, `${s.sample}: reward ${number(s.reward)}, ${s.tokens} tokens, version ${s.versions.join("-")}, ${s.finish_reason}`),
     element("pre", {}, element("span", { class: "dim" }, s.prompt), s.response)]));
+}
+
+// A rollout: its facts, and its response in pieces by how old the weights were that said them.
+function rollout(one) {
+  const parts = Object.entries(one.reward_parts).map(([name, value]) => `${name} ${number(value)}`).join(", ");
+  const text = element("pre", {}, element("span", { class: "dim" }, one.prompt));
+  const characters = [...one.response];
+  let at = 0;
+  for (const [chars, tokens, staleness] of one.pieces) {
+    const age = staleness === null ? "of the environment" : `staleness ${staleness}`;
+    text.append(element("span", { class: staleness === null ? "dim" : "age" + Math.min(staleness, 4),
+      title: `${tokens} tokens, ${age}` }, characters.slice(at, at + chars).join("")));
+    at += chars;
+  }
+  text.append(characters.slice(at).join(""));
+  return [element("div", {}, `step ${one.step}, ${one.sample}: reward ${number(one.reward)}${parts ? ` (${parts})` : ""}, ` +
+    `${one.tokens} tokens, ${one.finish_reason}, staleness ${one.staleness}`), text];
 }
 
 function draw(look) {
