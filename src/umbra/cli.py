@@ -33,6 +33,9 @@ class SubCommand(NamedTuple):
 
 COMMANDS: dict[str, SubCommand] = {
     "demo": SubCommand("umbra.deploy.demo:command", "Train a tiny model on this machine's CPU."),
+    "init": SubCommand(
+        "umbra.deploy.init_command:command", "Write a run file for this machine, and a reward."
+    ),
     "up": SubCommand("umbra.deploy.command:up", "Start a whole run on this machine."),
     "keys": SubCommand("umbra.deploy.keys_command:command", "Make the keys of a run."),
     "plan": SubCommand(
@@ -129,7 +132,7 @@ COMMANDS: dict[str, SubCommand] = {
 
 # How `umbra --help` lists them. A command that is in none is listed last.
 SECTIONS: dict[str, tuple[str, ...]] = {
-    "Begin": ("demo", "config", "doctor", "env", "estimate", "simulate", "completion"),
+    "Begin": ("demo", "init", "config", "doctor", "env", "estimate", "simulate", "completion"),
     "Models and prompts": ("make-task", "make-model", "sft", "check-model", "replay-model"),
     "Run": ("up", "plan", "keys", "keep"),
     "Watch": ("monitor", "status", "ping"),
