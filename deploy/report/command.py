@@ -46,7 +46,7 @@ def write_report(folder: RunFolder, others: Sequence[Path] = ()) -> list[Path]:
         UsageError: a folder is not that of a run.
     """
     recording = Recording([folder.path, *others])
-    trace, report = folder.path / "trace.json", folder.path / "report.html"
+    trace, report = folder.path / "trace.json", folder.report
     write_trace(recording, trace)
     summary = _read(folder.summary)
     figures = gather(recording)

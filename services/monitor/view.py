@@ -62,6 +62,12 @@ def headline(status: Status, reward: float | None = None) -> str:
     return "  ".join(parts)
 
 
+def starting_text(status: Status) -> str:
+    """The members of a run in which no sample was issued yet, in one line."""
+    members = [f"{member.name} {member.activity or member.state}" for member in status.members]
+    return f"starting: {', '.join(members) or 'no process has joined yet'}"
+
+
 def speed_text(status: Status) -> str:
     """`samples/s`, of trained ones; until there are some, how fast answers come."""
     if not status.ledger.trained:
@@ -107,6 +113,8 @@ def staleness_text(staleness: Mapping[str, float]) -> str:
 
 def notice_text(status: Status) -> str:
     """What an operator must know before anything else; empty if there is nothing."""
+    if status.finished:
+        return f"all steps are done, the run ends: {status.ending}"
     if status.ending:
         return f"ENDING: {status.ending}"
     return f"PAUSED: {status.paused} (`umbra resume` goes on)" if status.paused else ""
