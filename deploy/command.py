@@ -22,7 +22,7 @@ from umbra.deploy.preflight import (
 )
 from umbra.deploy.programs import buffer_program, other_programs
 from umbra.deploy.run_folder import RunFolder
-from umbra.deploy.shown import command_line, print_facts, shown_path
+from umbra.deploy.shown import print_facts, shown_command, shown_path
 from umbra.deploy.summary import summary_rows
 from umbra.deploy.toml import to_toml
 from umbra.deploy.trial import try_aside
@@ -202,7 +202,7 @@ def _how_to_go_on(code: int, folder: RunFolder) -> list[tuple[str, str]]:
         return []
     if load_config(folder.config, environ={}).buffer.store == "memory":
         return [("to go on", "it can't: buffer.store = memory; begin another run")]
-    return [("to go on", command_line("up", folder.path))]
+    return [("to go on", f"{shown_command()} up {shlex.quote(shown_path(folder.path))}")]
 
 
 def _left(summary: dict[str, Any], folder: RunFolder) -> list[tuple[str, str]]:

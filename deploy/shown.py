@@ -12,6 +12,8 @@ from pathlib import Path
 
 import click
 
+from umbra.services.runtime.config import RunSection
+
 COLUMNS = 80  # that a terminal has at least
 
 
@@ -35,8 +37,11 @@ def shown_command() -> str:
 
 
 def command_line(command: str, run: Path, *more: str) -> str:
-    """A command on the run in folder `run`, as it can be copied."""
-    return f"{shown_command()} {shlex.join((command, shown_path(run), *more))}"
+    """A command on the run in folder `run`, as it can be copied: by its id if that fits better."""
+    line = f"{shown_command()} {shlex.join((command, shown_path(run), *more))}"
+    if len(line) <= COLUMNS - 4 or run.parent != Path(RunSection().dir).resolve():
+        return line
+    return f"{shown_command()} {shlex.join((command, run.name, *more))}"
 
 
 def print_facts(rows: Sequence[tuple[str, str]]) -> None:

@@ -227,8 +227,8 @@ class Up:
         broker = str(facts["broker"])
         progress.watch(broker, open_security(self.config.security, ["monitor"]))
         RunAddress(broker, self.config.security.keys).write(self.folder.path)
-        self._view.say(f"run {self.folder.id}, its buffer at {broker}; to watch it:")
-        self._view.say(f"  {command_line('monitor', self.folder.path)}")
+        self._view.say(f"run {self.folder.id}, its buffer at {broker}")
+        self._view.say(f"to watch it:\n  {command_line('monitor', self.folder.path)}")
         for program in self._programs(self.config, self.folder, broker):
             supervisor.start(program)
 
