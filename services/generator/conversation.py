@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 
 from umbra.proto.records import Sampling
 from umbra.services.environments.protocol import Message
@@ -57,7 +57,7 @@ class Conversation:
         """Forget what was said."""
         self._messages = list(self._opening)
 
-    def say(self, text: str) -> Iterator[Piece]:
+    def say(self, text: str) -> Generator[Piece, None, None]:
         """What the model answers, in pieces `(kind, text)`, kinds being content and reasoning.
 
         A turn that is not read to its end is taken back, with its answer.
