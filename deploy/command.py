@@ -192,7 +192,8 @@ def finish(summary: dict[str, Any], folder: RunFolder, *, as_json: bool) -> int:
         rows = [row for row in summary_rows(summary) if row[0] != "model"]
         print_facts([*rows, *_left(summary, folder), *_how_to_go_on(code, folder)])
     if code != EXIT_DONE:
-        click.echo(f"{ERROR_PREFIX}{summary['exit_reason']}", err=True)
+        prefix = "umbra: " if code > SIGNALLED else ERROR_PREFIX  # that was asked for
+        click.echo(f"{prefix}{summary['exit_reason']}", err=True)
     return code
 
 
