@@ -45,6 +45,8 @@ NO_CONTROL = r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z"
 
 _control = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]+")
 
+_steering = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
 # Names and sentences may be printed. Ids are only compared with known ones: they need no look.
 Name = Annotated[str, Meta(max_length=NAME_CHARS, pattern=NO_CONTROL)]
 Text = Annotated[str, Meta(max_length=TEXT_CHARS, pattern=NO_CONTROL)]
@@ -70,6 +72,11 @@ def one_line(text: str, most: int = TEXT_CHARS) -> str:
     if len(text) > most:
         text = text[: most - 3] + "..."
     return text if text.isprintable() else _control.sub(" ", text)
+
+
+def printable(text: str) -> str:
+    """`text`, of several lines, with a space for each character that would steer a terminal."""
+    return _steering.sub(" ", text)
 
 
 def keep_to_bounds(record: msgspec.Struct) -> None:

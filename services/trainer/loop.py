@@ -39,6 +39,7 @@ from umbra.services.trainer.metrics import (
 from umbra.services.trainer.orders import Snapshot, Stop, Train, give
 from umbra.services.trainer.phases import Profile
 from umbra.services.trainer.prefetch import Ahead, Prefetch
+from umbra.services.trainer.rollout_log import RolloutLog
 from umbra.services.trainer.shards import Snapshots
 from umbra.services.trainer.sinks import Sinks
 from umbra.services.trainer.update import Update
@@ -82,6 +83,7 @@ class Loop:
         outlet: Outlet,
         saver: Saver,
         sinks: Sinks,
+        rollouts: RolloutLog,
     ) -> None:
         self.version = saver.begun
         self._context = context
@@ -93,6 +95,7 @@ class Loop:
         self._update = update
         self._saver = saver
         self._sinks = sinks
+        self._rollouts = rollouts
         self._facts = RunFacts.of(context.config, learner.model.config.vocab_size)
         self._facts.routers = learner.replayed
         # Once the buffer knows these facts, what is unfit is what it had before: so many batches.
@@ -152,6 +155,7 @@ class Loop:
                 return False
             self._profile.end()
             self._report(row)
+            self._rollouts.step(self.version, batch.trajectories)
             self._judge(row)
         return True
 
