@@ -20,6 +20,11 @@ WORLD: Row = {
         "refused",
     )
 }  # fmt: skip
+LOADED: Row = {
+    "members": 64, "per_s": 500.0, "refused": 0, "unanswered": 0, "late": 0, "ack_p50_ms": 1.0,
+    "ack_p99_ms": 2.0, "lease_p99_ms": 2.0, "trained_per_s": 500.0, "beats_per_s": 64.0,
+    "cpu_share": 0.1, "buffer_us": 100.0, "loop_us": 80.0, "loop_share": 0.1, "buffer_mb": 70.0,
+}  # fmt: skip
 VANISHED: Row = {
     "given_up_s": 15.0, "held": 10, "taken_back": 10, "acknowledged": 99, "lost": 0, "twice": 0,
     "rate_of_the_others": 1.0, "rate_again": 1.0,
@@ -124,6 +129,8 @@ def rows_of(name: str, load: Any) -> tuple[list[Row], Row]:
             return [DEED, DEED | {"what": "Ping"}, ATTACKED], {}
         case "broker_scale":
             return [WORLD | {"what": "10 generators", "generators": 10}], VANISHED
+        case "buffer_load":
+            return [LOADED | {"rate": rate} for rate in (500.0, 0.0)], {"trajectory_bytes": 9000.0}
         case "generator_overhead":
             return [LOOP | {"engine": engine} for engine in ("vllm", "torch")], {}
         case "store":
