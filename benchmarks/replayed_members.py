@@ -209,6 +209,7 @@ class Members:
 
     def __init__(self, orders: Orders) -> None:
         self._orders = orders
+        self._flat_out = not orders.rate  # an acknowledgement makes it the member's turn again
         self._cuts = cycle(orders.recording.trajectories)
         self._bodies: dict[int, bytes] = {}  # of questions for work, by capacity
         self._epoll = select.epoll()
@@ -218,9 +219,9 @@ class Members:
         self._acks: list[float] = []
         self._grants: list[float] = []
         self._accepted = self._refused = self._late = self._beats = 0
+        self._beats_at: deque[tuple[float, Member]] = deque()  # the next one of each, in order
         self._trainer = self._join()
         self._turns = deque(self._members)
-        self._upkeep = deque(self._members)  # who is to beat next, in turns
         self._renewals = deque(self._members)
 
     def play(self) -> Played:
@@ -229,13 +230,13 @@ class Members:
         for member in self._members:
             self._send(member, self._question(member))
         began = time.monotonic()
-        self._run(began, began + orders.warm_s)
+        self._run(began + orders.warm_s)
         self._acks, self._grants = [], []
         self._accepted = self._refused = self._late = self._beats = 0
         print(json.dumps({"measuring": orders.seconds}), flush=True)
         trained, cpu = self._trainer.trained, time.process_time()
         start = time.monotonic()
-        self._run(began, start + orders.seconds)
+        self._run(start + orders.seconds)
         took = time.monotonic() - start
         return Played(
             per_s=self._accepted / took,
@@ -269,6 +270,10 @@ class Members:
                 self._watch(member.control, member)
                 self._watch(member.data, member)
                 self._members.append(member)
+                self._beats_at.append((time.monotonic() + self._pace_s, member))
+            self._keep_alive(time.monotonic())
+            for number, events in self._epoll.poll(0):
+                self._hear(number, events)
         trainer = ReplayedTrainer(self._orders.broker)
         data = trainer.connect(_welcome(trainer.control).data)
         self._watch(trainer.control, None)
@@ -293,10 +298,10 @@ class Members:
 
     # -- the loop ---------------------------------------------------------------------------------
 
-    def _run(self, began: float, until: float) -> None:
+    def _run(self, until: float) -> None:
         done = 0.0  # turns since the beginning of this stretch, in trajectories
         begun = now = time.monotonic()
-        beat_at = renew_at = trainer_at = now
+        renew_at = trainer_at = now
         while now < until:
             for number, events in self._epoll.poll(POLL_S):
                 self._hear(number, events)
@@ -307,11 +312,8 @@ class Members:
                     break
                 done += self._turn(self._turns[0])
                 self._turns.rotate(-1)
-            # As many beats and renewals as are due of all, one member after the other.
-            while beat_at < now:
-                beat_at += self._pace_s / len(self._members)
-                self._beat(self._upkeep[0])
-                self._upkeep.rotate(-1)
+            self._keep_alive(now)
+            # As many renewals as are due of all, one member after the other.
             while renew_at < now:
                 renew_at += self._lease_s / 3 / len(self._members)
                 self._renew(self._renewals[0])
@@ -319,6 +321,13 @@ class Members:
             if trainer_at < now:
                 trainer_at = now + self._pace_s / 2
                 self._trainer.beat(self._orders.recording.beat)
+
+    def _keep_alive(self, now: float) -> None:
+        """Let all beat whose time has come."""
+        while self._beats_at and self._beats_at[0][0] <= now:
+            due, member = self._beats_at.popleft()
+            self._beats_at.append((max(due, now - self._pace_s) + self._pace_s, member))
+            self._beat(member)
 
     def _hear(self, number: int, events: int) -> None:
         connection, member = self._by_socket[number]
@@ -341,7 +350,7 @@ class Members:
             self._acks.append(now - member.open.pop(number))
             self._accepted += ack.accepted
             self._refused += len(ack.refused)
-            if not self._orders.rate:
+            if self._flat_out:
                 self._turn(member)
         elif reply.type == "SampleLeases":
             tasks = _read_leases(frames[1]).tasks
@@ -354,7 +363,7 @@ class Members:
                     self._grants.append(now - member.asked_at)
                 else:
                     self._send(member, self._question(member))
-            if not self._orders.rate and not member.open:
+            if self._flat_out and not member.open:
                 self._turn(member)
         elif reply.type != "RenewAck":
             raise RuntimeError(f"{member.name} was answered {decode(frames).body}")
@@ -416,9 +425,9 @@ class Members:
 
     def _unanswered(self) -> int:
         """Open submits, after the buffer has had time to answer them."""
+        self._flat_out = False
         until = time.monotonic() + JOIN_S
         while (left := sum(len(one.open) for one in self._members)) and time.monotonic() < until:
-            self._orders = msgspec.structs.replace(self._orders, rate=1e-9)  # no new turns
             for number, events in self._epoll.poll(0.1):
                 self._hear(number, events)
         return left
