@@ -63,7 +63,7 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     """What a process of members does."""
 
     broker: str
-    members: int
+    members: int  # the trainer included
     batch: int  # samples of one
     held: int  # samples that a member has leased
     rate: float  # trajectories per second of all together; 0 = as fast as they are acknowledged
@@ -255,7 +255,7 @@ class Members:
 
     def _join(self) -> ReplayedTrainer:
         """Let all join, some at a time; the trainer is the last."""
-        names = [f"generator-{number}" for number in range(self._orders.members)]
+        names = [f"generator-{number}" for number in range(self._orders.members - 1)]
         for first in range(0, len(names), JOINING):
             joining = [self._knock(name) for name in names[first : first + JOINING]]
             for member, hello in joining:
