@@ -28,7 +28,7 @@ from umbra.deploy.summary import summary_rows
 from umbra.deploy.toml import to_toml
 from umbra.deploy.trial import try_aside
 from umbra.deploy.up import Up
-from umbra.proto.errors import EXIT_DONE, UsageError
+from umbra.proto.errors import ERROR_PREFIX, EXIT_DONE, UsageError
 from umbra.services.buffer.data.sources import first_rows
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config.cautions import cautions
@@ -192,7 +192,7 @@ def finish(summary: dict[str, Any], folder: RunFolder, *, as_json: bool) -> int:
     else:
         _print_table([*summary_rows(summary), *_how_to_go_on(code, folder)])
     if code != EXIT_DONE:
-        click.echo(f"umbra: error: {summary['exit_reason']}", err=True)
+        click.echo(f"{ERROR_PREFIX}{summary['exit_reason']}", err=True)
     return code
 
 

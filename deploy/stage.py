@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from umbra.deploy.run_folder import RunFolder, last_lines
-from umbra.proto.errors import UmbraError
+from umbra.proto.errors import ERROR_PREFIX, UmbraError
 from umbra.services.runtime.process.child import (
     ChildError,
     ChildProcess,
@@ -22,7 +23,6 @@ from umbra.services.runtime.process.signals import SignalCounter
 POLL_S = 0.02
 UMBRA = "umbra"
 FORESEEN_CODES = (2, 3, 4, 7, 8)  # ends that a sentence for people explains
-ERROR_PREFIX = "umbra: error: "
 
 
 class StageInterrupted(Exception):  # noqa: N818 - it is no error
@@ -35,14 +35,15 @@ def run_stage(
     *,
     folder: RunFolder,
     environ: Mapping[str, str],
-    interrupts: SignalCounter,
+    interrupts: SignalCounter | None = None,
     module: str = UMBRA,
 ) -> str:
     """Run `umbra <arguments>`, logging to `logs/<name>.log`; what it printed on standard output.
 
     Raises:
         ChildError: it failed; the sentence is the last line that it said.
-        Interrupted: a signal came; the child is dead.
+        StageInterrupted: a signal came; the child is dead. Without `interrupts` a
+            KeyboardInterrupt does the same.
     """
     stages = {name: arguments}
     return run_stages(stages, folder=folder, environ=environ, interrupts=interrupts, module=module)[
@@ -55,7 +56,7 @@ def run_stages(
     *,
     folder: RunFolder,
     environ: Mapping[str, str],
-    interrupts: SignalCounter,
+    interrupts: SignalCounter | None = None,
     module: str = UMBRA,
 ) -> dict[str, str]:
     """`run_stage` of several at once; outputs by name. The first failure ends them all."""
@@ -74,6 +75,9 @@ def run_stages(
             for name, code in codes.items():
                 if code:
                     raise _failed(folder, name, code)
+            if interrupts is None:
+                time.sleep(POLL_S)
+                continue
             if interrupts.count:
                 raise StageInterrupted
             interrupts.wait(POLL_S)

@@ -237,7 +237,9 @@ def cli() -> None:
 
 
 def _print_error(message: str) -> None:
-    click.echo(f"umbra: error: {message}", err=True)
+    from umbra.proto.errors import ERROR_PREFIX
+
+    click.echo(f"{ERROR_PREFIX}{message}", err=True)
 
 
 def _report(error: Exception) -> int | None:
