@@ -117,8 +117,8 @@ def one_step_off() -> Iterator[Case]:
 # times the hybrid engine. No part of a step is published. Taken from the differences: reference
 # logprobs take 30 s on half of the GPUs, the rest of training 140 s there, so half of it on all
 # GPUs. Lengths (log-normal, median 1,500, at most 12,288) and a decode step of 11 ms and 0.12 ms a
-# sequence make up for what is left of 260 s: fitted. So none of it is blind; the question is whether
-# generation on half of the GPUs keeps up with training there.
+# sequence make up for what is left of 260 s: fitted. So none of it is blind; what is asked is
+# whether generation on half of the GPUs keeps up with training there.
 ASYNC_RL_BASE: Tree = {
     "buffer": {"group_size": 16, "max_staleness": 4},
     "generator": {"kv_policy": "recompute"},
