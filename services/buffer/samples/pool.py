@@ -155,6 +155,8 @@ class SamplePool:
                 sample.holder, sample.sample_id, sample.attempt,
             )  # fmt: skip
             self.take_back(sample, lost=True)
+        if not self._rules.survivors:
+            return  # no group goes on without its stragglers, and there may be thousands
         for group in [g for g in self._waiting.values() if self._rules.overdue(g, now)]:
             slow = [sample for sample in group.samples if sample.state is not State.READY]
             log.info("%s goes on without %d stragglers", group.group_id, len(slow))
