@@ -153,13 +153,13 @@ class BufferClient:
                 found.append(message)
         return found
 
-    def renew(self, leases: Sequence[Lease]) -> None:
+    def renew(self, leases: Callable[[], Sequence[Lease]]) -> None:
         """Every third of a lease: say that we still work on these (and what is being delivered)."""
         now = self._clock()
         if self._lease_s is None or now < self._renew_at:
             return
         self._renew_at = now + self._lease_s / 3
-        held = [*leases, *self._undelivered.items()]
+        held = [*leases(), *self._undelivered.items()]
         for portion in portions(held, lambda _: 0, LEASES):
             renewed = partial(self._renewed, portion)
             self._send(RenewLeases(leases=portion), renewed, timeout_s=self._lease_s)
