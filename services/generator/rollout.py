@@ -103,6 +103,7 @@ class Rollout:
         self._parts: dict[str, float] = {}
         self._reason = "partial"
         self._heard: list[Said] = []  # what the environment was told so far
+        self._told: list[Said] | None = None  # the same with the turn that it answers now
         self._reader: TurnReader | None = None  # of a turn that an agent listens to
         self._began = self._started = settings.clock()
         # Turns of a partial, model's and environment's, that the environment has to see again.
@@ -206,10 +207,12 @@ class Rollout:
 
     def responses(self) -> list[Said]:
         """All that the model said, turn by turn; the last is new to the environment."""
-        heard = sum(len(said) + len(heard) for said, heard in self._replay)
-        start = self._line.turn_start - heard
-        turn = self._replay[0][0] if self._replay else self._line.tokens.ids[start:]
-        return [*self._heard, self._said(turn, start)]
+        if self._told is None:
+            heard = sum(len(said) + len(heard) for said, heard in self._replay)
+            start = self._line.turn_start - heard
+            turn = self._replay[0][0] if self._replay else self._line.tokens.ids[start:]
+            self._told = [*self._heard, self._said(turn, start)]
+        return self._told
 
     def stepped(self, result: StepResult) -> None:
         """The environment answered; its messages are appended as tokens.
@@ -217,7 +220,7 @@ class Rollout:
         Raises:
             SampleError: the messages can't be templated.
         """
-        self._heard = self.responses()
+        self._heard, self._told = self.responses(), None
         self._turns += 1
         self._reward += result.reward
         for part, value in result.reward_parts.items():
@@ -524,7 +527,7 @@ class Rollout:
         self._line = Line(Opening([]))
         self._lines, self._turn_ends, self._replay = [self._line], [], []
         self._turns = 0
-        self._reward, self._parts, self._heard = 0.0, {}, []
+        self._reward, self._parts, self._heard, self._told = 0.0, {}, [], None
         self.ask = self._reader = None
         self.begun = False
         self.phase = Phase.RESET
