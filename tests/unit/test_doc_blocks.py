@@ -15,6 +15,7 @@ import pytest
 from test_cli_help import every_command
 
 from umbra import cli
+from umbra.proto.errors import UsageError
 from umbra.services.runtime.config.loader import SECTIONS, load_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,7 +55,7 @@ def test_every_run_file_has_keys_that_there_are(tmp_path: Path) -> None:
             path.write_text(text, encoding="utf-8")
             try:
                 load_config(path, environ={})
-            except Exception as error:
+            except UsageError as error:
                 pytest.fail(f"{page}: {error}\n{text}")
 
 
