@@ -15,10 +15,7 @@ from fakes.slowness import seconds
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "contributing.md"
 _NEW = re.compile(r"^New file `([^`]+)`:\n\n```python\n(.*?)^```$", re.M | re.S)
-_CHANGE = re.compile(
-    r"^In `([^`]+)`, (after|before|instead of) the line `([^`]+)`:\n\n```python\n(.*?)^```$",
-    re.M | re.S,
-)
+_CHANGE = re.compile(r"^In `([^`]+)`:\n\n```diff\n(.*?)^```$", re.M | re.S)
 _TRY = re.compile(r"^Try it[^\n]*:\n\n```python\n(.*?)^```$", re.M | re.S)
 LINKED = ("proto", "services", "deploy")
 
@@ -34,16 +31,19 @@ def package(folder: Path) -> Path:
     return copied
 
 
-def put(text: str, where: str, anchor: str, block: str) -> str:
-    """`text` with `block` beside the first line that is `anchor`, or for it.
+def patched(text: str, diff: str) -> str:
+    """`text` with a change at the first place that has the lines of `diff` without its `+`.
 
     Raises:
-        ValueError: there is no such line.
+        ValueError: there is no such place.
     """
-    lines = text.splitlines(keepends=True)
-    at = lines.index(f"{anchor}\n")
-    first, last = at + (where == "after"), at + (where != "before")
-    return "".join([*lines[:first], block, *lines[last:]])
+    lines = diff.splitlines(keepends=True)
+    old = "".join(line[1:] for line in lines if line[0] in " -")
+    new = "".join(line[1:] for line in lines if line[0] in " +")
+    before, found, after = f"\n{text}".partition(f"\n{old}")
+    if not found or not old:
+        raise ValueError(f"there is no {old!r}")
+    return f"{before}\n{new}{after}"[1:]
 
 
 def follow(page: str, copied: Path) -> int:
@@ -53,12 +53,12 @@ def follow(page: str, copied: Path) -> int:
         assert not (copied / path).exists(), path
         (copied / path).write_text(text, encoding="utf-8")
         done += 1
-    for path, where, anchor, block in _CHANGE.findall(page):
+    for path, diff in _CHANGE.findall(page):
         file = copied / path
         try:
-            changed = put(file.read_text(encoding="utf-8"), where, anchor, block)
-        except ValueError:
-            pytest.fail(f"docs/contributing.md: {path} has no line {anchor!r} any more")
+            changed = patched(file.read_text(encoding="utf-8"), diff)
+        except ValueError as error:
+            pytest.fail(f"docs/contributing.md: in {path}, {error}")
         file.write_text(changed, encoding="utf-8")
         done += 1
     return done
@@ -68,7 +68,7 @@ def test_the_steps_lead_to_what_is_tried(tmp_path: Path, tiny_model_dir: Path) -
     page = PAGE.read_text(encoding="utf-8")
     copied = package(tmp_path)
     tries = _TRY.findall(page)
-    assert follow(page, copied) == page.count("```python") - len(tries)
+    assert follow(page, copied) == len(re.findall("^```(?:python|diff)", page, re.M)) - len(tries)
     assert len(tries) == 4
     for number, text in enumerate(tries):
         (tmp_path / f"try_{number}.py").write_text(text, encoding="utf-8")
@@ -96,11 +96,11 @@ def test_the_steps_lead_to_what_is_tried(tmp_path: Path, tiny_model_dir: Path) -
 
 
 def test_a_step_whose_line_is_gone_is_no_step() -> None:
-    assert put("a\nb\n", "after", "a", "x\n") == "a\nx\nb\n"
-    assert put("a\nb\n", "before", "b", "x\n") == "a\nx\nb\n"
-    assert put("a\nb\n", "instead of", "b", "x\n") == "a\nx\n"
-    with pytest.raises(ValueError, match="not in list"):
-        put("a\n", "after", "b", "x\n")
+    assert patched("a\nb\n", " a\n+x\n") == "a\nx\nb\n"
+    assert patched("a\nb\n", "+x\n b\n") == "a\nx\nb\n"
+    assert patched("a\nb\n", "-b\n+x\n") == "a\nx\n"
+    with pytest.raises(ValueError, match="there is no"):
+        patched("  b\n", " b\n+x\n")
 
 
 def test_the_tests_and_programs_that_it_names_are_there() -> None:
