@@ -14,6 +14,7 @@ import click
 from umbra.deploy.config_page import config_page
 from umbra.deploy.live import LogView, choose_view
 from umbra.deploy.machine_defaults import for_this_machine
+from umbra.deploy.pinning import pinned
 from umbra.deploy.preflight import (
     check_one_machine,
     check_packages,
@@ -37,6 +38,8 @@ from umbra.services.runtime.config.feasibility import implied_staleness
 from umbra.services.runtime.config.loader import as_dict, load_config, load_tree
 from umbra.services.runtime.config.objective_rules import implied
 from umbra.services.runtime.learning_rate import after_extension
+from umbra.services.runtime.model.hub import is_hub_name, missing_bytes
+from umbra.services.runtime.numbers import size
 from umbra.services.runtime.process.signals import SignalCounter
 
 SIGNALLED = 128  # exit codes above it are of signals
@@ -48,12 +51,18 @@ set_option = click.option(
 
 
 def load_run(run_file: Path, overrides: tuple[str, ...]) -> RunConfig:
-    """The configuration of `run_file` with absolute paths.
+    """The configuration of `run_file` with absolute paths, and pinned names of what is elsewhere.
 
     Raises:
-        UsageError: see `load_config`.
+        UsageError: see `load_config` and `pinned`.
+        StartupError: a model or prompts are elsewhere, and cannot be reached.
     """
-    return resolve_paths(load_config(run_file, overrides=overrides), run_file)
+    config = load_config(run_file, overrides=overrides)
+    return pinned(resolve_paths(config, run_file), _note, asked=config.model.path)
+
+
+def _note(text: str) -> None:
+    click.echo(text, err=True)
 
 
 @click.command()
@@ -92,7 +101,7 @@ def up(
         config = load_run(run_file, overrides)
         told = check_extension(before, config) if before is not None and before.has_ended() else ""
         check_one_machine(config)
-        check_run(config)  # before a folder is made
+        check_run(config, download=not dry_run)  # before a folder is made
         config, chosen = for_this_machine(config, load_tree(run_file, overrides=overrides))
         check_packages(config)
         search = _search_path(run_file, before)
@@ -247,7 +256,7 @@ def check(run_file: Path, overrides: tuple[str, ...]) -> int:
     trainer hosts is checked without what has to be on those: packages, devices and environment.
     """
     run, chosen = load_run(run_file, overrides), list[str]()
-    check_run(run)
+    check_run(run, download=False)
     if run.trainer.nodes > 1:
         warnings = list(cautions(run))
     else:
@@ -256,7 +265,7 @@ def check(run_file: Path, overrides: tuple[str, ...]) -> int:
         warnings = _try_all(run, search_path(run_file))
     batch = run.buffer.group_size * run.buffer.batch_groups
     click.echo(f"{run_file}: good")
-    click.echo(f"model:     {run.model.path}")
+    click.echo(f"model:     {run.model.name}{_to_download(run)}")
     click.echo(f"prompts:   {run.data.prompts}")
     click.echo(f"batch:     {run.buffer.batch_groups} groups of {run.buffer.group_size} = {batch}")
     click.echo(f"objective: {run.trainer.objective}{_changes(run)}")
@@ -269,6 +278,13 @@ def check(run_file: Path, overrides: tuple[str, ...]) -> int:
     _echo_memory(run)
     _echo_warnings(warnings)
     return EXIT_DONE
+
+
+def _to_download(run: RunConfig) -> str:
+    if not is_hub_name(run.model.name):
+        return ""
+    missing = missing_bytes(run.model.name, "model.path")
+    return f" ({size(missing)} to download)" if missing else " (in the cache)"
 
 
 def _echo_memory(run: RunConfig) -> None:

@@ -21,6 +21,7 @@ from umbra.proto.errors import StartupError, UmbraError, UsageError
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config.loader import as_dict, given_keys
 from umbra.services.runtime.model.architectures import read_config
+from umbra.services.runtime.model.directory import directory_of
 
 MOST_CONTEXT = 8192  # of a model that could take more: longer answers are asked for by name
 CONTEXT, TOKENS = "generator.max_context", "sampling.max_tokens"
@@ -61,7 +62,7 @@ def for_hardware(
     Raises:
         UsageError: the run does not fit into the machine's GPUs; says what to change.
     """
-    chosen = choose(config, given, hardware, positions(config.model.path))
+    chosen = choose(config, given, hardware, positions(config.model.name))
     if _may_need_room(chosen) and hardware.gpus:
         request = Request(chosen, sorted(given), min(hardware.gpus), hardware.name)
         chosen = _with_shares(chosen, share(request))
@@ -104,10 +105,10 @@ def choose(
 
 
 def positions(model: str) -> int:
-    """How many tokens the model in that directory was made for; 0 if that is not known."""
+    """How many tokens that model (as `directory_of` takes it) was made for; 0: it is not known."""
     try:
-        config = read_config(model)
-    except UsageError:
+        config = read_config(directory_of(model, weights=False))
+    except (UsageError, StartupError):
         return 0  # it is refused where the run is checked
     text: Any = config.get("text_config") or config
     found = text.get("max_position_embeddings") if isinstance(text, Mapping) else 0

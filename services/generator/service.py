@@ -126,7 +126,7 @@ def _subscribe(session: Session, config: RunConfig, opened: OpenEngine) -> Recei
         UsageError: the trainer serves another dtype than the engine computes in.
     """
     session.progress("waiting for the weight hub", 0)
-    limit_s = config.weight_hub.first_version_s(weights_bytes(config.model.path))
+    limit_s = config.weight_hub.first_version_s(weights_bytes(config.model.name))
     channel = session.weights(deadline_s=limit_s)
     receiver = Receiver(channel, _planes(config, opened), dtype=opened.dtype)
     waiting = partial(session.progress, "waiting for the trainer's model", 0)

@@ -279,7 +279,11 @@ class ScorerConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ref_logp: Annotated[int, Meta(description="the same for ref_logp", ge=0)] = 1
     logp: Annotated[int, Meta(description="the same for logp", ge=0)] = 1
     model: Annotated[
-        str, Meta(description="directory of the reference model; empty = model.path")
+        str,
+        Meta(
+            description="reference model, a directory or ORG/NAME[@REVISION] on the hub; empty = "
+            "model.path"
+        ),
     ] = ""
     capacity: Annotated[int, Meta(description="trajectories leased at once", ge=1)] = 32
     pack_tokens: Annotated[
