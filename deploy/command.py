@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import click
 
 from umbra.deploy.config_page import config_page
 from umbra.deploy.live import LogView, choose_view
+from umbra.deploy.machine_defaults import for_this_machine
 from umbra.deploy.pinning import pinned
 from umbra.deploy.preflight import (
     check_one_machine,
@@ -24,7 +24,7 @@ from umbra.deploy.preflight import (
 )
 from umbra.deploy.programs import buffer_program, other_programs
 from umbra.deploy.run_folder import RunFolder
-from umbra.deploy.shown import shown_command, shown_path
+from umbra.deploy.shown import print_facts, shown_command, shown_path
 from umbra.deploy.summary import summary_rows
 from umbra.deploy.toml import to_toml
 from umbra.deploy.trial import try_aside
@@ -34,7 +34,7 @@ from umbra.services.buffer.data.sources import first_rows
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config.cautions import cautions
 from umbra.services.runtime.config.feasibility import implied_staleness
-from umbra.services.runtime.config.loader import as_dict, load_config
+from umbra.services.runtime.config.loader import as_dict, load_config, load_tree
 from umbra.services.runtime.config.objective_rules import implied
 from umbra.services.runtime.learning_rate import after_extension
 from umbra.services.runtime.model.hub import is_hub_name, missing_bytes
@@ -103,12 +103,14 @@ def up(
         if not dry_run and (missing := _to_download(config)):
             _note(f"model: {size(missing)} of weights to download")
         check_run(config, download=not dry_run)  # before a folder is made
+        config, chosen = for_this_machine(config, load_tree(run_file, overrides=overrides))
         check_packages(config)
         search = _search_path(run_file, before)
         if dry_run:
             warnings = _try_all(config, search)
             code = _print_programs(config)
             _echo_warnings(warnings, err=True)
+            _echo_chosen(chosen)
             return code
         check_ports_free(config)
         view = choose_view(quiet=quiet, as_json=as_json)
@@ -118,6 +120,8 @@ def up(
             stack.enter_context(folder.held())
         if logs:
             view = LogView(view, folder)
+        if chosen:
+            view.say(f"note: chosen for this machine: {', '.join(chosen)}")
         for name, text in [*cautions(config), *([("extended", told)] if told else [])]:
             view.say(f"{'note' if text is told else 'warning'}: {name}: {text}")
         try:
@@ -172,6 +176,11 @@ def check_extension(folder: RunFolder, config: RunConfig) -> str:
     return f"{done} steps are done; {after_extension(config.trainer, done, done, config.run.steps)}"
 
 
+def _echo_chosen(chosen: list[str]) -> None:
+    if chosen:
+        click.echo(f"chosen:    {', '.join(chosen)} (for this machine, as the run file has none)")
+
+
 def _echo_warnings(warnings: list[tuple[str, str]], *, err: bool = False) -> None:
     for name, text in dict(warnings).items():
         click.echo(f"warning:   {name}: {text}", err=err)
@@ -201,9 +210,11 @@ def finish(summary: dict[str, Any], folder: RunFolder, *, as_json: bool) -> int:
     if as_json:
         click.echo(json.dumps(summary))
     else:
-        _print_table([*summary_rows(summary), *_how_to_go_on(code, folder)])
+        rows = [row for row in summary_rows(summary) if row[0] != "model"]
+        print_facts([*rows, *_left(summary, folder), *_how_to_go_on(code, folder)])
     if code != EXIT_DONE:
-        click.echo(f"{ERROR_PREFIX}{summary['exit_reason']}", err=True)
+        prefix = "umbra: " if code > SIGNALLED else ERROR_PREFIX  # that was asked for
+        click.echo(f"{prefix}{summary['exit_reason']}", err=True)
     return code
 
 
@@ -213,23 +224,13 @@ def _how_to_go_on(code: int, folder: RunFolder) -> list[tuple[str, str]]:
         return []
     if load_config(folder.config, environ={}).buffer.store == "memory":
         return [("to go on", "it can't: buffer.store = memory; begin another run")]
-    return [("to go on", f"{shown_command()} up {shown_path(folder.path)}")]
+    return [("to go on", f"{shown_command()} up {shlex.quote(shown_path(folder.path))}")]
 
 
-def _print_table(rows: list[tuple[str, str]]) -> None:
-    if not sys.stdout.isatty():
-        for name, value in rows:
-            click.echo(f"{name}: {value}")
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
+def _left(summary: dict[str, Any], folder: RunFolder) -> list[tuple[str, str]]:
+    """What there is to look at, from here."""
+    left = {"model": folder.model if summary["model"] else None, "report": folder.report}
+    return [(name, shown_path(path)) for name, path in left.items() if path and path.exists()]
 
 
 @click.group()
@@ -247,11 +248,12 @@ def check(run_file: Path, overrides: tuple[str, ...]) -> int:
     environment, which is called once on the first prompt with an empty response. A run of several
     trainer hosts is checked without what has to be on those: packages, devices and environment.
     """
-    run = load_run(run_file, overrides)
+    run, chosen = load_run(run_file, overrides), list[str]()
     check_run(run, download=False)
     if run.trainer.nodes > 1:
         warnings = list(cautions(run))
     else:
+        run, chosen = for_this_machine(run, load_tree(run_file, overrides=overrides))
         check_packages(run)
         warnings = _try_all(run, search_path(run_file))
     batch = run.buffer.group_size * run.buffer.batch_groups
@@ -266,6 +268,7 @@ def check(run_file: Path, overrides: tuple[str, ...]) -> int:
         f"{run.buffer.max_staleness}, run_ahead {run.buffer.run_ahead}, minibatches "
         f"{run.trainer.minibatches}, epochs {run.trainer.epochs})"
     )
+    _echo_chosen(chosen)
     _echo_memory(run)
     _echo_warnings(warnings)
     return EXIT_DONE

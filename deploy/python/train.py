@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from umbra.deploy.machine_defaults import for_this_machine
 from umbra.deploy.pinning import pinned
 from umbra.deploy.preflight import check_one_machine, check_run, resolve_paths
 from umbra.deploy.python.child import RunChild
@@ -90,10 +91,13 @@ def train(
         resolved = pinned(found, print if show else _ignore, asked=given.model.path)
         check_one_machine(resolved)
         check_run(resolved)
+        resolved, chosen = for_this_machine(resolved, tree)
         _write(folder, resolved, source)
     except BaseException:
         shutil.rmtree(folder.path)
         raise
+    if chosen and show:
+        print(f"chosen for this machine: {', '.join(chosen)}")
     if source.text and show:
         names = ", ".join(source.copied)
         print(f"{names}: copied as source to {shown_path(folder.inputs / f'{MODULE}.py')}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,7 +54,8 @@ def open_engine(config: RunConfig, name: str) -> OpenEngine:
         StartupError: vLLM's processes did not come up.
     """
     generator = config.generator
-    if generator.engine == "vllm":
+    engine = engine_here(config)
+    if engine == "vllm":
         return _vllm(config, name)
     for key, given in (
         ("engine_args", bool(generator.engine_args)),
@@ -63,7 +65,16 @@ def open_engine(config: RunConfig, name: str) -> OpenEngine:
             raise UsageError(
                 f'generator.{key} is for vLLM: leave it out, or set generator.engine = "vllm"'
             )
-    return open_replay(config) if generator.engine == "replay" else _torch(config, name)
+    return open_replay(config) if engine == "replay" else _torch(config, name)
+
+
+def engine_here(config: RunConfig) -> str:
+    """Which engine `generator.engine` stands for on this machine."""
+    generator = config.generator
+    if generator.engine != "auto":
+        return generator.engine
+    kind = pick_device(generator.device).type
+    return generator.engine_on(kind, vllm=importlib.util.find_spec("vllm") is not None)
 
 
 def _vllm(config: RunConfig, name: str) -> OpenEngine:

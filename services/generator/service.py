@@ -14,7 +14,7 @@ from umbra.services.environments.loading import UNREWARDED, name_of
 from umbra.services.generator.activity import Activity
 from umbra.services.generator.agents.offers import SessionOffers
 from umbra.services.generator.buffer_client import BufferClient
-from umbra.services.generator.engines import OpenEngine, open_engine
+from umbra.services.generator.engines import OpenEngine, engine_here, open_engine
 from umbra.services.generator.loop import GeneratorLoop
 from umbra.services.generator.pools import open_environments
 from umbra.services.generator.rollout import RolloutSettings, for_environments
@@ -79,7 +79,7 @@ def run(
         if receiver is None:
             return _end(session)
         load = config.weight_hub.pace.after(config.generator.stall_s)
-        watch = StallWatch(config.generator.engine, load)
+        watch = StallWatch(engine_here(config), load)
         with closing(receiver), watching(watch, session):
             GeneratorLoop(
                 session=session,

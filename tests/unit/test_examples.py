@@ -51,7 +51,29 @@ def test_a_cluster_file_can_be_planned_as_it_says(
 
 def test_every_demo_task_is_an_example() -> None:
     assert {path.stem for path in DEMOS.glob("*.toml")} == set(RECIPES)
-    assert {path.stem for path in (ROOT / "examples").glob("*.toml")} == {*RECIPES, "sort-vllm"}
+    assert {path.stem for path in (ROOT / "examples").glob("*.toml")} == {
+        *RECIPES, "sort-vllm", "gsm8k-0.6b",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("said", "reward"),
+    [
+        ("<think>10 or 72</think>The answer is 72.", 1.0),
+        ("It makes $1,072.50 in all", 0.0),
+        ("<think>72</think>I don't know", 0.0),
+        ("72.0", 1.0),
+        ("", 0.0),
+    ],
+)
+def test_the_reward_of_gsm8k(said: str, reward: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    kind = load_config(ROOT / "examples" / "gsm8k-0.6b.toml", environ={}).environment
+    pool = EnvironmentHost(load_environment(kind), "gsm8k")
+    row = {"prompt": "How many?", "answer": "Natalia sold 48/2 = 24 in May.\n#### 72"}
+    _, result = asyncio.run(pool.play("one", row, [said]))
+    assert isinstance(result, StepResult)
+    assert result.reward == reward
 
 
 def test_own_data_fits_together(monkeypatch: pytest.MonkeyPatch) -> None:
