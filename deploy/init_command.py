@@ -14,7 +14,9 @@ import click
 from umbra.deploy.init_files import MACHINES, PROMPTS, REWARD, REWARDS, Machine, run_file
 from umbra.deploy.shown import shown_command, shown_path
 from umbra.proto.errors import EXIT_DONE, UsageError
-from umbra.services.buffer.data.dataset_readers import DATASETS
+from umbra.services.runtime.model.hub import is_hub_name
+from umbra.services.runtime.prompts.download import is_url
+from umbra.services.runtime.prompts.readers import DATASETS
 
 RUN_FILE, REWARD_FILE, PROMPTS_FILE = "run.toml", "reward.py", "prompts.jsonl"
 DEVICES = Path("/dev")
@@ -40,9 +42,10 @@ def command(
     prompts, some sums are written to prompts.jsonl; reward "function" writes reward.py, to be
     changed. machine is cpu, gpu (one) or 8gpu; found out by default.
     """
-    model = _ask("model: its Hugging Face directory", model, "model")
+    model = _ask("model: its name on the hub, or its directory", model, "model")
     prompts = _ask("prompts: a file, or nothing for an example", prompts, "")
-    if prompts and not prompts.startswith(DATASETS) and not Path(prompts).is_file():
+    elsewhere = prompts.startswith(DATASETS) or is_url(prompts)
+    if prompts and not elsewhere and not Path(prompts).is_file():
         raise UsageError(f"--prompts {prompts}: there is no such file")
     reward = _choose("reward: your own function, or the row's answer", reward, REWARDS, "function")
     found = _this_machine()
@@ -65,7 +68,7 @@ def command(
         texts[PROMPTS_FILE] = PROMPTS
     _write(folder, texts)
     run = shlex.quote(shown_path((folder / RUN_FILE).absolute()))
-    if not Path(model).is_dir():
+    if not Path(model).is_dir() and not is_hub_name(model):
         click.echo(f"{model} is not there yet: hf download NAME --local-dir {model}")
     click.echo(f"next:\n  {shown_command()} config check {run}\n  {shown_command()} up {run}")
     return EXIT_DONE

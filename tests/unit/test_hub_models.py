@@ -172,9 +172,7 @@ class TestTheCache:
         name = str(pin(NAME, "model.path"))  # without weights
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
         load_tokenizer(name)
-        with pytest.raises(
-            UsageError, match=r"has not all of .*, and HF_HUB_OFFLINE is set"
-        ):
+        with pytest.raises(UsageError, match=r"has not all of .*, and HF_HUB_OFFLINE is set"):
             fetch(name, "model.path")
         with pytest.raises(UsageError, match="acme/other is no directory here"):
             pin("acme/other", "model.path")
