@@ -114,10 +114,11 @@ def test_code_in_a_model_directory_is_never_run(tiny_model_dir: Path, tmp_path: 
         load_model(folder, torch.device("cpu"), torch.float32),
         outline_model(folder),
         read_transformers_config(folder),
-        load_tokenizer(folder),
         Reference(folder).model,
     ]
     assert not [type(one).__name__ for one in made if type(one).__name__.startswith("Own")]
+    with pytest.raises(UsageError, match=r"Python code that it brings \(own.OwnTokenizer\)"):
+        load_tokenizer(folder)  # which Transformers would read with another class than it names
 
 
 @pytest.mark.parametrize(
