@@ -12,6 +12,8 @@ import click
 
 from umbra.deploy.config_page import config_page
 from umbra.deploy.live import LogView, choose_view
+from umbra.deploy.machine_defaults import for_this_machine
+from umbra.deploy.pinning import pinned
 from umbra.deploy.preflight import (
     check_one_machine,
     check_packages,
@@ -32,9 +34,11 @@ from umbra.services.buffer.data.sources import first_rows
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config.cautions import cautions
 from umbra.services.runtime.config.feasibility import implied_staleness
-from umbra.services.runtime.config.loader import as_dict, load_config
+from umbra.services.runtime.config.loader import as_dict, load_config, load_tree
 from umbra.services.runtime.config.objective_rules import implied
 from umbra.services.runtime.learning_rate import after_extension
+from umbra.services.runtime.model.hub import is_hub_name, missing_bytes
+from umbra.services.runtime.numbers import size
 from umbra.services.runtime.process.signals import SignalCounter
 
 SIGNALLED = 128  # exit codes above it are of signals
@@ -46,12 +50,18 @@ set_option = click.option(
 
 
 def load_run(run_file: Path, overrides: tuple[str, ...]) -> RunConfig:
-    """The configuration of `run_file` with absolute paths.
+    """The configuration of `run_file` with absolute paths, and pinned names of what is elsewhere.
 
     Raises:
-        UsageError: see `load_config`.
+        UsageError: see `load_config` and `pinned`.
+        StartupError: a model or prompts are elsewhere, and cannot be reached.
     """
-    return resolve_paths(load_config(run_file, overrides=overrides), run_file)
+    config = load_config(run_file, overrides=overrides)
+    return pinned(resolve_paths(config, run_file), _note, asked=config.model.path)
+
+
+def _note(text: str) -> None:
+    click.echo(text, err=True)
 
 
 @click.command()
@@ -90,13 +100,15 @@ def up(
         config = load_run(run_file, overrides)
         told = check_extension(before, config) if before is not None and before.has_ended() else ""
         check_one_machine(config)
-        check_run(config)  # before a folder is made
+        check_run(config, download=not dry_run)  # before a folder is made
+        config, chosen = for_this_machine(config, load_tree(run_file, overrides=overrides))
         check_packages(config)
         search = _search_path(run_file, before)
         if dry_run:
             warnings = _try_all(config, search)
             code = _print_programs(config)
             _echo_warnings(warnings, err=True)
+            _echo_chosen(chosen)
             return code
         check_ports_free(config)
         view = choose_view(quiet=quiet, as_json=as_json)
@@ -106,6 +118,8 @@ def up(
             stack.enter_context(folder.held())
         if logs:
             view = LogView(view, folder)
+        if chosen:
+            view.say(f"note: chosen for this machine: {', '.join(chosen)}")
         for name, text in [*cautions(config), *([("extended", told)] if told else [])]:
             view.say(f"{'note' if text is told else 'warning'}: {name}: {text}")
         try:
@@ -158,6 +172,11 @@ def check_extension(folder: RunFolder, config: RunConfig) -> str:
             f"another one with model.path = {folder.model}"
         )
     return f"{done} steps are done; {after_extension(config.trainer, done, done, config.run.steps)}"
+
+
+def _echo_chosen(chosen: list[str]) -> None:
+    if chosen:
+        click.echo(f"chosen:    {', '.join(chosen)} (for this machine, as the run file has none)")
 
 
 def _echo_warnings(warnings: list[tuple[str, str]], *, err: bool = False) -> None:
@@ -227,16 +246,17 @@ def check(run_file: Path, overrides: tuple[str, ...]) -> int:
     environment, which is called once on the first prompt with an empty response. A run of several
     trainer hosts is checked without what has to be on those: packages, devices and environment.
     """
-    run = load_run(run_file, overrides)
-    check_run(run)
+    run, chosen = load_run(run_file, overrides), list[str]()
+    check_run(run, download=False)
     if run.trainer.nodes > 1:
         warnings = list(cautions(run))
     else:
+        run, chosen = for_this_machine(run, load_tree(run_file, overrides=overrides))
         check_packages(run)
         warnings = _try_all(run, search_path(run_file))
     batch = run.buffer.group_size * run.buffer.batch_groups
     click.echo(f"{run_file}: good")
-    click.echo(f"model:     {run.model.path}")
+    click.echo(f"model:     {run.model.name}{_to_download(run)}")
     click.echo(f"prompts:   {run.data.prompts}")
     click.echo(f"batch:     {run.buffer.batch_groups} groups of {run.buffer.group_size} = {batch}")
     click.echo(f"objective: {run.trainer.objective}{_changes(run)}")
@@ -245,9 +265,17 @@ def check(run_file: Path, overrides: tuple[str, ...]) -> int:
         f"{run.buffer.max_staleness}, run_ahead {run.buffer.run_ahead}, minibatches "
         f"{run.trainer.minibatches}, epochs {run.trainer.epochs})"
     )
+    _echo_chosen(chosen)
     _echo_memory(run)
     _echo_warnings(warnings)
     return EXIT_DONE
+
+
+def _to_download(run: RunConfig) -> str:
+    if not is_hub_name(run.model.name):
+        return ""
+    missing = missing_bytes(run.model.name, "model.path")
+    return f" ({size(missing)} to download)" if missing else " (in the cache)"
 
 
 def _echo_memory(run: RunConfig) -> None:

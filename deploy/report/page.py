@@ -273,8 +273,9 @@ def _slowest(rows: Sequence[Row]) -> str:
 
 
 def _sample(row: Row) -> str:
+    branches = f", {row['branches']} branches" if row.get("branches", 1) > 1 else ""
     head = (
-        f"{row['sample']}: reward {row['reward']:.3g}, {row['tokens']} tokens, version "
+        f"{row['sample']}: reward {row['reward']:.3g}, {row['tokens']} tokens{branches}, version "
         f"{'-'.join(map(str, row['versions']))}, {row['finish_reason']}"
     )
     text = f'<span class="dim">{escape(row["prompt"])}</span>{escape(row["response"])}'

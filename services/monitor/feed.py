@@ -53,6 +53,7 @@ class SampleSeen(msgspec.Struct, frozen=True, kw_only=True):
     turns: int
     versions: tuple[int, int]
     finish_reason: Name
+    branches: int = 1
     prompt: str = ""
     response: str = ""
 

@@ -172,10 +172,11 @@ def _pushes(look: Look) -> RenderableType:
 
 
 def _sample(sample: SampleSeen) -> RenderableType:
+    branches = f"{sample.branches} branches  " if sample.branches > 1 else ""
     facts = (
         f"{sample.sample}  reward {sample.reward:.3g}  {sample.tokens} tokens  {sample.turns} "
-        f"turns  {sample.seconds:.2f} s  versions {sample.versions[0]}-{sample.versions[1]}  "
-        f"{sample.finish_reason}"
+        f"turns  {branches}{sample.seconds:.2f} s  "
+        f"versions {sample.versions[0]}-{sample.versions[1]}  {sample.finish_reason}"
     )
     text = Text.assemble((_short(sample.prompt), "dim"), "\n", (_short(sample.response), "green"))
     return Panel(text, title=Text(facts), title_align="left", border_style="dim")

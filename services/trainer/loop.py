@@ -133,7 +133,7 @@ class Loop:
             if self.version + 2 <= self._config.run.steps:
                 self._prefetch.begin(self.version + 2)
             with self._phase("train_step"):
-                give(self._learner.ranks, Train(self.version, batch.trajectories))
+                give(self._learner.ranks, Train(self.version, batch.samples))
                 kept, self._row = self._row, None
                 updates = self._learner.updates
                 learned = self._update(batch, self.version, self._keep_going)
@@ -143,7 +143,7 @@ class Loop:
                 return False
             names = [one.name for one in self._config.environments]
             seen = sample_metrics(batch, self.version)
-            row = finite(seen | environment_metrics(batch.trajectories, names) | learned)
+            row = finite(seen | environment_metrics(batch.samples, names) | learned)
             row["prefetched"] = float(ahead is not None and batch is ahead.batch)
             with self._phase("commit"):
                 if not self._commit(row):

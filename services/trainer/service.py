@@ -66,7 +66,11 @@ def run(
             "cut distribution and will differ from the trainer's"
         )
     with join_ranks(config.trainer, listener, context.stopping) as ranks:
-        model, tokenizer, files = open_policy(config.model.path, checked=config.model.checked)
+        model, tokenizer, files = open_policy(
+            config.model.name,
+            checked=config.model.checked,
+            trust=config.model.trust_remote_code,
+        )
         learner = Learner(
             model,
             config.trainer,
@@ -76,7 +80,7 @@ def run(
             files,
             sampling.max_tokens,
         )
-        base = weights_checksum(config.model.path) if config.trainer.lora_rank else ""
+        base = weights_checksum(config.model.name) if config.trainer.lora_rank else ""
         adapter = adapter_facts(config.trainer, base)
         alone = adapter is not None
         served = config.weight_hub.dtype_on(learner.device.type)
