@@ -104,7 +104,7 @@ def _settings(model: str) -> RunConfig:
                 f"checkpoint as a model with `{shown_command()} export`"
             )
         config = load_config(folder.config, environ={})
-        config = _changed(config, "model", path=str(folder.model))
+        config = _changed(config, "model", path=str(folder.model), revision="")
         config = _changed(config, "trainer", lora_rank=0, router_replay=False)  # it is merged
     context = _context(check_model_dir(config.model.path, "MODEL"))
     return _changed(config, "generator", slots=1, replicas=1, max_context=context)
