@@ -45,6 +45,7 @@ class Publication:
 # What README shows and what is quick come first.
 PUBLISHED: dict[str, Publication] = {
     "demo_runs": Publication("demo_runs", (), 9),
+    "whole_machine": Publication("whole_machine", (), 10),
     "long_tail": Publication("long_tail", ("--passes", "3"), 4),
     "weight_push": Publication("weight_push", (), 12, "root's rights (shaped links)"),
     "buffer_throughput": Publication(
