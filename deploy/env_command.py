@@ -35,7 +35,7 @@ def environment() -> dict[str, Any]:
         "protocol": f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}",
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: version_of(name) for name in PACKAGES},
         "devices": {
             "cpus": len(os.sched_getaffinity(0)),
             "memory_gib": _gib(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")),
@@ -75,7 +75,8 @@ def _text(found: dict[str, Any]) -> str:
     return "\n".join(facts(rows))
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """The version that is installed, if one is."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from umbra.deploy.run_folder import RunFolder, last_lines
-from umbra.proto.errors import UmbraError
+from umbra.proto.errors import ERROR_PREFIX, UmbraError
 from umbra.services.runtime.process.child import (
     ChildError,
     ChildProcess,
@@ -20,9 +21,9 @@ from umbra.services.runtime.process.child import (
 from umbra.services.runtime.process.signals import SignalCounter
 
 POLL_S = 0.02
+Waiting = Callable[[], None]  # called again and again while a stage runs
 UMBRA = "umbra"
 FORESEEN_CODES = (2, 3, 4, 7, 8)  # ends that a sentence for people explains
-ERROR_PREFIX = "umbra: error: "
 
 
 class StageInterrupted(Exception):  # noqa: N818 - it is no error
@@ -35,19 +36,26 @@ def run_stage(
     *,
     folder: RunFolder,
     environ: Mapping[str, str],
-    interrupts: SignalCounter,
+    interrupts: SignalCounter | None = None,
     module: str = UMBRA,
+    waiting: Waiting | None = None,
 ) -> str:
     """Run `umbra <arguments>`, logging to `logs/<name>.log`; what it printed on standard output.
 
     Raises:
         ChildError: it failed; the sentence is the last line that it said.
-        Interrupted: a signal came; the child is dead.
+        StageInterrupted: a signal came; the child is dead. Without `interrupts` a
+            KeyboardInterrupt does the same.
     """
-    stages = {name: arguments}
-    return run_stages(stages, folder=folder, environ=environ, interrupts=interrupts, module=module)[
-        name
-    ]
+    found = run_stages(
+        {name: arguments},
+        folder=folder,
+        environ=environ,
+        interrupts=interrupts,
+        module=module,
+        waiting=waiting,
+    )
+    return found[name]
 
 
 def run_stages(
@@ -55,8 +63,9 @@ def run_stages(
     *,
     folder: RunFolder,
     environ: Mapping[str, str],
-    interrupts: SignalCounter,
+    interrupts: SignalCounter | None = None,
     module: str = UMBRA,
+    waiting: Waiting | None = None,
 ) -> dict[str, str]:
     """`run_stage` of several at once; outputs by name. The first failure ends them all."""
     running: dict[str, ChildProcess] = {}
@@ -74,6 +83,11 @@ def run_stages(
             for name, code in codes.items():
                 if code:
                     raise _failed(folder, name, code)
+            if waiting is not None:
+                waiting()
+            if interrupts is None:
+                time.sleep(POLL_S)
+                continue
             if interrupts.count:
                 raise StageInterrupted
             interrupts.wait(POLL_S)

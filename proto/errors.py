@@ -18,6 +18,7 @@ Exit code 0 means done, 1 is left to Python itself; a signal is re-raised so tha
 from __future__ import annotations
 
 EXIT_DONE = 0
+ERROR_PREFIX = "umbra: error: "  # before the sentence that a process ends with
 
 # What decoders of JSON and MessagePack raise for bytes that are none: msgspec's errors are
 # ValueErrors, and so is a text that is not UTF-8; what is nested too deeply is neither.

@@ -13,10 +13,11 @@ from __future__ import annotations
 import errno
 import re
 import secrets
+import socket as tcp
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from socket import AF_INET, AF_INET6, create_server
 
 import zmq
 
@@ -263,22 +264,40 @@ def check_port_free(endpoint: str) -> None:
     Raises:
         StartupError: another process does.
     """
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    port = endpoint.rpartition(":")[2]
     if not endpoint.startswith("tcp://") or not port.isdigit() or port == "0":
         return
+    with suppress(UsageError):  # whoever binds it says what else is wrong with it
+        tcp_listener(endpoint).close()
+
+
+def tcp_listener(endpoint: str, backlog: int = 128) -> tcp.socket:
+    """A plain TCP socket that listens at `endpoint`; port * or 0 is any.
+
+    SO_REUSEADDR is set, as by ZeroMQ: only who listens is in the way.
+
+    Raises:
+        StartupError: another process listens there.
+        UsageError: it is no address of this host.
+    """
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     host = host.strip("[]")
     try:
-        family = AF_INET6 if ":" in host else AF_INET
-        with create_server(("" if host == "*" else host, int(port)), family=family):
-            pass  # SO_REUSEADDR is set, as by ZeroMQ: only who listens is in the way
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise _in_use(endpoint) from error
-        # Whoever binds it says what else is wrong with it.
+        address = ("" if host == "*" else host, 0 if port == "*" else int(port))
+        family = tcp.AF_INET6 if ":" in host else tcp.AF_INET
+        return tcp.create_server(address, family=family, backlog=backlog)
+    except (OSError, OverflowError, ValueError) as error:
+        raise _not_bound(endpoint, error) from error
 
 
-def _in_use(endpoint: str) -> StartupError:
-    return StartupError(f"{endpoint} is in use by another process: stop it or choose another port")
+def _not_bound(endpoint: str, error: Exception) -> UmbraError:
+    if getattr(error, "errno", None) == errno.EADDRINUSE:
+        return StartupError(
+            f"{endpoint} is in use by another process: stop it or choose another port"
+        )
+    return UsageError(
+        f"cannot bind {endpoint!r}: {error}; write it as tcp://address-of-this-host:port"
+    )
 
 
 def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
@@ -286,11 +305,7 @@ def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
         socket.bind(endpoint)
     except zmq.ZMQError as error:
         socket.close(linger=0)
-        if error.errno == errno.EADDRINUSE:
-            raise _in_use(endpoint) from error
-        raise UsageError(
-            f"cannot bind {endpoint!r}: {error}; write it as tcp://address-of-this-host:port"
-        ) from error
+        raise _not_bound(endpoint, error) from error
     return socket.get_string(zmq.LAST_ENDPOINT)
 
 

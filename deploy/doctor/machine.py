@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,10 @@ import zmq
 from umbra.deploy.doctor import judge
 from umbra.deploy.doctor.diagnosis import Check, Diagnosis, unmade
 from umbra.deploy.doctor.judge import GpusSeen
-from umbra.deploy.env_command import NVIDIA, PACKAGES
+from umbra.deploy.env_command import NVIDIA, PACKAGES, version_of
 from umbra.deploy.preflight import check_run, run_endpoints
 from umbra.proto.access import KEY_ROLES, KeyRole
-from umbra.proto.errors import StartupError, UmbraError, UsageError
+from umbra.proto.errors import ERROR_PREFIX, StartupError, UmbraError, UsageError
 from umbra.proto.sockets import check_port_free
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.net.keys import SECRET, is_local, load_keys
@@ -112,13 +112,8 @@ def run_checks(config: RunConfig) -> list[Check]:
 
 def installed() -> dict[str, str]:
     """The versions of the packages that matter, by name."""
-    found: dict[str, str] = {}
-    for name in ("umbra-rl", *PACKAGES):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    versions = {name: version_of(name) for name in ("umbra-rl", *PACKAGES)}
+    return {name: version for name, version in versions.items() if version is not None}
 
 
 def driver_version() -> str:
@@ -252,7 +247,7 @@ def _memory(gpus: Gpus, run_file: Path | None, overrides: Sequence[str]) -> list
         sets = [text for override in overrides for text in ("--set", override)]
         output = _program("-m", "umbra", "estimate", str(run_file), "--json", *sets)
         if isinstance(output, str):
-            why_not = output.removeprefix("umbra: error: ")
+            why_not = output.removeprefix(ERROR_PREFIX)
         else:
             estimate = msgspec.json.decode(output)
     found = [
@@ -282,8 +277,8 @@ def _enough(gpus: Gpus, needed: int) -> Diagnosis:
 
 def _run_file(config: RunConfig) -> Diagnosis:
     try:
-        check_run(config)
-    except UsageError as error:
+        check_run(config, download=False)
+    except (UsageError, StartupError) as error:
         return judge.refusal("run file", str(error))
     return Diagnosis("run file", "ok", "keys, values and files are good")
 

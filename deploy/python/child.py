@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from umbra.deploy.stage import ERROR_PREFIX
+from umbra.proto.errors import ERROR_PREFIX
 from umbra.services.runtime.process.child import ChildProcess, child_environ, umbra_argv
 
 JOIN_S = 5.0

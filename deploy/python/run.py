@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from umbra.deploy.python.child import RunChild
 from umbra.deploy.python.operated import Operated, RemoteRun
-from umbra.deploy.run_folder import LineFollower, RunFolder, read_rows
+from umbra.deploy.rollouts import read_rollouts
+from umbra.deploy.run_folder import LineFollower, RunFolder
+from umbra.deploy.stage import last_object, run_stage
 from umbra.proto.errors import UsageError
 from umbra.services.monitor.run_address import RunAddress, find_run
 from umbra.services.runtime.deadline import Deadline
@@ -43,6 +43,7 @@ class Run(Operated):
     def __init__(self, path: str | Path, child: RunChild | None = None) -> None:
         self._folder = RunFolder(Path(path).resolve())
         self._child = child
+        self._steps = _StepRows(self._folder.metrics)
 
     @property
     def id(self) -> str:
@@ -59,15 +60,13 @@ class Run(Operated):
     # -- what it has done -------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Step]:
-        follower, last = LineFollower(self._folder.metrics), 0
+        last = 0
         while True:
             running = self.under_way  # before the look, so that the last steps are seen
-            for line in follower.lines():
-                row = parse_row(line) if '"kind":"step"' in line else None
-                # A trainer that started again repeats the steps since its checkpoint.
-                if row is not None and row["step"] > last:
-                    last = row["step"]
-                    yield Step(last, float(row.get("reward/mean") or 0.0), row)
+            for number, row in self._steps.look().items():
+                if number > last:
+                    last = number
+                    yield Step(number, _reward(row), row)
             if not running:
                 return
             time.sleep(LOOK_S)
@@ -75,8 +74,7 @@ class Run(Operated):
     @property
     def metrics(self) -> Any:
         """A row for each step so far: a pandas DataFrame if pandas is installed, else dicts."""
-        steps = [row for row in read_rows(self._folder.metrics) if row["kind"] == "step"]
-        rows = list({row["step"]: row for row in steps}.values())
+        rows = list(self._steps.look().values())
         try:
             import pandas  # pyright: ignore[reportMissingImports, reportMissingModuleSource]
         except ModuleNotFoundError:
@@ -84,8 +82,8 @@ class Run(Operated):
         return pandas.DataFrame(rows)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
 
     def samples(self) -> list[dict[str, Any]]:
-        """Finished samples as text, oldest first: each generator tells one every 10 seconds."""
-        return [row for row in read_rows(self._folder.metrics) if row["kind"] == "sample"]
+        """Rollouts that were trained on, as text, oldest first: `log.samples` of each step."""
+        return list(read_rollouts(self._folder))
 
     @property
     def summary(self) -> dict[str, Any] | None:
@@ -125,16 +123,15 @@ class Run(Operated):
         chosen = str(prompts or config["eval"]["prompts"])
         if not chosen:
             raise UsageError("evaluate: give prompts, or begin the run with eval_prompts")
-        argv = [sys.executable, "-m", "umbra", "eval", str(model), "--json"]
-        argv += ["--config", str(self._folder.config), "--prompts", str(Path(chosen).resolve())]
-        argv += ["--samples", str(samples)] if samples else []
-        argv += ["--greedy"] if greedy else []
+        arguments = ["eval", str(model), "--json", "--config", str(self._folder.config)]
+        arguments += ["--prompts", str(Path(chosen).resolve())]
+        arguments += ["--samples", str(samples)] if samples else []
+        arguments += ["--greedy"] if greedy else []
         search = [Path(path) for path in self._folder.read_origin().get("search", [])]
-        done = subprocess.run(argv, capture_output=True, text=True, env=child_environ(search))
-        if done.returncode:
-            said = (done.stderr.strip() or "no reason given").splitlines()[-1]
-            raise ChildError(said.removeprefix("umbra: error: "), done.returncode)
-        return json.loads(done.stdout.splitlines()[-1])
+        environ = child_environ(search)
+        return last_object(
+            run_stage("evaluate", tuple(arguments), folder=self._folder, environ=environ)
+        )
 
     # -- while it is under way --------------------------------------------------------------------
 
@@ -205,11 +202,28 @@ class Run(Operated):
     def _repr_html_(self) -> str:
         from umbra.deploy.python.notebook import run_html
 
-        return run_html(self.id, self._rewards(), self.summary)
+        rewards = [_reward(row) for row in self._steps.look().values()]
+        return run_html(self.id, rewards, self.summary)
 
-    def _rewards(self) -> list[float]:
-        rows = read_rows(self._folder.metrics)
-        return [float(row.get("reward/mean") or 0.0) for row in rows if row["kind"] == "step"]
+
+class _StepRows:
+    """The rows of the steps in a file of metrics; each look reads what is new in it."""
+
+    def __init__(self, path: Path) -> None:
+        self._follower = LineFollower(path)
+        self._rows: dict[int, dict[str, Any]] = {}
+
+    def look(self) -> dict[int, dict[str, Any]]:
+        """All so far, by step: the newest of those that a trainer has repeated."""
+        for line in self._follower.lines():
+            row = parse_row(line) if '"kind":"step"' in line else None
+            if row is not None:
+                self._rows[row["step"]] = row
+        return dict(self._rows)
+
+
+def _reward(step: Mapping[str, Any]) -> float:
+    return float(step.get("reward/mean") or 0.0)
 
 
 def attach(run: str | Path = "", *, keys: str = "") -> Run | RemoteRun:

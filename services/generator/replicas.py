@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from umbra.proto.errors import UsageError
+from umbra.proto.errors import ERROR_PREFIX, UsageError
 from umbra.services.runtime.config import GeneratorConfig, RunConfig
 from umbra.services.runtime.config.loader import to_json
 from umbra.services.runtime.process.child import ChildError, ChildProcess, child_environ, umbra_argv
@@ -30,7 +30,6 @@ from umbra.services.runtime.process.threads import service_thread
 STOP_S = 30.0  # for the replicas to drain
 _LOOK_S = 0.05
 _GPUS = "CUDA_VISIBLE_DEVICES"
-_ERROR = "umbra: error: "
 
 
 class Replica(ChildProcess):
@@ -46,7 +45,7 @@ class Replica(ChildProcess):
     def end(self) -> str:
         """Its last words, once it has ended."""
         self._reader.join(timeout=1.0)
-        return self.last_line.removeprefix(_ERROR)
+        return self.last_line.removeprefix(ERROR_PREFIX)
 
     def _pass_on(self) -> None:
         assert self._popen is not None

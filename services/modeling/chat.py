@@ -135,6 +135,11 @@ class Chat:
         self._require(found)
         return found.exact
 
+    @property
+    def has_template(self) -> bool:
+        """Whether there is a chat template; without one, prompts are text."""
+        return self._template is not None
+
     @functools.cached_property
     def dialect(self) -> Dialect:
         """How the model's turns are read.

@@ -116,7 +116,7 @@ def test_a_port_is_known_to_be_taken_before_it_is_bound(zmq_context: Context, ho
     "endpoint", [ANY_PORT, "tcp://127.0.0.1:0", "ipc://some/file", "tcp://h:x"]
 )
 def test_what_is_no_port_is_not_taken(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(sockets, "create_server")  # is not asked
+    monkeypatch.delattr(sockets.tcp, "create_server")  # is not asked
     sockets.check_port_free(endpoint)
 
 

@@ -6,7 +6,6 @@ counted and sent away; they cost one socket each for a few seconds, and no threa
 
 from __future__ import annotations
 
-import errno
 import logging
 import selectors
 import socket
@@ -17,9 +16,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from umbra.proto.errors import StartupError, UsageError, WireError
+from umbra.proto.errors import WireError
 from umbra.proto.messages import Credit
-from umbra.proto.sockets import HANDSHAKE_MS
+from umbra.proto.sockets import HANDSHAKE_MS, tcp_listener
 from umbra.services.runtime.deadline import Deadline, Pace
 from umbra.services.runtime.net.zap import Refusals
 from umbra.services.runtime.planes.bucket_records import (
@@ -83,7 +82,8 @@ class BucketDoor:
     def __init__(self, endpoint: str, pace: Pace, refusals: Refusals) -> None:
         self._pace = pace
         self._refusals = refusals
-        self._listening = _listen(endpoint)
+        self._listening = tcp_listener(endpoint, BACKLOG)
+        self._listening.setblocking(False)
         self.port: int = self._listening.getsockname()[1]
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listening, selectors.EVENT_READ)
@@ -333,25 +333,3 @@ class _Sending:
         if data:
             self._connection.settimeout(self._pace.limit_s(len(data)))  # of all of it
             self._connection.sendall(data, socket.MSG_MORE if more else 0)
-
-
-def _listen(endpoint: str) -> socket.socket:
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    host = host.strip("[]")
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listening = socket.create_server(
-            ("" if host == "*" else host, 0 if port == "*" else int(port)),
-            family=family,
-            backlog=BACKLOG,
-        )
-    except (OSError, ValueError, OverflowError) as error:
-        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-            raise StartupError(
-                f"{endpoint} is in use by another process: stop it or choose another port"
-            ) from error
-        raise UsageError(
-            f"cannot bind {endpoint!r}: {error}; write it as tcp://address-of-this-host:port"
-        ) from error
-    listening.setblocking(False)
-    return listening

@@ -16,7 +16,7 @@ from functools import wraps
 from threading import Thread
 from typing import NoReturn, ParamSpec, TypeVar
 
-from umbra.proto.errors import UmbraError
+from umbra.proto.errors import ERROR_PREFIX, UmbraError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -54,7 +54,7 @@ def named_errors(what: str) -> Iterator[None]:
 def end_process(error: UmbraError) -> NoReturn:
     """Say the sentence of `error` and end at once with its exit code, from any thread."""
     with suppress(Exception):  # nobody may be there to read it
-        print(f"umbra: error: {error}", file=sys.stderr, flush=True)
+        print(f"{ERROR_PREFIX}{error}", file=sys.stderr, flush=True)
     os._exit(error.exit_code)
 
 

@@ -107,6 +107,7 @@ _SCHEDULES = {
     "constant": "constant",
     "constant_with_warmup": "constant",
 }
+_EVALUATES = {"no": False, "steps": True}
 _SCALES = {"group": "grpo", True: "grpo", "none": "dr_grpo", False: "dr_grpo"}
 
 
@@ -291,7 +292,7 @@ def sections_of(values: Mapping[str, Any], *, rows: int) -> dict[str, dict[str, 
         sections["buffer"]["stages"] = ["ref_logp"]
     if values["use_cpu"]:
         sections["generator"]["device"] = sections["trainer"]["device"] = "cpu"
-    if _known("eval_strategy", _text(values["eval_strategy"]), {"no": "", "steps": ""}) == "steps":
+    if _translated("eval_strategy", _text(values["eval_strategy"]), _EVALUATES):
         if not values["eval_steps"]:
             raise UsageError("GRPOConfig.eval_strategy = 'steps' needs eval_steps here")
         sections["eval"] = {"every": math.ceil(values["eval_steps"] / updates)}
@@ -300,22 +301,24 @@ def sections_of(values: Mapping[str, Any], *, rows: int) -> dict[str, dict[str, 
 
 def _trainer(values: Mapping[str, Any]) -> dict[str, Any]:
     """Keys of `[trainer]`: optimizer and objective."""
-    loss = _known("loss_type", values["loss_type"], _AGGREGATIONS)
+    loss = values["loss_type"]
     optimizer = _text(values["optim"])
     if optimizer not in ("adamw_torch", "adamw_torch_fused"):
         raise UsageError(f"GRPOConfig.optim = {optimizer!r}: AdamW is what is the same here")
     epsilon, high = values["epsilon"], values["epsilon_high"]
     keys: dict[str, Any] = {
         "learning_rate": values["learning_rate"],
-        "schedule": _known("lr_scheduler_type", _text(values["lr_scheduler_type"]), _SCHEDULES),
+        "schedule": _translated(
+            "lr_scheduler_type", _text(values["lr_scheduler_type"]), _SCHEDULES
+        ),
         "final_lr_ratio": 0.0,
         "warmup_steps": values["warmup_steps"],
         "weight_decay": values["weight_decay"],
         "betas": (values["adam_beta1"], values["adam_beta2"]),
         "max_grad_norm": values["max_grad_norm"],
         "objective": "cispo" if loss == "cispo" else "grpo",
-        "aggregation": _AGGREGATIONS[loss],
-        "advantage": _SCALES[_known("scale_rewards", values["scale_rewards"], _SCALES)],
+        "aggregation": _translated("loss_type", loss, _AGGREGATIONS),
+        "advantage": _translated("scale_rewards", values["scale_rewards"], _SCALES),
         "ratio_level": values["importance_sampling_level"],
         "clip_low": epsilon,
         "clip_high": epsilon if high is None else high,
@@ -323,7 +326,6 @@ def _trainer(values: Mapping[str, Any]) -> dict[str, Any]:
         "entropy_coef": values["entropy_coef"],
         "overlong_filter": values["mask_truncated_completions"],
     }
-    keys["schedule"] = _SCHEDULES[keys["schedule"]]
     if loss == "cispo":
         # TRL's bound is the weight itself, ours what it may be above 1; below there is none.
         keys |= {"clip_low": 1.0, "clip_high": (epsilon if high is None else high) - 1.0}
@@ -340,18 +342,18 @@ def _trainer(values: Mapping[str, Any]) -> dict[str, Any]:
     return keys
 
 
-def _known(name: str, value: Any, known: Mapping[Any, Any]) -> Any:
-    """`value`, if it is one of `known`.
+def _translated(name: str, value: Any, table: Mapping[Any, Any]) -> Any:
+    """What field `name` with `value` is here.
 
     Raises:
-        UsageError: it is not.
+        UsageError: `table` has no such value.
     """
-    if value not in known:
+    if value not in table:
         raise UsageError(
             f"GRPOConfig.{name} = {value!r} has no counterpart here; use "
-            f"{', '.join(repr(one) for one in known)}"
+            f"{', '.join(repr(one) for one in table)}"
         )
-    return value
+    return table[value]
 
 
 def _text(value: Any) -> str:
