@@ -35,6 +35,8 @@ def heading(rollout: Mapping[str, Any]) -> str:
     """The facts of a rollout in one line."""
     parts = [f"{name} {number(value)}" for name, value in rollout["reward_parts"].items()]
     turns = f", {rollout['turns']} turns" if rollout["turns"] > 1 else ""
+    if rollout.get("branches", 1) > 1:
+        turns += f", {rollout['branches']} branches"
     return (
         f"step {rollout['step']}, {rollout['sample']}: reward {number(rollout['reward'])}"
         + (f" ({', '.join(parts)})" if parts else "")
@@ -57,4 +59,7 @@ def as_text(rollout: Mapping[str, Any]) -> str:
         body = "\n".join(f"[{age(s)}, {tokens} tokens] {text}" for text, tokens, s in said)
     else:
         body = rollout["response"]
-    return f"--- {heading(rollout)}\n{rollout['prompt']}\n>>> {body}\n"
+    text = f"--- {heading(rollout)}\n{rollout['prompt']}\n>>> {body}\n"
+    for branch, one in enumerate(rollout.get("further", ()), start=2):
+        text += f"--- branch {branch}\n{one['prompt']}\n>>> {one['response']}\n"
+    return text

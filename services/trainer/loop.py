@@ -155,7 +155,7 @@ class Loop:
                 return False
             self._profile.end()
             self._report(row)
-            self._rollouts.step(self.version, batch.trajectories)
+            self._rollouts.step(self.version, batch.samples)
             self._judge(row)
         return True
 

@@ -79,7 +79,8 @@ def rollout_row(tokenizer: Any, trajectory: Trajectory, step: int) -> dict[str, 
     """One line of the file.
 
     `pieces` cut the response into what the model said by weights of one age, and what its
-    environment said (staleness None): characters, tokens, staleness in steps.
+    environment said (staleness None): characters, tokens, staleness in steps. Prompt, response and
+    pieces are those of the first branch, `further` has the texts of the others.
     """
     ids = unpack_int32(trajectory.response_ids)
     ranges = _ranges(trajectory, step)
@@ -92,7 +93,8 @@ def rollout_row(tokenizer: Any, trajectory: Trajectory, step: int) -> dict[str, 
         "prompt_id": trajectory.prompt_id,
         "reward": trajectory.reward,
         "reward_parts": trajectory.reward_parts,
-        "tokens": len(ids),
+        "tokens": trajectory.sample_tokens,
+        "branches": len(trajectory.lines),
         "turns": trajectory.turns,
         "seconds": trajectory.finished_at - trajectory.started_at,
         "finish_reason": trajectory.finish_reason,
@@ -103,13 +105,20 @@ def rollout_row(tokenizer: Any, trajectory: Trajectory, step: int) -> dict[str, 
             [len(text), end - start, staleness]
             for text, start, (end, staleness) in zip(texts, starts, ranges, strict=False)
         ],
+        "further": [
+            {
+                "prompt": _decode(tokenizer, unpack_int32(one.prompt_ids)),
+                "response": _decode(tokenizer, unpack_int32(one.response_ids)),
+            }
+            for one in trajectory.branches
+        ],
     }
 
 
 def told(row: dict[str, Any]) -> dict[str, Any]:
     """`row` cut down to the size of an event."""
     short = {name: _short(row[name]) for name in ("prompt", "response")}
-    return {**row, **short, "pieces": row["pieces"][:TOLD_PIECES]}
+    return {**row, **short, "pieces": row["pieces"][:TOLD_PIECES], "further": []}
 
 
 def _ranges(trajectory: Trajectory, step: int) -> list[tuple[int, int | None]]:

@@ -1,9 +1,11 @@
 """Rollouts as text: what the trainer writes of a step, and what is printed and shown of it."""
 
 import json
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 from fakes.looks import heard
@@ -13,7 +15,7 @@ from umbra import cli
 from umbra.deploy.rollouts import as_text, pieces, read_rollouts
 from umbra.deploy.run_folder import RunFolder
 from umbra.deploy.samples_command import command
-from umbra.proto.records import Trajectory, VersionSpan
+from umbra.proto.records import Branch, Trajectory, VersionSpan
 from umbra.services.modeling.models import load_tokenizer
 from umbra.services.trainer.rollout_log import EVERY_S, TOLD_CHARS, RolloutLog, spread, told
 
@@ -186,3 +188,18 @@ def test_why_none_are_printed(
 def test_a_step_that_has_none(written: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["samples", "--step", "9"]) == 2
     assert f"run {written.id} has no rollouts of step 9" in capsys.readouterr().err
+
+
+def test_branches_of_a_sample_are_one_row(folder: RunFolder) -> None:
+    one, two = rewarded(1.0), trajectory(list(b"again"), list(b"other"))
+    branch = Branch(**{name: getattr(two, name) for name in Branch.__struct_fields__})
+    rows: list[dict[str, Any]] = []
+    log = RolloutLog(folder.path, Bytes(), 4, rows.append, clock=count(0.0, EVERY_S).__next__)
+    log.step(1, [msgspec.structs.replace(one, branches=[branch])])
+    log.close()
+    (row,) = read_rollouts(folder)
+    assert (row["branches"], row["tokens"], row["response"]) == (2, 11, "answer")
+    text = as_text(row)
+    assert "11 tokens, 2 branches" in text
+    assert text.endswith("ask\n>>> answer\n--- branch 2\nagain\n>>> other\n")
+    assert rows[0]["further"] == []
