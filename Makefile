@@ -155,6 +155,10 @@ bench: $(DEV_STAMP) ## Run the quick form of every benchmark (half an hour or mo
 publish: $(DEV_STAMP) ## Measure what the documents still lack (hours, on an idle machine)
 	@$(BIN)/python benchmarks/published.py
 
+.PHONY: track
+track: $(DEV_STAMP) ## Compare all published figures with those of earlier commits; fails if one got worse
+	@$(BIN)/python benchmarks/track.py
+
 .PHONY: figures
 figures: $(DEV_STAMP) ## Write the documents' figures from benchmarks/results
 	@$(BIN)/python benchmarks/render.py

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from umbra.deploy.preflight import (
 )
 from umbra.deploy.programs import buffer_program, other_programs
 from umbra.deploy.run_folder import RunFolder
-from umbra.deploy.shown import shown_command, shown_path
+from umbra.deploy.shown import print_facts, shown_command, shown_path
 from umbra.deploy.summary import summary_rows
 from umbra.deploy.toml import to_toml
 from umbra.deploy.trial import try_aside
@@ -101,6 +100,8 @@ def up(
         config = load_run(run_file, overrides)
         told = check_extension(before, config) if before is not None and before.has_ended() else ""
         check_one_machine(config)
+        if not dry_run and (missing := _to_download(config)):
+            _note(f"model: {size(missing)} of weights to download")
         check_run(config, download=not dry_run)  # before a folder is made
         config, chosen = for_this_machine(config, load_tree(run_file, overrides=overrides))
         check_packages(config)
@@ -209,9 +210,11 @@ def finish(summary: dict[str, Any], folder: RunFolder, *, as_json: bool) -> int:
     if as_json:
         click.echo(json.dumps(summary))
     else:
-        _print_table([*summary_rows(summary), *_how_to_go_on(code, folder)])
+        rows = [row for row in summary_rows(summary) if row[0] != "model"]
+        print_facts([*rows, *_left(summary, folder), *_how_to_go_on(code, folder)])
     if code != EXIT_DONE:
-        click.echo(f"{ERROR_PREFIX}{summary['exit_reason']}", err=True)
+        prefix = "umbra: " if code > SIGNALLED else ERROR_PREFIX  # that was asked for
+        click.echo(f"{prefix}{summary['exit_reason']}", err=True)
     return code
 
 
@@ -221,23 +224,13 @@ def _how_to_go_on(code: int, folder: RunFolder) -> list[tuple[str, str]]:
         return []
     if load_config(folder.config, environ={}).buffer.store == "memory":
         return [("to go on", "it can't: buffer.store = memory; begin another run")]
-    return [("to go on", f"{shown_command()} up {shown_path(folder.path)}")]
+    return [("to go on", f"{shown_command()} up {shlex.quote(shown_path(folder.path))}")]
 
 
-def _print_table(rows: list[tuple[str, str]]) -> None:
-    if not sys.stdout.isatty():
-        for name, value in rows:
-            click.echo(f"{name}: {value}")
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
+def _left(summary: dict[str, Any], folder: RunFolder) -> list[tuple[str, str]]:
+    """What there is to look at, from here."""
+    left = {"model": folder.model if summary["model"] else None, "report": folder.report}
+    return [(name, shown_path(path)) for name, path in left.items() if path and path.exists()]
 
 
 @click.group()
@@ -265,7 +258,8 @@ def check(run_file: Path, overrides: tuple[str, ...]) -> int:
         warnings = _try_all(run, search_path(run_file))
     batch = run.buffer.group_size * run.buffer.batch_groups
     click.echo(f"{run_file}: good")
-    click.echo(f"model:     {run.model.name}{_to_download(run)}")
+    missing = _to_download(run)
+    click.echo(f"model:     {run.model.name}{f' ({size(missing)} to download)' if missing else ''}")
     click.echo(f"prompts:   {run.data.prompts}")
     click.echo(f"batch:     {run.buffer.batch_groups} groups of {run.buffer.group_size} = {batch}")
     click.echo(f"objective: {run.trainer.objective}{_changes(run)}")
@@ -280,11 +274,10 @@ def check(run_file: Path, overrides: tuple[str, ...]) -> int:
     return EXIT_DONE
 
 
-def _to_download(run: RunConfig) -> str:
-    if not is_hub_name(run.model.name):
-        return ""
-    missing = missing_bytes(run.model.name, "model.path")
-    return f" ({size(missing)} to download)" if missing else " (in the cache)"
+def _to_download(run: RunConfig) -> int:
+    """Bytes of the model's weights that are still on the hub alone."""
+    name = run.model.name
+    return missing_bytes(name, "model.path") if is_hub_name(name) else 0
 
 
 def _echo_memory(run: RunConfig) -> None:

@@ -1,8 +1,10 @@
 """The key-value cache of the torch engine: S sequences ("rows"), each with its own length.
 
-Live rows are always rows `[0, n)`, so a decode step reads a view of the cache and copies nothing.
-Symbols: S slots, H key-value heads, C columns held, D head dimension, n live rows, m rows
-prefilled with u different sequences, P the longest of them, L columns that attention looks at.
+A pass of the model gets one row of T tokens, laid end to end: the newest token of each live row,
+then the contexts of rows that have none in the cache yet. Live rows are always rows `[0, n)`, so
+attention reads a view of the cache and copies nothing.
+Symbols: S slots, G key-value heads, C columns held, D head dimension, n live rows, L columns that
+attention looks at.
 """
 
 from __future__ import annotations
@@ -13,14 +15,16 @@ from typing import Any
 import torch
 from transformers import Cache
 
+from umbra.services.modeling.slot_attention import Context
+
 _FIRST_COLUMNS = 64
 
 
 class SlotCache(Cache):
-    """A Transformers cache in which every row is written at its own position.
+    """A Transformers cache in which every token is written to a row and a column of its own.
 
-    Call `begin_prefill` or `begin_decode` before each forward pass of the model; storage grows in
-    columns, by doubling, as sequences do, up to `max_context`.
+    Call `begin` before each forward pass of the model; storage grows in columns, by doubling, as
+    sequences do, up to `max_context`.
     """
 
     def __init__(self, slots: int, max_context: int) -> None:
@@ -28,44 +32,45 @@ class SlotCache(Cache):
         self.slots = slots
         self.max_context = max_context
         self.columns = min(_FIRST_COLUMNS, max_context)
-        self._keys: list[torch.Tensor] = []  # per layer [S, H, C, D]
+        self._keys: list[torch.Tensor] = []  # per layer [S, C, G, D]
         self._values: list[torch.Tensor] = []
-        self._prefilling = False
-        self._source: tuple[torch.Tensor, torch.Tensor] = (torch.empty(0), torch.empty(0))
-        self._target: tuple[torch.Tensor, torch.Tensor] = (torch.empty(0), torch.empty(0))
+        self._target = torch.empty(0, dtype=torch.long)  # cells row * C + column
+        self._source: torch.Tensor | None = None  # tokens that they get; None: each in its turn
         self._view: tuple[int, int] = (0, 0)
 
-    def begin_prefill(
+    def begin(
         self,
-        lengths: Sequence[int],
-        rows: Sequence[int],
-        which: Sequence[int],
-        device: torch.device,
+        newest: torch.Tensor,
+        contexts: Sequence[Context],
+        takers: Sequence[Sequence[int]],
+        view: tuple[int, int],
     ) -> None:
-        """Next, sequences of `lengths` [u] are read, left-padded to the longest.
+        """Next, rows `[0, len(newest))` get a token each, and then `contexts` are read.
 
-        Row `rows[i]` of the cache gets sequence `which[i]`, both [m].
+        Args:
+            newest: int64, the column of each row's token.
+            contexts: sequences that are read from their beginning.
+            takers: the rows that each of them is written to.
+            view: how many rows and columns attention looks at.
         """
-        longest = max(lengths)
-        self._reserve(longest)
-        # Worked out on the CPU, so that a GPU does not have to be waited for.
-        taken = torch.tensor(lengths)[list(which)]
-        ends = taken.cumsum(0)
-        columns = torch.arange(int(ends[-1])) - (ends - taken).repeat_interleave(taken)
-        source_rows = torch.tensor(which).repeat_interleave(taken)
-        target_rows = torch.tensor(rows).repeat_interleave(taken)
-        padding = (longest - taken).repeat_interleave(taken)
-        self._source = (source_rows.to(device), (columns + padding).to(device))
-        self._target = (target_rows.to(device), columns.to(device))
-        self._prefilling = True
-
-    def begin_decode(self, positions: torch.Tensor, columns: int) -> None:
-        """Next, rows `[0, n)` get one token each at `positions` [n], all below `columns`."""
-        self._reserve(columns)
-        count = positions.shape[0]
-        self._target = (torch.arange(count, device=positions.device), positions)
-        self._view = (count, columns)
-        self._prefilling = False
+        self._view = view
+        self._reserve(view[1])
+        count, device = len(newest), newest.device
+        target = torch.arange(count, device=device) * self.columns + newest
+        self._source = None
+        if contexts:
+            cells: list[int] = []
+            tokens = list(range(count))
+            start = count
+            for context, rows in zip(contexts, takers, strict=True):
+                for row in rows:
+                    cells += range(row * self.columns, row * self.columns + context.length)
+                    tokens += range(start, start + context.length)
+                start += context.length
+            target = torch.cat((target, torch.tensor(cells, device=device)))
+            if any(len(rows) > 1 for rows in takers):
+                self._source = torch.tensor(tokens, device=device)
+        self._target = target
 
     def update(
         self,
@@ -75,29 +80,27 @@ class SlotCache(Cache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store what a layer computed and return what it attends to.
+        """Store what a layer computed; what is held of live rows.
 
-        Prefill: `[u, H, P, D]` in, the same out. Decode: `[n, H, 1, D]` in, `[n, H, L, D]` out.
+        `[1, G, T, D]` in, `[n, G, L, D]` out.
         """
         if layer_idx == len(self._keys):
             self._keys.append(self._allocate(key_states))
             self._values.append(self._allocate(value_states))
-        keys, values = self._keys[layer_idx], self._values[layer_idx]
-        rows, columns = self._target
-        if self._prefilling:
-            source_rows, source_columns = self._source
-            keys[rows, :, columns] = key_states[source_rows, :, source_columns]
-            values[rows, :, columns] = value_states[source_rows, :, source_columns]
-            return key_states, value_states
-        keys[rows, :, columns] = key_states[:, :, 0]
-        values[rows, :, columns] = value_states[:, :, 0]
-        count, length = self._view
-        return keys[:count, :, :length], values[:count, :, :length]
+        rows, columns = self._view
+        views: list[torch.Tensor] = []
+        for stored, states in ((self._keys, key_states), (self._values, value_states)):
+            held, tokens = stored[layer_idx], states[0].transpose(0, 1)
+            if self._source is not None:
+                tokens = tokens[self._source]
+            held.flatten(0, 1).index_copy_(0, self._target, tokens)
+            views.append(held[:rows, :columns].transpose(1, 2))
+        return views[0], views[1]
 
     def move(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """Copy the first `length` columns of rows `sources` over rows `targets`."""
         for stored in (*self._keys, *self._values):
-            stored[list(targets), :, :length] = stored[list(sources), :, :length]
+            stored[list(targets), :length] = stored[list(sources), :length]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns of the current view. The model never asks: positions and masks are given."""
@@ -105,7 +108,7 @@ class SlotCache(Cache):
 
     def _allocate(self, states: torch.Tensor) -> torch.Tensor:
         _, heads, _, dim = states.shape
-        return states.new_zeros(self.slots, heads, self.columns, dim)
+        return states.new_zeros(self.slots, self.columns, heads, dim)
 
     def _reserve(self, columns: int) -> None:
         if columns <= self.columns:
@@ -113,7 +116,7 @@ class SlotCache(Cache):
         grown = min(max(columns, 2 * self.columns), self.max_context)
         for stored in (self._keys, self._values):
             for layer, old in enumerate(stored):
-                new = old.new_zeros(*old.shape[:2], grown, old.shape[3])
-                new[:, :, : self.columns] = old
+                new = old.new_zeros(old.shape[0], grown, *old.shape[2:])
+                new[:, : self.columns] = old
                 stored[layer] = new
         self.columns = grown

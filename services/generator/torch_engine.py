@@ -1,12 +1,15 @@
 """An engine of our own: continuous batching over KV slots, around an unmodified Transformers model.
 
-A poll refills free slots from the queue (one forward pass over the new rows, left-padded), then
-decodes one token of every live row. Rows that finish are replaced by queued ones, or by the last
-live rows, so that the live rows stay `[0, n)` and attention is trimmed to the longest of them.
+A poll fills free slots from the queue and makes one forward pass, which feeds the newest token of
+every live row and samples its next one. A row that has nothing in the cache yet has its context,
+all tokens before the newest, read in the same pass. Rows that finish are replaced by queued ones,
+or by the last live rows, so that the live rows stay `[0, n)` and attention is trimmed to the
+longest of them.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,10 +34,11 @@ from umbra.services.generator.sampler import Sampler
 from umbra.services.generator.slots import SlotCache
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.experts import NO_ROUTERS, Routers, check_routing_fits
+from umbra.services.modeling.slot_attention import Context, slot_mask
 from umbra.services.modeling.weights import WeightTable
 from umbra.services.runtime.weights.manifest import Part
 
-_PREFILL_TOKENS = 16384  # padded tokens per prefill pass, so that its memory stays bounded
+_PREFILL_TOKENS = 16384  # of contexts in a pass, so that its memory stays bounded
 
 
 @dataclass(slots=True)
@@ -44,6 +48,7 @@ class _Row:
     request: EngineRequest
     limit: int
     stop_ids: frozenset[int]
+    unread: bool = True  # the cache has nothing of it that counts
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
@@ -51,6 +56,16 @@ class _Row:
     since: int = 0
     routing: Routing | None = None  # without its tokens' experts; None: it is not told
     chosen: bytearray = field(default_factory=bytearray)  # of all tokens that were read
+
+    @property
+    def sequence(self) -> list[int]:
+        """Prompt and new tokens."""
+        return [*self.request.prompt_ids, *self.tokens]
+
+    @property
+    def length(self) -> int:
+        """Tokens of `sequence`."""
+        return len(self.request.prompt_ids) + len(self.tokens)
 
     def serve(self, version: int) -> None:
         """Tokens from here on are of `version`."""
@@ -113,7 +128,7 @@ class TorchEngine:
         self._dtype: torch.dtype = model.dtype
         self._stop_ids = frozenset(stop_ids)
         self._vocabulary: int = model.get_input_embeddings().num_embeddings
-        self._attention = Attention.of(model.config)
+        self._windows = Attention.prepare(model, "sdpa", model.device).windows
         self._weights = weights or WeightTable(model)
         self._routers = Routers.of(model) if tell_routing else None
         self._routing: Routing | None = None
@@ -127,7 +142,7 @@ class TorchEngine:
         self._sampler = Sampler(slots, self._device, seed)
         self._queue: deque[_Row] = deque()
         self._rows: list[_Row] = []  # the live ones, by slot
-        # Of each row, the token that is sampled but not yet in the cache, and its position.
+        # Of each row that was read, its newest token, which is not in the cache, and its position.
         self._last_tokens = torch.zeros(slots, dtype=torch.long, device=self._device)
         self._positions = torch.zeros(slots, dtype=torch.long, device=self._device)
         self._outputs: list[EngineOutput] = []
@@ -156,7 +171,7 @@ class TorchEngine:
 
     @torch.inference_mode()
     def poll(self, timeout_s: float = 0.0) -> list[EngineOutput]:
-        """One decode step over all live rows, free slots refilled before; what finished in it.
+        """One pass over all live rows, free slots filled before; what finished in it.
 
         It never waits, so `timeout_s` has no effect.
 
@@ -164,9 +179,9 @@ class TorchEngine:
             EngineError: torch failed, or the logits are not finite.
         """
         with self._failing():
-            self._refill()
+            self._admit(self.slots - len(self._rows))
             if self._rows:
-                self._decode()
+                self._step()
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -177,18 +192,14 @@ class TorchEngine:
         """Serve `version` from the next token on; see `Engine.load`."""
         self._weights.load(manifest, parts)
         self.version = version
+        aborted: list[_Row] = []
         if kv_policy == "abort":
-            aborted = [row.output("abort") for row in self._rows]
-            self._rows.clear()
-            return aborted
+            aborted = [row for row in self._rows if row.tokens]
+            self._rows = [row for row in self._rows if not row.tokens]  # nor is any of them read
         for row in self._rows:
             row.serve(version)
-        if kv_policy == "recompute":
-            # The last sampled token is not in the cache: the next decode step brings it there.
-            sequences = [[*row.request.prompt_ids, *row.tokens[:-1]] for row in self._rows]
-            with self._failing():
-                self._prefill(list(range(len(self._rows))), sequences, first=False)
-        return []
+            row.unread = row.unread or kv_policy == "recompute"
+        return [row.output("abort") for row in aborted]
 
     @torch.inference_mode()
     def abort(self, request_ids: Iterable[str] | None = None) -> list[EngineOutput]:
@@ -232,137 +243,114 @@ class TorchEngine:
                 f"slots in use: {type(error).__name__}: {first}"
             ) from error
 
-    def _refill(self) -> None:
-        """Move queued requests into free slots and sample the first token of each."""
-        count = min(len(self._queue), self.slots - len(self._rows))
-        if count == 0:
-            return
-        slots = list(range(len(self._rows), len(self._rows) + count))
-        rows = [self._queue.popleft() for _ in slots]
-        self._rows += rows
+    def _admit(self, count: int) -> list[_Row]:
+        """Begin at most `count` queued requests, behind the live rows."""
+        rows = [self._queue.popleft() for _ in range(min(count, len(self._queue)))]
         for row in rows:
             row.serve(self.version)
-        self._sampler.set(slots, [row.request.sampling for row in rows])
-        sequences = [row.request.prompt_ids for row in rows]
-        logits = self._prefill(slots, sequences)
-        tokens, logprobs = self._sampler.sample(logits, slots)
-        self._last_tokens[slots] = tokens
-        self._positions[slots] = torch.tensor([len(s) for s in sequences], device=self._device)
-        self._append(slots, tokens, logprobs)
+        self._rows += rows
+        return rows
 
-    def _decode(self) -> None:
-        """Feed every live row its last token and sample the next."""
+    def _step(self) -> None:
+        """Feed every live row its newest token and sample the next."""
         count = len(self._rows)
-        columns = max(len(row.request.prompt_ids) + len(row.tokens) for row in self._rows)
-        positions = self._positions[:count]
-        self._cache.begin_decode(positions, columns)
-        # What is added to attention scores: of a boolean mask every layer would make that anew.
-        held = torch.arange(columns, device=self._device)[None]
-        latest = positions[:, None]
-        mask = self._attention.masks(
-            (held <= latest)[:, None], latest, held, self._dtype, additive=True
-        )
-        logits = self._pass(
-            input_ids=self._last_tokens[:count, None],
-            position_ids=positions[:, None],
-            attention_mask=mask,
-        )
-        for row, chosen in zip(self._rows, self._chosen(count), strict=False):
-            row.chosen += chosen
-        tokens, logprobs = self._sampler.sample(logits, slice(0, count))
+        takers = self._unread()
+        # The longest by themselves, if they are too much for this pass.
+        contexts = sorted(takers, key=len)
+        room = _PREFILL_TOKENS
+        while contexts and len(contexts[0]) <= room:
+            room -= len(contexts[0])
+            contexts.pop(0)
+        for context in contexts:
+            self._pass(0, {context: takers.pop(context)})
+        tokens, logprobs = self._sampler.sample(self._pass(count, takers), slice(0, count))
         self._last_tokens[:count] = tokens
         self._positions[:count] += 1
-        self._append(range(count), tokens, logprobs)
+        self._append(tokens, logprobs)
 
-    def _prefill(
-        self, slots: Sequence[int], sequences: Sequence[Sequence[int]], *, first: bool = True
-    ) -> torch.Tensor:
-        """Read whole sequences into `slots`; logits [len(slots), V] of each one's next token.
+    def _unread(self) -> dict[tuple[int, ...], list[int]]:
+        """The contexts that have to be read, each with its slots; their newest tokens are set.
 
-        Equal sequences, which the samples of a group begin with, are computed once. The routing of
-        tokens that are read again, not for the `first` time, is not noted.
+        Samples of a group begin with equal ones, which are read once.
         """
+        slots = [slot for slot, row in enumerate(self._rows) if row.unread]
+        if not slots:
+            return {}
+        rows = [self._rows[slot] for slot in slots]
+        self._sampler.set(slots, [row.request.sampling for row in rows])
         takers: dict[tuple[int, ...], list[int]] = {}
-        for index, sequence in enumerate(sequences):
-            takers.setdefault(tuple(sequence), []).append(index)
-        # Longest first, so that a pass pads little.
-        different = sorted(takers, key=len, reverse=True)
-        logits: list[torch.Tensor] = []
-        order: list[int] = []
-        while different:
-            count = max(1, _PREFILL_TOKENS // len(different[0]))
-            chosen, different = different[:count], different[count:]
-            which = [u for u, sequence in enumerate(chosen) for _ in takers[sequence]]
-            indices = [index for sequence in chosen for index in takers[sequence]]
-            rows = [slots[i] for i in indices]
-            logits.append(self._prefill_pass(chosen, rows, which))
-            if first:
-                self._note_prompts(chosen, rows, which)
-            order += indices
-        if not order:
-            return torch.empty(0, 0, device=self._device)
-        return torch.cat(logits)[torch.tensor(order, device=self._device).argsort()]
+        newest: list[int] = []
+        for slot, row in zip(slots, rows, strict=True):
+            *context, last = row.sequence
+            newest.append(last)
+            takers.setdefault(tuple(context), []).append(slot)
+        both = torch.tensor([newest, [row.length - 1 for row in rows]], device=self._device)
+        index = torch.tensor(slots, device=self._device)
+        self._last_tokens[index], self._positions[index] = both
+        takers.pop((), None)  # of a single token there is nothing before
+        return takers
 
-    def _prefill_pass(
-        self, sequences: Sequence[Sequence[int]], slots: Sequence[int], which: Sequence[int]
-    ) -> torch.Tensor:
-        """One forward pass over left-padded sequences [u, P]; next-token logits [m, V].
+    def _pass(self, count: int, takers: Mapping[tuple[int, ...], Sequence[int]]) -> torch.Tensor:
+        """Feed the newest tokens of the first `count` rows, and contexts; logits [count, V].
 
-        Slot `slots[i]` gets sequence `which[i]`, both [m].
+        `takers` are the slots that each context is for.
         """
-        lengths = [len(s) for s in sequences]
-        longest = max(lengths)
-        padded = [[0] * (longest - len(s)) + list(s) for s in sequences]
-        self._cache.begin_prefill(lengths, slots, which, self._device)
-        padding = longest - torch.tensor(lengths, device=self._device)
-        index = torch.arange(longest, device=self._device)
-        valid = index[None] >= padding[:, None]
-        # Padding attends to itself: a row of the mask without any True would give NaN.
-        causal = index[None] <= index[:, None]
-        seen = (causal[None] & valid[:, None, :]) | (index[None] == index[:, None])[None]
-        columns = index[None]  # padding moves queries and keys alike
-        logits = self._pass(
-            input_ids=torch.tensor(padded, device=self._device),
-            position_ids=(index[None] - padding[:, None]).clamp(min=0),
-            attention_mask=self._attention.masks(seen, columns, columns, self._dtype),
-            logits_to_keep=1,
-        )
-        return logits[torch.tensor(which, device=self._device)]
-
-    def _pass(self, **inputs: Any) -> torch.Tensor:
-        """Logits [rows, V] of each row's next token; its routing can be asked for next."""
+        contexts = [Context(slots[0], len(context)) for context, slots in takers.items()]
+        newest, positions = self._last_tokens[:count], self._positions[:count]
+        columns = max(row.length for row in self._rows)
+        self._cache.begin(positions, contexts, list(takers.values()), (len(self._rows), columns))
+        masks = {
+            kind: slot_mask(positions, columns, contexts, window, self._dtype)
+            for kind, window in self._windows
+        }
+        inputs, where = newest, positions
+        keep: int | torch.Tensor = 0  # all
+        if contexts:
+            read = torch.tensor(
+                [
+                    list(itertools.chain.from_iterable(takers)),
+                    [at for context in contexts for at in range(context.length)],
+                ],
+                device=self._device,
+            )
+            inputs, where = torch.cat((newest, read[0])), torch.cat((positions, read[1]))
+            keep = torch.arange(count, device=self._device)
         if self._routers is not None:
             self._routers.noted = []
-        return self._model(**inputs, past_key_values=self._cache, use_cache=True).logits[:, -1]
+        logits = self._model(
+            input_ids=inputs[None],
+            position_ids=where[None],
+            attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=keep,
+        ).logits[0]
+        self._note_routing(count, takers)
+        return logits
 
-    def _note_prompts(
-        self, sequences: Sequence[Sequence[int]], slots: Sequence[int], which: Sequence[int]
-    ) -> None:
-        """The rows in `slots` begin with the routing of the left-padded pass just made."""
-        found = list(self._chosen(len(sequences)))
-        if not found or self._routing is None:
-            return
-        size = self._routing.token_bytes
-        for slot, sequence in zip(slots, which, strict=True):
-            own = len(sequences[sequence]) * size
-            self._rows[slot].chosen += found[sequence][-own:]
+    def _note_routing(self, count: int, takers: Mapping[tuple[int, ...], Sequence[int]]) -> None:
+        """Rows get the experts that the last pass chose for their tokens, if that is told.
 
-    def _chosen(self, rows: int) -> Iterator[bytes]:
-        """The experts that the last pass chose for the tokens of each of `rows`, if that is told.
-
-        The bytes are those of `Routing.chosen`.
+        Those of tokens that are read again are not noted again.
         """
-        if self._routers is None or self._routers.noted is None:
+        if self._routers is None or self._routing is None:
             return
-        found = torch.stack(self._routers.noted, 1)  # [rows * tokens, layers, choices]
+        found = torch.stack(self._routers.noted or [], 1)  # [tokens, layers, choices]
         kind = torch.uint8 if self._routers.experts <= 256 else torch.int16
         data = found.to(kind).cpu().numpy().tobytes()
-        size = len(data) // rows
-        for row in range(rows):
-            yield data[row * size : (row + 1) * size]
+        size = self._routing.token_bytes
+        start = count * size
+        for context, slots in takers.items():
+            end = start + len(context) * size
+            for slot in slots:
+                if not self._rows[slot].tokens:
+                    self._rows[slot].chosen += data[start:end]
+            start = end
+        for slot, row in enumerate(self._rows[:count]):
+            row.chosen += data[slot * size : (slot + 1) * size]
 
-    def _append(self, slots: Sequence[int], tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
-        """Note the new tokens of `slots`; rows that are done leave."""
+    def _append(self, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
+        """Note the new tokens of all rows; those that are done leave."""
         done: list[int] = []
         # One transfer, the only time in a step that a GPU is waited for; double holds both exactly.
         both = torch.stack((tokens.double(), logprobs.double())).tolist()
@@ -371,8 +359,9 @@ class TorchEngine:
                 f"the logits of version {self.version} are not finite: its weights are broken, or "
                 "its numbers leave the range of their type"
             )
-        for slot, number, logprob in zip(slots, *both, strict=True):
-            row, token = self._rows[slot], int(number)
+        for slot, (row, number, logprob) in enumerate(zip(self._rows, *both, strict=True)):
+            token = int(number)
+            row.unread = False
             row.tokens.append(token)
             row.logprobs.append(logprob)
             if token in row.stop_ids:
@@ -381,13 +370,18 @@ class TorchEngine:
             elif len(row.tokens) >= row.limit:
                 self._outputs.append(row.output("length"))
                 done.append(slot)
-        self.decoded_tokens += len(slots)
+        self.decoded_tokens += len(self._rows)
         self._close_holes(done)
 
     def _close_holes(self, holes: Sequence[int]) -> None:
-        """Remove rows `holes` (ascending); the last live rows take the places that get free."""
+        """Remove rows `holes` (ascending); queued and then the last live rows take their places."""
         if not holes:
             return
+        whole = len(self._rows)
+        for slot, row in zip(holes, self._admit(len(holes)), strict=False):
+            self._rows[slot] = row
+        holes = holes[len(self._rows) - whole :]
+        del self._rows[whole:]
         count = len(self._rows) - len(holes)
         gone = set(holes)
         targets = [slot for slot in holes if slot < count]
@@ -395,9 +389,7 @@ class TorchEngine:
         if targets:
             for source, target in zip(sources, targets, strict=True):
                 self._rows[target] = self._rows[source]
-            length = max(
-                len(self._rows[t].request.prompt_ids) + len(self._rows[t].tokens) for t in targets
-            )
+            length = max(self._rows[target].length for target in targets)
             self._cache.move(sources, targets, min(length, self._cache.columns))
             self._sampler.move(sources, targets)
             self._last_tokens[targets] = self._last_tokens[sources]

@@ -30,6 +30,7 @@ from umbra.services.trainer.orders import Export, Gather, Save, Stop, follow, gi
 from umbra.services.trainer.phases import Profile
 from umbra.services.trainer.policy import export_policy, open_policy
 from umbra.services.trainer.ranks import join_ranks
+from umbra.services.trainer.rollout_log import RolloutLog
 from umbra.services.trainer.shards import Snapshots, row_owners
 from umbra.services.trainer.sinks import open_sinks
 from umbra.services.trainer.snapshot import tensor_layout
@@ -139,10 +140,18 @@ def _lead(
         with (
             closing(Publisher(hub, manifest, session.stopping, pace)) as publisher,
             open_sinks(config, context.run_dir, saver.begun) as sinks,
+            closing(
+                RolloutLog(
+                    context.run_dir,
+                    tokenizer,
+                    config.log.samples,
+                    lambda row: session.emit("rollout", **row),
+                )
+            ) as rollouts,
         ):
             publisher.register(pace.limit_s(config.weight_hub.slots * manifest.total_bytes))
             outlet = Outlet(snapshots, publisher)
-            loop = Loop(context, session, learner, update, outlet, saver, sinks)
+            loop = Loop(context, session, learner, update, outlet, saver, sinks, rollouts)
             loop.resume()
             loop.publish()
             context.ready({"device": str(learner.device), "bytes": manifest.total_bytes})

@@ -67,7 +67,7 @@ class EvalAnswers(Submissions):
 
     def _unfit(self, sample: Sample, trajectory: Trajectory) -> str | None:
         due = sample.group.due
-        if {span.version for span in trajectory.spans} == {due}:
+        if trajectory.oldest_version == trajectory.newest_version == due:
             return None
         return f"an eval sample of version {due} has tokens of another version"
 

@@ -156,6 +156,8 @@ class SamplePool:
                 sample.holder, sample.sample_id, sample.attempt,
             )  # fmt: skip
             self.take_back(sample, lost=True)
+        if not self._rules.survivors:
+            return  # no group goes on without its stragglers, and there may be thousands
         for group in [g for g in self._waiting.values() if self._rules.overdue(g, now)]:
             slow = [sample for sample in group.samples if sample.state is not State.READY]
             log.info("%s goes on without %d stragglers", group.group_id, len(slow))
@@ -175,7 +177,7 @@ class SamplePool:
         self.trajectory_store.put(sample.sample_id, packed)
         sample.oldest = trajectory.oldest_version
         sample.newest = trajectory.newest_version
-        sample.tokens = trajectory.response_tokens
+        sample.tokens = trajectory.sample_tokens
         self._touch(sample.group)
 
     def drop_partial(self, sample: Sample) -> None:

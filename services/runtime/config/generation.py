@@ -108,6 +108,18 @@ class EnvironmentConfig(Section, frozen=True, kw_only=True, forbid_unknown_field
             "which is counted, or is refused"
         ),
     ] = "override"
+    branches: Annotated[
+        Literal["refuse", "train"],
+        Meta(
+            description="an agent that changes its history, or asks several times at once, is "
+            "refused, or its sample becomes several branches that are trained on with weights that "
+            "sum to one"
+        ),
+    ] = "refuse"
+    max_branches: Annotated[
+        int,
+        Meta(description="branches of a sample, after which changes are refused", ge=2, le=64),
+    ] = 16
     python: Annotated[
         str,
         Meta(

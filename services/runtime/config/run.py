@@ -155,3 +155,11 @@ class LogConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
         float,
         Meta(description="share of all groups whose lives are traced; 0 = none", ge=0, le=1),
     ] = 0.0
+    samples: Annotated[
+        int,
+        Meta(
+            description="rollouts of each step, from the worst to the best, that are written as "
+            "text to samples.jsonl in the run's folder; 0 = none",
+            ge=0,
+        ),
+    ] = 4
