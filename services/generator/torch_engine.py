@@ -3,6 +3,7 @@
 A poll refills free slots from the queue (one forward pass over the new rows, left-padded), then
 decodes one token of every live row. Rows that finish are replaced by queued ones, or by the last
 live rows, so that the live rows stay `[0, n)` and attention is trimmed to the longest of them.
+What a session's turn leaves in the cache is kept beside it, and the next turn reads what is new.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from msgspec.structs import replace
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Manifest, Routing, VersionSpan
 from umbra.services.generator.engine import (
+    CacheFigures,
     EngineError,
     EngineOutput,
     EngineRequest,
@@ -27,6 +29,8 @@ from umbra.services.generator.engine import (
     KvPolicy,
     check_request,
 )
+from umbra.services.generator.kept_sessions import Kept, KeptSessions
+from umbra.services.generator.lengths import RecentLengths
 from umbra.services.generator.sampler import Sampler
 from umbra.services.generator.slots import SlotCache
 from umbra.services.modeling.attention import Attention
@@ -51,6 +55,14 @@ class _Row:
     since: int = 0
     routing: Routing | None = None  # without its tokens' experts; None: it is not told
     chosen: bytearray = field(default_factory=bytearray)  # of all tokens that were read
+
+    @property
+    def sequence(self) -> list[int]:
+        return [*self.request.prompt_ids, *self.tokens]
+
+    @property
+    def length(self) -> int:
+        return len(self.request.prompt_ids) + len(self.tokens)
 
     def serve(self, version: int) -> None:
         """Tokens from here on are of `version`."""
@@ -89,7 +101,12 @@ class _Row:
 class TorchEngine:
     """The `Engine` for CPUs, and for GPUs without vLLM. S slots, n live rows, V tokens.
 
-    `weights` says where versions go, if that is not all of `model`.
+    `weights` says where versions go, if that is not all of `model`. `cache_tokens` limits the cache
+    of keys and values, what is kept of sessions included; 0 = `max_context` for every slot, and as
+    much again to be kept.
+
+    Raises:
+        UsageError: `cache_tokens` does not hold one sequence of `max_context`.
     """
 
     def __init__(
@@ -103,6 +120,7 @@ class TorchEngine:
         version: int = -1,
         tell_routing: bool = False,
         weights: WeightTable | None = None,
+        cache_tokens: int = 0,
     ) -> None:
         self.version = version
         self.slots = slots
@@ -123,7 +141,16 @@ class TorchEngine:
             layers, choices, experts = self._routers.kind
             check_routing_fits(self._routers.kind, max_context)
             self._routing = Routing(layers=layers, choices=choices, experts=experts, chosen=b"")
-        self._cache = SlotCache(slots, max_context)
+        capacity = cache_tokens or 2 * slots * max_context
+        if capacity < max_context:
+            raise UsageError(
+                f"generator.kv_cache_mb holds {capacity} tokens of this model, fewer than one "
+                f"sequence of generator.max_context = {max_context}: raise it, or lower that"
+            )
+        self._cache = SlotCache(slots, max_context, capacity)
+        self._kept = KeptSessions()
+        self._lengths = RecentLengths(max_context)
+        self._asked_tokens = self._cached_tokens = self._preemptions = 0
         self._sampler = Sampler(slots, self._device, seed)
         self._queue: deque[_Row] = deque()
         self._rows: list[_Row] = []  # the live ones, by slot
@@ -141,6 +168,23 @@ class TorchEngine:
     def free(self) -> int:
         """Slots that neither a live nor a queued request will take."""
         return max(0, self.slots - len(self._rows) - len(self._queue))
+
+    @property
+    def fits(self) -> int:
+        """Sequences for which there is cache: each takes as much as the longest; see `Engine`."""
+        longest = max(self._longest, self._lengths.longest)
+        return max(1, min(self.slots, self._cache.capacity // longest))
+
+    @property
+    def cache(self) -> CacheFigures:
+        """Of its keys and values; each live sequence takes as much as the longest."""
+        usage = len(self._rows) * self._longest / self._cache.capacity
+        return CacheFigures(
+            usage=min(1.0, usage),  # more for a moment, before a row makes room for the others
+            asked_tokens=self._asked_tokens,
+            cached_tokens=self._cached_tokens,
+            preemptions=self._preemptions,
+        )
 
     @property
     def busy(self) -> bool:
@@ -177,6 +221,8 @@ class TorchEngine:
         """Serve `version` from the next token on; see `Engine.load`."""
         self._weights.load(manifest, parts)
         self.version = version
+        if kv_policy != "keep":
+            self._kept.clear()
         if kv_policy == "abort":
             aborted = [row.output("abort") for row in self._rows]
             self._rows.clear()
@@ -187,7 +233,7 @@ class TorchEngine:
             # The last sampled token is not in the cache: the next decode step brings it there.
             sequences = [[*row.request.prompt_ids, *row.tokens[:-1]] for row in self._rows]
             with self._failing():
-                self._prefill(list(range(len(self._rows))), sequences, first=False)
+                self._prefill(list(range(len(self._rows))), sequences)
         return []
 
     @torch.inference_mode()
@@ -199,6 +245,8 @@ class TorchEngine:
             return wanted is None or row.request.request_id in wanted
 
         holes = [slot for slot, row in enumerate(self._rows) if hit(row)]
+        for slot in holes:
+            self._keep(slot)
         aborted = [self._rows[slot].output("abort") for slot in holes]
         aborted += [row.output("abort") for row in self._queue if hit(row)]
         self._queue = deque(row for row in self._queue if not hit(row))
@@ -214,11 +262,16 @@ class TorchEngine:
             if len(row.tokens) >= at_least.get(row.request.request_id, never)
         ]
 
+    def forget(self, session: str) -> None:
+        """No more requests of this session come."""
+        self._kept.forget(session)
+
     def close(self) -> None:
         """Free what the engine holds."""
         self._rows.clear()
         self._queue.clear()
-        self._cache = SlotCache(self.slots, self.max_context)
+        self._kept = KeptSessions()
+        self._cache = SlotCache(self.slots, self.max_context, self._cache.capacity)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -233,28 +286,85 @@ class TorchEngine:
             ) from error
 
     def _refill(self) -> None:
-        """Move queued requests into free slots and sample the first token of each."""
-        count = min(len(self._queue), self.slots - len(self._rows))
-        if count == 0:
+        """Move queued requests into free slots and sample the next token of each."""
+        rows = self._admitted()
+        if not rows:
             return
-        slots = list(range(len(self._rows), len(self._rows) + count))
-        rows = [self._queue.popleft() for _ in slots]
+        slots = list(range(len(self._rows), len(self._rows) + len(rows)))
         self._rows += rows
+        self._cache.reserve(len(self._rows), self._longest)
+        self._kept.shrink(self._spare)
         for row in rows:
             row.serve(self.version)
         self._sampler.set(slots, [row.request.sampling for row in rows])
-        sequences = [row.request.prompt_ids for row in rows]
-        logits = self._prefill(slots, sequences)
+        sequences = [row.sequence for row in rows]
+        held = [self._take_up(*pair) for pair in zip(slots, sequences, strict=True)]
+        logits = self._read(slots, sequences, held)
         tokens, logprobs = self._sampler.sample(logits, slots)
         self._last_tokens[slots] = tokens
         self._positions[slots] = torch.tensor([len(s) for s in sequences], device=self._device)
         self._append(slots, tokens, logprobs)
 
+    def _admitted(self) -> list[_Row]:
+        """The queued rows for which there is a slot and room in the cache."""
+        rows: list[_Row] = []
+        longest = self._longest if self._queue else 0
+        while self._queue and len(self._rows) + len(rows) < self.slots:
+            longest = max(longest, self._queue[0].length + 1)
+            if not self._cache.fits(len(self._rows) + len(rows) + 1, longest):
+                break
+            rows.append(self._queue.popleft())
+        return rows
+
+    @property
+    def _longest(self) -> int:
+        """Columns that the live rows need to get one more token."""
+        return max((row.length + 1 for row in self._rows), default=0)
+
+    @property
+    def _spare(self) -> int:
+        """Tokens of cache beside what rows have reserved."""
+        return max(0, self._cache.capacity - self._cache.rows * self._cache.columns)
+
+    def _take_up(self, slot: int, sequence: list[int]) -> int:
+        """Put what is kept of the row's session into `slot`; how many tokens that are."""
+        row = self._rows[slot]
+        kept = self._kept.take(row.request.session)
+        held = min(kept.shared(sequence), len(sequence) - 1) if kept is not None else 0
+        if kept is not None and held:
+            self._cache.put(slot, kept.states, held)
+            if self._routing is not None and not row.chosen:
+                row.chosen += kept.chosen[: held * self._routing.token_bytes]
+        if not row.tokens:  # else it was counted before it made room for others
+            self._asked_tokens += len(sequence)
+            self._cached_tokens += held
+        return held
+
+    def _keep(self, slot: int) -> None:
+        """Keep what `slot` holds for the next turn of its session, which ends here."""
+        row = self._rows[slot]
+        self._lengths.ended(row.length)
+        session = row.request.session
+        if not session or not self._kept.ended(session) or row.length - 1 > self._spare:
+            return
+        tokens = row.sequence[:-1]  # the last one is not in the cache
+        states = self._cache.copy_of(slot, len(tokens))
+        self._kept.keep(session, Kept(tokens, states, bytes(row.chosen)), self._spare)
+
+    def _make_room(self) -> None:
+        """Put rows back into the queue until the cache holds one more token of the others."""
+        while not self._cache.fits(len(self._rows), self._longest):
+            self._queue.appendleft(self._rows.pop())
+            self._preemptions += 1
+
     def _decode(self) -> None:
         """Feed every live row its last token and sample the next."""
+        self._make_room()
         count = len(self._rows)
-        columns = max(len(row.request.prompt_ids) + len(row.tokens) for row in self._rows)
+        columns = self._longest - 1
         positions = self._positions[:count]
+        self._cache.reserve(count, columns)
+        self._kept.shrink(self._spare)
         self._cache.begin_decode(positions, columns)
         # What is added to attention scores: of a boolean mask every layer would make that anew.
         held = torch.arange(columns, device=self._device)[None]
@@ -274,13 +384,31 @@ class TorchEngine:
         self._positions[:count] += 1
         self._append(range(count), tokens, logprobs)
 
-    def _prefill(
-        self, slots: Sequence[int], sequences: Sequence[Sequence[int]], *, first: bool = True
+    def _read(
+        self, slots: Sequence[int], sequences: Sequence[Sequence[int]], held: Sequence[int]
     ) -> torch.Tensor:
+        """Logits [len(slots), V] of the next token; slots hold the first `held` ones already."""
+        fresh = [i for i, count in enumerate(held) if not count]
+        again = [i for i, count in enumerate(held) if count]
+        logits: list[torch.Tensor] = []
+        if fresh:
+            different = {tuple(sequences[i]) for i in fresh}
+            self._cached_tokens += sum(len(sequences[i]) for i in fresh) - sum(map(len, different))
+            logits.append(self._prefill([slots[i] for i in fresh], [sequences[i] for i in fresh]))
+        while again:
+            count = max(1, _PREFILL_TOKENS // max(len(sequences[i]) for i in again))
+            these, again = again[:count], again[count:]
+            known = [held[i] for i in these]
+            logits.append(
+                self._extend([slots[i] for i in these], [sequences[i] for i in these], known)
+            )
+        order = fresh + [i for i, count in enumerate(held) if count]
+        return torch.cat(logits)[torch.tensor(order, device=self._device).argsort()]
+
+    def _prefill(self, slots: Sequence[int], sequences: Sequence[Sequence[int]]) -> torch.Tensor:
         """Read whole sequences into `slots`; logits [len(slots), V] of each one's next token.
 
-        Equal sequences, which the samples of a group begin with, are computed once. The routing of
-        tokens that are read again, not for the `first` time, is not noted.
+        Equal sequences, which the samples of a group begin with, are computed once.
         """
         takers: dict[tuple[int, ...], list[int]] = {}
         for index, sequence in enumerate(sequences):
@@ -296,12 +424,43 @@ class TorchEngine:
             indices = [index for sequence in chosen for index in takers[sequence]]
             rows = [slots[i] for i in indices]
             logits.append(self._prefill_pass(chosen, rows, which))
-            if first:
-                self._note_prompts(chosen, rows, which)
+            lengths = [len(sequence) for sequence in chosen]
+            self._note_read([0] * len(chosen), lengths, rows, which)
             order += indices
         if not order:
             return torch.empty(0, 0, device=self._device)
         return torch.cat(logits)[torch.tensor(order, device=self._device).argsort()]
+
+    def _extend(
+        self, slots: Sequence[int], sequences: Sequence[Sequence[int]], held: Sequence[int]
+    ) -> torch.Tensor:
+        """One forward pass over what `slots` don't hold yet; next-token logits [len(slots), V].
+
+        m rows; T, the most new tokens; L, the longest sequence.
+        """
+        tails = [list(s[count:]) for s, count in zip(sequences, held, strict=True)]
+        lengths = [len(tail) for tail in tails]
+        most = max(lengths)
+        self._cache.begin_extend(held, lengths, slots, self._device)
+        padding = most - torch.tensor(lengths, device=self._device)
+        index = torch.arange(most, device=self._device)
+        first = torch.tensor(list(held), device=self._device) - padding
+        positions = (first[:, None] + index[None]).clamp(min=0)  # [m, T]
+        columns = torch.arange(max(map(len, sequences)), device=self._device)[None]  # [1, L]
+        # Padding sees the first column, at least: a row of the mask without any True gives NaN.
+        seen = columns[:, None] <= positions[:, :, None]  # [m, T, L]
+        logits = self._pass(
+            input_ids=torch.tensor(
+                [[0] * (most - len(tail)) + tail for tail in tails], device=self._device
+            ),
+            position_ids=positions,
+            attention_mask=self._attention.masks(
+                seen, positions, columns.expand(len(slots), -1), self._dtype
+            ),
+            logits_to_keep=1,
+        )
+        self._note_read(held, lengths, slots, range(len(slots)))
+        return logits
 
     def _prefill_pass(
         self, sequences: Sequence[Sequence[int]], slots: Sequence[int], which: Sequence[int]
@@ -335,17 +494,25 @@ class TorchEngine:
             self._routers.noted = []
         return self._model(**inputs, past_key_values=self._cache, use_cache=True).logits[:, -1]
 
-    def _note_prompts(
-        self, sequences: Sequence[Sequence[int]], slots: Sequence[int], which: Sequence[int]
+    def _note_read(
+        self,
+        starts: Sequence[int],
+        lengths: Sequence[int],
+        slots: Sequence[int],
+        which: Sequence[int],
     ) -> None:
-        """The rows in `slots` begin with the routing of the left-padded pass just made."""
-        found = list(self._chosen(len(sequences)))
+        """The rows in `slots` get the routing of the left-padded pass just made.
+
+        It read `lengths` tokens from `starts` on. Of those that were read before nothing is noted.
+        """
+        found = list(self._chosen(len(lengths)))
         if not found or self._routing is None:
             return
         size = self._routing.token_bytes
-        for slot, sequence in zip(slots, which, strict=True):
-            own = len(sequences[sequence]) * size
-            self._rows[slot].chosen += found[sequence][-own:]
+        for slot, index in zip(slots, which, strict=True):
+            chosen = self._rows[slot].chosen
+            read = found[index][-lengths[index] * size :]
+            chosen += read[len(chosen) - starts[index] * size :]
 
     def _chosen(self, rows: int) -> Iterator[bytes]:
         """The experts that the last pass chose for the tokens of each of `rows`, if that is told.
@@ -382,6 +549,8 @@ class TorchEngine:
                 self._outputs.append(row.output("length"))
                 done.append(slot)
         self.decoded_tokens += len(slots)
+        for slot in done:
+            self._keep(slot)
         self._close_holes(done)
 
     def _close_holes(self, holes: Sequence[int]) -> None:
@@ -395,9 +564,7 @@ class TorchEngine:
         if targets:
             for source, target in zip(sources, targets, strict=True):
                 self._rows[target] = self._rows[source]
-            length = max(
-                len(self._rows[t].request.prompt_ids) + len(self._rows[t].tokens) for t in targets
-            )
+            length = max(self._rows[target].length for target in targets)
             self._cache.move(sources, targets, min(length, self._cache.columns))
             self._sampler.move(sources, targets)
             self._last_tokens[targets] = self._last_tokens[sources]
