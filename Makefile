@@ -29,6 +29,7 @@ TORCH_STAMP := $(VENV)/.stamp-torch
 RUN_STAMP := $(VENV)/.stamp-run
 DEV_STAMP := $(VENV)/.stamp-dev
 FUZZ_STAMP := $(VENV)/.stamp-fuzz
+DOCS_STAMP := $(VENV)/.stamp-docs
 VLLM_WHEEL := $(VENV)/.vllm-wheel
 
 # $(call install,WHAT): pip prints errors only, and a line now and then shows that it is at work.
@@ -93,6 +94,11 @@ $(FUZZ_STAMP): $(DEV_STAMP)
 	$(call install,'$(ATHERIS)')
 	@touch $@
 
+# Without torch: the site can be built where nothing else is installed.
+$(DOCS_STAMP): $(VENV_STAMP) pyproject.toml
+	$(call install,-e ".[docs]")
+	@touch $@
+
 comma := ,
 
 .PHONY: setup
@@ -134,8 +140,12 @@ imports: $(DEV_STAMP) ## Check which module may import which
 package: $(DEV_STAMP) ## Build sdist and wheel, install the wheel elsewhere and try it
 	@$(BIN)/python .ci/package_check.py
 
+.PHONY: docs
+docs: $(DOCS_STAMP) ## Build the documentation's site in build/site; a broken link is an error
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 .PHONY: check
-check: lint types imports package test ## Run every check
+check: lint types imports package docs test ## Run every check
 
 .PHONY: bench
 bench: $(DEV_STAMP) ## Run the quick form of every benchmark (half an hour or more)
@@ -144,6 +154,10 @@ bench: $(DEV_STAMP) ## Run the quick form of every benchmark (half an hour or mo
 .PHONY: publish
 publish: $(DEV_STAMP) ## Measure what the documents still lack (hours, on an idle machine)
 	@$(BIN)/python benchmarks/published.py
+
+.PHONY: track
+track: $(DEV_STAMP) ## Compare all published figures with those of earlier commits; fails if one got worse
+	@$(BIN)/python benchmarks/track.py
 
 .PHONY: figures
 figures: $(DEV_STAMP) ## Write the documents' figures from benchmarks/results

@@ -1,4 +1,6 @@
-"""Build the sdist and from it the wheel, install the wheel in a fresh environment and try it.
+"""Build the sdist and from it the wheel, install each in a fresh environment and try it.
+
+The wheel is also run by pipx and by uvx, which find all that it needs in the index.
 
 The sources are copied first, so that no build results are left in the repository and nothing that
 git ignores can reach the package.
@@ -109,8 +111,11 @@ def check_sdist(sdist: Path) -> None:
         raise CheckError(f"links in the sdist: {', '.join(links)}")
 
 
-def check_installed(wheel: Path, folder: Path) -> str:
-    """Install `wheel` with its base dependencies, try the command and return its version line."""
+def check_installed(wheel: Path, sdist: Path, folder: Path) -> str:
+    """Install `wheel` with its base dependencies, try the command and return its version line.
+
+    Then install `sdist` over it, which is built anew.
+    """
     environment = folder / "venv"
     venv.create(environment, with_pip=True)
     python = environment / "bin" / "python"
@@ -125,7 +130,40 @@ def check_installed(wheel: Path, folder: Path) -> str:
     run(python, "-c", TRY_HELP, cwd=folder)
     for module in ("umbra.proto", "umbra.services.buffer", "umbra.deploy"):
         run(python, "-c", f"import {module}", cwd=folder)
+    run(
+        python, "-m", "pip", "install", "-qq", *options, "--force-reinstall", "--no-deps", sdist,
+        cwd=folder,
+    )  # fmt: skip
+    if (again := run(umbra, "--version", cwd=folder).strip()) != version:
+        raise CheckError(f"the sdist is {again}, the wheel {version}")
     return version
+
+
+def check_runners(wheel: Path, folder: Path, version: str) -> None:
+    """Have pipx and uvx, as they are in the index, run `wheel`.
+
+    Raises:
+        CheckError: one of them does not, or runs something else than `version`.
+    """
+    environment = folder / "runners"
+    venv.create(environment, with_pip=True)
+    binaries = environment / "bin"
+    options = shlex.split(os.environ.get("PIP_OPTIONS", ""))
+    run(binaries / "pip", "install", "-qq", *options, "pipx", "uv", cwd=folder)
+    own = {
+        "PIPX_HOME": str(folder / "pipx"),
+        "PIPX_DEFAULT_PYTHON": sys.executable,
+        "UV_CACHE_DIR": str(folder / "uv"),
+        "UV_PYTHON": sys.executable,
+        "UV_PYTHON_DOWNLOADS": "never",
+    }
+    for command in (
+        (binaries / "pipx", "run", "--spec", wheel, "umbra", "--version"),
+        (binaries / "uvx", "--from", wheel, "umbra", "--version"),
+    ):
+        said = run("env", *(f"{k}={v}" for k, v in own.items()), *command, cwd=folder)
+        if version.partition(" (")[0] not in said:
+            raise CheckError(f"{command[0].name} ran {said.strip()!r}, not {version}")
 
 
 def main() -> int:
@@ -141,7 +179,8 @@ def main() -> int:
             (wheel,) = folder.glob("*.whl")
             check_sdist(sdist)
             count = check_wheel(wheel, names)
-            version = check_installed(wheel, folder)
+            version = check_installed(wheel, sdist, folder)
+            check_runners(wheel, folder, version)
         except CheckError as error:
             print(f"package check failed: {error}", file=sys.stderr)
             return 1

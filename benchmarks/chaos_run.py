@@ -175,8 +175,8 @@ class DemoRun:
         while not self.broker:
             assert self._up.poll() is None, f"umbra up ended: {self.said()}"
             text = (self.home / "up.log").read_text(encoding="utf-8")
-            if "its buffer at " in text:
-                self.broker = text.split("its buffer at ")[1].split(";")[0]
+            if "to watch it:" in text:
+                self.broker = text.split("its buffer at ")[1].split()[0]
                 self._client = StatusClient(self.broker, self._security)
             time.sleep(LOOK_S / 2)
 

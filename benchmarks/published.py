@@ -45,6 +45,7 @@ class Publication:
 # What README shows and what is quick come first.
 PUBLISHED: dict[str, Publication] = {
     "demo_runs": Publication("demo_runs", (), 9),
+    "whole_machine": Publication("whole_machine", (), 10),
     "long_tail": Publication("long_tail", ("--passes", "3"), 4),
     "weight_push": Publication("weight_push", (), 12, "root's rights (shaped links)"),
     "buffer_throughput": Publication(
@@ -53,11 +54,13 @@ PUBLISHED: dict[str, Publication] = {
     "trainer_speed": Publication("trainer_speed", ("--groups", "3"), 12),
     "end_to_end_replay": Publication("end_to_end", ("--form", "replay", "--jobs", "3"), 16),
     "simulator": Publication("simulator", (), 3),  # predicts the runs above
+    "search_check": Publication("search_check", (), 9),
     "end_to_end_real": Publication("end_to_end", ("--form", "real", "trl"), 24),
     "ablations": Publication("ablations", ("--jobs", "3"), 8),
     "chaos": Publication("chaos", ("--every", "1.5", "--seed", "7"), 16),
     "hostile": Publication("hostile", (), 13),
     "broker_scale": Publication("broker_scale", ("--generators", "1000"), 6),
+    "buffer_load": Publication("buffer_load", (), 7),
     "agent_sessions": Publication("agent_sessions", ("--sessions", "1000", "--factor", "0.5"), 14),
     "generator_overhead": Publication("generator_overhead", ("--passes", "3"), 6, "vLLM"),
     "store": Publication("store", (), 2, "lmdb"),
@@ -73,6 +76,7 @@ PUBLISHED: dict[str, Publication] = {
     "replay_fit": Publication("replay_fit", (), 3),
     "revisions": Publication("revisions", ("362ebf4",), 20),  # before the rooms and what followed
     "scale": Publication("scale", (), 10),
+    "published_sizes": Publication("published_sizes", (), 8),
     "staleness": Publication("staleness", ("--jobs", "2"), 120),
 }
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -37,19 +36,20 @@ def prepare(folder: Path, *, quick: bool) -> None:
 
 
 def learn(folder: Path, name: str, *, quick: bool) -> list[dict[str, Any]]:
-    """A row for each step of an example, and one of what it came to."""
+    """Run an example; its rows."""
     few = ["--set", "run.steps=2", "--set", "eval.samples=8"] if quick else []
-    begun = os.times()
     _umbra(folder, "up", str(EXAMPLES[name]), "--quiet", *few)
-    ended = os.times()
     run = max((folder / "runs").iterdir(), key=lambda path: path.stat().st_mtime)
+    return rows_of(name, run)
+
+
+def rows_of(name: str, run: Path) -> list[dict[str, Any]]:
+    """A row for each step of an example's run, and one of what it came to."""
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     steps = [row for row in read_rows(run / "metrics.jsonl") if row["kind"] == "step"]
     rows = [{"example": name, "step": row["step"], "reward": row["reward/mean"]} for row in steps]
-    used = ended.children_user + ended.children_system
-    used -= begun.children_user + begun.children_system
     accuracies = {key: summary[key] for key in ("accuracy_before", "accuracy_after")}
-    return [*rows, {"example": name, "samples": summary["samples"], "cpu_s": used, **accuracies}]
+    return [*rows, {"example": name, "samples": summary["samples"], **accuracies}]
 
 
 def _umbra(folder: Path, *arguments: str) -> None:
@@ -75,11 +75,10 @@ def summarise(report: Report) -> None:
                 f"{end['samples']:,}",
                 f"{mean(rewards[:LAST]):.2f} -> {mean(rewards[-LAST:]):.2f}",
                 f"{before:.2f} -> {after:.2f}",
-                f"{end['cpu_s'] / 60:.1f}",
             )
         )
         report.goal(f"{name}: accuracy after less before", after - before, ">", 0.2)
-    columns = ["example", "steps", "samples", "reward", "held-out accuracy", "CPU minutes"]
+    columns = ["example", "steps", "samples", "reward", "held-out accuracy"]
     report.table("examples", columns, lines)
 
 

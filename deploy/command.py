@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ import click
 
 from umbra.deploy.config_page import config_page
 from umbra.deploy.live import LogView, choose_view
+from umbra.deploy.machine_defaults import for_this_machine
+from umbra.deploy.pinning import pinned
 from umbra.deploy.preflight import (
     check_one_machine,
     check_packages,
@@ -23,7 +24,7 @@ from umbra.deploy.preflight import (
 )
 from umbra.deploy.programs import buffer_program, other_programs
 from umbra.deploy.run_folder import RunFolder
-from umbra.deploy.shown import shown_command, shown_path
+from umbra.deploy.shown import print_facts, shown_command, shown_path
 from umbra.deploy.summary import summary_rows
 from umbra.deploy.toml import to_toml
 from umbra.deploy.trial import try_aside
@@ -33,9 +34,11 @@ from umbra.services.buffer.data.sources import first_rows
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config.cautions import cautions
 from umbra.services.runtime.config.feasibility import implied_staleness
-from umbra.services.runtime.config.loader import as_dict, load_config
+from umbra.services.runtime.config.loader import as_dict, load_config, load_tree
 from umbra.services.runtime.config.objective_rules import implied
 from umbra.services.runtime.learning_rate import after_extension
+from umbra.services.runtime.model.hub import is_hub_name, missing_bytes
+from umbra.services.runtime.numbers import size
 from umbra.services.runtime.process.signals import SignalCounter
 
 SIGNALLED = 128  # exit codes above it are of signals
@@ -47,12 +50,18 @@ set_option = click.option(
 
 
 def load_run(run_file: Path, overrides: tuple[str, ...]) -> RunConfig:
-    """The configuration of `run_file` with absolute paths.
+    """The configuration of `run_file` with absolute paths, and pinned names of what is elsewhere.
 
     Raises:
-        UsageError: see `load_config`.
+        UsageError: see `load_config` and `pinned`.
+        StartupError: a model or prompts are elsewhere, and cannot be reached.
     """
-    return resolve_paths(load_config(run_file, overrides=overrides), run_file)
+    config = load_config(run_file, overrides=overrides)
+    return pinned(resolve_paths(config, run_file), _note, asked=config.model.path)
+
+
+def _note(text: str) -> None:
+    click.echo(text, err=True)
 
 
 @click.command()
@@ -91,13 +100,15 @@ def up(
         config = load_run(run_file, overrides)
         told = check_extension(before, config) if before is not None and before.has_ended() else ""
         check_one_machine(config)
-        check_run(config)  # before a folder is made
+        check_run(config, download=not dry_run)  # before a folder is made
+        config, chosen = for_this_machine(config, load_tree(run_file, overrides=overrides))
         check_packages(config)
         search = _search_path(run_file, before)
         if dry_run:
             warnings = _try_all(config, search)
             code = _print_programs(config)
             _echo_warnings(warnings, err=True)
+            _echo_chosen(chosen)
             return code
         check_ports_free(config)
         view = choose_view(quiet=quiet, as_json=as_json)
@@ -107,6 +118,8 @@ def up(
             stack.enter_context(folder.held())
         if logs:
             view = LogView(view, folder)
+        if chosen:
+            view.say(f"note: chosen for this machine: {', '.join(chosen)}")
         for name, text in [*cautions(config), *([("extended", told)] if told else [])]:
             view.say(f"{'note' if text is told else 'warning'}: {name}: {text}")
         try:
@@ -161,6 +174,11 @@ def check_extension(folder: RunFolder, config: RunConfig) -> str:
     return f"{done} steps are done; {after_extension(config.trainer, done, done, config.run.steps)}"
 
 
+def _echo_chosen(chosen: list[str]) -> None:
+    if chosen:
+        click.echo(f"chosen:    {', '.join(chosen)} (for this machine, as the run file has none)")
+
+
 def _echo_warnings(warnings: list[tuple[str, str]], *, err: bool = False) -> None:
     for name, text in dict(warnings).items():
         click.echo(f"warning:   {name}: {text}", err=err)
@@ -190,9 +208,11 @@ def finish(summary: dict[str, Any], folder: RunFolder, *, as_json: bool) -> int:
     if as_json:
         click.echo(json.dumps(summary))
     else:
-        _print_table([*summary_rows(summary), *_how_to_go_on(code, folder)])
+        rows = [row for row in summary_rows(summary) if row[0] != "model"]
+        print_facts([*rows, *_left(summary, folder), *_how_to_go_on(code, folder)])
     if code != EXIT_DONE:
-        click.echo(f"{ERROR_PREFIX}{summary['exit_reason']}", err=True)
+        prefix = "umbra: " if code > SIGNALLED else ERROR_PREFIX  # that was asked for
+        click.echo(f"{prefix}{summary['exit_reason']}", err=True)
     return code
 
 
@@ -202,23 +222,13 @@ def _how_to_go_on(code: int, folder: RunFolder) -> list[tuple[str, str]]:
         return []
     if load_config(folder.config, environ={}).buffer.store == "memory":
         return [("to go on", "it can't: buffer.store = memory; begin another run")]
-    return [("to go on", f"{shown_command()} up {shown_path(folder.path)}")]
+    return [("to go on", f"{shown_command()} up {shlex.quote(shown_path(folder.path))}")]
 
 
-def _print_table(rows: list[tuple[str, str]]) -> None:
-    if not sys.stdout.isatty():
-        for name, value in rows:
-            click.echo(f"{name}: {value}")
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
+def _left(summary: dict[str, Any], folder: RunFolder) -> list[tuple[str, str]]:
+    """What there is to look at, from here."""
+    left = {"model": folder.model if summary["model"] else None, "report": folder.report}
+    return [(name, shown_path(path)) for name, path in left.items() if path and path.exists()]
 
 
 @click.group()
@@ -236,16 +246,17 @@ def check(run_file: Path, overrides: tuple[str, ...]) -> int:
     environment, which is called once on the first prompt with an empty response. A run of several
     trainer hosts is checked without what has to be on those: packages, devices and environment.
     """
-    run = load_run(run_file, overrides)
-    check_run(run)
+    run, chosen = load_run(run_file, overrides), list[str]()
+    check_run(run, download=False)
     if run.trainer.nodes > 1:
         warnings = list(cautions(run))
     else:
+        run, chosen = for_this_machine(run, load_tree(run_file, overrides=overrides))
         check_packages(run)
         warnings = _try_all(run, search_path(run_file))
     batch = run.buffer.group_size * run.buffer.batch_groups
     click.echo(f"{run_file}: good")
-    click.echo(f"model:     {run.model.path}")
+    click.echo(f"model:     {run.model.name}{_to_download(run)}")
     click.echo(f"prompts:   {run.data.prompts}")
     click.echo(f"batch:     {run.buffer.batch_groups} groups of {run.buffer.group_size} = {batch}")
     click.echo(f"objective: {run.trainer.objective}{_changes(run)}")
@@ -254,9 +265,17 @@ def check(run_file: Path, overrides: tuple[str, ...]) -> int:
         f"{run.buffer.max_staleness}, run_ahead {run.buffer.run_ahead}, minibatches "
         f"{run.trainer.minibatches}, epochs {run.trainer.epochs})"
     )
+    _echo_chosen(chosen)
     _echo_memory(run)
     _echo_warnings(warnings)
     return EXIT_DONE
+
+
+def _to_download(run: RunConfig) -> str:
+    if not is_hub_name(run.model.name):
+        return ""
+    missing = missing_bytes(run.model.name, "model.path")
+    return f" ({size(missing)} to download)" if missing else " (in the cache)"
 
 
 def _echo_memory(run: RunConfig) -> None:

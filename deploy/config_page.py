@@ -9,6 +9,7 @@ from umbra.services.runtime.config.describe import (
     WITH_FLAGS,
     Described,
     described,
+    related,
     section_summary,
 )
 
@@ -20,13 +21,16 @@ section.key=value` stronger than both. `umbra config show RUN.toml` prints a run
 defaults; `[[environments]]` has the keys of `[environment]`, and a name each.
 `umbra config check RUN.toml` tries it. Objectives, and the keys that they set:
 [algorithms.md](algorithms.md). Settings for staleness: [staleness.md](staleness.md).
+*See also* names the keys that are chosen with a key, those of another section with its name.
 """
 
 
 def config_page() -> str:
     """The page, as Markdown."""
     parts = [HEAD]
-    for section, keys in groupby(described(), key=lambda key: key.section):
+    every = list(described())
+    beside = related(every)
+    for section, keys in groupby(every, key=lambda key: key.section):
         flags = ""
         if section in WITH_FLAGS:
             command = section.replace("_", "-")
@@ -34,14 +38,18 @@ def config_page() -> str:
         parts.append(
             f"## [{section}]\n\n{section_summary(section)} Read by: {READERS[section]}.{flags}\n"
         )
-        parts.append("| key | value | default | unit | meaning |\n|---|---|---|---|---|")
-        parts.append("\n".join(map(_row, keys)) + "\n")
+        parts.append(
+            "| key | value | default | unit | meaning | see also |\n|---|---|---|---|---|---|"
+        )
+        parts.append("\n".join(_row(key, beside[key.path]) for key in keys) + "\n")
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _row(key: Described) -> str:
+def _row(key: Described, beside: list[str]) -> str:
     default = f"`{key.default}`" if key.default else ""
     if key.default == "of the objective":
         default = "of the [objective](algorithms.md)"
-    cells = (f"`{key.name}`", key.value, default, key.unit, key.meaning)
+    own = f"{key.section}."
+    others = ", ".join(f"`{other.removeprefix(own)}`" for other in beside)
+    cells = (f"`{key.name}`", key.value, default, key.unit, key.meaning, others)
     return "| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells) + " |"

@@ -15,9 +15,11 @@ from umbra.deploy.command import finish, set_option
 from umbra.deploy.live import LogView, View, choose_view
 from umbra.deploy.preflight import check_run, resolve_paths
 from umbra.deploy.run_folder import RunFolder
-from umbra.deploy.stage import StageInterrupted, run_stage
+from umbra.deploy.shown import COLUMNS, command_line, shown_command, wrapped
+from umbra.deploy.stage import StageInterrupted, last_said, run_stage
 from umbra.deploy.toml import to_toml
 from umbra.deploy.up import Up
+from umbra.proto.errors import EXIT_DONE
 from umbra.services.generator.tasks import write_task
 from umbra.services.runtime.config.loader import as_dict, load_config
 from umbra.services.runtime.process.child import child_environ
@@ -42,6 +44,33 @@ RECIPES = {
     "guess": Recipe(prompts=2_048, demos=6_400, sft_steps=100, sft_schedule="constant"),
 }
 HELDOUT = 1024
+# The figures of the summary, for those who see them for the first time.
+WORDS = (
+    (
+        "accuracy",
+        "mean reward on held-out prompts before and after training, with answers drawn as in "
+        "training; here the share of right answers",
+    ),
+    ("greedy", "the same, always taking the most likely token"),
+    (
+        "staleness",
+        "how many steps old the weights were that a trained sample began with; the bound is what "
+        "the settings allow at most (max_staleness)",
+    ),
+    (
+        "k3",
+        "how far generator and trainer are apart in the probabilities of tokens when both have the "
+        "same weights: an estimate of the KL divergence, 0 if they agree",
+    ),
+    ("pushes", "new weights for the generator, which waits only during commit"),
+    ("ledger", "what became of every sample that was begun: none is lost"),
+    (
+        "health",
+        "a group is the answers to one prompt; if all earn the same, it teaches nothing, and that "
+        "is so when all are right",
+    ),
+    ("busy", "generation and training overlap: that is what this is about"),
+)
 
 
 class Demo:
@@ -71,10 +100,12 @@ class Demo:
                 demos=recipe.demos,
             )
         random, base = self._folder.path / "random", self._folder.path / "base"
-        with self._stage("model: random weights, character tokenizer"):
-            self._umbra("make-model", str(random), "--seed", str(self._seed))
-        with self._stage(f"warm start: {recipe.sft_steps} supervised steps on a poor teacher"):
+        with self._stage("model: random weights, character tokenizer") as what:
+            self._umbra(what, "make-model", str(random), "--seed", str(self._seed))
+        warm_start = f"warm start: {recipe.sft_steps} supervised steps on a poor teacher"
+        with self._stage(warm_start) as what:
             self._umbra(
+                what,
                 *("sft", str(random), "--data", str(data / "demos.jsonl"), "--out", str(base)),
                 *("--steps", str(recipe.sft_steps), "--schedule", recipe.sft_schedule),
                 *("--seed", str(self._seed)),
@@ -105,18 +136,26 @@ class Demo:
         return run.run()
 
     @contextmanager
-    def _stage(self, what: str) -> Iterator[None]:
+    def _stage(self, what: str) -> Iterator[str]:
         started = time.monotonic()
-        yield
+        self._view.doing(what)
+        yield what
         self._view.say(f"{what} ({time.monotonic() - started:.1f} s)")
 
-    def _umbra(self, *arguments: str) -> None:
+    def _umbra(self, what: str, *arguments: str) -> None:
+        name = arguments[0]
+
+        def waiting() -> None:
+            said = last_said(self._folder, name)
+            self._view.doing(what, said if said.startswith("step ") else "")
+
         run_stage(
-            arguments[0],
+            name,
             arguments,
             folder=self._folder,
             environ=child_environ(),
             interrupts=self._interrupts,
+            waiting=waiting,
         )
 
 
@@ -165,4 +204,25 @@ def command(
             return interrupts.exit_code
         finally:
             view.close()
-    return finish(summary, folder, as_json=as_json)
+    code = finish(summary, folder, as_json=as_json)
+    if code == EXIT_DONE and not as_json:
+        for line in closing_words(folder.path):
+            click.echo(line)
+    return code
+
+
+def closing_words(run: Path) -> Iterator[str]:
+    """What the figures mean, and what to do next, in lines of `COLUMNS` at most."""
+    yield "\nin words:"
+    for name, meaning in WORDS:
+        first, *more = wrapped(meaning, COLUMNS - 14)
+        yield f"  {name:10}  {first}"
+        yield from (f"{'':14}{line}" for line in more)
+    yield "\nnext: open the report in a browser, or"
+    for what, line in (
+        ("read rollouts that earned little", command_line("samples", run, "--worst")),
+        ("talk to the trained model: type digits", command_line("chat", run)),
+        ("begin with a model and prompts of your own", f"{shown_command()} init my-run"),
+    ):
+        yield f"  {line}"
+        yield f"      # {what}"

@@ -13,7 +13,6 @@ from umbra.proto.access import KeyRole
 from umbra.proto.errors import UsageError
 from umbra.proto.messages import Role
 from umbra.proto.sockets import check_address, check_port_free
-from umbra.services.buffer.data.dataset_readers import DATASETS, read_source
 from umbra.services.buffer.data.sources import open_prompts
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config.feasibility import check_feasible
@@ -25,18 +24,25 @@ from umbra.services.runtime.model.architectures import (
     read_config,
 )
 from umbra.services.runtime.model.directory import check_model_dir
+from umbra.services.runtime.model.hub import is_hub_name, missing_bytes
 from umbra.services.runtime.net.keys import FOLDER, open_security
+from umbra.services.runtime.prompts.download import is_url
+from umbra.services.runtime.prompts.readers import DATASETS, read_source
 
 
 def resolve_paths(config: RunConfig, run_file: Path) -> RunConfig:
     """`config` with absolute paths: looked up from here, else from the run file's folder."""
 
     def resolve(path: str) -> str:
-        if not path or path.startswith(DATASETS):
+        if not path or path.startswith(DATASETS) or is_url(path):
             return path
         beside = run_file.parent / path
         chosen = beside if not Path(path).exists() and beside.exists() else Path(path)
         return str(chosen.resolve())
+
+    def model(name: str) -> str:
+        on_hub = is_hub_name(name) and not (run_file.parent / name).exists()
+        return name if on_hub else resolve(name)
 
     replace = msgspec.structs.replace
 
@@ -53,19 +59,19 @@ def resolve_paths(config: RunConfig, run_file: Path) -> RunConfig:
             replace(one, python=program(one.python), prompts=resolve(one.prompts))
             for one in config.environments
         ),
-        model=replace(config.model, path=resolve(config.model.path)),
+        model=replace(config.model, path=model(config.model.path)),
         data=replace(
             config.data,
             prompts=resolve(config.data.prompts),
             sources={resolve(name): weight for name, weight in config.data.sources.items()},
         ),
-        scorer=replace(config.scorer, model=resolve(config.scorer.model)),
+        scorer=replace(config.scorer, model=model(config.scorer.model)),
         generator=replace(
             config.generator,
             replay=resolve(config.generator.replay),
             serve_key=resolve(config.generator.serve_key),
         ),
-        critic=replace(config.critic, path=resolve(config.critic.path)),
+        critic=replace(config.critic, path=model(config.critic.path)),
         eval=replace(config.eval, prompts=resolve(config.eval.prompts)),
         security=replace(config.security, keys=resolve(_keys(config))),
     )
@@ -83,16 +89,21 @@ def search_path(run_file: Path) -> list[Path]:
     return [here] if here == beside else [here, beside]
 
 
-def check_run(config: RunConfig) -> None:
+def check_run(config: RunConfig, *, download: bool = True) -> None:
     """Check the numbers of a run, and the files that it needs.
+
+    Args:
+        config: of the run.
+        download: get the weights of models on the hub too; else only look whether they are there.
 
     Raises:
         UsageError: numbers with which no batch would ever be full, or a file that is missing or not
             what it should be; names it.
+        StartupError: a model or prompts are elsewhere, and cannot be reached.
     """
     check_feasible(config)
     _check_security(config)
-    model = check_model_dir(config.model.path)
+    model = _model_dir(config.model.name, "model.path", download=download)
     check_architecture(model, checked=config.model.checked)
     check_heads(read_config(model), config.trainer.sequence_parallel)
     check_experts(read_config(model), config.trainer.expert_parallel)
@@ -100,15 +111,23 @@ def check_run(config: RunConfig) -> None:
     if config.eval.prompts:
         _check_eval(config)
     if "ref_logp" in config.buffer.stages and config.scorer.model:
-        directory = check_model_dir(config.scorer.model, "scorer.model")
+        directory = _model_dir(config.scorer.model, "scorer.model", download=download)
         check_architecture(directory, "scorer.model", config.model.checked)
     critic = config.critic
     if config.trainer.pieces.advantage == "gae" and critic.kind == "model" and critic.path:
-        directory = check_model_dir(critic.path, "critic.path", tokenizer=False)
+        directory = _model_dir(critic.path, "critic.path", tokenizer=False, download=download)
         check_architecture(directory, "critic.path", config.model.checked)
     folder = Path(config.run.dir)
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"run.dir: {folder} is a file; name a folder")
+
+
+def _model_dir(name: str, key: str, *, tokenizer: bool = True, download: bool) -> Path:
+    """The directory of a model; without `download` the weights need only be on the hub."""
+    directory = check_model_dir(name, key, tokenizer=tokenizer, weights=download)
+    if not download and is_hub_name(name):
+        missing_bytes(name, key)
+    return directory
 
 
 def check_packages(
@@ -185,10 +204,11 @@ def _check_security(config: RunConfig) -> None:
 
 
 def _check_eval(config: RunConfig) -> None:
+    heldout = config.eval
     try:
-        prompts = read_source(config.eval.prompts)
+        prompts = read_source(heldout.prompts, columns=heldout.columns, section="eval")
     except UsageError as error:
-        raise UsageError(str(error).replace("data.prompts", "eval.prompts")) from error
+        raise UsageError(f"eval.prompts: {error}") from error
     names = [one.name for one in config.environments]
     for prompt in prompts if names else ():
         if prompt.row.get(ENVIRONMENT) not in names:

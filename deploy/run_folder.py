@@ -111,6 +111,16 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def report(self) -> Path:
+        """The run as a page."""
+        return self.path / "report.html"
+
+    @property
+    def samples(self) -> Path:
+        """Rollouts that were trained on, as text, in JSON lines (`log.samples`)."""
+        return self.path / "samples.jsonl"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

@@ -6,7 +6,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from umbra.services.runtime.process.child import (
 from umbra.services.runtime.process.signals import SignalCounter
 
 POLL_S = 0.02
+Waiting = Callable[[], None]  # called again and again while a stage runs
 UMBRA = "umbra"
 FORESEEN_CODES = (2, 3, 4, 7, 8)  # ends that a sentence for people explains
 
@@ -37,6 +38,7 @@ def run_stage(
     environ: Mapping[str, str],
     interrupts: SignalCounter | None = None,
     module: str = UMBRA,
+    waiting: Waiting | None = None,
 ) -> str:
     """Run `umbra <arguments>`, logging to `logs/<name>.log`; what it printed on standard output.
 
@@ -45,10 +47,15 @@ def run_stage(
         StageInterrupted: a signal came; the child is dead. Without `interrupts` a
             KeyboardInterrupt does the same.
     """
-    stages = {name: arguments}
-    return run_stages(stages, folder=folder, environ=environ, interrupts=interrupts, module=module)[
-        name
-    ]
+    found = run_stages(
+        {name: arguments},
+        folder=folder,
+        environ=environ,
+        interrupts=interrupts,
+        module=module,
+        waiting=waiting,
+    )
+    return found[name]
 
 
 def run_stages(
@@ -58,6 +65,7 @@ def run_stages(
     environ: Mapping[str, str],
     interrupts: SignalCounter | None = None,
     module: str = UMBRA,
+    waiting: Waiting | None = None,
 ) -> dict[str, str]:
     """`run_stage` of several at once; outputs by name. The first failure ends them all."""
     running: dict[str, ChildProcess] = {}
@@ -75,6 +83,8 @@ def run_stages(
             for name, code in codes.items():
                 if code:
                     raise _failed(folder, name, code)
+            if waiting is not None:
+                waiting()
             if interrupts is None:
                 time.sleep(POLL_S)
                 continue

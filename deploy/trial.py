@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from umbra.deploy.run_folder import CHECK, RunFolder
-from umbra.deploy.stage import StageInterrupted, run_stage
+from umbra.deploy.stage import StageInterrupted, Waiting, run_stage
 from umbra.services.buffer.data.sources import first_rows
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config.loader import to_json
@@ -23,6 +23,7 @@ def try_environment(
     folder: RunFolder,
     environ: Mapping[str, str],
     interrupts: SignalCounter,
+    waiting: Waiting | None = None,
 ) -> None:
     """Write `config` to `folder`, and call its reward or environment once, on the first prompt.
 
@@ -40,6 +41,7 @@ def try_environment(
         environ=environ,
         interrupts=interrupts,
         module="umbra.services.generator.environment_check",
+        waiting=waiting,
     )
 
 

@@ -6,6 +6,7 @@ import json
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from umbra.deploy.programs import BUFFER, TRAINER, buffer_program, other_program
 from umbra.deploy.progress import Progress
 from umbra.deploy.report.command import write_report
 from umbra.deploy.run_folder import RunFolder, last_lines
-from umbra.deploy.shown import shown_command, shown_path
+from umbra.deploy.shown import command_line
 from umbra.deploy.stage import (
     FORESEEN_CODES,
     StageInterrupted,
@@ -129,7 +130,13 @@ class Up:
         """Write the resolved configuration and try everything that can be tried beforehand."""
         check_one_machine(self.config)
         check_run(self.config)
-        try_environment(self.config, self.folder, self.environ, self._interrupts)
+        try_environment(
+            self.config,
+            self.folder,
+            self.environ,
+            self._interrupts,
+            waiting=partial(self._view.doing, "trying the environment on the first prompt"),
+        )
 
     def _phases(self) -> tuple[str, int]:
         remove_leftovers(self.folder.id)  # of a life of this run that was killed
@@ -159,6 +166,7 @@ class Up:
             folder=self.folder,
             environ=self.environ,
             interrupts=self._interrupts,
+            waiting=partial(self._view.doing, f"{when} training: {_heldout(self.config)}"),
         )
         results = {
             kind: float(last_object(texts[f"eval-{when}-{kind}"])["accuracy"]) for kind in stages
@@ -219,8 +227,8 @@ class Up:
         broker = str(facts["broker"])
         progress.watch(broker, open_security(self.config.security, ["monitor"]))
         RunAddress(broker, self.config.security.keys).write(self.folder.path)
-        self._view.say(f"run {self.folder.id}, its buffer at {broker}; to watch it:")
-        self._view.say(f"  {shown_command()} monitor {shown_path(self.folder.path)}")
+        self._view.say(f"run {self.folder.id}, its buffer at {broker}")
+        self._view.say(f"to watch it:\n  {command_line('monitor', self.folder.path)}")
         for program in self._programs(self.config, self.folder, broker):
             supervisor.start(program)
 
@@ -232,6 +240,8 @@ class Up:
             self._view.say("stopping; once more to end at once")
             supervisor.drain()
         progress.poll()
+        if progress.status is None:
+            self._view.doing("starting", ", ".join(_starting(supervisor.states())))
         self._view.update(progress, supervisor.states())
         self._interrupts.wait(POLL_S)
 
@@ -255,6 +265,17 @@ class Up:
                 return f"drained: {ended['ending']}", EXIT_DRAINED
             return "finished", EXIT_DONE
         return "interrupted", self._interrupts.exit_code
+
+
+def _heldout(config: RunConfig) -> str:
+    """What an evaluation measures, in words."""
+    kinds = " and greedy" if config.eval.greedy else ""
+    return f"{config.eval.samples:,} answers to held-out prompts, sampled{kinds}"
+
+
+def _starting(states: Mapping[str, str]) -> list[str]:
+    """The processes that are there."""
+    return [name for name, state in states.items() if state == "running"]
 
 
 def _contradiction(summary: Mapping[str, Any]) -> str:

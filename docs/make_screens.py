@@ -78,7 +78,7 @@ def main() -> None:
         for line in demo.stdout:
             print(line, end="")
             if "its buffer at " in line:
-                watch(line.split("its buffer at ")[1].split(";")[0], chromium)
+                watch(line.split("its buffer at ")[1].strip(), chromium)
         if demo.wait():
             sys.exit(demo.returncode)
         (run,) = Path(folder).iterdir()

@@ -25,8 +25,9 @@ FIGURES = 512
 STATS = 64  # figures of a process in its heartbeat: the buffer tells those of all members together
 STAT_CHARS = 64
 MEMBERS = 4096  # of a run
-TOKENS = 1 << 20  # in one trajectory
+TOKENS = 1 << 20  # in one trajectory, all lines of a sample together
 SPANS = 128  # versions that wrote one trajectory
+BRANCHES = 64  # lines of tokens of one sample
 ROUTING_BYTES = 24 << 20  # experts that were chosen in one trajectory; the rest of it fits beside
 PARTS = 64  # of a reward
 STAGES = 16
@@ -43,6 +44,8 @@ COPIES = 4  # of the weights that a receiver has, and asks for differences to
 NO_CONTROL = r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z"
 
 _control = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]+")
+
+_steering = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 # Names and sentences may be printed. Ids are only compared with known ones: they need no look.
 Name = Annotated[str, Meta(max_length=NAME_CHARS, pattern=NO_CONTROL)]
@@ -69,6 +72,11 @@ def one_line(text: str, most: int = TEXT_CHARS) -> str:
     if len(text) > most:
         text = text[: most - 3] + "..."
     return text if text.isprintable() else _control.sub(" ", text)
+
+
+def printable(text: str) -> str:
+    """`text`, of several lines, with a space for each character that would steer a terminal."""
+    return _steering.sub(" ", text)
 
 
 def keep_to_bounds(record: msgspec.Struct) -> None:

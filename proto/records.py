@@ -16,6 +16,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from umbra.proto.bounds import (
+    BRANCHES,
     BUCKETS,
     DIMENSIONS,
     PARTS,
@@ -100,12 +101,28 @@ def routing_bytes(layers: int, choices: int, experts: int) -> int:
     return layers * choices * (1 if experts <= 256 else 2)
 
 
+class Branch(Kept, frozen=True, kw_only=True):
+    """One more line of tokens of a sample whose conversation has several; fields of `Trajectory`.
+
+    Tokens that it shares with another line are in both.
+    """
+
+    prompt_ids: Int32s  # int32 [P]
+    response_ids: Int32s  # int32 [T]
+    loss_mask: Mask  # uint8 [T]
+    logprobs: Float32s  # float32 [T], behaviour logprobs
+    spans: Annotated[list[VersionSpan], Meta(max_length=SPANS)]
+
+
 class Trajectory(Kept, frozen=True, kw_only=True):
     """What a generator made of one sample, complete or partial. P prompt and T response tokens.
 
     `response_ids`, `loss_mask` and `logprobs` have one entry per response token, environment tokens
     of later turns included; those have mask 0 and logprob 0. `spans` cover `[0, T)` exactly, in
     order.
+
+    A sample whose agent has edited its history, or talked several times, is several lines of
+    tokens: this one and its `branches`. Reward and all else are those of the sample.
     """
 
     sample_id: Id
@@ -121,8 +138,8 @@ class Trajectory(Kept, frozen=True, kw_only=True):
     reward: float = 0.0
     reward_parts: Annotated[dict[Id, float], Meta(max_length=PARTS)] = {}
     turns: int = 1
-    ref_logprobs: Float32s | None = None  # float32 [T]
-    proximal_logprobs: Float32s | None = None  # float32 [T]
+    ref_logprobs: Float32s | None = None  # float32 [T], those of further lines behind them
+    proximal_logprobs: Float32s | None = None  # the same
     proximal_version: int = -1  # of the policy that gave proximal_logprobs
     routing: Routing | None = None  # of all tokens, at most P + T - 1, that a learned one follows
     scored: Annotated[
@@ -132,23 +149,60 @@ class Trajectory(Kept, frozen=True, kw_only=True):
     generator: Name = ""
     started_at: Number = 0.0  # seconds since the epoch
     finished_at: Number = 0.0
+    branches: Annotated[list[Branch], Meta(max_length=BRANCHES - 1)] = []  # further lines
 
     @property
     def response_tokens(self) -> int:
-        """T, environment tokens included."""
+        """T, environment tokens included; those of `branches` are not."""
         return len(self.response_ids) // 4
 
     @property
+    def sample_tokens(self) -> int:
+        """Response tokens of all lines; what two of them share counts twice."""
+        return self.response_tokens + sum(len(one.response_ids) // 4 for one in self.branches)
+
+    @property
+    def lines(self) -> list[Trajectory]:
+        """Each line of the sample as a trajectory of its own; itself if there is one."""
+        if not self.branches:
+            return [self]
+        found: list[Trajectory] = []
+        start = 0
+        for one in (self, *self.branches):
+            end = start + len(one.response_ids)  # four bytes per token, as float32 have
+            found.append(
+                replace(
+                    self,
+                    prompt_ids=one.prompt_ids,
+                    response_ids=one.response_ids,
+                    loss_mask=one.loss_mask,
+                    logprobs=one.logprobs,
+                    spans=one.spans,
+                    ref_logprobs=self.ref_logprobs and self.ref_logprobs[start:end],
+                    proximal_logprobs=self.proximal_logprobs and self.proximal_logprobs[start:end],
+                    branches=[],
+                )
+            )
+            start = end
+        return found
+
+    @property
     def oldest_version(self) -> int:
-        """Policy version of the oldest token; staleness is measured from it."""
-        spans = self.spans  # mostly one
+        """Policy version of the oldest token of any line; staleness is measured from it."""
+        spans = self._spans  # mostly one
         return spans[0].version if len(spans) == 1 else min([span.version for span in spans])
 
     @property
     def newest_version(self) -> int:
-        """Policy version of the newest token."""
-        spans = self.spans
+        """Policy version of the newest token of any line."""
+        spans = self._spans
         return spans[0].version if len(spans) == 1 else max([span.version for span in spans])
+
+    @property
+    def _spans(self) -> list[VersionSpan]:
+        if not self.branches:
+            return self.spans
+        return [*self.spans, *(span for one in self.branches for span in one.spans)]
 
 
 class SampleTask(Record, frozen=True, kw_only=True):
@@ -209,7 +263,7 @@ class Score(Told, Kept, frozen=True, kw_only=True):
     attempt: int
     reward: float = 0.0
     reward_parts: Annotated[dict[Id, float], Meta(max_length=PARTS)] = {}
-    logprobs: Float32s | None = None  # float32 [T], 0 where loss_mask is 0
+    logprobs: Float32s | None = None  # float32 [T], 0 where loss_mask is 0; line by line
     version: int = -1  # of the weights, in stage "logp"
     error: Text = ""
 

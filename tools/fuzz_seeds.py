@@ -66,11 +66,17 @@ _SAMPLE: dict[str, Any] = {
     "sample": "s-1", "prompt_id": "1", "reward": 1.0, "seconds": 2.0, "tokens": 3, "turns": 1,
     "versions": [1, 2], "finish_reason": "stop",
 }  # fmt: skip
+_ROLLOUT: dict[str, Any] = {
+    "step": 3, "sample": "s-1", "prompt_id": "1", "reward": 1.0, "reward_parts": {"a": 1.0},
+    "tokens": 3, "turns": 1, "finish_reason": "stop", "staleness": 1, "prompt": "a",
+    "response": "b", "pieces": [[1, 3, 1]],
+}  # fmt: skip
 EVENTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("push", _PUSH | {"version": 3, "bytes": 7, "receiver": "a", "plane": "tcp"}),
     ("sample", _SAMPLE | {"prompt": "a", "response": "b"}),
     ("slow_sample", _SAMPLE),
     ("spans", {"spans": [["update", 1.0, 2.0]]}),
+    ("rollout", _ROLLOUT),
 )
 FILES = (
     '[{"version":1,"sums":[1,2],"slot":0}]\n',

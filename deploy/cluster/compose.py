@@ -21,6 +21,8 @@ START_PERIOD = "600s"  # large models load for minutes
 # daemon starts those that have not ended with 0, as none has that was asked to end. Not
 # `unless-stopped`, which would run processes again that are done.
 RESTART = "on-failure:3"
+# Taken from the shell that starts the containers, if they are set there: no secret is in a plan.
+HUB_VARIABLES = ("HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE")
 LOGGING = {"driver": "json-file", "options": {"max-size": "50m", "max-file": "4"}}
 
 
@@ -32,6 +34,7 @@ def container_paths(plan: Plan, modules: str, *, keys: bool) -> Paths:
         store=f"{ROOT}/store/{plan.run_id}",
         keys=f"{ROOT}/{KEYS_FOLDER}" if keys else "",
         modules=modules,
+        cache=f"{ROOT}/cache",
     )
 
 
@@ -40,6 +43,8 @@ def compose_file(plan: Plan, node: Node, paths: Paths) -> str:
     volumes: dict[str, Any] = {"results": {}, "shm": _shared_memory(plan)}
     if any(process.task == "buffer" for process in processes):
         volumes["store"] = {}
+    if any(invocation.fetches(plan, process) for process in processes):
+        volumes["cache"] = {}
     tree: dict[str, Any] = {
         "name": f"umbra-{node.name.replace('.', '-')}",
         "services": {p.name: _service(plan, p, processes, paths) for p in processes},
@@ -95,6 +100,8 @@ def _service(plan: Plan, process: Process, beside: list[Process], paths: Paths) 
         service["secrets"] = [
             {"source": name, "target": f"{paths.keys}/{name}"} for name in key_files(process)
         ]
+    if invocation.fetches(plan, process):
+        service["environment"] = list(HUB_VARIABLES)
     if resources := _resources(plan, process):
         service["deploy"] = {"resources": resources}
     return service
@@ -134,6 +141,8 @@ def _volumes(plan: Plan, process: Process, paths: Paths) -> list[dict[str, Any]]
     else:
         # The hub's versions: trainer, hub and generators of a node see the same memory.
         volumes.append({"type": "volume", "source": "shm", "target": "/dev/shm"})
+    if invocation.fetches(plan, process):
+        volumes.append({"type": "volume", "source": "cache", "target": paths.cache})
     return volumes
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 from umbra.deploy.cluster.cluster_file import Port, Task
 from umbra.deploy.cluster.plan import Plan, Process
 from umbra.proto.access import KEY_ROLES, KeyRole
-from umbra.services.buffer.data.dataset_readers import DATASETS
 from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.model.hub import looks_like_name
 from umbra.services.runtime.net.keys import PUBLIC, SECRET
+from umbra.services.runtime.prompts.download import is_url
+from umbra.services.runtime.prompts.readers import DATASETS, is_parquet
 
 # The ports of what serves others, which needs no torch unless it broadcasts from GPUs.
 PORTS: dict[Task, tuple[Port, ...]] = {
@@ -39,13 +41,17 @@ RESTARTS = 20
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """Where a process finds and leaves its files; `keys` and `modules` may be empty: none."""
+    """Where a process finds and leaves its files; `keys` and `modules` may be empty: none.
+
+    `cache` is for what it downloads; empty: the user's own.
+    """
 
     config: str
     results: str
     store: str
     keys: str
     modules: str
+    cache: str = ""
 
 
 def command(plan: Plan, process: Process, paths: Paths) -> list[str]:
@@ -101,6 +107,8 @@ def environment(plan: Plan, paths: Paths) -> dict[str, str]:
         variables["UMBRA_SECURITY__KEYS"] = paths.keys
     if paths.modules:
         variables["PYTHONPATH"] = paths.modules
+    if paths.cache and any(fetches(plan, process) for process in plan.processes):
+        variables |= {"HF_HOME": f"{paths.cache}/huggingface", "XDG_CACHE_HOME": paths.cache}
     return variables
 
 
@@ -147,7 +155,10 @@ def on_host_network(plan: Plan, process: Process) -> bool:
 
 def image(plan: Plan, process: Process) -> str:
     """The image that has what `process` needs."""
-    if process.task in PORTS and not process.gpus:
+    reads_data_sets = process.task == "buffer" and any(
+        name.startswith(DATASETS) or is_parquet(name) for name in _read_by(plan, process)
+    )
+    if process.task in PORTS and not process.gpus and not reads_data_sets:
         target = "broker"
     elif not plan.on_gpus:
         target = "cpu"
@@ -177,6 +188,24 @@ def memory_gib(plan: Plan, process: Process) -> float | None:
 
 def inputs(plan: Plan, process: Process, paths: Paths) -> list[str]:
     """Files and folders that `process` reads, which lie at the same place on every node."""
+    found = [path for path in _read_by(plan, process) if not _is_elsewhere(path)]
+    if process.task in ("buffer", "generate", "reward"):
+        found.append(paths.modules)
+    return sorted({path for path in found if path})
+
+
+def fetches(plan: Plan, process: Process) -> bool:
+    """Whether `process` reads models or prompts that it has to download."""
+    return any(map(_is_elsewhere, _read_by(plan, process)))
+
+
+def _is_elsewhere(name: str) -> bool:
+    """Whether it is the name of something that is not on the nodes, and no path there."""
+    return name.startswith(DATASETS) or is_url(name) or looks_like_name(name)
+
+
+def _read_by(plan: Plan, process: Process) -> list[str]:
+    """The models, prompts and other files of the run file that `process` reads."""
     config = plan.config
     found: dict[Task, list[str]] = {
         "buffer": [
@@ -191,10 +220,7 @@ def inputs(plan: Plan, process: Process, paths: Paths) -> list[str]:
         "generate": [config.model.path, config.generator.replay, config.generator.serve_key],
         "ref_logp": [config.model.path, config.scorer.model],
     }
-    paths_in = found.get(process.task, [config.model.path])
-    if process.task in ("buffer", "generate", "reward"):
-        paths_in.append(paths.modules)
-    return sorted({path for path in paths_in if path and not path.startswith(DATASETS)})
+    return found.get(process.task, [config.model.path])
 
 
 def modules_of(config: RunConfig, run_file: Path) -> str:

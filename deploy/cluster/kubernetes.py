@@ -81,7 +81,7 @@ def _of_node(plan: Plan, node: Node, paths: Paths, labels: dict[str, str]) -> li
             "ports": [{"name": f"port-{port}", "port": port} for port in ports],
         }
         documents.append(_object("v1", "Service", name, own) | {"spec": service})
-    for claim in _claims(processes):
+    for claim in _claims(plan, processes):
         storage: dict[str, Any] = {
             "accessModes": ["ReadWriteOnce"],
             "resources": {"requests": {"storage": spec.storage}},
@@ -127,7 +127,10 @@ def _container(plan: Plan, process: Process, paths: Paths) -> dict[str, Any]:
         "image": invocation.image(plan, process),
         "imagePullPolicy": plan.cluster.kubernetes.image_pull_policy,
         "args": invocation.kept_command(plan, process, paths),
-        "env": [{"name": name, "value": value} for name, value in variables.items()],
+        "env": [
+            *({"name": name, "value": value} for name, value in variables.items()),
+            *([_token(plan)] if invocation.fetches(plan, process) else []),
+        ],
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "capabilities": {"drop": ["ALL"]},
@@ -171,6 +174,8 @@ def _mounts(plan: Plan, process: Process, paths: Paths) -> list[dict[str, Any]]:
     if paths.keys:
         name = _keys_volume(process)
         mounts.append({"name": name, "mountPath": paths.keys, "readOnly": True})
+    if invocation.fetches(plan, process):
+        mounts.append({"name": "cache", "mountPath": paths.cache})
     claim = plan.cluster.kubernetes.inputs_claim
     all_inputs = _inputs(plan, plan.on(process.node), paths)
     for path in invocation.inputs(plan, process, paths):
@@ -200,7 +205,7 @@ def _volumes(
         {"name": "config", "configMap": {"name": _name(plan, "config")}},
         {"name": "shm", "emptyDir": memory},
     ]
-    for claim in _claims(processes):
+    for claim in _claims(plan, processes):
         source = {"claimName": _claim_name(node, claim)}
         volumes.append({"name": claim, "persistentVolumeClaim": source})
     inputs = _inputs(plan, processes, paths)
@@ -214,9 +219,21 @@ def _volumes(
     return [*volumes, *(_keys(plan, processes) if paths.keys else ())]
 
 
-def _claims(processes: list[Process]) -> list[str]:
+def _claims(plan: Plan, processes: list[Process]) -> list[str]:
     """What a node keeps on disk."""
-    return ["results", *(["store"] if any(p.task == "buffer" for p in processes) else [])]
+    stores = any(process.task == "buffer" for process in processes)
+    caches = any(invocation.fetches(plan, process) for process in processes)
+    return ["results", *(["store"] if stores else []), *(["cache"] if caches else [])]
+
+
+def hub_secret(plan: Plan) -> str:
+    """The name of the Secret, made by hand if at all, whose HF_TOKEN reads private models."""
+    return _name(plan, "hub")
+
+
+def _token(plan: Plan) -> dict[str, Any]:
+    secret = {"name": hub_secret(plan), "key": "HF_TOKEN", "optional": True}
+    return {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": secret}}
 
 
 def _claim_name(node: Node, claim: str) -> str:

@@ -277,8 +277,8 @@ def _enough(gpus: Gpus, needed: int) -> Diagnosis:
 
 def _run_file(config: RunConfig) -> Diagnosis:
     try:
-        check_run(config)
-    except UsageError as error:
+        check_run(config, download=False)
+    except (UsageError, StartupError) as error:
         return judge.refusal("run file", str(error))
     return Diagnosis("run file", "ok", "keys, values and files are good")
 

@@ -13,7 +13,10 @@ from umbra.deploy.estimate.fit import Estimate, Machine
 from umbra.deploy.estimate.gpus import GIB, GPUS, gpu_bytes
 from umbra.deploy.estimate.here import estimate_on, this_machine
 from umbra.deploy.estimate.items import PHASES, Item, Need, peak
+from umbra.deploy.estimate.share import shares_if_any
+from umbra.deploy.machine_defaults import Hardware, for_hardware, this_hardware
 from umbra.proto.errors import EXIT_DONE, UsageError
+from umbra.services.runtime.config.loader import given_keys, load_tree
 from umbra.services.runtime.numbers import size
 from umbra.services.runtime.tables import aligned
 
@@ -38,10 +41,13 @@ def command(
     For each trainer rank, generator and scorer: on its GPU and in host memory, by purpose; for the
     host: memory and /dev/shm. Of the model only config.json is read. All is taken to be on one
     host, as `umbra up` starts it: this one, or with --gpu one with such GPUs, whose memory is
-    judged if it is given. The exit code is 2 if the run does not fit.
+    judged if it is given. What the run file leaves open is chosen as `umbra up` would there, with
+    one such GPU and vLLM. The exit code is 2 if the run does not fit.
     """
-    config = load_run(run_file, overrides)
     machine = this_machine() if gpu is None else Machine(gpu_bytes(gpu), gpu)
+    hardware = this_hardware() if gpu is None else Hardware((machine.gpu,), gpu, vllm=True)
+    config, given = load_run(run_file, overrides), load_tree(run_file, overrides=overrides)
+    config, chosen = for_hardware(config, given_keys(given), hardware, shares_if_any)
     if host_gib is not None or shm_gib is not None:
         machine = Machine(
             machine.gpu,
@@ -53,6 +59,8 @@ def command(
     if as_json:
         click.echo(json.dumps(found.as_dict()))
     else:
+        if chosen:
+            click.echo(f"Chosen for that machine: {', '.join(chosen)}\n")
         click.echo("\n".join(_text(found)))
     if not found.fits:
         raise UsageError("; ".join(found.faults))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,6 +16,7 @@ from umbra.services.modeling.models import loading, read_transformers_config
 from umbra.services.modeling.row_sizes import rows_within, scoring_rows
 from umbra.services.runtime.config import RunConfig, TrainerConfig
 from umbra.services.runtime.model.architectures import check_architecture
+from umbra.services.runtime.model.directory import directory_of
 from umbra.services.runtime.process.host_memory import host_bytes
 from umbra.services.trainer.row_sizes import fitting_tokens
 
@@ -46,7 +46,7 @@ def gather_facts(config: RunConfig, *, gpu: int, host: int | None = None) -> Fac
                 f"trainer.{key} = {value}: the estimate does not know yet what it takes; "
                 f"estimate the run with {key} = 1"
             )
-    directory = Path(config.model.path)
+    directory = directory_of(config.model.name, weights=False)
     check_architecture(directory, checked=config.model.checked)
     with loading(directory, "model.path"):
         model = read_transformers_config(directory)

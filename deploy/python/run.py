@@ -12,7 +12,8 @@ from typing import Any
 
 from umbra.deploy.python.child import RunChild
 from umbra.deploy.python.operated import Operated, RemoteRun
-from umbra.deploy.run_folder import LineFollower, RunFolder, read_rows
+from umbra.deploy.rollouts import read_rollouts
+from umbra.deploy.run_folder import LineFollower, RunFolder
 from umbra.deploy.stage import last_object, run_stage
 from umbra.proto.errors import UsageError
 from umbra.services.monitor.run_address import RunAddress, find_run
@@ -81,8 +82,8 @@ class Run(Operated):
         return pandas.DataFrame(rows)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
 
     def samples(self) -> list[dict[str, Any]]:
-        """Finished samples as text, oldest first: each generator tells one every 10 seconds."""
-        return [row for row in read_rows(self._folder.metrics) if row["kind"] == "sample"]
+        """Rollouts that were trained on, as text, oldest first: `log.samples` of each step."""
+        return list(read_rollouts(self._folder))
 
     @property
     def summary(self) -> dict[str, Any] | None:

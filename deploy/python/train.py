@@ -11,6 +11,8 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from umbra.deploy.machine_defaults import for_this_machine
+from umbra.deploy.pinning import pinned
 from umbra.deploy.preflight import check_one_machine, check_run, resolve_paths
 from umbra.deploy.python.child import RunChild
 from umbra.deploy.python.notebook import notebook_display
@@ -24,7 +26,7 @@ from umbra.services.runtime.config.loader import config_of, read_run_file, to_js
 from umbra.services.runtime.process.disk import DISK, READABLE_MODE
 
 Prompts: TypeAlias = str | Path | Iterable[str | Mapping[str, Any]]
-"""A file or "datasets:NAME:SPLIT", as `data.prompts`; or rows: texts, or mappings with "prompt"."""
+"""What `data.prompts` takes: a file, a URL, "datasets:NAME"; or rows, texts or mappings."""
 
 Reward: TypeAlias = str | Callable[..., Any]
 """A function, or "module:function"; called with `prompt=`, `completion=` and `row=`."""
@@ -54,8 +56,8 @@ def train(
     one that was stopped. Ctrl-C (in a notebook: interrupt) ends the run in order.
 
     Args:
-        model: a Hugging Face model directory.
-        prompts: a file, "datasets:NAME:SPLIT", or rows.
+        model: a Hugging Face model directory, or ORG/NAME[@REVISION] on the hub.
+        prompts: a file, a URL, "datasets:NAME[:CONFIG][:SPLIT]", or rows.
         reward: what an answer is worth. A function from a notebook cell or from the program itself
             is copied as source into the run's folder, with what it uses there.
         environment: instead of `reward`: "exact", "guess", ... or a class of your own.
@@ -84,13 +86,18 @@ def train(
         if eval_prompts is not None:
             written = _write_prompts(eval_prompts, folder, "eval_prompts")
             _put(tree, "eval", prompts=written)
-        resolved = resolve_paths(config_of(tree, "umbra.train"), Path.cwd() / "run.toml")
+        given = config_of(tree, "umbra.train")
+        found = resolve_paths(given, Path.cwd() / "run.toml")
+        resolved = pinned(found, print if show else _ignore, asked=given.model.path)
         check_one_machine(resolved)
         check_run(resolved)
+        resolved, chosen = for_this_machine(resolved, tree)
         _write(folder, resolved, source)
     except BaseException:
         shutil.rmtree(folder.path)
         raise
+    if chosen and show:
+        print(f"chosen for this machine: {', '.join(chosen)}")
     if source.text and show:
         names = ", ".join(source.copied)
         print(f"{names}: copied as source to {shown_path(folder.inputs / f'{MODULE}.py')}")
@@ -120,6 +127,10 @@ def _see_through(run: Run, folder: RunFolder, show: bool) -> None:
         if run.summary is None and not folder.metrics.exists():
             shutil.rmtree(folder.path)
         raise
+
+
+def _ignore(text: str) -> None:
+    """Say nothing of it."""
 
 
 def _end(run: Run) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,12 @@ from umbra.deploy.report.figures import gather
 from umbra.deploy.report.page import page
 from umbra.deploy.report.recording import Recording
 from umbra.deploy.report.trace import write_lives, write_trace
+from umbra.deploy.rollouts import read_rollouts
 from umbra.deploy.run_folder import RunFolder
 from umbra.deploy.summary import read_status, summary_rows, warning_rows
 from umbra.proto.errors import EXIT_DONE, UNREADABLE, UsageError
+
+ROLLOUTS = 8
 
 
 @click.command()
@@ -42,7 +46,7 @@ def write_report(folder: RunFolder, others: Sequence[Path] = ()) -> list[Path]:
         UsageError: a folder is not that of a run.
     """
     recording = Recording([folder.path, *others])
-    trace, report = folder.path / "trace.json", folder.path / "report.html"
+    trace, report = folder.path / "trace.json", folder.report
     write_trace(recording, trace)
     summary = _read(folder.summary)
     figures = gather(recording)
@@ -53,6 +57,7 @@ def write_report(folder: RunFolder, others: Sequence[Path] = ()) -> list[Path]:
         status=read_status(folder),
         config=_read(folder.config),
         skews=recording.clocks.worst,
+        rollouts=list(deque(read_rollouts(folder), maxlen=ROLLOUTS)),
     )
     report.write_text(text, encoding="utf-8")
     lives = folder.path / "lives.jsonl"

@@ -11,9 +11,11 @@ from typing import Any
 
 from umbra.deploy.report.figures import EXCERPT_S, Figures, Row, Utilisation
 from umbra.deploy.report.svg import bar_chart, gantt, line_chart, stacked_chart
+from umbra.deploy.rollouts import Rollout, heading, pieces
 from umbra.services.runtime.figures import PHASES, busy, idle_causes, is_idle
 from umbra.services.runtime.numbers import number
 
+OLD = 4  # steps of staleness, from which on all looks the same
 CHARTS: dict[str, tuple[tuple[str, str], ...]] = {  # title -> (label, column) of each line
     "reward": (("mean", "reward/mean"), ("solved", "solved")),
     "loss": (("loss", "loss"),),
@@ -46,6 +48,7 @@ def page(
     status: Mapping[str, Any],
     config: Mapping[str, Any],
     skews: Mapping[str, tuple[float, float]],
+    rollouts: Sequence[Rollout] = (),
 ) -> str:
     """The report.
 
@@ -54,6 +57,7 @@ def page(
         facts: name and value of what is said first.
         status: the last one of the buffer; may be empty.
         config: the resolved configuration; may be empty.
+        rollouts: to read.
         skews: by service, how far its clock was off and the error of that, in seconds.
     """
     style = files("umbra.deploy.report").joinpath("page.css").read_text(encoding="utf-8")
@@ -67,7 +71,8 @@ def page(
             _section(f"Timeline: {EXCERPT_S:g} s from the middle of the run", _timeline(figures)),
             _section("Weight pushes", _pushes(figures)),
             _section("Slowest samples", _slowest(figures.slowest)),
-            _section("Samples to read", "".join(map(_sample, figures.samples))),
+            _section("Rollouts of the last steps", _rollouts(rollouts)),
+            _section("Samples just finished", "".join(map(_sample, figures.samples))),
             _section("Clocks", _clocks(skews)),
             _section("Configuration", _config(config)),
         )
@@ -268,12 +273,34 @@ def _slowest(rows: Sequence[Row]) -> str:
 
 
 def _sample(row: Row) -> str:
+    branches = f", {row['branches']} branches" if row.get("branches", 1) > 1 else ""
     head = (
-        f"{row['sample']}: reward {row['reward']:.3g}, {row['tokens']} tokens, version "
+        f"{row['sample']}: reward {row['reward']:.3g}, {row['tokens']} tokens{branches}, version "
         f"{'-'.join(map(str, row['versions']))}, {row['finish_reason']}"
     )
     text = f'<span class="dim">{escape(row["prompt"])}</span>{escape(row["response"])}'
     return f"<div>{escape(head)}</div><pre>{text}</pre>"
+
+
+def _rollouts(rollouts: Sequence[Rollout]) -> str:
+    if not rollouts:
+        return ""
+    ages = ", ".join(f'<span class="age{n}">{n}</span>' for n in range(1, OLD))
+    told = (
+        f'<p class="dim">Underlined: said by weights that were {ages}, '
+        f'<span class="age{OLD}">{OLD} or more</span> steps old when it was trained on; pale: '
+        "prompt and environment.</p>"
+    )
+    return told + "".join(map(_rollout, rollouts))
+
+
+def _rollout(rollout: Rollout) -> str:
+    said = "".join(
+        f'<span class="{"dim" if age is None else f"age{min(age, OLD)}"}">{escape(text)}</span>'
+        for text, _, age in pieces(rollout)
+    )
+    prompt = f'<span class="dim">{escape(rollout["prompt"])}</span>'
+    return f"<div>{escape(heading(rollout))}</div><pre>{prompt}{said}</pre>"
 
 
 def _clocks(skews: Mapping[str, tuple[float, float]]) -> str:

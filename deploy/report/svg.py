@@ -9,7 +9,8 @@ from html import escape
 from umbra.services.runtime.numbers import compact
 
 WIDTH, HEIGHT = 420, 160
-LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 20
+RIGHT, TOP, BOTTOM = 8, 8, 20
+TICK = 6.2  # of a character of a tick, at most
 POINTS = 400  # of a line at most; more are thinned out by means
 
 Points = Sequence[tuple[float, float]]
@@ -114,20 +115,22 @@ def _frame(
     if y_max - y_min < 1e-12:
         y_min, y_max = y_min - 0.5, y_max + 0.5
     x_span, y_span = max(x_max - x_min, 1e-12), y_max - y_min
+    ticks = _ticks(y_min, y_max, 4)
+    left = 8 + TICK * max((len(compact(tick)) for tick in ticks), default=0)
 
     def x_of(x: float) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * (x - x_min) / x_span
+        return left + (WIDTH - left - RIGHT) * (x - x_min) / x_span
 
     def y_of(y: float) -> float:
         return HEIGHT - BOTTOM - (HEIGHT - BOTTOM - TOP) * (y - y_min) / y_span
 
     parts = []
-    for tick in _ticks(y_min, y_max, 4):
+    for tick in ticks:
         y = y_of(tick)
         parts.append(
-            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            f'<line class="grid" x1="{left:.1f}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
         )
-        parts.append(f'<text class="end" x="{LEFT - 4}" y="{y + 4:.1f}">{compact(tick)}</text>')
+        parts.append(f'<text class="end" x="{left - 4:.1f}" y="{y + 4:.1f}">{compact(tick)}</text>')
     for tick in _ticks(x_min, x_max, 6):
         if whole and tick != int(tick):
             continue

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
@@ -12,6 +14,7 @@ from umbra.deploy.simulator.compare import COLOCATED, modes, simulate, sweep
 from umbra.deploy.simulator.prediction import Prediction
 from umbra.deploy.simulator.push import all_times, cells, columns, load_push
 from umbra.deploy.simulator.scenario import load_scenario
+from umbra.deploy.simulator.search import Choice, best, search
 from umbra.deploy.simulator.table import compared, report
 from umbra.proto.errors import EXIT_DONE, UsageError
 from umbra.services.runtime.tables import aligned
@@ -24,6 +27,10 @@ from umbra.services.runtime.tables import aligned
 )
 @click.option("--seed", type=int, help="Of lengths and failures (run.seed).")
 @click.option("--sweep", "sweeps", is_flag=True, help="Find the best split between the roles.")
+@click.option(
+    "--search", "searches", is_flag=True,
+    help="Find division of GPUs, run-ahead and bound on staleness: the freshest nearly as fast.",
+)  # fmt: skip
 @click.option("--compare", "compares", is_flag=True, help="Set synchronous modes beside this run.")
 @click.option(
     "--push", "pushes", is_flag=True,
@@ -35,6 +42,7 @@ def command(
     overrides: tuple[str, ...],
     seed: int | None,
     sweeps: bool,
+    searches: bool,
     compares: bool,
     pushes: bool,
     as_json: bool,
@@ -46,8 +54,8 @@ def command(
 
     With --push FILE has the costs of a push: results of benchmarks/weight_push.py, or TOML.
     """
-    if sweeps + compares + pushes > 1:
-        raise UsageError("--sweep, --compare and --push are several tables: ask for one")
+    if sweeps + searches + compares + pushes > 1:
+        raise UsageError("--sweep, --search, --compare and --push are several tables: ask for one")
     if pushes:
         if seed is not None:
             raise UsageError("--seed has no effect with --push: leave it out")
@@ -61,10 +69,16 @@ def command(
     if seed is not None:
         overrides = (*overrides, f"run.seed={seed}")
     scenario = load_scenario(file, overrides)
+    chosen: Choice | None = None
     if sweeps:
         predictions = {f"{gpus} GPUs train": run for gpus, run in sweep(scenario)}
-        best = max(predictions, key=lambda name: predictions[name].samples_per_s)
-        text = compared(predictions, best, "split") + f"\nbest: {best}\n"
+        fastest = max(predictions, key=lambda name: predictions[name].samples_per_s)
+        text = compared(predictions, fastest, "split") + f"\nbest: {fastest}\n"
+    elif searches:
+        tried = list(search(scenario))
+        chosen = best(tried)
+        predictions = {str(one): run for one, run in tried}
+        text = compared(predictions, str(chosen), "use") + f"\nbest: {chosen}\n"
     elif compares:
         predictions = dict(modes(scenario))
         text = compared(predictions, COLOCATED, "mode")
@@ -73,11 +87,12 @@ def command(
         if scenario.tables.failures:
             predictions["without failures"] = simulate(scenario.without_failures())
         text = report(predictions["run"], predictions.get("without failures"))
-    click.echo(_json(predictions) if as_json else text, nl=as_json)
+    click.echo(_json(predictions, chosen) if as_json else text, nl=as_json)
     return EXIT_DONE
 
 
-def _json(predictions: dict[str, Prediction]) -> str:
-    return json.dumps(
-        {name: msgspec.to_builtins(run) for name, run in predictions.items()}, indent=2
-    )
+def _json(predictions: dict[str, Prediction], chosen: Choice | None) -> str:
+    told: dict[str, Any] = {name: msgspec.to_builtins(run) for name, run in predictions.items()}
+    if chosen is not None:
+        told = {"best": asdict(chosen), "tried": told}
+    return json.dumps(told, indent=2)

@@ -21,10 +21,11 @@ from umbra.deploy.simulator.trainer import SimTrainer
 from umbra.proto.errors import DeadlineError
 from umbra.proto.records import SampleTask
 from umbra.services.buffer.broker import Broker, Endpoints
-from umbra.services.buffer.data.prompts import GroupEnd, Prompt
+from umbra.services.buffer.data.prompts import GroupEnd
 from umbra.services.buffer.state import RunState
 from umbra.services.buffer.store.api import MemoryStore
 from umbra.services.runtime.planes.tcp import RelayChain
+from umbra.services.runtime.prompts.rows import Prompt
 
 GC_THRESHOLD = 50_000  # as the buffer's own: thousands of objects are made per poll, and live on
 FEW = 64  # generators that ask for work once a second; more ask less often, so that few are idle

@@ -156,8 +156,7 @@ class Membership:
             endpoints=dict(body.endpoints),
             heard_at=now,
         )
-        self.peers[body.name] = peer
-        self._index()
+        self._add(peer)
         self.departed.pop(body.name, None)
         self.changed.add(body.name)
         return peer
@@ -205,7 +204,8 @@ class Membership:
     def remove(self, peer: Participant, why: str) -> None:
         """`peer` is gone."""
         del self.peers[peer.name]
-        self._index()
+        if self._single.get(peer.role) is peer:
+            del self._single[peer.role]
         self.departed[peer.name] = why
         _forget_oldest(self.departed)
         self.changed.add(peer.name)
@@ -219,9 +219,7 @@ class Membership:
     def restore(self, records: list[dict[str, Any]], now: float) -> None:
         """Take over the members of before a restart of the buffer; most have outlived it."""
         for record in records:
-            peer = Participant(**record, identity=b"", heard_at=now, confirmed=False)
-            self.peers[peer.name] = peer
-        self._index()
+            self._add(Participant(**record, identity=b"", heard_at=now, confirmed=False))
 
     def silent(self, now: float, patience_s: dict[str, float]) -> list[Participant]:
         """Members to be given up; `patience_s` has limits other than the common one, by name."""
@@ -266,8 +264,10 @@ class Membership:
                 found.append(Stuck(what=what, holder=peer.name, age_s=0.0, action=action))
         return found
 
-    def _index(self) -> None:
-        self._single = {peer.role: peer for peer in self.peers.values() if peer.is_single}
+    def _add(self, peer: Participant) -> None:
+        self.peers[peer.name] = peer
+        if peer.is_single:
+            self._single[peer.role] = peer
 
     def _stale(self, name: str) -> Nack:
         return Nack(

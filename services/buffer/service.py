@@ -16,7 +16,6 @@ from umbra.proto.errors import EXIT_DONE, FailedSamplesError, UsageError
 from umbra.proto.messages import CONTROL, DATA, Event, Welcome
 from umbra.services.buffer.addresses import Addresses
 from umbra.services.buffer.broker import Broker, Endpoints
-from umbra.services.buffer.data.dataset_readers import read_source
 from umbra.services.buffer.data.sources import open_prompts
 from umbra.services.buffer.effects import Effect, Lived, Measure, Notify, Reply
 from umbra.services.buffer.state import RunState
@@ -31,6 +30,7 @@ from umbra.services.runtime.net.session import WATCHED
 from umbra.services.runtime.process.clock import monotonic_to_epoch
 from umbra.services.runtime.process.command import ServiceContext
 from umbra.services.runtime.process.disk import DISK, READABLE_MODE
+from umbra.services.runtime.prompts.readers import read_source
 from umbra.services.runtime.weights.malloc_tuning import Freed
 
 POLL_S = 0.1  # how late a deadline may be noticed
@@ -56,7 +56,12 @@ def serve(context: ServiceContext) -> int:
         attempts=config.buffer.prompt_attempts,
         environments=config.environments,
     )
-    eval_prompts = read_source(config.eval.prompts) if config.eval.prompts else []
+    heldout = config.eval
+    eval_prompts = (
+        read_source(heldout.prompts, columns=heldout.columns, section="eval")
+        if heldout.prompts
+        else []
+    )
     zmq_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     incarnation = uuid.uuid4().hex[:12]
     with (

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from umbra.services.buffer.curves import StepCurves
-from umbra.services.buffer.data.prompts import Prompt, Prompts
+from umbra.services.buffer.data.prompts import Prompts
 from umbra.services.buffer.effects import Effects
 from umbra.services.buffer.endpoints.evaluation import EVAL_PREFIX, Evaluations
 from umbra.services.buffer.endpoints.scoring import Scoring
@@ -32,6 +32,7 @@ from umbra.services.buffer.store.api import Store
 from umbra.services.buffer.store.archive import Archive
 from umbra.services.buffer.store.journal import Journal
 from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.prompts.rows import Prompt
 from umbra.services.runtime.trajectories import RunFacts, sampling_of
 
 

@@ -50,9 +50,11 @@ class Ask:
 
     `messages` are those since the model's last turn, in the first ask all of them, and `calls` the
     tools that this turn called, as the agent was told; with `text` the model goes on from plain
-    text instead. `reply` is called once, from any thread; before it `hear`, if there is one, with
-    what the model says piece by piece, as `(kind, text)` where `kind` is "content" or "reasoning".
-    `stops` are texts that end the turn, besides those of the run.
+    text instead. `after` is the turn that they follow, counted from 0 in the order of the asks that
+    got one; None where they begin a conversation. `reply` is called once, from any thread; before
+    it `hear`, if there is one, with what the model says piece by piece, as `(kind, text)` where
+    `kind` is "content" or "reasoning". `stops` are texts that end the turn, besides those of the
+    run.
     """
 
     reply: Callable[[Turn | UmbraError], None]
@@ -60,6 +62,7 @@ class Ask:
     tools: list[dict[str, Any]] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
     text: str | None = None
+    after: int | None = None
     max_tokens: int = 0  # of the turn, at most; 0 = as configured
     pieces: bool = False
     stops: tuple[str, ...] = ()

@@ -23,6 +23,7 @@ from umbra.services.runtime.net.io_thread import IoThread
 from umbra.services.runtime.net.keys import Security
 from umbra.services.runtime.process.command import ServiceContext, keys_of, service_command
 from umbra.services.runtime.process.jsonl import read_jsonl
+from umbra.services.runtime.prompts.readers import read_source
 
 ANSWER_S = 10.0
 
@@ -89,7 +90,7 @@ def make_task(
 @click.argument("model", type=click.Path(path_type=Path), required=False)
 @click.option("--broker", envvar="UMBRA_BROKER", help="Address of a run, instead of MODEL.")
 @keys_of("operator", "monitor")
-@click.option("--prompts", type=click.Path(path_type=Path), help="JSONL file of prompts.")
+@click.option("--prompts", help="Prompts, as eval.prompts; columns as eval.columns.")
 @click.option("--task", help="Held-out prompts of a task of `umbra make-task` instead.")
 @click.option(
     "--config",
@@ -109,7 +110,7 @@ def evaluate(
     model: Path | None,
     broker: str | None,
     security: Security,
-    prompts: Path | None,
+    prompts: str | None,
     task: str | None,
     config: str | None,
     sets: tuple[str, ...],
@@ -118,10 +119,11 @@ def evaluate(
     as_json: bool,
     **flags: str | None,
 ) -> None:
-    """Measure the accuracy (mean reward) of the model in directory MODEL on held-out prompts.
+    """Measure the accuracy (mean reward) of MODEL on held-out prompts.
 
-    Without MODEL, have the run at --broker evaluate its policy as it is now, on the prompts of its
-    `eval.prompts`; `umbra status` shows the outcome.
+    MODEL is a directory, or ORG/NAME[@REVISION] on the hub. Without it, have the run at --broker
+    evaluate its policy as it is now, on the prompts of its `eval.prompts`; `umbra status` shows the
+    outcome.
     """
     if model is None:
         _ask_run(broker, security)
@@ -135,7 +137,12 @@ def evaluate(
     given = [f"{_KEYS[flag]}={value}" for flag, value in flags.items() if value is not None]
     settings = load_config(config, overrides=[*sets, *given])
     seed = settings.run.seed
-    rows = _heldout(task, seed, samples) if task is not None else read_jsonl(prompts or "")
+    if task is not None:
+        rows = _heldout(task, seed, samples)
+    else:
+        columns = settings.eval.columns
+        found = read_source(prompts or "", columns=columns, section="eval")
+        rows = [prompt.row for prompt in found]
     from umbra.services.generator.evaluate import evaluate_model  # brings torch
 
     result = evaluate_model(model, rows, settings, samples=samples or len(rows), greedy=greedy)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -26,6 +26,7 @@ from umbra.services.modeling.models import (
 )
 from umbra.services.modeling.weights import put_adapter, weight_table
 from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.model.directory import check_model_dir
 from umbra.services.runtime.weights.memory import private_memory
 
 
@@ -54,7 +55,8 @@ def open_engine(config: RunConfig, name: str) -> OpenEngine:
         StartupError: vLLM's processes did not come up.
     """
     generator = config.generator
-    if generator.engine == "vllm":
+    engine = engine_here(config)
+    if engine == "vllm":
         return _vllm(config, name)
     for key, given in (
         ("engine_args", bool(generator.engine_args)),
@@ -64,23 +66,33 @@ def open_engine(config: RunConfig, name: str) -> OpenEngine:
             raise UsageError(
                 f'generator.{key} is for vLLM: leave it out, or set generator.engine = "vllm"'
             )
-    return open_replay(config) if generator.engine == "replay" else _torch(config, name)
+    return open_replay(config) if engine == "replay" else _torch(config, name)
+
+
+def engine_here(config: RunConfig) -> str:
+    """Which engine `generator.engine` stands for on this machine."""
+    generator = config.generator
+    if generator.engine != "auto":
+        return generator.engine
+    kind = pick_device(generator.device).type
+    return generator.engine_on(kind, vllm=importlib.util.find_spec("vllm") is not None)
 
 
 def _vllm(config: RunConfig, name: str) -> OpenEngine:
     from umbra.services.generator.vllm_options import require_vllm, set_environment
 
     require_vllm()
-    tokenizer = load_tokenizer(config.model.path)
-    outline = outline_model(config.model.path, checked=config.model.checked)
+    tokenizer = load_tokenizer(config.model.name, trust=config.model.trust_remote_code)
+    outline = outline_model(config.model.name, checked=config.model.checked)
     stops = stop_ids(outline, tokenizer) | named_tokens(tokenizer, config.sampling.stop_tokens)
+    directory = check_model_dir(config.model.name)
     set_environment(config.generator)
     from umbra.services.generator.vllm_engine import VllmEngine, platform  # brings vLLM
 
     dtype = config.weight_hub.dtype_on(platform())
     expected = config.weight_hub.expected_on(platform())
     engine = VllmEngine(
-        Path(config.model.path),
+        directory,
         outline,
         config.generator,
         dtype=dtype,  # it computes in what it is served
@@ -105,9 +117,9 @@ def _torch(config: RunConfig, name: str) -> OpenEngine:
     device = pick_device(config.generator.device)
     memory = config.generator.kv_cache_mb
     dtype = config.weight_hub.dtype_on(device.type)  # it computes in what it is served
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model.name, trust=config.model.trust_remote_code)
     model = load_model(
-        config.model.path, device, getattr(torch, dtype), checked=config.model.checked
+        config.model.name, device, getattr(torch, dtype), checked=config.model.checked
     )
     stops = stop_ids(model, tokenizer) | named_tokens(tokenizer, config.sampling.stop_tokens)
     engine = TorchEngine(
@@ -132,9 +144,9 @@ def open_replay(config: RunConfig, kind: type[ReplayEngine] = ReplayEngine) -> O
         UsageError: a tokenizer or replay model that can't be used.
     """
     model = read_replay_model(config.generator.replay)
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model.name, trust=config.model.trust_remote_code)
     if tokenizer.eos_token_id is None:
-        raise UsageError(f"{config.model.path}: the tokenizer names no eos token to end turns with")
+        raise UsageError(f"{config.model.name}: the tokenizer names no eos token to end turns with")
     stops = {tokenizer.eos_token_id} | named_tokens(tokenizer, config.sampling.stop_tokens)
     special = stops | set(tokenizer.all_special_ids)
     engine = kind(

@@ -65,7 +65,7 @@ def evaluate_model(
     if config.generator.threads:
         torch.set_num_threads(config.generator.threads)
     where = pick_device(config.generator.device)
-    tokenizer = load_tokenizer(path, "MODEL")
+    tokenizer = load_tokenizer(path, "MODEL", trust=config.model.trust_remote_code)
     model = load_model(path, where, _dtype(where), "MODEL", config.model.checked)
     stops = stop_ids(model, tokenizer) | named_tokens(tokenizer, config.sampling.stop_tokens)
     max_context = config.generator.max_context

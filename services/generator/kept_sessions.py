@@ -13,7 +13,7 @@ class Kept:
     """What the first L tokens of a session left. H key-value heads, D head dimension."""
 
     tokens: list[int]  # [L]
-    states: list[tuple[torch.Tensor, torch.Tensor]]  # of each layer, keys and values [H, L, D]
+    states: list[tuple[torch.Tensor, torch.Tensor]]  # of each layer, keys and values [L, H, D]
     chosen: bytes  # their experts, if that is told
 
     def shared(self, sequence: Sequence[int]) -> int:

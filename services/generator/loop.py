@@ -126,7 +126,7 @@ class GeneratorLoop:
         self._prompt_tokens = self._runner.prompt_tokens
         self._deliver()
         self._buffer.save(self._runner.flush())
-        self._buffer.renew(self._runner.leases)
+        self._buffer.renew(lambda: self._runner.leases)
         if tokens or self._engine.busy:
             if tokens:
                 self._session.progress("decoding", tokens)

@@ -16,6 +16,7 @@ from typing import Any
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import (
+    Branch,
     SampleTask,
     Sampling,
     Trajectory,
@@ -27,7 +28,7 @@ from umbra.services.environments.protocol import Opening, SampleError, StepResul
 from umbra.services.environments.response import Said
 from umbra.services.environments.turn_request import Ask, RefusedError, Turn
 from umbra.services.generator.engine import EngineOutput, EngineRequest
-from umbra.services.generator.tokens import ResponseTokens, shortened, tokens_of
+from umbra.services.generator.tokens import Line, ResponseTokens, shortened, tokens_of
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.turn_reader import TurnReader
 from umbra.services.runtime.config import EnvironmentConfig, RunConfig
@@ -50,6 +51,7 @@ class Limits:
     turns: int = 0  # of the model
     tokens: int = 0  # of the response, those of the environment included
     seconds: float = 0.0  # on one generator
+    branches: int = 1  # lines of tokens
 
 
 @dataclass(frozen=True)
@@ -91,16 +93,17 @@ class Rollout:
         self.phase = Phase.RESET
         self.ask: Ask | None = None  # what an agent asked for last
         self.begun = False  # an agent works on it
-        self._opening = Opening([])
         self._settings = settings
-        self._prompt: list[int] = []
-        self._tokens = ResponseTokens()
-        self._turn_start = 0  # where the current model turn begins
+        self._line = Line(Opening([]))  # which the model continues
+        self._lines = [self._line]
+        # Of the turns before the current one: where they ended, and whether the model ended them.
+        self._turn_ends: list[tuple[Line, int, bool]] = []
         self._turns = 0
         self._reward = 0.0
         self._parts: dict[str, float] = {}
         self._reason = "partial"
         self._heard: list[Said] = []  # what the environment was told so far
+        self._told: list[Said] | None = None  # the same with the turn that it answers now
         self._reader: TurnReader | None = None  # of a turn that an agent listens to
         self._began = self._started = settings.clock()
         # Turns of a partial, model's and environment's, that the environment has to see again.
@@ -128,17 +131,18 @@ class Rollout:
         Raises:
             SampleError: the prompt has no tokens, or leaves no room for an answer.
         """
-        self._opening = opening
-        if not self._prompt:
+        self._line.opening = opening
+        if not self._line.prompt:
             chat = self._settings.chat
-            self._prompt = _templated(
+            self._line.prompt = _templated(
                 "the prompt", lambda: chat.prompt_ids(opening.messages, opening.tools)
             )
-        if not self._prompt:
+        if not self._line.prompt:
             raise SampleError(f"prompt {self.task.prompt_id} has no tokens")
-        if len(self._prompt) >= self._settings.max_context:
+        tokens = len(self._line.prompt)
+        if tokens >= self._settings.max_context:
             raise SampleError(
-                f"prompt {self.task.prompt_id} has {len(self._prompt)} tokens, which leaves no "
+                f"prompt {self.task.prompt_id} has {tokens} tokens, which leaves no "
                 f"room for an answer in generator.max_context = {self._settings.max_context}"
             )
         self._continue_turn()
@@ -153,9 +157,10 @@ class Rollout:
             self._asked_first(ask)
         elif self._replay:
             said, heard = self._replay[0]
-            if self._asked_ids(ask, said[-1]) == heard:
+            if ask.after == self._turns and self._asked_ids(ask, self._line, said[-1]) == heard:
+                ahead = sum(len(one) + len(other) for one, other in self._replay[1:])
+                self._end_turn(self._line.turn_start - ahead - len(heard), complete=True)
                 self._replay.pop(0)
-                self._turns += 1
             else:  # the agent does not do the same again: the sample starts anew
                 self._restart()
                 return
@@ -168,18 +173,18 @@ class Rollout:
         """What the model said last, for the agent that asked for it (phase STEP)."""
         replayed = [said for said, _ in self._replay]
         heard = sum(len(said) + len(heard) for said, heard in self._replay)
-        start = self._turn_start - heard
-        ids = replayed[0] if replayed else self._tokens.ids[start:]
+        start = self._line.turn_start - heard
+        ids = replayed[0] if replayed else self._line.tokens.ids[start:]
         end = start + len(ids)
-        versions = [span.version for span in self._tokens.spans if span.start < end]
+        versions = [span.version for span in self._line.tokens.spans if span.start < end]
         chat = self._settings.chat
         wants_pieces = self.ask is not None and self.ask.pieces
         return Turn(
             said=self._reader.end(ids) if self._reader is not None else self._said(ids, start),
             token_ids=ids,
-            logprobs=self._tokens.logprobs[start:end],
+            logprobs=self._line.tokens.logprobs[start:end],
             pieces=[chat.piece(token) for token in ids] if wants_pieces else [],
-            prompt_tokens=len(self._prompt) + start,
+            prompt_tokens=len(self._line.prompt) + start,
             complete=self._ends(ids),
             version=versions[-1],
         )
@@ -188,7 +193,7 @@ class Rollout:
         """What the engine has to generate now (phase GENERATE)."""
         return EngineRequest(
             request_id=self.task.sample_id,
-            prompt_ids=[*self._prompt, *self._tokens.ids],
+            prompt_ids=[*self._line.prompt, *self._line.tokens.ids],
             sampling=self._settings.sampling,
             max_tokens=self._room(),
             session=self.session,
@@ -199,7 +204,7 @@ class Rollout:
 
         What comes after a stop string is dropped: nobody has asked for it.
         """
-        self._tokens.add_model(self._cut(output))
+        self._line.tokens.add_model(self._cut(output))
         self._continue_turn()
 
     @property
@@ -212,15 +217,17 @@ class Rollout:
         """The turn has got so far; an agent that listens is told. Whether it ends here."""
         end = self._stopped(output)
         if end is None and self.ask is not None and self.ask.hear is not None:
-            self._hear([*self._tokens.ids[self._turn_start :], *output.token_ids])
+            self._hear([*self._line.tokens.ids[self._line.turn_start :], *output.token_ids])
         return end is not None
 
     def responses(self) -> list[Said]:
         """All that the model said, turn by turn; the last is new to the environment."""
-        heard = sum(len(said) + len(heard) for said, heard in self._replay)
-        start = self._turn_start - heard
-        turn = self._replay[0][0] if self._replay else self._tokens.ids[start:]
-        return [*self._heard, self._said(turn, start)]
+        if self._told is None:
+            heard = sum(len(said) + len(heard) for said, heard in self._replay)
+            start = self._line.turn_start - heard
+            turn = self._replay[0][0] if self._replay else self._line.tokens.ids[start:]
+            self._told = [*self._heard, self._said(turn, start)]
+        return self._told
 
     def stepped(self, result: StepResult) -> None:
         """The environment answered; its messages are appended as tokens.
@@ -228,7 +235,7 @@ class Rollout:
         Raises:
             SampleError: the messages can't be templated.
         """
-        self._heard = self.responses()
+        self._heard, self._told = self.responses(), None
         self._turns += 1
         self._reward += result.reward
         for part, value in result.reward_parts.items():
@@ -243,12 +250,12 @@ class Rollout:
         if self._turns == self._settings.limits.turns:
             self._finish("turns")
             return
-        ids = self._environment_ids(result, self._tokens.ids[-1])
-        if len(self._tokens.ids) + len(ids) >= self._most():
+        ids = self._environment_ids(result, self._line.tokens.ids[-1])
+        if len(self._line.tokens.ids) + len(ids) >= self._most(self._line):
             self._finish("length")  # no room for another turn
             return
-        self._tokens.add_environment(ids)
-        self._turn_start = len(self._tokens.ids)
+        self._line.tokens.add_environment(ids)
+        self._line.turn_start = len(self._line.tokens.ids)
         self._continue_turn()
 
     def overdue(self) -> bool:
@@ -264,29 +271,37 @@ class Rollout:
         Raises:
             SampleError: nothing was said yet.
         """
-        if not self._tokens.ids:
+        if not any(line.tokens.ids for line in self._lines):
             raise SampleError(
                 f"no token within environment.max_s = {self._settings.limits.seconds:g} s"
             )
         self._finish("time")
 
     @property
+    def branched(self) -> bool:
+        """Whether it is more than one line of tokens."""
+        return len(self._lines) > 1
+
+    @property
     def tokens(self) -> int:
         """Response tokens, without those of the model's turn that is under way."""
-        return len(self._tokens.ids)
+        return len(self._line.tokens.ids)
 
     @property
     def turn_tokens(self) -> int:
         """Tokens of the model's current turn, without what the engine has not handed over."""
-        return len(self._tokens.ids) - self._turn_start
+        return len(self._line.tokens.ids) - self._line.turn_start
 
     def trajectory(self, under_way: EngineOutput | None = None) -> Trajectory:
         """What there is of the sample, finished or not; needs at least one response token.
 
         `under_way` is what the engine has of the turn that goes on.
         """
-        task, tokens = self.task, self._tokens
+        task = self.task
+        line, *further = [one for one in self._lines if one.spoken] or [self._line]
+        tokens = line.tokens
         if under_way is not None:
+            assert not further, "partials are of one line"
             tokens = tokens.copy()
             tokens.add_model(self._cut(under_way))
         return Trajectory(
@@ -294,7 +309,7 @@ class Rollout:
             group_id=task.group_id,
             prompt_id=task.prompt_id,
             attempt=task.attempt,
-            prompt_ids=pack_int32(self._prompt),
+            prompt_ids=pack_int32(line.prompt),
             response_ids=pack_int32(tokens.ids),
             loss_mask=bytes(tokens.mask),
             logprobs=pack_float32(tokens.logprobs),
@@ -308,11 +323,15 @@ class Rollout:
             generator=self._settings.generator,
             started_at=self._started,
             finished_at=self._settings.clock(),
+            branches=[_branch(one) for one in further],
         )
 
     def partial(self) -> Trajectory | None:
-        """What to hand back of an unfinished sample; None if nothing was generated."""
-        if self._tokens.ids:
+        """What to hand back of an unfinished sample; None if nothing was generated.
+
+        One with branches begins anew elsewhere.
+        """
+        if self._line.tokens.ids and not self.branched:
             return self.trajectory()
         return None
 
@@ -321,7 +340,74 @@ class Rollout:
     # Agents know that a context is full by the words "context length" in an error, not by its code.
 
     def _asked_first(self, ask: Ask) -> None:
-        prompt = self._asked_ids(ask, None)
+        prompt = self._asked_prompt(ask)
+        if self._line.prompt and prompt != self._line.prompt:
+            self._restart()  # what there is of the sample belongs to another prompt
+        self._line.prompt, self._began = prompt, self._settings.clock()
+        self._line.opening = Opening(ask.messages, ask.tools)
+
+    def _asked_more(self, ask: Ask) -> None:
+        line = self._asked_line(ask)
+        if self._turns + 1 == self._settings.limits.turns:
+            raise RefusedError(
+                f"environment.max_turns = {self._settings.limits.turns} are over: only the reward "
+                "can follow",
+                "turn_limit_reached",
+            )
+        ids: list[int] = []
+        if line.tokens.ids:
+            ids = self._asked_ids(ask, line, line.tokens.ids[-1])
+            total = len(line.tokens.ids) + len(ids)
+            if total >= self._most(line):
+                raise RefusedError(
+                    f"{len(line.prompt)} prompt tokens and {total} more leave no room for an "
+                    "answer in the context length: only the reward can follow",
+                    "context_length_exceeded",
+                )
+        self._end_turn(len(self._line.tokens.ids), self._turn_complete())
+        if line not in self._lines:
+            self._lines.append(line)
+        self._line = line
+        if ids:
+            line.tokens.add_environment(ids)
+        line.turn_start = len(line.tokens.ids)
+
+    def _asked_line(self, ask: Ask) -> Line:
+        """The line that an agent wants to go on with: one that there is, or a new one."""
+        if ask.after is None:
+            self._check_branches()
+            return Line(Opening(ask.messages, ask.tools), self._asked_prompt(ask))
+        if ask.after < self._turns:
+            line, end, complete = self._turn_ends[ask.after]
+        else:
+            line, end, complete = self._line, len(self._line.tokens.ids), self._turn_complete()
+        if not complete:
+            raise RefusedError(
+                "the model's last turn was cut before its end, where its tokens or the context "
+                "length ended: only the reward can follow",
+                "context_length_exceeded",
+            )
+        if end == len(line.tokens.ids):
+            return line
+        self._check_branches()
+        return line.until(end)
+
+    def _check_branches(self) -> None:
+        most = self._settings.limits.branches
+        if sum(line.spoken for line in self._lines) >= most:
+            raise RefusedError(
+                f"this history begins one more branch than environment.max_branches = {most}: go "
+                "on with one that there is, or only the reward can follow",
+                "branch_limit_reached",
+            )
+
+    def _asked_prompt(self, ask: Ask) -> list[int]:
+        """The tokens that a conversation begins with."""
+        chat = self._settings.chat
+        if ask.text is not None:
+            prompt = chat.text_ids(ask.text)
+        else:
+            prompt = _templated("the prompt", lambda: chat.prompt_ids(ask.messages, ask.tools))
         if not prompt:
             raise RefusedError("the prompt has no tokens", "empty_prompt")
         if len(prompt) >= self._settings.max_context:
@@ -330,48 +416,22 @@ class Rollout:
                 f"context length, generator.max_context = {self._settings.max_context}",
                 "context_length_exceeded",
             )
-        if self._prompt and prompt != self._prompt:
-            self._restart()  # what there is of the sample belongs to another prompt
-        self._prompt, self._began = prompt, self._settings.clock()
-        self._opening = Opening(ask.messages, ask.tools)
+        return prompt
 
-    def _asked_more(self, ask: Ask) -> None:
-        if not self._turn_complete():
-            raise RefusedError(
-                "the model's last turn was cut before its end, where its tokens or the context "
-                "length ended: only the reward can follow",
-                "context_length_exceeded",
-            )
-        if self._turns + 1 == self._settings.limits.turns:
-            raise RefusedError(
-                f"environment.max_turns = {self._settings.limits.turns} are over: only the reward "
-                "can follow",
-                "turn_limit_reached",
-            )
-        ids = self._asked_ids(ask, self._tokens.ids[-1])
-        total = len(self._tokens.ids) + len(ids)
-        if total >= self._most():
-            raise RefusedError(
-                f"{len(self._prompt)} prompt tokens and {total} more leave no room for an answer "
-                "in the context length: only the reward can follow",
-                "context_length_exceeded",
-            )
-        self._turns += 1
-        self._tokens.add_environment(ids)
-        self._turn_start = len(self._tokens.ids)
-
-    def _asked_ids(self, ask: Ask, last_token: int | None) -> list[int]:
-        """The tokens before the turn that is asked for, from the end of the model's last one on."""
+    def _asked_ids(self, ask: Ask, line: Line, last_token: int) -> list[int]:
+        """The tokens before the turn that is asked for, from the end of one of `line` on."""
         chat = self._settings.chat
         if ask.text is not None:
-            text = ask.text
-            return chat.text_ids(text)
-        if last_token is None:
-            return _templated("the prompt", lambda: chat.prompt_ids(ask.messages, ask.tools))
+            return chat.text_ids(ask.text)
         return _templated(
             "a later turn",
-            lambda: chat.turn_ids(ask.messages, last_token, ask.calls, self._opening),
+            lambda: chat.turn_ids(ask.messages, last_token, ask.calls, line.opening),
         )
+
+    def _end_turn(self, end: int, complete: bool) -> None:
+        """The current turn ends at `end` of its line, and another one of the model follows."""
+        self._turn_ends.append((self._line, end, complete))
+        self._turns += 1
 
     def _stops(self) -> tuple[str, ...]:
         """Texts that end the current turn."""
@@ -382,7 +442,7 @@ class Rollout:
         stops = self._stops()
         if not stops:
             return None
-        turn = self._tokens.ids[self._turn_start :]
+        turn = self._line.tokens.ids[self._line.turn_start :]
         chat = self._settings.chat
         end = chat.stopped_at([*turn, *output.token_ids], stops, len(turn))
         return None if end is None else end - len(turn)
@@ -392,12 +452,12 @@ class Rollout:
         end = self._stopped(output)
         if end is None:
             return output
-        return shortened(output, end, len(self._prompt) + len(self._tokens.ids))
+        return shortened(output, end, len(self._line.prompt) + len(self._line.tokens.ids))
 
     def _said(self, ids: list[int], start: int) -> Said:
         """The turn `ids`, which begins at response token `start`."""
-        before = [*self._prompt, *self._tokens.ids[:start]]
-        tools, chat = self._opening.tools, self._settings.chat
+        before = [*self._line.prompt, *self._line.tokens.ids[:start]]
+        tools, chat = self._line.opening.tools, self._settings.chat
         return chat.said(ids, before, tools, self._stops(), words=self._is_text())
 
     def _is_text(self) -> bool:
@@ -408,9 +468,9 @@ class Rollout:
         assert self.ask is not None
         assert self.ask.hear is not None
         if self._reader is None:
-            before = [*self._prompt, *self._tokens.ids[: self._turn_start]]
+            before = [*self._line.prompt, *self._line.tokens.ids[: self._line.turn_start]]
             chat = self._settings.chat
-            tools, words = self._opening.tools, self._is_text()
+            tools, words = self._line.opening.tools, self._is_text()
             self._reader = TurnReader(chat, before, tools, self._stops(), words=words)
         if pieces := self._reader.feed(ids):
             self.ask.hear(pieces)
@@ -430,20 +490,20 @@ class Rollout:
 
     def _room(self) -> int:
         """Tokens that the current turn may still get."""
-        said = len(self._tokens.ids)
+        said = len(self._line.tokens.ids)
         limit = self._settings.sampling.max_tokens
         if self.ask is not None and self.ask.max_tokens:
             limit = min(limit, self.ask.max_tokens)
-        return min(self._most() - said, limit - (said - self._turn_start))
+        return min(self._most(self._line) - said, limit - (said - self._line.turn_start))
 
-    def _most(self) -> int:
-        """Tokens that the whole response may have."""
-        context = self._settings.max_context - len(self._prompt)
+    def _most(self, line: Line) -> int:
+        """Tokens that the whole response of `line` may have."""
+        context = self._settings.max_context - len(line.prompt)
         return min(context, self._settings.limits.tokens or context)
 
     def _turn_complete(self) -> bool:
         """Whether the model ended its turn itself."""
-        return self._ends(self._tokens.ids[self._turn_start :])
+        return self._ends(self._line.tokens.ids[self._line.turn_start :])
 
     def _finish(self, reason: str) -> None:
         self._reason = reason
@@ -455,18 +515,20 @@ class Rollout:
         chat = self._settings.chat
         return _templated(
             "a later turn",
-            lambda: chat.turn_ids(result.messages, last_token, result.tool_calls, self._opening),
+            lambda: chat.turn_ids(
+                result.messages, last_token, result.tool_calls, self._line.opening
+            ),
         )
 
     # -- partials ---------------------------------------------------------------------------------
 
     def _resume(self, partial: Trajectory, tokens: ResponseTokens) -> None:
-        self._prompt = unpack_int32(partial.prompt_ids)
+        self._line.prompt = unpack_int32(partial.prompt_ids)
         self._started = partial.started_at or self._started
-        self._tokens = tokens
-        segments = self._tokens.segments()
+        self._line.tokens = tokens
+        segments = self._line.tokens.segments()
         self._replay = list(zip(segments[0::2], segments[1::2], strict=False))
-        self._turn_start = sum(len(said) + len(heard) for said, heard in self._replay)
+        self._line.turn_start = sum(len(said) + len(heard) for said, heard in self._replay)
 
     def _replayed(self, result: StepResult) -> None:
         """One turn of the partial was played again; what the environment says must be the same."""
@@ -477,12 +539,24 @@ class Rollout:
             self._restart()
 
     def _restart(self) -> None:
-        self._prompt, self._tokens, self._replay = [], ResponseTokens(), []
-        self._turn_start = self._turns = 0
-        self._reward, self._parts, self._heard = 0.0, {}, []
+        self._line = Line(Opening([]))
+        self._lines, self._turn_ends, self._replay = [self._line], [], []
+        self._turns = 0
+        self._reward, self._parts, self._heard, self._told = 0.0, {}, [], None
         self.ask = self._reader = None
         self.begun = False
         self.phase = Phase.RESET
+
+
+def _branch(line: Line) -> Branch:
+    tokens = line.tokens
+    return Branch(
+        prompt_ids=pack_int32(line.prompt),
+        response_ids=pack_int32(tokens.ids),
+        loss_mask=bytes(tokens.mask),
+        logprobs=pack_float32(tokens.logprobs),
+        spans=list(tokens.spans),
+    )
 
 
 def _templated(what: str, encode: Callable[[], list[int]]) -> list[int]:
@@ -498,7 +572,12 @@ def for_environments(settings: RolloutSettings, config: RunConfig) -> RolloutSet
     """`settings` with the limits of the configured environment, or of each of several."""
 
     def one(environment: EnvironmentConfig) -> RolloutSettings:
-        limits = Limits(environment.max_turns, environment.max_tokens, environment.max_s)
+        limits = Limits(
+            environment.max_turns,
+            environment.max_tokens,
+            environment.max_s,
+            environment.max_branches if environment.branches == "train" else 1,
+        )
         return replace(settings, limits=limits, agents=environment.asks)
 
     several = {each.name: one(each) for each in config.environments}

@@ -171,7 +171,9 @@ class RolloutRunner:
         # Turns that end as soon as they begin are never seen in the engine.
         for name in self._grown:
             rollout = self._rollouts.get(name)
-            if rollout is not None and self._unsaved(rollout) >= self._flush_tokens:
+            if rollout is None or rollout.branched:
+                continue
+            if self._unsaved(rollout) >= self._flush_tokens:
                 self._flushed[name] = rollout.tokens
                 partials.append(rollout.trajectory())
                 if name in self._due:
@@ -273,8 +275,8 @@ class RolloutRunner:
             self.take(self.engine.abort(ended))
 
     def _may_flush(self, rollout: Rollout) -> bool:
-        """Pinned samples are made by one version at one go."""
-        return self._flush_tokens > 0 and rollout.task.pinned_version < 0
+        """Pinned samples are made by one version at one go; nobody goes on with several lines."""
+        return self._flush_tokens > 0 and rollout.task.pinned_version < 0 and not rollout.branched
 
     def _unsaved(self, rollout: Rollout) -> int:
         """Tokens that nobody but us has, without those of a turn under way in the engine."""

@@ -12,6 +12,7 @@ from umbra.services.runtime.process.metrics import MetricsFile
 
 EVERY_S = 10.0
 TEXT_CHARS = 2_000
+FURTHER = 3  # branches of a sample that are shown besides the first
 
 
 class SampleLog:
@@ -44,6 +45,10 @@ class SampleLog:
             "sample",
             prompt=self._text(shown.prompt_ids),
             response=self._text(shown.response_ids),
+            further=[
+                {"prompt": self._text(one.prompt_ids), "response": self._text(one.response_ids)}
+                for one in shown.branches[:FURTHER]
+            ],
             **_facts(shown),
         )
         self._metrics.write("slow_sample", **_facts(self._slowest))
@@ -64,7 +69,8 @@ def _facts(trajectory: Trajectory) -> dict[str, Any]:
         "prompt_id": trajectory.prompt_id,
         "reward": trajectory.reward,
         "seconds": _seconds(trajectory),
-        "tokens": trajectory.response_tokens,
+        "tokens": trajectory.sample_tokens,
+        "branches": len(trajectory.lines),
         "turns": trajectory.turns,
         "versions": [trajectory.oldest_version, trajectory.newest_version],
         "finish_reason": trajectory.finish_reason,

@@ -14,7 +14,7 @@ from umbra.services.environments.loading import UNREWARDED, name_of
 from umbra.services.generator.activity import Activity
 from umbra.services.generator.agents.offers import SessionOffers
 from umbra.services.generator.buffer_client import BufferClient
-from umbra.services.generator.engines import OpenEngine, open_engine
+from umbra.services.generator.engines import OpenEngine, engine_here, open_engine
 from umbra.services.generator.loop import GeneratorLoop
 from umbra.services.generator.pools import open_environments
 from umbra.services.generator.rollout import RolloutSettings, for_environments
@@ -79,7 +79,7 @@ def run(
         if receiver is None:
             return _end(session)
         load = config.weight_hub.pace.after(config.generator.stall_s)
-        watch = StallWatch(config.generator.engine, load)
+        watch = StallWatch(engine_here(config), load)
         with closing(receiver), watching(watch, session):
             GeneratorLoop(
                 session=session,
@@ -126,7 +126,7 @@ def _subscribe(session: Session, config: RunConfig, opened: OpenEngine) -> Recei
         UsageError: the trainer serves another dtype than the engine computes in.
     """
     session.progress("waiting for the weight hub", 0)
-    limit_s = config.weight_hub.first_version_s(weights_bytes(config.model.path))
+    limit_s = config.weight_hub.first_version_s(weights_bytes(config.model.name))
     channel = session.weights(deadline_s=limit_s)
     receiver = Receiver(channel, _planes(config, opened), dtype=opened.dtype)
     waiting = partial(session.progress, "waiting for the trainer's model", 0)

@@ -1,8 +1,10 @@
-"""The key-value cache of the torch engine: up to S sequences ("rows"), each with its own length.
+"""The key-value cache of the torch engine: S sequences ("rows"), each with its own length.
 
-Live rows are always rows `[0, n)`, so a decode step reads a view of the cache and copies nothing.
-Symbols: S slots, R rows and C columns held, H key-value heads, D head dimension, n live rows, m
-rows prefilled with u different sequences, P the longest of them, L columns that attention looks at.
+A pass of the model gets one row of T tokens, laid end to end: the newest token of each live row,
+then the contexts of rows that have none in the cache yet. Live rows are always rows `[0, n)`, so
+attention reads a view of the cache and copies nothing.
+Symbols: R rows and C columns held, G key-value heads, D head dimension, n live rows, L columns that
+attention looks at.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache
+
+from umbra.services.modeling.slot_attention import Context
 
 _FIRST_COLUMNS = 64
 
@@ -26,10 +30,10 @@ def cache_tokens(model: Any, mebibytes: int) -> int:
 
 
 class SlotCache(Cache):
-    """A Transformers cache in which every row is written at its own position.
+    """A Transformers cache in which every token is written to a row and a column of its own.
 
-    Call `reserve`, and `begin_prefill`, `begin_extend` or `begin_decode`, before each forward pass
-    of the model. Storage grows by doubling as sequences do, up to `capacity` tokens.
+    Call `reserve` and `begin` before each forward pass of the model; storage grows by doubling, as
+    sequences do, up to `capacity` tokens.
 
     Args:
         slots: rows at most.
@@ -44,11 +48,10 @@ class SlotCache(Cache):
         self.capacity = capacity
         self.rows = 0
         self.columns = min(_FIRST_COLUMNS, max_context)
-        self._keys: list[torch.Tensor] = []  # per layer [R, H, C, D]
+        self._keys: list[torch.Tensor] = []  # per layer [R, C, G, D]
         self._values: list[torch.Tensor] = []
-        self._source: tuple[torch.Tensor, torch.Tensor] | None = None  # None: one token of each row
-        self._target: tuple[torch.Tensor, torch.Tensor] = (torch.empty(0), torch.empty(0))
-        self._seen_rows: torch.Tensor | None = None  # which they look at, if not at their own pass
+        self._target = torch.empty(0, dtype=torch.long)  # cells row * C + column
+        self._source: torch.Tensor | None = None  # tokens that they get; None: each in its turn
         self._view: tuple[int, int] = (0, 0)
 
     def fits(self, rows: int, columns: int) -> bool:
@@ -56,7 +59,7 @@ class SlotCache(Cache):
         return rows * columns <= self.capacity
 
     def reserve(self, rows: int, columns: int) -> None:
-        """Have room for so many rows and columns, which fit. Rows `[0, rows)` keep what they hold.
+        """Have room for so many rows and columns, which fit; rows `[0, rows)` keep what they hold.
 
         Rows beyond them may be lost.
         """
@@ -72,57 +75,43 @@ class SlotCache(Cache):
         self.columns = columns
         for stored in (self._keys, self._values):
             for layer, old in enumerate(stored):
-                new = self._allocate(old)
-                new[:held, :, :kept] = old[:held, :, :kept]
+                new = old.new_zeros(self.rows, columns, *old.shape[2:])
+                new[:held, :kept] = old[:held, :kept]
                 stored[layer] = new
 
-    def begin_prefill(
+    def begin(
         self,
-        lengths: Sequence[int],
-        rows: Sequence[int],
-        which: Sequence[int],
-        device: torch.device,
+        newest: torch.Tensor,
+        contexts: Sequence[Context],
+        takers: Sequence[Sequence[int]],
+        view: tuple[int, int],
     ) -> None:
-        """Next, sequences of `lengths` [u] are read, left-padded to the longest.
+        """Next, rows `[0, len(newest))` get a token each, and then `contexts` are read.
 
-        Row `rows[i]` of the cache gets sequence `which[i]`, both [m].
+        Args:
+            newest: int64, the column of each row's token.
+            contexts: sequences that are read.
+            takers: the rows that each of them is written to.
+            view: how many rows and columns attention looks at.
         """
-        longest = max(lengths)
-        # Worked out on the CPU, so that a GPU does not have to be waited for.
-        taken = torch.tensor(lengths)[list(which)]
-        ends = taken.cumsum(0)
-        columns = torch.arange(int(ends[-1])) - (ends - taken).repeat_interleave(taken)
-        source_rows = torch.tensor(which).repeat_interleave(taken)
-        target_rows = torch.tensor(rows).repeat_interleave(taken)
-        padding = (longest - taken).repeat_interleave(taken)
-        self._source = (source_rows.to(device), (columns + padding).to(device))
-        self._target = (target_rows.to(device), columns.to(device))
-        self._seen_rows = None
-
-    def begin_extend(
-        self,
-        starts: Sequence[int],
-        lengths: Sequence[int],
-        rows: Sequence[int],
-        device: torch.device,
-    ) -> None:
-        """Next, `rows`, which hold `starts` tokens, get `lengths` more, left-padded; all three [m].
-
-        Queries look at all that their row holds then.
-        """
-        self.begin_prefill(lengths, rows, range(len(rows)), device)
-        first = torch.tensor(starts).repeat_interleave(torch.tensor(lengths)).to(device)
-        self._target = (self._target[0], self._target[1] + first)
-        self._seen_rows = torch.tensor(rows, device=device)
-        ends = (start + length for start, length in zip(starts, lengths, strict=True))
-        self._view = (len(rows), max(ends))
-
-    def begin_decode(self, positions: torch.Tensor, columns: int) -> None:
-        """Next, rows `[0, n)` get one token each at `positions` [n], all below `columns`."""
-        count = positions.shape[0]
-        self._target = (torch.arange(count, device=positions.device), positions)
-        self._view = (count, columns)
+        self._view = view
+        count, device = len(newest), newest.device
+        target = torch.arange(count, device=device) * self.columns + newest
         self._source = None
+        if contexts:
+            cells: list[int] = []
+            tokens = list(range(count))
+            start = count
+            for context, rows in zip(contexts, takers, strict=True):
+                for row in rows:
+                    first = row * self.columns
+                    cells += range(first + context.start, first + context.length)
+                    tokens += range(start, start + context.read)
+                start += context.read
+            target = torch.cat((target, torch.tensor(cells, device=device)))
+            if any(len(rows) > 1 for rows in takers):
+                self._source = torch.tensor(tokens, device=device)
+        self._target = target
 
     def update(
         self,
@@ -132,45 +121,40 @@ class SlotCache(Cache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store what a layer computed and return what it attends to.
+        """Store what a layer computed; what is held of live rows.
 
-        Prefill: `[u, H, P, D]` in, the same out. Extension: `[m, H, P, D]` in, `[m, H, L, D]` out.
-        Decode: `[n, H, 1, D]` in, `[n, H, L, D]` out.
+        `[1, G, T, D]` in, `[n, G, L, D]` out.
         """
         if layer_idx == len(self._keys):
             self._keys.append(self._allocate(key_states))
             self._values.append(self._allocate(value_states))
-        keys, values = self._keys[layer_idx], self._values[layer_idx]
-        rows, columns = self._target
-        count, length = self._view
-        if self._source is not None:
-            source_rows, source_columns = self._source
-            keys[rows, :, columns] = key_states[source_rows, :, source_columns]
-            values[rows, :, columns] = value_states[source_rows, :, source_columns]
-            if self._seen_rows is None:
-                return key_states, value_states
-            return keys[self._seen_rows, :, :length], values[self._seen_rows, :, :length]
-        keys[rows, :, columns] = key_states[:, :, 0]
-        values[rows, :, columns] = value_states[:, :, 0]
-        return keys[:count, :, :length], values[:count, :, :length]
+        rows, columns = self._view
+        views: list[torch.Tensor] = []
+        for stored, states in ((self._keys, key_states), (self._values, value_states)):
+            held, tokens = stored[layer_idx], states[0].transpose(0, 1)
+            if self._source is not None:
+                tokens = tokens[self._source]
+            held.flatten(0, 1).index_copy_(0, self._target, tokens)
+            views.append(held[:rows, :columns].transpose(1, 2))
+        return views[0], views[1]
 
     def move(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """Copy the first `length` columns of rows `sources` over rows `targets`."""
         for stored in (*self._keys, *self._values):
-            stored[list(targets), :, :length] = stored[list(sources), :, :length]
+            stored[list(targets), :length] = stored[list(sources), :length]
 
     def copy_of(self, row: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values [H, length, D] of each layer, of the first tokens of a row."""
+        """Keys and values [length, G, D] of each layer, of the first tokens of a row."""
         pairs = zip(self._keys, self._values, strict=True)
-        return [(k[row, :, :length].clone(), v[row, :, :length].clone()) for k, v in pairs]
+        return [(k[row, :length].clone(), v[row, :length].clone()) for k, v in pairs]
 
     def put(
         self, row: int, states: Sequence[tuple[torch.Tensor, torch.Tensor]], length: int
     ) -> None:
         """Row `row` begins with the first `length` tokens of `states`, which `copy_of` made."""
         for layer, (keys, values) in enumerate(states):
-            self._keys[layer][row, :, :length] = keys[:, :length]
-            self._values[layer][row, :, :length] = values[:, :length]
+            self._keys[layer][row, :length] = keys[:length]
+            self._values[layer][row, :length] = values[:length]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns of the current view. The model never asks: positions and masks are given."""
@@ -178,4 +162,4 @@ class SlotCache(Cache):
 
     def _allocate(self, states: torch.Tensor) -> torch.Tensor:
         _, heads, _, dim = states.shape
-        return states.new_zeros(self.rows, heads, self.columns, dim)
+        return states.new_zeros(self.rows, self.columns, heads, dim)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from umbra.proto.records import Routing, Trajectory, VersionSpan, unpack_float32, unpack_int32
+from umbra.services.environments.protocol import Opening
 from umbra.services.generator.engine import EngineOutput
 from umbra.services.runtime.trajectories import RunFacts, find_fault
 
@@ -64,6 +65,13 @@ class ResponseTokens:
             self.ids[:], self.mask[:], self.logprobs[:], self.spans[:], self.routing
         )
 
+    def first(self, count: int) -> ResponseTokens:
+        """The first `count` of them, without routing."""
+        spans = [
+            replace(span, end=min(span.end, count)) for span in self.spans if span.start < count
+        ]
+        return ResponseTokens(self.ids[:count], self.mask[:count], self.logprobs[:count], spans)
+
     def segments(self) -> list[list[int]]:
         """The tokens of model turn, environment turn, model turn, ... in order."""
         ids = iter(self.ids)
@@ -94,9 +102,13 @@ def _kind(routing: Routing) -> tuple[int, int, int]:
 def tokens_of(partial: Trajectory) -> ResponseTokens | None:
     """What a partial holds; None if it can't be continued.
 
-    One that can is sound, and begins with a model's token.
+    One that can is sound, one line, and begins with a model's token.
     """
-    if find_fault(partial, RunFacts(), trained=False) or partial.loss_mask[0] != 1:
+    if (
+        partial.branches
+        or find_fault(partial, RunFacts(), trained=False)
+        or partial.loss_mask[0] != 1
+    ):
         return None
     return ResponseTokens(
         unpack_int32(partial.response_ids),
@@ -105,3 +117,23 @@ def tokens_of(partial: Trajectory) -> ResponseTokens | None:
         list(partial.spans),
         partial.routing,
     )
+
+
+@dataclass(eq=False)
+class Line:
+    """A line of tokens: a prompt, and the model's turns with what came between them."""
+
+    opening: Opening
+    prompt: list[int] = field(default_factory=list)
+    tokens: ResponseTokens = field(default_factory=ResponseTokens)
+    turn_start: int = 0  # where the current model turn begins
+    shared: int = 0  # response tokens that it has from another line
+
+    @property
+    def spoken(self) -> bool:
+        """Whether the model has said something in it that is in no line before it."""
+        return 1 in self.tokens.mask[self.shared :]
+
+    def until(self, end: int) -> Line:
+        """A line that goes its own way after `end` response tokens, at the end of a turn."""
+        return Line(self.opening, self.prompt, self.tokens.first(end), end, end)

@@ -1,9 +1,11 @@
 """An engine of our own: continuous batching over KV slots, around an unmodified Transformers model.
 
-A poll refills free slots from the queue (one forward pass over the new rows, left-padded), then
-decodes one token of every live row. Rows that finish are replaced by queued ones, or by the last
-live rows, so that the live rows stay `[0, n)` and attention is trimmed to the longest of them.
-What a session's turn leaves in the cache is kept beside it, and the next turn reads what is new.
+A poll fills free slots from the queue and makes one forward pass, which feeds the newest token of
+every live row and samples its next one. A row that has nothing in the cache yet has its context,
+all tokens before the newest, read in the same pass. Rows that finish are replaced by queued ones,
+or by the last live rows, so that the live rows stay `[0, n)` and attention is trimmed to the
+longest of them. What a session's turn leaves in the cache is kept beside it, so that the next turn
+reads what is new.
 """
 
 from __future__ import annotations
@@ -35,10 +37,11 @@ from umbra.services.generator.sampler import Sampler
 from umbra.services.generator.slots import SlotCache
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.experts import NO_ROUTERS, Routers, check_routing_fits
+from umbra.services.modeling.slot_attention import Context, slot_mask
 from umbra.services.modeling.weights import WeightTable
 from umbra.services.runtime.weights.manifest import Part
 
-_PREFILL_TOKENS = 16384  # padded tokens per prefill pass, so that its memory stays bounded
+_PREFILL_TOKENS = 16384  # of contexts in a pass, so that its memory stays bounded
 
 
 @dataclass(slots=True)
@@ -48,6 +51,7 @@ class _Row:
     request: EngineRequest
     limit: int
     stop_ids: frozenset[int]
+    unread: bool = True  # the cache has nothing of it that counts
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
@@ -58,10 +62,12 @@ class _Row:
 
     @property
     def sequence(self) -> list[int]:
+        """Prompt and new tokens."""
         return [*self.request.prompt_ids, *self.tokens]
 
     @property
     def length(self) -> int:
+        """Tokens of `sequence`."""
         return len(self.request.prompt_ids) + len(self.tokens)
 
     def serve(self, version: int) -> None:
@@ -98,6 +104,19 @@ class _Row:
             self.since = len(self.tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """Tokens that a pass reads for the rows in `slots`, which hold the `start` ones before them."""
+
+    tokens: tuple[int, ...]
+    start: int
+    slots: list[int]
+
+    @property
+    def context(self) -> Context:
+        return Context(self.slots[0], self.start + len(self.tokens), self.start)
+
+
 class TorchEngine:
     """The `Engine` for CPUs, and for GPUs without vLLM. S slots, n live rows, V tokens.
 
@@ -131,7 +150,7 @@ class TorchEngine:
         self._dtype: torch.dtype = model.dtype
         self._stop_ids = frozenset(stop_ids)
         self._vocabulary: int = model.get_input_embeddings().num_embeddings
-        self._attention = Attention.of(model.config)
+        self._windows = Attention.prepare(model, "sdpa", model.device).windows
         self._weights = weights or WeightTable(model)
         self._routers = Routers.of(model) if tell_routing else None
         self._routing: Routing | None = None
@@ -154,7 +173,7 @@ class TorchEngine:
         self._sampler = Sampler(slots, self._device, seed)
         self._queue: deque[_Row] = deque()
         self._rows: list[_Row] = []  # the live ones, by slot
-        # Of each row, the token that is sampled but not yet in the cache, and its position.
+        # Of each row that was read, its newest token, which is not in the cache, and its position.
         self._last_tokens = torch.zeros(slots, dtype=torch.long, device=self._device)
         self._positions = torch.zeros(slots, dtype=torch.long, device=self._device)
         self._outputs: list[EngineOutput] = []
@@ -200,7 +219,7 @@ class TorchEngine:
 
     @torch.inference_mode()
     def poll(self, timeout_s: float = 0.0) -> list[EngineOutput]:
-        """One decode step over all live rows, free slots refilled before; what finished in it.
+        """One pass over all live rows, free slots filled before; what finished in it.
 
         It never waits, so `timeout_s` has no effect.
 
@@ -208,9 +227,9 @@ class TorchEngine:
             EngineError: torch failed, or the logits are not finite.
         """
         with self._failing():
-            self._refill()
+            self._admit(self.slots - len(self._rows))
             if self._rows:
-                self._decode()
+                self._step()
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -223,18 +242,14 @@ class TorchEngine:
         self.version = version
         if kv_policy != "keep":
             self._kept.clear()
+        aborted: list[_Row] = []
         if kv_policy == "abort":
-            aborted = [row.output("abort") for row in self._rows]
-            self._rows.clear()
-            return aborted
+            aborted = [row for row in self._rows if row.tokens]
+            self._rows = [row for row in self._rows if not row.tokens]  # nor is any of them read
         for row in self._rows:
             row.serve(version)
-        if kv_policy == "recompute":
-            # The last sampled token is not in the cache: the next decode step brings it there.
-            sequences = [[*row.request.prompt_ids, *row.tokens[:-1]] for row in self._rows]
-            with self._failing():
-                self._prefill(list(range(len(self._rows))), sequences)
-        return []
+            row.unread = row.unread or kv_policy == "recompute"
+        return [row.output("abort") for row in aborted]
 
     @torch.inference_mode()
     def abort(self, request_ids: Iterable[str] | None = None) -> list[EngineOutput]:
@@ -285,251 +300,177 @@ class TorchEngine:
                 f"slots in use: {type(error).__name__}: {first}"
             ) from error
 
-    def _refill(self) -> None:
-        """Move queued requests into free slots and sample the next token of each."""
-        rows = self._admitted()
-        if not rows:
-            return
-        slots = list(range(len(self._rows), len(self._rows) + len(rows)))
-        self._rows += rows
-        self._cache.reserve(len(self._rows), self._longest)
-        self._kept.shrink(self._spare)
-        for row in rows:
-            row.serve(self.version)
-        self._sampler.set(slots, [row.request.sampling for row in rows])
-        sequences = [row.sequence for row in rows]
-        held = [self._take_up(*pair) for pair in zip(slots, sequences, strict=True)]
-        logits = self._read(slots, sequences, held)
-        tokens, logprobs = self._sampler.sample(logits, slots)
-        self._last_tokens[slots] = tokens
-        self._positions[slots] = torch.tensor([len(s) for s in sequences], device=self._device)
-        self._append(slots, tokens, logprobs)
+    def _admit(self, count: int, leaving: int = 0) -> list[_Row]:
+        """Begin at most `count` queued requests for which there is cache, behind the live rows.
 
-    def _admitted(self) -> list[_Row]:
-        """The queued rows for which there is a slot and room in the cache."""
+        Of those rows `leaving` are about to go.
+        """
         rows: list[_Row] = []
         longest = self._longest if self._queue else 0
-        while self._queue and len(self._rows) + len(rows) < self.slots:
-            longest = max(longest, self._queue[0].length + 1)
-            if not self._cache.fits(len(self._rows) + len(rows) + 1, longest):
+        while self._queue and len(rows) < count:
+            longest = max(longest, self._queue[0].length)
+            if not self._cache.fits(len(self._rows) - leaving + len(rows) + 1, longest):
                 break
             rows.append(self._queue.popleft())
+        for row in rows:
+            row.serve(self.version)
+        self._rows += rows
         return rows
+
+    def _step(self) -> None:
+        """Feed every live row its newest token and sample the next."""
+        self._make_room()
+        count = len(self._rows)
+        self._cache.reserve(count, self._longest)
+        self._kept.shrink(self._spare)
+        # The longest by themselves, if they are too much for this pass.
+        readings = sorted(self._unread(), key=lambda reading: len(reading.tokens))
+        here, room = 0, _PREFILL_TOKENS
+        while here < len(readings) and len(readings[here].tokens) <= room:
+            room -= len(readings[here].tokens)
+            here += 1
+        for reading in readings[here:]:
+            self._pass(0, [reading])
+        logits = self._pass(count, readings[:here])
+        tokens, logprobs = self._sampler.sample(logits, slice(0, count))
+        self._last_tokens[:count] = tokens
+        self._positions[:count] += 1
+        self._append(tokens, logprobs)
 
     @property
     def _longest(self) -> int:
-        """Columns that the live rows need to get one more token."""
-        return max((row.length + 1 for row in self._rows), default=0)
+        """Columns that the live rows need."""
+        return max((row.length for row in self._rows), default=0)
 
     @property
     def _spare(self) -> int:
         """Tokens of cache beside what rows have reserved."""
         return max(0, self._cache.capacity - self._cache.rows * self._cache.columns)
 
-    def _take_up(self, slot: int, sequence: list[int]) -> int:
-        """Put what is kept of the row's session into `slot`; how many tokens that are."""
+    def _make_room(self) -> None:
+        """Put rows back into the queue until the cache holds the others."""
+        while not self._cache.fits(len(self._rows), self._longest):
+            row = self._rows.pop()
+            row.unread = True
+            self._queue.appendleft(row)
+            self._preemptions += 1
+
+    def _unread(self) -> list[_Reading]:
+        """What has to be read of contexts; newest tokens are set, and what is kept is put back.
+
+        Samples of a group begin with equal contexts, which are read once.
+        """
+        slots = [slot for slot, row in enumerate(self._rows) if row.unread]
+        if not slots:
+            return []
+        rows = [self._rows[slot] for slot in slots]
+        self._sampler.set(slots, [row.request.sampling for row in rows])
+        shared: dict[tuple[int, ...], _Reading] = {}
+        readings: list[_Reading] = []
+        newest: list[int] = []
+        for slot, row in zip(slots, rows, strict=True):
+            *context, last = row.sequence
+            newest.append(last)
+            held = self._take_up(slot, context)
+            reading = _Reading(tuple(context[held:]), held, [slot])
+            same = None if held else shared.setdefault(reading.tokens, reading)
+            if not row.tokens:  # else it was counted before it made room for others
+                self._asked_tokens += row.length
+                self._cached_tokens += held if same in (None, reading) else len(context)
+            if same is not None and same is not reading:
+                same.slots.append(slot)
+            elif reading.tokens:
+                readings.append(reading)
+        both = torch.tensor([newest, [row.length - 1 for row in rows]], device=self._device)
+        index = torch.tensor(slots, device=self._device)
+        self._last_tokens[index], self._positions[index] = both
+        return readings
+
+    def _take_up(self, slot: int, context: list[int]) -> int:
+        """Put what is kept of the row's session into `slot`; how many tokens of it that are."""
         row = self._rows[slot]
         kept = self._kept.take(row.request.session)
-        held = min(kept.shared(sequence), len(sequence) - 1) if kept is not None else 0
+        held = kept.shared(context) if kept is not None else 0
         if kept is not None and held:
             self._cache.put(slot, kept.states, held)
-            if self._routing is not None and not row.chosen:
+            if self._routing is not None and not row.tokens:
                 row.chosen += kept.chosen[: held * self._routing.token_bytes]
-        if not row.tokens:  # else it was counted before it made room for others
-            self._asked_tokens += len(sequence)
-            self._cached_tokens += held
         return held
 
     def _keep(self, slot: int) -> None:
-        """Keep what `slot` holds for the next turn of its session, which ends here."""
+        """Keep what `slot` holds for the next turn of its session; this one ends here."""
         row = self._rows[slot]
+        if row.unread:
+            return
         self._lengths.ended(row.length)
         session = row.request.session
         if not session or not self._kept.ended(session) or row.length - 1 > self._spare:
             return
-        tokens = row.sequence[:-1]  # the last one is not in the cache
+        tokens = row.sequence[:-1]  # the newest one is not in the cache
         states = self._cache.copy_of(slot, len(tokens))
         self._kept.keep(session, Kept(tokens, states, bytes(row.chosen)), self._spare)
 
-    def _make_room(self) -> None:
-        """Put rows back into the queue until the cache holds one more token of the others."""
-        while not self._cache.fits(len(self._rows), self._longest):
-            self._queue.appendleft(self._rows.pop())
-            self._preemptions += 1
-
-    def _decode(self) -> None:
-        """Feed every live row its last token and sample the next."""
-        self._make_room()
-        count = len(self._rows)
-        columns = self._longest - 1
-        positions = self._positions[:count]
-        self._cache.reserve(count, columns)
-        self._kept.shrink(self._spare)
-        self._cache.begin_decode(positions, columns)
-        # What is added to attention scores: of a boolean mask every layer would make that anew.
-        held = torch.arange(columns, device=self._device)[None]
-        latest = positions[:, None]
-        mask = self._attention.masks(
-            (held <= latest)[:, None], latest, held, self._dtype, additive=True
+    def _pass(self, count: int, readings: Sequence[_Reading]) -> torch.Tensor:
+        """Feed the newest tokens of the first `count` rows, and `readings`; logits [count, V]."""
+        contexts = [reading.context for reading in readings]
+        newest, positions = self._last_tokens[:count], self._positions[:count]
+        columns = self._longest
+        takers = [reading.slots for reading in readings]
+        self._cache.begin(
+            newest=positions, contexts=contexts, takers=takers, view=(len(self._rows), columns)
         )
-        logits = self._pass(
-            input_ids=self._last_tokens[:count, None],
-            position_ids=positions[:, None],
-            attention_mask=mask,
-        )
-        for row, chosen in zip(self._rows, self._chosen(count), strict=False):
-            row.chosen += chosen
-        tokens, logprobs = self._sampler.sample(logits, slice(0, count))
-        self._last_tokens[:count] = tokens
-        self._positions[:count] += 1
-        self._append(range(count), tokens, logprobs)
-
-    def _read(
-        self, slots: Sequence[int], sequences: Sequence[Sequence[int]], held: Sequence[int]
-    ) -> torch.Tensor:
-        """Logits [len(slots), V] of the next token; slots hold the first `held` ones already."""
-        fresh = [i for i, count in enumerate(held) if not count]
-        again = [i for i, count in enumerate(held) if count]
-        logits: list[torch.Tensor] = []
-        if fresh:
-            different = {tuple(sequences[i]) for i in fresh}
-            self._cached_tokens += sum(len(sequences[i]) for i in fresh) - sum(map(len, different))
-            logits.append(self._prefill([slots[i] for i in fresh], [sequences[i] for i in fresh]))
-        while again:
-            count = max(1, _PREFILL_TOKENS // max(len(sequences[i]) for i in again))
-            these, again = again[:count], again[count:]
-            known = [held[i] for i in these]
-            logits.append(
-                self._extend([slots[i] for i in these], [sequences[i] for i in these], known)
+        masks = {
+            kind: slot_mask(positions, columns, contexts, window, self._dtype)
+            for kind, window in self._windows
+        }
+        inputs, where = newest, positions
+        keep: int | torch.Tensor = 0  # all
+        if contexts:
+            read = torch.tensor(
+                [
+                    [token for reading in readings for token in reading.tokens],
+                    [at for context in contexts for at in range(context.start, context.length)],
+                ],
+                device=self._device,
             )
-        order = fresh + [i for i, count in enumerate(held) if count]
-        return torch.cat(logits)[torch.tensor(order, device=self._device).argsort()]
-
-    def _prefill(self, slots: Sequence[int], sequences: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Read whole sequences into `slots`; logits [len(slots), V] of each one's next token.
-
-        Equal sequences, which the samples of a group begin with, are computed once.
-        """
-        takers: dict[tuple[int, ...], list[int]] = {}
-        for index, sequence in enumerate(sequences):
-            takers.setdefault(tuple(sequence), []).append(index)
-        # Longest first, so that a pass pads little.
-        different = sorted(takers, key=len, reverse=True)
-        logits: list[torch.Tensor] = []
-        order: list[int] = []
-        while different:
-            count = max(1, _PREFILL_TOKENS // len(different[0]))
-            chosen, different = different[:count], different[count:]
-            which = [u for u, sequence in enumerate(chosen) for _ in takers[sequence]]
-            indices = [index for sequence in chosen for index in takers[sequence]]
-            rows = [slots[i] for i in indices]
-            logits.append(self._prefill_pass(chosen, rows, which))
-            lengths = [len(sequence) for sequence in chosen]
-            self._note_read([0] * len(chosen), lengths, rows, which)
-            order += indices
-        if not order:
-            return torch.empty(0, 0, device=self._device)
-        return torch.cat(logits)[torch.tensor(order, device=self._device).argsort()]
-
-    def _extend(
-        self, slots: Sequence[int], sequences: Sequence[Sequence[int]], held: Sequence[int]
-    ) -> torch.Tensor:
-        """One forward pass over what `slots` don't hold yet; next-token logits [len(slots), V].
-
-        m rows; T, the most new tokens; L, the longest sequence.
-        """
-        tails = [list(s[count:]) for s, count in zip(sequences, held, strict=True)]
-        lengths = [len(tail) for tail in tails]
-        most = max(lengths)
-        self._cache.begin_extend(held, lengths, slots, self._device)
-        padding = most - torch.tensor(lengths, device=self._device)
-        index = torch.arange(most, device=self._device)
-        first = torch.tensor(list(held), device=self._device) - padding
-        positions = (first[:, None] + index[None]).clamp(min=0)  # [m, T]
-        columns = torch.arange(max(map(len, sequences)), device=self._device)[None]  # [1, L]
-        # Padding sees the first column, at least: a row of the mask without any True gives NaN.
-        seen = columns[:, None] <= positions[:, :, None]  # [m, T, L]
-        logits = self._pass(
-            input_ids=torch.tensor(
-                [[0] * (most - len(tail)) + tail for tail in tails], device=self._device
-            ),
-            position_ids=positions,
-            attention_mask=self._attention.masks(
-                seen, positions, columns.expand(len(slots), -1), self._dtype
-            ),
-            logits_to_keep=1,
-        )
-        self._note_read(held, lengths, slots, range(len(slots)))
-        return logits
-
-    def _prefill_pass(
-        self, sequences: Sequence[Sequence[int]], slots: Sequence[int], which: Sequence[int]
-    ) -> torch.Tensor:
-        """One forward pass over left-padded sequences [u, P]; next-token logits [m, V].
-
-        Slot `slots[i]` gets sequence `which[i]`, both [m].
-        """
-        lengths = [len(s) for s in sequences]
-        longest = max(lengths)
-        padded = [[0] * (longest - len(s)) + list(s) for s in sequences]
-        self._cache.begin_prefill(lengths, slots, which, self._device)
-        padding = longest - torch.tensor(lengths, device=self._device)
-        index = torch.arange(longest, device=self._device)
-        valid = index[None] >= padding[:, None]
-        # Padding attends to itself: a row of the mask without any True would give NaN.
-        causal = index[None] <= index[:, None]
-        seen = (causal[None] & valid[:, None, :]) | (index[None] == index[:, None])[None]
-        columns = index[None]  # padding moves queries and keys alike
-        logits = self._pass(
-            input_ids=torch.tensor(padded, device=self._device),
-            position_ids=(index[None] - padding[:, None]).clamp(min=0),
-            attention_mask=self._attention.masks(seen, columns, columns, self._dtype),
-            logits_to_keep=1,
-        )
-        return logits[torch.tensor(which, device=self._device)]
-
-    def _pass(self, **inputs: Any) -> torch.Tensor:
-        """Logits [rows, V] of each row's next token; its routing can be asked for next."""
+            inputs, where = torch.cat((newest, read[0])), torch.cat((positions, read[1]))
+            keep = torch.arange(count, device=self._device)
         if self._routers is not None:
             self._routers.noted = []
-        return self._model(**inputs, past_key_values=self._cache, use_cache=True).logits[:, -1]
+        logits = self._model(
+            input_ids=inputs[None],
+            position_ids=where[None],
+            attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=keep,
+        ).logits[0]
+        self._note_routing(count, readings)
+        return logits
 
-    def _note_read(
-        self,
-        starts: Sequence[int],
-        lengths: Sequence[int],
-        slots: Sequence[int],
-        which: Sequence[int],
-    ) -> None:
-        """The rows in `slots` get the routing of the left-padded pass just made.
+    def _note_routing(self, count: int, readings: Sequence[_Reading]) -> None:
+        """Rows get the experts that the last pass chose for their tokens, if that is told.
 
-        It read `lengths` tokens from `starts` on. Of those that were read before nothing is noted.
+        Those of tokens that are read again are not noted again.
         """
-        found = list(self._chosen(len(lengths)))
-        if not found or self._routing is None:
+        if self._routers is None or self._routing is None:
             return
-        size = self._routing.token_bytes
-        for slot, index in zip(slots, which, strict=True):
-            chosen = self._rows[slot].chosen
-            read = found[index][-lengths[index] * size :]
-            chosen += read[len(chosen) - starts[index] * size :]
-
-    def _chosen(self, rows: int) -> Iterator[bytes]:
-        """The experts that the last pass chose for the tokens of each of `rows`, if that is told.
-
-        The bytes are those of `Routing.chosen`.
-        """
-        if self._routers is None or self._routers.noted is None:
-            return
-        found = torch.stack(self._routers.noted, 1)  # [rows * tokens, layers, choices]
+        found = torch.stack(self._routers.noted or [], 1)  # [tokens, layers, choices]
         kind = torch.uint8 if self._routers.experts <= 256 else torch.int16
         data = found.to(kind).cpu().numpy().tobytes()
-        size = len(data) // rows
-        for row in range(rows):
-            yield data[row * size : (row + 1) * size]
+        size = self._routing.token_bytes
+        start = count * size
+        for reading in readings:
+            end = start + len(reading.tokens) * size
+            for slot in reading.slots:
+                if not self._rows[slot].tokens:
+                    self._rows[slot].chosen += data[start:end]
+            start = end
+        for slot, row in enumerate(self._rows[:count]):
+            row.chosen += data[slot * size : (slot + 1) * size]
 
-    def _append(self, slots: Sequence[int], tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
-        """Note the new tokens of `slots`; rows that are done leave."""
+    def _append(self, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
+        """Note the new tokens of all rows; those that are done leave."""
         done: list[int] = []
         # One transfer, the only time in a step that a GPU is waited for; double holds both exactly.
         both = torch.stack((tokens.double(), logprobs.double())).tolist()
@@ -538,8 +479,9 @@ class TorchEngine:
                 f"the logits of version {self.version} are not finite: its weights are broken, or "
                 "its numbers leave the range of their type"
             )
-        for slot, number, logprob in zip(slots, *both, strict=True):
-            row, token = self._rows[slot], int(number)
+        for slot, (row, number, logprob) in enumerate(zip(self._rows, *both, strict=True)):
+            token = int(number)
+            row.unread = False
             row.tokens.append(token)
             row.logprobs.append(logprob)
             if token in row.stop_ids:
@@ -548,15 +490,20 @@ class TorchEngine:
             elif len(row.tokens) >= row.limit:
                 self._outputs.append(row.output("length"))
                 done.append(slot)
-        self.decoded_tokens += len(slots)
+        self.decoded_tokens += len(self._rows)
         for slot in done:
             self._keep(slot)
         self._close_holes(done)
 
     def _close_holes(self, holes: Sequence[int]) -> None:
-        """Remove rows `holes` (ascending); the last live rows take the places that get free."""
+        """Remove rows `holes` (ascending); queued and then the last live rows take their places."""
         if not holes:
             return
+        whole = len(self._rows)
+        for slot, row in zip(holes, self._admit(len(holes), len(holes)), strict=False):
+            self._rows[slot] = row
+        holes = holes[len(self._rows) - whole :]
+        del self._rows[whole:]
         count = len(self._rows) - len(holes)
         gone = set(holes)
         targets = [slot for slot in holes if slot < count]

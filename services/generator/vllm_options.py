@@ -290,11 +290,6 @@ def adapter_arguments(
             f"trainer.lora_rank = {rank}: vLLM serves adapters of rank {_LORA_RANKS[-1]} at most: "
             f"lower it, or {merged}"
         )
-    if config.tensor_parallel > 1:
-        raise UsageError(
-            f"generator.tensor_parallel = {config.tensor_parallel}: vLLM with an adapter on "
-            f"several workers was not compared with the trainer: set it to 1, or {merged}"
-        )
     if "quantization" in config.engine_args:
         raise UsageError(
             "generator.engine_args.quantization: vLLM with an adapter on quantized weights was "

@@ -1,8 +1,8 @@
 """Which earlier positions each layer of a model attends to, and by which backend.
 
-The torch engine gives models dense masks. Whoever scores packed rows (`Scorer`, the value model)
-has Transformers call our attention (`attention_backends.py`), by the backend that
-`trainer.attention` names or that is right for the device and the rows:
+Transformers calls our attention (`attention_backends.py`). The torch engine gives it a `SlotMask`
+(`slot_attention.py`). Whoever scores packed rows (`Scorer`, the value model) has it by the backend
+that `trainer.attention` names or that is right for the device and the rows:
 
 | backend | where | what is in memory |
 |---|---|---|
@@ -31,8 +31,7 @@ from umbra.services.modeling.row_mask import PackedSequences, RowMask
 log = logging.getLogger(__name__)
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # Transformers' names of kinds of layers
-Mask = Tensor | dict[str, Tensor]
-RowMasks = Mask | RowMask | BlockMask | PackedSequences | dict[str, Any]
+RowMasks = Tensor | RowMask | BlockMask | PackedSequences | dict[str, Any]
 Choice = Literal["auto", "sdpa", "segments", "flex", "varlen"]
 DENSE_WIDTH = 1024
 """Positions of a row up to which a CPU is faster with a dense mask than segment by segment."""
@@ -40,7 +39,7 @@ DENSE_WIDTH = 1024
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """The windows of a model's layers, and the form that its attention wants masks in.
+    """The windows of a model's layers, and the backend of packed rows.
 
     Positions are those of a sequence, so that a window reaches from a response into the prompt
     that it shares with others, wherever in the row that prompt lies.
@@ -48,8 +47,6 @@ class Attention:
 
     windows: tuple[tuple[str, int | None], ...] = ((FULL, None),)
     """Of each kind of layer: how many tokens a position sees, itself included; None: all."""
-    additive: bool = False
-    """Masks are added to the scores (Transformers' eager attention) and can't be boolean."""
     backend: Choice = "sdpa"
     """Of packed rows."""
     plain: bool = True
@@ -79,7 +76,6 @@ class Attention:
         sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
         attention = replace(
             attention,
-            additive=False,
             backend=choice,
             plain=not (capped or sinks),
         )
@@ -131,10 +127,7 @@ class Attention:
         strange = [kind for kind in kinds if kind not in sizes]
         if strange:
             raise UsageError(f"{config.model_type} has layers of type {', '.join(strange)}")
-        return cls(
-            tuple((kind, sizes[kind]) for kind in kinds),
-            additive=config._attn_implementation == "eager",
-        )
+        return cls(tuple((kind, sizes[kind]) for kind in kinds))
 
     def express(self, rows: RowMask) -> RowMasks | None:
         """The `attention_mask` of a forward pass over packed rows, one for each kind of layer.
@@ -165,42 +158,6 @@ class Attention:
         if rows.segment is None and self.plain and not windows:
             return "sdpa"
         return "flex" if self.flexes else "segments"
-
-    def masks(
-        self,
-        seen: Tensor,
-        queries: Tensor,
-        keys: Tensor,
-        dtype: torch.dtype,
-        *,
-        additive: bool = False,
-    ) -> Mask:
-        """The `attention_mask` of a forward pass: [B, 1, Q, K], or one for each kind of layer.
-
-        Args:
-            seen: bool [B, Q, K], True = attend, if no layer had a window.
-            queries: int64 [B, Q], the position of each query in its sequence.
-            keys: int64 [B, K], the position of each key.
-            dtype: of a mask that is added.
-            additive: 0 and -inf instead of True and False, whatever the model asks for.
-        """
-        additive = additive or self.additive
-        masks: dict[str, Tensor] = {}
-        for kind, window in self.windows:
-            allowed = seen
-            if window is not None:
-                allowed = seen & (queries[:, :, None] - keys[:, None, :] < window)
-            masks[kind] = _added(allowed, dtype) if additive else allowed
-            masks[kind] = masks[kind].unsqueeze(1)
-        if len(masks) > 1:
-            return masks
-        (mask,) = masks.values()
-        return mask
-
-
-def _added(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    zeros = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
-    return zeros.masked_fill_(~allowed, -torch.inf)
 
 
 def _form(rows: RowMask, backend: Choice) -> Tensor | RowMask | BlockMask | PackedSequences:

@@ -2,7 +2,8 @@
 
 `attend` computes it from queries, keys, values and a mask; the mask's type says by which backend:
 a tensor or None: SDPA with a dense mask; `RowMask`: segment by segment; `BlockMask`:
-flex_attention; `PackedSequences`: FlashAttention over sequences of different lengths.
+flex_attention; `PackedSequences`: FlashAttention over sequences of different lengths; `SlotMask`:
+what the torch engine's cache holds.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from transformers.masking_utils import sdpa_mask
 from umbra.proto.errors import UsageError
 from umbra.services.modeling.row_mask import PackedSequences, RowMask
 from umbra.services.modeling.segment_attention import segment_attention
+from umbra.services.modeling.slot_attention import SlotMask, slot_attention
 
 NAME = "umbra"  # of our attention in Transformers
 _segments: Any = torch.compiler.disable(segment_attention)  # a loop over what lies in the rows
-LayerMask = Tensor | RowMask | BlockMask | PackedSequences | None
+LayerMask = Tensor | RowMask | BlockMask | PackedSequences | SlotMask | None
 
 
 def attend(
@@ -54,6 +56,8 @@ def attend(
         return _flex(query, key, value, mask, scale, cap, sinks)
     if isinstance(mask, PackedSequences):
         return _varlen(query, key, value, mask, scale, cap, sinks)
+    if isinstance(mask, SlotMask):
+        return slot_attention(attend, query, key, value, mask, scale=scale, cap=cap, sinks=sinks)
     if cap is None and sinks is None:
         groups = query.shape[1] // key.shape[1]
         # With a mask or wide heads, GPUs have no kernel for fewer keys' heads but the slow one.
@@ -209,7 +213,7 @@ def _from_transformers(
 
 def _mask_of(*args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
     """What a layer is given: our masks as they are, or the one that it would have with SDPA."""
-    if isinstance(attention_mask, RowMask | PackedSequences):
+    if isinstance(attention_mask, RowMask | PackedSequences | SlotMask):
         return attention_mask
     return sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
 

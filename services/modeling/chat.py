@@ -53,6 +53,8 @@ class Chat:
         # The samples of a group have one prompt, and environments say few different things.
         self._prompt = functools.lru_cache(maxsize=4096)(self._encode_prompt)
         self._tail = functools.lru_cache(maxsize=4096)(self._encode_tail)
+        self._piece = functools.lru_cache(maxsize=4096)(self._decode_piece)
+        self._ending = functools.lru_cache(maxsize=64)(self.text)
 
     @classmethod
     def configured(cls, config: ModelConfig, tokenizer: Any, stop_ids: Iterable[int]) -> Chat:
@@ -133,6 +135,11 @@ class Chat:
         self._require(found)
         return found.exact
 
+    @property
+    def has_template(self) -> bool:
+        """Whether there is a chat template; without one, prompts are text."""
+        return self._template is not None
+
     @functools.cached_property
     def dialect(self) -> Dialect:
         """How the model's turns are read.
@@ -148,7 +155,7 @@ class Chat:
 
     def piece(self, token: int) -> str:
         """The text of one token, special or not."""
-        return self._tokenizer.decode([token], clean_up_tokenization_spaces=False)
+        return self._piece(token)
 
     def said(
         self,
@@ -215,8 +222,11 @@ class Chat:
             clean_up_tokenization_spaces=False,
         )
 
+    def _decode_piece(self, token: int) -> str:
+        return self._tokenizer.decode([token], clean_up_tokenization_spaces=False)
+
     def _cue(self, before: Sequence[int]) -> str:
-        return self.text(before[-_CUE_TOKENS:])
+        return self._ending(tuple(before[-_CUE_TOKENS:]))
 
     def _encode_prompt(self, text: str, tools_text: str) -> tuple[int, ...]:
         messages: list[Message] = json.loads(text)

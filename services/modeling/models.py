@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -145,7 +146,7 @@ def outline_model(
     Raises:
         UsageError: not a model directory, or an architecture that Umbra is not right for.
     """
-    directory = check_model_dir(path, source)
+    directory = check_model_dir(path, source, weights=False)
     return _outline(AutoModelForCausalLM, directory, source, checked)
 
 
@@ -176,19 +177,43 @@ def _outline(kind: Any, directory: Path, source: str, checked: Collection[str], 
     return model
 
 
-def load_tokenizer(path: str | Path, source: str = "model.path") -> Any:
+def load_tokenizer(path: str | Path, source: str = "model.path", *, trust: bool = False) -> Any:
     """The tokenizer in `path`.
 
+    Args:
+        path: a model directory, or a name on the hub.
+        source: the key or flag it came from, for errors.
+        trust: run Python code that the model brings for its tokenizer (model.trust_remote_code).
+
     Raises:
-        UsageError: there is none.
+        UsageError: there is none, or it is code that is not trusted.
     """
-    directory = check_model_dir(path, source)
+    directory = check_model_dir(path, source, weights=False, code=trust)
+    if not trust and (code := _tokenizer_code(directory)):
+        # Transformers would quietly take a class of its own instead, which may cut up text
+        # in another way.
+        raise UsageError(
+            f"{source}: the tokenizer of {path} is Python code that it brings ({code}): read that, "
+            "and if you trust it set model.trust_remote_code = true, or choose another model"
+        )
     try:
-        return AutoTokenizer.from_pretrained(directory, **AS_IT_IS)
+        return AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=trust
+        )
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(
             f"{source}: the tokenizer in {directory} cannot be loaded: {error}"
         ) from error
+
+
+def _tokenizer_code(directory: Path) -> str:
+    """The class of its own that a tokenizer names, or ""."""
+    try:
+        config = json.loads((directory / "tokenizer_config.json").read_bytes())
+        named = config.get("auto_map", {}).get("AutoTokenizer") or ()
+    except (OSError, ValueError, AttributeError):
+        return ""
+    return ", ".join(filter(None, [named] if isinstance(named, str) else named))
 
 
 def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:

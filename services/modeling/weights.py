@@ -202,7 +202,7 @@ def put_adapter(model: Any, config: RunConfig) -> AdapterFacts | None:
     if config.trainer.lora_publish == "merged":
         return None
     add_adapter(model, config.trainer, config.run.seed)
-    return adapter_facts(config.trainer, weights_checksum(config.model.path))
+    return adapter_facts(config.trainer, weights_checksum(config.model.name))
 
 
 def _check_adapter(given: AdapterFacts | None, own: AdapterFacts | None) -> None:

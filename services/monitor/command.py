@@ -17,7 +17,7 @@ from umbra.proto.messages import Role
 from umbra.services.monitor.client import StatusClient
 from umbra.services.monitor.live import LiveView
 from umbra.services.monitor.options import operated_run, pinged_run, timeout_option, watched_run
-from umbra.services.monitor.view import NewWarnings, headline, plain, status_dict
+from umbra.services.monitor.view import NewWarnings, headline, left_text, plain, status_dict
 from umbra.services.monitor.watch import Look, Watch, look_dict
 from umbra.services.monitor.web.board import Board, Resource
 from umbra.services.runtime.net.keys import Security
@@ -205,8 +205,7 @@ class _Follow:
                 look, lost = self.watch.look(self.timeout_s), False
             except PeerLostError:
                 if not lost:
-                    run_id = look.status.run_id
-                    click.echo(f"umbra: run {run_id} does not answer any more", err=True)
+                    click.echo(f"umbra: {left_text(look.status, lost=True)}", err=True)
                 if not self.stays:
                     return
                 lost = True

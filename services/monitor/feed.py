@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
+from msgspec import Meta
 
-from umbra.proto.bounds import Name, Number, one_line
+from umbra.proto.bounds import PARTS, Name, Number, one_line, printable
 from umbra.proto.messages import Event, Header
 from umbra.services.monitor.traces import LifeRow
 
-TOPICS = (b"push", b"sample", b"slow_sample", b"spans", b"life")
+TOPICS = (b"push", b"sample", b"slow_sample", b"spans", b"life", b"rollout")
 PUSHES_KEPT = 24
 SAMPLES_KEPT = 12
+ROLLOUTS_KEPT = 6
 SPANS_KEPT = 1_500  # of each member
 SENDERS_KEPT = 256
 LIVES_KEPT = 20_000  # rows that nobody has taken yet
@@ -51,14 +53,40 @@ class SampleSeen(msgspec.Struct, frozen=True, kw_only=True):
     turns: int
     versions: tuple[int, int]
     finish_reason: Name
+    branches: int = 1
     prompt: str = ""
     response: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("prompt", "response"):  # a model's words, of several lines
-            lines = getattr(self, name).split("\n")
-            text = "\n".join(one_line(line, len(line)) for line in lines)
-            msgspec.structs.force_setattr(self, name, text)
+        _make_printable(self)
+
+
+class RolloutSeen(msgspec.Struct, frozen=True, kw_only=True):
+    """A rollout that was trained on. `pieces` cut the response into what weights of one age said:
+    characters, tokens, and staleness in steps, or None for what the environment said.
+    """
+
+    step: int
+    sample: Name
+    prompt_id: Name
+    reward: Number
+    reward_parts: Annotated[dict[Name, Number], Meta(max_length=PARTS)]
+    tokens: int
+    turns: int
+    finish_reason: Name
+    staleness: int
+    prompt: str
+    response: str
+    pieces: list[tuple[int, int, int | None]]
+
+    def __post_init__(self) -> None:
+        _make_printable(self)
+
+
+def _make_printable(sample: SampleSeen | RolloutSeen) -> None:
+    """Its texts are a model's words."""
+    for name in ("prompt", "response"):
+        msgspec.structs.force_setattr(sample, name, printable(getattr(sample, name)))
 
 
 class SpanSeen(NamedTuple):
@@ -88,6 +116,7 @@ class Feed:
         self._pushes: deque[PushSeen] = deque(maxlen=PUSHES_KEPT)
         self._samples: deque[SampleSeen] = deque(maxlen=SAMPLES_KEPT)
         self._slow: deque[SampleSeen] = deque(maxlen=SAMPLES_KEPT)
+        self._rollouts: deque[RolloutSeen] = deque(maxlen=ROLLOUTS_KEPT)
         self._spans: OrderedDict[str, deque[SpanSeen]] = OrderedDict()
 
     def heard(self, header: Header, event: Event) -> None:
@@ -106,6 +135,11 @@ class Feed:
         """Samples to read, newest last."""
         with self._lock:
             return list(self._samples)
+
+    def rollouts(self) -> list[RolloutSeen]:
+        """Rollouts that were trained on, newest last."""
+        with self._lock:
+            return list(self._rollouts)
 
     def slow(self) -> list[SampleSeen]:
         """The slowest recent samples, slowest first."""
@@ -136,6 +170,8 @@ class Feed:
                 self._samples.append(msgspec.convert(fields, SampleSeen))
             case "slow_sample":
                 self._slow.append(msgspec.convert(fields, SampleSeen))
+            case "rollout":
+                self._rollouts.append(msgspec.convert(fields, RolloutSeen))
             case "spans":
                 spans = msgspec.convert(fields.get("spans"), list[SpanSeen])
                 spans = [span._replace(name=one_line(span.name)) for span in spans]

@@ -13,7 +13,12 @@ from typing import Literal
 
 Action = Literal["pause", "resume", "drain", "rollback", "quit"]
 
-HELP = "p pause/resume   d drain the run   r roll back   q leave (the run goes on)"
+HELP = "p pause/resume  d drain  r roll back  ? help  q leave (the run goes on)"
+SEQUENCES = {  # what a terminal sends for keys that are no characters
+    "\x1b[A": "up", "\x1b[B": "down", "\x1bOA": "up", "\x1bOB": "down", "\x1b[5~": "pageup",
+    "\x1b[6~": "pagedown", "\x1b[H": "home", "\x1b[F": "end", "\x1bOH": "home", "\x1bOF": "end",
+    "\x1b[1~": "home", "\x1b[4~": "end",
+}  # fmt: skip
 
 
 @contextmanager
@@ -28,10 +33,13 @@ def unbuffered(fd: int) -> Iterator[None]:
 
 
 def next_key(fd: int, timeout_s: float) -> str:
-    """The key that was pressed within `timeout_s` seconds; empty if none was."""
+    """The key that was pressed within `timeout_s` seconds, by its name if it is no character;
+    empty if none was.
+    """
     if not select.select([fd], [], [], timeout_s)[0]:
         return ""
-    return os.read(fd, 16).decode(errors="replace")[:1]
+    typed = os.read(fd, 16).decode(errors="replace")
+    return SEQUENCES.get(typed, typed[:1])
 
 
 @dataclass

@@ -13,7 +13,9 @@ from rich.live import Live
 
 from umbra.proto.errors import PeerLostError, UmbraError
 from umbra.services.monitor.keys import Action, KeyBindings, next_key, unbuffered
-from umbra.services.monitor.screen import screen
+from umbra.services.monitor.layout import Scroll
+from umbra.services.monitor.screen import help_screen, screen
+from umbra.services.monitor.view import left_text
 from umbra.services.monitor.watch import Look, Watch
 
 KEY_S = 0.1  # how late a stop may be noticed
@@ -35,10 +37,12 @@ class LiveView:
         self._keys = KeyBindings()
         self._has_keys = sys.stdin.isatty()
         self._rollback_to: int | None = None
+        self._scroll = Scroll()
+        self._helping = False
 
     def run(self, first: Look, stopping: threading.Event) -> None:
         """Show `first` and what follows."""
-        look, due = first, time.monotonic() + self._interval_s
+        look, due, lost = first, time.monotonic() + self._interval_s, False
         with ExitStack() as stack:
             if self._has_keys:
                 stack.enter_context(unbuffered(sys.stdin.fileno()))
@@ -52,14 +56,19 @@ class LiveView:
                     try:
                         look = self._watch.look(self._timeout_s)
                     except PeerLostError:
+                        lost = True
                         break
                 elif not key:
                     continue
                 live.update(self._draw(look), refresh=True)
-        click.echo(f"left {look.status.run_id} at step {look.status.version}")
+        click.echo(left_text(look.status, lost=lost))
 
     def _draw(self, look: Look) -> RenderableType:
-        return screen(look, self._keys.footer if self._has_keys else "")
+        if not self._has_keys:
+            return screen(look)
+        if self._helping:
+            return help_screen(look, "any key: back")
+        return screen(look, self._keys.footer, self._scroll)
 
     def _key(self, stopping: threading.Event) -> str:
         """The key that was pressed; waits a little for one."""
@@ -70,6 +79,11 @@ class LiveView:
 
     def _pressed(self, key: str, look: Look) -> Action | None:
         """Do what the key asks for; what that was."""
+        if self._helping or (key == "?" and self._keys.asked is None):
+            self._helping = not self._helping
+            return None
+        if self._keys.asked is None and self._scroll.press(key):
+            return None
         try:
             if key == "r":
                 self._rollback_to = self._earlier_version(look)

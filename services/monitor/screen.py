@@ -11,6 +11,7 @@ from rich.text import Text
 
 from umbra.proto.messages import Status
 from umbra.services.monitor.feed import SampleSeen
+from umbra.services.monitor.layout import Scroll, Window, beside
 from umbra.services.monitor.view import (
     REFUSED_SHOWN,
     counters_text,
@@ -36,23 +37,51 @@ PUSHES_SHOWN = 6
 STUCK_SHOWN = 8
 BAR_WIDTH = 24
 SAMPLE_CHARS = 300
+HELP = (
+    ("p", "pause the run, or go on: no work is handed out meanwhile"),
+    ("d", "drain: the run ends in order, and `umbra up FOLDER` goes on with it"),
+    ("r", "push the version before the newest again"),
+    ("arrows, j k", "scroll by a line; PgUp, PgDn, space and b by a page, Home and End"),
+    ("q", "leave; the run goes on"),
+    ("", ""),
+    ("staleness", "steps between the weights that began a sample and those it trains"),
+    ("lag", "versions that a process serves behind the trainer"),
+    ("busy, idle", "of its last 10 s, and what it mostly waited for: the bottleneck"),
+    ("ledger", "what became of every sample that was issued"),
+    ("health", "shares of recent groups and answers that teach nothing"),
+    ("pushes", "phases of new weights on their way, ms; generation waits for commit"),
+    ("stuck", "what is overdue, and what is done about it"),
+)
 
 
-def screen(look: Look, keys: str = "") -> RenderableType:
-    """The whole view; `keys` tells of them."""
-    status = look.status
-    parts: list[RenderableType] = [_title(look)]
+def screen(look: Look, keys: str = "", scroll: Scroll | None = None) -> RenderableType:
+    """The whole view; `keys` tells of them. With `scroll`, a window on it as high as the screen."""
+    head: list[RenderableType] = [_title(look)]
     if keys:  # up here, where no small window cuts it off
-        parts.append(Text(keys, style="dim"))
+        head.append(Text(keys, style="dim"))
+    body = _body(look)
+    return Group(*head, body) if scroll is None else Window(Group(*head), body, scroll)
+
+
+def help_screen(look: Look, keys: str) -> RenderableType:
+    """What is to be seen and pressed."""
+    table = Table.grid(padding=(0, 2))
+    for name, meaning in HELP:
+        table.add_row(Text(name, style="bold"), meaning)
+    return Group(_title(look), Text(keys, style="dim"), table)
+
+
+def _body(look: Look) -> RenderableType:
+    status = look.status
+    parts: list[RenderableType] = []
     if notice := notice_text(status):
-        parts.append(Text(notice, style="bold yellow"))
+        parts.append(Text(notice, style="bold green" if status.finished else "bold yellow"))
     parts += warning_lines(status)
     parts += [
         Text(f"stuck: {stuck_text(status, i)}", style="bold red")
         for i in range(min(len(status.stuck), STUCK_SHOWN))
     ]
-    top = Table.grid(padding=(0, 3))
-    top.add_row(_curves(status), _staleness(status))
+    top = beside(_curves(status), _staleness(status))
     parts += [top, Rule("samples", style="dim"), _ledger(look)]
     parts += [Rule("services", style="dim"), member_table(status)]
     if look.pushes:
@@ -69,17 +98,18 @@ def screen(look: Look, keys: str = "") -> RenderableType:
 
 def _title(look: Look) -> RenderableType:
     status = look.status
-    title = Table.grid(padding=(0, 1))
-    title.add_row(
-        Text.assemble(("umbra ", "bold"), status.run_id, f"  {status.state}"),
-        Text(clock(status.uptime_s)),
+    bar = Table.grid(padding=(0, 1))
+    bar.add_row(
         ProgressBar(total=max(1, status.steps), completed=status.version, width=30),
         Text(
             f"step {status.version}/{status.steps}  {number(status.rates.steps_per_s)}/s"
             f"{eta_text(status)}"
         ),
     )
-    return title
+    name = Text.assemble(
+        ("umbra ", "bold"), status.run_id, f"  {status.state}  {clock(status.uptime_s)}"
+    )
+    return Group(name, bar)
 
 
 def _curves(status: Status) -> RenderableType:
@@ -142,10 +172,11 @@ def _pushes(look: Look) -> RenderableType:
 
 
 def _sample(sample: SampleSeen) -> RenderableType:
+    branches = f"{sample.branches} branches  " if sample.branches > 1 else ""
     facts = (
         f"{sample.sample}  reward {sample.reward:.3g}  {sample.tokens} tokens  {sample.turns} "
-        f"turns  {sample.seconds:.2f} s  versions {sample.versions[0]}-{sample.versions[1]}  "
-        f"{sample.finish_reason}"
+        f"turns  {branches}{sample.seconds:.2f} s  "
+        f"versions {sample.versions[0]}-{sample.versions[1]}  {sample.finish_reason}"
     )
     text = Text.assemble((_short(sample.prompt), "dim"), "\n", (_short(sample.response), "green"))
     return Panel(text, title=Text(facts), title_align="left", border_style="dim")

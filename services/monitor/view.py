@@ -8,13 +8,15 @@ from typing import Any
 
 import msgspec
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from umbra.proto.messages import Status, Stuck
 from umbra.proto.records import EvalReport
-from umbra.services.monitor.members import member_rows, most_telling
+from umbra.services.monitor.layout import ByWidth
+from umbra.services.monitor.members import MemberRow, member_rows, most_telling
 from umbra.services.runtime.eval_scores import telling
 from umbra.services.runtime.figures import busy
 from umbra.services.runtime.numbers import clock, counts, number
@@ -26,6 +28,7 @@ COLUMNS = (
     "figures",
 )  # fmt: skip
 MEMBERS_SHOWN = 24
+NARROW_COLUMNS = ("service", "state", "version", "lag", "tokens/s", "busy", "idle")
 NUMBERS = ("version", "lag", "tokens/s", "busy")
 REFUSED_SHOWN = 3
 STATE_STYLES = {
@@ -60,6 +63,12 @@ def headline(status: Status, reward: float | None = None) -> str:
         parts.append(f"LEDGER OFF BY {status.ledger.balance}")
     parts += [f"stuck: {_where(stuck)}" for stuck in status.stuck[:1]]
     return "  ".join(parts)
+
+
+def starting_text(status: Status) -> str:
+    """The members of a run in which no sample was issued yet, in one line."""
+    members = [f"{member.name} {member.activity or member.state}" for member in status.members]
+    return f"starting: {', '.join(members) or 'no process has joined yet'}"
 
 
 def speed_text(status: Status) -> str:
@@ -107,9 +116,24 @@ def staleness_text(staleness: Mapping[str, float]) -> str:
 
 def notice_text(status: Status) -> str:
     """What an operator must know before anything else; empty if there is nothing."""
+    if status.finished:
+        return f"all steps are done, the run ends: {status.ending}"
     if status.ending:
         return f"ENDING: {status.ending}"
     return f"PAUSED: {status.paused} (`umbra resume` goes on)" if status.paused else ""
+
+
+def left_text(status: Status, *, lost: bool) -> str:
+    """Where a run was when it was last seen; `lost`: it does not answer any more."""
+    at = f"run {status.run_id}"
+    if not lost:
+        return f"left {at} at step {status.version}/{status.steps}; it goes on"
+    if status.finished or status.version >= status.steps:
+        return f"{at} has done all its {status.steps} steps and has ended"
+    return (
+        f"{at} has ended, or cannot be reached: seen at step {status.version}/{status.steps}; "
+        "`umbra runs` tells what became of it"
+    )
 
 
 def eval_text(report: EvalReport) -> str:
@@ -227,7 +251,8 @@ def render(
         facts.add_row("counters", counters)
     for text in refused_texts(status)[:REFUSED_SHOWN]:
         facts.add_row("refused", Text(text, style="yellow"))
-    notice = [Text(notice, style="bold yellow")] if (notice := notice_text(status)) else []
+    style = "bold green" if status.finished else "bold yellow"
+    notice = [Text(notice, style=style)] if (notice := notice_text(status)) else []
     notice += warning_lines(status)
     parts: list[RenderableType] = [
         title,
@@ -243,12 +268,29 @@ def render(
 
 
 def member_table(status: Status, processes: Mapping[str, str] | None = None) -> RenderableType:
+    """The members; where it is narrow, what has no room in a row is below it."""
+    rows = most_telling(member_rows(status, processes), MEMBERS_SHOWN)
     table = rich_table(COLUMNS, right=NUMBERS, wrapped=("figures",))
-    for row in most_telling(member_rows(status, processes), MEMBERS_SHOWN):
+    for row in rows:
         cells = [Text(cell) for cell in row]
         cells[1].stylize(STATE_STYLES.get(row.state, "yellow"))
         table.add_row(*cells)
-    return table
+    return ByWidth(table, _narrow_members(rows))
+
+
+def _narrow_members(rows: Sequence[MemberRow]) -> RenderableType:
+    kept = [COLUMNS.index(name) for name in NARROW_COLUMNS]
+    right = [NARROW_COLUMNS.index(name) for name in NUMBERS]
+    heading, *lines = aligned([[row[i] for i in kept] for row in (COLUMNS, *rows)], right)
+    parts: list[RenderableType] = [Text(heading, style="bold", no_wrap=True)]
+    for row, line in zip(rows, lines, strict=True):
+        text = Text(line, no_wrap=True, overflow="ellipsis")
+        style = STATE_STYLES.get(row.state, "yellow")
+        text.highlight_words([row.state] if row.state else [], style)
+        parts.append(text)
+        if more := "  ".join(filter(None, (row.activity, row.figures, row.incarnation))):
+            parts.append(Padding(Text(more, style="dim"), (0, 0, 0, 4)))
+    return Group(*parts)
 
 
 def warning_lines(status: Status) -> list[Text]:

@@ -14,6 +14,7 @@ from umbra.services.monitor.feed import (
     Feed,
     LifeSeen,
     PushSeen,
+    RolloutSeen,
     SampleSeen,
     SpanSeen,
 )
@@ -29,6 +30,7 @@ class Look:
     pushes: list[PushSeen] = field(default_factory=list[PushSeen])
     samples: list[SampleSeen] = field(default_factory=list[SampleSeen])
     slow: list[SampleSeen] = field(default_factory=list[SampleSeen])
+    rollouts: list[RolloutSeen] = field(default_factory=list[RolloutSeen])
     spans: dict[str, list[SpanSeen]] = field(default_factory=dict[str, list[SpanSeen]])
     lives: list[LifeSeen] = field(default_factory=list[LifeSeen])  # since the look before
     lives_lost: int = 0
@@ -61,6 +63,7 @@ class Watch:
             pushes=self._feed.pushes(),
             samples=self._feed.samples(),
             slow=self._feed.slow(),
+            rollouts=self._feed.rollouts(),
             spans=aligned(self._feed.spans(), status),
             lives=self._feed.take_lives(),
             lives_lost=self._feed.lives_lost,
@@ -100,4 +103,5 @@ def look_dict(look: Look) -> dict[str, Any]:
         "pushes": msgspec.to_builtins(look.pushes),
         "samples": msgspec.to_builtins(look.samples),
         "slow_samples": msgspec.to_builtins(look.slow),
+        "rollouts": msgspec.to_builtins(look.rollouts),
     }

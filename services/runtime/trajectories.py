@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from umbra.proto.bounds import TOKENS
 from umbra.proto.records import Routing, Sampling, Trajectory, unpack_int32
 from umbra.services.runtime.config import RunConfig, SamplingConfig
 
@@ -90,12 +91,14 @@ def find_fault(
     *,
     trained: bool = True,
 ) -> str | None:
-    """What is wrong with `trajectory`; None when it is sound.
+    """What is wrong with `trajectory`, or with one of its lines; None when it is sound.
 
     Args:
         version: newest that there is of the policy.
         trained: it is to be trained on, and not of an evaluation, which may be greedy.
     """
+    if trajectory.branches:
+        return _branches_fault(trajectory, facts, version, trained)
     logprobs = {"logprobs": trajectory.logprobs}
     if trajectory.ref_logprobs is not None:
         logprobs["ref_logprobs"] = trajectory.ref_logprobs
@@ -111,6 +114,23 @@ def find_fault(
         or _plain_fault(trajectory)
         or _routing_fault(trajectory, facts, trained)
     )
+
+
+def _branches_fault(
+    trajectory: Trajectory, facts: RunFacts, version: int, trained: bool
+) -> str | None:
+    lines, tokens = trajectory.lines, trajectory.sample_tokens
+    if tokens > TOKENS:
+        return f"its {len(lines)} branches have {tokens} response tokens, {TOKENS} at most"
+    if trajectory.routing is not None:
+        return f"it has {len(lines)} branches and routing, which is that of one"
+    scored = (trajectory.ref_logprobs, trajectory.proximal_logprobs)
+    if any(data is not None and len(data) != 4 * tokens for data in scored):
+        return f"ref_logprobs or proximal_logprobs are not those of {len(lines)} branches"
+    for number, line in enumerate(lines):
+        if fault := find_fault(line, facts, version, trained=trained):
+            return f"branch {number + 1} of {len(lines)}: {fault}"
+    return None
 
 
 def reward_fault(reward: float, parts: dict[str, float]) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -80,7 +81,8 @@ class LogprobWorker:
                 sound.append(task)
         if not sound:
             return
-        trajectories = [task.trajectory for task in sound]
+        own = [task.trajectory.lines for task in sound]
+        trajectories = [line for lines in own for line in lines]
         tokens = lay_out(trajectories)
         if self._replay:
             tokens = replace(tokens, routing=[chosen_experts(t) for t in trajectories])
@@ -94,13 +96,15 @@ class LogprobWorker:
         ):
             alive()
             temperature = temperatures[tokens.owner[micro.source]].to(self._device)
-            found, _ = self._scorer(micro.to(self._device), temperature, with_entropy=False)
-            logprobs[micro.source] = found.cpu()
-        for index, task in enumerate(sound):
+            new, _ = self._scorer(micro.to(self._device), temperature, with_entropy=False)
+            logprobs[micro.source] = new.cpu()
+        index = itertools.count()
+        for task, lines in zip(sound, own, strict=True):
+            found = [_spread(line, logprobs[tokens.owner == next(index)]) for line in lines]
             yield Score(
                 sample_id=task.sample_id,
                 attempt=task.attempt,
-                logprobs=_spread(task.trajectory, logprobs[tokens.owner == index]),
+                logprobs=b"".join(found),
                 version=version,
             )
 

@@ -46,7 +46,7 @@ def reward_worker(config: RunConfig) -> StageWorker:
     from umbra.services.modeling.models import load_tokenizer, named_tokens
     from umbra.services.scorer.reward import RewardWorker
 
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model.name, trust=config.model.trust_remote_code)
     stops = named_tokens(tokenizer, config.sampling.stop_tokens) | {tokenizer.eos_token_id} - {None}
     wake = threading.Event()
 
@@ -70,7 +70,7 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
     if scorer.threads:
         torch.set_num_threads(scorer.threads)
     own = scorer.stage == "ref_logp" and bool(scorer.model)
-    path, source = (scorer.model, "scorer.model") if own else (config.model.path, "model.path")
+    path, source = (scorer.model, "scorer.model") if own else (config.model.name, "model.path")
     device = pick_device(scorer.device)
     dtype = config.weight_hub.dtype_on(device.type)
     model = load_model(path, device, getattr(torch, dtype), source, config.model.checked)

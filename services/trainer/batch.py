@@ -31,10 +31,17 @@ class BatchError(UmbraError):
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """S samples with M learned tokens."""
+    """S samples of L lines in all, with M learned tokens. Most samples are one line.
 
-    trajectories: list[Trajectory]
-    tokens: Tokens
+    A line is a sequence to the model and to the objective. One of k lines of a sample has weight
+    1 / k in every sum and mean, so that the sample counts once.
+    """
+
+    samples: list[Trajectory]  # S, as they came
+    trajectories: list[Trajectory]  # L, the lines of all samples in order
+    sample: Tensor  # int64 [L], whose line each is, ascending
+    weight: Tensor  # float64 [L]
+    tokens: Tokens  # of the lines
     rewards: Tensor  # float64 [S]
     groups: Tensor  # int64 [S], counted from 0 in order of appearance
     behaviour: Tensor  # float32 [M], logprobs under the policy that sampled
@@ -42,8 +49,16 @@ class TrainBatch:
 
     @property
     def oldest(self) -> Tensor:
-        """Version of the oldest token of the sample that each learned token is of, int64 [M]."""
+        """Version of the oldest token of the line that each learned token is of, int64 [M]."""
         return torch.tensor([t.oldest_version for t in self.trajectories])[self.tokens.owner]
+
+    def lines_of(self, samples: Tensor, lines: Tensor) -> Tensor:
+        """Those of `lines` that are of `samples`, in the order of `samples`; int64 indices."""
+        own: dict[int, list[int]] = {}
+        for line, sample in zip(lines.tolist(), self.sample[lines].tolist(), strict=True):
+            own.setdefault(sample, []).append(line)
+        found = [line for sample in samples.tolist() for line in own[sample]]
+        return torch.tensor(found, dtype=torch.int64)
 
     def leading(self, version: int) -> Tensor:
         """Which learned tokens `version` sampled from the beginning of their response on, bool [M].
@@ -77,13 +92,16 @@ def make_batch(
         BatchError: some are not sound (`find_fault`), or there are none.
     """
     facts = RunFacts(vocab_size, most_tokens, routing=routers and True, routers=routers)
-    if not trajectories:
+    samples = trajectories
+    if not samples:
         raise BatchError("the batch has no trajectories")
-    faults = {t.sample_id: fault for t in trajectories if (fault := find_fault(t, facts))}
+    faults = {t.sample_id: fault for t in samples if (fault := find_fault(t, facts))}
     if faults:
         name, fault = next(iter(faults.items()))
-        maker = next(t.generator for t in trajectories if t.sample_id == name)
+        maker = next(t.generator for t in samples if t.sample_id == name)
         raise BatchError(f"sample {name} of {maker or '?'}: {fault}", faults)
+    branches = torch.tensor([1 + len(t.branches) for t in samples])
+    trajectories = [line for t in samples for line in t.lines]
     ids: list[NDArray[np.int64]] = []
     learned: list[NDArray[np.int64]] = []
     behaviour: list[NDArray[np.float32]] = []
@@ -103,7 +121,10 @@ def make_batch(
     family: dict[tuple[bytes, bytes], int] = {}
     temperatures = torch.tensor([t.sampling.temperature for t in trajectories])
     return TrainBatch(
+        samples=samples,
         trajectories=trajectories,
+        sample=torch.arange(len(samples)).repeat_interleave(branches),
+        weight=(1 / branches.double()).repeat_interleave(branches),
         tokens=Tokens(
             ids=torch.from_numpy(np.concatenate(ids)),
             lengths=torch.tensor(
@@ -117,8 +138,8 @@ def make_batch(
             ),
             routing=[chosen_experts(t) for t in trajectories] if routers is not None else None,
         ),
-        rewards=torch.tensor([t.reward for t in trajectories], dtype=torch.float64),
-        groups=torch.tensor([number.setdefault(t.group_id, len(number)) for t in trajectories]),
+        rewards=torch.tensor([t.reward for t in samples], dtype=torch.float64),
+        groups=torch.tensor([number.setdefault(t.group_id, len(number)) for t in samples]),
         behaviour=torch.from_numpy(np.concatenate(behaviour)),
         temperature=temperatures[owner],
     )

@@ -173,7 +173,7 @@ def open_critic(config: RunConfig, learner: Learner) -> LearnedCritic | None:
     if config.critic.kind == "head":
         return LearnedCritic(PolicyHead(given, learner, apart), config, learner.rows, apart, cost)
     model = OwnModel(
-        given or Path(config.model.path),
+        given or Path(config.model.name),
         config.trainer,
         learner.device,
         apart,

@@ -39,6 +39,7 @@ from umbra.services.trainer.metrics import (
 from umbra.services.trainer.orders import Snapshot, Stop, Train, give
 from umbra.services.trainer.phases import Profile
 from umbra.services.trainer.prefetch import Ahead, Prefetch
+from umbra.services.trainer.rollout_log import RolloutLog
 from umbra.services.trainer.shards import Snapshots
 from umbra.services.trainer.sinks import Sinks
 from umbra.services.trainer.update import Update
@@ -82,6 +83,7 @@ class Loop:
         outlet: Outlet,
         saver: Saver,
         sinks: Sinks,
+        rollouts: RolloutLog,
     ) -> None:
         self.version = saver.begun
         self._context = context
@@ -93,6 +95,7 @@ class Loop:
         self._update = update
         self._saver = saver
         self._sinks = sinks
+        self._rollouts = rollouts
         self._facts = RunFacts.of(context.config, learner.model.config.vocab_size)
         self._facts.routers = learner.replayed
         # Once the buffer knows these facts, what is unfit is what it had before: so many batches.
@@ -130,7 +133,7 @@ class Loop:
             if self.version + 2 <= self._config.run.steps:
                 self._prefetch.begin(self.version + 2)
             with self._phase("train_step"):
-                give(self._learner.ranks, Train(self.version, batch.trajectories))
+                give(self._learner.ranks, Train(self.version, batch.samples))
                 kept, self._row = self._row, None
                 updates = self._learner.updates
                 learned = self._update(batch, self.version, self._keep_going)
@@ -140,7 +143,7 @@ class Loop:
                 return False
             names = [one.name for one in self._config.environments]
             seen = sample_metrics(batch, self.version)
-            row = finite(seen | environment_metrics(batch.trajectories, names) | learned)
+            row = finite(seen | environment_metrics(batch.samples, names) | learned)
             row["prefetched"] = float(ahead is not None and batch is ahead.batch)
             with self._phase("commit"):
                 if not self._commit(row):
@@ -152,6 +155,7 @@ class Loop:
                 return False
             self._profile.end()
             self._report(row)
+            self._rollouts.step(self.version, batch.trajectories)
             self._judge(row)
         return True
 

@@ -21,15 +21,16 @@ Row = dict[str, float | None]
 def sample_metrics(batch: TrainBatch, version: int) -> Row:
     """Rewards, lengths and staleness of a batch that weights of `version` are trained on.
 
-    Staleness is that of `runtime.figures.staleness`, in versions.
+    Staleness is that of `runtime.figures.staleness`, in versions. A response's length is that of
+    all branches of its sample; what they share counts in each.
     """
-    lengths = torch.tensor([t.response_tokens for t in batch.trajectories]).double()
-    oldest = torch.tensor([t.oldest_version for t in batch.trajectories])
-    newest = torch.tensor([t.newest_version for t in batch.trajectories])
+    lengths = torch.tensor([t.sample_tokens for t in batch.samples]).double()
+    oldest = torch.tensor([t.oldest_version for t in batch.samples])
+    newest = torch.tensor([t.newest_version for t in batch.samples])
     spans = zip(oldest.tolist(), newest.tolist(), strict=True)
     ages = torch.tensor([staleness(*span, version) for span in spans]).double()  # [samples, 3]
     row: Row = {
-        "samples": float(len(batch.trajectories)),
+        "samples": float(len(batch.samples)),
         "tokens": float(batch.tokens.ids.numel()),
         "reward/mean": float(batch.rewards.mean()),
         "reward/std": float(batch.rewards.std(correction=0)),
@@ -40,15 +41,17 @@ def sample_metrics(batch: TrainBatch, version: int) -> Row:
         "response_length/p50": float(lengths.quantile(0.5)),
         "response_length/p90": float(lengths.quantile(0.9)),
         "response_length/p99": float(lengths.quantile(0.99)),
-        "turns": sum(t.turns for t in batch.trajectories) / len(batch.trajectories),
-        "truncated": _fraction(t.finish_reason == "length" for t in batch.trajectories),
+        "turns": sum(t.turns for t in batch.samples) / len(batch.samples),
+        "truncated": _fraction(t.finish_reason == "length" for t in batch.samples),
         "multi_version": float((newest > oldest).double().mean()),
+        "branches/mean": len(batch.trajectories) / len(batch.samples),
+        "branches/max": float(batch.sample.bincount().max()),
     }
     for name, values in zip(("total", "in_flight", "in_queue"), ages.unbind(1), strict=True):
         row[f"staleness/{name}/mean"] = float(values.mean())
         row[f"staleness/{name}/max"] = float(values.max())
     parts: dict[str, list[float]] = {}
-    for trajectory in batch.trajectories:
+    for trajectory in batch.samples:
         for name, value in trajectory.reward_parts.items():
             parts.setdefault(name, []).append(value)
     # Over the samples that have such a part: not all of them call a tool, for example.
@@ -64,7 +67,7 @@ def environment_metrics(trajectories: Sequence[Trajectory], names: Sequence[str]
         row[f"environment/{name}/samples"] = float(len(own))
         if own:
             row[f"environment/{name}/reward"] = sum(t.reward for t in own) / len(own)
-            lengths = sum(t.response_tokens for t in own)
+            lengths = sum(t.sample_tokens for t in own)
             row[f"environment/{name}/response_length"] = lengths / len(own)
     return row
 

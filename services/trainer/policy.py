@@ -16,14 +16,13 @@ from torch import Tensor
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.utils import logging as transformers_logging
 
 from umbra.proto.errors import UmbraError
-from umbra.services.modeling.models import AS_IT_IS, loading, outline_weights, read_weights
+from umbra.services.modeling.models import load_tokenizer, outline_weights, read_weights
 from umbra.services.modeling.weight_files import NotByRowsError, WeightFiles
 from umbra.services.runtime.model.directory import check_model_dir
 from umbra.services.runtime.process.disk import DISK
@@ -32,12 +31,16 @@ log = logging.getLogger(__name__)
 
 
 def load_policy(
-    path: str | Path, source: str = "model.path", checked: Collection[str] = ()
+    path: str | Path,
+    source: str = "model.path",
+    checked: Collection[str] = (),
+    *,
+    trust: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The float32 model (on the CPU) and the tokenizer in directory `path`.
 
     `source` is the key or flag that the path came from, for errors; `checked` are architectures
-    that the user vouches for (`check_architecture`).
+    that the user vouches for (`check_architecture`); `trust` is of `load_tokenizer`.
 
     Raises:
         UsageError: no such directory, a part of it is missing, it cannot be loaded, or Umbra is
@@ -46,11 +49,15 @@ def load_policy(
     directory = check_model_dir(path, source)
     with no_progress_bars():
         model = read_weights(AutoModelForCausalLM, directory, torch.float32, source, checked)
-    return model, _tokenizer(directory, source)
+    return model, load_tokenizer(path, source, trust=trust)
 
 
 def open_policy(
-    path: str | Path, source: str = "model.path", checked: Collection[str] = ()
+    path: str | Path,
+    source: str = "model.path",
+    checked: Collection[str] = (),
+    *,
+    trust: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, WeightFiles | None]:
     """As `load_policy`, without the weights: the files that each rank reads its own rows from.
 
@@ -61,7 +68,7 @@ def open_policy(
     """
     directory = check_model_dir(path, source)
     model, files = _open(AutoModelForCausalLM, directory, source, checked)
-    return model, _tokenizer(directory, source), files
+    return model, load_tokenizer(path, source, trust=trust), files
 
 
 def open_backbone(
@@ -85,11 +92,6 @@ def _open(
         log.warning("%s: every rank loads the whole of %s: %s", source, directory, error)
     with no_progress_bars():
         return read_weights(kind, directory, torch.float32, source, checked), None
-
-
-def _tokenizer(directory: Path, source: str) -> PreTrainedTokenizerBase:
-    with loading(directory, source):
-        return AutoTokenizer.from_pretrained(directory, **AS_IT_IS)
 
 
 def write_policy(

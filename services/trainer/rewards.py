@@ -27,9 +27,9 @@ def rewarded(
         reference: log of the reference policy [M], needed for a KL to it in the reward.
         values: of a value model [M].
     """
-    rewards = batch.rewards
+    rewards, owner = batch.rewards, batch.sample[batch.tokens.owner]
     if pieces.overlong_buffer:
-        own = torch.bincount(batch.tokens.owner, minlength=len(rewards))
+        own = torch.bincount(owner, minlength=len(rewards))
         rewards = rewards + overlong(own, limit, pieces.overlong_buffer, pieces.overlong_factor)
     penalties = None
     if pieces.kl_coef and pieces.kl_in == "reward":
@@ -37,7 +37,7 @@ def rewarded(
         # Of the policy that sampled: its logprobs are exact and always there.
         estimate = ESTIMATORS[pieces.kl_estimator](batch.behaviour, reference)
         penalties = pieces.kl_coef * estimate.double()
-    return Rewarded(rewards, batch.groups, batch.tokens.owner, penalties, values)
+    return Rewarded(rewards, batch.groups, owner, penalties, values)
 
 
 def overlong(lengths: Tensor, limit: int, buffer: int, factor: float) -> Tensor:

@@ -30,6 +30,7 @@ from umbra.services.trainer.orders import Export, Gather, Save, Stop, follow, gi
 from umbra.services.trainer.phases import Profile
 from umbra.services.trainer.policy import export_policy, open_policy
 from umbra.services.trainer.ranks import join_ranks
+from umbra.services.trainer.rollout_log import RolloutLog
 from umbra.services.trainer.shards import Snapshots, row_owners
 from umbra.services.trainer.sinks import open_sinks
 from umbra.services.trainer.snapshot import tensor_layout
@@ -65,7 +66,11 @@ def run(
             "cut distribution and will differ from the trainer's"
         )
     with join_ranks(config.trainer, listener, context.stopping) as ranks:
-        model, tokenizer, files = open_policy(config.model.path, checked=config.model.checked)
+        model, tokenizer, files = open_policy(
+            config.model.name,
+            checked=config.model.checked,
+            trust=config.model.trust_remote_code,
+        )
         learner = Learner(
             model,
             config.trainer,
@@ -75,7 +80,7 @@ def run(
             files,
             sampling.max_tokens,
         )
-        base = weights_checksum(config.model.path) if config.trainer.lora_rank else ""
+        base = weights_checksum(config.model.name) if config.trainer.lora_rank else ""
         adapter = adapter_facts(config.trainer, base)
         alone = adapter is not None
         served = config.weight_hub.dtype_on(learner.device.type)
@@ -135,10 +140,18 @@ def _lead(
         with (
             closing(Publisher(hub, manifest, session.stopping, pace)) as publisher,
             open_sinks(config, context.run_dir, saver.begun) as sinks,
+            closing(
+                RolloutLog(
+                    context.run_dir,
+                    tokenizer,
+                    config.log.samples,
+                    lambda row: session.emit("rollout", **row),
+                )
+            ) as rollouts,
         ):
             publisher.register(pace.limit_s(config.weight_hub.slots * manifest.total_bytes))
             outlet = Outlet(snapshots, publisher)
-            loop = Loop(context, session, learner, update, outlet, saver, sinks)
+            loop = Loop(context, session, learner, update, outlet, saver, sinks, rollouts)
             loop.resume()
             loop.publish()
             context.ready({"device": str(learner.device), "bytes": manifest.total_bytes})

@@ -93,8 +93,12 @@ class PolicyUpdate:
         useful = self._useful(batch, advantages, own)
         if self._critic is not None and version < self._warmup:
             useful = useful[:0]
-        cuts = min(self._config.minibatches, len(useful))
-        parts = minibatches(useful, cuts, self._config.epochs, f"{self._seed}/{version}")
+        samples = batch.sample[useful].unique()
+        cuts = min(self._config.minibatches, len(samples))
+        parts = [
+            batch.lines_of(part, useful)
+            for part in minibatches(samples, cuts, self._config.epochs, f"{self._seed}/{version}")
+        ]
         first = [self._pack(batch, part) for part in parts[:cuts]]  # every sample once
         agreement, agreed = self._agreement, Row()
         if agreement is not None:
@@ -115,8 +119,10 @@ class PolicyUpdate:
         for number, part in enumerate(parts):
             micros = first[number] if number < cuts else self._pack(batch, part)
             guard = Guard(self._config.max_ratio, pieces, self._ranks)
-            counts = count(pieces.denominator, own, part, cuts)
-            weights = token_weights(pieces.aggregation, batch.tokens, part, counts, self._limit)
+            counts = count(pieces.denominator, own, part, cuts, batch.weight)
+            weights = token_weights(
+                pieces.aggregation, batch.tokens, part, counts, self._limit, batch.weight
+            )
             balance = self._learner.balance(micros)
             for micro in micros:
                 if not self._ranks.agree(keep_going()):
@@ -159,7 +165,7 @@ class PolicyUpdate:
         if agreement is not None and not parts:
             agreed = agreement.verdict()
         row: Row = {
-            "trained_samples": float(len(useful)),
+            "trained_samples": float(len(samples)),
             "updates": float(len(parts)),
             "operations": float(self._ranks.sum(torch.tensor([work], dtype=torch.float64))),
             **seen.summary(self._ranks),
@@ -172,14 +178,14 @@ class PolicyUpdate:
         return row
 
     def _own(self, batch: TrainBatch) -> Tensor:
-        """Learned tokens of each sample, int64 [S]; none of those that are filtered."""
+        """Learned tokens of each line, int64 [L]; none of those that are filtered."""
         own = torch.bincount(batch.tokens.owner, minlength=len(batch.trajectories))
         if self._pieces.overlong_filter:
             own[torch.tensor([t.finish_reason == "length" for t in batch.trajectories])] = 0
         return own
 
     def _useful(self, batch: TrainBatch, advantages: Tensor, own: Tensor) -> Tensor:
-        """The samples that a forward pass is spent on, int64."""
+        """The lines that a forward pass is spent on, int64."""
         if self._pieces.regularised:
             return (own > 0).nonzero().squeeze(1)
         some = torch.bincount(batch.tokens.owner[advantages != 0], minlength=len(own)) > 0

@@ -27,9 +27,16 @@ WEIGHT_SUFFIXES = (
 
 
 def export_version(
-    manifest: Manifest, data: memoryview, sums: list[int], model_dir: Path, out: Path
+    manifest: Manifest,
+    data: memoryview,
+    sums: list[int],
+    model_dir: Path,
+    out: Path,
+    base: str = "",
 ) -> None:
     """Write the version in `data`, `[manifest.total_bytes]`, as directory `out`, whole or not.
+
+    `base` is what an adapter calls its model; `model_dir`, if not given.
 
     Raises:
         UmbraError: the bytes are not those that were published, or peft has no names for them.
@@ -44,7 +51,7 @@ def export_version(
         if manifest.adapter is None:
             _write_model(manifest, data, model_dir, scratch)
         else:
-            _write_adapter(manifest, manifest.adapter, data, model_dir, scratch)
+            _write_adapter(manifest, manifest.adapter, data, base or str(model_dir), scratch)
         DISK.sync_tree(scratch)
         scratch.rename(out)
         DISK.sync_directory(out.parent)
@@ -62,7 +69,7 @@ def _write_model(manifest: Manifest, data: memoryview, model_dir: Path, out: Pat
 
 
 def _write_adapter(
-    manifest: Manifest, adapter: AdapterFacts, data: memoryview, model_dir: Path, out: Path
+    manifest: Manifest, adapter: AdapterFacts, data: memoryview, base: str, out: Path
 ) -> None:
     layers: list[str] = []
     for entry in manifest.tensors:
@@ -78,7 +85,7 @@ def _write_adapter(
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(model_dir),
+        "base_model_name_or_path": base,
         "r": adapter.rank,
         "lora_alpha": adapter.alpha,
         "lora_dropout": 0.0,

@@ -30,6 +30,7 @@ from umbra.proto.messages import (
 )
 from umbra.proto.records import HeldVersion, Manifest
 from umbra.services.runtime.model.directory import check_model_dir
+from umbra.services.runtime.model.hub import HubName, is_hub_name
 from umbra.services.runtime.weights import memory
 from umbra.services.runtime.weights.arena import Arena
 from umbra.services.weight_hub.effects import Effect, HubReply, Publication, Ticket
@@ -318,11 +319,12 @@ class Registry:
             reason = f"{path} must be a new directory, in a folder that the hub can write to"
             return [HubReply(ticket, Nack(code="bad_path", reason=reason, path="path"))]
         try:
-            model_dir = Path(check_model_dir(self._model_dir))
+            model_dir = check_model_dir(self._model_dir, weights=False)
         except UmbraError as error:
             return [HubReply(ticket, Nack(code="bad_path", reason=str(error)))]
         arena, manifest = self._arena, self._manifest
         assert arena is not None and manifest is not None
+        base = HubName.of(self._model_dir).repo if is_hub_name(self._model_dir) else str(model_dir)
         if copy is not None and pin is not None:
             data, sums, slot = copy.slot(0), pin.sums, None
         else:
@@ -337,7 +339,7 @@ class Registry:
 
         self._start(
             ticket,
-            lambda: export_version(manifest, data, sums, model_dir, out),
+            lambda: export_version(manifest, data, sums, model_dir, out, base),
             lambda now: [*after(now), HubReply(ticket, Ok())],
             after,
         )

@@ -32,7 +32,7 @@ def serve(context: ServiceContext) -> int:
         endpoint = reachable(server.bind(CHANNEL, config.listen, ACCEPTS), config.advertise)
         with context.join("weight_hub", {CHANNEL: endpoint}) as session:
             hub = WeightHub(
-                server, session.welcome.run_id, config, context.metrics, context.config.model.path
+                server, session.welcome.run_id, config, context.metrics, context.config.model.name
             )
             try:
                 context.ready({CHANNEL: endpoint})

@@ -33,6 +33,9 @@ class SubCommand(NamedTuple):
 
 COMMANDS: dict[str, SubCommand] = {
     "demo": SubCommand("umbra.deploy.demo:command", "Train a tiny model on this machine's CPU."),
+    "init": SubCommand(
+        "umbra.deploy.init_command:command", "Write a run file for this machine, and a reward."
+    ),
     "up": SubCommand("umbra.deploy.command:up", "Start a whole run on this machine."),
     "keys": SubCommand("umbra.deploy.keys_command:command", "Make the keys of a run."),
     "plan": SubCommand(
@@ -71,6 +74,11 @@ COMMANDS: dict[str, SubCommand] = {
     ),
     "monitor": SubCommand("umbra.services.monitor.command:monitor", "Watch a run live."),
     "status": SubCommand("umbra.services.monitor.command:status", "Print the state of a run once."),
+    "runs": SubCommand("umbra.deploy.runs_command:command", "List the runs in a folder."),
+    "samples": SubCommand(
+        "umbra.deploy.samples_command:command", "Print rollouts of a run as text."
+    ),
+    "chat": SubCommand("umbra.deploy.chat_command:command", "Talk to the trained model of a run."),
     "report": SubCommand(
         "umbra.deploy.report.command:command", "Write a run as a page, and its timeline."
     ),
@@ -124,12 +132,12 @@ COMMANDS: dict[str, SubCommand] = {
 
 # How `umbra --help` lists them. A command that is in none is listed last.
 SECTIONS: dict[str, tuple[str, ...]] = {
-    "Begin": ("demo", "config", "doctor", "env", "estimate", "simulate", "completion"),
+    "Begin": ("demo", "init", "config", "doctor", "env", "estimate", "simulate", "completion"),
     "Models and prompts": ("make-task", "make-model", "sft", "check-model", "replay-model"),
     "Run": ("up", "plan", "keys", "keep"),
     "Watch": ("monitor", "status", "ping"),
     "Steer": ("pause", "resume", "checkpoint", "interrupt", "drain", "rollback"),
-    "Look back": ("report", "eval", "export", "weights", "store"),
+    "Look back": ("runs", "chat", "samples", "report", "eval", "export", "weights", "store"),
     "Services": ("buffer", "weight-hub", "trainer", "generator", "scorer", "env-worker"),
 }
 

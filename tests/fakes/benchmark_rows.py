@@ -20,6 +20,16 @@ WORLD: Row = {
         "refused",
     )
 }  # fmt: skip
+LOADED: Row = {
+    "members": 64, "per_s": 500.0, "refused": 0, "unanswered": 0, "late": 0, "ack_p50_ms": 1.0,
+    "ack_p99_ms": 2.0, "lease_p99_ms": 2.0, "trained_per_s": 500.0, "beats_per_s": 64.0,
+    "cpu_share": 0.1, "buffer_us": 100.0, "loop_us": 80.0, "loop_share": 0.1, "buffer_mb": 70.0,
+}  # fmt: skip
+TRIED: Row = {"measured": 70.0, "predicted": 71.0, "staleness": 1.0, "predicted_staleness": 1.0}
+SIZED: Row = {
+    "system": "verl", "told_s": 0.0, "told_ratio": 0.0, "over": "", "blind": True, "step_s": 9.0,
+    "trainer": {"train": 0.5}, "slots": 0.5, "staleness": 1.0, "gpus": 16,
+}  # fmt: skip
 VANISHED: Row = {
     "given_up_s": 15.0, "held": 10, "taken_back": 10, "acknowledged": 99, "lost": 0, "twice": 0,
     "rate_of_the_others": 1.0, "rate_again": 1.0,
@@ -124,6 +134,15 @@ def rows_of(name: str, load: Any) -> tuple[list[Row], Row]:
             return [DEED, DEED | {"what": "Ping"}, ATTACKED], {}
         case "broker_scale":
             return [WORLD | {"what": "10 generators", "generators": 10}], VANISHED
+        case "search_check":
+            turns = load("search_check").TURNS
+            ways = [("4 GPUs train", True), (str(turns), False)]
+            return [TRIED | {"way": way, "chosen": chosen} for way, chosen in ways], {"tried": 11}
+        case "published_sizes":
+            told = [{"told_s": 10.0, "what": "a"}, {"told_ratio": 2.0, "over": "a", "what": "b"}]
+            return [SIZED | one for one in told], {}
+        case "buffer_load":
+            return [LOADED | {"rate": rate} for rate in (500.0, 0.0)], {"trajectory_bytes": 9000.0}
         case "generator_overhead":
             return [LOOP | {"engine": engine} for engine in ("vllm", "torch")], {}
         case "store":

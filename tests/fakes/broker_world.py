@@ -30,12 +30,13 @@ from umbra.proto.messages import (
 )
 from umbra.proto.records import SampleTask, Trajectory, VersionSpan, pack_float32, pack_int32
 from umbra.services.buffer.broker import Broker, Endpoints
-from umbra.services.buffer.data.prompts import GroupEnd, Prompt
+from umbra.services.buffer.data.prompts import GroupEnd
 from umbra.services.buffer.effects import Effect, Lived, Measure, Notify, Reply
 from umbra.services.buffer.state import RunState
 from umbra.services.buffer.store.api import MemoryStore
 from umbra.services.runtime.config import BufferConfig, EvalConfig, LogConfig, RunConfig, RunSection
 from umbra.services.runtime.net.server import Request
+from umbra.services.runtime.prompts.rows import Prompt
 
 M = TypeVar("M", bound=Message)
 

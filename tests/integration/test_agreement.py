@@ -25,6 +25,7 @@ from umbra.proto.errors import DivergedError, MismatchError
 from umbra.proto.records import Sampling, Trajectory, VersionSpan, pack_float32
 from umbra.services.generator.engine import EngineOutput, EngineRequest
 from umbra.services.generator.torch_engine import TorchEngine
+from umbra.services.modeling.slot_attention import slot_mask
 from umbra.services.runtime.config.loader import load_config
 from umbra.services.trainer.agreement import Agreement
 from umbra.services.trainer.batch import make_batch
@@ -163,14 +164,14 @@ class Windowed(nn.Module):
     def get_input_embeddings(self) -> Any:
         return self.inner.get_input_embeddings()
 
+    def set_attn_implementation(self, name: str) -> None:
+        self.inner.set_attn_implementation(name)
+
     def forward(self, **inputs: Any) -> Any:
-        mask, position = inputs["attention_mask"], inputs["position_ids"]
-        key = torch.arange(mask.shape[-1])
-        if mask.dtype == torch.bool:  # prompts of equal length: nothing is padded
-            mask = mask & (key[None, :] > key[:, None] - self.window)
-        else:
-            mask = mask.masked_fill(key <= position[:, None, None] - self.window, -torch.inf)
-        return self.inner(**{**inputs, "attention_mask": mask})
+        mask, positions = inputs["attention_mask"], inputs["position_ids"][0]
+        newest = positions[: len(mask.newest)]
+        small = slot_mask(newest, mask.shape[-1], mask.contexts, self.window, mask.newest.dtype)
+        return self.inner(**{**inputs, "attention_mask": small})
 
 
 class Stale(TorchEngine):
@@ -178,17 +179,15 @@ class Stale(TorchEngine):
 
     old: dict[str, Tensor]
 
-    def _prefill(
-        self, slots: Sequence[int], sequences: Sequence[Sequence[int]], *, first: bool = True
-    ) -> Tensor:
-        logits = super()._prefill(slots, sequences, first=first)
-        now = {n: p.detach().clone() for n, p in self._model.named_parameters()}
-        if not hasattr(self, "old"):
-            self.old = now
-        self._put(self.old)
-        super()._prefill(slots, sequences)
-        self._put(now)
-        return logits
+    def _pass(self, count: int, takers: Mapping[tuple[int, ...], Sequence[int]]) -> Tensor:
+        if takers:
+            now = {n: p.detach().clone() for n, p in self._model.named_parameters()}
+            if not hasattr(self, "old"):
+                self.old = now
+            self._put(self.old)
+            super()._pass(0, takers)
+            self._put(now)
+        return super()._pass(count, {})
 
     def _put(self, weights: Mapping[str, Tensor]) -> None:
         manifest, data = in_memory(weights)

@@ -13,11 +13,11 @@ from fakes.library_worlds import LibraryPlay, call
 from fakes.trajectories import sample
 
 from umbra.proto.errors import UsageError
-from umbra.services.buffer.data.prompts import read_prompts
 from umbra.services.environments.loading import load_environment
 from umbra.services.environments.pool import open_pool
 from umbra.services.generator.command import make_task
 from umbra.services.runtime.config import EnvironmentConfig
+from umbra.services.runtime.prompts.readers import read_source
 
 pytestmark = pytest.mark.e2e
 
@@ -151,7 +151,7 @@ def test_tasks_of_verifiers_become_prompts(
         catch_exceptions=False,
     )
     assert made.exit_code == 0
-    rows = [prompt.row for prompt in read_prompts("data/prompts.jsonl")]
+    rows = [prompt.row for prompt in read_source("data/prompts.jsonl")]
     held = (tmp_path / "data" / "heldout.jsonl").read_text().splitlines()
     assert (len(rows), len(held)) == ((4, 0) if v1 else (14, 2))
     first = {"environment": "mine", "prompt": "say 0", "task_data": {"prompt": "say 0", "n": 0}}

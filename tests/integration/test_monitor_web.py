@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.looks import SAMPLE, header, look
+from fakes.looks import ROLLOUT, SAMPLE, header, look
 from fakes.slowness import seconds
 
 from umbra.proto.errors import StartupError
-from umbra.proto.messages import Event
+from umbra.proto.messages import Curves, Event
 from umbra.services.monitor.feed import Feed
 from umbra.services.monitor.watch import Look
 from umbra.services.monitor.web.board import TIMELINE_S, Board
@@ -44,8 +44,9 @@ def full_look(**changes: Any) -> Look:
     spans = [["decode", 100.0 + i, 100.8 + i] for i in range(60)]
     feed.heard(header("generator-0"), Event(kind="spans", fields={"spans": spans}))
     feed.heard(header("g"), Event(kind="sample", fields={**SAMPLE, "response": "<b>1 3</b>"}))
+    feed.heard(header("trainer"), Event(kind="rollout", fields=ROLLOUT))
     base = look(**changes)
-    return Look(base.status, base.pushes, feed.samples(), [], feed.spans())
+    return Look(base.status, base.pushes, feed.samples(), [], feed.rollouts(), feed.spans())
 
 
 @pytest.fixture
@@ -184,14 +185,15 @@ def test_labels_are_escaped() -> None:
     assert 'umbra_up{run="a \\"b\\"\\\\\\n"} 1.0' in prometheus_text(odd).decode()
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("changes", [{}, {"paused": "lunch", "stuck": []}])
 def test_the_page_in_a_browser(
     board: Board, server: PageServer, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     """A headless Chromium draws it; what the script made of the look is in its document."""
-    board.show(full_look(**changes))
+    small = Curves(steps=[1, 2], values={"loss": [-0.00123, -0.00124]})
+    board.show(full_look(**changes, curves=small))
     assert CHROMIUM is not None
     url = f"{server.url}/"
 
@@ -207,11 +209,17 @@ def test_the_page_in_a_browser(
 
     document = browse("--dump-dom")
     for expected in (
-        "<title>40/300 run-1</title>", "generator-0", "30% (work)", "reward/mean", "12.3",
+        "<title>40/300 run-1</title>", "generator-0", "30% (work)", "loss", "12.3",
         "&lt;b&gt;1 3&lt;/b&gt;", "<polyline", "decode", "100 issued = 80 trained",
         "staleness of trained samples", "expired_leases 2",
+        "step 40, s-9: reward 1.25 (right 1, short 0.250), 5 tokens, stop, staleness 2",
+        '<span class="age2" title="2 tokens, staleness 2">☃ </span>',
+        '<span class="dim" title="1 tokens, of the environment">env</span>',
     ):  # fmt: skip
         assert expected in document, expected
+    ticks = re.findall(r'class="end" x="([0-9.]+)" y="[0-9.]+">(-[^<]+)<', document)
+    assert len(ticks) == 3
+    assert all(6 * len(text) <= float(x) for x, text in ticks), ticks  # none is cut off
     assert ("PAUSED: lunch" in document) == bool(changes)
     assert ("sample s1 at generator-0 for 31 s" in document) != bool(changes)
     assert "no answer from the monitor" not in document

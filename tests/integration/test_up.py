@@ -47,7 +47,7 @@ class UpProcess:
         assert self.popen.stdout is not None
         for line in self.popen.stdout:
             if "its buffer at " in line:
-                return line.split("its buffer at ")[1].split(";")[0]
+                return line.split("its buffer at ")[1].strip()
         raise AssertionError("no address was printed")
 
     def steps(self) -> list[dict[str, Any]]:

@@ -96,9 +96,12 @@ def test_new_adapters_in_flight(vllm_model_dir: Path) -> None:
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2.5"])
-def test_architectures_with_adapters(name: str, tmp_path: Path) -> None:
-    config = vllm_config(write_model(name, tmp_path / "model"))
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2.5", "qwen3"])
+def test_architectures_with_adapters(name: str, workers: int, tmp_path: Path) -> None:
+    """Of several workers each has its part of the factors."""
+    parallel = f"generator.tensor_parallel={workers}"
+    config = vllm_config(write_model(name, tmp_path / "model"), parallel)
     learners = versions_of(config)
     with opened(config) as engine:
         models, outputs = in_flight(engine, config, learners, "recompute")

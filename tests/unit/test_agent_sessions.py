@@ -8,9 +8,10 @@ import pytest
 from umbra.services.environments.protocol import StepResult
 from umbra.services.environments.turn_request import RefusedError, Turn
 from umbra.services.generator.agents.calls import Call
+from umbra.services.generator.agents.conversation import News
 from umbra.services.generator.agents.errors import ApiError
 from umbra.services.generator.agents.replies import Answer
-from umbra.services.generator.agents.session import AgentSession, News
+from umbra.services.generator.agents.session import AgentSession
 from umbra.services.generator.agents.session_registry import SessionRegistry
 from umbra.services.modeling.dialect import TOLD, ResponseTemplateDialect, read
 
@@ -33,14 +34,17 @@ def said(text: str) -> dict[str, Any]:
 class Agent:
     """Asks a session, and keeps what it is told."""
 
-    def __init__(self) -> None:
-        self.session = AgentSession("id", "key", {}, TIMEOUT_S)
+    def __init__(self, *, branches: bool = False) -> None:
+        self.session = AgentSession("id", "key", {}, TIMEOUT_S, branches=branches)
         self.session.begin(0.0)
         self.told: list[Answer | ApiError] = []
+        self.news: list[News] = []  # what the model was asked
 
     def ask(self, *messages: dict[str, Any], repeated: bool = False, **fields: Any) -> News | None:
-        call = Call(list(messages), **fields)
-        return self.session.ask(call, self.told.append, repeated=repeated)
+        """What the model is asked for it, if it is at once."""
+        call, before = Call(list(messages), **fields), len(self.news)
+        self.session.ask(call, self.told.append, self.news.append, repeated=repeated)
+        return self.news[-1] if len(self.news) > before else None
 
     def hear(self, text: str, now: float = 1.0) -> Any:
         self.session.answered(turn(text), now)
@@ -57,11 +61,11 @@ def agent() -> Agent:
 def test_a_history_that_grows_gives_only_what_is_new(agent: Agent) -> None:
     assert agent.ask(user("a")) == News([user("a")])
     answer = agent.hear("b")
-    assert agent.ask(user("a"), answer, user("c")) == News([user("c")])
+    assert agent.ask(user("a"), answer, user("c")) == News([user("c")], after=0)
     agent.hear("d")
     # White space around a message is no edit: the tokens are those that were sampled.
     news = agent.ask(user("a"), said("b"), user("c "), said("\nd"), user("e"), user("f"))
-    assert news == News([user("e"), user("f")])
+    assert news == News([user("e"), user("f")], after=1)
 
 
 def test_a_tools_answer_comes_with_the_calls_that_it_answers(agent: Agent) -> None:
@@ -75,13 +79,13 @@ def test_a_tools_answer_comes_with_the_calls_that_it_answers(agent: Agent) -> No
     back["tool_calls"][0]["function"] = function
     news = agent.ask(user("a"), back, answer, tools=tools)
     call = {"id": "call_0_0", "type": "function", "function": function}
-    assert news == News([answer], [call])
+    assert news == News([answer], [call], after=0)
 
 
 def test_plain_text_goes_on_where_it_ended(agent: Agent) -> None:
     assert agent.ask(text="one") == News(text="one")
     agent.hear(" two")
-    assert agent.ask(text="one two three") == News(text=" three")
+    assert agent.ask(text="one two three") == News(text=" three", after=0)
     agent.hear("!")
     for text in ("one two", "one two three!"):
         with pytest.raises(ApiError, match="does not continue"):
@@ -108,7 +112,7 @@ def test_an_edited_history_is_refused_and_changes_nothing(
     with pytest.raises(ApiError, match=says) as caught:
         agent.ask(*messages)
     assert (caught.value.code, caught.value.status) == ("history_edited", 400)
-    assert agent.ask(user("a"), said("b"), user("c")) == News([user("c")])
+    assert agent.ask(user("a"), said("b"), user("c")) == News([user("c")], after=0)
 
 
 def test_other_tools_are_another_prompt(agent: Agent) -> None:
@@ -129,7 +133,7 @@ def test_a_repeated_call_gets_the_same_reply(agent: Agent) -> None:
     assert agent.told[2] is first
     assert agent.session.turns == 1
     # A client that repeats a call which never came through asks for the first time.
-    assert agent.ask(user("a"), said("b"), user("c"), repeated=True) == News([user("c")])
+    assert agent.ask(user("a"), said("b"), user("c"), repeated=True) == News([user("c")], after=0)
 
 
 def test_one_request_at_a_time(agent: Agent) -> None:
@@ -148,7 +152,7 @@ def test_a_refused_call_leaves_the_conversation_as_it_was(agent: Agent) -> None:
     assert isinstance(error, ApiError)
     assert (error.code, str(error)) == ("context_length_exceeded", "too long")
     assert agent.session.refusal == "too long"
-    assert agent.ask(user("a"), said("b"), user("c")) == News([user("c")])
+    assert agent.ask(user("a"), said("b"), user("c")) == News([user("c")], after=0)
 
 
 def test_a_reward_ends_it_once(agent: Agent) -> None:
@@ -209,7 +213,7 @@ def test_whoever_waits_is_told_that_it_is_over() -> None:
     registry = SessionRegistry(TIMEOUT_S)
     session = registry.open("one", {})
     told: list[Answer | ApiError] = []
-    session.ask(Call([user("a")]), told.append)
+    session.ask(Call([user("a")]), told.append, lambda _: None)
     registry.close_all("the generator stops")
     (error,) = told
     assert isinstance(error, ApiError)

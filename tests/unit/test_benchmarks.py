@@ -243,6 +243,7 @@ def test_a_generator_notes_what_was_acknowledged_and_nothing_else(
 
     client = notes.noting_client()(Channel(), threading.Event())
     client.submit([msgspec.structs.replace(ANSWER, sample_id=name) for name in ("a", "b")])
+    client.wait(0.0)
     client.poll()
     assert notes.read_notes(tmp_path).acknowledged == set()
     futures[0].set_result(SubmitAck(accepted=1, refused={"b": "stale"}))

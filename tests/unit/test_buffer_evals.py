@@ -19,8 +19,8 @@ from umbra.proto.messages import (
     SubmitScores,
 )
 from umbra.proto.records import EvalReport, SampleTask, Score
-from umbra.services.buffer.data.prompts import Prompt
 from umbra.services.runtime.config import EvalConfig
+from umbra.services.runtime.prompts.rows import Prompt
 
 SAMPLES = 3
 

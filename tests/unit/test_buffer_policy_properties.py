@@ -26,9 +26,9 @@ from umbra.proto.messages import (
     SubmitTrajectories,
 )
 from umbra.proto.records import Score, ScoringTask, pack_float32
-from umbra.services.buffer.data.prompts import Prompt
 from umbra.services.buffer.samples.groups import State
 from umbra.services.runtime.config import EvalConfig
+from umbra.services.runtime.prompts.rows import Prompt
 
 STAGES = st.lists(st.sampled_from(["reward", "ref_logp", "logp"]), unique=True, max_size=3)
 SCORERS = ("x", "y")

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from umbra.proto.errors import UsageError
-from umbra.services.buffer.data.prompts import read_prompts
 from umbra.services.buffer.data.sources import open_prompts
 from umbra.services.runtime.config import DataConfig
+from umbra.services.runtime.prompts.readers import read_source
 
 TEN = "".join(f'{{"prompt": "p{number}", "answer": {number}}}\n' for number in range(1, 11))
 
@@ -45,7 +45,7 @@ def test_without_shuffle_the_order_is_the_file_s(ten: Path) -> None:
 def test_ids_are_line_numbers_whatever_the_blank_lines(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('\n{"prompt": "x"}\r\n\n  \n{"prompt": [{"role": "user", "content": "y"}]}')
-    assert [(p.prompt_id, p.row["prompt"]) for p in read_prompts(path)] == [
+    assert [(p.prompt_id, p.row["prompt"]) for p in read_source(path)] == [
         ("2", "x"),
         ("5", [{"role": "user", "content": "y"}]),
     ]
@@ -73,17 +73,17 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, line: str, words: s
     path = tmp_path / "prompts.jsonl"
     path.write_text(f'{{"prompt": "fine"}}\n\n{line}\n')
     with pytest.raises(UsageError, match=r"prompts\.jsonl, line 3") as caught:
-        read_prompts(path)
+        read_source(path)
     assert words in str(caught.value)
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"data\.prompts is not set"):
-        read_prompts("")
+        read_source("")
     with pytest.raises(UsageError, match=r"missing\.jsonl cannot be read"):
-        read_prompts(tmp_path / "missing.jsonl")
+        read_source(tmp_path / "missing.jsonl")
     with pytest.raises(UsageError, match="cannot be read"):
-        read_prompts(tmp_path)
+        read_source(tmp_path)
     (tmp_path / "empty.jsonl").write_text("\n\n")
     with pytest.raises(UsageError, match=r"empty\.jsonl is empty"):
-        read_prompts(tmp_path / "empty.jsonl")
+        read_source(tmp_path / "empty.jsonl")

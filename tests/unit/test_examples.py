@@ -12,7 +12,6 @@ from umbra.cli import main
 from umbra.deploy.demo import DEMOS, RECIPES
 from umbra.deploy.preflight import resolve_paths
 from umbra.proto.errors import UsageError
-from umbra.services.buffer.data.prompts import read_prompts
 from umbra.services.environments.environment_host import EnvironmentHost
 from umbra.services.environments.loading import load_environment
 from umbra.services.environments.protocol import Opening, StepResult
@@ -20,6 +19,7 @@ from umbra.services.generator.environment_check import check_environment
 from umbra.services.runtime.config import EnvironmentConfig, RunConfig
 from umbra.services.runtime.config.feasibility import implied_staleness
 from umbra.services.runtime.config.loader import load_config
+from umbra.services.runtime.prompts.readers import read_source
 
 ROOT = Path(__file__).parents[2]
 CLUSTERS = sorted((ROOT / "examples" / "cluster").glob("*.toml"))
@@ -51,7 +51,29 @@ def test_a_cluster_file_can_be_planned_as_it_says(
 
 def test_every_demo_task_is_an_example() -> None:
     assert {path.stem for path in DEMOS.glob("*.toml")} == set(RECIPES)
-    assert {path.stem for path in (ROOT / "examples").glob("*.toml")} == {*RECIPES, "sort-vllm"}
+    assert {path.stem for path in (ROOT / "examples").glob("*.toml")} == {
+        *RECIPES, "sort-vllm", "gsm8k-0.6b",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("said", "reward"),
+    [
+        ("<think>10 or 72</think>The answer is 72.", 1.0),
+        ("It makes $1,072.50 in all", 0.0),
+        ("<think>72</think>I don't know", 0.0),
+        ("72.0", 1.0),
+        ("", 0.0),
+    ],
+)
+def test_the_reward_of_gsm8k(said: str, reward: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    kind = load_config(ROOT / "examples" / "gsm8k-0.6b.toml", environ={}).environment
+    pool = EnvironmentHost(load_environment(kind), "gsm8k")
+    row = {"prompt": "How many?", "answer": "Natalia sold 48/2 = 24 in May.\n#### 72"}
+    _, result = asyncio.run(pool.play("one", row, [said]))
+    assert isinstance(result, StepResult)
+    assert result.reward == reward
 
 
 def test_own_data_fits_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +82,7 @@ def test_own_data_fits_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(run_file.parent))  # of the process that checks it
     monkeypatch.delitem(sys.modules, "reward", raising=False)
     config = resolve_paths(load_config(run_file, environ={}), run_file)
-    prompts = read_prompts(config.data.prompts)
+    prompts = read_source(config.data.prompts)
     plays = EnvironmentHost(load_environment(config.environment), "reward")
     for prompt in prompts:
         check_environment(config, prompt.row)

@@ -12,7 +12,9 @@ from rich.console import Console
 from umbra.proto.messages import Curves, Event
 from umbra.services.monitor.feed import PUSHES_KEPT, SPANS_KEPT, PushSeen, SampleSeen
 from umbra.services.monitor.keys import HELP, KeyBindings, next_key, unbuffered
-from umbra.services.monitor.screen import screen
+from umbra.services.monitor.layout import Scroll
+from umbra.services.monitor.screen import help_screen, screen
+from umbra.services.monitor.view import left_text
 from umbra.services.monitor.watch import Look, aligned, look_dict
 
 
@@ -168,3 +170,93 @@ def test_keys_of_a_terminal() -> None:
     finally:
         os.close(ours)
         os.close(theirs)
+
+
+# -- small windows --------------------------------------------------------------------------------
+
+
+def drawn(what: Look, scroll: Scroll, width: int = 80, height: int = 24) -> list[str]:
+    """The lines of a terminal of that size."""
+    console = Console(file=io.StringIO(), width=width, height=height, force_terminal=False)
+    console.print(screen(what, HELP, scroll))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def test_at_80_columns_nothing_is_cut_off_and_all_can_be_scrolled_to() -> None:
+    members = [
+        member("generator-0", activity="waiting for environments", incarnation="abcdef",
+               stats={"decoded_per_s": 123456.0, "version": 39.0, "live": 128.0, "active": 512.0},
+               shares={"decode": 0.7, "idle: environment": 0.3}),
+        member("weight-hub", role="weight_hub", activity="pushing"),
+        member("trainer", role="trainer", stats={"step": 40.0, "reward": 0.5, "k3": 1e-12}),
+    ]  # fmt: skip
+    run_id = "demo-sort-20261123-065808-963a"
+    busy, scroll = look(members=members, run_id=run_id), Scroll()
+    seen: list[str] = []
+    for _ in range(20):
+        lines = drawn(busy, scroll)
+        assert len(lines) <= 24
+        assert max(map(len, lines)) <= 80
+        assert lines[0].startswith(f"umbra {run_id}")
+        assert "? help" in lines[2]
+        seen += lines
+        scroll.press("pagedown")
+    text = "\n".join(seen)
+    assert "…" not in text
+    for expected in (
+        "123,456", "30% (environment)", "weight-hub", "abcdef", "waiting for environments",
+        "live 128", "active 512", "k3 1e-12", "tokens/s", "expired_leases 2", "staleness 1.12",
+        "reward/mean", "lines 1-20 of",
+    ):  # fmt: skip
+        assert expected in text, expected
+
+
+def test_keys_scroll_within_the_text() -> None:
+    scroll = Scroll()
+    assert scroll.fit(lines=50, room=20) == 0
+    for keys, top in (
+        (["down", "j", "j"], 3), (["up", "k", "k", "k"], 0), (["pagedown"], 19), ([" ", " "], 30),
+        (["b"], 11), (["pageup"], 0), (["end"], 30), (["down"], 30), (["home"], 0),
+    ):  # fmt: skip
+        assert all(scroll.press(key) for key in keys)
+        assert scroll.top == top, keys
+    assert not scroll.press("p")
+    scroll.press("end")
+    assert scroll.fit(lines=25, room=20) == 5  # there is less to show now
+    assert scroll.fit(lines=5, room=20) == 0
+
+
+@pytest.mark.parametrize(
+    ("typed", "key"),
+    [(b"\x1b[A", "up"), (b"\x1b[6~", "pagedown"), (b"\x1bOF", "end"), (b"\x1b[99~", "\x1b")],
+)
+def test_keys_that_are_no_characters(typed: bytes, key: str) -> None:
+    ours, theirs = pty.openpty()
+    with unbuffered(theirs):
+        os.write(ours, typed)
+        assert next_key(theirs, 5.0) == key
+    os.close(ours)
+    os.close(theirs)
+
+
+def test_the_help_fits_into_80_columns() -> None:
+    console = Console(file=io.StringIO(), width=80, height=24)
+    console.print(help_screen(look(), "any key: back"))
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    for word in ("drain", "scroll", "staleness", "ledger", "lag", "any key: back"):
+        assert any(word in line for line in lines), word
+
+
+def test_a_run_that_ends_well_does_not_look_like_a_failure() -> None:
+    done = look(version=300, finished=True, ending="run finished: steps reached", state="draining")
+    assert "all steps are done, the run ends: run finished" in shown(done)
+    assert "ENDING" not in shown(done)
+    assert left_text(done.status, lost=True) == "run run-1 has done all its 300 steps and has ended"
+    assert "ENDING: by hand" in shown(look(ending="by hand"))
+    midway = left_text(look().status, lost=True)
+    assert midway.startswith("run run-1 has ended, or cannot be reached: seen at step 40/300")
+    assert left_text(look().status, lost=False) == "left run run-1 at step 40/300; it goes on"

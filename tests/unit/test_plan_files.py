@@ -269,3 +269,35 @@ def test_the_same_plan_gives_the_same_files() -> None:
     formats = ("compose", "slurm", "kubernetes")
     first = make_plan(cluster(1, 1), run_config(), RUN_ID)
     assert render(first, *formats) == render(plan_of(1, 1), *formats)
+
+
+# -- models and prompts that are elsewhere --------------------------------------------------------
+
+
+def test_what_is_elsewhere_is_fetched_into_a_volume_of_the_node() -> None:
+    named = ("model.path=acme/tiny", "data.prompts=datasets:acme/sums")
+    plan = plan_of(1, 1, overrides=named)
+    (home, other) = compose_files(plan).values()
+    assert "cache" in home["volumes"] and "cache" in other["volumes"]
+    where = container_paths(plan, "", keys=False).cache
+    for name, service in (home["services"] | other["services"]).items():
+        mounted = [v["source"] for v in service["volumes"] if v["target"] == where]
+        fetches = not name.startswith("relay")
+        assert mounted == (["cache"] if fetches else []), name
+        assert ("HF_TOKEN" in service.get("environment", ())) == fetches
+    assert (
+        home["services"]["buffer"]["image"].partition(":")[0].endswith("-trainer")
+    )  # has datasets
+    text = render(plan, "compose")["a/umbra.env"]
+    assert f"HF_HOME={where}/huggingface\n" in text and "HF_TOKEN" not in text
+    documents = list(yaml.safe_load_all(render(plan, "kubernetes")["kubernetes.yaml"]))
+    claims = [d["metadata"]["name"] for d in documents if d["kind"] == "PersistentVolumeClaim"]
+    assert sum(name.endswith("-cache") for name in claims) == 2
+
+
+def test_a_plan_of_files_has_no_such_volume() -> None:
+    plan = PLANS["one node"]
+    (home,) = compose_files(plan).values()
+    assert (
+        "cache" not in home["volumes"] and "HF_HOME" not in render(plan, "compose")["a/umbra.env"]
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -231,3 +232,28 @@ def test_charts() -> None:
     assert len(chart) < 20_000
     assert "a&lt;" in chart
     assert "&lt;t&gt;" in chart
+
+
+def test_no_tick_is_cut_off_at_the_left() -> None:
+    chart = line_chart({"loss": [(1.0, -0.000123), (2.0, -0.000119)]}, title="loss")
+    ticks = re.findall(r'class="end" x="([0-9.]+)" y="[0-9.]+">([^<]+)<', chart)
+    assert any(text.startswith("-") for _, text in ticks)
+    assert all(6 * len(text) <= float(x) for x, text in ticks), ticks
+
+
+def test_rollouts_are_shown_with_rewards_and_ages(folder: RunFolder) -> None:
+    rollout = {
+        "kind": "rollout", "step": 2, "sample": "s-9", "reward": 1.25, "tokens": 5, "turns": 1,
+        "reward_parts": {"right": 1.0, "short": 0.25}, "finish_reason": "stop", "staleness": 9,
+        "prompt": "<i>ask</i>", "response": "old env new", "seconds": 1.0,
+        "pieces": [[4, 2, 9], [4, 1, None], [3, 2, 0]],
+    }  # fmt: skip
+    folder.samples.write_text(json.dumps(rollout) + "\n")
+    write_report(folder)
+    text = folder.report.read_text()
+    Page(text)
+    assert "step 2, s-9: reward 1.25 (right 1, short 0.25), 5 tokens, stop, staleness 9" in text
+    assert (
+        '&lt;i&gt;ask&lt;/i&gt;</span><span class="age4">old </span><span class="dim">env </span>'
+        '<span class="age0">new</span>'
+    ) in text

@@ -246,7 +246,7 @@ def test_a_token_keeps_the_experts_of_the_pass_that_predicted_the_next(policy: A
     old, new = (ARCHITECTURES[MIXTURE].model(seed) for seed in (0, 1))
     made = engine(ARCHITECTURES[MIXTURE].model(0))
     made.submit([EngineRequest("s", PROMPTS[1], Sampling(), 8)])
-    for _ in range(3):
+    for _ in range(4):
         made.poll()
     load(made, new.named_parameters(), 1, policy)
     (seen,) = made.peek({"s": 1})

@@ -1,13 +1,14 @@
 """Samples to read, now and then, and the slowest ones."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from fakes.trajectories import trajectory
 
-from umbra.proto.records import Trajectory
-from umbra.services.generator.sample_log import EVERY_S, TEXT_CHARS, SampleLog
+from umbra.proto.records import Branch, Trajectory
+from umbra.services.generator.sample_log import EVERY_S, FURTHER, TEXT_CHARS, SampleLog
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
 from umbra.services.runtime.process.metrics import MetricsFile
@@ -38,6 +39,7 @@ def test_one_sample_with_text_and_the_slowest_without(tiny_model_dir: Path) -> N
     assert (shown["reward"], shown["tokens"], shown["versions"]) == (0.5, 2, [3, 3])
     assert (slowest["sample"], slowest["seconds"]) == ("slow", 9.0)
     assert "response" not in slowest
+    assert (shown["branches"], shown["further"]) == (1, [])
 
     sample_log.finished([slow])
     assert len(rows) == 2  # not more often than every few seconds
@@ -46,3 +48,27 @@ def test_one_sample_with_text_and_the_slowest_without(tiny_model_dir: Path) -> N
     assert len(rows) == 4
     assert len(rows[2][1]["response"]) == TEXT_CHARS + 1
     assert rows[3][1]["sample"] == "slow"
+
+
+def test_branches_of_a_sample_are_shown(tiny_model_dir: Path) -> None:
+    tokenizer = load_tokenizer(tiny_model_dir)
+    rows: list[dict[str, Any]] = []
+    metrics = MetricsFile(None, "generator-0")
+    metrics.on_row = lambda _, fields: rows.append(fields)
+    sample_log = SampleLog(
+        metrics, Chat(tokenizer, {0}), clock=itertools.count(0.0, EVERY_S).__next__
+    )
+
+    def line(prompt: str, response: str) -> Trajectory:
+        first, second = (
+            tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, response)
+        )
+        return timed("s", first, second, seconds=1.0)
+
+    further = line("4", "567")
+    branch = Branch(**{name: getattr(further, name) for name in Branch.__struct_fields__})
+    sample_log.finished([msgspec.structs.replace(line("1", "2"), branches=[branch] * 5)])
+    shown = rows[0]
+    assert (shown["prompt"], shown["response"]) == ("1", "2")
+    assert shown["further"] == [{"prompt": "4", "response": "567"}] * FURTHER
+    assert (shown["branches"], shown["tokens"]) == (6, 1 + 5 * 3)

@@ -96,7 +96,7 @@ def test_a_turn_that_was_cut_or_told_otherwise_is_kept_as_far_as_it_goes(model: 
     for _ in range(9):
         engine.poll(0.0)
     (output,) = engine.abort(["a-1"])  # as a stop string ends a turn
-    assert len(output.token_ids) == 10
+    assert len(output.token_ids) == 9
     prompt = len(session.tokens)
     cut = EngineOutput(
         output.request_id, output.token_ids[:5], output.logprobs[:5], output.spans, "abort"

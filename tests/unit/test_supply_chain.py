@@ -11,9 +11,11 @@ import pytest
 from test_source_rules import ROOT, source_files
 
 from umbra.services.modeling.models import AS_IT_IS
+from umbra.services.runtime.config import RunConfig
 
 LOADERS = {"from_pretrained", "from_config"}
 PLAIN = {"GenerationConfig"}  # data only: it has no code that it could bring along
+MAY_TRUST = "services/modeling/models.pyAutoTokenizer.from_pretrained"  # by model.trust_remote_code
 SHIPPED = ("deploy", "proto", "services", "src")
 
 
@@ -56,7 +58,8 @@ def test_models_bring_no_code_and_no_pickled_weights() -> None:
         for line, what, given in loads(ast.parse(path.read_text(encoding="utf-8"))):
             found += 1
             where = f"{path.relative_to(ROOT)}:{line}: {what}"
-            assert given.get("trust_remote_code") is False, where
+            if str(path.relative_to(ROOT)) + what != MAY_TRUST:
+                assert given.get("trust_remote_code") is False, where
             if (
                 what.endswith("from_pretrained")
                 and "Tokenizer" not in what
@@ -69,13 +72,23 @@ def test_models_bring_no_code_and_no_pickled_weights() -> None:
     assert AS_IT_IS == {"local_files_only": True, "trust_remote_code": False}
 
 
-def test_no_flag_turns_it_on() -> None:
-    """`trust_remote_code` is only ever False."""
+def test_one_key_turns_it_on_for_tokenizers_alone() -> None:
+    """No other line passes anything but False, and what may be trusted comes from that key."""
+    assert RunConfig().model.trust_remote_code is False
+    passed = re.compile(r"trust_remote_code\"?(?:=|: )([\w.]+)")
+    found: set[str] = set()
     for path in source_files():
         if path.relative_to(ROOT).parts[0] in SHIPPED:
-            for line in path.read_text(encoding="utf-8").splitlines():
-                if "trust_remote_code" in line:
-                    assert re.search(r"trust_remote_code(=| is always |\": )False", line), path
+            found |= set(passed.findall(path.read_text(encoding="utf-8")))
+    assert found == {"False", "trust", "Annotated"}  # the key, and the argument it is passed as
+    trusting = re.compile(r"\btrust=([\w.]+)")
+    sources = {
+        text
+        for path in source_files()
+        if path.relative_to(ROOT).parts[0] in SHIPPED
+        for text in trusting.findall(path.read_text(encoding="utf-8"))
+    }
+    assert sources == {"trust", "config.model.trust_remote_code"}
 
 
 def test_secrets_get_into_no_image_and_no_repository() -> None:

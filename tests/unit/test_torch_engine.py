@@ -110,17 +110,23 @@ def test_requests_that_come_later_take_free_slots(model: Any) -> None:
 def test_equal_prompts_are_read_once(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     passes: list[int] = []
     engine = TorchEngine(model, stop_ids={STOP}, slots=16, max_context=128)
-    forward = engine._prefill_pass
-    monkeypatch.setattr(
-        engine, "_prefill_pass", lambda s, *rest: passes.append(len(s)) or forward(s, *rest)
-    )
+    forward = model.forward
+
+    def counted(input_ids: torch.Tensor, **inputs: Any) -> Any:
+        passes.append(input_ids.shape[1])
+        return forward(input_ids=input_ids, **inputs)
+
+    monkeypatch.setattr(model, "forward", counted)
     two = requests(2)
     asked = [
         EngineRequest(f"{r.request_id}-{i}", r.prompt_ids, PLAIN, 12) for i in range(8) for r in two
     ]
     engine.submit(asked)
     outputs = finish(engine)
-    assert passes == [2]
+    contexts = sum(len(r.prompt_ids) - 1 for r in two)
+    assert passes[0] == 16 + contexts
+    assert max(passes[1:]) <= 16
+    monkeypatch.undo()
     assert_logprobs(model, asked, outputs)
     assert len({tuple(outputs[f"r0-{i}"].token_ids) for i in range(8)}) > 1
 
@@ -193,7 +199,7 @@ def start_and_swap(model: Any, policy: Any) -> tuple[list[EngineRequest], TorchE
     engine.submit(asked)
     for _ in range(5):
         assert not engine.poll(0.0)
-    return asked, engine, [6] * 8 + [0] * 8  # the poll that admits a request makes two tokens
+    return asked, engine, [5] * 8 + [0] * 8
 
 
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
@@ -260,7 +266,7 @@ def test_aborting_some_leaves_the_others_exact(model: Any) -> None:
     engine.submit(asked)
     engine.poll(0.0)
     gone = {o.request_id: len(o.token_ids) for o in engine.abort(["r0", "r3", "r11", "absent"])}
-    assert gone == {"r0": 2, "r3": 2, "r11": 0}
+    assert gone == {"r0": 1, "r3": 1, "r11": 0}
     outputs = finish(engine)
     assert len(outputs) == 9
     assert_logprobs(model, [r for r in asked if r.request_id not in gone], outputs)

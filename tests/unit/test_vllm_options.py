@@ -186,9 +186,6 @@ def test_adapters_that_vllm_was_not_seen_to_serve(
     said = r".* set trainer\.lora_publish = merged"
     with pytest.raises(UsageError, match=part + said):
         adapter_arguments(config, of(model_type=model_type), rank, ())
-    two = GeneratorConfig(tensor_parallel=2)
-    with pytest.raises(UsageError, match=r"tensor_parallel = 2: .* on several workers was" + said):
-        adapter_arguments(two, HF_CONFIG, 8, ())
 
 
 def test_room_for_an_adapter() -> None:

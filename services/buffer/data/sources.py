@@ -21,10 +21,11 @@ from umbra.services.buffer.data.curriculum import (
     ask_curriculum,
     load_curriculum,
 )
-from umbra.services.buffer.data.dataset_readers import read_source
-from umbra.services.buffer.data.prompts import GroupEnd, Prompt, PromptStream
+from umbra.services.buffer.data.prompts import GroupEnd, PromptStream
 from umbra.services.runtime.config import DataConfig, NamedEnvironment
 from umbra.services.runtime.config.generation import ENVIRONMENT, environment_prefix
+from umbra.services.runtime.prompts.readers import read_source
+from umbra.services.runtime.prompts.rows import Prompt
 
 log = logging.getLogger(__name__)
 
@@ -65,13 +66,14 @@ def open_prompts(
         weights = [one.weight for one in environments]
         return PromptFeed(Mixture(each, weights, seed), history, attempts)
     if not data.sources:
-        source = EpochSource(read_source(data.prompts), data.shuffle, seed, planned(0))
+        prompts = read_source(data.prompts, columns=data.columns)
+        source = EpochSource(prompts, data.shuffle, seed, planned(0))
         return PromptFeed(source, history, attempts)
     if bad := [name for name, weight in data.sources.items() if weight <= 0]:
         raise UsageError(f"data.sources: the weight of {bad[0]} must be more than 0")
     sources: dict[str, EpochSource] = {}
     for number, name in enumerate(data.sources):
-        rows = read_source(name, f"{number}/")
+        rows = read_source(name, f"{number}/", data.columns)
         sources[name] = EpochSource(rows, data.shuffle, f"{seed}/{number}", planned(number))
     return PromptFeed(Mixture(sources, list(data.sources.values()), seed), history, attempts)
 
@@ -85,7 +87,8 @@ def first_rows(data: DataConfig, environments: Sequence[NamedEnvironment] = ()) 
     if environments:
         rows = _rows_by_environment(data, environments)
         return {name: prompts[0].row for name, prompts in rows.items()}
-    return {"": read_source(next(iter(data.sources), data.prompts))[0].row}
+    name = next(iter(data.sources), data.prompts)
+    return {"": read_source(name, columns=data.columns)[0].row}
 
 
 def _rows_by_environment(
@@ -105,7 +108,7 @@ def _rows_by_environment(
             else "data.prompts is set, but all [[environments]] have their own: remove it"
         )
     rows: dict[str, list[Prompt]] = {name: [] for name in shared}
-    for prompt in read_source(data.prompts) if shared else ():
+    for prompt in read_source(data.prompts, columns=data.columns) if shared else ():
         name = prompt.row.get(ENVIRONMENT)
         if name not in rows:
             raise UsageError(
@@ -119,7 +122,7 @@ def _rows_by_environment(
         if one.prompts:
             rows[one.name] = [
                 _named(prompt, one)
-                for prompt in read_source(one.prompts, environment_prefix(one.name))
+                for prompt in read_source(one.prompts, environment_prefix(one.name), data.columns)
             ]
     return rows
 

@@ -72,7 +72,9 @@ class EnvWorkerEndpoint:
 
     def serve(self, now: float) -> None:
         """Look at the parked questions again."""
-        questions = {} if self.closed else {one.name: one for one in self._parked.all()}
+        if self.closed or not len(self._parked):
+            return
+        questions = {one.name: one for one in self._parked.all()}
         rooms = {
             name: Room(one.body.environments, min(one.body.capacity, BATCH))
             for name, one in questions.items()

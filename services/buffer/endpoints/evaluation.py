@@ -26,7 +26,6 @@ from msgspec.structs import replace
 from umbra.proto.errors import RejectedError
 from umbra.proto.messages import Stuck
 from umbra.proto.records import EvalReport, SampleTask, Trajectory
-from umbra.services.buffer.data.prompts import Prompt
 from umbra.services.buffer.effects import Effects
 from umbra.services.buffer.membership import Membership
 from umbra.services.buffer.policy.batches import Batches
@@ -36,6 +35,7 @@ from umbra.services.buffer.samples.submissions import Submissions
 from umbra.services.buffer.store.journal import Journal
 from umbra.services.runtime.config import EvalConfig
 from umbra.services.runtime.eval_scores import eval_scores
+from umbra.services.runtime.prompts.rows import Prompt
 
 EVAL_PREFIX = "e"  # of the ids of eval samples
 REPORTS_KEPT = 100
@@ -67,7 +67,7 @@ class EvalAnswers(Submissions):
 
     def _unfit(self, sample: Sample, trajectory: Trajectory) -> str | None:
         due = sample.group.due
-        if {span.version for span in trajectory.spans} == {due}:
+        if trajectory.oldest_version == trajectory.newest_version == due:
             return None
         return f"an eval sample of version {due} has tokens of another version"
 

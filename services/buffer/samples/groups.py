@@ -11,8 +11,9 @@ from typing import Literal
 
 import msgspec
 
-from umbra.services.buffer.data.prompts import GroupEnd, Prompt
+from umbra.services.buffer.data.prompts import GroupEnd
 from umbra.services.runtime.config import BufferConfig
+from umbra.services.runtime.prompts.rows import Prompt
 
 
 class State(StrEnum):

@@ -20,13 +20,14 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 
 from umbra.proto.records import SampleTask, Trajectory
-from umbra.services.buffer.data.prompts import GroupEnd, Prompt
+from umbra.services.buffer.data.prompts import GroupEnd
 from umbra.services.buffer.health import SampleFailure
 from umbra.services.buffer.samples.groups import Group, GroupRules, Sample, SampleOutcome, State
 from umbra.services.buffer.samples.ledger import RunningLedger
 from umbra.services.buffer.samples.lives import Lives
 from umbra.services.buffer.samples.queueing import Deadlines, Queue
 from umbra.services.buffer.samples.trajectory_store import Packed, TrajectoryStore
+from umbra.services.runtime.prompts.rows import Prompt
 
 REMEMBERED = 65_536  # finished samples whose late answers are still told apart
 
@@ -155,6 +156,8 @@ class SamplePool:
                 sample.holder, sample.sample_id, sample.attempt,
             )  # fmt: skip
             self.take_back(sample, lost=True)
+        if not self._rules.survivors:
+            return  # no group goes on without its stragglers, and there may be thousands
         for group in [g for g in self._waiting.values() if self._rules.overdue(g, now)]:
             slow = [sample for sample in group.samples if sample.state is not State.READY]
             log.info("%s goes on without %d stragglers", group.group_id, len(slow))
@@ -174,7 +177,7 @@ class SamplePool:
         self.trajectory_store.put(sample.sample_id, packed)
         sample.oldest = trajectory.oldest_version
         sample.newest = trajectory.newest_version
-        sample.tokens = trajectory.response_tokens
+        sample.tokens = trajectory.sample_tokens
         self._touch(sample.group)
 
     def drop_partial(self, sample: Sample) -> None:

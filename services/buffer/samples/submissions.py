@@ -69,7 +69,9 @@ class Submissions:
             )
         if sample.state is State.GENERATING and sample.holder != sender:
             return self._refuse("wrong_holder", f"{sample.holder} has the lease")
-        fault = self._fault(sample, trajectory) or size_fault(packed, array_bytes(trajectory))
+        fault = self._fault(sample, trajectory) or size_fault(
+            packed, array_bytes(trajectory), len(trajectory.branches)
+        )
         if fault is not None:
             log.warning("%s sent a malformed %s: %s", sender, sample.sample_id, fault)
             if sample.state is State.GENERATING:
@@ -86,6 +88,8 @@ class Submissions:
         self._pool.accept(sample, trajectory, packed, now)
         self._sound = sender
         self._counters["accepted"] += 1
+        if trajectory.branches:
+            self._counters["accepted_with_branches"] += 1
         self._heard(trajectory)
         return None
 
@@ -117,6 +121,8 @@ class Submissions:
 
     def _keep(self, sample: Sample, partial: Trajectory, sender: str) -> None:
         fault = self._fault(sample, partial)
+        if fault is None and partial.branches:
+            fault = "a partial has branches, which nobody can go on with"
         if fault is None:
             self._pool.keep(sample, partial, pack(partial))
         else:

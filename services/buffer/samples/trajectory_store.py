@@ -21,6 +21,7 @@ from umbra.services.runtime.net.server import Request
 PREFIX = "t/"
 SCORE = "x/"
 MORE_BYTES = 64 << 10  # of a packed record, besides its arrays: more than all else can take
+BRANCH_BYTES = 8 << 10  # the same of each of its branches
 
 Packed: TypeAlias = bytes  # a trajectory or a score, in MessagePack
 
@@ -65,12 +66,12 @@ def pack(record: Trajectory | Score) -> Packed:
     return _encode(record)
 
 
-def size_fault(packed: Packed, array_bytes: int) -> str | None:
+def size_fault(packed: Packed, array_bytes: int, branches: int = 0) -> str | None:
     """What is wrong with the size of a record with so many bytes of arrays; None if nothing is.
 
     MessagePack can say a thing in more bytes than it needs: a key twice, for example.
     """
-    if len(packed) <= array_bytes + MORE_BYTES:
+    if len(packed) <= array_bytes + MORE_BYTES + branches * BRANCH_BYTES:
         return None
     return f"{len(packed)} bytes for arrays of {array_bytes}"
 

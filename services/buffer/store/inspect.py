@@ -126,15 +126,27 @@ class StoreReader:
             score = self.get(score_key(sample_id, stage))
             if score is not None:
                 found = with_score(found, stage, msgspec.msgpack.decode(score, type=Score))
-        plain: dict[str, Any] = msgspec.to_builtins(found, builtin_types=(bytes,))
-        plain["prompt_ids"] = _short(unpack_int32(found.prompt_ids))
-        plain["response_ids"] = _short(unpack_int32(found.response_ids))
-        plain["loss_mask"] = _short(list(found.loss_mask))
-        for name in ("logprobs", "ref_logprobs", "proximal_logprobs"):
-            data: bytes | None = plain[name]
-            values = None if data is None else [round(v, 4) for v in unpack_float32(data)]
-            plain[name] = None if values is None else _short(values)
+        first, *further = found.lines
+        plain: dict[str, Any] = msgspec.to_builtins(first, builtin_types=(bytes,))
+        plain |= _arrays(first)
+        plain["branches"] = [
+            _arrays(line) | {"spans": msgspec.to_builtins(line.spans)} for line in further
+        ]
         return plain
+
+
+def _arrays(line: Trajectory) -> dict[str, Any]:
+    """The tokens of one line, and what is known of each."""
+    plain: dict[str, Any] = {
+        "prompt_ids": _short(unpack_int32(line.prompt_ids)),
+        "response_ids": _short(unpack_int32(line.response_ids)),
+        "loss_mask": _short(list(line.loss_mask)),
+    }
+    for name in ("logprobs", "ref_logprobs", "proximal_logprobs"):
+        data: bytes | None = getattr(line, name)
+        values = None if data is None else [round(v, 4) for v in unpack_float32(data)]
+        plain[name] = None if values is None else _short(values)
+    return plain
 
 
 def _read(directory: Path) -> Image:

@@ -26,10 +26,10 @@ from typing import Any
 
 import msgspec
 
-from umbra.services.buffer.data.prompts import Prompt
 from umbra.services.buffer.samples.groups import Group, Sample, State
 from umbra.services.buffer.samples.pool import SamplePool
 from umbra.services.buffer.store.api import Store, StoreError
+from umbra.services.runtime.prompts.rows import Prompt
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder().decode

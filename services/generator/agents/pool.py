@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -28,6 +29,7 @@ from umbra.services.environments.turn_request import Ask, Begun, Turn
 from umbra.services.environments.worker_pool import END_S, WorkerPool
 from umbra.services.generator.agents.address import host_of, url_of
 from umbra.services.generator.agents.calls import Call, CallRules
+from umbra.services.generator.agents.conversation import News
 from umbra.services.generator.agents.errors import ApiError
 from umbra.services.generator.agents.offers import SessionOffers
 from umbra.services.generator.agents.replies import Answer
@@ -89,7 +91,7 @@ class AgentPool:
         self._key = settings.key
         self._wake = wake
         self._outcomes: queue.SimpleQueue[EpisodeOutcome] = queue.SimpleQueue()
-        self._registry = SessionRegistry(config.timeout_s)
+        self._registry = SessionRegistry(config.timeout_s, branches=config.branches == "train")
         self._arrivals: set[asyncio.Future[None]] = set()  # agents that wait for a sample
         self._stopping = False
         self._offers = offers
@@ -170,20 +172,25 @@ class AgentPool:
         self, session: AgentSession, call: Call, *, repeated: bool, hear: Hear | None = None
     ) -> Answer:
         told: asyncio.Future[Answer | ApiError] = asyncio.get_running_loop().create_future()
-        news = session.ask(call, told.set_result, repeated=repeated)
-        if news is not None:
+
+        told_of = hear and partial(self._thread.call, hear)
+
+        def pass_on(news: News) -> None:
             ask = Ask(
                 reply=lambda said: self._thread.call(self._replied, session, said),
                 messages=news.messages,
                 tools=call.tools,
                 calls=news.calls,
                 text=news.text,
+                after=news.after,
                 max_tokens=call.max_tokens,
                 pieces=call.logprobs,
                 stops=call.stops,
-                hear=hear and (lambda pieces: self._thread.call(hear, pieces)),
+                hear=told_of,
             )
             self._deliver(EpisodeOutcome(session.key, ask))
+
+        session.ask(call, told.set_result, pass_on, repeated=repeated)
         answer = await told
         if isinstance(answer, ApiError):
             raise answer

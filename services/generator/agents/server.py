@@ -200,8 +200,15 @@ class Edge:
         """The reply as events, once it is known that there will be one."""
         heard: asyncio.Queue[Pieces | None] = asyncio.Queue()
         number = session.turns
+
+        def hear(pieces: Pieces) -> None:
+            nonlocal number
+            if heard.empty():
+                number = session.turns  # it may have waited for the turns of others
+            heard.put_nowait(pieces)
+
         asked = asyncio.ensure_future(
-            self._sessions.ask(session, call, repeated=repeated, hear=heard.put_nowait)
+            self._sessions.ask(session, call, repeated=repeated, hear=hear)
         )
         asked.add_done_callback(lambda _: heard.put_nowait(None))
         first = await heard.get()

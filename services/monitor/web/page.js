@@ -72,15 +72,17 @@ function bar(shares, classes) {
 function lineChart(name, steps, values) {
   const points = steps.map((step, i) => [step, values[i]]).filter(([, value]) => value !== null);
   if (!points.length) return null;
-  const W = 320, H = 110, L = 46, R = 4, T = 6, B = 16;
+  const W = 320, H = 110, R = 4, T = 6, B = 16;
   const xs = points.map((p) => p[0]), ys = points.map((p) => p[1]);
   let [low, high] = [Math.min(...ys), Math.max(...ys)];
   if (high - low < 1e-12) { low -= 0.5; high += 0.5; }
+  const ticks = [low, (low + high) / 2, high];
+  const L = 8 + 6.5 * Math.max(...ticks.map((v) => number(v).length));  // room for the longest
   const [first, last] = [xs[0], Math.max(xs[xs.length - 1], xs[0] + 1)];
   const x = (v) => L + (W - L - R) * (v - first) / (last - first);
   const y = (v) => H - B - (H - B - T) * (v - low) / (high - low);
   const svg = shape("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": name });
-  for (const v of [low, (low + high) / 2, high]) {
+  for (const v of ticks) {
     svg.append(shape("line", { class: "grid", x1: L, x2: W - R, y1: y(v), y2: y(v) }),
       shape("text", { class: "end", x: L - 4, y: y(v) + 4 }, number(v)));
   }
@@ -184,9 +186,27 @@ function drawSamples(look) {
   const columns = ["sample", "seconds", "tokens", "turns", "versions", "reward", "ended by"];
   const facts = (s) => [s.sample, s.seconds, s.tokens, s.turns, s.versions.join("-"), s.reward, s.finish_reason];
   table($("slow"), columns, look.slow_samples.map(facts));
+  $("rollouts").replaceChildren(...look.rollouts.slice(-4).reverse().flatMap(rollout));
   $("samples").replaceChildren(...look.samples.slice(-4).reverse().flatMap((s) => [
     element("div", {}, `${s.sample}: reward ${number(s.reward)}, ${s.tokens} tokens, version ${s.versions.join("-")}, ${s.finish_reason}`),
     element("pre", {}, element("span", { class: "dim" }, s.prompt), s.response)]));
+}
+
+// A rollout: its facts, and its response in pieces by how old the weights were that said them.
+function rollout(one) {
+  const parts = Object.entries(one.reward_parts).map(([name, value]) => `${name} ${number(value)}`).join(", ");
+  const text = element("pre", {}, element("span", { class: "dim" }, one.prompt));
+  const characters = [...one.response];
+  let at = 0;
+  for (const [chars, tokens, staleness] of one.pieces) {
+    const age = staleness === null ? "of the environment" : `staleness ${staleness}`;
+    text.append(element("span", { class: staleness === null ? "dim" : "age" + Math.min(staleness, 4),
+      title: `${tokens} tokens, ${age}` }, characters.slice(at, at + chars).join("")));
+    at += chars;
+  }
+  text.append(characters.slice(at).join(""));
+  return [element("div", {}, `step ${one.step}, ${one.sample}: reward ${number(one.reward)}${parts ? ` (${parts})` : ""}, ` +
+    `${one.tokens} tokens, ${one.finish_reason}, staleness ${one.staleness}`), text];
 }
 
 function draw(look) {
@@ -196,7 +216,12 @@ function draw(look) {
   $("progress").max = Math.max(1, look.steps);
   $("progress").value = look.version;
   $("step").textContent = `step ${look.version}/${look.steps}, ${number(look.rates.steps_per_s)}/s`;
-  const notice = look.ending ? `ENDING: ${look.ending}` : look.paused ? `PAUSED: ${look.paused}` : "";
+  const done = look.finished || look.version >= look.steps;
+  const notice = look.lost ? (done ? `the run has done all its ${look.steps} steps and has ended`
+    : `the run has ended, or cannot be reached: seen at step ${look.version}/${look.steps}`)
+    : look.finished ? `all steps are done, the run ends: ${look.ending}`
+    : look.ending ? `ENDING: ${look.ending}` : look.paused ? `PAUSED: ${look.paused}` : "";
+  $("notice").classList.toggle("well", done);
   $("notice").hidden = !notice;
   $("notice").textContent = notice;
   $("warnings").replaceChildren(...look.warnings.filter((w) => w.until < 0).map((w) =>

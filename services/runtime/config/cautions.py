@@ -14,6 +14,12 @@ LEAST_RATE, MOST_RATE, MOST_ADAPTER_RATE = 1e-8, 5e-3, 5e-2
 def cautions(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Name and sentence of each."""
     trainer = config.trainer
+    if config.model.trust_remote_code:
+        yield (
+            "trust_remote_code",
+            "model.trust_remote_code = true: Python code of the model's repository may run, with "
+            "all rights of this user, in trainer, generators, scorers and `umbra eval`",
+        )
     if text := lone_groups(config):
         yield "lone_groups", text
     most = MOST_ADAPTER_RATE if trainer.lora_rank else MOST_RATE

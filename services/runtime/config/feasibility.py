@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from umbra.proto.errors import UsageError
 from umbra.services.runtime.config import RunConfig, TrainerConfig
+from umbra.services.runtime.config.branch_rules import branch_faults
 from umbra.services.runtime.config.environment_rules import environment_faults
 from umbra.services.runtime.config.objective_rules import objective_faults
 
@@ -65,6 +66,7 @@ def check_feasible(config: RunConfig) -> None:
         *_staleness(config),
         *_stages(config),
         *environment_faults(config),
+        *branch_faults(config),
         *_sessions(config),
         *_sampling(config),
         *_deadlines(config),

@@ -108,6 +108,18 @@ class EnvironmentConfig(Section, frozen=True, kw_only=True, forbid_unknown_field
             "which is counted, or is refused"
         ),
     ] = "override"
+    branches: Annotated[
+        Literal["refuse", "train"],
+        Meta(
+            description="an agent that changes its history, or asks several times at once, is "
+            "refused, or its sample becomes several branches that are trained on with weights that "
+            "sum to one"
+        ),
+    ] = "refuse"
+    max_branches: Annotated[
+        int,
+        Meta(description="branches of a sample, after which changes are refused", ge=2, le=64),
+    ] = 16
     python: Annotated[
         str,
         Meta(
@@ -183,9 +195,10 @@ class GeneratorConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=
             ge=1,
         ),
     ] = 1
-    engine: Annotated[Literal["torch", "vllm", "replay"], Meta(description="inference engine")] = (
-        "torch"
-    )
+    engine: Annotated[
+        Literal["auto", "torch", "vllm", "replay"],
+        Meta(description="inference engine; auto = vllm on a GPU if it is installed, else torch"),
+    ] = "auto"
     replay: Annotated[
         str, Meta(description='file of `umbra replay-model`, for engine "replay"')
     ] = ""
@@ -270,6 +283,12 @@ class GeneratorConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=
         Meta(description="hold new weights beside the old ones, or load them from the hub's host"),
     ] = "staged"
 
+    def engine_on(self, kind: str, *, vllm: bool) -> Literal["torch", "vllm", "replay"]:
+        """On a device of that `kind` ("cpu" or "cuda"), where `vllm` is installed or not."""
+        if self.engine == "auto":
+            return "vllm" if kind == "cuda" and vllm else "torch"
+        return self.engine
+
 
 class ScorerConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A stage worker: rewards, reference or proximal logprobs."""
@@ -281,7 +300,11 @@ class ScorerConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ref_logp: Annotated[int, Meta(description="the same for ref_logp", ge=0)] = 1
     logp: Annotated[int, Meta(description="the same for logp", ge=0)] = 1
     model: Annotated[
-        str, Meta(description="directory of the reference model; empty = model.path")
+        str,
+        Meta(
+            description="reference model, a directory or ORG/NAME[@REVISION] on the hub; empty = "
+            "model.path"
+        ),
     ] = ""
     capacity: Annotated[int, Meta(description="trajectories leased at once", ge=1)] = 32
     pack_tokens: Annotated[

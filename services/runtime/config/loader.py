@@ -40,6 +40,20 @@ def load_config(
     Raises:
         UsageError: unreadable file, unknown key (with the nearest name), or a bad value.
     """
+    return msgspec.convert(load_tree(file, overrides=overrides, environ=environ), RunConfig)
+
+
+def load_tree(
+    file: str | Path | None = None,
+    *,
+    overrides: Iterable[str] = (),
+    environ: Mapping[str, str] = os.environ,
+) -> dict[str, Any]:
+    """What `load_config` reads, without the defaults of what was not given.
+
+    Raises:
+        UsageError: as `load_config` does.
+    """
     tree: dict[str, Any] = {}
     if file is not None:
         tree = _check(read_run_file(Path(file)), str(file))
@@ -52,7 +66,13 @@ def load_config(
         if not separator:
             raise UsageError(f"--set {override}: write it as section.key=value")
         _assign(tree, path.strip(), text.strip(), f"--set {override}")
-    return msgspec.convert(tree, RunConfig)
+    return tree
+
+
+def given_keys(tree: Mapping[str, Any]) -> frozenset[str]:
+    """The keys in `tree`, as section.key; those of several environments aside."""
+    tables = ((section, keys) for section, keys in tree.items() if isinstance(keys, Mapping))
+    return frozenset(f"{section}.{key}" for section, keys in tables for key in keys)
 
 
 def config_of(tree: Any, where: str) -> RunConfig:

@@ -39,7 +39,26 @@ class RunSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class ModelConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The policy."""
 
-    path: Annotated[str, Meta(description="Hugging Face model directory, tokenizer included")] = ""
+    path: Annotated[
+        str,
+        Meta(
+            description="Hugging Face model directory, tokenizer included, or ORG/NAME on the hub"
+        ),
+    ] = ""
+    revision: Annotated[
+        str,
+        Meta(
+            description="branch, tag or commit of a model on the hub; empty = main. Where a run "
+            "begins, it becomes the commit"
+        ),
+    ] = ""
+    trust_remote_code: Annotated[
+        bool,
+        Meta(
+            description="run the Python code that the model brings for its tokenizer; code for "
+            "the model itself is never run"
+        ),
+    ] = False
     checked: Annotated[
         list[str],
         Meta(
@@ -64,6 +83,11 @@ class ModelConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True
         ),
     ] = "auto"
 
+    @property
+    def name(self) -> str:
+        """What all take that load it: the directory, or ORG/NAME[@REVISION]."""
+        return f"{self.path}@{self.revision}" if self.revision else self.path
+
 
 class DataConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Prompts."""
@@ -71,10 +95,17 @@ class DataConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True)
     prompts: Annotated[
         str,
         Meta(
-            description='JSONL or Parquet file, or "datasets:NAME:SPLIT" (Hugging Face); every row '
-            'has a "prompt"'
+            description="JSONL or Parquet file, a URL of one, or "
+            '"datasets:NAME[:CONFIG][:SPLIT]" (Hugging Face); every row has a "prompt"'
         ),
     ] = ""
+    columns: Annotated[
+        dict[str, str],
+        Meta(
+            description="columns that have another name in the prompts, ours to theirs: "
+            '{ prompt = "question" }'
+        ),
+    ] = {}
     sources: Annotated[
         dict[str, float],
         Meta(description="several sources instead of data.prompts, each with its weight"),
@@ -124,3 +155,11 @@ class LogConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
         float,
         Meta(description="share of all groups whose lives are traced; 0 = none", ge=0, le=1),
     ] = 0.0
+    samples: Annotated[
+        int,
+        Meta(
+            description="rollouts of each step, from the worst to the best, that are written as "
+            "text to samples.jsonl in the run's folder; 0 = none",
+            ge=0,
+        ),
+    ] = 4

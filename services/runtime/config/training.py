@@ -266,9 +266,12 @@ class MetricsConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class EvalConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Accuracy on held-out prompts: before and after the run (`umbra up`), and within it."""
 
-    prompts: Annotated[str, Meta(description="JSONL file of held-out prompts; empty = no eval")] = (
-        ""
-    )
+    prompts: Annotated[
+        str, Meta(description="held-out prompts, as data.prompts; empty = no eval")
+    ] = ""
+    columns: Annotated[
+        dict[str, str], Meta(description="columns of held-out prompts, as data.columns")
+    ] = {}
     samples: Annotated[int, Meta(description="samples drawn", ge=1)] = 1024
     greedy: Annotated[bool, Meta(description="also evaluate greedy decoding")] = False
     every: Annotated[

@@ -1,4 +1,4 @@
-"""What must lie in a Hugging Face model directory, checked without loading anything."""
+"""Where a model lies that a key or flag names, and what must lie there; nothing is loaded."""
 
 from __future__ import annotations
 
@@ -8,42 +8,73 @@ from pathlib import Path
 import xxhash
 
 from umbra.proto.errors import UsageError
+from umbra.services.runtime.model.hub import fetch, is_hub_name
 from umbra.services.runtime.weights.safetensors_file import checksum_of
 
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
 READ_SUFFIXES = (".json", ".safetensors", ".model")
 
 
-def check_model_dir(
-    path: str | Path, source: str = "model.path", *, tokenizer: bool = True
+def directory_of(
+    name: str | Path, source: str = "model.path", *, weights: bool = True, code: bool = False
 ) -> Path:
-    """`path` as a directory with config, tokenizer and safetensors weights.
+    """The directory of the model that `name` stands for: itself, or where the hub's cache has it.
 
     Args:
-        path: the directory.
+        name: a directory, or ORG/NAME[@REVISION] on the hub, which is downloaded if need be.
+        source: the key or flag it came from, for the error.
+        weights: False if they are not read, so that they need not be downloaded.
+        code: whether the Python files that the model brings are needed.
+
+    Raises:
+        UsageError, StartupError: the hub does not give it; see `hub.fetch`.
+    """
+    if is_hub_name(str(name)):
+        return fetch(str(name), source, weights=weights, code=code)
+    return Path(name)
+
+
+def check_model_dir(
+    path: str | Path,
+    source: str = "model.path",
+    *,
+    tokenizer: bool = True,
+    weights: bool = True,
+    code: bool = False,
+) -> Path:
+    """The directory of a model, with config, tokenizer and safetensors weights.
+
+    Args:
+        path: the directory, or a name; this and all else as of `directory_of`.
         source: the key or flag it came from, for the error.
         tokenizer: False if it does not need one.
+        weights: False if weights of the hub may be missing; a directory has to have them.
+        code: as there.
 
     Raises:
         UsageError: what is missing, and where.
+        StartupError: the hub cannot be reached.
     """
     if not str(path):
-        raise UsageError(f"{source} is empty: name a Hugging Face model directory")
-    directory = Path(path)
+        raise UsageError(
+            f"{source} is empty: name a Hugging Face model directory, or a model on the hub"
+        )
+    of_hub = is_hub_name(str(path))
+    directory = directory_of(path, source, weights=weights, code=code)
     try:
         files = {file.name for file in directory.iterdir()} if directory.is_dir() else None
     except OSError as error:
         raise _unreadable(error, source) from error
     if files is None:
         raise UsageError(
-            f"{source}: {directory} is no directory; download the model there, or make a small one "
-            "with `umbra make-model`"
+            f"{source}: {directory} is no directory; download the model there, name one on the hub "
+            "(ORG/NAME), or make a small one with `umbra make-model`"
         )
     for what, names in (
         ("config", ("config.json",)),
         *([("tokenizer", TOKENIZER_FILES)] if tokenizer else []),
-        ("safetensors weights", WEIGHT_FILES),
+        *([("safetensors weights", WEIGHT_FILES)] if weights or not of_hub else []),
     ):
         if files.isdisjoint(names):
             raise UsageError(f"{source}: {directory} has no {what} ({' or '.join(names)})")
@@ -65,13 +96,14 @@ def _unreadable(error: OSError, source: str) -> UsageError:
 
 
 def weights_bytes(path: str | Path) -> int:
-    """Size of all weight files in a model directory; 0 where there are none."""
-    return sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
+    """Size of all weight files of a model that are here; 0 where there are none."""
+    directory = directory_of(path, weights=False)
+    return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
 
 
 def weights_checksum(path: str | Path) -> str:
-    """XXH3 over all weight files in a model directory, in hexadecimal."""
+    """XXH3 over all weight files of a model, in hexadecimal."""
     checksum = xxhash.xxh3_64()
-    for file in sorted(Path(path).glob("*.safetensors")):
+    for file in sorted(directory_of(path).glob("*.safetensors")):
         checksum.update(checksum_of(file).checksum.to_bytes(8))
     return checksum.hexdigest()

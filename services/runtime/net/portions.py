@@ -32,7 +32,7 @@ def portions(
 
 
 def array_bytes(trajectory: Trajectory | None) -> int:
-    """Bytes of all arrays of a trajectory."""
+    """Bytes of all arrays of a trajectory, those of its branches included."""
     if trajectory is None:
         return 0
     arrays = (
@@ -40,4 +40,9 @@ def array_bytes(trajectory: Trajectory | None) -> int:
         trajectory.ref_logprobs or b"", trajectory.proximal_logprobs or b"",
         trajectory.routing.chosen if trajectory.routing is not None else b"",
     )  # fmt: skip
-    return sum(map(len, arrays))
+    lines = (
+        len(array)
+        for one in trajectory.branches
+        for array in (one.prompt_ids, one.response_ids, one.loss_mask, one.logprobs)
+    )
+    return sum(map(len, arrays)) + sum(lines)

@@ -22,6 +22,7 @@ import zmq
 
 from umbra.proto import sockets
 from umbra.proto.access import QUESTIONS, KeyRole
+from umbra.proto.bounds import MEMBERS
 from umbra.proto.codec import Encoder, decode_body, decode_header, kind_of, nack
 from umbra.proto.errors import WireError
 from umbra.proto.messages import ANY, Event, Header, Message, Ok
@@ -29,7 +30,9 @@ from umbra.proto.sizes import allowed_bytes, socket_bytes
 from umbra.services.runtime.net.keys import OPEN, Security
 from umbra.services.runtime.net.zap import Refusals, ZapGate, role_of
 
-PEERS_KEPT = 8192  # senders whose resends are known, the last ones; names cost a stranger nothing
+# Senders whose resends are known, the last ones, as names cost a stranger nothing. Each member is
+# one on two sockets: if fewer were kept, all would be forgotten in turn, each before it speaks.
+PEERS_KEPT = 4 * MEMBERS
 # A sender this long silent is forgotten. Whoever waits for an answer, a parked request's too,
 # resends every 3 s (`channel.RESEND_S`): twenty of these were lost in a row, and a session gives up
 # a server after as long (`run.broker_grace_s`). What one asks that was cut off for longer is not
@@ -50,6 +53,8 @@ TOPICS = 256  # under which telemetry is watched, by all together
 RECEIVE_BURST = 256  # messages taken from one socket before the others get their turn
 RECEIVE_BYTES = 512 << 10  # the same in bytes: a commit should not wait for a long burst
 
+NOBLOCK = int(zmq.NOBLOCK)  # as numbers: the enumeration takes a microsecond to add two of them
+MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 ANSWERED = Ok()  # the body of a request once there is an answer to it
 
 log = logging.getLogger(__name__)
@@ -415,7 +420,10 @@ class Server:
         try:
             # Only frames of 64 KiB and more are sent without a copy (zmq.COPY_THRESHOLD).
             copy = not raw and _size(frames) < ZERO_COPY_BYTES
-            channel.socket.send_multipart([identity, *frames, *raw], zmq.NOBLOCK, copy=copy)
+            *first, last = [identity, *frames, *raw]
+            for frame in first:
+                channel.socket.send(frame, MORE, copy)
+            channel.socket.send(last, NOBLOCK, copy)
         except zmq.ZMQError as error:
             # A peer that is gone, or that does not read: never a reason to wait or to die. It will
             # ask again (resend) if it is still there.

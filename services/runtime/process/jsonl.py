@@ -19,12 +19,13 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     return [row for _, row in read_numbered(path)]
 
 
-def read_numbered(path: str | Path) -> list[tuple[int, dict[str, Any]]]:
-    """`read_jsonl` with the line number (1-based) of every object."""
+def read_numbered(path: str | Path, called: str = "") -> list[tuple[int, dict[str, Any]]]:
+    """`read_jsonl` with the line number (1-based) of every object; errors say `called`."""
+    called = called or str(path)
     try:
         lines = Path(path).read_bytes().splitlines()
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+        raise UsageError(f"{called} cannot be read: {error.strerror}") from error
     rows: list[tuple[int, dict[str, Any]]] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -32,7 +33,7 @@ def read_numbered(path: str | Path) -> list[tuple[int, dict[str, Any]]]:
         try:
             rows.append((number, msgspec.json.decode(line, type=dict[str, Any])))
         except UNREADABLE as error:
-            raise UsageError(f"{path}, line {number}: not a JSON object ({error})") from error
+            raise UsageError(f"{called}, line {number}: not a JSON object ({error})") from error
     if not rows:
-        raise UsageError(f"{path} is empty: it needs one JSON object per line")
+        raise UsageError(f"{called} is empty: it needs one JSON object per line")
     return rows

@@ -53,3 +53,6 @@ def setup_logging(config: LogConfig, service: str) -> None:
         JsonFormatter(service) if config.format == "json" else ConsoleFormatter(service)
     )
     logging.basicConfig(level=config.level.upper(), handlers=[handler], force=True)
+    if config.level == "info":  # a line for each request of the hub's client is for debugging
+        for client in ("httpx", "httpx2"):
+            logging.getLogger(client).setLevel(logging.WARNING)

@@ -22,28 +22,39 @@ class Counts:
     samples: float  # all of them, whatever the means count
 
 
-def count(denominator: str, own: Tensor, part: Tensor, updates: int) -> Counts:
-    """The counts of the update that trains the samples `part`, one of `updates` of this batch.
+def count(
+    denominator: str, own: Tensor, part: Tensor, updates: int, weight: Tensor | None = None
+) -> Counts:
+    """The counts of the update that trains the sequences `part`, one of `updates` of this batch.
 
     Args:
         denominator: "trained": the means count `part`; "all": all samples of the batch, those
             without advantage included, as the published objectives do.
-        own: learned tokens of each sample of the batch, int64 [S].
-        part: samples that are trained in this update, int64 indices.
+        own: learned tokens of each sequence of the batch, int64 [S].
+        part: sequences that are trained in this update, int64 indices.
         updates: of the batch.
+        weight: float64 [S], what each sequence counts, tokens and all; None: all are samples.
     """
-    samples = len(own) / updates
+    if weight is None:
+        weight = torch.ones(len(own), dtype=torch.float64)
+    samples, tokens = float(weight.sum()) / updates, own * weight
     if denominator == "all":
-        return Counts(float(own.sum()) / updates, samples, samples)
-    return Counts(float(own[part].sum()), len(part), samples)
+        return Counts(float(tokens.sum()) / updates, samples, samples)
+    return Counts(float(tokens[part].sum()), float(weight[part].sum()), samples)
 
 
 def token_weights(
-    aggregation: str, tokens: Tokens, sequences: Tensor, counts: Counts, length: int
+    aggregation: str,
+    tokens: Tokens,
+    sequences: Tensor,
+    counts: Counts,
+    length: int,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """What each learned token's loss is multiplied with before all are summed, float32 [M].
 
-    `sequences` (int64) are those trained in this update; tokens of others get 0.
+    `sequences` (int64) are those trained in this update; tokens of others get 0. All is multiplied
+    with the `weight` of the token's sequence, as of `count`.
 
         token_mean     1 / tokens                          (DAPO, arXiv 2503.14476, eq. 8)
         sequence_mean  1 / (sequences * own tokens)        (GRPO, arXiv 2402.03300, eq. 3)
@@ -68,4 +79,5 @@ def token_weights(
             divisor = 1.0
         case _:
             raise ValueError(f"unknown aggregation {aggregation!r}")
-    return (trained / divisor).float()
+    found = (trained / divisor).float()
+    return found if weight is None else found * weight.float()[tokens.owner]

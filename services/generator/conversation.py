@@ -1,0 +1,111 @@
+"""A conversation of a person with a model: what the model says, as it says it."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+from umbra.proto.records import Sampling
+from umbra.services.environments.protocol import Message
+from umbra.services.environments.response import Said
+from umbra.services.generator.engine import EngineOutput, EngineRequest
+from umbra.services.generator.engines import OpenEngine, open_engine
+from umbra.services.modeling.dialect import Piece
+from umbra.services.modeling.turn_reader import TurnReader
+from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.trajectories import sampling_of
+
+POLL_S = 0.1
+
+
+class Conversation:
+    """Turns of a person and of the model, which reads all that was said before.
+
+    A model without a chat template continues each text by itself.
+
+    Args:
+        opened: engine and chat.
+        sampling: how tokens are drawn; temperature 0 takes the most likely ones.
+        stops: texts that end a turn.
+        system: a message that every conversation begins with; "" for none.
+    """
+
+    def __init__(
+        self, opened: OpenEngine, sampling: Sampling, stops: list[str], system: str = ""
+    ) -> None:
+        self._engine = opened.engine
+        self._chat = opened.chat
+        self._sampling = sampling
+        self._stops = stops
+        self._opening: list[Message] = [{"role": "system", "content": system}] if system else []
+        self._messages = list(self._opening)
+        self._turns = 0
+
+    @classmethod
+    def open(
+        cls, config: RunConfig, name: str, *, greedy: bool = False, system: str = ""
+    ) -> Conversation:
+        """One with the model, engine and sampling of `config`; `name` seeds what is drawn.
+
+        Raises:
+            UsageError: see `open_engine`.
+            StartupError: vLLM's processes did not come up.
+        """
+        sampling = sampling_of(config.sampling, greedy=greedy)
+        return cls(open_engine(config, name), sampling, list(config.sampling.stop), system)
+
+    def reset(self) -> None:
+        """Forget what was said."""
+        self._messages = list(self._opening)
+
+    def say(self, text: str) -> Generator[Piece, None, None]:
+        """What the model answers, in pieces `(kind, text)`, kinds being content and reasoning.
+
+        A turn that is not read to its end is taken back, with its answer.
+
+        Raises:
+            ValueError: the conversation does not fit the context.
+            UsageError: a system message for a model without a chat template.
+            EngineError: the engine is broken.
+        """
+        talks = self._chat.has_template
+        asked: Message = {"role": "user", "content": text}
+        prompt = self._chat.prompt_ids([*(self._messages if talks else self._opening), asked])
+        reader = TurnReader(self._chat, prompt, (), self._stops, words=not talks)
+        told = {"content": "", "reasoning": ""}
+        said = yield from self._answer(prompt, reader, told)
+        for kind, whole in (("reasoning", said.reasoning), ("content", said.content)):
+            if rest := whole[len(told[kind]) :]:
+                yield kind, rest
+        if talks:
+            self._messages += [asked, {"role": "assistant", "content": said.content}]
+
+    def _answer(
+        self, prompt: list[int], reader: TurnReader, told: dict[str, str]
+    ) -> Generator[Piece, None, Said]:
+        """The pieces; returns the whole turn."""
+        self._turns += 1
+        name = f"turn-{self._turns}"
+        limit = self._sampling.max_tokens
+        self._engine.submit([EngineRequest(name, prompt, self._sampling, limit)])
+        over: EngineOutput | None = None
+        seen = 0
+        try:
+            while over is None:
+                over = next(iter(self._engine.poll(POLL_S)), None)
+                for output in self._engine.peek({name: seen + 1}) if over is None else ():
+                    tokens = output.token_ids
+                    if self._chat.stopped_at(tokens, self._stops, seen) is not None:
+                        (over,) = self._engine.abort([name])
+                        break
+                    seen = len(tokens)
+                    for kind, text in reader.feed(tokens):
+                        told[kind] += text
+                        yield kind, text
+        finally:
+            if over is None:
+                self._engine.abort([name])
+        return reader.end(over.token_ids)
+
+    def close(self) -> None:
+        """Free what the engine holds."""
+        self._engine.close()

@@ -1,0 +1,286 @@
+"""Models by their names on a hub of Hugging Face: `ORG/NAME`, or `ORG/NAME@REVISION`.
+
+`huggingface_hub` does the work: it reads the variables that its users know (`HF_TOKEN`, `HF_HOME`,
+`HF_HUB_OFFLINE`, `HF_ENDPOINT`), keeps a cache that other programs share, and locks it. A process
+that starts a run pins names to commits (`pin`), so that all others load the same bytes (`fetch`).
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import json
+import logging
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from umbra.proto.errors import StartupError, UsageError
+from umbra.services.runtime.numbers import size
+
+SMALL = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+"""Files of a model besides its weights: configuration, chat template and tokenizer."""
+CODE = ["*.py"]
+WEIGHTS = ["model*.safetensors"]
+_ELSEWHERE = ["*/*"]  # other formats and the like, in folders of their own
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """A repository of models, and a branch, tag or commit in it."""
+
+    repo: str
+    revision: str = "main"
+
+    @classmethod
+    def of(cls, text: str) -> HubName:
+        """The name in `text`, which is one (`is_hub_name`)."""
+        repo, _, revision = text.partition("@")
+        return cls(repo, revision or "main")
+
+    @property
+    def pinned(self) -> bool:
+        """Whether it always stands for the same bytes."""
+        return bool(_COMMIT.fullmatch(self.revision))
+
+    def __str__(self) -> str:
+        return f"{self.repo}@{self.revision}"
+
+
+def looks_like_name(text: str) -> bool:
+    """Whether `text` has the form of a name on the hub."""
+    return bool(_NAME.fullmatch(text))
+
+
+def is_hub_name(text: str) -> bool:
+    """Whether `text` is to be looked for on the hub: it has the form of a name, and is no path."""
+    return looks_like_name(text) and not Path(text).exists()
+
+
+def pin(text: str, source: str) -> HubName:
+    """The name in `text`, its revision a commit.
+
+    Raises:
+        UsageError: there is no such model, or this machine may not read it; names `source`.
+        StartupError: the hub cannot be reached, and the cache does not know the name.
+    """
+    name = HubName.of(text)
+    if name.pinned:
+        return name
+    return HubName(name.repo, _download(name, SMALL, source).name)
+
+
+def fetch(text: str, source: str, *, weights: bool = True, code: bool = False) -> Path:
+    """The directory, in the cache, of the model that `text` names; what is missing is downloaded.
+
+    Args:
+        text: see `is_hub_name`.
+        source: the key or flag it came from, for errors.
+        weights: False if they are not read.
+        code: the Python files too.
+
+    Raises:
+        UsageError: as `pin`; or there are no safetensors weights, or they don't fit on the disk.
+        StartupError: as `pin`.
+    """
+    name = HubName.of(text)
+    patterns = [*SMALL, *(CODE if code else ()), *(WEIGHTS if weights else ())]
+    if name.pinned and (folder := _cached(name, patterns, weights=weights)):
+        return folder
+    if weights:
+        missing = missing_bytes(str(name), source)
+        if missing:
+            log.info("downloading the weights of %s: %s", name, size(missing))
+    folder = _download(name, patterns, source)
+    if weights and not _has_weights(folder):
+        raise UsageError(f"{source}: {name} lacks weights that its index names, or has none")
+    return folder
+
+
+def missing_bytes(text: str, source: str) -> int:
+    """How many bytes of weights are not in the cache yet.
+
+    Raises:
+        UsageError: there are no safetensors weights, or they don't fit on the disk; else as `pin`.
+        StartupError: as `pin`.
+    """
+    hub, name = _library(source, text), HubName.of(text)
+    with _told(name, source):
+        info = hub.HfApi().model_info(name.repo, revision=name.revision, files_metadata=True)
+    files = {file.rfilename: file.size or 0 for file in info.siblings or []}
+    weights = [file for file in files if re.fullmatch(r"model[^/]*\.safetensors", file)]
+    if not weights:
+        other = sorted(file for file in files if file.endswith((".bin", ".gguf", ".pt", ".pth")))
+        has = f", only {', '.join(other[:3])}" if other else ""
+        raise UsageError(
+            f"{source}: {name} has no safetensors weights{has}: choose a model that has, or "
+            "convert it and name its directory"
+        )
+
+    def is_cached(file: str) -> bool:
+        return isinstance(hub.try_to_load_from_cache(name.repo, file, revision=info.sha), str)
+
+    missing = sum(files[file] for file in weights if not is_cached(file))
+    free = _free_bytes()
+    if missing > free:
+        raise UsageError(_no_room(name, source, f"{size(missing)} of weights, {size(free)} free"))
+    return missing
+
+
+def in_cache(text: str) -> bool:
+    """Whether something of the model that `text` names is in the cache."""
+    try:
+        constants: Any = importlib.import_module("huggingface_hub.constants")
+    except ModuleNotFoundError:
+        return False
+    folder = f"models--{HubName.of(text).repo.replace('/', '--')}"
+    return (Path(constants.HF_HUB_CACHE) / folder).is_dir()
+
+
+def _cached(name: HubName, patterns: list[str], *, weights: bool) -> Path | None:
+    """Where it is, if all of it is there."""
+    hub = _library("", str(name))
+    try:
+        found = hub.snapshot_download(
+            name.repo,
+            revision=name.revision,
+            allow_patterns=patterns,
+            ignore_patterns=_ELSEWHERE,
+            local_files_only=True,
+        )
+    except OSError:  # of several classes; whatever it is, a download does better or says why not
+        return None
+    folder = Path(found)
+    there = (folder / "config.json").is_file() and (not weights or _has_weights(folder))
+    return folder if there else None
+
+
+def _download(name: HubName, patterns: list[str], source: str) -> Path:
+    hub = _library(source, str(name))
+    with _told(name, source), _bars_where_seen():
+        return Path(
+            hub.snapshot_download(
+                name.repo,
+                revision=name.revision,
+                allow_patterns=patterns,
+                ignore_patterns=_ELSEWHERE,
+            )
+        )
+
+
+@contextmanager
+def _bars_where_seen() -> Iterator[None]:
+    """Let the library draw its progress on a terminal or in a notebook, but not into a log."""
+    utils: Any = importlib.import_module("huggingface_hub.utils")
+    unseen = not sys.stderr.isatty() and "ipykernel" not in sys.modules
+    if not unseen or utils.are_progress_bars_disabled():
+        yield
+        return
+    utils.disable_progress_bars()
+    try:
+        yield
+    finally:
+        utils.enable_progress_bars()
+
+
+def _has_weights(folder: Path) -> bool:
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").is_file():
+        return True
+    try:
+        shards = set(json.loads(index.read_bytes())["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError):
+        return False
+    return all((folder / shard).is_file() for shard in shards)
+
+
+@contextmanager
+def _told(name: HubName, source: str) -> Iterator[None]:
+    """Say in one sentence what goes wrong with the hub."""
+    errors: Any = importlib.import_module("huggingface_hub.errors")
+    constants: Any = importlib.import_module("huggingface_hub.constants")
+    hub, where = constants.ENDPOINT, f"{source}: {name.repo}"
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        raise UsageError(
+            f"{where} is gated: accept its terms at {hub}/{name.repo} and set HF_TOKEN to a token "
+            "of that account (or use `hf auth login`)"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise UsageError(
+            f"{where} is no directory here, and {hub} shows no model of that name: correct it, or "
+            "set HF_TOKEN if it is a private one"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise UsageError(f"{where} has no revision {name.revision!r} on {hub}") from error
+    except errors.HFValidationError as error:
+        raise UsageError(f"{where} is neither a directory here nor a name on a hub") from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HTTPError) as error:
+        raise _unreachable(name, where, hub, error, errors) from error
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise UsageError(_no_room(name, source, "the disk is full")) from error
+        raise StartupError(f"{where} cannot be downloaded from {hub}: {_line(error)}") from error
+
+
+def _unreachable(
+    name: HubName, where: str, hub: str, error: Exception, errors: Any
+) -> UsageError | StartupError:
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, errors.OfflineModeIsEnabled):
+        response = getattr(cause, "response", None)
+        if response is not None:
+            return StartupError(f"{where}: {hub} answered {response.status_code}: {_line(cause)}")
+        cause = cause.__cause__
+    if cause is not None:
+        return UsageError(
+            f"{where} is no directory here, and all of {name} is not in the cache, and "
+            "HF_HUB_OFFLINE is set: unset it, download the model, or name a directory"
+        )
+    why = _line(error.__cause__ or error)
+    return StartupError(
+        f"{where} is no directory here, and {hub} cannot be reached to look for it there ({why}): "
+        "connect this machine, or name a directory"
+    )
+
+
+def _no_room(name: HubName, source: str, fault: str) -> str:
+    constants: Any = importlib.import_module("huggingface_hub.constants")
+    return (
+        f"{source}: {name.repo} does not fit into {constants.HF_HUB_CACHE} ({fault}): make room "
+        "there, or set HF_HOME to a folder on a larger disk"
+    )
+
+
+def _free_bytes() -> int:
+    """What is free on the disk of the cache."""
+    constants: Any = importlib.import_module("huggingface_hub.constants")
+    folder = Path(constants.HF_HUB_CACHE).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def _library(source: str, name: str) -> Any:
+    try:
+        return importlib.import_module("huggingface_hub")
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"{source}: {name} is no directory here, and huggingface_hub, which would look for it "
+            "on the hub, is not installed: pip install 'umbra-rl[trainer]'"
+        ) from error
+
+
+def _line(error: BaseException) -> str:
+    """The first line of what a library says."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__

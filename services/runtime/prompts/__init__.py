@@ -1,0 +1,1 @@
+"""Rows of prompts, wherever they come from."""

@@ -1,0 +1,79 @@
+"""A run whose model and prompts are elsewhere, from its start to its model on the hub."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fakes.hub import Hub, environment, serving
+from fakes.slowness import seconds
+
+SETTINGS = (
+    *("model.path=acme/tiny", "trainer.lora_rank=2", "run.steps=2", "checkpoint.every=2"),
+    *("data.columns.prompt=question", "eval.columns.prompt=question", "eval.samples=8"),
+)
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with serving() as found:
+        yield found
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(240)
+def test_from_a_name_to_a_name(hub: Hub, project: Path) -> None:
+    variables = {**environment(hub, project / "home"), "XDG_CACHE_HOME": str(project / "cache")}
+
+    def umbra(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "umbra", *arguments],
+            cwd=project,
+            capture_output=True,
+            text=True,
+            timeout=seconds(150),
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **variables, **more},
+            check=False,
+        )
+
+    commit = hub.add_model("acme/tiny", (project / "model").resolve())
+    rows = (project / "prompts.jsonl").read_text().replace('"prompt"', '"question"')
+    hub.files["sums.jsonl"] = rows.encode()
+    (project / "model").unlink()
+    (project / "prompts.jsonl").unlink()
+    url = f"{hub.url}/sums.jsonl"
+    settings = (*SETTINGS, f"data.prompts={url}", f"eval.prompts={url}")
+    done = umbra("up", "run.toml", "--json", *(p for one in settings for p in ("--set", one)))
+    assert done.returncode == 0, done
+    (folder,) = (project / "runs").iterdir()
+    config = json.loads((folder / "config.json").read_bytes())
+    assert (config["model"]["path"], config["model"]["revision"]) == ("acme/tiny", commit)
+    assert config["data"]["prompts"] == config["eval"]["prompts"]
+    assert config["data"]["prompts"].startswith(f"{url}#sha256=")
+    files = [one for one in hub.requests if one.startswith("GET") and "/resolve/" in one]
+    assert len(files) == len(set(files)), "each file was downloaded once, by whichever process"
+    assert hub.requests.count("GET sums.jsonl") == 1
+
+    # What the run needs is in the caches now, and it began from a commit: the branch may move on.
+    hub.add("models/acme/tiny", {"config.json": b"{}"})
+    hub.files.clear()
+    more = umbra(
+        "up", str(folder), "--set", "run.steps=3", "--no-eval", "--quiet", HF_HUB_OFFLINE="1"
+    )
+    assert more.returncode == 0, more
+
+    refused = umbra("export", str(folder), "--push", "acme/trained")
+    assert refused.returncode == 2 and "set HF_TOKEN to a token that may" in refused.stderr
+    done = umbra("export", str(folder), "--push", "acme/trained", "--private", HF_TOKEN="hf_x")
+    assert done.returncode == 0, done
+    repo = hub.repos["models/acme/trained"]
+    pushed = repo.commits[repo.branches["main"]]
+    assert repo.private and {"config.json", "model.safetensors", "tokenizer.json"} <= set(pushed)
+    card = pushed["README.md"].decode()
+    assert "base_model: acme/tiny\n" in card and "| steps | 3 of 3 |" in card
+    assert "| samples | 48 |" in card

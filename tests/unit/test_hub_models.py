@@ -1,0 +1,338 @@
+"""Models by their names on a hub: what is downloaded, what processes get, what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.hub import Hub, ask_there, serving
+
+import umbra
+from umbra import cli
+from umbra.deploy.command import load_run
+from umbra.deploy.pinning import pinned
+from umbra.deploy.preflight import check_run
+from umbra.proto.errors import StartupError, UsageError
+from umbra.services.modeling.models import load_tokenizer, outline_model
+from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.config.cautions import cautions
+from umbra.services.runtime.config.loader import config_of, load_config, to_json
+from umbra.services.runtime.model.directory import (
+    check_model_dir,
+    directory_of,
+    weights_bytes,
+    weights_checksum,
+)
+from umbra.services.runtime.model.hub import fetch, is_hub_name, missing_bytes, pin
+
+constants: Any = pytest.importorskip("huggingface_hub.constants")
+NAME = "acme/tiny"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with serving() as found:
+        ask_there(found, tmp_path / "home", monkeypatch)
+        monkeypatch.chdir(tmp_path)
+        yield found
+
+
+def run_of(tmp_path: Path, name: str = NAME, **model: str) -> Path:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "21", "answer": "12"}\n')
+    keys = "".join(f'{key} = "{value}"\n' for key, value in model.items())
+    (tmp_path / "run.toml").write_text(
+        f'[model]\npath = "{name}"\n{keys}[data]\nprompts = "prompts.jsonl"\n'
+        '[environment]\nkind = "exact"\n[generator]\nmax_context = 64\n[sampling]\nmax_tokens = 8\n'
+    )
+    return tmp_path / "run.toml"
+
+
+def files(folder: Path) -> set[str]:
+    return {file.name for file in folder.iterdir()}
+
+
+def downloads(hub: Hub) -> list[str]:
+    return [
+        one.rpartition("/")[2]
+        for one in hub.requests
+        if one.startswith("GET") and "/resolve/" in one
+    ]
+
+
+class TestOneModel:
+    def test_a_name_is_what_no_path_is(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        assert is_hub_name("Qwen/Qwen3-0.6B") and is_hub_name("a/b@v1.0") and is_hub_name("a/b@r/1")
+        for path in ("model", "/models/x", "./a/b", "../a/b", "a/b/c", "~/a", "a/b@", "", "a/.b"):
+            assert not is_hub_name(path), path
+        (tmp_path / "Qwen" / "Qwen3-0.6B").mkdir(parents=True)
+        assert not is_hub_name("Qwen/Qwen3-0.6B") and is_hub_name("Qwen/Qwen3-0.6B@main")
+
+    def test_it_is_read_as_from_its_directory(self, hub: Hub, tiny_model_dir: Path) -> None:
+        commit = hub.add_model(NAME, tiny_model_dir)
+        pinned_name = pin(NAME, "model.path")
+        assert (pinned_name.repo, pinned_name.revision) == (NAME, commit)
+        folder = check_model_dir(str(pinned_name))
+        assert files(folder) == files(tiny_model_dir)
+        assert weights_checksum(str(pinned_name)) == weights_checksum(tiny_model_dir)
+        assert weights_bytes(str(pinned_name)) == weights_bytes(tiny_model_dir) > 0
+
+    def test_nothing_is_asked_twice(self, hub: Hub, tiny_model_dir: Path) -> None:
+        hub.add_model(NAME, tiny_model_dir)
+        name = str(pin(NAME, "model.path"))
+        fetch(name, "model.path")
+        hub.requests.clear()
+        fetch(name, "model.path")
+        assert hub.requests == []
+
+    def test_weights_come_only_where_they_are_read(self, hub: Hub, tiny_model_dir: Path) -> None:
+        hub.add_model(NAME, tiny_model_dir)
+        name = str(pin(NAME, "model.path"))
+        assert load_tokenizer(name).eos_token_id is not None
+        assert outline_model(name).num_parameters() > 0
+        assert not any(file.endswith(".safetensors") for file in downloads(hub))
+        assert missing_bytes(name, "model.path") == weights_bytes(tiny_model_dir)
+        fetch(name, "model.path")
+        assert downloads(hub).count("model.safetensors") == 1
+        assert missing_bytes(name, "model.path") == 0
+
+    def test_a_commit_stays_what_it_was(
+        self, hub: Hub, tiny_model_dir: Path, tmp_path: Path
+    ) -> None:
+        first = hub.add_model(NAME, tiny_model_dir)
+        other = shutil.copytree(tiny_model_dir, tmp_path / "other")
+        (other / "generation_config.json").write_text('{"eos_token_id": 1}')
+        second = hub.add_model(NAME, other)
+        assert pin(NAME, "model.path").revision == second
+        assert pin(f"{NAME}@main", "model.path").revision == second
+        old = directory_of(f"{NAME}@{first}")
+        expected = (tiny_model_dir / "generation_config.json").read_bytes()
+        assert (old / "generation_config.json").read_bytes() == expected
+
+    def test_only_safetensors_at_the_top_and_no_code(self, hub: Hub, tiny_model_dir: Path) -> None:
+        hub.add_model(NAME, tiny_model_dir)
+        for path in ("pytorch_model.bin", "onnx/model.json", "modeling_own.py", "README.md"):
+            hub.repos[f"models/{NAME}"].commits[pin_of(hub)][path] = b"x"
+        assert files(fetch(NAME, "model.path")) == files(tiny_model_dir)
+        assert "modeling_own.py" in files(fetch(NAME, "model.path", code=True))
+
+    def test_a_download_that_was_cut_goes_on(self, hub: Hub, tiny_model_dir: Path) -> None:
+        hub.add_model(NAME, tiny_model_dir)
+        name = str(pin(NAME, "model.path"))
+        folder = fetch(name, "model.path")
+        index = {
+            "weight_map": {
+                "a": "model-00001-of-00002.safetensors",
+                "b": "model-00002-of-00002.safetensors",
+            }
+        }
+        (folder / "model.safetensors").unlink()
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        (folder / "model-00001-of-00002.safetensors").write_bytes(b"")
+        assert (fetch(name, "model.path") / "model.safetensors").is_file()
+
+
+def pin_of(hub: Hub) -> str:
+    return hub.repos[f"models/{NAME}"].branches["main"]
+
+
+class TestTheCache:
+    def test_it_serves_without_a_network(
+        self, hub: Hub, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        commit = hub.add_model(NAME, tiny_model_dir)
+        fetch(NAME, "model.path")
+        hub.requests.clear()
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        assert pin(NAME, "model.path").revision == commit
+        assert weights_checksum(f"{NAME}@{commit}") == weights_checksum(tiny_model_dir)
+        assert hub.requests == []
+
+    def test_it_has_to_have_all(
+        self, hub: Hub, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        hub.add_model(NAME, tiny_model_dir)
+        name = str(pin(NAME, "model.path"))  # without weights
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        load_tokenizer(name)
+        with pytest.raises(UsageError, match="not in the cache, and HF_HUB_OFFLINE is set"):
+            fetch(name, "model.path")
+        with pytest.raises(UsageError, match="acme/other is no directory here"):
+            pin("acme/other", "model.path")
+
+
+class TestRefusals:
+    """One sentence each."""
+
+    def refused(self, name: str, kind: type[Exception] = UsageError) -> str:
+        with pytest.raises(kind) as caught:
+            fetch(str(pin(name, "model.path")), "model.path")
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    def test_not_found(self, hub: Hub) -> None:
+        told = self.refused("acme/none")
+        assert told.startswith("model.path: acme/none is no directory here, and ")
+        assert hub.url in told and "HF_TOKEN" in told
+
+    def test_no_such_revision(self, hub: Hub, tiny_model_dir: Path) -> None:
+        hub.add_model(NAME, tiny_model_dir)
+        assert "acme/tiny has no revision 'v9'" in self.refused(f"{NAME}@v9")
+
+    def test_gated_and_private_without_a_token(
+        self, hub: Hub, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        hub.add_model(NAME, tiny_model_dir, token="hf_secret")
+        told = self.refused(NAME)
+        assert "acme/tiny is gated: accept its terms at" in told and "HF_TOKEN" in told
+        hub.add_model("acme/mine", tiny_model_dir, token="hf_secret", private=True)
+        assert "private" in self.refused("acme/mine")
+        monkeypatch.setenv("HF_TOKEN", "hf_secret")
+        assert files(fetch(NAME, "model.path")) == files(fetch("acme/mine", "model.path"))
+
+    def test_no_network(self, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+        told = self.refused(NAME, StartupError)
+        assert "http://127.0.0.1:9 cannot be reached" in told and "name a directory" in told
+
+    def test_no_safetensors(self, hub: Hub, tiny_model_dir: Path) -> None:
+        kept = {
+            file.name: file.read_bytes()
+            for file in tiny_model_dir.iterdir()
+            if file.suffix != ".safetensors"
+        }
+        hub.add(f"models/{NAME}", {**kept, "pytorch_model.bin": b"x"})
+        told = self.refused(NAME)
+        assert "no safetensors weights, only pytorch_model.bin" in told
+
+    def test_no_room(self, hub: Hub, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        hub.add_model(NAME, tiny_model_dir)
+        name = str(pin(NAME, "model.path"))
+        usage = namedtuple("usage", "total used free")
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1 << 20, 1 << 20, 1000))
+        told = self.refused(name)
+        assert "does not fit into" in told and "1000 B free" in told and "HF_HOME" in told
+        assert "model.safetensors" not in downloads(hub)
+
+
+class TestARun:
+    def test_it_is_pinned_where_it_begins(
+        self, hub: Hub, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        commit = hub.add_model(NAME, tiny_model_dir)
+        config = load_run(run_of(tmp_path), ())
+        assert (config.model.path, config.model.revision) == (NAME, commit)
+        assert f"model: {NAME}, commit {commit}" in capsys.readouterr().err
+        check_run(config)
+        again = config_of(json.loads(to_json(config)), "config.json")
+        hub.requests.clear()
+        assert pinned(again, pytest.fail) == config and hub.requests == []
+
+    def test_config_check_downloads_no_weights(
+        self, hub: Hub, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        commit = hub.add_model(NAME, tiny_model_dir)
+        path = str(run_of(tmp_path))
+        assert cli.main(["config", "check", path]) == 0
+        assert f"model:     {NAME}@{commit} (" in (out := capsys.readouterr().out), out
+        assert "to download)" in out
+        assert "model.safetensors" not in downloads(hub)
+        assert cli.main(["config", "check", path, "--set", "model.path=acme/none"]) == 2
+        assert "shows no model of that name" in capsys.readouterr().err
+
+    def test_a_directory_goes_before_a_name(
+        self, hub: Hub, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        hub.add_model(NAME, tiny_model_dir)
+        fetch(NAME, "model.path")
+        (tmp_path / "acme").mkdir()
+        here = shutil.copytree(tiny_model_dir, tmp_path / NAME)
+        config = load_run(run_of(tmp_path), ())
+        assert config.model.name == str(here)
+        said = f"model.path: {here} is a directory, so {NAME} of the hub is not taken"
+        assert said in capsys.readouterr().err
+        with pytest.raises(UsageError, match=f"model.path is the directory {here}: remove it"):
+            load_run(run_of(tmp_path, revision="main"), ())
+
+    def test_revisions(self, hub: Hub, tiny_model_dir: Path, tmp_path: Path) -> None:
+        commit = hub.add_model(NAME, tiny_model_dir)
+        hub.repos[f"models/{NAME}"].branches["v1"] = commit
+        for path in (run_of(tmp_path, revision="v1"), run_of(tmp_path, f"{NAME}@v1")):
+            config = load_run(path, ())
+            assert config.model.name == f"{NAME}@{commit}"
+        with pytest.raises(UsageError, match="= v2 does too"):
+            load_run(run_of(tmp_path, f"{NAME}@v1", revision="v2"), ())
+
+    def test_the_reference_and_the_critic_too(
+        self, hub: Hub, tiny_model_dir: Path, tmp_path: Path
+    ) -> None:
+        commit = hub.add_model(NAME, tiny_model_dir)
+        settings = (f"scorer.model={NAME}", f"critic.path={NAME}@main")
+        config = load_run(run_of(tmp_path, str(tiny_model_dir)), settings)
+        assert config.model.name == str(tiny_model_dir)
+        assert config.scorer.model == config.critic.path == f"{NAME}@{commit}"
+
+
+def test_umbra_eval_takes_a_name(
+    hub: Hub, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.add_model(NAME, tiny_model_dir)
+    run_of(tmp_path)
+    given = ["--prompts", "prompts.jsonl", "--environment", "exact", "--json", "--max-tokens", "4"]
+    assert cli.main(["eval", NAME, *given]) == 0
+    assert json.loads(capsys.readouterr().out)["samples"] == 1
+    assert cli.main(["eval", "acme/none", *given]) == 2
+    assert "MODEL: acme/none is no directory here" in capsys.readouterr().err
+
+
+def test_umbra_train_refuses_a_name_before_it_leaves_a_folder(hub: Hub, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="shows no model of that name"):
+        umbra.train("acme/none", ["21"], "exact", show=False)
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_run_without_a_name_asks_nobody(tmp_path: Path) -> None:
+    config = load_config(run_of(tmp_path, "/somewhere/else"), environ={})
+    assert isinstance(pinned(config, pytest.fail), RunConfig)
+
+
+class TestCodeOfAModel:
+    """A tokenizer may be Python code; it is run if one says so, and downloaded only then."""
+
+    @pytest.fixture
+    def model(
+        self, hub: Hub, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> str:
+        folder = shutil.copytree(tiny_model_dir, tmp_path / "coded")
+        path = folder / "tokenizer_config.json"
+        own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own_tokens.Own"]}}
+        path.write_text(json.dumps(json.loads(path.read_text()) | own))
+        (folder / "own_tokens.py").write_text(
+            "from transformers import PreTrainedTokenizerFast\n\n\n"
+            "class Own(PreTrainedTokenizerFast):\n    is_own = True\n"
+        )
+        monkeypatch.setattr(
+            "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+        )
+        hub.add_model("acme/coded", folder)
+        return "acme/coded"
+
+    def test_it_is_refused_unless_it_is_trusted(self, hub: Hub, model: str) -> None:
+        with pytest.raises(
+            UsageError, match=r"\(own_tokens.Own\).* model.trust_remote_code = true"
+        ):
+            load_tokenizer(model)
+        assert "own_tokens.py" not in downloads(hub)
+        assert load_tokenizer(model, trust=True).is_own
+
+    def test_trust_is_warned_of(self) -> None:
+        trusting = load_config(overrides=["model.trust_remote_code=true"], environ={})
+        assert "trust_remote_code" in dict(cautions(trusting))
+        assert "trust_remote_code" not in dict(cautions(RunConfig()))

@@ -1,0 +1,134 @@
+"""`umbra init`: what it writes can be run, and it overwrites nothing."""
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from fakes.slowness import seconds
+
+from umbra import cli
+from umbra.deploy import init_command
+from umbra.deploy.init_command import command
+from umbra.deploy.init_files import MACHINES, REWARDS, run_file
+from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.config.cautions import cautions
+from umbra.services.runtime.config.feasibility import check_feasible
+from umbra.services.runtime.config.loader import load_config
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "my task"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def written(*words: str) -> RunConfig:
+    done = CliRunner().invoke(command, [*words])
+    assert done.exit_code == 0, done.output
+    return load_config("run.toml", environ={})
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("reward", REWARDS)
+@pytest.mark.parametrize("vllm", [False, True])
+def test_every_run_file_is_sound(machine: str, reward: str, vllm: bool, here: Path) -> None:
+    text = run_file(
+        machine,  # pyright: ignore[reportArgumentType]
+        file="run.toml",
+        name="r",
+        model='a "model"',
+        prompts="p\\q.jsonl",
+        reward=reward,
+        vllm=vllm,
+    )
+    (here / "run.toml").write_text(text)
+    config = load_config("run.toml", environ={})
+    check_feasible(config)
+    assert list(cautions(config)) == []
+    assert (config.model.path, config.data.prompts) == ('a "model"', "p\\q.jsonl")
+    assert config.generator.engine == (
+        "vllm" if machine == "8gpu" or (vllm and machine == "gpu") else "torch"
+    )
+    assert config.trainer.device.startswith("cpu" if machine == "cpu" else "cuda")
+    assert all(len(line) <= 100 for line in text.splitlines())
+
+
+def test_a_check_of_it_is_clean_but_for_a_missing_model(
+    tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = written("--machine", "cpu")
+    assert config.run.name == "my-task"
+    assert cli.main(["config", "check", "run.toml"]) == 2
+    assert "model.path: " in capsys.readouterr().err
+    Path("model").symlink_to(tiny_model_dir)
+    assert cli.main(["config", "check", "run.toml"]) == 0
+    said = capsys.readouterr()
+    assert "run.toml: good" in said.out
+    assert "warning" not in said.out + said.err
+
+
+def test_nothing_is_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("reward.py").write_text("mine")
+    assert cli.main(["init"]) == 2
+    assert "reward.py would be overwritten: name another folder" in capsys.readouterr().err
+    assert os.listdir() == ["reward.py"]
+    assert written("--reward", "exact").environment.kind == "exact"
+    assert Path("reward.py").read_text() == "mine"
+    assert cli.main(["init", "--reward", "exact"]) == 2
+    assert "run.toml and prompts.jsonl would be overwritten" in capsys.readouterr().err
+
+
+def test_a_folder_elsewhere_and_prompts_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    assert cli.main(["init", "new/one", "--prompts", "mine.jsonl", "--model", "later"]) == 0
+    said = capsys.readouterr().out
+    assert "later is not there yet: hf download NAME --local-dir later" in said
+    assert "up new/one/run.toml" in said
+    assert sorted(os.listdir("new/one")) == ["reward.py", "run.toml"]
+    config = load_config("new/one/run.toml", environ={})
+    assert config.data.prompts == str(Path("mine.jsonl").absolute())
+    assert cli.main(["init", "third", "--prompts", "none.jsonl"]) == 2
+    assert "--prompts none.jsonl: there is no such file" in capsys.readouterr().err
+    assert not Path("third").exists()
+
+
+@pytest.mark.parametrize(
+    ("files", "machine"),
+    [
+        (["nvidiactl", "nvidia-uvm", "null"], "cpu"),
+        (["nvidia0", "nvidiactl"], "gpu"),
+        ([f"nvidia{n}" for n in range(8)], "8gpu"),
+    ],
+)
+def test_the_machine_is_found_out(
+    files: list[str], machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "dev").mkdir()
+    for name in files:
+        (tmp_path / "dev" / name).touch()
+    monkeypatch.setattr(init_command, "DEVICES", tmp_path / "dev")
+    devices = {"cpu": "cpu", "gpu": "cuda:0", "8gpu": "cuda"}
+    assert written().trainer.device == devices[machine]
+
+
+def test_four_questions_on_a_terminal() -> None:
+    ours, theirs = pty.openpty()
+    asked = subprocess.Popen(
+        [sys.executable, "-m", "umbra", "init", "--reward", "exact"],
+        stdin=theirs, stdout=theirs, stderr=theirs,
+    )  # fmt: skip
+    os.write(ours, b"a-model\n\ncpu\n")
+    assert asked.wait(seconds(60.0)) == 0
+    os.close(theirs)
+    said = os.read(ours, 4096).decode()
+    os.close(ours)
+    assert "model: its Hugging Face directory [model]" in said
+    assert "reward" not in said.partition("machine")[0]
+    config = load_config("run.toml", environ={})
+    assert (config.model.path, config.trainer.device) == ("a-model", "cpu")

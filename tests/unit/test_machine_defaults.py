@@ -1,0 +1,171 @@
+"""What is chosen for GPUs, with made-up ones; the memory is that of the estimate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+from fakes.slowness import seconds
+from transformers import Qwen3Config
+
+from umbra.cli import cli
+from umbra.deploy.estimate.fit import Machine
+from umbra.deploy.estimate.share import MARGIN, Request, Shares, shares, shares_if_any
+from umbra.deploy.machine_defaults import Hardware, choose, for_hardware, positions, shares_aside
+from umbra.proto.errors import UsageError
+from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.config.loader import given_keys, load_config, load_tree
+
+GIB = 1 << 30
+ONE = Hardware((8 * GIB,), "made-up", vllm=True)
+FOUR = Hardware((8 * GIB,) * 4, "made-up", vllm=True)
+NO_VLLM = Hardware((8 * GIB,), "made-up", vllm=False)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of 2 M parameters, made for many tokens."""
+    config = Qwen3Config(
+        vocab_size=2048, hidden_size=128, intermediate_size=384, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=40_960,
+        architectures=["Qwen3ForCausalLM"],
+    )  # fmt: skip
+    directory = tmp_path_factory.mktemp("model")
+    config.save_pretrained(directory)
+    return directory
+
+
+def chosen(hardware: Hardware, *settings: str, positions: int = 40_960) -> RunConfig:
+    config = load_config(overrides=settings, environ={})
+    given = given_keys(load_tree(overrides=settings, environ={}))
+    return choose(config, given, hardware, positions)
+
+
+def test_without_a_gpu_the_defaults_are_those_of_the_page() -> None:
+    before = load_config(environ={})
+    after = choose(before, (), Hardware(vllm=True), 40_960)
+    generator = msgspec.structs.replace(before.generator, engine="torch")
+    assert after == msgspec.structs.replace(before, generator=generator)
+    assert for_hardware(before, (), Hardware(vllm=True), _never) == (after, [])
+
+
+def _never(request: Request) -> Shares:
+    raise AssertionError("nothing is shared")
+
+
+def test_engine_context_and_tokens_of_one_gpu() -> None:
+    run = chosen(ONE)
+    assert run.generator.engine == "vllm"
+    assert (run.generator.max_context, run.sampling.max_tokens) == (8192, 6144)
+    assert (run.trainer.pack_tokens, run.trainer.micro_tokens) == (8192, 8192)
+    assert run.generator.device == "auto"
+    assert run.trainer.precision_on("cuda") == "bf16"
+    assert run.weight_hub.dtype_on("cuda") == "bfloat16"
+    assert chosen(NO_VLLM).generator.engine == "torch"
+    short = chosen(ONE, positions=2048)
+    assert (short.generator.max_context, short.sampling.max_tokens) == (2048, 1536)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "generator.engine=torch",
+        "generator.max_context=512",
+        "sampling.max_tokens=100",
+        "generator.device=cuda:0",
+        "trainer.micro_tokens=1024",
+        "trainer.pack_tokens=512",
+    ],
+)
+def test_what_the_user_has_set_stays(setting: str) -> None:
+    path, _, text = setting.partition("=")
+    section, _, key = path.partition(".")
+    assert str(getattr(getattr(chosen(FOUR, setting), section), key)) == text
+
+
+def test_long_answers_get_a_context_in_which_they_fit() -> None:
+    assert chosen(ONE, "sampling.max_tokens=10000").generator.max_context == 20_000
+    assert chosen(ONE, "generator.max_context=1000").sampling.max_tokens == 750
+    limited = chosen(ONE, "sampling.max_tokens=10000", positions=16_384)
+    assert limited.generator.max_context == 16_384
+
+
+def test_with_several_gpus_each_side_has_its_own() -> None:
+    run = chosen(FOUR)
+    assert (run.generator.device, run.trainer.micro_tokens) == ("cuda:1", "auto")
+    assert chosen(FOUR, "trainer.ranks=2").generator.device == "cuda:2"
+    whole = chosen(FOUR, "trainer.ranks=3", "generator.tensor_parallel=2")
+    assert whole.generator.device == "auto"  # there are not as many: the run is refused later
+    for alone in ("generator.count=2", "generator.replicas=2", "trainer.device=cpu"):
+        assert chosen(FOUR, alone).generator.device == "auto"
+
+
+def shared(model: Path, gpu: float, *settings: str, vllm: bool = True) -> tuple[RunConfig, Shares]:
+    hardware = Hardware((int(gpu * GIB),), "made-up", vllm)
+    run = chosen(hardware, f"model.path={model}", *settings)
+    given = given_keys(load_tree(overrides=settings, environ={}))
+    return run, shares(run, given, Machine(hardware.gpus[0], "made-up"))
+
+
+def test_vllm_takes_what_the_trainer_leaves(model: Path) -> None:
+    found: dict[int, float] = {}
+    for gpu in (8, 16):
+        _, share = shared(model, gpu)
+        found[gpu] = share.engine_args["gpu_memory_utilization"]
+        assert share.slots == 128
+    trainer = {gpu: (0.95 - share) * gpu / MARGIN for gpu, share in found.items()}
+    assert trainer[8] == pytest.approx(trainer[16], abs=0.2)  # it needs as much on either
+    assert 1 < trainer[8] < 4
+    run, _ = shared(model, 8)
+    taken = msgspec.structs.replace(run.generator, engine_args={"gpu_memory_utilization": 0.3})
+    kept = shares(msgspec.structs.replace(run, generator=taken), (), Machine(16 * GIB, "made-up"))
+    assert kept.engine_args == {"gpu_memory_utilization": 0.3}
+
+
+def test_the_torch_engine_has_as_many_slots_as_fit(model: Path) -> None:
+    run, found = shared(model, 3, vllm=False)
+    assert run.generator.engine == "torch"
+    assert 1 <= found.slots < 128
+    with pytest.raises(UsageError, match=r"A run is smaller with trainer\.lora_rank"):
+        shared(model, 3, "generator.slots=128", vllm=False)
+
+
+def test_a_gpu_that_is_too_small_is_refused(model: Path) -> None:
+    with pytest.raises(UsageError, match="the KV cache of a generator has room for"):
+        shared(model, 4)
+
+
+def test_what_is_not_estimated_is_left_as_it_is(model: Path) -> None:
+    run, found = shared(model, 8, "trainer.expert_parallel=2", "trainer.ranks=2", vllm=False)
+    assert found == Shares(run.generator.slots, {})
+
+
+def test_who_starts_a_run_asks_another_process(model: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("umbra.deploy.machine_defaults.PROGRAM_S", seconds(180))
+    config = load_config(overrides=[f"model.path={model}"], environ={})
+    run, told = for_hardware(config, {"model.path"}, ONE, shares_aside)
+    assert run.generator.engine_args == shared(model, 8)[1].engine_args
+    assert told[:2] == ["generator.engine = vllm", "generator.max_context = 8192"]
+
+
+def test_an_estimate_tells_what_is_chosen_and_what_does_not_fit(
+    model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "run.toml").write_text(f'[model]\npath = "{model}"\n', encoding="utf-8")
+    words = ["estimate", str(tmp_path / "run.toml"), "--gpu", "l4-24", "--host-gib", "64"]
+    result = CliRunner().invoke(cli, [*words, "--shm-gib", "8"])
+    assert "Chosen for that machine: generator.engine = vllm" in result.output
+    assert "gpu_memory_utilization" in result.output
+    config = load_config(overrides=[f"model.path={model}"], environ={})
+    unfit = shares_if_any(Request(chosen(ONE, f"model.path={model}"), [], GIB, "made-up"))
+    assert unfit == Shares(config.generator.slots, {})
+
+
+def test_positions_of_models(model: Path, tmp_path: Path) -> None:
+    assert positions(str(model)) == 40_960
+    (tmp_path / "config.json").write_text('{"text_config": {"max_position_embeddings": 99}}')
+    assert positions(str(tmp_path)) == 99
+    assert positions(str(tmp_path / "nowhere")) == 0

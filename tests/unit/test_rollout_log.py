@@ -1,0 +1,188 @@
+"""Rollouts as text: what the trainer writes of a step, and what is printed and shown of it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from fakes.looks import heard
+from fakes.trajectories import trajectory
+
+from umbra import cli
+from umbra.deploy.rollouts import as_text, pieces, read_rollouts
+from umbra.deploy.run_folder import RunFolder
+from umbra.deploy.samples_command import command
+from umbra.proto.records import Trajectory, VersionSpan
+from umbra.services.modeling.models import load_tokenizer
+from umbra.services.trainer.rollout_log import EVERY_S, TOLD_CHARS, RolloutLog, spread, told
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes, so that a character may have several."""
+
+    def decode(self, ids: list[int], **_options: Any) -> str:
+        return bytes(ids).decode(errors="replace")
+
+
+def rewarded(reward: float, **changes: Any) -> Trajectory:
+    return trajectory(
+        list(b"ask"), list(b"answer"), sample_id=f"s{reward:g}", reward=reward, **changes
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    monkeypatch.chdir(tmp_path)
+    made = RunFolder.create("runs", "run")
+    made.config.write_text("{}")
+    return made
+
+
+def test_of_each_step_some_from_the_worst_to_the_best(folder: RunFolder) -> None:
+    log = RolloutLog(folder.path, Bytes(), 3, lambda row: None)
+    log.step(1, [rewarded(reward) for reward in (0.5, 3.0, 0.25, -1.0, 2.0)])
+    log.step(2, [rewarded(reward) for reward in (7.0, 6.0)])
+    log.close()
+    found = [(row["step"], row["reward"]) for row in read_rollouts(folder)]
+    assert found == [(1, -1.0), (1, 0.5), (1, 3.0), (2, 6.0), (2, 7.0)]
+    assert spread([rewarded(1.0), rewarded(2.0)], 1)[0].reward == 1.0
+
+
+def test_none_are_written_or_told_unless_asked_for(folder: RunFolder) -> None:
+    rows: list[dict[str, Any]] = []
+    log = RolloutLog(folder.path, Bytes(), 0, rows.append)
+    log.step(1, [rewarded(1.0)])
+    log.close()
+    assert rows == []
+    assert not folder.samples.exists()
+
+
+def test_pieces_by_age_and_speaker_keep_characters_whole(folder: RunFolder) -> None:
+    response = "a☃b ☃?".encode()  # versions change within both snowmen
+    mixed = trajectory(
+        list(b"?"), list(response), sample_id="s", reward=1.0, reward_parts={"right": 1.0},
+        loss_mask=b"\1" * 5 + b"\0" * 1 + b"\1" * (len(response) - 6), turns=2,
+        spans=[
+            VersionSpan(version=3, start=0, end=2),
+            VersionSpan(version=5, start=2, end=8),
+            VersionSpan(version=6, start=8, end=len(response)),
+        ],
+    )  # fmt: skip
+    log = RolloutLog(folder.path, Bytes(), 4, lambda row: None)
+    log.step(7, [mixed])
+    log.close()
+    (row,) = read_rollouts(folder)
+    assert row["response"] == "a☃b ☃?"
+    assert row["staleness"] == 3
+    said = list(pieces(row))
+    assert "".join(text for text, _, _ in said) == row["response"]
+    assert [(tokens, age) for _, tokens, age in said] == [
+        (2, 3), (3, 1), (1, None), (2, 1), (2, 0),
+    ]  # fmt: skip
+    assert [text for text, _, _ in said] == ["a", "☃b", " ", "", "☃?"]
+    text = as_text(row)
+    assert "reward 1 (right 1), 10 tokens, 2 turns, stop, staleness 3" in text
+    assert "[staleness 1, 3 tokens] ☃b" in text
+    assert "[environment, 1 tokens]" in text
+    assert "[newest weights, 2 tokens] ☃?" in text
+
+
+def test_one_is_told_now_and_then_and_is_short(folder: RunFolder) -> None:
+    now, rows = [0.0], list[dict[str, Any]]()
+    log = RolloutLog(folder.path, Bytes(), 2, rows.append, clock=lambda: now[0])
+    long = trajectory(list(b"x" * 3 * TOLD_CHARS), list(b"y"), reward=0.5)
+    for step in (1, 2, 3):
+        log.step(step, [long])
+    now[0] += EVERY_S
+    log.step(4, [long])
+    log.close()
+    assert [row["step"] for row in rows] == [1, 4]
+    assert len(rows[0]["prompt"]) == TOLD_CHARS + 1
+    (seen,) = heard(("rollout", rows[0])).rollouts()
+    assert (seen.step, seen.response, seen.pieces) == (1, "y", [(1, 1, 0)])
+
+
+def test_what_is_told_is_printable_and_keeps_its_length() -> None:
+    row = {
+        "step": 1, "sample": "s", "group": "g", "prompt_id": "p", "reward": 1.0, "tokens": 3,
+        "reward_parts": {}, "turns": 1, "seconds": 1.0, "finish_reason": "stop", "staleness": 0,
+        "prompt": "\x1b[2J", "response": "a\r\x07b\nc", "pieces": [[6, 3, 0]],
+    }  # fmt: skip
+    feed = heard(("rollout", told(row)), ("rollout", {**row, "reward": float("nan")}))
+    (seen,) = feed.rollouts()
+    assert (seen.prompt, seen.response) == (" [2J", "a  b\nc")
+    assert feed.bad == 1
+
+
+def test_real_tokenizers_give_the_text_that_they_were_given(
+    folder: RunFolder, tiny_model_dir: Path
+) -> None:
+    tokenizer = load_tokenizer(tiny_model_dir)
+    ids = tokenizer("3 1 2", add_special_tokens=False)["input_ids"]
+    log = RolloutLog(folder.path, tokenizer, 1, lambda row: None)
+    log.step(1, [trajectory(ids, ids, reward=1.0)])
+    log.close()
+    (row,) = read_rollouts(folder)
+    assert (row["prompt"], row["response"]) == ("3 1 2", "3 1 2")
+
+
+@pytest.fixture
+def written(folder: RunFolder) -> RunFolder:
+    log = RolloutLog(folder.path, Bytes(), 2, lambda row: None)
+    for step in (1, 2, 3, 2, 3):  # a trainer that started again has repeated two
+        log.step(step, [rewarded(step + part) for part in (0.0, 0.5)])
+    log.close()
+    with folder.samples.open("a") as file:
+        file.write('{"kind":"rollout","cut')
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("words", "rewards"),
+    [
+        ([], [2.0, 2.5, 3.0, 3.5]),
+        (["-n", "1"], [3.5]),
+        (["--worst", "-n", "2"], [1.0, 1.5]),
+        (["--best", "-n", "2"], [3.5, 3.0]),
+        (["--step", "2"], [2.0, 2.5]),
+        (["--step", "2", "--best", "-n", "1"], [2.5]),
+    ],
+)
+def test_which_are_printed(written: RunFolder, words: list[str], rewards: list[float]) -> None:
+    done = CliRunner().invoke(command, [written.id, *words, "--json"])
+    assert [json.loads(line)["reward"] for line in done.output.splitlines()] == rewards
+    assert done.exit_code == 0
+
+
+def test_a_model_that_says_what_steers_terminals(written: RunFolder) -> None:
+    (row,) = [json.loads(line) for line in written.samples.read_text().splitlines()[:1]]
+    written.samples.write_text(json.dumps({**row, "response": "\x1b[2Jcleared\nx"}) + "\n")
+    done = CliRunner().invoke(command, [])
+    assert "\x1b" not in done.output
+    assert ">>>  [2Jcleared\nx\n" in done.output
+
+
+@pytest.mark.parametrize(
+    ("config", "words", "told_so"),
+    [
+        ({"log": {"samples": 0}}, [], "keeps no rollouts: log.samples is 0"),
+        ({}, [], "has no rollouts yet: samples.jsonl comes with its first step"),
+        ({}, ["--worst", "--best"], "--worst and --best exclude each other"),
+    ],
+)
+def test_why_none_are_printed(
+    folder: RunFolder,
+    config: dict[str, Any],
+    words: list[str],
+    told_so: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder.config.write_text(json.dumps(config))
+    assert cli.main(["samples", *words]) == 2
+    assert told_so in capsys.readouterr().err
+
+
+def test_a_step_that_has_none(written: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["samples", "--step", "9"]) == 2
+    assert f"run {written.id} has no rollouts of step 9" in capsys.readouterr().err

@@ -1,0 +1,84 @@
+"""`umbra runs`: every run in a folder, with what became of it."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from umbra import cli
+from umbra.deploy.run_folder import RunFolder
+from umbra.deploy.runs_command import RECENT, command
+
+
+def made(name: str, begun: float, *, steps: int = 0, code: int | None = None) -> RunFolder:
+    """The folder of a run that began `begun` seconds after the epoch, in `runs/` here."""
+    folder = RunFolder(Path("runs").resolve() / name)
+    folder.logs.mkdir(parents=True)
+    folder.config.write_text(json.dumps({"run": {"name": "mine", "steps": 100}}))
+    os.utime(folder.config, (begun, begun))
+    rows = [{"kind": "step", "step": n, "reward/mean": n / 100} for n in range(1, steps + 1)]
+    text = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
+    folder.metrics.write_text(text + '{"kind":"step","st')
+    if code is not None:
+        ended = {"exit_code": code, "exit_reason": "because", "accuracy_after": 0.75}
+        folder.summary.write_text(json.dumps(ended))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def listed() -> dict[str, dict[str, Any]]:
+    done = CliRunner().invoke(command, ["--json"])
+    assert done.exit_code == 0, done.output
+    rows = [json.loads(line) for line in done.output.splitlines()]
+    return {row["id"]: row for row in rows}
+
+
+def test_what_became_of_each_oldest_first() -> None:
+    made("well", 30.0, steps=25, code=0)
+    made("badly", 10.0, steps=2, code=7)
+    made("stopped", 20.0, steps=3, code=130)
+    made("killed", 50.0)
+    made("drained", 60.0, code=143)
+    going = made("going", 40.0, steps=1)
+    with going.held():
+        found = listed()
+    assert {name: run["state"] for name, run in found.items()} == {
+        "badly": "failed", "stopped": "interrupted", "well": "ended", "going": "under way",
+        "killed": "interrupted", "drained": "interrupted",
+    }  # fmt: skip
+    assert list(found) == ["badly", "stopped", "well", "going", "killed", "drained"]
+    well = found["well"]
+    assert (well["steps"], well["goal"], well["accuracy"]) == (25, 100, 0.75)
+    assert well["reward"] == pytest.approx(sum(range(26 - RECENT, 26)) / RECENT / 100)
+    assert (well["name"], well["reason"]) == ("mine", "because")
+    assert found["killed"]["reward"] is None
+    size = sum(path.stat().st_size for path in Path("runs/well").rglob("*") if path.is_file())
+    assert well["bytes"] == size
+
+
+def test_a_table_for_people() -> None:
+    made("well", 1.7e9, steps=25, code=0)
+    spoiled = made("spoiled", 1.8e9)
+    spoiled.config.write_text("[")
+    spoiled.summary.write_text("[]")
+    os.utime(spoiled.config, (1.8e9, 1.8e9))
+    done = CliRunner().invoke(command, [])
+    heading, first, second = done.output.splitlines()
+    assert heading.split() == ["id", "state", "steps", "reward", "accuracy", "begun", "size"]
+    assert first.split()[:5] == ["well", "ended", "25/100", "0.205", "0.750"]
+    assert second.split()[:5] == ["spoiled", "interrupted", "0", "-", "-"]
+
+
+def test_no_run_at_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["runs"]) == 2
+    assert (
+        "no run is in runs: name the folder that runs are in (run.dir)" in capsys.readouterr().err
+    )
+    assert cli.main(["runs", "--json"]) == 0

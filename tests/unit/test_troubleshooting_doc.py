@@ -1,0 +1,93 @@
+"""docs/troubleshooting.md and docs/glossary.md speak of messages, keys and commands that exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from umbra import cli
+from umbra.services.runtime.config.describe import described
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = ("troubleshooting.md", "glossary.md")
+CODE = ("deploy", "proto", "services", "src/umbra")
+
+
+def spoken(node: ast.AST) -> str | None:
+    """The text of a string as written, with a private character for each value it takes."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return re.sub(r"%[sdrg]|%\.\d[fg]", "\ue000", text)
+        case ast.JoinedStr(values=values):
+            return "".join(spoken(value) or "\ue000" for value in values)
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return (spoken(left) or "\ue000") + (spoken(right) or "\ue000")
+    return None
+
+
+def strings(tree: ast.AST) -> Iterator[str]:
+    """Every string of a module, the whole ones before their parts."""
+    for node in ast.walk(tree):
+        if text := spoken(node):
+            yield text
+
+
+@cache
+def said() -> str:
+    """Every text in the code, one a line."""
+    found: list[str] = []
+    for folder in CODE:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            found += strings(ast.parse(path.read_text(encoding="utf-8")))
+    return "\n".join(text.replace("\n", " ") for text in found if " " in text)
+
+
+def messages() -> list[str]:
+    """Those in the first column of the tables."""
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    return re.findall(r"^\| `([^`]+)` \|", page, re.M)
+
+
+def is_said(message: str, code: str) -> bool:
+    """Whether `code` has a line with the parts of `message`, in order."""
+    parts = [re.escape(part) for part in message.split("…") if part.strip()]
+    return re.search("[^\n]*".join(parts), code) is not None
+
+
+def test_every_message_is_one_of_the_code() -> None:
+    assert len(messages()) > 40
+    assert [message for message in messages() if not is_said(message, said())] == []
+
+
+def test_what_is_not_said_is_found() -> None:
+    code = said()
+    assert is_said("run file … does not exist", code)
+    assert not is_said("run file … has gone away", code)
+    assert not is_said("does not exist … run file", "run file \ue000 does not exist")
+
+
+def test_each_row_says_why_and_what_to_do() -> None:
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    assert [row for row in rows if not all(map(str.strip, row.strip("|").split("|")))] == []
+    assert len(rows) == len(messages())
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_keys_and_commands_are_there(name: str) -> None:
+    page = (DOCS / name).read_text(encoding="utf-8")
+    keys = {key.path for key in described()}
+    sections = {path.partition(".")[0] for path in keys}
+    codes = re.findall(r"`([^`\n]+)`", page)
+    named = {found for code in codes for found in re.findall(r"^([a-z_]+\.[a-z_]+)\b", code)}
+    named = {path for path in named - {"metrics.jsonl"} if path.partition(".")[0] in sections}
+    assert named
+    assert named <= keys, named - keys
+    commands = set(re.findall(r"umbra ([a-z][a-z-]+)", "\n".join(codes)))
+    assert commands <= set(cli.COMMANDS)
