@@ -22,6 +22,7 @@ from umbra.services.monitor.run_address import find_run
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config.loader import config_of, load_config
 from umbra.services.runtime.model.directory import TOKENIZER_FILES, check_model_dir
+from umbra.services.runtime.model.hub import is_hub_name
 
 if TYPE_CHECKING:
     from umbra.services.generator.conversation import Conversation
@@ -60,7 +61,7 @@ def command(
     device: str | None,
     seed: int | None,
 ) -> int:
-    """Talk to MODEL: a run with a trained model, or a model's folder.
+    """Talk to MODEL: a run with a trained model, a model's folder, or ORG/NAME on the hub.
 
     A run is given by its folder, by its id in runs/, or not at all for the newest one; its chat
     template and sampling are used. Answers come as they are generated. /reset begins a new
@@ -92,8 +93,8 @@ def _settings(model: str) -> RunConfig:
     Raises:
         UsageError: it is neither a model nor a run with one.
     """
-    if model and any((Path(model) / name).is_file() for name in TOKENIZER_FILES):
-        config = config_of({"model": {"path": str(Path(model).resolve())}}, "umbra chat")
+    if path := _as_model(model):
+        config = config_of({"model": {"path": path}}, "umbra chat")
         config = _changed(config, "sampling", max_tokens=TOKENS)
     else:
         folder = RunFolder(find_run(model))
@@ -103,10 +104,18 @@ def _settings(model: str) -> RunConfig:
                 f"checkpoint as a model with `{shown_command()} export`"
             )
         config = load_config(folder.config, environ={})
-        config = _changed(config, "model", path=str(folder.model))
+        config = _changed(config, "model", path=str(folder.model), revision="")
         config = _changed(config, "trainer", lora_rank=0, router_replay=False)  # it is merged
     context = _context(check_model_dir(config.model.path, "MODEL"))
     return _changed(config, "generator", slots=1, replicas=1, max_context=context)
+
+
+def _as_model(name: str) -> str:
+    """The model that `name` is, a directory or a name on the hub; empty if it is a run."""
+    if name and any((Path(name) / file).is_file() for file in TOKENIZER_FILES):
+        return str(Path(name).resolve())
+    # In a folder that is here, ORG/NAME is a run that was misspelt.
+    return name if is_hub_name(name) and not Path(name).parent.exists() else ""
 
 
 def _context(model: Path) -> int:

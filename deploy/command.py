@@ -100,6 +100,8 @@ def up(
         config = load_run(run_file, overrides)
         told = check_extension(before, config) if before is not None and before.has_ended() else ""
         check_one_machine(config)
+        if not dry_run and (missing := _to_download(config)):
+            _note(f"model: {size(missing)} of weights to download")
         check_run(config, download=not dry_run)  # before a folder is made
         config, chosen = for_this_machine(config, load_tree(run_file, overrides=overrides))
         check_packages(config)
@@ -256,7 +258,8 @@ def check(run_file: Path, overrides: tuple[str, ...]) -> int:
         warnings = _try_all(run, search_path(run_file))
     batch = run.buffer.group_size * run.buffer.batch_groups
     click.echo(f"{run_file}: good")
-    click.echo(f"model:     {run.model.name}{_to_download(run)}")
+    missing = _to_download(run)
+    click.echo(f"model:     {run.model.name}{f' ({size(missing)} to download)' if missing else ''}")
     click.echo(f"prompts:   {run.data.prompts}")
     click.echo(f"batch:     {run.buffer.batch_groups} groups of {run.buffer.group_size} = {batch}")
     click.echo(f"objective: {run.trainer.objective}{_changes(run)}")
@@ -271,11 +274,10 @@ def check(run_file: Path, overrides: tuple[str, ...]) -> int:
     return EXIT_DONE
 
 
-def _to_download(run: RunConfig) -> str:
-    if not is_hub_name(run.model.name):
-        return ""
-    missing = missing_bytes(run.model.name, "model.path")
-    return f" ({size(missing)} to download)" if missing else " (in the cache)"
+def _to_download(run: RunConfig) -> int:
+    """Bytes of the model's weights that are still on the hub alone."""
+    name = run.model.name
+    return missing_bytes(name, "model.path") if is_hub_name(name) else 0
 
 
 def _echo_memory(run: RunConfig) -> None:

@@ -14,7 +14,8 @@ import click
 from umbra.deploy.init_files import MACHINES, PROMPTS, REWARD, REWARDS, Machine, run_file
 from umbra.deploy.shown import shown_command, shown_path
 from umbra.proto.errors import EXIT_DONE, UsageError
-from umbra.services.buffer.data.dataset_readers import DATASETS
+from umbra.services.runtime.model.hub import is_hub_name
+from umbra.services.runtime.prompts.readers import DATASETS, is_elsewhere
 
 RUN_FILE, REWARD_FILE, PROMPTS_FILE = "run.toml", "reward.py", "prompts.jsonl"
 DEVICES = Path("/dev")
@@ -23,8 +24,8 @@ SEVERAL = 8  # GPUs, from which on trainer and generator have their own
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False), default=Path())
-@click.option("--model", help="Directory of the Hugging Face model.")
-@click.option("--prompts", help="Prompts: JSONL, Parquet or datasets:NAME:SPLIT.")
+@click.option("--model", help="Its directory, or ORG/NAME on the hub.")
+@click.option("--prompts", help="A file, URL or datasets:NAME:SPLIT.")
 @click.option("--reward", type=click.Choice(list(REWARDS)), help="What answers are worth.")
 @click.option("--machine", type=click.Choice(list(MACHINES)), help="What the run file is for.")
 def command(
@@ -40,9 +41,9 @@ def command(
     prompts, some sums are written to prompts.jsonl; reward "function" writes reward.py, to be
     changed. machine is cpu, gpu (one) or 8gpu; found out by default.
     """
-    model = _ask("model: its Hugging Face directory", model, "model")
+    model = _ask("model: its directory, or ORG/NAME on the hub", model, "model")
     prompts = _ask("prompts: a file, or nothing for an example", prompts, "")
-    if prompts and not prompts.startswith(DATASETS) and not Path(prompts).is_file():
+    if prompts and not _is_source(prompts) and not Path(prompts).is_file():
         raise UsageError(f"--prompts {prompts}: there is no such file")
     reward = _choose("reward: your own function, or the row's answer", reward, REWARDS, "function")
     found = _this_machine()
@@ -65,7 +66,7 @@ def command(
         texts[PROMPTS_FILE] = PROMPTS
     _write(folder, texts)
     run = shlex.quote(shown_path((folder / RUN_FILE).absolute()))
-    if not Path(model).is_dir():
+    if not Path(model).is_dir() and not is_hub_name(model):
         click.echo(f"{model} is not there yet: hf download NAME --local-dir {model}")
     click.echo(f"next:\n  {shown_command()} config check {run}\n  {shown_command()} up {run}")
     return EXIT_DONE
@@ -115,9 +116,14 @@ def _this_machine() -> Machine:
     return "8gpu" if gpus >= SEVERAL else "gpu" if gpus else "cpu"
 
 
+def _is_source(prompts: str) -> bool:
+    """Whether it is no path."""
+    return prompts.startswith(DATASETS) or is_elsewhere(prompts)
+
+
 def _from(folder: Path, path: str) -> str:
     """`path` as it is found from any folder: as it is for a run file that lies here."""
-    if not path or path.startswith(DATASETS) or not Path(path).exists() or folder == Path():
+    if not path or _is_source(path) or not Path(path).exists() or folder == Path():
         return path
     return str(Path(path).absolute())
 

@@ -48,10 +48,10 @@ name = {name}
 steps = 200                       # optimizer steps
 
 [model]
-{model}            # a Hugging Face directory with safetensors and a tokenizer
+{model}            # a directory of Hugging Face, or ORG/NAME on the hub
 
 [data]
-{prompts}       # JSON lines with "prompt"; what else a line has reaches the reward
+{prompts}       # rows with "prompt"; what else a row has reaches the reward
 
 [environment]
 {environment}

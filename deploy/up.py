@@ -144,7 +144,7 @@ class Up:
         origin = self.folder.read_origin()
         if self._evaluate:
             known = origin.get("before")
-            self._outcome["before"] = known or self._eval("before", self.config.model.path)
+            self._outcome["before"] = known or self._eval("before", self.config.model.name)
         search = [str(path) for path in self._search]
         found = {"search": search, "before": self._outcome.get("before")}
         origin = json.dumps(found).encode() + b"\n"

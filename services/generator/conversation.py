@@ -87,24 +87,24 @@ class Conversation:
         name = f"turn-{self._turns}"
         limit = self._sampling.max_tokens
         self._engine.submit([EngineRequest(name, prompt, self._sampling, limit)])
-        over: EngineOutput | None = None
+        over: list[EngineOutput] = []
         seen = 0
         try:
-            while over is None:
-                over = next(iter(self._engine.poll(POLL_S)), None)
-                for output in self._engine.peek({name: seen + 1}) if over is None else ():
+            while not over:
+                over = self._engine.poll(POLL_S)
+                for output in self._engine.peek({name: seen + 1}) if not over else ():
                     tokens = output.token_ids
                     if self._chat.stopped_at(tokens, self._stops, seen) is not None:
-                        (over,) = self._engine.abort([name])
+                        over = self._engine.abort([name])
                         break
                     seen = len(tokens)
                     for kind, text in reader.feed(tokens):
                         told[kind] += text
                         yield kind, text
         finally:
-            if over is None:
+            if not over:
                 self._engine.abort([name])
-        return reader.end(over.token_ids)
+        return reader.end(over[0].token_ids)
 
     def close(self) -> None:
         """Free what the engine holds."""

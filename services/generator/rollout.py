@@ -122,7 +122,7 @@ class Rollout:
 
         Not once its environment has been told something, or is at work on it.
         """
-        first_turn = self.phase is Phase.GENERATE and self._turn_start == 0
+        first_turn = self.phase is Phase.GENERATE and self._turns == self._line.turn_start == 0
         return self.phase is Phase.RESET or first_turn
 
     def reset_done(self, opening: Opening) -> None:

@@ -38,8 +38,16 @@ def next_key(fd: int, timeout_s: float) -> str:
     """
     if not select.select([fd], [], [], timeout_s)[0]:
         return ""
-    typed = os.read(fd, 16).decode(errors="replace")
-    return SEQUENCES.get(typed, typed[:1])
+    typed = os.read(fd, 1)  # of several that were pressed at once, the others come next
+    while typed[:1] == b"\x1b" and not _is_whole(typed) and select.select([fd], [], [], 0)[0]:
+        typed += os.read(fd, 1)
+    key = typed.decode(errors="replace")
+    return SEQUENCES.get(key, key[:1])
+
+
+def _is_whole(sequence: bytes) -> bool:
+    """Whether an escape sequence has its last character."""
+    return len(sequence) > 2 and (sequence[-1:].isalpha() or sequence[-1:] == b"~")
 
 
 @dataclass

@@ -25,6 +25,7 @@ def hub() -> Iterator[Hub]:
         yield found
 
 
+@pytest.mark.real  # two whole runs, an export
 @pytest.mark.e2e
 @pytest.mark.timeout(240)
 def test_from_a_name_to_a_name(hub: Hub, project: Path) -> None:

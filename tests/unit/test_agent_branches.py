@@ -9,11 +9,11 @@ import pytest
 from umbra.services.environments.protocol import StepResult
 from umbra.services.environments.turn_request import RefusedError, Turn
 from umbra.services.generator.agents.calls import Call
-from umbra.services.generator.agents.conversation import News
 from umbra.services.generator.agents.errors import ApiError
 from umbra.services.generator.agents.replies import Answer
 from umbra.services.generator.agents.responses_api import response_id
 from umbra.services.generator.agents.session import AgentSession
+from umbra.services.generator.agents.session_tree import News
 from umbra.services.modeling.dialect import TOLD, ResponseTemplateDialect, read
 
 TIMEOUT_S = 10.0

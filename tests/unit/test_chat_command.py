@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from fakes.engine import ScriptedEngine
 
 from umbra import cli
+from umbra.deploy import chat_command
 from umbra.deploy.chat_command import CONTEXT, TOKENS, command
 from umbra.deploy.run_folder import RunFolder
 from umbra.proto.records import Sampling
@@ -178,6 +179,22 @@ def test_a_models_folder_gets_room(
     assert (told.generator.engine, told.sampling.temperature) == ("vllm", 0.5)
 
 
+def test_a_name_on_the_hub(
+    tiny_model_dir: Path,
+    opened: list[tuple[RunConfig, dict[str, Any]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+
+    def check(name: str, source: str) -> Path:
+        asked.append(name)
+        return tiny_model_dir
+
+    monkeypatch.setattr(chat_command, "check_model_dir", check)
+    assert CliRunner().invoke(command, ["an-org/a-model"], input="").exit_code == 0
+    assert asked == [opened[0][0].model.path] == ["an-org/a-model"]
+
+
 def test_who_cannot_be_talked_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -188,6 +205,8 @@ def test_who_cannot_be_talked_to(
     assert cli.main(["chat"]) == 2
     said = capsys.readouterr().err
     assert f"run {folder.id} has no trained model yet: wait for its end, or write" in said
+    assert cli.main(["chat", "runs/misspelt"]) == 2
+    assert "runs/misspelt is no run" in capsys.readouterr().err
 
 
 def test_what_is_piped_in_and_does_not_fit_is_refused(tiny_model_dir: Path) -> None:

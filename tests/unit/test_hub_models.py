@@ -152,8 +152,18 @@ class TestTheCache:
         hub.requests.clear()
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
         assert pin(NAME, "model.path").revision == commit
+        assert fetch(NAME, "MODEL").name == commit
         assert weights_checksum(f"{NAME}@{commit}") == weights_checksum(tiny_model_dir)
         assert hub.requests == []
+
+    def test_a_run_is_checked_without_a_network(
+        self, hub: Hub, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        hub.add_model(NAME, tiny_model_dir)
+        fetch(NAME, "model.path")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        for download in (False, True):
+            check_run(load_run(run_of(tmp_path), ()), download=download)
 
     def test_it_has_to_have_all(
         self, hub: Hub, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
@@ -162,7 +172,7 @@ class TestTheCache:
         name = str(pin(NAME, "model.path"))  # without weights
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
         load_tokenizer(name)
-        with pytest.raises(UsageError, match="not in the cache, and HF_HUB_OFFLINE is set"):
+        with pytest.raises(UsageError, match=r"has not all of .*, and HF_HUB_OFFLINE is set"):
             fetch(name, "model.path")
         with pytest.raises(UsageError, match="acme/other is no directory here"):
             pin("acme/other", "model.path")

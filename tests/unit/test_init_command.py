@@ -52,9 +52,8 @@ def test_every_run_file_is_sound(machine: str, reward: str, vllm: bool, here: Pa
     check_feasible(config)
     assert list(cautions(config)) == []
     assert (config.model.path, config.data.prompts) == ('a "model"', "p\\q.jsonl")
-    assert config.generator.engine == (
-        "vllm" if machine == "8gpu" or (vllm and machine == "gpu") else "torch"
-    )
+    engines = {"cpu": "auto", "gpu": "vllm" if vllm else "torch", "8gpu": "vllm"}
+    assert config.generator.engine == engines[machine]
     assert config.trainer.device.startswith("cpu" if machine == "cpu" else "cuda")
     assert all(len(line) <= 100 for line in text.splitlines())
 
@@ -96,6 +95,12 @@ def test_a_folder_elsewhere_and_prompts_of_ones_own(capsys: pytest.CaptureFixtur
     assert cli.main(["init", "third", "--prompts", "none.jsonl"]) == 2
     assert "--prompts none.jsonl: there is no such file" in capsys.readouterr().err
     assert not Path("third").exists()
+    words = ["--model", "an-org/a-model", "--prompts", "https://example.org/rows.jsonl"]
+    assert cli.main(["init", "fourth", *words]) == 0
+    assert "is not there yet" not in capsys.readouterr().out
+    config = load_config("fourth/run.toml", environ={})
+    assert config.model.path == "an-org/a-model"
+    assert config.data.prompts == "https://example.org/rows.jsonl"
 
 
 @pytest.mark.parametrize(
@@ -128,7 +133,7 @@ def test_four_questions_on_a_terminal() -> None:
     os.close(theirs)
     said = os.read(ours, 4096).decode()
     os.close(ours)
-    assert "model: its Hugging Face directory [model]" in said
+    assert "model: its directory, or ORG/NAME on the hub [model]" in said
     assert "reward" not in said.partition("machine")[0]
     config = load_config("run.toml", environ={})
     assert (config.model.path, config.trainer.device) == ("a-model", "cpu")

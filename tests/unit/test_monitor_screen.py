@@ -227,6 +227,16 @@ def test_keys_scroll_within_the_text() -> None:
     assert scroll.fit(lines=5, room=20) == 0
 
 
+def test_keys_that_are_pressed_at_once_all_count() -> None:
+    ours, theirs = pty.openpty()
+    with unbuffered(theirs):
+        os.write(ours, b"?q\x1b[B\x1b[6~k")
+        pressed = [next_key(theirs, 5.0) for _ in range(5)]
+    assert pressed == ["?", "q", "down", "pagedown", "k"]
+    os.close(ours)
+    os.close(theirs)
+
+
 @pytest.mark.parametrize(
     ("typed", "key"),
     [(b"\x1b[A", "up"), (b"\x1b[6~", "pagedown"), (b"\x1bOF", "end"), (b"\x1b[99~", "\x1b")],

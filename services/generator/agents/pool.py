@@ -29,13 +29,13 @@ from umbra.services.environments.turn_request import Ask, Begun, Turn
 from umbra.services.environments.worker_pool import END_S, WorkerPool
 from umbra.services.generator.agents.address import host_of, url_of
 from umbra.services.generator.agents.calls import Call, CallRules
-from umbra.services.generator.agents.conversation import News
 from umbra.services.generator.agents.errors import ApiError
 from umbra.services.generator.agents.offers import SessionOffers
 from umbra.services.generator.agents.replies import Answer
 from umbra.services.generator.agents.server import MAX_BODY, Edge, Hear
 from umbra.services.generator.agents.session import AgentSession
 from umbra.services.generator.agents.session_registry import SessionRegistry
+from umbra.services.generator.agents.session_tree import News
 from umbra.services.runtime.config import EnvironmentConfig
 from umbra.services.runtime.deadline import Deadline
 from umbra.services.runtime.http.server import HttpServer

@@ -3,7 +3,7 @@
     waiting -> thinking <-> asking -> over
 
 Its history only grows: a request that continues it gets a turn. One that changes it is refused,
-because a trajectory is one line of tokens, or begins a branch (`Conversation`). The model answers
+because a trajectory is one line of tokens, or begins a branch (`SessionTree`). The model answers
 one request at a time; with branches others wait for their turn.
 """
 
@@ -22,9 +22,9 @@ from umbra.proto.errors import UmbraError
 from umbra.services.environments.protocol import StepResult
 from umbra.services.environments.turn_request import RefusedError, Turn
 from umbra.services.generator.agents.calls import Call
-from umbra.services.generator.agents.conversation import Conversation, News
 from umbra.services.generator.agents.errors import ApiError
 from umbra.services.generator.agents.replies import Answer, answer_of
+from umbra.services.generator.agents.session_tree import News, SessionTree
 
 _ANSWERS = 16  # the newest, kept for calls that come again: so many may have come at once
 
@@ -73,7 +73,7 @@ class AgentSession:
         self.verdict = ""  # why nothing more is expected of the agent
         self._begun = False
         self._branches = branches
-        self._conversation = Conversation(session_id, branches=branches)
+        self._tree = SessionTree(session_id, branches=branches)
         self._open: _Open | None = None  # what the model answers
         self._waiting: deque[_Open] = deque()  # what it answers after that
         self._answers: dict[bytes, Answer] = {}  # by the call's mark
@@ -91,7 +91,7 @@ class AgentSession:
     @property
     def turns(self) -> int:
         """Turns that the model has given."""
-        return self._conversation.turns
+        return self._tree.turns
 
     def begin(self, now: float) -> None:
         """An agent has taken it."""
@@ -142,7 +142,7 @@ class AgentSession:
         if asked is None:
             return
         answer = answer_of(turn, asked.call, self.turns)
-        self._conversation.add(asked.call, answer)
+        self._tree.add(asked.call, answer)
         self._answers.pop(asked.mark, None)
         self._answers[asked.mark] = answer
         while len(self._answers) > (_ANSWERS if self._branches else 1):
@@ -210,7 +210,7 @@ class AgentSession:
             _tell(self._waiting.popleft(), why)
         # It is remembered for late requests, what was said in it is not.
         self.row = {}
-        self._conversation.clear()
+        self._tree.clear()
         self._answers.clear()
 
     def _check_open(self) -> None:
@@ -230,7 +230,7 @@ class AgentSession:
     def _ask(self, wanted: _Open) -> None:
         if self.reward is not None:
             raise ApiError("this session has its reward: it is over", code="rewarded")
-        wanted.call, news = self._conversation.joined(wanted.call)
+        wanted.call, news = self._tree.joined(wanted.call)
         self._open, self.refusal = wanted, ""
         self.deadline = math.inf
         wanted.ask(news)

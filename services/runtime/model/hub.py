@@ -92,14 +92,12 @@ def fetch(text: str, source: str, *, weights: bool = True, code: bool = False) -
         UsageError: as `pin`; or there are no safetensors weights, or they don't fit on the disk.
         StartupError: as `pin`.
     """
-    name = HubName.of(text)
+    name = pin(text, source)
     patterns = [*SMALL, *(CODE if code else ()), *(WEIGHTS if weights else ())]
-    if name.pinned and (folder := _cached(name, patterns, weights=weights)):
+    if folder := _cached(name, patterns, weights=weights):
         return folder
-    if weights:
-        missing = missing_bytes(str(name), source)
-        if missing:
-            log.info("downloading the weights of %s: %s", name, size(missing))
+    if weights and (missing := missing_bytes(str(name), source)):
+        log.info("downloading the weights of %s: %s", name, size(missing))
     folder = _download(name, patterns, source)
     if weights and not _has_weights(folder):
         raise UsageError(f"{source}: {name} lacks weights that its index names, or has none")
@@ -114,6 +112,8 @@ def missing_bytes(text: str, source: str) -> int:
         StartupError: as `pin`.
     """
     hub, name = _library(source, text), HubName.of(text)
+    if name.pinned and _cached(name, [*SMALL, *WEIGHTS], weights=True):
+        return 0
     with _told(name, source):
         info = hub.HfApi().model_info(name.repo, revision=name.revision, files_metadata=True)
     files = {file.rfilename: file.size or 0 for file in info.siblings or []}
@@ -244,7 +244,7 @@ def _unreachable(
         cause = cause.__cause__
     if cause is not None:
         return UsageError(
-            f"{where} is no directory here, and all of {name} is not in the cache, and "
+            f"{where} is no directory here, the cache has not all of {name.revision}, and "
             "HF_HUB_OFFLINE is set: unset it, download the model, or name a directory"
         )
     why = _line(error.__cause__ or error)

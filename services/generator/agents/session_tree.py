@@ -73,7 +73,7 @@ class _Place:
         return ""
 
 
-class Conversation:
+class SessionTree:
     """The turns of a session. Not thread-safe.
 
     Args:
