@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import plot_end_to_end
+import plot_examples
 import plot_scale
 import plot_staleness
 from report import text
@@ -45,6 +46,7 @@ Rows = list[dict[str, Any]]
 PLOTS: dict[str, tuple[Callable[[Rows], str], tuple[str, ...]]] = {
     "end-to-end.svg": (plot_end_to_end.picture, ("end_to_end_replay",)),
     "end-to-end-real.svg": (plot_end_to_end.picture, ("end_to_end_real",)),
+    "examples.svg": (plot_examples.picture, ("worked_examples",)),
     "scale.svg": (plot_scale.picture, ("scale",)),
     "staleness-accuracy.svg": (plot_staleness.picture, ("staleness",)),
 }

@@ -23,7 +23,6 @@ from umbra.services.runtime.config import RunConfig
 MARGIN = 1.1
 SHARE = "gpu_memory_utilization"
 SMALLER = "trainer.lora_rank, trainer.offload or a smaller generator.max_context"
-_GIVEN = (SHARE, "kv_cache_memory_bytes")  # engine arguments that say it already
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -64,7 +63,7 @@ def shares(config: RunConfig, given: Collection[str], machine: Machine) -> Share
     room = USABLE * machine.gpu - MARGIN * sum(peak(need.device) for need in beside)
     arguments, slots = generator.engine_args, generator.slots
     if generator.engine == "vllm":
-        if beside and not any(key in arguments for key in _GIVEN):
+        if beside and SHARE not in arguments and not generator.kv_cache_mb:  # else it is said
             share = min(VLLM_SHARE, math.floor(100 * room / machine.gpu) / 100)
             arguments = {**arguments, SHARE: max(share, 0.01)}
     elif "generator.slots" not in given:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 
+from umbra.services.generator.engine import CacheFigures
 from umbra.services.runtime.process.metrics import MetricsFile
 
 _LONGEST_SPAN_S = 1.0  # spans are cut here, so that a long one is seen while it lasts
@@ -16,6 +17,9 @@ class _Decoded:
     tokens: int = 0
     steps: float = 0.0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+    cache_usage: float = 0.0
     lengths: list[int] = field(default_factory=list)
 
 
@@ -24,8 +28,9 @@ class Activity:
 
     A row is `{"kind": "span", "name", "start", "end", ...}`, in seconds since the epoch. "idle" has
     `reason`: "weights", "work" or "environment". "decode" has `tokens` sampled, `steps` (of about
-    so many forward passes), `prompt_tokens` read and the `lengths` of the turns that ended, in
-    tokens: what a replay model is fitted to. "load_weights" has `version`.
+    so many forward passes), `prompt_tokens` given to read and the `lengths` of the turns that
+    ended, in tokens: what a replay model is fitted to; `cached_tokens`, `preemptions` and the
+    highest `cache_usage` of the engine's `CacheFigures` meanwhile. "load_weights" has `version`.
 
     Args:
         metrics: receives the rows.
@@ -37,6 +42,7 @@ class Activity:
         self._metrics = metrics
         self._current: tuple[str, str] | None = None  # name and reason
         self._start = self._end = clock()
+        self._cache = CacheFigures()  # at the end of the last turn
         self._decoded = _Decoded()
 
     def decoding(
@@ -47,13 +53,22 @@ class Activity:
         steps: float = 0.0,
         prompt_tokens: int = 0,
         lengths: Iterable[int] = (),
+        cache: CacheFigures | None = None,
     ) -> bool:
-        """The engine was busy from `started` until now, for `tokens`; whether a span was closed."""
+        """The engine was busy from `started` until now, for `tokens`; whether a span was closed.
+
+        `cache` is what the engine says of it now.
+        """
         closed = self._extend(("decode", ""), started)
         self._decoded.tokens += tokens
         self._decoded.steps += steps
         self._decoded.prompt_tokens += prompt_tokens
         self._decoded.lengths += lengths
+        if cache is not None:
+            self._decoded.cached_tokens += cache.cached_tokens - self._cache.cached_tokens
+            self._decoded.preemptions += cache.preemptions - self._cache.preemptions
+            self._decoded.cache_usage = max(self._decoded.cache_usage, cache.usage)
+            self._cache = cache
         return closed
 
     def idle(self, started: float, reason: str) -> bool:

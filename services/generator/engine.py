@@ -26,7 +26,9 @@ class EngineError(UmbraError):
 class EngineRequest:
     """Continue `prompt_ids` by at most `max_tokens` tokens; a stop token ends it and is kept.
 
-    Stop tokens are those of the engine and, for this request, `stop_ids`.
+    Stop tokens are those of the engine and, for this request, `stop_ids`. Requests of one `session`
+    come one after the other, each beginning with what the one before was given and has made; its
+    later ones may read the keys and values that its earlier ones left.
     """
 
     request_id: str
@@ -34,6 +36,21 @@ class EngineRequest:
     sampling: Sampling
     max_tokens: int
     stop_ids: frozenset[int] = frozenset()
+    session: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheFigures:
+    """What an engine's cache of keys and values holds now, and did since the start."""
+
+    usage: float = 0.0
+    """Share of it that sequences under way take, in [0, 1]."""
+    asked_tokens: int = 0
+    """Tokens of prompts, for which it was looked whether they had been read before."""
+    cached_tokens: int = 0
+    """Of those, the ones that had, and were not read again."""
+    preemptions: int = 0
+    """Sequences that made room for others, and were read again from their beginning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +84,11 @@ class Engine(Protocol):
     """Tokens sampled so far, for throughput."""
 
     @property
+    def cache(self) -> CacheFigures:
+        """What its cache of keys and values holds, and did."""
+        ...
+
+    @property
     def live(self) -> int:
         """Sequences being decoded."""
         ...
@@ -74,6 +96,12 @@ class Engine(Protocol):
     @property
     def free(self) -> int:
         """Slots that neither a live nor a queued request will take."""
+        ...
+
+    @property
+    def fits(self) -> int:
+        """Sequences at once, the live ones included, for which there is cache, going by the lengths
+        of late; between 1 and `slots`."""
         ...
 
     @property
@@ -110,7 +138,8 @@ class Engine(Protocol):
                 staged is one part, one that is streamed has many; each is good until the next one
                 is asked for.
             version: of the weights.
-            kv_policy: what becomes of sequences under way.
+            kv_policy: what becomes of sequences under way. Under "keep", what was read for a
+                session stays good for its own later requests, and for no other's.
 
         Raises:
             UsageError: the version does not fit the model; the old one is served, whole.
@@ -129,6 +158,10 @@ class Engine(Protocol):
         Asked after every step, so it must cost next to nothing when there is none. The finish
         reason is "abort".
         """
+        ...
+
+    def forget(self, session: str) -> None:
+        """No more requests of this session come: what is kept for it is of no use."""
         ...
 
     def close(self) -> None:

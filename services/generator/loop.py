@@ -116,7 +116,7 @@ class GeneratorLoop:
         self._take(tasks)
         self._load_weights()
         for interrupt in self._buffer.interrupts():
-            self._buffer.give_back(self._runner.interrupt(interrupt.leases, interrupt.reason))
+            self._runner.interrupt(interrupt.leases, interrupt.reason, turn_end=interrupt.turn_end)
         if self._engine.version >= 0 and self._staged is None:
             self._buffer.ask(self._capacity(), self._engine.version)
         self._watch.waits("decoding", self._engine.live)
@@ -139,6 +139,7 @@ class GeneratorLoop:
                 steps=tokens / max(live, self._engine.live, 1),
                 prompt_tokens=self._prompt_tokens - read,
                 lengths=self._runner.turn_lengths(),
+                cache=self._engine.cache,
             )
         else:
             self._idle(started)
@@ -229,13 +230,13 @@ class GeneratorLoop:
         )
 
     def _capacity(self) -> int:
-        room = self._engine.slots + self._prefetch - self._runner.wanting
+        room = self._engine.fits + self._prefetch - self._runner.wanting
         return min(room, self._most - self._runner.active)
 
     def _deliver(self) -> None:
         finished, failed = self._runner.results()
         self._buffer.submit(finished)
-        self._buffer.give_back(failed)
+        self._buffer.give_back([*self._runner.moved(), *failed])
         self._finished += len(finished)
         self._sample_log.finished(finished)
         for sample in failed:
@@ -261,10 +262,15 @@ class GeneratorLoop:
         elapsed = now - self._stats_at
         if elapsed < _STATS_EVERY_S:
             return
-        tokens = self._engine.decoded_tokens
+        tokens, cache = self._engine.decoded_tokens, self._engine.cache
         self._session.stats(
             decoded_per_s=(tokens - self._stats_tokens) / elapsed,
             live=self._engine.live,
+            fits=self._engine.fits,
+            cache_usage=cache.usage,
+            prefix_asked_tokens=cache.asked_tokens,
+            prefix_cached_tokens=cache.cached_tokens,
+            preemptions=cache.preemptions,
             active=self._runner.active,
             version=self._engine.version,
             finished=self._finished,

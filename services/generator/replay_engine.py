@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from umbra.proto.records import Manifest, VersionSpan
 from umbra.services.generator.engine import (
+    CacheFigures,
     EngineOutput,
     EngineRequest,
     FinishReason,
@@ -74,6 +75,7 @@ class ReplayEngine:
         self.slots = slots
         self.max_context = max_context
         self.decoded_tokens = 0
+        self.cache = CacheFigures()
         self._model = model
         self._decoder = ReplayDecoder(model, slots)
         self._tokens = tokens
@@ -90,6 +92,11 @@ class ReplayEngine:
     def free(self) -> int:
         """Slots that neither a live nor a queued request will take."""
         return max(0, self.slots - self._decoder.live - self._decoder.queued)
+
+    @property
+    def fits(self) -> int:
+        """All of them: it has no cache."""
+        return self.slots
 
     @property
     def busy(self) -> bool:
@@ -166,6 +173,9 @@ class ReplayEngine:
                 self._close_span(name)
                 outputs.append(self._output(self._replies[name], made, "abort"))
         return outputs
+
+    def forget(self, session: str) -> None:
+        """It remembers nothing."""
 
     def close(self) -> None:
         self.abort()

@@ -111,6 +111,20 @@ class Rollout:
         if task.partial is not None and (tokens := tokens_of(task.partial)) is not None:
             self._resume(task.partial, tokens)
 
+    @property
+    def session(self) -> str:
+        """What its requests to the engine, and its plays of the environment, are known by."""
+        return f"{self.task.sample_id}/{self.task.attempt}"
+
+    @property
+    def movable(self) -> bool:
+        """Whether another generator could go on with it right now without playing anything again.
+
+        Not once its environment has been told something, or is at work on it.
+        """
+        first_turn = self.phase is Phase.GENERATE and self._turns == self._line.turn_start == 0
+        return self.phase is Phase.RESET or first_turn
+
     def reset_done(self, opening: Opening) -> None:
         """The environment opened the conversation.
 
@@ -182,6 +196,7 @@ class Rollout:
             prompt_ids=[*self._line.prompt, *self._line.tokens.ids],
             sampling=self._settings.sampling,
             max_tokens=self._room(),
+            session=self.session,
         )
 
     def generated(self, output: EngineOutput) -> None:

@@ -51,6 +51,8 @@ class RolloutRunner:
         self._watched: dict[str, int] = {}  # by sample in the engine: tokens there to look at next
         self._prompt_tokens = 0
         self._turn_lengths: list[int] = []
+        self._leaving: dict[str, str] = {}  # by sample to be handed back: why
+        self._moved: list[ReturnedSample] = []
         self._finished: list[Trajectory] = []
         self._failed: list[ReturnedSample] = []
 
@@ -145,14 +147,15 @@ class RolloutRunner:
 
     def drop(self, leases: Iterable[tuple[str, int]]) -> None:
         """Forget these `(sample_id, attempt)`: their lease is not ours any more."""
-        gone: list[str] = []
+        gone: list[Rollout] = []
         for sample_id, attempt in leases:
             rollout = self._rollouts.get(sample_id)
             if rollout is not None and rollout.task.attempt == attempt:
-                self._forget(rollout)
-                gone.append(sample_id)
+                gone.append(rollout)
         if gone:
-            self.engine.abort(gone)
+            self.engine.abort([rollout.task.sample_id for rollout in gone])
+        for rollout in gone:
+            self._forget(rollout)
 
     def flush(self) -> list[Trajectory]:
         """Partials of the samples that have grown by `flush_tokens` since they were flushed last.
@@ -178,10 +181,25 @@ class RolloutRunner:
         self._grown.clear()
         return partials
 
-    def interrupt(self, leases: Iterable[tuple[str, int]], reason: str) -> list[ReturnedSample]:
-        """Stop these `(sample_id, attempt)` and hand them back, with the tokens there are."""
+    def interrupt(
+        self, leases: Iterable[tuple[str, int]], reason: str, *, turn_end: bool = False
+    ) -> None:
+        """Stop these `(sample_id, attempt)`; `moved` gives them back, with the tokens there are.
+
+        With `turn_end`, those whose environment was told something go on until it has answered the
+        turn under way: what it did for that turn would have to be done again elsewhere.
+        """
         wanted = set(leases)
-        return self._hand_back([r for r in self._rollouts.values() if _lease(r) in wanted], reason)
+        hit = [rollout for rollout in self._rollouts.values() if _lease(rollout) in wanted]
+        now = [rollout for rollout in hit if rollout.movable or not turn_end]
+        self._moved += self._hand_back(now, reason)
+        later = (rollout for rollout in hit if not rollout.movable and turn_end)
+        self._leaving.update((rollout.task.sample_id, reason) for rollout in later)
+
+    def moved(self) -> list[ReturnedSample]:
+        """The interrupted samples that stopped since the last call."""
+        moved, self._moved = self._moved, []
+        return moved
 
     def drain(self, reason: str) -> list[ReturnedSample]:
         """Stop everything and hand back what is unfinished, with the tokens there are."""
@@ -205,11 +223,13 @@ class RolloutRunner:
     def _forget(self, rollout: Rollout) -> None:
         del self._rollouts[rollout.task.sample_id]
         del self._flushed[rollout.task.sample_id]
+        self._leaving.pop(rollout.task.sample_id, None)
         self._due.pop(rollout.task.sample_id, None)
         self._watched.pop(rollout.task.sample_id, None)
         if self._turn_log is not None:
             self._turn_log.gone(rollout.task)
-        self._pool.forget(_key(rollout))
+        self._pool.forget(rollout.session)
+        self.engine.forget(rollout.session)
 
     def _advance(self, rollout: Rollout) -> None:
         """Do what the rollout waits for."""
@@ -217,13 +237,13 @@ class RolloutRunner:
             self._turn_log.advanced(rollout.task, rollout.phase)
         match rollout.phase:
             case Phase.RESET:
-                self._pool.play(_key(rollout), rollout.task.row, [])
+                self._pool.play(rollout.session, rollout.task.row, [])
             case Phase.GENERATE:
                 self._generate(rollout)
             case Phase.STEP if rollout.ask is not None:
                 rollout.ask.reply(rollout.turn())
             case Phase.STEP:
-                self._pool.play(_key(rollout), rollout.task.row, rollout.responses())
+                self._pool.play(rollout.session, rollout.task.row, rollout.responses())
             case Phase.DONE:
                 self._forget(rollout)
                 self._finished.append(rollout.trajectory())
@@ -264,8 +284,9 @@ class RolloutRunner:
 
     def _environment_answered(self, outcome: EpisodeOutcome) -> None:
         rollout = self._rollouts.get(outcome.key.rpartition("/")[0])
-        if rollout is None or _key(rollout) != outcome.key:
+        if rollout is None or rollout.session != outcome.key:
             return  # dropped meanwhile
+        before = rollout.tokens
         try:
             match rollout.phase, outcome.value:
                 case _, None:
@@ -289,7 +310,12 @@ class RolloutRunner:
             self._forget(rollout)
             self._fail(rollout.task, str(error))
         else:
-            self._advance(rollout)
+            reason = self._leaving.get(rollout.task.sample_id)
+            answered = rollout.phase is Phase.GENERATE and rollout.tokens > before
+            if reason is not None and answered:
+                self._moved += self._hand_back([rollout], reason)
+            else:
+                self._advance(rollout)
 
     def _expire(self) -> None:
         """End the samples whose time is over."""
@@ -322,7 +348,3 @@ class RolloutRunner:
 
 def _lease(rollout: Rollout) -> tuple[str, int]:
     return rollout.task.sample_id, rollout.task.attempt
-
-
-def _key(rollout: Rollout) -> str:
-    return f"{rollout.task.sample_id}/{rollout.task.attempt}"

@@ -3,7 +3,7 @@
 A pass of the model gets one row of T tokens, laid end to end: the newest token of each live row,
 then the contexts of rows that have none in the cache yet. Live rows are always rows `[0, n)`, so
 attention reads a view of the cache and copies nothing.
-Symbols: S slots, G key-value heads, C columns held, D head dimension, n live rows, L columns that
+Symbols: R rows and C columns held, G key-value heads, D head dimension, n live rows, L columns that
 attention looks at.
 """
 
@@ -13,30 +13,71 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import Cache
+from transformers import Cache, DynamicCache
 
 from umbra.services.modeling.slot_attention import Context
 
 _FIRST_COLUMNS = 64
 
 
+@torch.inference_mode()
+def cache_tokens(model: Any, mebibytes: int) -> int:
+    """Tokens whose keys and values take so much memory: one is read to see."""
+    cache = DynamicCache()
+    model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache)
+    each = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    return (mebibytes << 20) // each
+
+
 class SlotCache(Cache):
     """A Transformers cache in which every token is written to a row and a column of its own.
 
-    Call `begin` before each forward pass of the model; storage grows in columns, by doubling, as
-    sequences do, up to `max_context`.
+    Call `reserve` and `begin` before each forward pass of the model; storage grows by doubling, as
+    sequences do, up to `capacity` tokens.
+
+    Args:
+        slots: rows at most.
+        max_context: columns at most.
+        capacity: tokens, rows times columns; at least `max_context`.
     """
 
-    def __init__(self, slots: int, max_context: int) -> None:
+    def __init__(self, slots: int, max_context: int, capacity: int) -> None:
         super().__init__(layers=[])
         self.slots = slots
         self.max_context = max_context
+        self.capacity = capacity
+        self.rows = 0
         self.columns = min(_FIRST_COLUMNS, max_context)
-        self._keys: list[torch.Tensor] = []  # per layer [S, C, G, D]
+        self._keys: list[torch.Tensor] = []  # per layer [R, C, G, D]
         self._values: list[torch.Tensor] = []
         self._target = torch.empty(0, dtype=torch.long)  # cells row * C + column
         self._source: torch.Tensor | None = None  # tokens that they get; None: each in its turn
         self._view: tuple[int, int] = (0, 0)
+
+    def fits(self, rows: int, columns: int) -> bool:
+        """Whether there is room for so many rows, the longest of so many columns."""
+        return rows * columns <= self.capacity
+
+    def reserve(self, rows: int, columns: int) -> None:
+        """Have room for so many rows and columns, which fit; rows `[0, rows)` keep what they hold.
+
+        Rows beyond them may be lost.
+        """
+        if rows <= self.rows and columns <= self.columns:
+            return
+        if columns > self.columns:
+            columns = max(columns, 2 * self.columns)
+        else:
+            columns = self.columns
+        columns = min(columns, self.max_context, self.capacity // rows)
+        held, kept = min(self.rows, rows), min(self.columns, columns)
+        self.rows = max(rows, min(self.slots, self.capacity // columns, 2 * rows))
+        self.columns = columns
+        for stored in (self._keys, self._values):
+            for layer, old in enumerate(stored):
+                new = old.new_zeros(self.rows, columns, *old.shape[2:])
+                new[:held, :kept] = old[:held, :kept]
+                stored[layer] = new
 
     def begin(
         self,
@@ -49,12 +90,11 @@ class SlotCache(Cache):
 
         Args:
             newest: int64, the column of each row's token.
-            contexts: sequences that are read from their beginning.
+            contexts: sequences that are read.
             takers: the rows that each of them is written to.
             view: how many rows and columns attention looks at.
         """
         self._view = view
-        self._reserve(view[1])
         count, device = len(newest), newest.device
         target = torch.arange(count, device=device) * self.columns + newest
         self._source = None
@@ -64,9 +104,10 @@ class SlotCache(Cache):
             start = count
             for context, rows in zip(contexts, takers, strict=True):
                 for row in rows:
-                    cells += range(row * self.columns, row * self.columns + context.length)
-                    tokens += range(start, start + context.length)
-                start += context.length
+                    first = row * self.columns
+                    cells += range(first + context.start, first + context.length)
+                    tokens += range(start, start + context.read)
+                start += context.read
             target = torch.cat((target, torch.tensor(cells, device=device)))
             if any(len(rows) > 1 for rows in takers):
                 self._source = torch.tensor(tokens, device=device)
@@ -102,21 +143,23 @@ class SlotCache(Cache):
         for stored in (*self._keys, *self._values):
             stored[list(targets), :length] = stored[list(sources), :length]
 
+    def copy_of(self, row: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values [length, G, D] of each layer, of the first tokens of a row."""
+        pairs = zip(self._keys, self._values, strict=True)
+        return [(k[row, :length].clone(), v[row, :length].clone()) for k, v in pairs]
+
+    def put(
+        self, row: int, states: Sequence[tuple[torch.Tensor, torch.Tensor]], length: int
+    ) -> None:
+        """Row `row` begins with the first `length` tokens of `states`, which `copy_of` made."""
+        for layer, (keys, values) in enumerate(states):
+            self._keys[layer][row, :length] = keys[:length]
+            self._values[layer][row, :length] = values[:length]
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns of the current view. The model never asks: positions and masks are given."""
         return self._view[1]
 
     def _allocate(self, states: torch.Tensor) -> torch.Tensor:
         _, heads, _, dim = states.shape
-        return states.new_zeros(self.slots, self.columns, heads, dim)
-
-    def _reserve(self, columns: int) -> None:
-        if columns <= self.columns:
-            return
-        grown = min(max(columns, 2 * self.columns), self.max_context)
-        for stored in (self._keys, self._values):
-            for layer, old in enumerate(stored):
-                new = old.new_zeros(old.shape[0], grown, *old.shape[2:])
-                new[:, : self.columns] = old
-                stored[layer] = new
-        self.columns = grown
+        return states.new_zeros(self.rows, self.columns, heads, dim)

@@ -4,12 +4,12 @@ A poll fills free slots from the queue and makes one forward pass, which feeds t
 every live row and samples its next one. A row that has nothing in the cache yet has its context,
 all tokens before the newest, read in the same pass. Rows that finish are replaced by queued ones,
 or by the last live rows, so that the live rows stay `[0, n)` and attention is trimmed to the
-longest of them.
+longest of them. What a session's turn leaves in the cache is kept beside it, so that the next turn
+reads what is new.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Manifest, Routing, VersionSpan
 from umbra.services.generator.engine import (
+    CacheFigures,
     EngineError,
     EngineOutput,
     EngineRequest,
@@ -30,6 +31,8 @@ from umbra.services.generator.engine import (
     KvPolicy,
     check_request,
 )
+from umbra.services.generator.kept_sessions import Kept, KeptSessions
+from umbra.services.generator.lengths import RecentLengths
 from umbra.services.generator.sampler import Sampler
 from umbra.services.generator.slots import SlotCache
 from umbra.services.modeling.attention import Attention
@@ -101,10 +104,28 @@ class _Row:
             self.since = len(self.tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """Tokens that a pass reads for the rows in `slots`, which hold the `start` ones before them."""
+
+    tokens: tuple[int, ...]
+    start: int
+    slots: list[int]
+
+    @property
+    def context(self) -> Context:
+        return Context(self.slots[0], self.start + len(self.tokens), self.start)
+
+
 class TorchEngine:
     """The `Engine` for CPUs, and for GPUs without vLLM. S slots, n live rows, V tokens.
 
-    `weights` says where versions go, if that is not all of `model`.
+    `weights` says where versions go, if that is not all of `model`. `cache_tokens` limits the cache
+    of keys and values, what is kept of sessions included; 0 = `max_context` for every slot, and as
+    much again to be kept.
+
+    Raises:
+        UsageError: `cache_tokens` does not hold one sequence of `max_context`.
     """
 
     def __init__(
@@ -118,6 +139,7 @@ class TorchEngine:
         version: int = -1,
         tell_routing: bool = False,
         weights: WeightTable | None = None,
+        cache_tokens: int = 0,
     ) -> None:
         self.version = version
         self.slots = slots
@@ -138,7 +160,16 @@ class TorchEngine:
             layers, choices, experts = self._routers.kind
             check_routing_fits(self._routers.kind, max_context)
             self._routing = Routing(layers=layers, choices=choices, experts=experts, chosen=b"")
-        self._cache = SlotCache(slots, max_context)
+        capacity = cache_tokens or 2 * slots * max_context
+        if capacity < max_context:
+            raise UsageError(
+                f"generator.kv_cache_mb holds {capacity} tokens of this model, fewer than one "
+                f"sequence of generator.max_context = {max_context}: raise it, or lower that"
+            )
+        self._cache = SlotCache(slots, max_context, capacity)
+        self._kept = KeptSessions()
+        self._lengths = RecentLengths(max_context)
+        self._asked_tokens = self._cached_tokens = self._preemptions = 0
         self._sampler = Sampler(slots, self._device, seed)
         self._queue: deque[_Row] = deque()
         self._rows: list[_Row] = []  # the live ones, by slot
@@ -156,6 +187,23 @@ class TorchEngine:
     def free(self) -> int:
         """Slots that neither a live nor a queued request will take."""
         return max(0, self.slots - len(self._rows) - len(self._queue))
+
+    @property
+    def fits(self) -> int:
+        """Sequences for which there is cache: each takes as much as the longest; see `Engine`."""
+        longest = max(self._longest, self._lengths.longest)
+        return max(1, min(self.slots, self._cache.capacity // longest))
+
+    @property
+    def cache(self) -> CacheFigures:
+        """Of its keys and values; each live sequence takes as much as the longest."""
+        usage = len(self._rows) * self._longest / self._cache.capacity
+        return CacheFigures(
+            usage=min(1.0, usage),  # more for a moment, before a row makes room for the others
+            asked_tokens=self._asked_tokens,
+            cached_tokens=self._cached_tokens,
+            preemptions=self._preemptions,
+        )
 
     @property
     def busy(self) -> bool:
@@ -192,6 +240,8 @@ class TorchEngine:
         """Serve `version` from the next token on; see `Engine.load`."""
         self._weights.load(manifest, parts)
         self.version = version
+        if kv_policy != "keep":
+            self._kept.clear()
         aborted: list[_Row] = []
         if kv_policy == "abort":
             aborted = [row for row in self._rows if row.tokens]
@@ -210,6 +260,8 @@ class TorchEngine:
             return wanted is None or row.request.request_id in wanted
 
         holes = [slot for slot, row in enumerate(self._rows) if hit(row)]
+        for slot in holes:
+            self._keep(slot)
         aborted = [self._rows[slot].output("abort") for slot in holes]
         aborted += [row.output("abort") for row in self._queue if hit(row)]
         self._queue = deque(row for row in self._queue if not hit(row))
@@ -225,11 +277,16 @@ class TorchEngine:
             if len(row.tokens) >= at_least.get(row.request.request_id, never)
         ]
 
+    def forget(self, session: str) -> None:
+        """No more requests of this session come."""
+        self._kept.forget(session)
+
     def close(self) -> None:
         """Free what the engine holds."""
         self._rows.clear()
         self._queue.clear()
-        self._cache = SlotCache(self.slots, self.max_context)
+        self._kept = KeptSessions()
+        self._cache = SlotCache(self.slots, self.max_context, self._cache.capacity)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -243,9 +300,18 @@ class TorchEngine:
                 f"slots in use: {type(error).__name__}: {first}"
             ) from error
 
-    def _admit(self, count: int) -> list[_Row]:
-        """Begin at most `count` queued requests, behind the live rows."""
-        rows = [self._queue.popleft() for _ in range(min(count, len(self._queue)))]
+    def _admit(self, count: int, leaving: int = 0) -> list[_Row]:
+        """Begin at most `count` queued requests for which there is cache, behind the live rows.
+
+        Of those rows `leaving` are about to go.
+        """
+        rows: list[_Row] = []
+        longest = self._longest if self._queue else 0
+        while self._queue and len(rows) < count:
+            longest = max(longest, self._queue[0].length)
+            if not self._cache.fits(len(self._rows) - leaving + len(rows) + 1, longest):
+                break
+            rows.append(self._queue.popleft())
         for row in rows:
             row.serve(self.version)
         self._rows += rows
@@ -253,52 +319,106 @@ class TorchEngine:
 
     def _step(self) -> None:
         """Feed every live row its newest token and sample the next."""
+        self._make_room()
         count = len(self._rows)
-        takers = self._unread()
+        self._cache.reserve(count, self._longest)
+        self._kept.shrink(self._spare)
         # The longest by themselves, if they are too much for this pass.
-        contexts = sorted(takers, key=len)
-        room = _PREFILL_TOKENS
-        while contexts and len(contexts[0]) <= room:
-            room -= len(contexts[0])
-            contexts.pop(0)
-        for context in contexts:
-            self._pass(0, {context: takers.pop(context)})
-        tokens, logprobs = self._sampler.sample(self._pass(count, takers), slice(0, count))
+        readings = sorted(self._unread(), key=lambda reading: len(reading.tokens))
+        here, room = 0, _PREFILL_TOKENS
+        while here < len(readings) and len(readings[here].tokens) <= room:
+            room -= len(readings[here].tokens)
+            here += 1
+        for reading in readings[here:]:
+            self._pass(0, [reading])
+        logits = self._pass(count, readings[:here])
+        tokens, logprobs = self._sampler.sample(logits, slice(0, count))
         self._last_tokens[:count] = tokens
         self._positions[:count] += 1
         self._append(tokens, logprobs)
 
-    def _unread(self) -> dict[tuple[int, ...], list[int]]:
-        """The contexts that have to be read, each with its slots; their newest tokens are set.
+    @property
+    def _longest(self) -> int:
+        """Columns that the live rows need."""
+        return max((row.length for row in self._rows), default=0)
 
-        Samples of a group begin with equal ones, which are read once.
+    @property
+    def _spare(self) -> int:
+        """Tokens of cache beside what rows have reserved."""
+        return max(0, self._cache.capacity - self._cache.rows * self._cache.columns)
+
+    def _make_room(self) -> None:
+        """Put rows back into the queue until the cache holds the others."""
+        while not self._cache.fits(len(self._rows), self._longest):
+            row = self._rows.pop()
+            row.unread = True
+            self._queue.appendleft(row)
+            self._preemptions += 1
+
+    def _unread(self) -> list[_Reading]:
+        """What has to be read of contexts; newest tokens are set, and what is kept is put back.
+
+        Samples of a group begin with equal contexts, which are read once.
         """
         slots = [slot for slot, row in enumerate(self._rows) if row.unread]
         if not slots:
-            return {}
+            return []
         rows = [self._rows[slot] for slot in slots]
         self._sampler.set(slots, [row.request.sampling for row in rows])
-        takers: dict[tuple[int, ...], list[int]] = {}
+        shared: dict[tuple[int, ...], _Reading] = {}
+        readings: list[_Reading] = []
         newest: list[int] = []
         for slot, row in zip(slots, rows, strict=True):
             *context, last = row.sequence
             newest.append(last)
-            takers.setdefault(tuple(context), []).append(slot)
+            held = self._take_up(slot, context)
+            reading = _Reading(tuple(context[held:]), held, [slot])
+            same = None if held else shared.setdefault(reading.tokens, reading)
+            if not row.tokens:  # else it was counted before it made room for others
+                self._asked_tokens += row.length
+                self._cached_tokens += held if same in (None, reading) else len(context)
+            if same is not None and same is not reading:
+                same.slots.append(slot)
+            elif reading.tokens:
+                readings.append(reading)
         both = torch.tensor([newest, [row.length - 1 for row in rows]], device=self._device)
         index = torch.tensor(slots, device=self._device)
         self._last_tokens[index], self._positions[index] = both
-        takers.pop((), None)  # of a single token there is nothing before
-        return takers
+        return readings
 
-    def _pass(self, count: int, takers: Mapping[tuple[int, ...], Sequence[int]]) -> torch.Tensor:
-        """Feed the newest tokens of the first `count` rows, and contexts; logits [count, V].
+    def _take_up(self, slot: int, context: list[int]) -> int:
+        """Put what is kept of the row's session into `slot`; how many tokens of it that are."""
+        row = self._rows[slot]
+        kept = self._kept.take(row.request.session)
+        held = kept.shared(context) if kept is not None else 0
+        if kept is not None and held:
+            self._cache.put(slot, kept.states, held)
+            if self._routing is not None and not row.tokens:
+                row.chosen += kept.chosen[: held * self._routing.token_bytes]
+        return held
 
-        `takers` are the slots that each context is for.
-        """
-        contexts = [Context(slots[0], len(context)) for context, slots in takers.items()]
+    def _keep(self, slot: int) -> None:
+        """Keep what `slot` holds for the next turn of its session; this one ends here."""
+        row = self._rows[slot]
+        if row.unread:
+            return
+        self._lengths.ended(row.length)
+        session = row.request.session
+        if not session or not self._kept.ended(session) or row.length - 1 > self._spare:
+            return
+        tokens = row.sequence[:-1]  # the newest one is not in the cache
+        states = self._cache.copy_of(slot, len(tokens))
+        self._kept.keep(session, Kept(tokens, states, bytes(row.chosen)), self._spare)
+
+    def _pass(self, count: int, readings: Sequence[_Reading]) -> torch.Tensor:
+        """Feed the newest tokens of the first `count` rows, and `readings`; logits [count, V]."""
+        contexts = [reading.context for reading in readings]
         newest, positions = self._last_tokens[:count], self._positions[:count]
-        columns = max(row.length for row in self._rows)
-        self._cache.begin(positions, contexts, list(takers.values()), (len(self._rows), columns))
+        columns = self._longest
+        takers = [reading.slots for reading in readings]
+        self._cache.begin(
+            newest=positions, contexts=contexts, takers=takers, view=(len(self._rows), columns)
+        )
         masks = {
             kind: slot_mask(positions, columns, contexts, window, self._dtype)
             for kind, window in self._windows
@@ -308,8 +428,8 @@ class TorchEngine:
         if contexts:
             read = torch.tensor(
                 [
-                    list(itertools.chain.from_iterable(takers)),
-                    [at for context in contexts for at in range(context.length)],
+                    [token for reading in readings for token in reading.tokens],
+                    [at for context in contexts for at in range(context.start, context.length)],
                 ],
                 device=self._device,
             )
@@ -325,10 +445,10 @@ class TorchEngine:
             use_cache=True,
             logits_to_keep=keep,
         ).logits[0]
-        self._note_routing(count, takers)
+        self._note_routing(count, readings)
         return logits
 
-    def _note_routing(self, count: int, takers: Mapping[tuple[int, ...], Sequence[int]]) -> None:
+    def _note_routing(self, count: int, readings: Sequence[_Reading]) -> None:
         """Rows get the experts that the last pass chose for their tokens, if that is told.
 
         Those of tokens that are read again are not noted again.
@@ -340,9 +460,9 @@ class TorchEngine:
         data = found.to(kind).cpu().numpy().tobytes()
         size = self._routing.token_bytes
         start = count * size
-        for context, slots in takers.items():
-            end = start + len(context) * size
-            for slot in slots:
+        for reading in readings:
+            end = start + len(reading.tokens) * size
+            for slot in reading.slots:
                 if not self._rows[slot].tokens:
                     self._rows[slot].chosen += data[start:end]
             start = end
@@ -371,6 +491,8 @@ class TorchEngine:
                 self._outputs.append(row.output("length"))
                 done.append(slot)
         self.decoded_tokens += len(self._rows)
+        for slot in done:
+            self._keep(slot)
         self._close_holes(done)
 
     def _close_holes(self, holes: Sequence[int]) -> None:
@@ -378,7 +500,7 @@ class TorchEngine:
         if not holes:
             return
         whole = len(self._rows)
-        for slot, row in zip(holes, self._admit(len(holes)), strict=False):
+        for slot, row in zip(holes, self._admit(len(holes), len(holes)), strict=False):
             self._rows[slot] = row
         holes = holes[len(self._rows) - whole :]
         del self._rows[whole:]

@@ -17,11 +17,13 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from umbra.proto.errors import UmbraError
 from umbra.proto.records import AdapterFacts, Manifest, Sampling
 from umbra.services.generator.engine import (
+    CacheFigures,
     EngineOutput,
     EngineRequest,
     KvPolicy,
     check_request,
 )
+from umbra.services.generator.lengths import RecentLengths
 from umbra.services.generator.vllm_names import CheckpointNames
 from umbra.services.generator.vllm_options import (
     adapter_arguments,
@@ -93,6 +95,8 @@ class VllmEngine:
         self._params: dict[tuple[Sampling, int, frozenset[int]], SamplingParams] = {}
         self._names = itertools.count()
         self._open: dict[str, str] = {}  # our key of each request under way, and its id
+        self._prompts: dict[str, int] = {}  # tokens of their prompts
+        self._lengths = RecentLengths(config.max_context)
         self._ready: list[EngineOutput] = []
         self.decoded_tokens = 0
         self._finished_tokens = 0
@@ -118,6 +122,22 @@ class VllmEngine:
         return max(0, self.slots - len(self._open))
 
     @property
+    def fits(self) -> int:
+        """Sequences that vLLM need not preempt, as far as one can tell; see `Engine`."""
+        capacity = self._server.cache_tokens
+        if not capacity or capacity >= self.slots * self.max_context:
+            return self.slots
+        made = self._server.lengths()
+        live = (prompt + made.get(key, 0) for key, prompt in self._prompts.items())
+        return min(self.slots, self._lengths.fitting(capacity, live))
+
+    @property
+    def cache(self) -> CacheFigures:
+        """Of vLLM's cache of keys and values, as of its last step."""
+        figures = self._server.cache
+        return figures if self._open else dataclasses.replace(figures, usage=0.0)
+
+    @property
     def busy(self) -> bool:
         """Whether `poll` has something to do: that vLLM has died is something, too."""
         return bool(self._open or self._ready) or self._server.died is not None
@@ -134,8 +154,9 @@ class VllmEngine:
                 limit = check_request(request, self.max_context, self._vocabulary)
                 params = self._sampling(request.sampling, limit, request.stop_ids)
                 key = f"{request.request_id}#{next(self._names)}"
-                jobs.append(Job(key, list(request.prompt_ids), params))
+                jobs.append(Job(key, list(request.prompt_ids), params, request.session))
                 self._open[key] = request.request_id
+                self._prompts[key] = len(request.prompt_ids)
         finally:
             if jobs:
                 self._server.submit(jobs)
@@ -187,7 +208,7 @@ class VllmEngine:
         aborted = [o for o in self._ready if o.finish_reason == "abort"]
         self._ready = [o for o in self._ready if o.finish_reason != "abort"]
         for key in under_way:
-            self._open.pop(key, None)
+            self._drop(key)
         return aborted
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[EngineOutput]:
@@ -198,7 +219,7 @@ class VllmEngine:
         self._collect(0.0)
         self._ready += [self._close(output) for output in lost if output.request_id in self._open]
         for key in keys:
-            self._open.pop(key, None)
+            self._drop(key)
         return self._take(wanted)
 
     def peek(self, at_least: Mapping[str, int]) -> list[EngineOutput]:
@@ -211,8 +232,13 @@ class VllmEngine:
         outputs = self._server.peek(keys) if keys else []
         return [_named(output, self._open[output.request_id]) for output in outputs]
 
+    def forget(self, session: str) -> None:
+        """No more requests of this session come."""
+        self._server.forget([session])
+
     def close(self) -> None:
         self._open.clear()
+        self._prompts.clear()
         self._server.close()
 
     def _sampling(self, sampling: Sampling, limit: int, stop_ids: frozenset[int]) -> SamplingParams:
@@ -267,7 +293,12 @@ class VllmEngine:
 
     def _close(self, output: EngineOutput) -> EngineOutput:
         self._finished_tokens += len(output.token_ids)
+        self._lengths.ended(self._prompts.pop(output.request_id) + len(output.token_ids))
         return _named(output, self._open.pop(output.request_id))
+
+    def _drop(self, key: str) -> None:
+        self._open.pop(key, None)
+        self._prompts.pop(key, None)
 
     def _take(self, wanted: set[str] | None = None) -> list[EngineOutput]:
         taken = [o for o in self._ready if wanted is None or o.request_id in wanted]

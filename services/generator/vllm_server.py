@@ -38,11 +38,14 @@ from umbra.proto.errors import (
 )
 from umbra.proto.records import VersionSpan
 from umbra.services.generator.engine import (
+    CacheFigures,
     EngineError,
     EngineOutput,
     FinishReason,
     KvPolicy,
 )
+from umbra.services.generator.salts import Salts
+from umbra.services.generator.vllm_figures import CacheLog
 from umbra.services.generator.vllm_plugin import ADAPTER
 from umbra.services.generator.vllm_routing import ToldRouters
 from umbra.services.runtime.deadline import Deadline
@@ -68,6 +71,7 @@ class Job:
     key: str
     prompt_ids: list[int]
     params: SamplingParams
+    session: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +109,9 @@ class VllmServer:
         # Its path is never read: no request is made before the first version is loaded.
         self._lora = LoRARequest("umbra", ADAPTER, "umbra") if adapter else None
         self.done: queue.SimpleQueue[EngineOutput | Exception] = queue.SimpleQueue()
-        self._loads = 0
         self._loading = False  # from the pause until a version is in place
-        self._salt = ""  # of the prefix cache, another one after each load
+        self._salts = Salts()
+        self._cache_log = CacheLog()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._restarting: set[str] = set()
         try:
@@ -116,16 +120,19 @@ class VllmServer:
         except (ValueError, TypeError, KeyError, AssertionError, NotImplementedError) as error:
             raise UsageError(f"vLLM refuses its engine arguments: {_sentence(error)}") from error
         try:
-            self._llm = AsyncLLM.from_engine_args(args)
+            self._llm = AsyncLLM.from_engine_args(args, stat_loggers=[self._cache_log])
         except (RuntimeError, ValueError, OSError) as error:
             raise StartupError(
                 f"vLLM's engine core did not start: {_sentence(error)} (its own lines above say "
-                "more; memory for the KV cache is generator.engine_args.kv_cache_memory_bytes)"
+                "more; memory for the KV cache is generator.kv_cache_mb)"
             ) from error
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="umbra-vllm")
         self._thread.start()
         self._states = self._llm.output_processor.request_states
+        cache = self._llm.vllm_config.cache_config
+        self.cache_tokens: int = cache.kv_cache_size_tokens or 0
+        """Tokens that its cache of keys and values has room for."""
         try:
             self._wait(self._begin(version), _REPLY_S)
         except BaseException as error:
@@ -147,6 +154,11 @@ class VllmServer:
             "it did so above"
         )
 
+    @property
+    def cache(self) -> CacheFigures:
+        """Of its cache of keys and values, as of its last step."""
+        return self._cache_log.figures
+
     def lengths(self) -> dict[str, int]:
         """Tokens sampled so far for each job that is not done."""
         # Made into a list at once, because the loop's thread adds and removes.
@@ -155,6 +167,10 @@ class VllmServer:
 
     def submit(self, jobs: Sequence[Job]) -> None:
         self._loop.call_soon_threadsafe(self._start, jobs)
+
+    def forget(self, sessions: Sequence[str]) -> None:
+        """No more jobs of these sessions come."""
+        self._loop.call_soon_threadsafe(self._salts.forget, sessions)
 
     def abort(self, keys: Iterable[str]) -> list[EngineOutput]:
         """End these jobs; what there is of each is in `done` then, or returned if vLLM has died."""
@@ -240,7 +256,7 @@ class VllmServer:
         if self._adapter:
             await self._llm.start_weight_update()  # see `vllm_adapters`
         await self._llm.update_weight_version(str(version))
-        self._new_salt(version)
+        self._salts.loaded(version, keep=True)
 
     async def _end(self) -> None:
         for task in self._tasks.values():
@@ -258,10 +274,12 @@ class VllmServer:
     async def _run(self, job: Job) -> None:
         try:
             while True:
-                output = await self._generate(job)
+                salt = self._salts.of(job.session)
+                output = await self._generate(job, salt)
                 if job.key not in self._restarting:
                     break
                 self._restarting.discard(job.key)
+            self._salts.used(job.session, salt)
             self.done.put(_finished(job.key, output, self._routers))
         except EngineDeadError:
             pass  # `died` says so, and its tokens can be looked at
@@ -270,8 +288,8 @@ class VllmServer:
         finally:
             del self._tasks[job.key]
 
-    async def _generate(self, job: Job) -> RequestOutput:
-        prompt = tokens_input(job.prompt_ids, cache_salt=self._salt)
+    async def _generate(self, job: Job, salt: str) -> RequestOutput:
+        prompt = tokens_input(job.prompt_ids, cache_salt=salt)
         made = self._llm.generate(prompt, job.params, job.key, lora_request=self._lora)
         async for output in made:
             if output.finished:
@@ -315,17 +333,12 @@ class VllmServer:
         else:
             await self._llm.finish_weight_update(str(version))
         self._loading = False
-        self._new_salt(version)
+        self._salts.loaded(version, keep=kv_policy == "keep")
         await self._restart_unstarted()
         await self._llm.resume_generation()
 
-    def _new_salt(self, version: int) -> None:
-        # Not the version alone: a trainer that goes back gives a number to other weights.
-        self._loads += 1
-        self._salt = f"{version}.{self._loads}"
-
     async def _restart_unstarted(self) -> None:
-        """Put jobs without a token under the new salt: theirs would find blocks of old weights."""
+        """Put jobs without a token under new salts: theirs would find blocks of old weights."""
         keys = [
             state.external_req_id
             for state in self._states.values()

@@ -16,10 +16,16 @@ from torch import Tensor
 
 
 class Context(NamedTuple):
-    """A sequence that is read from its beginning."""
+    """A sequence that is read, from its beginning or from where the cache ends."""
 
     row: int  # of the cache, where it is found
-    length: int
+    length: int  # that it has then
+    start: int = 0  # tokens of it that the cache has already
+
+    @property
+    def read(self) -> int:
+        """Tokens that are read."""
+        return self.length - self.start
 
 
 class Attend(Protocol):
@@ -55,7 +61,7 @@ class SlotMask:
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """As of such a mask."""
-        tokens = len(self.newest) + sum(context.length for context in self.contexts)
+        tokens = len(self.newest) + sum(context.read for context in self.contexts)
         return 1, 1, tokens, self.newest.shape[-1]
 
 
@@ -112,26 +118,30 @@ def slot_attention(
             ).squeeze(2)
         parts.append(found.transpose(0, 1)[None])
     start = count
-    for row, length in mask.contexts:
-        own = slice(row, row + 1)
+    for context in mask.contexts:
+        length, own = context.length, slice(context.row, context.row + 1)
         parts.append(
             attend(
-                query[:, :, start : start + length],
+                query[:, :, start : start + context.read],
                 key[own, :, :length],
                 value[own, :, :length],
-                _causal(length, mask.window, query.device),
+                _causal(context, mask.window, query.device),
                 scale=scale,
                 cap=cap,
                 sinks=sinks,
             )
         )
-        start += length
+        start += context.read
     return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
 
 
-def _causal(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """The mask of a context alone, [1, 1, P, P]; None: it sees all that is before."""
-    if window is None or length <= window:
+def _causal(context: Context, window: int | None, device: torch.device) -> Tensor | None:
+    """The mask of a context, [1, 1, read, length]; None: its tokens see all that is before them."""
+    within = window is None or context.length <= window
+    if within and context.start == 0:
         return None
-    ones = torch.ones(length, length, dtype=torch.bool, device=device)
-    return (ones.tril() & ~ones.tril(-window))[None, None]
+    ones = torch.ones(context.read, context.length, dtype=torch.bool, device=device)
+    seen = ones.tril(context.start)
+    if window is not None:
+        seen &= ~ones.tril(context.start - window)
+    return seen[None, None]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from umbra.proto.records import Manifest, VersionSpan
-from umbra.services.generator.engine import EngineOutput, EngineRequest, KvPolicy
+from umbra.services.generator.engine import CacheFigures, EngineOutput, EngineRequest, KvPolicy
 from umbra.services.runtime.weights.manifest import Part
 
 
@@ -24,6 +24,9 @@ class ScriptedEngine:
     decoded_tokens: int = 0
     loads: list[tuple[int, str, list[bytes]]] = field(default_factory=list)
     requests: list[EngineRequest] = field(default_factory=list)
+    cache: CacheFigures = field(default_factory=CacheFigures)
+    holds: int = 1000  # sequences for which there is cache
+    forgotten: list[str] = field(default_factory=list)
     _live: dict[str, tuple[EngineRequest, list[int], list[int]]] = field(default_factory=dict)
 
     @property
@@ -33,6 +36,10 @@ class ScriptedEngine:
     @property
     def free(self) -> int:
         return max(0, self.slots - len(self._live))
+
+    @property
+    def fits(self) -> int:
+        return min(self.slots, self.holds)
 
     @property
     def busy(self) -> bool:
@@ -75,6 +82,9 @@ class ScriptedEngine:
             for n, (_, t, versions) in self._live.items()
             if len(t) >= at_least.get(n, self.max_context + 1)
         ]
+
+    def forget(self, session: str) -> None:
+        self.forgotten.append(session)
 
     def close(self) -> None:
         self._live.clear()

@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 from fakes.mixed_cache import logprobs_keeping_cache, logprobs_recomputing_cache
+from fakes.sessions import Session, differences
 from fakes.versions import (
     Hub,
     decode,
@@ -187,6 +188,36 @@ def test_new_requests_do_not_read_prefixes_of_older_weights(
             (output,) = finish(served)
             again = logprobs_recomputing_cache(models, long, output)
             assert output.logprobs == pytest.approx(again, abs=TOLERANCE)
+
+
+def test_a_session_reads_itself_anew_at_one_update_alone_and_others_never_read_it(
+    served: Engine, models: dict[int, Any]
+) -> None:
+    long = [5 + k % 90 for k in range(100)]
+    session = Session("a", long)
+    assert session.turn(served) == 0
+    assert session.turn(served) == 96, "the weights are the same; blocks have 32 tokens"
+    load(served, weights(models, 1), 1, "keep")
+    assert session.turn(served) == 0, "from now on it is read by itself alone"
+    kept: dict[int, int] = {}
+    for version in (2, 3):
+        whole_blocks = (len(session.tokens) - 1) // 32 * 32
+        load(served, weights(models, version), version, "keep")
+        kept[len(session.turns)] = whole_blocks
+        assert session.turn(served) == whole_blocks
+    assert differences(models, session, kept) < TOLERANCE
+    assert differences(models, session, {}) > 100 * TOLERANCE
+    # One that begins as it did, whose salt is that of all who begin now, and one that had its
+    # first turn before the last load.
+    other = Session("b", long)
+    assert other.turn(served) == 0
+    load(served, weights(models, 0), 0, "keep")
+    assert other.turn(served) == 0
+    assert differences(models, other, {}) < TOLERANCE
+    for name in ("a", "b"):
+        served.forget(name)
+    load(served, weights(models, 1), 1, "recompute")
+    assert session.turn(served) == 0
 
 
 def test_it_agrees_with_a_forward_pass_of_the_trainer(

@@ -28,7 +28,7 @@ from umbra.proto.messages import (
 from umbra.services.environments.pool import InlinePool
 from umbra.services.environments.response import Said
 from umbra.services.environments.single_turn import ExactMatch
-from umbra.services.generator.engine import EngineError
+from umbra.services.generator.engine import CacheFigures, EngineError
 
 
 @pytest.fixture
@@ -328,3 +328,35 @@ def test_a_broken_engine_ends_the_loop_once_all_that_was_finished_is_delivered(
     with pytest.raises(EngineError, match="the engine is gone"):
         bench.loop.run()
     assert delivered == ["a"]
+
+
+def test_no_more_samples_are_leased_than_there_is_cache_for(bench: Bench) -> None:
+    bench.engine.holds = 1
+    bench.serve()
+    asked = bench.lease("a", "b", "c")
+    assert asked.capacity == 1 + 2, "what fits, and generator.prefetch ahead of it"
+    bench.turns(3)
+    assert not bench.channel.asked(LeaseSamples), "all of them wait for room"
+    bench.engine.holds = 4
+    bench.turns(1)
+    (asked,) = bench.channel.asked(LeaseSamples)
+    assert asked.capacity == 4 + 2 - 3
+
+
+def test_the_figures_of_the_cache_are_told(bench: Bench) -> None:
+    bench.serve()
+    bench.lease("a")
+    bench.engine.cache = CacheFigures(0.25, asked_tokens=100, cached_tokens=60, preemptions=1)
+    bench.turns(2)
+    bench.engine.cache = CacheFigures(0.75, asked_tokens=200, cached_tokens=90, preemptions=3)
+    bench.turns(2)
+    bench.engine.cache = CacheFigures(0.5, asked_tokens=200, cached_tokens=90, preemptions=3)
+    bench.now[0] += 2.0
+    bench.turns(20)
+    spans = bench.spans("decode")
+    assert sum(span["cached_tokens"] for span in spans) == 90
+    assert sum(span["preemptions"] for span in spans) == 3
+    assert max(span["cache_usage"] for span in spans) == 0.75
+    told = bench.session.figures
+    assert (told["fits"], told["cache_usage"], told["preemptions"]) == (4, 0.5, 3)
+    assert (told["prefix_asked_tokens"], told["prefix_cached_tokens"]) == (200, 90)

@@ -48,13 +48,14 @@ class Cancellations:
 
     def requested(self, request: Request, body: InterruptRequest) -> None:
         """Somebody asks for it by hand."""
-        count = self.interrupt(self._under_way(body.samples), body.reason or "on request")
+        reason = body.reason or "on request"
+        count = self.interrupt(self._under_way(body.samples), reason, turn_end=True)
         self._outbox.reply(request, Interrupted(samples=count))
 
     def batch_formed(self) -> None:
         """A batch is full: what is still under way may be stopped."""
         if self._on_batch == "interrupt":
-            self.interrupt(self._under_way(), "the batch is full")
+            self.interrupt(self._under_way(), "the batch is full", turn_end=True)
         elif self._on_batch == "cut":
             self._cut_spare()
 
@@ -66,8 +67,11 @@ class Cancellations:
             if not sample_ids or sample.sample_id in sample_ids
         ]
 
-    def interrupt(self, samples: Sequence[Sample], reason: str) -> int:
-        """Ask the holders of these samples to hand them back; how many they are."""
+    def interrupt(self, samples: Sequence[Sample], reason: str, *, turn_end: bool = False) -> int:
+        """Ask the holders of these samples to hand them back; how many they are.
+
+        With `turn_end`, once their environment has answered the turn under way.
+        """
         leases: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
         for sample in samples:
             leases[sample.holder].append((sample.sample_id, sample.attempt))
@@ -75,7 +79,8 @@ class Cancellations:
             if holder in self._members.peers:
                 identity = self._members.peers[holder].identity
                 for portion in portions(held, lambda _: 0, LEASES):
-                    self._outbox.push(identity, Interrupt(leases=portion, reason=reason), "data")
+                    order = Interrupt(leases=portion, reason=reason, turn_end=turn_end)
+                    self._outbox.push(identity, order, "data")
         self._counters["interrupted"] += len(samples)
         return len(samples)
 

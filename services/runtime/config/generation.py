@@ -205,6 +205,15 @@ class GeneratorConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=
     device: Annotated[str, Meta(description="cpu, cuda, cuda:1, ... or auto")] = "auto"
     slots: Annotated[int, Meta(description="sequences decoded at once", ge=1)] = 128
     max_context: Annotated[int, Meta(description="prompt + response tokens per slot", ge=8)] = 1024
+    kv_cache_mb: Annotated[
+        int,
+        Meta(
+            description="MiB of keys and values of sequences under way, and of sessions between "
+            "two turns, on each GPU; no more samples are leased than fit; 0 = torch: max_context "
+            "for every slot, and as much for sessions; vLLM: what its engine arguments say",
+            ge=0,
+        ),
+    ] = 0
     prefetch: Annotated[
         int, Meta(description="samples leased ahead of free slots, so that none stays empty", ge=0)
     ] = 32

@@ -15,10 +15,13 @@ class AsyncLLM:
     engine_core: Any
     output_processor: Any
     output_handler: asyncio.Task[None] | None
+    vllm_config: Any
     @property
     def errored(self) -> bool: ...
     @classmethod
-    def from_engine_args(cls, engine_args: AsyncEngineArgs) -> AsyncLLM: ...
+    def from_engine_args(
+        cls, engine_args: AsyncEngineArgs, *, stat_loggers: list[Any] | None = None
+    ) -> AsyncLLM: ...
     def generate(
         self,
         prompt: Mapping[str, Any],

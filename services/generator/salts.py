@@ -1,0 +1,54 @@
+"""Which prefix-cache salt a request gets: requests read each other's keys and values if equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class Salts:
+    """Requests that begin between two loads share a salt, later turns of older sessions do not.
+
+    A session whose last turn began under the weights of now goes on under the salt that all share,
+    one of whom older weights made a part gets a salt of its own from then on. So a group reads its
+    prompt once, a session reads itself anew at one load and never again, and nobody reads what
+    older weights have made of another's tokens.
+    """
+
+    def __init__(self) -> None:
+        self._names = 0
+        self.shared = ""
+        self._last: dict[str, str] = {}  # by session, the salt of its last turn
+        self._own: set[str] = set()
+
+    def loaded(self, version: int, *, keep: bool) -> None:
+        """`version` is served from now on; without `keep` nothing that was read before is good.
+
+        A trainer that goes back gives a number to other weights, so the version alone is no name.
+        """
+        self.shared = self._name(str(version))
+        if not keep:
+            self._last.clear()
+            self._own.clear()
+
+    def of(self, session: str) -> str:
+        """The salt of the next request of `session`; "" = of no session."""
+        last = self._last.get(session, self.shared)
+        if last == self.shared or last in self._own:
+            return last
+        self._last[session] = own = self._name("own")
+        self._own.add(own)
+        return own
+
+    def used(self, session: str, salt: str) -> None:
+        """A request of `session` was made under `salt`."""
+        if session:
+            self._last[session] = salt
+
+    def forget(self, sessions: Iterable[str]) -> None:
+        """There will be no more requests of these sessions."""
+        for session in sessions:
+            self._own.discard(self._last.pop(session, ""))
+
+    def _name(self, what: str) -> str:
+        self._names += 1
+        return f"{what}.{self._names}"

@@ -1,0 +1,215 @@
+"""Samples that are interrupted: at once, or when their environment has answered."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.engine import ScriptedEngine
+from fakes.loop_bench import Bench, open_bench
+from fakes.rollouts import STOP, says, settings
+from fakes.trajectories import sample
+
+from umbra.proto.messages import Interrupt, ReturnSamples, SubmitTrajectories
+from umbra.proto.records import SampleTask, Trajectory, unpack_int32
+from umbra.services.environments.environment_host import Result
+from umbra.services.environments.guess import Guess
+from umbra.services.environments.pool import EpisodeOutcome, InlinePool
+from umbra.services.environments.protocol import StepResult
+from umbra.services.environments.single_turn import ExactMatch
+from umbra.services.generator.runner import RolloutRunner
+from umbra.services.modeling.chat import Chat
+from umbra.services.modeling.models import load_tokenizer
+
+ROW = {"prompt": "g", "answer": "6"}
+LEASE = ("s-0", 1)
+
+
+class SlowPool(InlinePool):
+    """Answers to turns wait until the test lets them through; how often each play was asked for."""
+
+    def __init__(self, make: Any = Guess) -> None:
+        super().__init__(make)
+        self.held: list[EpisodeOutcome] = []
+        self.open = False
+        self.plays: list[int] = []  # turns that were told each time
+
+    def play(self, key: str, row: dict[str, Any], responses: Any) -> None:
+        self.plays.append(len(responses))
+        super().play(key, row, responses)
+
+    def collect(self) -> list[EpisodeOutcome]:
+        self.held += super().collect()
+        through = [o for o in self.held if self.open or not _step(o.value)]
+        self.held = [o for o in self.held if o not in through]
+        return through
+
+    def answer(self) -> None:
+        """Let through what is held now."""
+        self.open = True
+
+
+def _step(value: Result | Any) -> bool:
+    return isinstance(value, StepResult)
+
+
+@pytest.fixture
+def chat(tiny_model_dir: Path) -> Chat:
+    return Chat(load_tokenizer(tiny_model_dir), {STOP})
+
+
+def runner_of(chat: Chat, pool: InlinePool, *turns: str) -> RolloutRunner:
+    script = says(chat._tokenizer, *turns)
+    return RolloutRunner(ScriptedEngine(script), pool, settings(chat))
+
+
+def begin(runner: RolloutRunner, partial: Trajectory | None = None, attempt: int = 1) -> SampleTask:
+    task = sample(ROW, sample_id=LEASE[0], attempt=attempt, partial=partial)
+    runner.add([task])
+    return task
+
+
+def until_told(runner: RolloutRunner, pool: SlowPool, turns: int) -> None:
+    """Go on until the environment works on turn `turns`."""
+    while pool.plays[-1] < turns:
+        runner.poll(0.0)
+    pool.collect()
+
+
+def test_a_sample_whose_environment_is_at_work_waits_for_its_answer(chat: Chat) -> None:
+    pool = SlowPool()
+    runner = runner_of(chat, pool, "2", "6")
+    begin(runner)
+    until_told(runner, pool, 1)
+    runner.interrupt([LEASE], "the batch is full", turn_end=True)
+    for _ in range(5):
+        runner.poll(0.0)
+    assert not runner.moved()
+    assert runner.active == 1
+    pool.answer()
+    runner.poll(0.0)
+    (moved,) = runner.moved()
+    assert runner.active == 0
+    assert not runner.engine.busy, "no turn was begun"
+    assert moved.partial is not None
+    assert moved.partial.turns == 1
+    text = chat._tokenizer.decode(unpack_int32(moved.partial.response_ids))
+    assert text == "2<|end|><|user|>><|assistant|>", "the answer is part of it"
+    assert moved.reason == "the batch is full"
+    # Elsewhere the first turn is played again, and the sample goes on behind the answer.
+    other, elsewhere = runner_of(chat, InlinePool(Guess), "2", "6"), []
+    begin(other, moved.partial, attempt=2)
+    while other.active:
+        other.poll(0.0)
+        elsewhere += other.results()[0]
+    assert [(t.reward, t.turns) for t in elsewhere] == [(1.0, 2)]
+
+
+def test_a_turn_after_an_answer_goes_on_to_its_end(chat: Chat) -> None:
+    pool = SlowPool()
+    pool.open = True
+    runner = runner_of(chat, pool, "2", "777", "6")
+    begin(runner)
+    while runner.engine.decoded_tokens < 3:  # the second turn has begun
+        runner.poll(0.0)
+    assert pool.plays == [0, 1]
+    runner.interrupt([LEASE], "now", turn_end=True)
+    while runner.active:
+        runner.poll(0.0)
+    (moved,) = runner.moved()
+    assert pool.plays == [0, 1, 2], "nothing was played twice"
+    assert moved.partial is not None
+    assert moved.partial.turns == 2
+    assert runner.results() == ([], [])
+
+
+def test_a_sample_that_ends_meanwhile_is_finished(chat: Chat) -> None:
+    pool = SlowPool()
+    runner = runner_of(chat, pool, "6")
+    begin(runner)
+    until_told(runner, pool, 1)
+    runner.interrupt([LEASE], "now", turn_end=True)
+    pool.answer()
+    runner.poll(0.0)
+    assert not runner.moved()
+    (trajectory,) = runner.results()[0]
+    assert trajectory.reward == 1.0
+
+
+def test_first_turns_and_orders_without_patience_stop_at_once(chat: Chat) -> None:
+    pool = SlowPool()
+    runner = runner_of(chat, pool, "222222", "6")
+    begin(runner)
+    runner.poll(0.0)
+    runner.interrupt([LEASE], "now", turn_end=True)
+    (moved,) = runner.moved()
+    assert moved.partial is not None
+    assert moved.partial.response_tokens == 1
+    begin(runner, attempt=2)
+    until_told(runner, pool, 1)
+    runner.interrupt([(LEASE[0], 2)], "not needed")
+    (moved,) = runner.moved()
+    assert moved.attempt == 2
+
+
+def test_a_sample_that_is_played_again_makes_a_turn_before_it_moves(chat: Chat) -> None:
+    """Else interruptions that come faster than replays would let it never get on."""
+    first = runner_of(chat, InlinePool(Guess), "2", "77", "6")
+    begin(first)
+    while first.engine.decoded_tokens < 3:
+        first.poll(0.0)
+    (back,) = first.drain("next")
+    pool = SlowPool()
+    runner = runner_of(chat, pool, "2", "77", "6")
+    begin(runner, back.partial, attempt=2)
+    runner.poll(0.0)
+    until_told(runner, pool, 1)
+    runner.interrupt([(LEASE[0], 2)], "now", turn_end=True)
+    pool.answer()
+    while runner.active:
+        runner.poll(0.0)
+    (moved,) = runner.moved()
+    assert moved.partial is not None
+    assert moved.partial.turns == 2
+
+
+def test_what_is_dropped_while_it_waits_to_move_is_gone(chat: Chat) -> None:
+    pool = SlowPool()
+    runner = runner_of(chat, pool, "2", "6")
+    begin(runner)
+    until_told(runner, pool, 1)
+    runner.interrupt([LEASE], "now", turn_end=True)
+    runner.drop([LEASE])
+    begin(runner, attempt=2)
+    pool.held.clear()
+    pool.answer()
+    done: list[Trajectory] = []
+    while runner.active:
+        runner.poll(0.0)
+        done += runner.results()[0]
+    assert [t.attempt for t in done] == [2]
+    assert not runner.moved()
+    engine = runner.engine
+    assert isinstance(engine, ScriptedEngine)
+    assert engine.forgotten == ["s-0/1", "s-0/2"]
+
+
+@pytest.fixture
+def bench(tmp_path: Path, tiny_model_dir: Path) -> Any:
+    with open_bench(tmp_path, tiny_model_dir, pool=SlowPool(ExactMatch)) as opened:
+        yield opened
+
+
+def test_the_loop_gives_back_what_has_moved(bench: Bench) -> None:
+    bench.serve()
+    bench.lease("a", "b")
+    bench.turns(5)
+    order = Interrupt(leases=[("a", 1)], reason="the batch is full", turn_end=True)
+    bench.channel.pushes.put(order)
+    bench.turns(1)
+    (returned,) = bench.channel.asked(ReturnSamples)
+    assert [one.sample_id for one in returned.samples] == ["a"]
+    bench.turns(20)
+    bench.channel.pushes.put(Interrupt(leases=[("b", 1)], turn_end=True))
+    bench.turns(3)
+    assert not bench.channel.asked(SubmitTrajectories), "its reward is still to come"
+    assert len(bench.channel.asked(ReturnSamples)) == 1

@@ -1,0 +1,90 @@
+"""Which requests of vLLM may read each other's keys and values."""
+
+import random
+
+from umbra.services.generator.salts import Salts
+
+
+def test_a_group_shares_and_a_session_goes_on_alone_after_new_weights() -> None:
+    salts = Salts()
+    salts.loaded(3, keep=True)
+    first = salts.of("a")
+    assert first == salts.of("b") == salts.of("")
+    salts.used("a", first)
+    assert salts.of("a") == first, "weights are the same"
+    salts.loaded(4, keep=True)
+    own = salts.of("a")
+    assert own not in (first, salts.of("b"), salts.of(""))
+    salts.used("a", own)
+    salts.loaded(5, keep=True)
+    assert salts.of("a") == own, "read anew once, at the first load, and never again"
+
+
+def test_a_turn_over_new_weights_is_the_sessions_alone() -> None:
+    salts = Salts()
+    salts.loaded(0, keep=True)
+    salt = salts.of("a")
+    salts.loaded(1, keep=True)  # while it is made
+    salts.used("a", salt)
+    assert salts.of("a") not in (salt, salts.shared)
+
+
+def test_the_same_number_again_is_another_version() -> None:
+    salts = Salts()
+    salts.loaded(1, keep=True)
+    before = salts.shared
+    salts.loaded(1, keep=True)
+    assert salts.shared != before
+
+
+def test_without_keep_all_begin_anew() -> None:
+    salts = Salts()
+    salts.loaded(0, keep=True)
+    salts.used("a", salts.of("a"))
+    salts.loaded(1, keep=False)
+    assert salts.of("a") == salts.shared
+
+
+def test_a_session_of_the_same_name_is_another_one() -> None:
+    salts = Salts()
+    salts.loaded(0, keep=True)
+    salts.used("a", salts.of("a"))
+    salts.loaded(1, keep=True)
+    own = salts.of("a")
+    salts.used("a", own)
+    salts.forget(["a", "never"])
+    salts.used("a", salts.of("a"))
+    salts.loaded(2, keep=True)
+    assert salts.of("a") != own
+    salts.forget(["a"])
+    assert not salts._last
+    assert not salts._own
+
+
+def test_nobody_reads_what_older_weights_made_of_anothers_tokens() -> None:
+    """Whatever the order of loads and turns: a salt of before a load has one reader after it."""
+    source = random.Random(1)
+    for _ in range(200):
+        salts, made = Salts(), {}  # by salt: sessions that read under it, and since which load
+        salts.loaded(0, keep=True)
+        running: dict[str, str] = {}
+        load = 0
+        for _ in range(60):
+            name = f"s{source.randrange(4)}"
+            match source.randrange(4):
+                case 0:
+                    load += 1
+                    salts.loaded(load, keep=source.random() < 0.9)
+                case 1 if name in running:
+                    salts.used(name, running.pop(name))
+                case 2 if name not in running:
+                    salts.forget([name])
+                    made = {
+                        salt: {(who, at) for who, at in users if who != name}
+                        for salt, users in made.items()
+                    }
+                case _ if name not in running:
+                    salt = running[name] = salts.of(name)
+                    older = {who for who, at in made.get(salt, set()) if at < load}
+                    assert older <= {name}
+                    made.setdefault(salt, set()).add((name, load))
