@@ -25,7 +25,7 @@ from umbra.services.runtime.model.directory import TOKENIZER_FILES, check_model_
 from umbra.services.runtime.model.hub import is_hub_name
 
 if TYPE_CHECKING:
-    from umbra.services.generator.conversation import Conversation
+    from umbra.services.generator.talk import Talk
 
 CONTEXT = 8192  # tokens at most, where the model could read more
 TOKENS = 1024  # of an answer, of a model that no run says more of
@@ -76,10 +76,10 @@ def command(
         config = _changed(config, "generator", engine=_engine(config.generator.device))
     if config.generator.engine == "torch":
         config = _changed(config, "generator", engine_args={}, tensor_parallel=1)
-    from umbra.services.generator.conversation import Conversation  # brings torch
+    from umbra.services.generator.talk import Talk  # brings torch
 
     name = secrets.token_hex(4) if seed is None else f"seed-{seed}"
-    opened = Conversation.open(config, name, greedy=temperature == 0, system=system)
+    opened = Talk.open(config, name, greedy=temperature == 0, system=system)
     with closing(opened) as conversation:
         if sys.stdin.isatty():
             click.echo(f"{shown_path(Path(config.model.path))}: {RESET} forgets, Ctrl-D ends")
@@ -141,7 +141,7 @@ def _engine(device: str) -> str:
     return "vllm" if Path("/dev/nvidiactl").exists() else "torch"
 
 
-def _talk(conversation: Conversation) -> None:
+def _talk(conversation: Talk) -> None:
     """Answer line after line."""
     for text in _lines():
         if text.strip() == RESET:

@@ -16,7 +16,7 @@ import msgspec
 
 from umbra.deploy.doctor.machine import PROGRAM_S, Gpus, driver_version
 from umbra.deploy.estimate.items import first_gpu, kind_of
-from umbra.deploy.estimate.share import Request, Shares
+from umbra.deploy.estimate.share import GpuShares, ShareRequest
 from umbra.proto.errors import StartupError, UmbraError, UsageError
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config.loader import as_dict, given_keys
@@ -51,7 +51,7 @@ def for_hardware(
     config: RunConfig,
     given: Collection[str],
     hardware: Hardware,
-    share: Callable[[Request], Shares],
+    share: Callable[[ShareRequest], GpuShares],
 ) -> tuple[RunConfig, list[str]]:
     """`config` with what is not in `given` chosen for a machine, and each choice as `key = value`.
 
@@ -64,7 +64,7 @@ def for_hardware(
     """
     chosen = choose(config, given, hardware, positions(config.model.name))
     if _may_need_room(chosen) and hardware.gpus:
-        request = Request(chosen, sorted(given), min(hardware.gpus), hardware.name)
+        request = ShareRequest(chosen, sorted(given), min(hardware.gpus), hardware.name)
         chosen = _with_shares(chosen, share(request))
     return chosen, list(_changes(config, chosen)) if hardware.gpus else []
 
@@ -136,7 +136,7 @@ def _may_need_room(config: RunConfig) -> bool:
     return generator.engine == "torch" or (shared and first_gpu(generator.device) < trainer.ranks)
 
 
-def shares_aside(request: Request) -> Shares:
+def shares_aside(request: ShareRequest) -> GpuShares:
     """What `estimate.share` finds, in a process that brings torch and leaves with it.
 
     Raises:
@@ -151,7 +151,7 @@ def shares_aside(request: Request) -> Shares:
             timeout=PROGRAM_S,
             check=False,
         )
-        found = msgspec.json.decode(done.stdout, type=Shares)
+        found = msgspec.json.decode(done.stdout, type=GpuShares)
     except (subprocess.TimeoutExpired, msgspec.DecodeError) as error:
         raise StartupError(
             "it cannot be estimated how trainer and generator share the GPU: set "
@@ -163,7 +163,7 @@ def shares_aside(request: Request) -> Shares:
     return found
 
 
-def _with_shares(config: RunConfig, found: Shares) -> RunConfig:
+def _with_shares(config: RunConfig, found: GpuShares) -> RunConfig:
     generator = msgspec.structs.replace(
         config.generator, slots=found.slots, engine_args=found.engine_args
     )

@@ -25,7 +25,7 @@ SHARE = "gpu_memory_utilization"
 SMALLER = "trainer.lora_rank, trainer.offload or a smaller generator.max_context"
 
 
-class Request(msgspec.Struct, frozen=True):
+class ShareRequest(msgspec.Struct, frozen=True):
     """What is asked: of which run, which keys its user has set, and bytes and name of the GPU."""
 
     config: RunConfig
@@ -34,7 +34,7 @@ class Request(msgspec.Struct, frozen=True):
     name: str
 
 
-class Shares(msgspec.Struct, frozen=True):
+class GpuShares(msgspec.Struct, frozen=True):
     """What is answered: of the generator; or why the run is refused."""
 
     slots: int
@@ -42,7 +42,7 @@ class Shares(msgspec.Struct, frozen=True):
     refused: str = ""
 
 
-def shares(config: RunConfig, given: Collection[str], machine: Machine) -> Shares:
+def shares(config: RunConfig, given: Collection[str], machine: Machine) -> GpuShares:
     """vLLM's share of a GPU that the trainer is on too; as many slots of the torch engine as fit.
 
     Args:
@@ -56,7 +56,7 @@ def shares(config: RunConfig, given: Collection[str], machine: Machine) -> Share
     try:
         needs = estimate_on(config, machine).needs
     except UsageError:  # not estimated yet, or refused where the run is checked
-        return Shares(generator.slots, generator.engine_args)
+        return GpuShares(generator.slots, generator.engine_args)
     own = next(need for need in needs if need.name == "generator")
     mine = _gpus(own)
     beside = [need for need in needs if need is not own and _gpus(need) & mine]
@@ -75,30 +75,30 @@ def shares(config: RunConfig, given: Collection[str], machine: Machine) -> Share
     found = estimate_on(msgspec.structs.replace(config, generator=chosen), machine)
     if found.faults:
         raise UsageError(f"{'; '.join(found.faults)}. A run is smaller with {SMALLER}")
-    return Shares(slots, arguments)
+    return GpuShares(slots, arguments)
 
 
-def shares_if_any(request: Request) -> Shares:
+def shares_if_any(request: ShareRequest) -> GpuShares:
     """`shares`, or what the run has already where there is no room, for an estimate to tell."""
     generator = request.config.generator
     try:
         return shares(request.config, request.given, Machine(request.gpu, request.name))
     except UsageError:
-        return Shares(generator.slots, generator.engine_args)
+        return GpuShares(generator.slots, generator.engine_args)
 
 
 def _gpus(need: Need) -> set[int]:
     return {index for gpus in need.gpus for index in gpus}
 
 
-def _answer(request: Request) -> Shares:
+def _answer(request: ShareRequest) -> GpuShares:
     machine = Machine(request.gpu, request.name)
     try:
         return shares(request.config, request.given, machine)
     except UsageError as error:
-        return Shares(0, {}, str(error))
+        return GpuShares(0, {}, str(error))
 
 
 if __name__ == "__main__":
-    asked = msgspec.json.decode(sys.stdin.buffer.read(), type=Request)
+    asked = msgspec.json.decode(sys.stdin.buffer.read(), type=ShareRequest)
     sys.stdout.buffer.write(msgspec.json.encode(_answer(asked)))

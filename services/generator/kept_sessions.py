@@ -9,7 +9,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptSession:
     """What the first L tokens of a session left. H key-value heads, D head dimension."""
 
     tokens: list[int]  # [L]
@@ -32,7 +32,9 @@ class KeptSessions:
 
     def __init__(self) -> None:
         self.tokens = 0
-        self._kept: dict[str, Kept | None] = {}  # by session, the latest last; None: it is known
+        self._kept: dict[
+            str, KeptSession | None
+        ] = {}  # by session, the latest last; None: it is known
 
     def ended(self, session: str) -> bool:
         """A turn of `session` is over; whether what it left should be kept."""
@@ -40,7 +42,7 @@ class KeptSessions:
         self._kept.setdefault(session, None)
         return known
 
-    def keep(self, session: str, kept: Kept, room: int) -> None:
+    def keep(self, session: str, kept: KeptSession, room: int) -> None:
         """Keep this of `session`, if all that is kept fits `room` tokens then."""
         self.take(session)
         if len(kept.tokens) > room:
@@ -50,7 +52,7 @@ class KeptSessions:
         self._kept[session] = kept
         self.tokens += len(kept.tokens)
 
-    def take(self, session: str) -> Kept | None:
+    def take(self, session: str) -> KeptSession | None:
         """What was kept of `session`, which is not kept any longer."""
         kept = self._kept.get(session)
         if kept is not None:

@@ -31,7 +31,7 @@ from umbra.services.generator.engine import (
     KvPolicy,
     check_request,
 )
-from umbra.services.generator.kept_sessions import Kept, KeptSessions
+from umbra.services.generator.kept_sessions import KeptSession, KeptSessions
 from umbra.services.generator.lengths import RecentLengths
 from umbra.services.generator.sampler import Sampler
 from umbra.services.generator.slots import SlotCache
@@ -408,7 +408,7 @@ class TorchEngine:
             return
         tokens = row.sequence[:-1]  # the newest one is not in the cache
         states = self._cache.copy_of(slot, len(tokens))
-        self._kept.keep(session, Kept(tokens, states, bytes(row.chosen)), self._spare)
+        self._kept.keep(session, KeptSession(tokens, states, bytes(row.chosen)), self._spare)
 
     def _pass(self, count: int, readings: Sequence[_Reading]) -> torch.Tensor:
         """Feed the newest tokens of the first `count` rows, and `readings`; logits [count, V]."""

@@ -61,7 +61,7 @@ class Scroll:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class ScrolledWindow:
     """`head` stays, of `body` the lines that `scroll` says; the last line tells of the rest."""
 
     head: RenderableType

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from umbra.proto.messages import Status
 from umbra.services.monitor.feed import SampleSeen
-from umbra.services.monitor.layout import Scroll, Window, beside
+from umbra.services.monitor.layout import Scroll, ScrolledWindow, beside
 from umbra.services.monitor.view import (
     REFUSED_SHOWN,
     counters_text,
@@ -60,7 +60,7 @@ def screen(look: Look, keys: str = "", scroll: Scroll | None = None) -> Renderab
     if keys:  # up here, where no small window cuts it off
         head.append(Text(keys, style="dim"))
     body = _body(look)
-    return Group(*head, body) if scroll is None else Window(Group(*head), body, scroll)
+    return Group(*head, body) if scroll is None else ScrolledWindow(Group(*head), body, scroll)
 
 
 def help_screen(look: Look, keys: str) -> RenderableType:

@@ -14,13 +14,13 @@ from umbra.deploy import chat_command
 from umbra.deploy.chat_command import CONTEXT, TOKENS, command
 from umbra.deploy.run_folder import RunFolder
 from umbra.proto.records import Sampling
-from umbra.services.generator.conversation import Conversation
 from umbra.services.generator.engines import OpenEngine
+from umbra.services.generator.talk import Talk
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
 from umbra.services.runtime.config import RunConfig
 
-Talk = Callable[..., tuple[Conversation, list[str]]]
+Talk = Callable[..., tuple[Talk, list[str]]]
 
 
 @pytest.fixture
@@ -32,9 +32,7 @@ def tokenizer(tiny_model_dir: Path) -> Any:
 def talk(tokenizer: Any) -> Talk:
     """Makes a conversation with a model that gives `answers`, and the texts that it was asked."""
 
-    def make(
-        *answers: str, stops: Sequence[str] = (), **options: Any
-    ) -> tuple[Conversation, list[str]]:
+    def make(*answers: str, stops: Sequence[str] = (), **options: Any) -> tuple[Talk, list[str]]:
         asked: list[str] = []
         end = tokenizer.eos_token_id
 
@@ -48,12 +46,12 @@ def talk(tokenizer: Any) -> Talk:
         engine = ScriptedEngine(script, stop_ids=frozenset({end}))
         chat = Chat(tokenizer, {end})
         opened = OpenEngine(engine, chat, "cpu")
-        return Conversation(opened, Sampling(max_tokens=64), list(stops), **options), asked
+        return Talk(opened, Sampling(max_tokens=64), list(stops), **options), asked
 
     return make
 
 
-def said(conversation: Conversation, text: str) -> list[str]:
+def said(conversation: Talk, text: str) -> list[str]:
     return [piece for kind, piece in conversation.say(text) if kind == "content"]
 
 
@@ -121,12 +119,12 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RunConfig, dict[str, A
     """What conversations were opened with; none answers."""
     found: list[tuple[RunConfig, dict[str, Any]]] = []
 
-    def remember(config: RunConfig, name: str, **options: Any) -> Conversation:
+    def remember(config: RunConfig, name: str, **options: Any) -> Talk:
         found.append((config, {"name": name, **options}))
         opened = OpenEngine(ScriptedEngine(lambda ids: [3]), None, "cpu")  # pyright: ignore[reportArgumentType]
-        return Conversation(opened, Sampling(), [])
+        return Talk(opened, Sampling(), [])
 
-    monkeypatch.setattr(Conversation, "open", remember)
+    monkeypatch.setattr(Talk, "open", remember)
     return found
 
 

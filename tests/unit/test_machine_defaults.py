@@ -13,7 +13,7 @@ from transformers import Qwen3Config
 
 from umbra.cli import cli
 from umbra.deploy.estimate.fit import Machine
-from umbra.deploy.estimate.share import MARGIN, Request, Shares, shares, shares_if_any
+from umbra.deploy.estimate.share import MARGIN, GpuShares, ShareRequest, shares, shares_if_any
 from umbra.deploy.machine_defaults import Hardware, choose, for_hardware, positions, shares_aside
 from umbra.proto.errors import UsageError
 from umbra.services.runtime.config import RunConfig
@@ -52,7 +52,7 @@ def test_without_a_gpu_the_defaults_are_those_of_the_page() -> None:
     assert for_hardware(before, (), Hardware(vllm=True), _never) == (after, [])
 
 
-def _never(request: Request) -> Shares:
+def _never(request: ShareRequest) -> GpuShares:
     raise AssertionError("nothing is shared")
 
 
@@ -103,7 +103,9 @@ def test_with_several_gpus_each_side_has_its_own() -> None:
         assert chosen(FOUR, alone).generator.device == "auto"
 
 
-def shared(model: Path, gpu: float, *settings: str, vllm: bool = True) -> tuple[RunConfig, Shares]:
+def shared(
+    model: Path, gpu: float, *settings: str, vllm: bool = True
+) -> tuple[RunConfig, GpuShares]:
     hardware = Hardware((int(gpu * GIB),), "made-up", vllm)
     run = chosen(hardware, f"model.path={model}", *settings)
     given = given_keys(load_tree(overrides=settings, environ={}))
@@ -140,7 +142,7 @@ def test_a_gpu_that_is_too_small_is_refused(model: Path) -> None:
 
 def test_what_is_not_estimated_is_left_as_it_is(model: Path) -> None:
     run, found = shared(model, 8, "trainer.expert_parallel=2", "trainer.ranks=2", vllm=False)
-    assert found == Shares(run.generator.slots, {})
+    assert found == GpuShares(run.generator.slots, {})
 
 
 def test_who_starts_a_run_asks_another_process(model: Path, monkeypatch: Any) -> None:
@@ -160,8 +162,8 @@ def test_an_estimate_tells_what_is_chosen_and_what_does_not_fit(
     assert "Chosen for that machine: generator.engine = vllm" in result.output
     assert "gpu_memory_utilization" in result.output
     config = load_config(overrides=[f"model.path={model}"], environ={})
-    unfit = shares_if_any(Request(chosen(ONE, f"model.path={model}"), [], GIB, "made-up"))
-    assert unfit == Shares(config.generator.slots, {})
+    unfit = shares_if_any(ShareRequest(chosen(ONE, f"model.path={model}"), [], GIB, "made-up"))
+    assert unfit == GpuShares(config.generator.slots, {})
 
 
 def test_positions_of_models(model: Path, tmp_path: Path) -> None:

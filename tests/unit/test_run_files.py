@@ -22,6 +22,7 @@ def folder(tmp_path: Path) -> RunFolder:
     made.summary.write_text(json.dumps({"exit_code": 5}))
     made.buffer.write_text(json.dumps({"ledger": {}}))
     made.metrics.write_text('{"kind": "step"}\n')
+    made.samples.write_text('{"kind": "rollout"}\n')
     made.model.mkdir()
     return made
 
@@ -61,7 +62,7 @@ def test_a_summary_that_was_cut_off_is_refused_by_name(folder: RunFolder, left: 
         RunFolder.existing(folder.path)
 
 
-@pytest.mark.parametrize("name", ["summary", "buffer", "metrics", "logs", "model"])
+@pytest.mark.parametrize("name", ["summary", "buffer", "metrics", "samples", "logs", "model"])
 def test_what_a_run_does_not_need_to_go_on(folder: RunFolder, name: str) -> None:
     path: Path = getattr(folder, name)
     path.rmdir() if path.is_dir() else path.unlink()

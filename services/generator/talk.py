@@ -17,7 +17,7 @@ from umbra.services.runtime.trajectories import sampling_of
 POLL_S = 0.1
 
 
-class Conversation:
+class Talk:
     """Turns of a person and of the model, which reads all that was said before.
 
     A model without a chat template continues each text by itself.
@@ -41,9 +41,7 @@ class Conversation:
         self._turns = 0
 
     @classmethod
-    def open(
-        cls, config: RunConfig, name: str, *, greedy: bool = False, system: str = ""
-    ) -> Conversation:
+    def open(cls, config: RunConfig, name: str, *, greedy: bool = False, system: str = "") -> Talk:
         """One with the model, engine and sampling of `config`; `name` seeds what is drawn.
 
         Raises:
