@@ -20,7 +20,7 @@ from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
 from umbra.services.runtime.config import RunConfig
 
-Talk = Callable[..., tuple[Talk, list[str]]]
+Begin = Callable[..., tuple[Talk, list[str]]]
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def tokenizer(tiny_model_dir: Path) -> Any:
 
 
 @pytest.fixture
-def talk(tokenizer: Any) -> Talk:
+def talk(tokenizer: Any) -> Begin:
     """Makes a conversation with a model that gives `answers`, and the texts that it was asked."""
 
     def make(*answers: str, stops: Sequence[str] = (), **options: Any) -> tuple[Talk, list[str]]:
@@ -55,7 +55,7 @@ def said(conversation: Talk, text: str) -> list[str]:
     return [piece for kind, piece in conversation.say(text) if kind == "content"]
 
 
-def test_answers_come_piece_by_piece_and_are_remembered(talk: Talk) -> None:
+def test_answers_come_piece_by_piece_and_are_remembered(talk: Begin) -> None:
     conversation, asked = talk("1 2 3", "4")
     pieces = said(conversation, "first")
     assert "".join(pieces) == "1 2 3"
@@ -66,7 +66,7 @@ def test_answers_come_piece_by_piece_and_are_remembered(talk: Talk) -> None:
     assert asked[1].startswith(asked[0])
 
 
-def test_a_reset_forgets_all_but_the_system_message(talk: Talk) -> None:
+def test_a_reset_forgets_all_but_the_system_message(talk: Begin) -> None:
     conversation, asked = talk("1", "2", system="3 4")
     said(conversation, "5")
     conversation.reset()
@@ -75,7 +75,7 @@ def test_a_reset_forgets_all_but_the_system_message(talk: Talk) -> None:
     assert "5" not in asked[1]
 
 
-def test_an_answer_that_is_stopped_is_taken_back(talk: Talk) -> None:
+def test_an_answer_that_is_stopped_is_taken_back(talk: Begin) -> None:
     conversation, asked = talk("1 2 3 1 2 3", "4")
     answer = conversation.say("5")
     next(answer)
@@ -85,13 +85,13 @@ def test_an_answer_that_is_stopped_is_taken_back(talk: Talk) -> None:
     assert "1" not in asked[1]
 
 
-def test_a_stop_string_ends_an_answer_and_is_no_part_of_it(talk: Talk) -> None:
+def test_a_stop_string_ends_an_answer_and_is_no_part_of_it(talk: Begin) -> None:
     conversation, _ = talk("1 2 3 1 2 3", stops=["3 1"])
     assert "".join(said(conversation, "5")) == "1 2 "
 
 
 def test_without_a_chat_template_each_text_is_continued_by_itself(
-    tokenizer: Any, talk: Talk
+    tokenizer: Any, talk: Begin
 ) -> None:
     tokenizer.chat_template = None
     conversation, asked = talk("1", "2")
