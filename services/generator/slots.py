@@ -25,7 +25,8 @@ def cache_tokens(model: Any, mebibytes: int) -> int:
     """Tokens whose keys and values take so much memory: one is read to see."""
     cache = DynamicCache()
     model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache)
-    each = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    layers: list[Any] = cache.layers
+    each = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
     return (mebibytes << 20) // each
 
 

@@ -179,15 +179,15 @@ class Stale(TorchEngine):
 
     old: dict[str, Tensor]
 
-    def _pass(self, count: int, takers: Mapping[tuple[int, ...], Sequence[int]]) -> Tensor:
-        if takers:
+    def _pass(self, count: int, readings: Sequence[Any]) -> Tensor:
+        if readings:
             now = {n: p.detach().clone() for n, p in self._model.named_parameters()}
             if not hasattr(self, "old"):
                 self.old = now
             self._put(self.old)
-            super()._pass(0, takers)
+            super()._pass(0, readings)
             self._put(now)
-        return super()._pass(count, {})
+        return super()._pass(count, [])
 
     def _put(self, weights: Mapping[str, Tensor]) -> None:
         manifest, data = in_memory(weights)
