@@ -75,6 +75,8 @@ def command(folder: Path, as_json: bool) -> int:
 def list_runs(parent: Path) -> Iterator[RunEntry]:
     """The runs below `parent`; what cannot be read of one is left out."""
     for file in parent.glob("*/config.json"):
+        if (file.parent / "tokenizer_config.json").is_file():
+            continue  # a model
         yield _entry(RunFolder(file.parent))
 
 
@@ -102,7 +104,7 @@ def _state(folder: RunFolder, summary: dict[str, Any]) -> State:
     if is_held(folder.path):
         return "under way"
     code = summary.get("exit_code")
-    if code is None or code > SIGNALLED:
+    if not isinstance(code, int) or code > SIGNALLED:
         return "interrupted"
     return "failed" if code else "ended"
 

@@ -21,6 +21,7 @@ from umbra.services.runtime.deadline import Deadline
 from umbra.services.runtime.process.child import ChildError, child_environ
 from umbra.services.runtime.process.folder_lock import is_held
 from umbra.services.runtime.process.metrics import parse_row
+from umbra.services.runtime.prompts.readers import is_elsewhere
 
 LOOK_S = 0.1
 
@@ -121,10 +122,12 @@ class Run(Operated):
         model = self.model
         config = json.loads(self._folder.config.read_bytes())
         chosen = str(prompts or config["eval"]["prompts"])
+        if not is_elsewhere(chosen):
+            chosen = str(Path(chosen).resolve()) if chosen else ""
         if not chosen:
             raise UsageError("evaluate: give prompts, or begin the run with eval_prompts")
         arguments = ["eval", str(model), "--json", "--config", str(self._folder.config)]
-        arguments += ["--prompts", str(Path(chosen).resolve())]
+        arguments += ["--prompts", chosen]
         arguments += ["--samples", str(samples)] if samples else []
         arguments += ["--greedy"] if greedy else []
         search = [Path(path) for path in self._folder.read_origin().get("search", [])]

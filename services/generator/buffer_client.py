@@ -105,16 +105,15 @@ class BufferClient:
         self._send(body, granted, timeout_s=WAIT_S + self._grace_s)
 
     def submit(self, trajectories: Sequence[Trajectory]) -> None:
-        """Deliver finished samples, together with those of the next `GATHER_S`.
+        """Deliver finished samples, those of `GATHER_S` together; a lone one goes at once.
 
         Call it after every step, also without any; `wait` and `flush` send at once what there is.
         """
         if trajectories:
-            if not self._gathered:
-                self._send_at = self._clock() + GATHER_S
             self._gathered += trajectories
             self._undelivered.update((t.sample_id, t.attempt) for t in trajectories)
         if self._gathered and self._clock() >= self._send_at:
+            self._send_at = self._clock() + GATHER_S
             self.deliver()
 
     def deliver(self) -> None:

@@ -27,7 +27,7 @@ def cache_tokens(model: Any, mebibytes: int) -> int:
     model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache)
     layers: list[Any] = cache.layers
     each = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
-    return (mebibytes << 20) // each
+    return max(1, (mebibytes << 20) // each)  # 1 is less than any sequence needs
 
 
 class SlotCache(Cache):

@@ -121,8 +121,8 @@ class TorchEngine:
     """The `Engine` for CPUs, and for GPUs without vLLM. S slots, n live rows, V tokens.
 
     `weights` says where versions go, if that is not all of `model`. `cache_tokens` limits the cache
-    of keys and values, what is kept of sessions included; 0 = `max_context` for every slot, and as
-    much again to be kept.
+    of keys and values, what is kept of sessions included; 0 = `max_context` for every slot, and on
+    a CPU as much again to be kept.
 
     Raises:
         UsageError: `cache_tokens` does not hold one sequence of `max_context`.
@@ -160,7 +160,8 @@ class TorchEngine:
             layers, choices, experts = self._routers.kind
             check_routing_fits(self._routers.kind, max_context)
             self._routing = Routing(layers=layers, choices=choices, experts=experts, chosen=b"")
-        capacity = cache_tokens or 2 * slots * max_context
+        # On a GPU memory is shared out by what sequences under way need.
+        capacity = cache_tokens or slots * max_context * (2 if self._device.type == "cpu" else 1)
         if capacity < max_context:
             raise UsageError(
                 f"generator.kv_cache_mb holds {capacity} tokens of this model, fewer than one "

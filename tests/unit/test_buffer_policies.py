@@ -71,7 +71,8 @@ def test_samples_are_interrupted_on_request() -> None:
     run = world()
     one, two = run.lease("a", 2, 0)
     assert run.ask("cli", InterruptRequest(samples=[two.sample_id])) == Interrupted(samples=1)
-    assert run.pushes == [("a", Interrupt(leases=[(two.sample_id, 1)], reason="on request"))]
+    leases = [(two.sample_id, 1)]
+    assert run.pushes == [("a", Interrupt(leases=leases, reason="on request", turn_end=True))]
     assert run.ask("cli", InterruptRequest()) == Interrupted(samples=2)
     assert run.pool.samples[one.sample_id].holder == "a"  # until it comes back
 

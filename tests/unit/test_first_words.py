@@ -1,7 +1,6 @@
 """What a first run says: what goes on meanwhile, what its figures mean, and what to type next."""
 
 import io
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,7 +58,7 @@ def test_the_outcome_wraps_between_words_and_keeps_paths_whole(
     print_facts(rows)
     assert capsys.readouterr().out.splitlines()[1] == f"model: {path}"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(shown.shutil, "get_terminal_size", lambda: os.terminal_size((80, 24)))
+    monkeypatch.setenv("COLUMNS", "80")
     print_facts(rows)
     lines = capsys.readouterr().out.splitlines()
     assert f"  {path}" in lines[-2]

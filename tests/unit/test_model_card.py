@@ -19,6 +19,7 @@ pytest.importorskip("huggingface_hub")
 from umbra.services.trainer.checkpoints.push import make_repository, model_card, push, run_summary
 
 SUMMARY = {
+    "steps": 80,
     "accuracy_before": 0.25,
     "accuracy_after": 0.9375,
     "greedy_before": None,
@@ -58,6 +59,10 @@ def test_what_is_on_this_machine_alone_is_not_told() -> None:
     head, body = card("model.path=/home/me/model", "data.prompts=/home/me/secret.jsonl")
     assert "base_model" not in head and "datasets" not in head
     assert "/home/me" not in body and "## Results" not in body
+
+
+def test_what_was_measured_at_the_end_is_not_of_an_earlier_checkpoint() -> None:
+    assert "accuracy" not in card(summary=SUMMARY | {"steps": 100})[1]
 
 
 def test_the_summary_is_that_of_the_run(tmp_path: Path) -> None:

@@ -210,7 +210,7 @@ class GeneratorConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=
         Meta(
             description="MiB of keys and values of sequences under way, and of sessions between "
             "two turns, on each GPU; no more samples are leased than fit; 0 = torch: max_context "
-            "for every slot, and as much for sessions; vLLM: what its engine arguments say",
+            "for every slot, on a CPU as much for sessions; vLLM: what its engine arguments say",
             ge=0,
         ),
     ] = 0

@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from http import HTTPStatus
 from http.client import HTTPException
 from pathlib import Path
 
@@ -23,6 +25,7 @@ SCHEMES = ("http://", "https://")
 CHECKSUM = "#sha256="
 _SILENCE_S = 60.0  # until a server that sends nothing more is given up
 _CHUNK = 1 << 20
+_DIGEST = re.compile("[0-9a-f]{64}")
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +47,10 @@ def pin_url(url: str) -> str:
     Raises:
         UsageError, StartupError: it gives nothing.
     """
-    return url if CHECKSUM in url else url + CHECKSUM + _download(url).name
+    if CHECKSUM in url:
+        _pinned(url)
+        return url
+    return url + CHECKSUM + _download(url).name
 
 
 def file_of(name: str) -> Path:
@@ -56,7 +62,7 @@ def file_of(name: str) -> Path:
     """
     if not is_url(name):
         return Path(name)
-    url, _, checksum = name.partition(CHECKSUM)
+    url, checksum = _pinned(name)
     kept = cache_folder() / checksum
     if checksum and kept.is_file():
         return kept
@@ -67,6 +73,16 @@ def file_of(name: str) -> Path:
             f"({checksum}): bring these back, or begin another run"
         )
     return found
+
+
+def _pinned(name: str) -> tuple[str, str]:
+    """URL and checksum, "" if there is none."""
+    url, mark, checksum = name.partition(CHECKSUM)
+    if mark and not _DIGEST.fullmatch(checksum):
+        raise UsageError(
+            f"{url}: {mark}{checksum} is no checksum: give 64 hexadecimal digits, or leave it out"
+        )
+    return url, checksum
 
 
 def _download(url: str) -> Path:
@@ -103,7 +119,9 @@ def _parts(url: str) -> Iterator[bytes]:
             if response.length:  # of what the server has announced
                 raise HTTPException(f"the connection ended {response.length} bytes too early")
     except urllib.error.HTTPError as error:
-        raise UsageError(f"{url}: the server answered {error.code} {error.reason}") from error
+        passing = error.code == HTTPStatus.TOO_MANY_REQUESTS or error.code >= 500
+        kind = StartupError if passing else UsageError
+        raise kind(f"{url}: the server answered {error.code} {error.reason}") from error
     except urllib.error.URLError as error:
         raise StartupError(f"{url} cannot be reached: {error.reason}") from error
     except (OSError, HTTPException, ValueError) as error:  # in the middle; or no URL at all

@@ -107,6 +107,8 @@ def command(
         raise UsageError("name a folder by --out, a repository on the hub by --push, or both")
     if private and repo is None:
         raise UsageError("--private is for --push, which is not given: leave it out")
+    if out is not None:
+        _check_replaceable(out)
     with TemporaryDirectory(prefix="umbra-export-") as scratch:
         if repo is None:
             click.echo(f"{export_checkpoint(checkpoint, out or Path(scratch), model)}")
@@ -125,3 +127,11 @@ def command(
             click.echo(f"{written}")
         card = model_card(repo, config, index.step, run_summary(checkpoint), model)
         click.echo(push(written, repo, card))
+
+
+def _check_replaceable(out: Path) -> None:
+    """Whether nothing is lost but a model, if one is written to `out`."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    if not ((out / "config.json").is_file() and (out / "tokenizer_config.json").is_file()):
+        raise UsageError(f"--out {out} is there, and is no model: name another folder")

@@ -14,7 +14,7 @@ import yaml
 from umbra._version import __version__
 from umbra.proto.errors import UNREADABLE, StartupError, UsageError
 from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.model.hub import HubName, looks_like_name
+from umbra.services.runtime.model.hub import HubName, is_hub_name, looks_like_name
 from umbra.services.runtime.numbers import number
 from umbra.services.runtime.prompts.readers import hub_data_set
 
@@ -89,7 +89,7 @@ def model_card(
         base: where the run began, if not in `model.path`; a directory is not named.
     """
     begun = base or config.model.name
-    of_hub = HubName.of(begun).repo if looks_like_name(begun) else ""
+    of_hub = HubName.of(begun).repo if is_hub_name(begun) else ""
     data = (
         config.data.prompts,
         *config.data.sources,
@@ -111,7 +111,8 @@ def model_card(
         "",
         *_table(_settings(config, step)),
     ]
-    if measured := list(_measured(summary)):
+    # What a run measured at its end is not of an earlier checkpoint.
+    if summary.get("steps") == step and (measured := list(_measured(summary))):
         lines += ["", "## Results", "", *_table(measured)]
     return "\n".join(lines) + "\n"
 
@@ -156,6 +157,8 @@ def _told(repo: str) -> Iterator[None]:
     where = f"--push {repo}"
     try:
         yield
+    except errors.HFValidationError as error:
+        raise UsageError(f"{where}: the hub takes no such name; write it as ORG/NAME") from error
     except errors.LocalTokenNotFoundError as error:
         raise UsageError(_no_right(where, hub)) from error
     except errors.OfflineModeIsEnabled as error:
