@@ -115,9 +115,10 @@ class BufferClient:
             self._gathered += trajectories
             self._undelivered.update((t.sample_id, t.attempt) for t in trajectories)
         if self._gathered and self._clock() >= self._send_at:
-            self._deliver()
+            self.deliver()
 
-    def _deliver(self) -> None:
+    def deliver(self) -> None:
+        """Send what is gathered now."""
         gathered, self._gathered = self._gathered, []
         for portion in portions(gathered, array_bytes):
             leases = [(t.sample_id, t.attempt) for t in portion]
@@ -189,13 +190,13 @@ class BufferClient:
 
     def wait(self, timeout_s: float) -> None:
         """Wait until `wake` is set, for `timeout_s` seconds at most."""
-        self._deliver()
+        self.deliver()
         self._wake.wait(timeout_s)
         self._wake.clear()
 
     def flush(self, deadline_s: float) -> list[SampleTask]:
         """Wait until everything is answered, or the deadline; samples that still came."""
-        self._deliver()
+        self.deliver()
         deadline = Deadline(deadline_s, clock=self._clock)
         late, _ = self.poll()
         while self._open and not deadline.passed:

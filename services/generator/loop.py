@@ -180,6 +180,7 @@ class GeneratorLoop:
         if staged is None or (self._drains and self._runner.active):
             return
         self._staged = None
+        self._buffer.deliver()  # the trainer may wait for just these
         start = self._clock()
         self._watch.waits(f"loading version {staged.version}", self._engine.live)
         try:

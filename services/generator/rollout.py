@@ -113,8 +113,17 @@ class Rollout:
 
     @property
     def session(self) -> str:
-        """What its requests to the engine, and its plays of the environment, are known by."""
+        """What its plays of the environment are known by, and mostly its requests to the engine."""
         return f"{self.task.sample_id}/{self.task.attempt}"
+
+    @property
+    def engine_sessions(self) -> set[str]:
+        """What its requests to the engine were known by."""
+        return {self._engine_session(line) for line in self._lines}
+
+    def _engine_session(self, line: Line) -> str:
+        """A line with a prompt of its own does not go on with what was read for another."""
+        return f"{self.session}/{line.number}" if line.number else self.session
 
     @property
     def movable(self) -> bool:
@@ -122,8 +131,9 @@ class Rollout:
 
         Not once its environment has been told something, or is at work on it.
         """
-        first_turn = self.phase is Phase.GENERATE and self._turns == self._line.turn_start == 0
-        return self.phase is Phase.RESET or first_turn
+        if self.phase is Phase.RESET:
+            return not self.begun
+        return self.phase is Phase.GENERATE and self._turns == self._line.turn_start == 0
 
     def reset_done(self, opening: Opening) -> None:
         """The environment opened the conversation.
@@ -196,7 +206,7 @@ class Rollout:
             prompt_ids=[*self._line.prompt, *self._line.tokens.ids],
             sampling=self._settings.sampling,
             max_tokens=self._room(),
-            session=self.session,
+            session=self._engine_session(self._line),
         )
 
     def generated(self, output: EngineOutput) -> None:
@@ -376,7 +386,8 @@ class Rollout:
         """The line that an agent wants to go on with: one that there is, or a new one."""
         if ask.after is None:
             self._check_branches()
-            return Line(Opening(ask.messages, ask.tools), self._asked_prompt(ask))
+            opening = Opening(ask.messages, ask.tools)
+            return Line(opening, self._asked_prompt(ask), number=len(self._lines))
         if ask.after < self._turns:
             line, end, complete = self._turn_ends[ask.after]
         else:

@@ -148,7 +148,7 @@ class RolloutRunner:
     def drop(self, leases: Iterable[tuple[str, int]]) -> None:
         """Forget these `(sample_id, attempt)`: their lease is not ours any more."""
         gone: list[Rollout] = []
-        for sample_id, attempt in leases:
+        for sample_id, attempt in dict.fromkeys(leases):  # two answers may name the same
             rollout = self._rollouts.get(sample_id)
             if rollout is not None and rollout.task.attempt == attempt:
                 gone.append(rollout)
@@ -229,7 +229,8 @@ class RolloutRunner:
         if self._turn_log is not None:
             self._turn_log.gone(rollout.task)
         self._pool.forget(rollout.session)
-        self.engine.forget(rollout.session)
+        for session in rollout.engine_sessions:
+            self.engine.forget(session)
 
     def _advance(self, rollout: Rollout) -> None:
         """Do what the rollout waits for."""
@@ -307,12 +308,14 @@ class RolloutRunner:
                 case _:
                     return  # of the same lease, begun anew meanwhile
         except SampleError as error:
+            self.engine.abort([rollout.task.sample_id])  # its agent may end in the midst of a turn
             self._forget(rollout)
             self._fail(rollout.task, str(error))
         else:
             reason = self._leaving.get(rollout.task.sample_id)
             answered = rollout.phase is Phase.GENERATE and rollout.tokens > before
-            if reason is not None and answered:
+            # Nobody can go on with several lines: such a sample ends here.
+            if reason is not None and answered and not rollout.branched:
                 self._moved += self._hand_back([rollout], reason)
             else:
                 self._advance(rollout)

@@ -128,6 +128,7 @@ class Line:
     tokens: ResponseTokens = field(default_factory=ResponseTokens)
     turn_start: int = 0  # where the current model turn begins
     shared: int = 0  # response tokens that it has from another line
+    number: int = 0  # of its prompt: lines with the same one have the same
 
     @property
     def spoken(self) -> bool:
@@ -136,4 +137,4 @@ class Line:
 
     def until(self, end: int) -> Line:
         """A line that goes its own way after `end` response tokens, at the end of a turn."""
-        return Line(self.opening, self.prompt, self.tokens.first(end), end, end)
+        return Line(self.opening, self.prompt, self.tokens.first(end), end, end, self.number)

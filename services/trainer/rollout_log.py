@@ -15,6 +15,7 @@ FILE = "samples.jsonl"
 EVERY_S = 5.0  # between two that are told to those who watch
 TOLD_CHARS = 2_000  # of prompt and response, of one that is told
 TOLD_PIECES = 64
+FURTHER = 7  # branches whose texts are written, besides the first
 CONTEXT = 16  # tokens that are read again before a piece: a character may have several tokens
 LOST = "\ufffd"  # what stands for half a character
 
@@ -80,7 +81,7 @@ def rollout_row(tokenizer: Any, trajectory: Trajectory, step: int) -> dict[str, 
 
     `pieces` cut the response into what the model said by weights of one age, and what its
     environment said (staleness None): characters, tokens, staleness in steps. Prompt, response and
-    pieces are those of the first branch, `further` has the texts of the others.
+    pieces are those of the first branch, `further` has the texts of `FURTHER` more.
     """
     ids = unpack_int32(trajectory.response_ids)
     ranges = _ranges(trajectory, step)
@@ -110,7 +111,7 @@ def rollout_row(tokenizer: Any, trajectory: Trajectory, step: int) -> dict[str, 
                 "prompt": _decode(tokenizer, unpack_int32(one.prompt_ids)),
                 "response": _decode(tokenizer, unpack_int32(one.response_ids)),
             }
-            for one in trajectory.branches
+            for one in trajectory.branches[:FURTHER]
         ],
     }
 

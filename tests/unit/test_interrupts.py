@@ -16,6 +16,8 @@ from umbra.services.environments.guess import Guess
 from umbra.services.environments.pool import EpisodeOutcome, InlinePool
 from umbra.services.environments.protocol import StepResult
 from umbra.services.environments.single_turn import ExactMatch
+from umbra.services.environments.turn_request import Ask, Begun
+from umbra.services.generator.rollout import Limits
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
@@ -191,6 +193,77 @@ def test_what_is_dropped_while_it_waits_to_move_is_gone(chat: Chat) -> None:
     engine = runner.engine
     assert isinstance(engine, ScriptedEngine)
     assert engine.forgotten == ["s-0/1", "s-0/2"]
+
+
+class HeldAgent(InlinePool):
+    """An agent that the test speaks for."""
+
+    def __init__(self) -> None:
+        super().__init__(ExactMatch)
+        self.said: list[EpisodeOutcome] = []
+
+    def play(self, key: str, row: dict[str, Any], responses: Any) -> None:
+        """It begins when the test says so."""
+
+    def collect(self) -> list[EpisodeOutcome]:
+        said, self.said = self.said, []
+        return said
+
+    def ask(self, text: str, after: int | None) -> None:
+        ask = Ask(lambda _: None, [{"role": "user", "content": text}], after=after)
+        self.said.append(EpisodeOutcome("s-0/1", ask))
+
+
+def led(chat: Chat) -> tuple[RolloutRunner, HeldAgent, ScriptedEngine]:
+    pool, engine = HeldAgent(), ScriptedEngine(says(chat._tokenizer, "1", "2", "3"))
+    chosen = settings(chat, agents=True, limits=Limits(branches=3))
+    runner = RolloutRunner(engine, pool, chosen)
+    begin(runner)
+    return runner, pool, engine
+
+
+def turns(runner: RolloutRunner, engine: ScriptedEngine) -> None:
+    """Until the model has said what it was asked for."""
+    runner.poll(0.0)
+    while engine.live:
+        runner.poll(0.0)
+
+
+@pytest.mark.parametrize("branched", [False, True])
+def test_a_sample_with_branches_ends_where_it_is(chat: Chat, branched: bool) -> None:
+    runner, pool, engine = led(chat)
+    pool.ask("1", None)
+    turns(runner, engine)
+    pool.ask("2", None if branched else 0)
+    turns(runner, engine)
+    runner.interrupt([LEASE], "the batch is full", turn_end=True)
+    pool.ask("3", 1)
+    turns(runner, engine)
+    assert len(runner.moved()) == (not branched)
+    if branched:
+        pool.said.append(EpisodeOutcome("s-0/1", StepResult(reward=1.0, done=True)))
+        runner.poll(0.0)
+        (made,) = runner.results()[0]
+        assert len(made.lines) == 2
+
+
+def test_an_agent_that_has_begun_is_at_work(chat: Chat) -> None:
+    runner, pool, _ = led(chat)
+    pool.said.append(EpisodeOutcome("s-0/1", Begun()))
+    runner.poll(0.0)
+    runner.interrupt([LEASE], "the batch is full", turn_end=True)
+    assert (runner.moved(), runner.active) == ([], 1)
+
+
+def test_a_sample_that_fails_amid_a_turn_leaves_the_engine(chat: Chat) -> None:
+    runner, pool, engine = led(chat)
+    pool.ask("1", None)
+    runner.poll(0.0)
+    assert engine.live == 1
+    pool.said.append(EpisodeOutcome("s-0/1", error="its agent gave up"))
+    runner.poll(0.0)
+    assert (engine.live, runner.active) == (0, 0)
+    assert [one.reason for one in runner.results()[1]] == ["its agent gave up"]
 
 
 @pytest.fixture

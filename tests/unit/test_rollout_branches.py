@@ -213,3 +213,18 @@ def test_a_resumed_sample_may_branch_once_it_is_where_it_was(tokenizer: Any) -> 
     assert early.rollout.phase is Phase.RESET, "it begins anew"
     early.turn("1", None, "7")
     assert early.texts(early.end()) == ["U1A[7.]"]
+
+
+def test_a_branch_with_a_prompt_of_its_own_goes_on_with_nothing_that_was_read_for_another(
+    tokenizer: Any,
+) -> None:
+    talk = Talk(tokenizer)
+    sessions: list[str] = []
+    for text, after in (("1", None), ("2", 0), ("3", None), ("4", 2), ("5", 0)):
+        talk.ask(text, after)
+        sessions.append(talk.rollout.request().session)
+        talk.hear("9")
+    first, other = sessions[0], sessions[2]
+    assert first != other
+    assert sessions == [first, first, other, other, first]
+    assert talk.rollout.engine_sessions == {first, other}
