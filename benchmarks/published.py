@@ -77,6 +77,7 @@ PUBLISHED: dict[str, Publication] = {
     "revisions": Publication("revisions", ("362ebf4",), 20),  # before the rooms and what followed
     "scale": Publication("scale", (), 10),
     "published_sizes": Publication("published_sizes", (), 8),
+    "staleness_rules": Publication("staleness_rules", ("--jobs", "2"), 90),
     "staleness": Publication("staleness", ("--jobs", "2"), 120),
 }
 

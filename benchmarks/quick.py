@@ -17,6 +17,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 LIMIT_S = 600.0
+FEW_RULES = ("--seeds", "0", "--tasks", "sort", "--rules", "ppo")
 FEW = ("--seeds", "0", "--tasks", "guess", "--objectives", "ppo")
 # Arguments that make it quick; "--quick" is that of whoever has it and is not named here.
 QUICK: dict[str, tuple[str, ...]] = {
@@ -33,6 +34,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "sequence_memory": ("--tokens", "1024", "--ranks", "1,2"),
     "snapshot_memory": ("--size-mib", "64", "--ranks", "1,2"),
     "staleness": (*FEW, "--staleness", "1", "--minibatches", "1"),
+    "staleness_rules": (*FEW_RULES, "--minibatches", "1", "--lengths", "short"),
     "store": ("--records", "2000", "--rounds", "1"),
     "trainer_speed": ("--groups", "2", "--passes", "1", "--longest", "500", "--rows", "1024"),
 }

@@ -1,24 +1,28 @@
 """What helps against staleness: rules for rate, momentum, trust region and weights, side by side.
 
     python benchmarks/staleness_rules.py --json FILE --jobs 2
-    python benchmarks/staleness_rules.py --json FILE --rules ppo momentum_0 --seeds 0 --tasks sort
+    python benchmarks/staleness_rules.py --json FILE --rules ppo tis_opsm --seeds 0 --tasks sort
 
 One process per cell: production engine, environment, objective and optimizer, but no services, so
 that staleness is exact: the batch of step t is sampled from the weights after step t - k (from the
-first weights while t < k). `delay` is the on-policy run without its last k steps: what is lost
-because the first k batches teach nothing new. FILE is written after each cell and continued.
+first weights while t < k). The first k batches teach no more than one, so each run goes on for k
+more steps: equal samples is the accuracy before them, equal updates on new samples that after them.
+Short runs have a constant rate, so that every step counts; those of `WHOLE` are made again with the
+demo's own steps, peak rate and decay. FILE is written after each cell and continued.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import json
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean
@@ -27,7 +31,7 @@ from typing import Any
 import msgspec
 import torch
 from report import Report, spread
-from staleness import SAMPLES, base_model
+from staleness import SAMPLES, base_model, tenths
 from staleness_cells import MINIBATCH_RATE, PLANS, SAME
 
 from umbra.deploy.demo import DEMOS
@@ -43,6 +47,12 @@ from umbra.services.runtime.config.loader import load_config
 from umbra.services.runtime.trajectories import sampling_of
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.learner import Learner
+from umbra.services.trainer.objectives.objective import (
+    Constants,
+    Objective,
+    TokenInputs,
+    TokenLosses,
+)
 from umbra.services.trainer.policy import load_policy
 from umbra.services.trainer.update import PolicyUpdate
 
@@ -59,6 +69,22 @@ class Rule:
 
     keys: tuple[str, ...] = ()
     pace: Pace = lambda _staleness, _ess: 1.0
+    objective: type[Objective] = Objective
+
+
+class Topr(Objective):
+    """Tapered off-policy REINFORCE (arXiv 2503.14286).
+
+    A log pi where A > 0, and where A < 0 the same times min(1, pi / mu) of the sequence.
+    """
+
+    def __call__(self, tokens: TokenInputs, constants: Constants) -> TokenLosses:
+        """The losses of `tokens`."""
+        found = super().__call__(tokens, constants)
+        drift = (tokens.logprobs - tokens.behaviour).detach()
+        weight = tokens.sequences.sum(drift).exp().clamp(max=1.0)
+        weight = torch.where(tokens.advantages > 0, 1.0, weight)
+        return dataclasses.replace(found, losses=-weight * tokens.advantages * tokens.logprobs)
 
 
 OPSM = ("objective=tis_opsm",)
@@ -70,12 +96,15 @@ RULES: dict[str, Rule] = {
     "rate / sqrt(1 + k)": Rule(OPSM, lambda k, _ess: (1 + k) ** -0.5),
     "rate / (1 + k)": Rule(OPSM, lambda k, _ess: 1 / (1 + k)),
     "rate * ess": Rule(OPSM, lambda _k, ess: ess),
+    "rate * sqrt(ess)": Rule(OPSM, lambda _k, ess: ess**0.5),
     "rate * 1.5": Rule(OPSM, lambda _k, _ess: 1.5),
+    "rate * 1.5 ess": Rule(OPSM, lambda _k, ess: 1.5 * ess),
     # Delay acts like momentum (arXiv 1605.09774), so Adam's own may be too much.
-    "beta1 0.5": Rule((*OPSM, "betas=[0.5, 0.999]")),
-    "beta1 0": Rule((*OPSM, "betas=[0.0, 0.999]")),
-    "beta2 0.95": Rule((*OPSM, "betas=[0.9, 0.95]")),
-    "beta1 0, beta2 0.95": Rule((*OPSM, "betas=[0.0, 0.95]")),
+    "beta2 0.999": Rule((*OPSM, "betas=[0.9, 0.999]")),
+    "beta1 0.5": Rule((*OPSM, "betas=[0.5, 0.95]")),
+    "beta1 0": Rule((*OPSM, "betas=[0.0, 0.95]")),
+    "beta1 0.5, beta2 0.999": Rule((*OPSM, "betas=[0.5, 0.999]")),
+    "beta1 0, beta2 0.999": Rule((*OPSM, "betas=[0.0, 0.999]")),
     # The trust region: narrower and wider masks, and truncation.
     "opsm 0.05": Rule((*OPSM, "mask_threshold=0.05")),
     "opsm 0.5": Rule((*OPSM, "mask_threshold=0.5")),
@@ -85,14 +114,26 @@ RULES: dict[str, Rule] = {
     "gradient clipped at 0.2": Rule((*OPSM, "max_grad_norm=0.2")),
     "ppo, high clip 0.5": Rule(("objective=ppo", "clip_high=0.5")),
     "ppo + opsm": Rule(("objective=ppo", "mask=opsm")),
-    "ppo, beta1 0": Rule(("objective=ppo", "betas=[0.0, 0.999]")),
     "kl to behaviour": Rule((*OPSM, "kl_to=behaviour", "kl_estimator=k3", "kl_coef=0.05")),
     "prime_rl": Rule(("objective=prime_rl",)),
     "cispo": Rule(("objective=cispo",)),
     "icepop": Rule(("objective=icepop",)),
     "m2po": Rule(("objective=m2po",)),
     "gspo": Rule(("objective=gspo",)),
+    "gspo, clip 0.2": Rule(("objective=gspo", "clip_low=0.2", "clip_high=0.2")),
+    "sapo": Rule(("objective=sapo",)),
+    "topr": Rule(("objective=ppo",), objective=Topr),
+    "ess, beta1 0.5": Rule((*OPSM, "betas=[0.5, 0.95]"), lambda _k, ess: ess),
+    "1.5 ess, beta1 0.5, beta2 0.999": Rule(
+        (*OPSM, "betas=[0.5, 0.999]"), lambda _k, ess: 1.5 * ess
+    ),
+    "1.5 ess, kl to behaviour": Rule(
+        (*OPSM, "kl_to=behaviour", "kl_estimator=k3", "kl_coef=0.05"), lambda _k, ess: 1.5 * ess
+    ),
+    "ess, tis at 1": Rule((*OPSM, "is_cap=1.0"), lambda _k, ess: ess),
 }
+
+WHOLE = ("ppo", "tis_opsm", "rate * 1.5 ess")  # tried in runs as long as the demo's
 
 
 @dataclass(frozen=True)
@@ -104,11 +145,18 @@ class Cell:
     staleness: int
     minibatches: int
     seed: int
+    whole: bool
+
+    @property
+    def panel(self) -> str:
+        """What it is compared in."""
+        return f"{self.task}, {self.minibatches} update{'s' * (self.minibatches > 1)} a batch"
 
     @property
     def key(self) -> str:
         """Names the cell in the file."""
-        return f"{self.task}, {self.rule}, k={self.staleness}, m={self.minibatches}, {self.seed}"
+        length = ", whole run" if self.whole else ""
+        return f"{self.panel}{length}, {self.rule}, k={self.staleness}, seed {self.seed}"
 
 
 class Player:
@@ -167,20 +215,16 @@ def settings(cell: Cell, folder: Path) -> RunConfig:
     plan, rule = PLANS[cell.task], RULES.get(cell.rule, RULES["naive"])
     rate = plan.learning_rate * (MINIBATCH_RATE if cell.minibatches > 1 else 1.0)
     given = {one.partition("=")[0] for one in rule.keys}
-    common = [
-        *SAME,
-        f"minibatches={cell.minibatches}",
-        f"learning_rate={rate:g}",
-        "schedule=constant",
-        f"max_grad_norm={plan.max_grad_norm:g}",
-        "threads=1",
-    ]
+    common = [*SAME, f"minibatches={cell.minibatches}", "threads=1"]
+    if not cell.whole:
+        common += [f"learning_rate={rate:g}", f"max_grad_norm={plan.max_grad_norm:g}"]
+        common += ["schedule=constant"]
     keys = [one for one in common if one.partition("=")[0] not in given]
     return load_config(
         DEMOS / f"{cell.task}.toml",
         overrides=[
             *(f"trainer.{key}" for key in (*rule.keys, *keys)),
-            f"run.steps={plan.steps}",
+            *([] if cell.whole else [f"run.steps={plan.steps}"]),
             f"run.seed={cell.seed}",
             f"model.path={folder / 'base'}",
             f"data.prompts={folder / 'prompts.jsonl'}",
@@ -200,18 +244,19 @@ def run_cell(cell: Cell, work: Path) -> Row:
     config = settings(cell, folder)
     model, _ = load_policy(folder / "base")
     learner = Learner(model, config.trainer, config.run.steps)
+    rule = RULES.get(cell.rule, RULES["naive"])
     update = PolicyUpdate(config, learner)
+    update._objective = rule.objective(config.trainer.pieces)
     player = Player(folder / "base", copy.deepcopy(model).eval(), config, _rows(folder, "prompts"))
     held_out = Player(
         folder / "base", copy.deepcopy(model).eval(), config, _rows(folder, "heldout")
     )
-    pace = RULES.get(cell.rule, Rule()).pace
     versions = deque([_weights(model)], cell.staleness + 1)
     groups, size = config.buffer.batch_groups, config.buffer.group_size
     ess, rewards, essays = 1.0, [], []
-    delayed = None
+    accuracy = later = 0.0
     try:
-        for step in range(config.run.steps):
+        for step in range(config.run.steps + cell.staleness):
             version = max(0, step - cell.staleness)
             made = player.play(
                 versions[0], version, range(step * groups, (step + 1) * groups), size
@@ -220,7 +265,7 @@ def run_cell(cell: Cell, work: Path) -> Row:
             batch = make_batch(made, model.config.vocab_size)
             learner._config = msgspec.structs.replace(
                 config.trainer,
-                learning_rate=config.trainer.learning_rate * pace(step - version, ess),
+                learning_rate=config.trainer.learning_rate * rule.pace(step - version, ess),
             )
             row = update(batch, step, lambda: True)
             assert row is not None
@@ -228,25 +273,23 @@ def run_cell(cell: Cell, work: Path) -> Row:
                 ess = float(measured)
                 essays.append(ess)
             versions.append(_weights(model))
-            if cell.rule == ON_POLICY and step + 1 == config.run.steps - LEVEL:
-                delayed = _accuracy(held_out, versions[-1])
-        accuracy = _accuracy(held_out, versions[-1])
+            if step + 1 == config.run.steps:
+                accuracy = _accuracy(held_out, versions[-1])
+        later = _accuracy(held_out, versions[-1]) if cell.staleness else accuracy
     finally:
         player.close()
         held_out.close()
-    late = rewards[-10:]
     found: Row = {
         "cell": cell.key,
-        "task": cell.task,
+        "whole": cell.whole,
+        "panel": cell.panel,
         "rule": cell.rule,
         "staleness": cell.staleness,
-        "minibatches": cell.minibatches,
         "seed": cell.seed,
         "accuracy": accuracy,
-        "delayed": delayed,
-        "late_reward": mean(late),
+        "later": later,
         "ess": mean(essays[-15:]) if essays else None,
-        "curve": " ".join(f"{mean(rewards[i : i + 6]):.2f}" for i in range(0, len(rewards), 6)),
+        "curve": " ".join(f"{mean(one):.2f}" for one in tenths(rewards)),
         "seconds": time.perf_counter() - began,
     }
     return {name: round(v, 5) if isinstance(v, float) else v for name, v in found.items()}
@@ -267,46 +310,55 @@ def _accuracy(player: Player, weights: Mapping[str, torch.Tensor]) -> float:
 
 def cells(args: argparse.Namespace) -> Iterator[Cell]:
     """All combinations, seeds outermost."""
-    for seed in args.seeds:
-        for rule in (ON_POLICY, *args.rules):
-            for task in args.tasks:
-                for updates in args.minibatches:
-                    level = 0 if rule == ON_POLICY else args.staleness
-                    yield Cell(task, rule, level, updates, seed)
+    for seed, length in product(args.seeds, args.lengths):
+        whole = length == "whole"
+        rules = [rule for rule in args.rules if rule in WHOLE or not whole]
+        for rule in (ON_POLICY, *rules):
+            for task, updates in product(args.tasks, [1] if whole else args.minibatches):
+                level = 0 if rule == ON_POLICY else args.staleness
+                yield Cell(task, rule, level, updates, seed, whole)
 
 
 def summarise(report: Report) -> None:
-    """A table of accuracies, and what each rule loses against on-policy runs."""
-    panels = sorted({(row["task"], row["minibatches"]) for row in report.rows}, reverse=True)
-    by = {(r["rule"], r["task"], r["minibatches"], r["seed"]): r for r in report.rows}
-    base = {place[1:]: row for place, row in by.items() if place[0] == ON_POLICY}
+    """Tables of accuracies, and what each rule loses against on-policy runs."""
+    for name in ("short", "whole"):
+        rows = [row for row in report.rows if row["whole"] == (name == "whole")]
+        if rows:
+            _compare(report, name, rows)
+
+
+def _compare(report: Report, name: str, rows: list[Row]) -> None:
+    panels = sorted({row["panel"] for row in rows}, reverse=True)
+    base = {_place(row): row["accuracy"] for row in rows if row["rule"] == ON_POLICY}
     lines: list[tuple[float, list[str]]] = []
-    for rule in dict.fromkeys(row["rule"] for row in report.rows):
-        columns: list[str] = []
-        losses: list[float] = []
-        for panel in panels:
-            mine = {p[1:]: r for p, r in by.items() if p[0] == rule and p[1:3] == panel}
-            columns.append(spread([row["accuracy"] for row in mine.values()], ".3f"))
-            own = [
-                100 * (base[p]["accuracy"] - r["accuracy"]) for p, r in mine.items() if p in base
-            ]
-            losses += [mean(own)] if own else []
-        if losses:
-            told = [f"{mean(losses):.1f}", f"{max(losses):.1f}"]
-            lines.append((mean(losses), [f"`{rule}`", *columns, *told]))
-            report.figure(f"loss_{rule}", mean(losses))
-            report.figure(f"most_{rule}", max(losses))
-    names = [f"{task}, {updates} update{'s' * (updates > 1)} a batch" for task, updates in panels]
+    for rule in dict.fromkeys(row["rule"] for row in rows):
+        mine = [row for row in rows if row["rule"] == rule and _place(row) in base]
+        told: list[str] = []
+        for column, equal in (("accuracy", "samples"), ("later", "updates")):
+            lost = {
+                panel: [100 * (base[_place(r)] - r[column]) for r in mine if r["panel"] == panel]
+                for panel in panels
+            }
+            losses = [mean(values) for values in lost.values() if values]
+            told += [f"{mean(losses):.1f}", f"{max(losses):.1f}"]
+            report.figure(f"{name}_{equal}_loss_{rule}", mean(losses))
+            report.figure(f"{name}_{equal}_most_{rule}", max(losses))
+        seeds = str(len({row["seed"] for row in mine}))
+        cells = [
+            spread([row["accuracy"] for row in mine if row["panel"] == panel], ".3f")
+            for panel in panels
+        ]
+        lines.append((float(told[2]), [rule, seeds, *cells, *told]))
+    losses = ["loss, equal samples: mean", "most", "equal updates: mean", "most"]
     report.table(
-        "rules",
-        ["rule", *names, "loss, points: mean", "most"],
+        name,
+        ["rule", "seeds", *panels, *losses],
         [line for _, line in sorted(lines, key=lambda one: one[0])],
     )
-    delays = [
-        100 * (r["accuracy"] - r["delayed"]) for r in base.values() if r["delayed"] is not None
-    ]
-    if delays:
-        report.figure("delay_loss", mean(delays))
+
+
+def _place(row: Row) -> tuple[str, int]:
+    return row["panel"], row["seed"]
 
 
 def _run(task: tuple[Cell, Path]) -> Row:
@@ -323,6 +375,8 @@ def main() -> int:
     parser.add_argument("--staleness", type=int, default=LEVEL)
     parser.add_argument("--minibatches", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    lengths = ["short", "whole"]
+    parser.add_argument("--lengths", nargs="+", default=lengths, choices=lengths)
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, a core each")
     args = parser.parse_args()
     report = Report.begin("staleness_rules", args.json)

@@ -142,6 +142,18 @@ def test_every_objective_of_the_staleness_grid_is_a_possible_run() -> None:
         assert config.buffer.run_ahead == config.buffer.max_staleness == 8
 
 
+def test_every_rule_against_staleness_is_a_possible_run(tmp_path: Path) -> None:
+    from staleness_rules import RULES, Cell, settings
+
+    from umbra.services.runtime.config.objective_rules import objective_faults
+
+    for rule in RULES:
+        config = settings(Cell("sort", rule, 8, 4, 0, False), tmp_path)
+        assert list(objective_faults(config)) == [], rule
+        assert (config.run.steps, config.trainer.schedule) == (60, "constant")
+    assert settings(Cell("sort", "ppo", 8, 1, 0, True), tmp_path).run.steps == 360
+
+
 def test_every_cell_can_be_run_by_its_key() -> None:
     import end_to_end
 
