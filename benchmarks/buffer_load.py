@@ -28,6 +28,7 @@ from report import Report
 GROUP_SIZE, BATCH_GROUPS = 8, 128
 HELD = 8  # samples of each member
 AHEAD = 8  # batches of trajectories beyond those that members hold
+STORE_MAX_BYTES = 4 << 30  # what all members hold, and some batches: nobody waits for disk space
 WARM_S = 4.0
 FLAT_OUT = 0.0
 GOAL_MS = 100.0
@@ -48,9 +49,15 @@ def play(
     folder: Path, recording: Recording, members: int, rate: float, seconds: float
 ) -> dict[str, Any]:
     """One measurement, with a buffer of its own."""
-    ahead = members * HELD // (GROUP_SIZE * BATCH_GROUPS) + AHEAD
+    # At first each member has a group, of which it answers sample after sample while it is given
+    # those of others: until the first ones are complete there are twice as many groups as it holds.
+    ahead = 2 * members * HELD // (GROUP_SIZE * BATCH_GROUPS) + AHEAD
     buffer = BufferProcess(
-        folder, group_size=GROUP_SIZE, batch_groups=BATCH_GROUPS, run_ahead=ahead
+        folder,
+        group_size=GROUP_SIZE,
+        batch_groups=BATCH_GROUPS,
+        run_ahead=ahead,
+        store_max_bytes=STORE_MAX_BYTES,
     )
     try:
         orders = replayed_members.Orders(
