@@ -101,11 +101,11 @@ class _Peer:
         while len(self.pending) > PENDING_KEPT:
             self.pending.popitem(last=False)
 
-    def answered(self, number: int, frames: list[bytes], share: int) -> None:
-        """A request was answered with `frames`; replies of `share` bytes may be kept."""
+    def answered(self, number: int, frames: list[bytes], size: int, share: int) -> None:
+        """A request was answered with `frames` of `size`; replies of `share` bytes may be kept."""
         self.pending.pop(number, None)
         self.replies[number] = frames
-        self.reply_bytes += _size(frames)
+        self.reply_bytes += size
         while len(self.replies) > 1 and (
             len(self.replies) > REPLIES_KEPT or self.reply_bytes > share
         ):
@@ -234,10 +234,11 @@ class Server:
             log.exception("cannot answer %s", request.header.sender)
             _, frames = self._encoder.encode(nack(error), reply_to=request.header.id)
         peer = self._peers.get((request.channel, request.identity))
+        size = _size(frames)
         if peer is not None and peer.incarnation == request.header.incarnation:
             share = REPLY_BYTES_KEPT // len(self._peers)
             before = peer.reply_bytes
-            peer.answered(request.header.id, frames, share)
+            peer.answered(request.header.id, frames, size, share)
             self._reply_bytes += peer.reply_bytes - before
             while self._reply_bytes > REPLY_BYTES_MOST and len(self._peers) > 1:
                 self._forget_oldest()
