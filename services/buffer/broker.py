@@ -1,10 +1,10 @@
 """The broker as a whole, sans-IO: a request or a tick goes in, effects come out.
 
-`handle_all` and `tick` take the time from their caller (seconds, monotonic) and return what is to be
-sent and written. A request that cannot be answered yet is parked; it is answered when work arrives
-or when its wait is over. `save` puts into the store what has changed: the caller does that, and
-commits the store, before it sends anything. A broker that is made with the store of an earlier one
-goes on where that one ended.
+`handle_all` and `tick` take the time from their caller (seconds, monotonic) and return what is to
+be sent and written. A request that cannot be answered yet is parked; it is answered when work
+arrives or when its wait is over. `save` puts into the store what has changed: the caller does that,
+and commits the store, before it sends anything. A broker that is made with the store of an earlier
+one goes on where that one ended.
 """
 
 from __future__ import annotations

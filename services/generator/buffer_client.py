@@ -134,9 +134,7 @@ class BufferClient:
                 body = SubmitTrajectories(trajectories=portion, capacity=capacity, version=version)
             self._send(body, partial(self._stored, leases, version if asks else None))
 
-    def _stored(
-        self, leases: list[Lease], asked: int | None, future: Future[Message]
-    ) -> None:
+    def _stored(self, leases: list[Lease], asked: int | None, future: Future[Message]) -> None:
         for sample_id, attempt in leases:
             if self._undelivered.get(sample_id) == attempt:
                 del self._undelivered[sample_id]

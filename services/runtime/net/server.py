@@ -290,23 +290,28 @@ class Server:
 
     def _receive(self, channel: _BoundChannel) -> list[Request]:
         requests: list[Request] = []
-        left = RECEIVE_BYTES
+        left, is_open = RECEIVE_BYTES, self._gate is None
         for _ in range(RECEIVE_BURST):
             if left <= 0:
                 break
             try:
-                first = channel.socket.recv(zmq.NOBLOCK, copy=False)
+                # More always comes after it. With keys the frame tells who has sent it.
+                first = channel.socket.recv(NOBLOCK, copy=is_open)
             except zmq.Again:
                 break
             frames: list[bytes | memoryview] = []
-            frame = first
-            while frame.more:  # known without asking the socket, which `recv_multipart` does
-                frame = channel.socket.recv(zmq.NOBLOCK, copy=False)
-                left -= len(frame)
+            more = True
+            while more:
+                frame = channel.socket.recv(NOBLOCK, copy=False)
+                more, size = frame.more, len(frame)  # without asking the socket, as multipart does
+                left -= size
                 if len(frames) < FRAMES_KEPT:
-                    frames.append(frame.bytes if len(frame) < LARGE_BYTES else frame.buffer)
-            role = None if self._gate is None else role_of(first)
-            request = self._decode(channel, first.bytes, frames, role)
+                    frames.append(frame.bytes if size < LARGE_BYTES else frame.buffer)
+            if isinstance(first, bytes):
+                identity, role = first, None
+            else:
+                identity, role = first.bytes, role_of(first)
+            request = self._decode(channel, identity, frames, role)
             if request is not None:
                 requests.append(request)
         return requests
