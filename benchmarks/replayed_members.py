@@ -5,9 +5,10 @@
 ORDERS_FILE holds `Orders` as MessagePack; a line on the standard input begins the measurement.
 
 They cost next to nothing beside the buffer that is measured: no engine, no ZeroMQ, one thread, one
-call of the system for what a member says at a time, one for what it hears. What they say is what `recorded.py` has recorded, with the
-ids of the lease that each answer is for. Members take turns, evenly, at the rate that is asked for;
-or, at rate 0, each as soon as its last answer was acknowledged.
+call of the system for what a member says at a time, one for what it hears. What they say is what
+`recorded.py` has recorded, with the ids of the lease that each answer is for. Members take turns,
+evenly, at the rate that is asked for; or, at rate 0, each as soon as its last answer was
+acknowledged.
 
 They join, beat, renew, lease, submit; they don't resend, and what is not acknowledged is told.
 """
