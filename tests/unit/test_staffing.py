@@ -82,7 +82,9 @@ def test_nothing_is_judged_while_one_is_missing() -> None:
 
 def test_what_is_seen_of_a_status() -> None:
     members = [
-        looks.member("trainer", role="trainer", shares={"wait_batch": 0.3, "train": 0.6, "wait_hub": 0.1}),
+        looks.member(
+            "trainer", role="trainer", shares={"wait_batch": 0.3, "train": 0.6, "wait_hub": 0.1}
+        ),
         looks.member("generator-0", shares={"decode": 1.0}),
         looks.member("generator-1", shares={"decode": 0.5, "idle: work": 0.5}),
     ]
