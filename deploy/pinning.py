@@ -14,6 +14,7 @@ import msgspec
 from umbra.proto.errors import UsageError
 from umbra.services.runtime.config import ModelConfig, RunConfig
 from umbra.services.runtime.model.hub import HubName, in_cache, is_hub_name, looks_like_name, pin
+from umbra.services.runtime.prompts.download import shown
 from umbra.services.runtime.prompts.readers import is_elsewhere, pin_source
 
 
@@ -36,7 +37,7 @@ def pinned(config: RunConfig, say: Callable[[str], None], *, asked: str = "") ->
         if name and name not in prompts:
             prompts[name] = pin_source(name) if is_elsewhere(name) else name
             if prompts[name] != name:
-                say(f"prompts: {prompts[name]}")
+                say(f"prompts: {shown(prompts[name])}")
         return prompts.get(name, name)
 
     def model(name: str, key: str) -> str:
@@ -61,7 +62,9 @@ def pinned(config: RunConfig, say: Callable[[str], None], *, asked: str = "") ->
 
 def _pinned_model(config: RunConfig, say: Callable[[str], None], asked: str) -> ModelConfig:
     model = config.model
-    if not is_hub_name(model.path):
+    # A folder that has come to lie where the name of a pinned model would be a path changes nothing.
+    name = model.name if HubName.of(model.name).pinned else model.path
+    if not is_hub_name(name):
         if model.revision and model.path:
             raise UsageError(
                 f"model.revision = {model.revision} is for models on the hub, and model.path is "
@@ -75,7 +78,7 @@ def _pinned_model(config: RunConfig, say: Callable[[str], None], asked: str) -> 
             f"model.path = {model.path} names a revision, and model.revision = {model.revision} "
             "does too: remove one of them"
         )
-    name = pin(model.name, "model.path")
-    if name != HubName.of(model.name):
-        say(f"model: {name.repo}, commit {name.revision}")
-    return msgspec.structs.replace(model, path=name.repo, revision=name.revision)
+    found = pin(model.name, "model.path")
+    if found != HubName.of(model.name):
+        say(f"model: {found.repo}, commit {found.revision}")
+    return msgspec.structs.replace(model, path=found.repo, revision=found.revision)

@@ -181,7 +181,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _etag(data: bytes) -> str:
-    return f'"{hashlib.sha1(data).hexdigest()}"'
+    return f'"{hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()}"'  # git's
 
 
 @contextmanager
