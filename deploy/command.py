@@ -39,8 +39,8 @@ from umbra.services.runtime.config.objective_rules import implied
 from umbra.services.runtime.learning_rate import after_extension
 from umbra.services.runtime.model.hub import is_hub_name, missing_bytes
 from umbra.services.runtime.numbers import size
-from umbra.services.runtime.prompts.download import shown
 from umbra.services.runtime.process.signals import SignalCounter
+from umbra.services.runtime.prompts.download import shown
 
 SIGNALLED = 128  # exit codes above it are of signals
 

@@ -62,7 +62,7 @@ def pinned(config: RunConfig, say: Callable[[str], None], *, asked: str = "") ->
 
 def _pinned_model(config: RunConfig, say: Callable[[str], None], asked: str) -> ModelConfig:
     model = config.model
-    # A folder that has come to lie where the name of a pinned model would be a path changes nothing.
+    # A folder of that name that has come to lie here since the run began changes nothing.
     name = model.name if HubName.of(model.name).pinned else model.path
     if not is_hub_name(name):
         if model.revision and model.path:

@@ -113,8 +113,9 @@ def _rows_by_environment(
         name = prompt.row.get(ENVIRONMENT)
         if name not in rows:
             raise UsageError(
-                f'{shown(data.prompts)}, row {prompt.prompt_id}: "{ENVIRONMENT}" is {name!r}, which is no '
-                f"name of [[environments]] without prompts of their own ({', '.join(shared)})"
+                f'{shown(data.prompts)}, row {prompt.prompt_id}: "{ENVIRONMENT}" is {name!r}, '
+                f"which is no name of [[environments]] without prompts of their own "
+                f"({', '.join(shared)})"
             )
         rows[name].append(Prompt(f"{environment_prefix(name)}{prompt.prompt_id}", prompt.row))
     if empty := [name for name in shared if not rows[name]]:
@@ -132,8 +133,8 @@ def _named(prompt: Prompt, environment: NamedEnvironment) -> Prompt:
     given = prompt.row.get(ENVIRONMENT, environment.name)
     if given != environment.name:
         raise UsageError(
-            f'{shown(environment.prompts)}, row {prompt.prompt_id}: "{ENVIRONMENT}" is {given!r}, but the '
-            f"file is that of {environment.name!r}"
+            f'{shown(environment.prompts)}, row {prompt.prompt_id}: "{ENVIRONMENT}" is {given!r}, '
+            f"but the file is that of {environment.name!r}"
         )
     return Prompt(prompt.prompt_id, {**prompt.row, ENVIRONMENT: environment.name})
 
@@ -301,7 +302,8 @@ class Mixture:
         if set(places) != set(self._sources):
             raise UsageError(
                 f"the run's sources are {', '.join(map(shown, self._sources))}, but it began with "
-                f"{', '.join(map(shown, places)) or 'one file'}: use the same ones, or begin a new run"
+                f"{', '.join(map(shown, places)) or 'one file'}: use the same ones, or "
+                "begin a new run"
             )
         self._drawn = position["drawn"]
         for name, place in places.items():

@@ -108,7 +108,7 @@ def file_of(name: str) -> Path:
 
 @cache
 def _is_whole(kept: Path, changed: int) -> bool:
-    """Whether a download still has its checksum; read once in a process, unless it has `changed`."""
+    """Whether a download still has its checksum; read again if it has `changed`."""
     try:
         with kept.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest() == kept.name
@@ -121,7 +121,8 @@ def _pinned(name: str) -> tuple[str, str]:
     url, mark, checksum = name.partition(CHECKSUM)
     if mark and not _DIGEST.fullmatch(checksum):
         raise UsageError(
-            f"{shown(url)}: {mark}{checksum} is no checksum: give 64 hexadecimal digits, or leave it out"
+            f"{shown(url)}: {mark}{checksum} is no checksum: give 64 hexadecimal digits, or leave "
+            "it out"
         )
     return url, checksum
 
@@ -134,8 +135,8 @@ def _download(url: str) -> Path:
         descriptor, scratch = tempfile.mkstemp(dir=folder, prefix=".")
     except OSError as error:
         raise UsageError(
-            f"{shown(url)} cannot be kept in {folder}: {error.strerror}; set XDG_CACHE_HOME to a folder "
-            "that can be written to"
+            f"{shown(url)} cannot be kept in {folder}: {error.strerror}; set XDG_CACHE_HOME to "
+            "a folder that can be written to"
         ) from error
     try:
         with os.fdopen(descriptor, "wb") as file:
