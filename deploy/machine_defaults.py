@@ -125,13 +125,20 @@ def positions(model: str) -> int:
 
 
 def this_hardware() -> Hardware:
-    """What is here; torch is asked, in a process of its own, where there is a driver."""
+    """What is here; torch is asked, in a process of its own, where there is a driver.
+
+    Raises:
+        StartupError: it gives no answer, so that a run would begin with what is meant for CPUs.
+    """
     if not driver_version():
         return Hardware()
     try:
         gpus = Gpus().facts().gpus
-    except UmbraError:
-        return Hardware()  # `umbra doctor` says why
+    except UmbraError as error:
+        raise StartupError(
+            f"there is an NVIDIA driver, but torch does not say what GPUs it sees: {error}; "
+            "`umbra doctor` says more"
+        ) from error
     vllm = importlib.util.find_spec("vllm") is not None
     return Hardware(tuple(gpu.total for gpu in gpus), gpus[0].name if gpus else "", vllm)
 
