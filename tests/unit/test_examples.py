@@ -140,6 +140,7 @@ def test_paths_are_looked_up_beside_the_run_file_and_then_here(
     assert resolved.data.prompts == str(beside / "both.jsonl")
     assert resolved.eval.prompts == str(beside / "only.jsonl")
     assert resolved.model.chat_template == str(here / "template.jinja")
+    assert resolved.model.path == str(here / "none")
     (line,) = told
     assert line.startswith("both.jsonl is taken from the run file's folder")
     assert search_path(beside / "run.toml") == [beside, here]
@@ -172,4 +173,3 @@ def test_a_folder_of_a_data_set_stays_where_it_is(
     (beside / "a:b" / "rows").mkdir()
     with pytest.raises(UsageError, match="which has a colon"):
         resolved("datasets:rows")
-    assert resolved.model.path == str(here / "none")
