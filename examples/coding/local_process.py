@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from umbra.services.environments.sandbox import CommandOutcome, SandboxError, run_process
 
-LIMITS = "ulimit -t {cpu_s} && ulimit -v {kib} && ulimit -f 2048 && exec \"$@\""
+LIMITS = 'ulimit -t {cpu_s} && ulimit -v {kib} && ulimit -f 2048 && exec "$@"'
 
 
 class LocalProcess:
@@ -27,7 +27,7 @@ class LocalProcess:
         memory_mb: MiB of address space of each of its processes.
     """
 
-    def __init__(self, command_s: float = 10.0, memory_mb: int = 256) -> None:
+    def __init__(self, command_s: float = 30.0, memory_mb: int = 256) -> None:
         self._command_s = command_s
         self._limits = LIMITS.format(cpu_s=1, kib=memory_mb << 10)
         self._folder: tempfile.TemporaryDirectory[str] | None = None

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import runpy
 import sys
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.slowness import seconds
 
 from umbra.cli import main
 from umbra.services.environments.protocol import StepResult
@@ -20,7 +22,7 @@ LOCAL: dict[str, Any] = runpy.run_path(str(FOLDER / "local_process.py"))
 
 
 def local(**limits: Any) -> Sandbox:
-    return LOCAL["LocalProcess"](**limits)
+    return LOCAL["LocalProcess"](**{"command_s": seconds(60.0), **limits})
 
 
 def judged(body: str, said: str, sandbox: Sandbox | None = None) -> StepResult:
@@ -99,7 +101,7 @@ def test_a_process_with_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             await one.run(["python3", "-I", "-S", "-"], hungry),
             await one.run(["python3", "-I", "-S", "-"], large),
         ]
-        assert len(list(tmp_path.iterdir())) == 2
+        assert len(os.listdir(tmp_path)) == 2
         for each in (one, other):
             await each.close()
             await each.close()
