@@ -1,6 +1,8 @@
 """What the worked examples learn: the model is made, warm-started and trained as their files say.
 
 python benchmarks/worked_examples.py [--quick] [--json FILE] [NAME ...]
+
+Named examples are run anew, and what FILE has of the others stays.
 """
 
 from __future__ import annotations
@@ -118,9 +120,11 @@ def main() -> int:
         "--quick", action="store_true", help="two steps of a base that knows little"
     )
     args = parser.parse_args()
-    report = Report("worked_examples")
+    report = Report.begin("worked_examples", args.json)
+    names = args.names or list(EXAMPLES)
+    report.rows = [row for row in report.rows if row["example"] not in names]
     with tempfile.TemporaryDirectory() as folder:
-        for name in args.names or EXAMPLES:
+        for name in names:
             for row in learn(Path(folder), name, quick=args.quick):
                 report.add(**row)
             report.restate(summarise)
