@@ -142,6 +142,27 @@ def test_held_out_functions_are_nowhere_else_and_the_teacher_is_poor(tmp_path: P
     assert 0.2 < right / len(told) < 0.6
 
 
+@pytest.mark.parametrize("agent", ["codex", "claude_code", "mini_swe_agent"])
+def test_agents_of_the_command_line_are_judged_by_what_they_leave(
+    agent: str, tmp_path: Path
+) -> None:
+    """With a program in the agent's place; tests/real has the agents themselves."""
+    program, seen = tmp_path / "program", tmp_path / "seen"
+    program.write_text(
+        f'#!/bin/sh\nprintf "%s\\n" "$@" > {seen}\ncat "$CODEX_HOME/config.toml" >> {seen}\n'
+        "echo hello > made.txt\nexit 3\n"
+    )
+    program.chmod(0o700)
+    play = runpy.run_path(str(FOLDER / "command_line_agents.py"))[agent]
+    endpoint = {"base_url": "http://127.0.0.1:9/sessions/s/v1", "api_key": "none"}
+    rows = [
+        {"prompt": "Write hello.", "check": f"grep -qx {word} made.txt"} for word in ("hello", "hi")
+    ]
+    assert [play(row, endpoint, program=str(program)) for row in rows] == [1.0, 0.0]
+    assert "Write hello." in seen.read_text().splitlines()
+    assert (endpoint["base_url"] in seen.read_text()) == (agent == "codex")
+
+
 @pytest.mark.real
 @pytest.mark.timeout(1800)
 def test_it_learns_to_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
