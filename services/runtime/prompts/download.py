@@ -93,7 +93,8 @@ def _pinned(name: str) -> tuple[str, str]:
     url, mark, checksum = name.partition(CHECKSUM)
     if mark and not _DIGEST.fullmatch(checksum):
         raise UsageError(
-            f"{shown(url)}: {mark}{checksum} is no checksum: give 64 hexadecimal digits, or leave it out"
+            f"{shown(url)}: {mark}{checksum} is no checksum: give 64 hexadecimal digits, or leave "
+            "it out"
         )
     return url, checksum
 
@@ -111,8 +112,8 @@ def _download(url: str) -> Path:
         descriptor, scratch = tempfile.mkstemp(dir=folder, prefix=".")
     except OSError as error:
         raise UsageError(
-            f"{shown(url)} cannot be kept in {folder}: {error.strerror}; set XDG_CACHE_HOME to a folder "
-            "that can be written to"
+            f"{shown(url)} cannot be kept in {folder}: {error.strerror}; set XDG_CACHE_HOME to a "
+            "folder that can be written to"
         ) from error
     try:
         with os.fdopen(descriptor, "wb") as file:
