@@ -60,11 +60,16 @@ def pinned(config: RunConfig, say: Callable[[str], None], *, asked: str = "") ->
     )
 
 
+def is_pinned(model: ModelConfig) -> bool:
+    """Whether it is a commit on the hub, whatever folder of its name there may be by now."""
+    return looks_like_name(model.path) and HubName.of(model.name).pinned
+
+
 def _pinned_model(config: RunConfig, say: Callable[[str], None], asked: str) -> ModelConfig:
     model = config.model
-    # A folder of that name that has come to lie here since the run began changes nothing.
-    name = model.name if HubName.of(model.name).pinned else model.path
-    if not is_hub_name(name):
+    if is_pinned(model):
+        return model
+    if not is_hub_name(model.path):
         if model.revision and model.path:
             raise UsageError(
                 f"model.revision = {model.revision} is for models on the hub, and model.path is "
@@ -78,7 +83,7 @@ def _pinned_model(config: RunConfig, say: Callable[[str], None], asked: str) -> 
             f"model.path = {model.path} names a revision, and model.revision = {model.revision} "
             "does too: remove one of them"
         )
-    found = pin(model.name, "model.path")
-    if found != HubName.of(model.name):
-        say(f"model: {found.repo}, commit {found.revision}")
-    return msgspec.structs.replace(model, path=found.repo, revision=found.revision)
+    name = pin(model.name, "model.path")
+    if name != HubName.of(model.name):
+        say(f"model: {name.repo}, commit {name.revision}")
+    return msgspec.structs.replace(model, path=name.repo, revision=name.revision)

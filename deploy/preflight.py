@@ -9,6 +9,7 @@ from typing import get_args
 
 import msgspec
 
+from umbra.deploy.pinning import is_pinned
 from umbra.proto.access import KeyRole
 from umbra.proto.errors import UsageError
 from umbra.proto.messages import Role
@@ -25,9 +26,7 @@ from umbra.services.runtime.model.architectures import (
 )
 from umbra.services.runtime.model.directory import check_model_dir
 from umbra.services.runtime.model.hub import (
-    HubName,
     is_hub_name,
-    looks_like_name,
     mend_cache,
     missing_bytes,
     refuse_misspelt,
@@ -67,8 +66,6 @@ def resolve_paths(
         return placed(name, file)
 
     def model(name: str, key: str, revision: str = "") -> str:
-        if HubName(name, revision).pinned and looks_like_name(name):
-            return name  # whatever has come to lie there since
         if not is_hub_name(name) or (run_file.parent / name).exists():
             return file(name)
         if not revision:
@@ -93,7 +90,9 @@ def resolve_paths(
         ),
         model=replace(
             config.model,
-            path=model(config.model.path, "model.path", config.model.revision),
+            path=config.model.path
+            if is_pinned(config.model)  # whatever has come to lie there since
+            else model(config.model.path, "model.path", config.model.revision),
             chat_template=file(config.model.chat_template),
             dialect=dialect(config.model.dialect),
         ),

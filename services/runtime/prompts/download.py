@@ -28,6 +28,7 @@ CHECKSUM = "#sha256="
 _SILENCE_S = 60.0  # until a server that sends nothing more is given up
 _CHUNK = 1 << 20
 _DIGEST = re.compile("[0-9a-f]{64}")
+_PRIVATE = re.compile(r"(https?://)(?:[^\s/?#@\"]*@)?([^\s?#\"]*)(?:\?[^\s#\"]*)?")
 
 log = logging.getLogger(__name__)
 
@@ -37,17 +38,17 @@ def is_url(name: str) -> bool:
     return name.startswith(SCHEMES)
 
 
-def shown(name: str) -> str:
-    """`name` for a person or a log: a URL without what may be secret, its query and its account."""
-    if not is_url(name):
-        return name
-    url, mark, checksum = name.partition(CHECKSUM)
-    scheme, _, rest = url.partition("://")
-    place, query, _ = rest.partition("?")
-    host, slash, path = place.partition("/")
-    _, at, host = host.rpartition("@")
-    hidden = "...@" if at else ""
-    return f"{scheme}://{hidden}{host}{slash}{path}{'?...' if query else ''}{mark}{checksum}"
+def shown(text: str) -> str:
+    """`text`, a URL or with some in it, without what may be secret in them: query and account."""
+    if not is_url(text):
+        return _PRIVATE.sub(_public, text)
+    url, mark, checksum = text.partition(CHECKSUM)
+    place, query, _ = url.partition("?")
+    return _PRIVATE.sub(_public, place) + ("?..." if query else "") + mark + checksum
+
+
+def _public(found: re.Match[str]) -> str:
+    return f"{found[1]}{found[2]}{'?...' if '?' in found[0] else ''}"
 
 
 def without_secrets(value: Any) -> Any:
