@@ -94,17 +94,6 @@ class TestUrls:
         assert rows(pinned, columns=COLUMNS) == MAPPED
         assert hub.requests == ["GET sums.jsonl"]
 
-    def test_what_is_kept_is_downloaded_anew_if_it_changed(
-        self, hub: Hub, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        hub.files["sums.jsonl"] = LINES
-        pinned = pin_source(f"{hub.url}/sums.jsonl")
-        (kept,) = cache_folder().iterdir()
-        kept.write_bytes(LINES[:-20])
-        assert rows(pinned, columns=COLUMNS) == MAPPED
-        assert kept.read_bytes() == LINES
-        assert "is not what was downloaded any more" in caplog.text
-
     def test_no_query_and_no_password_is_shown(
         self, hub: Hub, tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
