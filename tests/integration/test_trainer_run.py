@@ -165,7 +165,7 @@ def test_what_the_engine_chose_is_replayed(project: Path) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.fault
-@pytest.mark.real  # in the suite: a rank that is lost, and a host of two (test_trainer_hosts_run.py)
+@pytest.mark.real  # in the suite a host of two is lost in a run (test_trainer_hosts_run.py)
 @pytest.mark.timeout(180)
 def test_a_killed_rank_ends_the_trainer_which_is_started_again(project: Path) -> None:
     """1. Two ranks train. 2. The second is killed. Result: both start again, the run ends well."""

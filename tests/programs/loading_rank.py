@@ -1,7 +1,7 @@
 """One rank that reads its rows of several models; started as torchrun would.
 
-Argument: a folder with a folder `models`. Each rank ends with 0 if what the ranks hold together is, bit for bit,
-what Transformers loads, and nobody holds more than its rows.
+Argument: a folder with a folder `models`. Each rank ends with 0 if what the ranks hold together is,
+bit for bit, what Transformers loads, and nobody holds more than its rows.
 """
 
 from __future__ import annotations
