@@ -253,7 +253,7 @@ class TestDataSets:
         monkeypatch.chdir(tmp_path)
         config = load_run(run_file, ())
         assert config.data.prompts == f"datasets:{tmp_path}/mine/rows:train[:3]"
-        (tmp_path / "rows").mkdir()  # from here first, as files
+        (tmp_path / "mine" / "rows").rename(tmp_path / "rows")
         assert load_run(run_file, ()).data.prompts == f"datasets:{tmp_path}/rows:train[:3]"
 
     def test_without_a_network_the_library_decides(

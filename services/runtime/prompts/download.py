@@ -162,6 +162,7 @@ def _parts(url: str) -> Iterator[bytes]:
             if response.length:  # of what the server has announced
                 raise HTTPException(f"the connection ended {response.length} bytes too early")
     except urllib.error.HTTPError as error:
+        error.close()  # it is the answer, too
         passing = error.code == HTTPStatus.TOO_MANY_REQUESTS or error.code >= 500
         kind = StartupError if passing else UsageError
         why = str(error.reason).partition(" - ")[0]  # then comes where it would redirect to
