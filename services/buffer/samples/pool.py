@@ -415,13 +415,15 @@ class SamplePool:
             return
         stage = self.stages.index(self.rules.together)
         scored = [sample for sample in group.samples if sample.stage > stage]
-        if len(scored) == len(group.samples):
+        if not 0 < len(scored) < len(group.samples):
             return
+        self._touch(group)
         for sample in scored:
-            group.ready -= sample.state is State.READY
             sample.stage, sample.score_attempts, sample.score_losses = stage, 0, 0
             sample.reward = self.trajectory_store.get(sample.sample_id).reward
-            self._move(sample, State.SCORING)
+            if sample.state is State.READY:
+                group.ready -= 1
+                self._move(sample, State.SCORING)
         group.completed = 0
         self.complete.pop(group.group_id, None)
         if not group.ready:
