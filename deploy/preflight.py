@@ -9,6 +9,7 @@ from typing import get_args
 
 import msgspec
 
+from umbra.deploy.pinning import is_pinned
 from umbra.proto.access import KeyRole
 from umbra.proto.errors import UsageError
 from umbra.proto.messages import Role
@@ -27,21 +28,29 @@ from umbra.services.runtime.model.directory import check_model_dir
 from umbra.services.runtime.model.hub import is_hub_name, missing_bytes
 from umbra.services.runtime.net.keys import FOLDER, open_security
 from umbra.services.runtime.prompts.download import is_url
-from umbra.services.runtime.prompts.readers import DATASETS, read_source
+from umbra.services.runtime.prompts.readers import DATASETS, data_folder, read_source
 
 
 def resolve_paths(config: RunConfig, run_file: Path) -> RunConfig:
     """`config` with absolute paths: looked up from here, else from the run file's folder."""
 
     def resolve(path: str) -> str:
-        if not path or path.startswith(DATASETS) or is_url(path):
+        if path.startswith(DATASETS):
+            folder = data_folder(path)
+            found = Path(folder).exists() or (run_file.parent / folder).exists()
+            rest = path.removeprefix(DATASETS + folder)
+            return DATASETS + resolve(folder) + rest if found else path
+        if not path or is_url(path):
             return path
         beside = run_file.parent / path
         chosen = beside if not Path(path).exists() and beside.exists() else Path(path)
         return str(chosen.resolve())
 
     def model(name: str) -> str:
-        on_hub = is_hub_name(name) and not (run_file.parent / name).exists()
+        beside = run_file.parent / name
+        on_hub = is_hub_name(name) and not beside.exists()
+        if on_hub and "@" not in name and beside.parent.is_dir():  # a directory that was misspelt
+            return str(beside.resolve())
         return name if on_hub else resolve(name)
 
     replace = msgspec.structs.replace
@@ -59,7 +68,9 @@ def resolve_paths(config: RunConfig, run_file: Path) -> RunConfig:
             replace(one, python=program(one.python), prompts=resolve(one.prompts))
             for one in config.environments
         ),
-        model=replace(config.model, path=model(config.model.path)),
+        model=config.model
+        if is_pinned(config.model)
+        else replace(config.model, path=model(config.model.path)),
         data=replace(
             config.data,
             prompts=resolve(config.data.prompts),

@@ -45,7 +45,10 @@ NO_CONTROL = r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z"
 
 _control = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]+")
 
-_steering = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+# Besides control characters: what turns the direction in which the others are shown.
+_steering = re.compile(
+    r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 # Names and sentences may be printed. Ids are only compared with known ones: they need no look.
 Name = Annotated[str, Meta(max_length=NAME_CHARS, pattern=NO_CONTROL)]

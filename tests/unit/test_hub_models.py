@@ -271,6 +271,27 @@ class TestARun:
         with pytest.raises(UsageError, match=f"model.path is the directory {here}: remove it"):
             load_run(run_of(tmp_path, revision="main"), ())
 
+    def test_a_misspelt_directory_is_not_looked_for_on_the_hub(
+        self, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "mine" / "models").mkdir(parents=True)
+        for here in (tmp_path / "mine", tmp_path):
+            monkeypatch.chdir(here)
+            run = load_run(run_of(tmp_path / "mine", "models/bse"), ())
+            with pytest.raises(UsageError, match=r"/models/bse is no directory; .*models/bse@main"):
+                check_run(run)
+        assert hub.requests == []
+
+    def test_a_run_goes_on_whatever_folder_there_is_by_now(
+        self, hub: Hub, tiny_model_dir: Path, tmp_path: Path
+    ) -> None:
+        commit = hub.add_model(NAME, tiny_model_dir)
+        load_run(run_of(tmp_path), ())
+        (tmp_path / NAME).mkdir(parents=True)
+        config = load_run(run_of(tmp_path, revision=commit), ())
+        assert config.model.name == f"{NAME}@{commit}"
+        check_run(config)
+
     def test_revisions(self, hub: Hub, tiny_model_dir: Path, tmp_path: Path) -> None:
         commit = hub.add_model(NAME, tiny_model_dir)
         hub.repos[f"models/{NAME}"].branches["v1"] = commit

@@ -16,7 +16,7 @@ from umbra.deploy.preflight import check_run
 from umbra.proto.errors import StartupError, UsageError
 from umbra.services.buffer.data.sources import first_rows, open_prompts
 from umbra.services.runtime.config import DataConfig, EvalConfig, ModelConfig, RunConfig
-from umbra.services.runtime.prompts.download import cache_folder
+from umbra.services.runtime.prompts.download import cache_folder, shown
 from umbra.services.runtime.prompts.readers import is_elsewhere, pin_source, read_source
 
 ROWS = [{"question": f"{n}+{n}", "answer": str(2 * n), "level": n} for n in range(4)]
@@ -93,6 +93,46 @@ class TestUrls:
         hub.files["sums.jsonl"] = b'{"prompt": "other"}\n'
         assert rows(pinned, columns=COLUMNS) == MAPPED
         assert hub.requests == ["GET sums.jsonl"]
+
+    def test_what_is_kept_is_downloaded_anew_if_it_changed(
+        self, hub: Hub, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        hub.files["sums.jsonl"] = LINES
+        pinned = pin_source(f"{hub.url}/sums.jsonl")
+        (kept,) = cache_folder().iterdir()
+        kept.write_bytes(LINES[:-20])
+        assert rows(pinned, columns=COLUMNS) == MAPPED
+        assert kept.read_bytes() == LINES
+        assert "is not what was downloaded any more" in caplog.text
+
+    def test_no_query_and_no_password_is_shown(
+        self, hub: Hub, tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        for text, public in {
+            "http://ann:pw@host/a.jsonl?token=s3#sha256=0": "http://host/a.jsonl?...#sha256=0",
+            '{"https://h/x?t=s3": 1.0}': '{"https://h/x?...": 1.0}',
+            "https://h/x#sha256=1": "https://h/x#sha256=1",
+            "what? https://h/x, who@else?": "what? https://h/x, who@else?",
+        }.items():
+            assert shown(text) == public
+        hub.files["a.jsonl"] = b'{"prompt": "x"}\nno JSON\n'
+        with pytest.raises(
+            UsageError, match=r"/a\.jsonl\?\.\.\.#sha256=\w+, line 2: not a JSON"
+        ) as bad:
+            rows(pin_source(f"{hub.url}/a.jsonl?token=s3cret"))
+        with pytest.raises(
+            UsageError, match=r"none\.jsonl\?\.\.\.: the server answered 404"
+        ) as none:
+            pin_source(f"{hub.url}/none.jsonl?token=s3cret")
+        hub.files["sums.jsonl"] = LINES
+        (tmp_path / "run.toml").write_text(
+            f'[model]\npath = "{tiny_model_dir}"\n'
+            f'[data]\nprompts = "{hub.url}/sums.jsonl?token=s3cret"\n'
+        )
+        config = load_run(tmp_path / "run.toml", ())
+        assert "token=s3cret" in config.data.prompts  # whoever goes on reads it from there
+        assert "sums.jsonl?...#sha256=" in (said := capsys.readouterr().err)
+        assert "s3cret" not in f"{said}{bad.value}{none.value}"
 
     def test_another_machine_reads_the_same_or_nothing(self, hub: Hub) -> None:
         hub.files["sums.jsonl"] = LINES
@@ -173,6 +213,19 @@ class TestDataSets:
     def test_a_folder_is_not_looked_for(self, hub: Hub, tmp_path: Path) -> None:
         name = f"datasets:{tmp_path}"
         assert not is_elsewhere(name) and pin_source(name) == name and hub.requests == []
+
+    def test_a_folder_is_named_from_anywhere(
+        self, hub: Hub, tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "mine" / "rows").mkdir(parents=True)
+        run_file = tmp_path / "mine" / "run.toml"
+        text = f'[model]\npath = "{tiny_model_dir}"\n[data]\nprompts = "datasets:rows:train[:3]"\n'
+        run_file.write_text(text)
+        monkeypatch.chdir(tmp_path)
+        config = load_run(run_file, ())
+        assert config.data.prompts == f"datasets:{tmp_path}/mine/rows:train[:3]"
+        (tmp_path / "rows").mkdir()  # from here first, as files
+        assert load_run(run_file, ()).data.prompts == f"datasets:{tmp_path}/rows:train[:3]"
 
     def test_without_a_network_the_library_decides(
         self, hub: Hub, monkeypatch: pytest.MonkeyPatch

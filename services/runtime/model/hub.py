@@ -62,8 +62,13 @@ def looks_like_name(text: str) -> bool:
 
 
 def is_hub_name(text: str) -> bool:
-    """Whether `text` is to be looked for on the hub: it has the form of a name, and is no path."""
-    return looks_like_name(text) and not Path(text).exists()
+    """Whether `text` is to be looked for on the hub: it has the form of a name, and is no path.
+
+    In a folder that is here, ORG/NAME is a directory that was misspelt; ORG/NAME@REVISION is not.
+    """
+    if not looks_like_name(text) or Path(text).exists():
+        return False
+    return "@" in text or not Path(text).parent.is_dir()
 
 
 def pin(text: str, source: str) -> HubName:

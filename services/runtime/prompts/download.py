@@ -26,6 +26,7 @@ CHECKSUM = "#sha256="
 _SILENCE_S = 60.0  # until a server that sends nothing more is given up
 _CHUNK = 1 << 20
 _DIGEST = re.compile("[0-9a-f]{64}")
+_PRIVATE = re.compile(r"(https?://)(?:[^\s/?#@\"]*@)?([^\s?#\"]*)(?:\?[^\s#\"]*)?")
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,16 @@ log = logging.getLogger(__name__)
 def is_url(name: str) -> bool:
     """Whether `name` is to be downloaded."""
     return name.startswith(SCHEMES)
+
+
+def shown(text: str) -> str:
+    """`text` with what may be secret in its URLs left out: their queries, and passwords."""
+
+    def public(found: re.Match[str]) -> str:
+        query = "?..." if "?" in found[0] else ""
+        return f"{found[1]}{found[2]}{query}"
+
+    return _PRIVATE.sub(public, text)
 
 
 def cache_folder() -> Path:
@@ -65,11 +76,13 @@ def file_of(name: str) -> Path:
     url, checksum = _pinned(name)
     kept = cache_folder() / checksum
     if checksum and kept.is_file():
-        return kept
+        if _checksum_of(kept) == checksum:
+            return kept
+        log.warning("%s is not what was downloaded any more: it is downloaded anew", kept)
     found = _download(url)
     if checksum and found.name != checksum:
         raise UsageError(
-            f"{url} gives other bytes now (sha256 {found.name}) than those that were pinned "
+            f"{shown(url)} gives other bytes now (sha256 {found.name}) than those that were pinned "
             f"({checksum}): bring these back, or begin another run"
         )
     return found
@@ -80,9 +93,15 @@ def _pinned(name: str) -> tuple[str, str]:
     url, mark, checksum = name.partition(CHECKSUM)
     if mark and not _DIGEST.fullmatch(checksum):
         raise UsageError(
-            f"{url}: {mark}{checksum} is no checksum: give 64 hexadecimal digits, or leave it out"
+            f"{shown(url)}: {mark}{checksum} is no checksum: give 64 hexadecimal digits, or leave "
+            "it out"
         )
     return url, checksum
+
+
+def _checksum_of(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _download(url: str) -> Path:
@@ -93,19 +112,19 @@ def _download(url: str) -> Path:
         descriptor, scratch = tempfile.mkstemp(dir=folder, prefix=".")
     except OSError as error:
         raise UsageError(
-            f"{url} cannot be kept in {folder}: {error.strerror}; set XDG_CACHE_HOME to a folder "
-            "that can be written to"
+            f"{shown(url)} cannot be kept in {folder}: {error.strerror}; set XDG_CACHE_HOME to a "
+            "folder that can be written to"
         ) from error
     try:
         with os.fdopen(descriptor, "wb") as file:
             for part in _parts(url):
                 checksum.update(part)
                 file.write(part)
-            log.info("downloaded %s: %s", url, size(file.tell()))
+            log.info("downloaded %s: %s", shown(url), size(file.tell()))
         kept = folder / checksum.hexdigest()
         os.replace(scratch, kept)
     except OSError as error:
-        raise UsageError(f"{url} cannot be kept in {folder}: {error.strerror}") from error
+        raise UsageError(f"{shown(url)} cannot be kept in {folder}: {error.strerror}") from error
     finally:
         Path(scratch).unlink(missing_ok=True)
     return kept
@@ -121,8 +140,8 @@ def _parts(url: str) -> Iterator[bytes]:
     except urllib.error.HTTPError as error:
         passing = error.code == HTTPStatus.TOO_MANY_REQUESTS or error.code >= 500
         kind = StartupError if passing else UsageError
-        raise kind(f"{url}: the server answered {error.code} {error.reason}") from error
+        raise kind(f"{shown(url)}: the server answered {error.code} {error.reason}") from error
     except urllib.error.URLError as error:
-        raise StartupError(f"{url} cannot be reached: {error.reason}") from error
+        raise StartupError(f"{shown(url)} cannot be reached: {error.reason}") from error
     except (OSError, HTTPException, ValueError) as error:  # in the middle; or no URL at all
-        raise StartupError(f"{url} cannot be downloaded: {error}") from error
+        raise StartupError(f"{shown(url)} cannot be downloaded: {error}") from error
