@@ -114,7 +114,8 @@ def _as_model(name: str) -> str:
     """The model that `name` is, a directory or a name on the hub; empty if it is a run."""
     if name and any((Path(name) / file).is_file() for file in TOKENIZER_FILES):
         return str(Path(name).resolve())
-    return name if is_hub_name(name) else ""
+    # In a folder that is here, ORG/NAME is a run that was misspelt.
+    return name if is_hub_name(name) and not Path(name).parent.exists() else ""
 
 
 def _context(model: Path) -> int:

@@ -187,7 +187,7 @@ class Up:
         heldout = self.config.eval
         return (
             *("eval", model, "--json", "--config", str(self.folder.config)),
-            *("--prompts", heldout.prompts, "--samples", str(heldout.samples)),
+            *("--samples", str(heldout.samples)),
         )
 
     # -- the loop ---------------------------------------------------------------------------------

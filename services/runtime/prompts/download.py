@@ -14,9 +14,11 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from functools import cache
 from http import HTTPStatus
-from http.client import HTTPException
+from http.client import HTTPException, InvalidURL
 from pathlib import Path
+from typing import Any, cast
 
 from umbra.proto.errors import StartupError, UsageError
 from umbra.services.runtime.numbers import size
@@ -37,13 +39,30 @@ def is_url(name: str) -> bool:
 
 
 def shown(text: str) -> str:
-    """`text` with what may be secret in its URLs left out: their queries, and passwords."""
+    """`text`, a URL or with some in it, without what may be secret in them: query and account."""
+    if not is_url(text):
+        return _PRIVATE.sub(_public, text)
+    url, mark, checksum = text.partition(CHECKSUM)
+    place, query, _ = url.partition("?")
+    return _PRIVATE.sub(_public, place) + ("?..." if query else "") + mark + checksum
 
-    def public(found: re.Match[str]) -> str:
-        query = "?..." if "?" in found[0] else ""
-        return f"{found[1]}{found[2]}{query}"
 
-    return _PRIVATE.sub(public, text)
+def _public(found: re.Match[str]) -> str:
+    return f"{found[1]}{found[2]}{'?...' if '?' in found[0] else ''}"
+
+
+def without_secrets(value: Any) -> Any:
+    """`value`, made of dicts and lists, with each URL in it as `shown`."""
+    if isinstance(value, str):
+        return shown(value)
+    if isinstance(value, dict):
+        items = cast(dict[Any, Any], value).items()
+        return {without_secrets(key): without_secrets(one) for key, one in items}
+    return (
+        [without_secrets(one) for one in cast(list[Any], value)]
+        if isinstance(value, list)
+        else value
+    )
 
 
 def cache_folder() -> Path:
@@ -76,9 +95,9 @@ def file_of(name: str) -> Path:
     url, checksum = _pinned(name)
     kept = cache_folder() / checksum
     if checksum and kept.is_file():
-        if _checksum_of(kept) == checksum:
+        if _is_whole(kept, kept.stat().st_mtime_ns):
             return kept
-        log.warning("%s is not what was downloaded any more: it is downloaded anew", kept)
+        log.warning("%s is not what was downloaded any more: downloading it again", kept)
     found = _download(url)
     if checksum and found.name != checksum:
         raise UsageError(
@@ -86,6 +105,16 @@ def file_of(name: str) -> Path:
             f"({checksum}): bring these back, or begin another run"
         )
     return found
+
+
+@cache
+def _is_whole(kept: Path, changed: int) -> bool:
+    """Whether a download still has its checksum; read again if it has `changed`."""
+    try:
+        with kept.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest() == kept.name
+    except OSError:
+        return False
 
 
 def _pinned(name: str) -> tuple[str, str]:
@@ -99,11 +128,6 @@ def _pinned(name: str) -> tuple[str, str]:
     return url, checksum
 
 
-def _checksum_of(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 def _download(url: str) -> Path:
     """The file with what is at `url`, named by its checksum."""
     folder, checksum = cache_folder(), hashlib.sha256()
@@ -112,8 +136,8 @@ def _download(url: str) -> Path:
         descriptor, scratch = tempfile.mkstemp(dir=folder, prefix=".")
     except OSError as error:
         raise UsageError(
-            f"{shown(url)} cannot be kept in {folder}: {error.strerror}; set XDG_CACHE_HOME to a "
-            "folder that can be written to"
+            f"{shown(url)} cannot be kept in {folder}: {error.strerror}; set XDG_CACHE_HOME to "
+            "a folder that can be written to"
         ) from error
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -138,10 +162,14 @@ def _parts(url: str) -> Iterator[bytes]:
             if response.length:  # of what the server has announced
                 raise HTTPException(f"the connection ended {response.length} bytes too early")
     except urllib.error.HTTPError as error:
+        error.close()  # it is the answer, too
         passing = error.code == HTTPStatus.TOO_MANY_REQUESTS or error.code >= 500
         kind = StartupError if passing else UsageError
-        raise kind(f"{shown(url)}: the server answered {error.code} {error.reason}") from error
+        why = str(error.reason).partition(" - ")[0]  # then comes where it would redirect to
+        raise kind(f"{shown(url)}: the server answered {error.code} {why}") from error
     except urllib.error.URLError as error:
         raise StartupError(f"{shown(url)} cannot be reached: {error.reason}") from error
-    except (OSError, HTTPException, ValueError) as error:  # in the middle; or no URL at all
+    except (InvalidURL, ValueError) as error:  # whose words have all of it
+        raise UsageError(f"{shown(url)} is no URL that can be asked for") from error
+    except (OSError, HTTPException) as error:  # in the middle
         raise StartupError(f"{shown(url)} cannot be downloaded: {error}") from error

@@ -117,13 +117,12 @@ def _read_parquet(name: str) -> list[dict[str, Any]]:
     parquet = _load("pyarrow.parquet", shown(name))
     path = file_of(name)
     if not path.is_file():
-        raise UsageError(f"{name} cannot be read: there is no such file")
+        raise UsageError(f"{shown(name)} cannot be read: there is no such file")
     try:
         return parquet.read_table(path).to_pylist()
     except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
-        raise UsageError(
-            f"{shown(name)} is no Parquet file that can be read: {_line(error)}"
-        ) from error
+        told = f"{shown(name)} is no Parquet file that can be read: {_line(error)}"
+        raise UsageError(told) from error
 
 
 def _dataset(name: str) -> tuple[str, str, str, str]:
@@ -141,9 +140,27 @@ def _dataset(name: str) -> tuple[str, str, str, str]:
     return path, revision, config, split
 
 
-def data_folder(name: str) -> str:
-    """What in "datasets:..." may be a folder of this machine."""
-    return _PART.split(name.removeprefix(DATASETS))[0]
+def placed(name: str, place: Callable[[str], str]) -> str:
+    """`name` with its file or folder, if it has one here, as `place` gives it.
+
+    Args:
+        name: a source, as `read_source` takes it.
+        place: the absolute path of what a path in a run file stands for.
+
+    Raises:
+        UsageError: a folder's absolute path has a colon, which "datasets:" cannot name.
+    """
+    if not name or is_url(name):
+        return name
+    if not name.startswith(DATASETS):
+        return place(name)
+    path, *parts = _PART.split(name.removeprefix(DATASETS))
+    folder = place(path)
+    if not Path(folder).exists():
+        return name
+    if _PART.search(folder):
+        raise UsageError(f"{name}: the folder is {folder}, which has a colon: give it another name")
+    return DATASETS + ":".join([folder, *parts])
 
 
 def hub_data_set(name: str) -> str:
