@@ -277,11 +277,11 @@ def test_groups_can_be_rewarded() -> None:
         (config({"kind": "exact", "reward": ""}), "environment.reward_scope = group is for a run"),
         (
             RunConfig(
-                environments=[
+                environments=(
                     NamedEnvironment(
                         name="one", kind="reward", reward="mine:rank", reward_scope="group"
-                    )
-                ]
+                    ),
+                )
             ),
             "environments.one.reward_scope = group is for a run whose one",
         ),
