@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from typing import Any
 
 from umbra.proto.errors import UsageError
@@ -28,11 +29,19 @@ class ReasoningGym(SingleTurn):
         return StepResult(reward=float(score(response.strip(), entry)))
 
 
-def gym_rows(name: str, count: int, seed: int) -> list[Row]:
+def gym_rows(
+    name: str, count: int, seed: int, options: Mapping[str, Any] | None = None
+) -> list[Row]:
     """`count` rows of the dataset `name`, each with the entry that its verifier needs.
 
+    Args:
+        name: of the dataset.
+        count: how many.
+        seed: of the draws.
+        options: parameters of the dataset, such as `max_word_len`.
+
     Raises:
-        UsageError: the package is missing, or has no such dataset.
+        UsageError: the package is missing, or has no such dataset or parameter.
     """
     library = _library()
     if name not in library.factory.DATASETS:
@@ -40,8 +49,8 @@ def gym_rows(name: str, count: int, seed: int) -> list[Row]:
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise UsageError(f"reasoning-gym has no dataset {name!r}{hint}")
     try:
-        dataset = library.create_dataset(name, size=count, seed=seed)
-    except ValueError as error:
+        dataset = library.create_dataset(name, size=count, seed=seed, **(options or {}))
+    except (AssertionError, TypeError, ValueError) as error:
         raise UsageError(f"reasoning-gym cannot make dataset {name!r}: {error}") from error
     return [
         {"prompt": entry["question"], "answer": entry["answer"], "entry": entry}

@@ -1,0 +1,253 @@
+"""A model of ten million parameters on a mixture of reasoning-gym: synchronous and asynchronous.
+
+    python benchmarks/mixture.py [--quick] [--json FILE] [--work DIR] [--modes MODE ...]
+
+The example of examples/reasoning-gym: its model is made and warm-started once, then trained in each
+mode for the same number of steps on the same prompts. The time to an accuracy is from the first
+decoded token to the commit after which the mean reward of the last ten batches, 2,560 samples of
+all environments drawn at temperature 1, is TARGET. No prompt is met twice. FILE is written after
+each run and continued, runs that are in it are skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from demo_cells import CORES, MODES, Mode, reached
+from report import Report, text
+from whole_runs import steady
+
+from umbra.deploy.run_folder import RunFolder, read_rows
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "reasoning-gym"
+ENVIRONMENTS = ("sums", "spelling", "equations")
+SYNCHRONOUS = MODES[:2]
+ASYNCHRONOUS = Mode("async", ())  # as the example's file has it
+RUNS = (*SYNCHRONOUS, ASYNCHRONOUS)
+TARGET = 0.75
+WARM = 5  # steps before rates and shares are measured
+ENDS = 5  # steps whose mean reward is that of the beginning, and of the end
+BELOW_S = 3600.0
+SIZES = ("--hidden", "512", "--layers", "4", "--heads", "8", "--kv-heads", "4", "--ff", "1152")
+WARM_START = ("--steps", "240", "--lr", "1e-3", "--schedule", "linear", "--threads", "1")
+FEW = ("run.steps=12", "buffer.batch_groups=4", "eval.samples=8")
+
+
+def prepare(work: Path, *, quick: bool) -> dict[str, Any]:
+    """Data, model and warm start in `work`, unless they are there; facts of them."""
+    if not (work / "mixture" / "base" / "config.json").exists():
+        _python(work, str(EXAMPLE / "prepare.py"), "mixture")
+        sizes = () if quick else SIZES
+        _umbra(
+            work, "make-model", "mixture/random", *sizes, "--context", "256", "--init-std", "0.02"
+        )
+        steps = ("--steps", "4") if quick else ()
+        data = ("--data", "mixture/demos.jsonl", "--out", "mixture/base")
+        told = _umbra(work, "sft", "mixture/random", *data, *WARM_START, *steps, "--json")
+        (work / "warm.json").write_text(told, encoding="utf-8")
+    warm = json.loads((work / "warm.json").read_text(encoding="utf-8"))
+    weights = (work / "mixture" / "base" / "model.safetensors").stat().st_size
+    return {"warm": warm, "parameters": weights // 4, "target": TARGET}
+
+
+def learn(work: Path, mode: Mode, *, quick: bool) -> dict[str, Any]:
+    """A run in that mode; its row."""
+    settings = [*mode.settings, *(FEW if quick else ())]
+    chosen = [word for one in settings for word in ("--set", one)]
+    load = os.getloadavg()[0]
+    # Else threads of two processes that take turns wait for each other in loops (demo_cells).
+    quiet = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}
+    told = _umbra(work, "up", str(EXAMPLE / "run.toml"), "--json", *chosen, environ=quiet)
+    summary = json.loads(told)
+    folder = RunFolder(work / "runs" / summary["run_id"])
+    return {"mode": mode.name, "load": [load, os.getloadavg()[0]], **row_of(folder, summary)}
+
+
+def row_of(folder: RunFolder, summary: dict[str, Any]) -> dict[str, Any]:
+    """What a run came to, and each of its steps."""
+    rows = list(read_rows(folder.metrics))
+    began = min(r["start"] for r in rows if r["kind"] == "span" and r["name"] == "decode")
+    steps = sorted((row for row in rows if row["kind"] == "step"), key=lambda row: row["step"])
+    done = steady(folder, first=min(WARM, len(steps) // 2), last=len(steps), generators=1)
+    rewards = [row["reward/mean"] for row in steps]
+    reaching = reached(rewards, TARGET)
+    cpu_s = {name: used["cpu"] for name, used in summary["seconds"]["services"].items()}
+    k3 = [row["mismatch/k3"] for row in steps if row["mismatch/k3"] is not None]
+    return {
+        "steps": len(steps),
+        "samples": summary["samples"],
+        "to_accuracy_s": None if reaching is None else steps[reaching - 1]["time"] - began,
+        "to_accuracy_steps": reaching,
+        "seconds": steps[-1]["time"] - began,
+        "samples_per_s": done.samples / done.seconds,
+        "step_s": done.step_s,
+        "generator_idle": done.generator_idle,
+        "trainer_idle": done.trainer_idle,
+        "both_busy": summary["overlap"]["both_busy"],
+        "staleness": done.staleness,
+        "staleness_max": done.staleness_max,
+        "k3": mean(k3),
+        "k3_on_policy": summary["mismatch_k3_on_policy"],
+        "ess": mean(row["ess"] for row in steps if row["ess"] is not None),
+        "mixed": summary["mixed_version_trajectories"] / summary["samples"],
+        "push_s": summary["push_seconds"],
+        "cpu_s": cpu_s,
+        "ledger": summary["ledger"],
+        "heldout": [summary["accuracy_before"], summary["accuracy_after"]],
+        "steady": asdict(done),
+        "curve": [
+            {
+                "s": round(row["time"] - began, 2),
+                "reward": round(row["reward/mean"], 4),
+                "staleness": round(row["staleness/total/mean"], 3),
+                "k3": row["mismatch/k3"],
+                **{
+                    name: round(row[f"environment/{name}/reward"], 4)
+                    for name in ENVIRONMENTS
+                    if f"environment/{name}/reward" in row
+                },
+            }
+            for row in steps
+        ],
+    }
+
+
+def _umbra(work: Path, *arguments: str, environ: dict[str, str] | None = None) -> str:
+    return _python(work, "-m", "umbra", *arguments, environ=environ)
+
+
+def _python(work: Path, *arguments: str, environ: dict[str, str] | None = None) -> str:
+    """Run it in `work`; what it printed."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=work,
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=BELOW_S,
+        env=environ,
+    ).stdout
+
+
+def summarise(report: Report) -> None:
+    """Times to the accuracy, rewards by environment, busy shares, ledgers."""
+    rows = report.rows
+    target = report.facts["target"]
+    report.figure("target", target)
+    report.figure("parameters_m", report.facts["parameters"] / 1e6)
+    report.figure("warm_steps", report.facts["warm"]["steps"])
+    report.figure("warm_s", report.facts["warm"]["seconds"])
+    report.figure("steps", max(row["steps"] for row in rows))
+    report.figure("samples", max(row["samples"] for row in rows))
+    columns = [f"s to {target:g}", "steps to it", "s in all", "samples/s", "step s", "held-out"]
+    report.table("runs", ["mode", *columns], [_times(row) for row in rows])
+    shares = ["generator", "trainer", "both at once", "of two cores", "CPU s a step"]
+    agreement = ["staleness mean (max)", "k3", "k3 on equal weights", "ESS"]
+    report.table("shares", ["mode", *shares, *agreement], [_shares(row) for row in rows])
+    report.table("environments", ["mode", *ENVIRONMENTS], [_by_environment(row) for row in rows])
+    entries = ["issued", "trained", "ended", "in flight", "balance"]
+    report.table("ledgers", ["mode", *entries], [_ledger(row) for row in rows])
+    by_mode = {row["mode"]: row for row in rows}
+    ahead = by_mode.get(ASYNCHRONOUS.name)
+    others = [by_mode[mode.name] for mode in SYNCHRONOUS if mode.name in by_mode]
+    if ahead is None or not others:
+        return
+    best = min(others, key=lambda row: row["step_s"])
+    report.figure("better_synchronous", best["mode"])
+    report.figure("step_speed_up", best["step_s"] / ahead["step_s"])
+    report.figure("staleness", ahead["staleness"])
+    report.figure("k3_on_policy_most", max(row["k3_on_policy"] for row in rows))
+    busy_s = sum(ahead["cpu_s"].values()) / ahead["steps"]
+    work_s = max(busy_s / CORES, ahead["step_s"] * (1 - ahead["trainer_idle"]))
+    report.figure("bound", best["step_s"] / work_s)
+    # How much the later rewards differ tells whether staleness costs anything here.
+    apart = _end(ahead, "reward") - _end(best, "reward")
+    report.figure("reward_apart", apart)
+    report.goal("reward at the end: asynchronous less synchronous", apart, ">=", -0.02)
+    times = [row["to_accuracy_s"] for row in (*others, ahead)]
+    if all(seconds is not None for seconds in times):
+        ratio = min(times[:-1]) / times[-1]
+        report.figure("over_the_better_synchronous", ratio)
+        report.goal(f"time to {target:g}, over the better synchronous", ratio, ">=", 1.0)
+
+
+def _times(row: dict[str, Any]) -> Sequence[Any]:
+    before, after = row["heldout"]
+    times = [row[name] for name in ("to_accuracy_s", "to_accuracy_steps", "seconds")]
+    rates = [row["samples_per_s"], row["step_s"]]
+    return [row["mode"], *times, *rates, f"{before:.3f} -> {after:.3f}"]
+
+
+def _shares(row: dict[str, Any]) -> Sequence[Any]:
+    busy = [1 - row["generator_idle"], 1 - row["trainer_idle"], row["both_busy"]]
+    cpu_s = sum(row["cpu_s"].values())
+    used = cpu_s / CORES / row["seconds"]
+    return [
+        row["mode"],
+        *(f"{share:.0%}" for share in (*busy, used)),
+        cpu_s / row["steps"],
+        f"{text(row['staleness'])} ({row['staleness_max']:.0f})",
+        f"{row['k3']:.1e}",
+        f"{row['k3_on_policy']:.1e}",
+        f"{row['ess']:.3f}",
+    ]
+
+
+def _by_environment(row: dict[str, Any]) -> Sequence[Any]:
+    return [
+        row["mode"],
+        *(f"{_end(row, one, ENDS):.2f} -> {_end(row, one):.2f}" for one in ENVIRONMENTS),
+    ]
+
+
+def _end(row: dict[str, Any], name: str, first: int = 0) -> float:
+    """Mean of a column of the curve, over the `first` steps or the last ENDS."""
+    found = [step[name] for step in row["curve"] if name in step]
+    return mean(found[:first] if first else found[-ENDS:])
+
+
+def _ledger(row: dict[str, Any]) -> Sequence[Any]:
+    ledger = row["ledger"]
+    ended, flight = (sum(ledger[name].values()) for name in ("ended", "in_flight"))
+    counts = (ledger["issued"], ledger["trained"], ended, flight, ledger["balance"])
+    return [row["mode"], *(f"{count:,}" for count in counts)]
+
+
+def main() -> int:
+    """Run what is missing, print tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", type=Path, help="rows; continued if it exists")
+    parser.add_argument("--work", type=Path, default=Path("runs/mixture"), help="model, runs")
+    parser.add_argument("--modes", nargs="+", default=[mode.name for mode in RUNS])
+    parser.add_argument("--quick", action="store_true", help="a few steps of a tiny model")
+    args = parser.parse_args()
+    report = Report.begin("mixture", args.json)
+    work = (args.work / ("quick" if args.quick else "whole")).resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    report.facts |= prepare(work, quick=args.quick)
+    done = {row["mode"] for row in report.rows}
+    for mode in RUNS:
+        if mode.name in done or mode.name not in args.modes:
+            continue
+        began = time.monotonic()
+        report.add(**learn(work, mode, quick=args.quick))
+        print(f"{mode.name}: {time.monotonic() - began:.0f} s", flush=True)
+        report.restate(summarise)
+        if args.json:
+            report.write(args.json)
+    report.restate(summarise)
+    return 0 if report.show(args.json) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
