@@ -82,10 +82,10 @@ REAL: Row = RUN | {
     "curve": CURVE,
 }  # fmt: skip
 MIXED: Row = {
-    "to_accuracy_s": 9.0, "to_accuracy_steps": 9, "seconds": 9.0, "samples_per_s": 1.0,
-    "step_s": 1.0, "generator_idle": 0.1, "trainer_idle": 0.2, "both_busy": 0.7, "staleness": 1.0,
-    "staleness_max": 2.0, "k3": 1e-3, "k3_on_policy": 1e-12, "ess": 0.9, "cpu_s": {"all": 9.0},
-    "steps": 20, "samples": 99, "heldout": [0.3, 0.8],
+    "seconds": 9.0, "samples_per_s": 1.0, "step_s": 1.0, "generator_idle": 0.1,
+    "trainer_idle": 0.2, "both_busy": 0.7, "staleness": 1.0, "staleness_max": 2.0, "k3": 1e-3,
+    "k3_on_policy": 1e-12, "ess": 0.9, "cpu_s": {"all": 9.0}, "steps": 20, "samples": 99,
+    "heldout": [0.3, 0.8],
     "ledger": {"issued": 9, "trained": 9, "ended": {}, "in_flight": {}, "balance": 0},
 }  # fmt: skip
 TRL = {name: value for name, value in REAL.items() if "idle" not in name and name != "cpu_s"}
@@ -136,8 +136,7 @@ def rows_of(name: str, load: Any) -> tuple[list[Row], Row]:
             values = ("reward", "staleness", "k3", *mixture.ENVIRONMENTS)
             curve = [{"s": float(n)} | dict.fromkeys(values, n / 20) for n in range(20)]
             rows = [MIXED | {"mode": mode.name, "curve": curve} for mode in mixture.RUNS]
-            warm = {"steps": 9, "seconds": 9.0}
-            return rows, {"warm": warm, "parameters": 9_000_000, "target": 0.8}
+            return rows, {"warm": [{"steps": 9}], "parameters": 9_000_000}
         case "ablations":
             parts = load("ablations").PARTS
             return [RUN | {"block": p.block, "name": p.name, "seed": 0} for p in parts], {}

@@ -9,6 +9,7 @@ import pytest
 
 from umbra.cli import main
 from umbra.services.environments.loading import load_environment
+from umbra.services.environments.protocol import StepResult
 from umbra.services.runtime.config.loader import load_config
 from umbra.services.runtime.process.jsonl import read_jsonl
 from umbra.services.trainer.make_model import CHARACTERS
@@ -33,8 +34,10 @@ def test_rows_fit_their_environments_and_the_limits(tmp_path: Path) -> None:
     for row in [*prompts, *held]:
         world = environments[row["environment"]]()
         world.reset(row)
-        assert world.step(row["answer"]).reward == 1.0
-        assert world.step("?").reward < 0.5
+        right, wrong = world.step(row["answer"]), world.step("?")
+        assert isinstance(right, StepResult)
+        assert isinstance(wrong, StepResult)
+        assert (right.reward, wrong.reward < 0.5) == (1.0, True)
         assert set(row["prompt"]) <= set(CHARACTERS)
         assert len(row["answer"]) < config.sampling.max_tokens
         told = len(row["prompt"]) + 2  # the marks of user and assistant
@@ -48,11 +51,13 @@ def test_it_learns_all_three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """As the run file says, but for fewer steps."""
     monkeypatch.chdir(tmp_path)
     PROGRAM["write"](Path("mixture"))
-    more = ("--context", "256", "--init-std", "0.02")
-    assert main(["make-model", "mixture/random", *SIZES, *more]) == 0
-    warm = ["--data", "mixture/demos.jsonl", "--out", "mixture/base", "--threads", "1"]
-    steps = ["--steps", "240", "--lr", "1e-3", "--schedule", "linear"]
-    assert main(["sft", "mixture/random", *warm, *steps]) == 0
+    small = ("--context", "256", "--init-std", "0.02")
+    assert main(["make-model", "mixture/random", *SIZES, *small]) == 0
+    warm = ["--data", "mixture/demos.jsonl", "--threads", "1", "--batch", "32", "--steps", "400"]
+    rate = ["--lr", "1e-3", "--schedule", "linear"]
+    assert main(["sft", "mixture/random", "--out", "mixture/warm", *warm, *rate]) == 0
+    more = ["--out", "mixture/base", "--seed", "1"]
+    assert main(["sft", "mixture/warm", *more, *warm, *rate]) == 0
     assert main(["up", str(FOLDER / "run.toml"), "--set", "run.steps=40", "--quiet"]) == 0
     (summary,) = Path("runs").glob("*/summary.json")
     found = json.loads(summary.read_text(encoding="utf-8"))
