@@ -6,14 +6,15 @@ The example of examples/reasoning-gym: its model is made and warm-started once, 
 mode for the same number of steps on the same prompts. The time to an accuracy is from the first
 decoded token to the commit after which the last ten batches, 2,560 samples of all environments
 drawn at temperature 1, have that mean reward; the accuracy is the highest multiple of 0.05 that all
-runs reach. No prompt is met twice. FILE is written after each run and continued, runs that are in
-it are skipped.
+runs reach. No prompt is met twice. TRL does the same for some minutes (`trl_peer.py`).
+FILE is written after each run and continued, runs that are in it are skipped.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -24,17 +25,21 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from demo_cells import CORES, MODES, Mode, reached
+from demo_cells import CORES, MODES, Mode, TrlMode, reached
 from report import Report, text
 from whole_runs import steady
 
 from umbra.deploy.run_folder import RunFolder, read_rows
+from umbra.services.environments.gym import ReasoningGym
+from umbra.services.runtime.config.loader import load_config
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "reasoning-gym"
 ENVIRONMENTS = ("sums", "spelling", "equations")
 SYNCHRONOUS = MODES[:2]
 ASYNCHRONOUS = Mode("async", ())  # as the example's file has it
 RUNS = (*SYNCHRONOUS, ASYNCHRONOUS)
+PEER = TrlMode("TRL, 2 threads", 2)
+PEER_S = 480.0  # seconds that it may take; it makes fewer steps
 GRID = 20  # accuracies that are tried, in one
 WARM = 5  # steps before rates and shares are measured
 ENDS = 5  # steps whose mean reward is that of the beginning, and of the end
@@ -63,8 +68,12 @@ def prepare(work: Path, *, quick: bool) -> dict[str, Any]:
     return {"warm": warm, "parameters": weights // 4}
 
 
-def learn(work: Path, mode: Mode, *, quick: bool) -> dict[str, Any]:
-    """A run in that mode; its row."""
+def learn(work: Path, mode: Mode | TrlMode, *, quick: bool) -> dict[str, Any]:
+    """A run in that mode, in processes of its own; its row."""
+    if isinstance(mode, TrlMode):
+        few = ("--quick",) if quick else ()
+        told = _python(work, __file__, "--peer", "--work", str(work.parent), *few)
+        return json.loads(told.splitlines()[-1])
     settings = [*mode.settings, *(FEW if quick else ())]
     chosen = [word for one in settings for word in ("--set", one)]
     load = os.getloadavg()[0]
@@ -121,6 +130,49 @@ def row_of(folder: RunFolder, summary: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def peer(work: Path, *, quick: bool) -> dict[str, Any]:
+    """TRL's GRPOTrainer on the same model, prompts, batches and schedule, in this process."""
+    import trl_peer  # imports TRL
+
+    few = FEW if quick else ()
+    config = load_config(EXAMPLE / "run.toml", overrides=list(few), environ={})
+    rows = [json.loads(line) for line in (work / "mixture" / "prompts.jsonl").open()]
+    data = [
+        {"prompt": row["prompt"], "environment": row["environment"], "row": json.dumps(row)}
+        for row in rows
+    ]
+    verifier = ReasoningGym()
+    seen: list[dict[str, float]] = []
+
+    def score(completions: list[Any], row: list[str], environment: list[str], **_: Any) -> Any:
+        rewards: list[float] = []
+        for completion, line in zip(completions, row, strict=True):
+            verifier.reset(json.loads(line))
+            rewards.append(verifier.step(completion[0]["content"]).reward)
+        means = {
+            name: [r for r, one in zip(rewards, environment, strict=True) if one == name]
+            for name in ENVIRONMENTS
+        }
+        seen.append({name: mean(found) for name, found in means.items() if found})
+        return rewards
+
+    watch = trl_peer.Watch(PEER_S, lambda _: False)
+    base = work / "mixture" / "base"
+    steps = config.run.steps
+    trl_peer.train(base, data, score, config, watch, work / "trl", PEER.threads, 0, steps)
+    points = zip(watch.times, watch.rewards, seen, strict=False)
+    samples = config.buffer.batch_groups * config.buffer.group_size * len(watch.times)
+    return {
+        "mode": PEER.name,
+        "steps": len(watch.times),
+        "samples": samples,
+        "seconds": watch.times[-1],
+        "samples_per_s": samples / watch.times[-1],
+        "step_s": watch.times[-1] / len(watch.times),
+        "curve": [{"s": round(s, 2), "reward": round(r, 4), **by} for s, r, by in points],
+    }
+
+
 def _umbra(work: Path, *arguments: str, environ: dict[str, str] | None = None) -> str:
     return _python(work, "-m", "umbra", *arguments, environ=environ)
 
@@ -140,7 +192,7 @@ def _python(work: Path, *arguments: str, environ: dict[str, str] | None = None) 
 
 def summarise(report: Report) -> None:
     """Times to the accuracy, rewards by environment, busy shares, ledgers."""
-    rows = report.rows
+    rows = [row for row in report.rows if row["mode"] != PEER.name]
     target = common_accuracy(rows)
     report.figure("target", target)
     report.figure("parameters_m", report.facts["parameters"] / 1e6)
@@ -148,11 +200,13 @@ def summarise(report: Report) -> None:
     report.figure("steps", max(row["steps"] for row in rows))
     report.figure("samples", max(row["samples"] for row in rows))
     columns = [f"s to {target:g}", "steps to it", "s in all", "samples/s", "step s", "held-out"]
-    report.table("runs", ["mode", *columns], [_times(row, target) for row in rows])
+    report.table("runs", ["mode", *columns], [_times(row, target) for row in report.rows])
     shares = ["generator", "trainer", "both at once", "of two cores", "CPU s a step"]
     agreement = ["staleness mean (max)", "k3", "k3 on equal weights", "ESS"]
     report.table("shares", ["mode", *shares, *agreement], [_shares(row) for row in rows])
-    report.table("environments", ["mode", *ENVIRONMENTS], [_by_environment(row) for row in rows])
+    report.table(
+        "environments", ["mode", *ENVIRONMENTS], [_by_environment(row) for row in report.rows]
+    )
     entries = ["issued", "trained", "ended", "in flight", "balance"]
     report.table("ledgers", ["mode", *entries], [_ledger(row) for row in rows])
     by_mode = {row["mode"]: row for row in rows}
@@ -172,10 +226,17 @@ def summarise(report: Report) -> None:
     apart = _end(ahead, "reward") - _end(best, "reward")
     report.figure("reward_apart", apart)
     report.goal("reward at the end: asynchronous less synchronous", apart, ">=", -0.02)
-    times = [_reaching(row, target)[0] for row in (*others, ahead)]
-    ratio = min(times[:-1]) / times[-1]
+    seconds = reaching(ahead, target)[0]
+    ratio = min(reaching(row, target)[0] for row in others) / seconds
     report.figure("over_the_better_synchronous", ratio)
     report.goal(f"time to {target:g}, over the better synchronous", ratio, ">=", 1.0)
+    for row in report.rows:
+        if row["mode"] == PEER.name:
+            report.figure("samples_over_trl", ahead["samples_per_s"] / row["samples_per_s"])
+            # Where it has not got there in its time, it is at least this.
+            over = min(reaching(row, target)[0], row["seconds"]) / seconds
+            report.figure("over_trl", over)
+            report.goal(f"time to {target:g}, over TRL", over, ">=", 3.0)
 
 
 def common_accuracy(rows: Sequence[dict[str, Any]]) -> float:
@@ -185,18 +246,17 @@ def common_accuracy(rows: Sequence[dict[str, Any]]) -> float:
     return max(one for one in tried if all(reached(curve, one) for curve in curves))
 
 
-def _reaching(row: dict[str, Any], accuracy: float) -> tuple[float, int]:
-    """Seconds and steps until a run, which reaches it, has reached the accuracy."""
+def reaching(row: dict[str, Any], accuracy: float) -> tuple[float, int | None]:
+    """Seconds and steps until a run has reached the accuracy; infinity if it has not."""
     step = reached([step["reward"] for step in row["curve"]], accuracy)
-    assert step is not None
-    return row["curve"][step - 1]["s"], step
+    return (math.inf, None) if step is None else (row["curve"][step - 1]["s"], step)
 
 
 def _times(row: dict[str, Any], accuracy: float) -> Sequence[Any]:
-    before, after = row["heldout"]
-    seconds, steps = _reaching(row, accuracy)
-    rates = [row["seconds"], row["samples_per_s"], row["step_s"]]
-    return [row["mode"], f"{seconds:.0f}", steps, *rates, f"{before:.3f} -> {after:.3f}"]
+    seconds, steps = reaching(row, accuracy)
+    held = [f"{share:.3f}" for share in row.get("heldout", ())]
+    rates = [row["seconds"], row["samples_per_s"], row["step_s"], " -> ".join(held) or None]
+    return [row["mode"], "not reached" if steps is None else f"{seconds:.0f}", steps, *rates]
 
 
 def _shares(row: dict[str, Any]) -> Sequence[Any]:
@@ -239,15 +299,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, help="rows; continued if it exists")
     parser.add_argument("--work", type=Path, default=Path("runs/mixture"), help="model, runs")
-    parser.add_argument("--modes", nargs="+", default=[mode.name for mode in RUNS])
+    everything = [mode.name for mode in (*RUNS, PEER)]
+    parser.add_argument("--modes", nargs="+", default=everything, choices=everything)
     parser.add_argument("--quick", action="store_true", help="a few steps of a tiny model")
+    parser.add_argument("--peer", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    report = Report.begin("mixture", args.json)
     work = (args.work / ("quick" if args.quick else "whole")).resolve()
+    if args.peer:
+        print(json.dumps(peer(work, quick=args.quick)))
+        return 0
+    report = Report.begin("mixture", args.json)
     work.mkdir(parents=True, exist_ok=True)
     report.facts |= prepare(work, quick=args.quick)
     done = {row["mode"] for row in report.rows}
-    for mode in RUNS:
+    for mode in (*RUNS, PEER):
         if mode.name in done or mode.name not in args.modes:
             continue
         began = time.monotonic()

@@ -135,7 +135,8 @@ def rows_of(name: str, load: Any) -> tuple[list[Row], Row]:
             mixture = load("mixture")
             values = ("reward", "staleness", "k3", *mixture.ENVIRONMENTS)
             curve = [{"s": float(n)} | dict.fromkeys(values, n / 20) for n in range(20)]
-            rows = [MIXED | {"mode": mode.name, "curve": curve} for mode in mixture.RUNS]
+            modes = (*mixture.RUNS, mixture.PEER)
+            rows = [MIXED | {"mode": mode.name, "curve": curve} for mode in modes]
             return rows, {"warm": [{"steps": 9}], "parameters": 9_000_000}
         case "ablations":
             parts = load("ablations").PARTS
