@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 from umbra.proto.errors import UsageError
@@ -14,9 +15,11 @@ from umbra.services.environments.single_turn import SingleTurn
 class ReasoningGym(SingleTurn):
     """Scores answers by the verifier of the dataset that made the row (`gym_rows`)."""
 
+    concurrent = True  # scoring is quick: one at a time, a process would mostly wait for the next
+
     def __init__(self) -> None:
         super().__init__()
-        self._library = _library()
+        _library()  # so that it is missed at once
 
     def step(self, response: str) -> StepResult:
         entry = self.row.get("entry")
@@ -24,8 +27,7 @@ class ReasoningGym(SingleTurn):
             raise SampleError(
                 'environment "reasoning-gym" needs rows made by `umbra make-task gym:NAME`'
             )
-        name = entry["metadata"]["source_dataset"]
-        score = self._library.get_score_answer_fn(name)
+        score = _verifier(entry["metadata"]["source_dataset"])
         return StepResult(reward=float(score(response.strip(), entry)))
 
 
@@ -56,6 +58,12 @@ def gym_rows(
         {"prompt": entry["question"], "answer": entry["answer"], "entry": entry}
         for entry in dataset
     ]
+
+
+@cache
+def _verifier(dataset: str) -> Callable[[str, Row], float]:
+    """That of a dataset, kept: the library makes the dataset anew for it, with all its words."""
+    return _library().get_score_answer_fn(dataset)
 
 
 def _library() -> Any:

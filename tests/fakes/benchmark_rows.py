@@ -137,7 +137,7 @@ def rows_of(name: str, load: Any) -> tuple[list[Row], Row]:
             curve = [{"s": float(n)} | dict.fromkeys(values, n / 20) for n in range(20)]
             modes = (*mixture.RUNS, mixture.PEER)
             rows = [MIXED | {"mode": mode.name, "curve": curve} for mode in modes]
-            return rows, {"warm": [{"steps": 9}], "parameters": 9_000_000}
+            return rows, {"warm": {"steps": 9}, "parameters": 9_000_000}
         case "ablations":
             parts = load("ablations").PARTS
             return [RUN | {"block": p.block, "name": p.name, "seed": 0} for p in parts], {}
