@@ -5,8 +5,8 @@
 The example of examples/reasoning-gym: its model is made and warm-started once, then trained in each
 mode for the same number of steps on the same prompts. The time to an accuracy is from the first
 decoded token to the commit after which the last ten batches, 2,560 samples of all environments
-drawn at temperature 1, have that mean reward; the accuracy is the highest multiple of 0.05 that all
-runs reach. TRL does the same for some minutes (`trl_peer.py`).
+drawn at temperature 1, have that mean reward; the accuracy is the highest multiple of 0.02 that all
+runs reach. TRL makes some of these steps, for their rate (`trl_peer.py`).
 FILE is written after each run and continued, runs that are in it are skipped.
 """
 
@@ -39,13 +39,13 @@ SYNCHRONOUS = MODES[:2]
 ASYNCHRONOUS = Mode("async", ())  # as the example's file has it
 RUNS = (*SYNCHRONOUS, ASYNCHRONOUS)
 PEER = TrlMode("TRL, 2 threads", 2)
-PEER_S = 480.0  # seconds that it may take; it makes fewer steps
-GRID = 20  # accuracies that are tried, in one
+PEER_S = 150.0  # seconds that it may take: enough for a rate, not for the accuracy
+GRID = 50  # accuracies that are tried, in one
 WARM = 5  # steps before rates and shares are measured
 ENDS = 5  # steps whose mean reward is that of the beginning, and of the end
 BELOW_S = 3600.0
 SIZES = ("--hidden", "512", "--layers", "4", "--heads", "8", "--kv-heads", "4", "--ff", "1152")
-WARM_START = ("--steps", "300", "--batch", "32", "--lr", "1e-3", "--schedule", "linear")
+WARM_START = ("--steps", "400", "--batch", "32", "--lr", "1e-3", "--schedule", "linear")
 FEW = ("run.steps=12", "buffer.batch_groups=4", "eval.samples=8")
 
 
@@ -231,10 +231,6 @@ def summarise(report: Report) -> None:
     for row in report.rows:
         if row["mode"] == PEER.name:
             report.figure("samples_over_trl", ahead["samples_per_s"] / row["samples_per_s"])
-            # Where it has not got there in its time, it is at least this.
-            over = min(reaching(row, target)[0], row["seconds"]) / seconds
-            report.figure("over_trl", over)
-            report.goal(f"time to {target:g}, over TRL", over, ">=", 3.0)
 
 
 def common_accuracy(rows: Sequence[dict[str, Any]]) -> float:

@@ -19,11 +19,11 @@ from umbra.services.generator.tasks import Library, write_task
 TASKS: dict[str, tuple[str, dict[str, Any]]] = {
     "sums": (
         "basic_arithmetic",
-        {"min_terms": 2, "max_terms": 2, "max_digits": 1, "operators": ["+", "-"]}
+        {"min_terms": 2, "max_terms": 2, "max_digits": 2, "operators": ["+", "-"]}
         | {"allow_parentheses": False, "allow_negation": False},
     ),
     "spelling": ("spell_backward", {"max_word_len": 7}),
-    "equations": ("simple_equations", {"max_terms": 2, "max_value": 5}),
+    "equations": ("simple_equations", {"max_terms": 2, "max_value": 10}),
 }
 PROMPTS, HELDOUT, DEMOS = 8192, 256, 8192  # of each
 

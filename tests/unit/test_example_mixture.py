@@ -53,7 +53,7 @@ def test_it_learns_all_three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     PROGRAM["write"](Path("mixture"))
     small = ("--context", "256", "--init-std", "0.02")
     assert main(["make-model", "mixture/random", *SIZES, *small]) == 0
-    warm = ["--data", "mixture/demos.jsonl", "--threads", "1", "--batch", "32", "--steps", "300"]
+    warm = ["--data", "mixture/demos.jsonl", "--threads", "1", "--batch", "32", "--steps", "400"]
     rate = ["--lr", "1e-3", "--schedule", "linear"]
     assert main(["sft", "mixture/random", "--out", "mixture/base", *warm, *rate]) == 0
     assert main(["up", str(FOLDER / "run.toml"), "--set", "run.steps=40", "--quiet"]) == 0
