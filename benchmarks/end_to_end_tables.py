@@ -121,6 +121,7 @@ def _gain(report: Report, task: str, modes: dict[str, Rows]) -> None:
     peers = [seconds for name, seconds in times.items() if name.startswith("TRL")]
     if peers:
         report.figure(f"{task}_over_the_better_trl", min(peers) / quick)
+        report.goal(f"{task}: time to 90 %, over the better of TRL", min(peers) / quick, ">=", 3.0)
     # A step can be no shorter than its generation, nor than its CPU seconds on all cores.
     step_s, generation_s = mean(_column(slow, "step_s")), mean(_column(slow, "generation_s"))
     cpu_s = mean(sum(row["cpu_s"].values()) / row["steps"] for row in fast)

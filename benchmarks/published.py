@@ -69,7 +69,7 @@ PUBLISHED: dict[str, Publication] = {
     "logits_memory": Publication("logits_memory", (), 5),
     "sequence_memory": Publication("sequence_memory", (), 1),
     "long_rows": Publication("long_rows", (), 15),
-    "worked_examples": Publication("worked_examples", (), 5),
+    "worked_examples": Publication("worked_examples", (), 10),
     "mixture": Publication("mixture", (), 30),
     "router_replay": Publication("router_replay", (), 8),
     "security_cost": Publication("security_cost", (), 3),

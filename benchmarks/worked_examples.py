@@ -1,6 +1,8 @@
 """What the worked examples learn: the model is made, warm-started and trained as their files say.
 
 python benchmarks/worked_examples.py [--quick] [--json FILE] [NAME ...]
+
+Named examples are run anew, and what FILE has of the others stays.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -19,26 +22,52 @@ from report import Report
 
 from umbra.deploy.run_folder import read_rows
 
-ROOT = Path(__file__).parents[1]
-SEARCH = ROOT / "examples" / "search"
-EXAMPLES = {"search": SEARCH / "run.toml", "search, Anthropic client": SEARCH / "agent.toml"}
+FOLDER = Path(__file__).parents[1] / "examples"
+
+
+@dataclass(frozen=True)
+class Example:
+    """A run file below `examples`, and the warm start that it begins with.
+
+    Attributes:
+        run: the run file.
+        data: the program that writes its data; the folder that it makes has the program's name.
+        warm_steps: of `umbra sft`.
+    """
+
+    run: str
+    data: str
+    warm_steps: int
+
+
+EXAMPLES = {
+    "search": Example("search/run.toml", "search/search.py", 400),
+    "search, Anthropic client": Example("search/agent.toml", "search/search.py", 400),
+    "coding": Example("coding/run.toml", "coding/coding.py", 120),
+}
 LAST = 5  # steps whose mean reward is that of the end
 BELOW_S = 3600.0
 
 
-def prepare(folder: Path, *, quick: bool) -> None:
-    """Corpus, questions and the base model of the searches, in `folder`."""
-    _python(folder, str(SEARCH / "search.py"), "search")
-    _umbra(folder, "make-model", "search/random")
-    steps = ["--steps", "4" if quick else "400", "--schedule", "linear", "--threads", "1"]
-    data = ["--data", "search/demos.jsonl", "--out", "search/base"]
-    _umbra(folder, "sft", "search/random", *data, *steps)
+def prepare(folder: Path, example: Example, *, quick: bool) -> None:
+    """Data and the base model of an example, in `folder`."""
+    program = FOLDER / example.data
+    made = program.stem
+    if (folder / made).exists():  # another example has the same
+        return
+    _python(folder, str(program), made)
+    _umbra(folder, "make-model", f"{made}/random")
+    steps = "4" if quick else str(example.warm_steps)
+    how = ["--steps", steps, "--schedule", "linear", "--threads", "1"]
+    data = ["--data", f"{made}/demos.jsonl", "--out", f"{made}/base"]
+    _umbra(folder, "sft", f"{made}/random", *data, *how)
 
 
 def learn(folder: Path, name: str, *, quick: bool) -> list[dict[str, Any]]:
     """Run an example; its rows."""
     few = ["--set", "run.steps=2", "--set", "eval.samples=8"] if quick else []
-    _umbra(folder, "up", str(EXAMPLES[name]), "--quiet", *few)
+    prepare(folder, EXAMPLES[name], quick=quick)
+    _umbra(folder, "up", str(FOLDER / EXAMPLES[name].run), "--quiet", *few)
     run = max((folder / "runs").iterdir(), key=lambda path: path.stat().st_mtime)
     return rows_of(name, run)
 
@@ -91,10 +120,11 @@ def main() -> int:
         "--quick", action="store_true", help="two steps of a base that knows little"
     )
     args = parser.parse_args()
-    report = Report("worked_examples")
+    report = Report.begin("worked_examples", args.json)
+    names = args.names or list(EXAMPLES)
+    report.rows = [row for row in report.rows if row["example"] not in names]
     with tempfile.TemporaryDirectory() as folder:
-        prepare(Path(folder), quick=args.quick)
-        for name in args.names or EXAMPLES:
+        for name in names:
             for row in learn(Path(folder), name, quick=args.quick):
                 report.add(**row)
             report.restate(summarise)

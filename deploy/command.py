@@ -40,6 +40,7 @@ from umbra.services.runtime.learning_rate import after_extension
 from umbra.services.runtime.model.hub import is_hub_name, missing_bytes
 from umbra.services.runtime.numbers import size
 from umbra.services.runtime.process.signals import SignalCounter
+from umbra.services.runtime.prompts.download import shown
 
 SIGNALLED = 128  # exit codes above it are of signals
 
@@ -57,7 +58,7 @@ def load_run(run_file: Path, overrides: tuple[str, ...]) -> RunConfig:
         StartupError: a model or prompts are elsewhere, and cannot be reached.
     """
     config = load_config(run_file, overrides=overrides)
-    return pinned(resolve_paths(config, run_file), _note, asked=config.model.path)
+    return pinned(resolve_paths(config, run_file, _note), _note, asked=config.model.path)
 
 
 def _note(text: str) -> None:
@@ -201,7 +202,7 @@ def _print_programs(config: RunConfig) -> int:
 def _search_path(run_file: Path, before: RunFolder | None) -> list[Path]:
     if before is None:
         return search_path(run_file)
-    return [Path.cwd(), *map(Path, before.read_origin().get("search", []))]
+    return [*map(Path, before.read_origin().get("search", [])), Path.cwd()]
 
 
 def finish(summary: dict[str, Any], folder: RunFolder, *, as_json: bool) -> int:
@@ -260,7 +261,7 @@ def check(run_file: Path, overrides: tuple[str, ...]) -> int:
     click.echo(f"{run_file}: good")
     missing = _to_download(run)
     click.echo(f"model:     {run.model.name}{f' ({size(missing)} to download)' if missing else ''}")
-    click.echo(f"prompts:   {run.data.prompts}")
+    click.echo(f"prompts:   {shown(run.data.prompts)}")
     click.echo(f"batch:     {run.buffer.batch_groups} groups of {run.buffer.group_size} = {batch}")
     click.echo(f"objective: {run.trainer.objective}{_changes(run)}")
     click.echo(

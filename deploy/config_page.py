@@ -19,8 +19,9 @@ Made from the schema by `umbra config keys`; a test compares. A run file is TOML
 section. The environment variable `UMBRA_SECTION__KEY` is stronger than the file, and `--set
 section.key=value` stronger than both. `umbra config show RUN.toml` prints a run file with all
 defaults; `[[environments]]` has the keys of `[environment]`, and a name each.
-`umbra config check RUN.toml` tries it. Objectives, and the keys that they set:
-[algorithms.md](algorithms.md). Settings for staleness: [staleness.md](staleness.md).
+`umbra config check RUN.toml` tries it. Paths are looked for in the run file's folder first, then in
+the current directory. Objectives, and the keys that they set: [algorithms.md](algorithms.md).
+Settings for staleness: [staleness.md](staleness.md).
 *See also* names the keys that are chosen with a key, those of another section with its name.
 """
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from umbra.deploy.doctor.machine import PROGRAM_S, Gpus, driver_version
+from umbra.deploy.doctor.machine import Gpus, driver_version
 from umbra.deploy.estimate.items import first_gpu, kind_of
 from umbra.deploy.estimate.share import GpuShares, ShareRequest
 from umbra.proto.errors import StartupError, UmbraError, UsageError
@@ -24,6 +24,7 @@ from umbra.services.runtime.model.architectures import read_config
 from umbra.services.runtime.model.directory import directory_of
 
 MOST_CONTEXT = 8192  # of a model that could take more: longer answers are asked for by name
+PATIENCE_S = 1800.0  # for an answer of another process, which ends itself far earlier
 CONTEXT, TOKENS = "generator.max_context", "sampling.max_tokens"
 
 
@@ -77,6 +78,9 @@ def choose(
     Args:
         given: keys that the user has set, which stay.
         positions: tokens that the model was made for; 0: unknown.
+
+    Raises:
+        UsageError: a setting is for CPUs only.
     """
     generator, trainer, sampling = config.generator, config.trainer, config.sampling
     count = len(hardware.gpus)
@@ -84,6 +88,11 @@ def choose(
     trains_on_gpu = kind_of(trainer.device, gpu=count > 0) == "cuda"
     engine = generator.engine_on("cuda" if on_gpu else "cpu", vllm=hardware.vllm)
     generator = msgspec.structs.replace(generator, engine=engine)
+    if on_gpu and generator.count == "auto":
+        raise UsageError(
+            'generator.count = "auto" is for CPUs: on GPUs, generator.replicas says how many '
+            "engines share them"
+        )
     if on_gpu and engine != "replay":
         alone = generator.count == generator.replicas == 1
         enough = count >= trainer.ranks + generator.tensor_parallel
@@ -116,13 +125,20 @@ def positions(model: str) -> int:
 
 
 def this_hardware() -> Hardware:
-    """What is here; torch is asked, in a process of its own, where there is a driver."""
+    """What is here; torch is asked, in a process of its own, where there is a driver.
+
+    Raises:
+        StartupError: it gives no answer, so that a run would begin with what is meant for CPUs.
+    """
     if not driver_version():
         return Hardware()
     try:
         gpus = Gpus().facts().gpus
-    except UmbraError:
-        return Hardware()  # `umbra doctor` says why
+    except UmbraError as error:
+        raise StartupError(
+            f"there is an NVIDIA driver, but torch does not say what GPUs it sees: {error}; "
+            "`umbra doctor` says more"
+        ) from error
     vllm = importlib.util.find_spec("vllm") is not None
     return Hardware(tuple(gpu.total for gpu in gpus), gpus[0].name if gpus else "", vllm)
 
@@ -139,6 +155,9 @@ def _may_need_room(config: RunConfig) -> bool:
 def shares_aside(request: ShareRequest) -> GpuShares:
     """What `estimate.share` finds, in a process that brings torch and leaves with it.
 
+    That process ends itself after `share.CPU_S` of processor time: of a machine that does much else
+    it may get little, so by the clock it has long.
+
     Raises:
         UsageError: the run does not fit.
         StartupError: it could not be asked.
@@ -148,7 +167,7 @@ def shares_aside(request: ShareRequest) -> GpuShares:
             [sys.executable, "-m", "umbra.deploy.estimate.share"],
             input=msgspec.json.encode(request),
             capture_output=True,
-            timeout=PROGRAM_S,
+            timeout=PATIENCE_S,
             check=False,
         )
         found = msgspec.json.decode(done.stdout, type=GpuShares)

@@ -14,6 +14,7 @@ import msgspec
 from umbra.proto.errors import UsageError
 from umbra.services.runtime.config import ModelConfig, RunConfig
 from umbra.services.runtime.model.hub import HubName, in_cache, is_hub_name, looks_like_name, pin
+from umbra.services.runtime.prompts.download import shown
 from umbra.services.runtime.prompts.readers import is_elsewhere, pin_source
 
 
@@ -36,7 +37,7 @@ def pinned(config: RunConfig, say: Callable[[str], None], *, asked: str = "") ->
         if name and name not in prompts:
             prompts[name] = pin_source(name) if is_elsewhere(name) else name
             if prompts[name] != name:
-                say(f"prompts: {prompts[name]}")
+                say(f"prompts: {shown(prompts[name])}")
         return prompts.get(name, name)
 
     def model(name: str, key: str) -> str:
@@ -59,8 +60,15 @@ def pinned(config: RunConfig, say: Callable[[str], None], *, asked: str = "") ->
     )
 
 
+def is_pinned(model: ModelConfig) -> bool:
+    """Whether it is a commit on the hub, whatever folder of its name there may be by now."""
+    return looks_like_name(model.path) and HubName.of(model.name).pinned
+
+
 def _pinned_model(config: RunConfig, say: Callable[[str], None], asked: str) -> ModelConfig:
     model = config.model
+    if is_pinned(model):
+        return model
     if not is_hub_name(model.path):
         if model.revision and model.path:
             raise UsageError(

@@ -9,6 +9,7 @@ from typing import get_args
 
 import msgspec
 
+from umbra.deploy.pinning import is_pinned
 from umbra.proto.access import KeyRole
 from umbra.proto.errors import UsageError
 from umbra.proto.messages import Role
@@ -24,69 +25,104 @@ from umbra.services.runtime.model.architectures import (
     read_config,
 )
 from umbra.services.runtime.model.directory import check_model_dir
-from umbra.services.runtime.model.hub import is_hub_name, missing_bytes
+from umbra.services.runtime.model.hub import (
+    is_hub_name,
+    mend_cache,
+    missing_bytes,
+    refuse_misspelt,
+)
 from umbra.services.runtime.net.keys import FOLDER, open_security
-from umbra.services.runtime.prompts.download import is_url
-from umbra.services.runtime.prompts.readers import DATASETS, read_source
+from umbra.services.runtime.prompts.readers import placed, read_source
 
 
-def resolve_paths(config: RunConfig, run_file: Path) -> RunConfig:
-    """`config` with absolute paths: looked up from here, else from the run file's folder."""
+def resolve_paths(
+    config: RunConfig, run_file: Path, say: Callable[[str], None] = lambda text: None
+) -> RunConfig:
+    """`config` with absolute paths: looked up from the run file's folder, else from here.
 
-    def resolve(path: str) -> str:
-        if not path or path.startswith(DATASETS) or is_url(path):
-            return path
-        beside = run_file.parent / path
-        chosen = beside if not Path(path).exists() and beside.exists() else Path(path)
-        return str(chosen.resolve())
+    Args:
+        config: as the user wrote it.
+        run_file: where.
+        say: is told which of two is taken where both exist.
 
-    def model(name: str) -> str:
-        on_hub = is_hub_name(name) and not (run_file.parent / name).exists()
-        return name if on_hub else resolve(name)
+    Raises:
+        UsageError: a model's name is rather a path with a mistake, or a folder cannot be named.
+    """
+    told: set[str] = set()
 
-    replace = msgspec.structs.replace
+    def found(path: str) -> Path:
+        beside, here = run_file.parent / path, Path(path)
+        if beside.exists() and here.exists() and not beside.samefile(here) and path not in told:
+            told.add(path)
+            say(
+                f"{path} is taken from the run file's folder: {beside.absolute()}, not the one here"
+            )
+        return beside if beside.exists() else here
+
+    def file(path: str) -> str:
+        return str(found(path).resolve()) if path else ""
+
+    def source(name: str) -> str:
+        return placed(name, file)
+
+    def model(name: str, key: str, revision: str = "") -> str:
+        if not is_hub_name(name) or (run_file.parent / name).exists():
+            return file(name)
+        if not revision:
+            refuse_misspelt(name, key, run_file.parent)
+            refuse_misspelt(name, key)
+        return name
 
     def program(python: str) -> str:
         """One by a path is looked up as files are, but no link of it is followed."""
-        beside = run_file.parent / python
-        found = "/" in python and not Path(python).exists() and beside.exists()
-        return str((beside if found else Path(python)).absolute()) if "/" in python else python
+        return str(found(python).absolute()) if "/" in python else python
 
+    def dialect(name: str) -> str:
+        return file(name) if name.endswith(".json") else name
+
+    replace = msgspec.structs.replace
     return replace(
         config,
         environment=replace(config.environment, python=program(config.environment.python)),
         environments=tuple(
-            replace(one, python=program(one.python), prompts=resolve(one.prompts))
+            replace(one, python=program(one.python), prompts=source(one.prompts))
             for one in config.environments
         ),
-        model=replace(config.model, path=model(config.model.path)),
+        model=replace(
+            config.model,
+            path=config.model.path
+            if is_pinned(config.model)  # whatever has come to lie there since
+            else model(config.model.path, "model.path", config.model.revision),
+            chat_template=file(config.model.chat_template),
+            dialect=dialect(config.model.dialect),
+        ),
         data=replace(
             config.data,
-            prompts=resolve(config.data.prompts),
-            sources={resolve(name): weight for name, weight in config.data.sources.items()},
+            prompts=source(config.data.prompts),
+            sources={source(name): weight for name, weight in config.data.sources.items()},
         ),
-        scorer=replace(config.scorer, model=model(config.scorer.model)),
+        scorer=replace(config.scorer, model=model(config.scorer.model, "scorer.model")),
         generator=replace(
             config.generator,
-            replay=resolve(config.generator.replay),
-            serve_key=resolve(config.generator.serve_key),
+            replay=file(config.generator.replay),
+            serve_key=file(config.generator.serve_key),
         ),
-        critic=replace(config.critic, path=model(config.critic.path)),
-        eval=replace(config.eval, prompts=resolve(config.eval.prompts)),
-        security=replace(config.security, keys=resolve(_keys(config))),
+        critic=replace(config.critic, path=model(config.critic.path, "critic.path")),
+        eval=replace(config.eval, prompts=source(config.eval.prompts)),
+        security=replace(config.security, keys=file(_keys(config))),
     )
 
 
 def _keys(config: RunConfig) -> str:
     """The folder of keys: the one that is named, else the one in `run.dir`, if there is one."""
-    usual = Path(config.run.dir) / FOLDER
+    usual = Path(config.run.dir).absolute() / FOLDER
     return config.security.keys or (str(usual) if usual.is_dir() else "")
 
 
 def search_path(run_file: Path) -> list[Path]:
-    """Where the modules of a user's environment or reward are looked for."""
+    """Where the modules of a user's environment or reward are looked for, as files are."""
     here, beside = Path.cwd(), run_file.resolve().parent
-    return [here] if here == beside else [here, beside]
+    return [here] if here == beside else [beside, here]
 
 
 def check_run(config: RunConfig, *, download: bool = True) -> None:
@@ -125,8 +161,11 @@ def check_run(config: RunConfig, *, download: bool = True) -> None:
 def _model_dir(name: str, key: str, *, tokenizer: bool = True, download: bool) -> Path:
     """The directory of a model; without `download` the weights need only be on the hub."""
     directory = check_model_dir(name, key, tokenizer=tokenizer, weights=download)
-    if not download and is_hub_name(name):
-        missing_bytes(name, key)
+    if is_hub_name(name):
+        if download:
+            mend_cache(name, key)
+        else:
+            missing_bytes(name, key)
     return directory
 
 

@@ -32,7 +32,6 @@ def other_programs(config: RunConfig, folder: RunFolder, broker: str) -> list[Pr
     """Everything else, told where the buffer is."""
     connect = ("--broker", broker)
     durable = is_durable(config)
-    names = [f"generator-{index}" for index in range(config.generator.count)]
     return [
         Program(HUB, _argv(HUB, HUB, folder, *connect), wave=1, recovers=True),
         Program(
@@ -42,13 +41,17 @@ def other_programs(config: RunConfig, folder: RunFolder, broker: str) -> list[Pr
             recovers=durable,
             policy=lambda: RestartPolicy(limit=TRAINER_RESTARTS, window_s=math.inf),
         ),
-        *(
-            Program(name, _argv("generator", name, folder, *connect), wave=0, elastic=True)
-            for name in names
-        ),
+        *(generator_program(folder, broker, index) for index in range(config.generator.at_first)),
         *_scorers(config, folder, connect),
         *_env_workers(config, folder, connect),
     ]
+
+
+def generator_program(folder: RunFolder, broker: str, index: int) -> Program:
+    """One of the generators, which may come and go."""
+    name = f"generator-{index}"
+    argv = _argv("generator", name, folder, "--broker", broker)
+    return Program(name, argv, wave=0, elastic=True)
 
 
 def _scorers(config: RunConfig, folder: RunFolder, connect: tuple[str, ...]) -> Iterator[Program]:

@@ -43,9 +43,14 @@ KEY_BYTES = 32  # of a connection for buckets
 COPIES = 4  # of the weights that a receiver has, and asks for differences to
 NO_CONTROL = r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z"
 
-_control = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]+")
-
-_steering = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+# Marks that order text from right to left, and others that no one sees but that change what is
+# seen: deprecated ones, annotations, tags. Joiners stay, as emoji and some scripts need them.
+_UNSEEN = (
+    r"\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+    r"\U000e0000-\U000e007f"
+)
+_control = re.compile(rf"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff{_UNSEEN}]+")
+_steering = re.compile(rf"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff{_UNSEEN}]")
 
 # Names and sentences may be printed. Ids are only compared with known ones: they need no look.
 Name = Annotated[str, Meta(max_length=NAME_CHARS, pattern=NO_CONTROL)]
@@ -75,7 +80,10 @@ def one_line(text: str, most: int = TEXT_CHARS) -> str:
 
 
 def printable(text: str) -> str:
-    """`text`, of several lines, with a space for each character that would steer a terminal."""
+    """`text`, of several lines, with a space for each character that would steer a terminal.
+
+    Also for those that reorder or hide what is beside them: a line reads in the order it was sent.
+    """
     return _steering.sub(" ", text)
 
 

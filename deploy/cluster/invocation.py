@@ -207,6 +207,8 @@ def _is_elsewhere(name: str) -> bool:
 def _read_by(plan: Plan, process: Process) -> list[str]:
     """The models, prompts and other files of the run file that `process` reads."""
     config = plan.config
+    dialect = config.model.dialect if config.model.dialect.endswith(".json") else ""
+    chat = [config.model.path, config.model.chat_template, dialect]
     found: dict[Task, list[str]] = {
         "buffer": [
             config.data.prompts,
@@ -217,7 +219,8 @@ def _read_by(plan: Plan, process: Process) -> list[str]:
         "relay": [],
         "part": [],
         "train": [config.model.path, config.critic.path],
-        "generate": [config.model.path, config.generator.replay, config.generator.serve_key],
+        "generate": [*chat, config.generator.replay, config.generator.serve_key],
+        "reward": chat,
         "ref_logp": [config.model.path, config.scorer.model],
     }
     return found.get(process.task, [config.model.path])

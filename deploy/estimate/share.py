@@ -7,6 +7,7 @@ process of its own.
 from __future__ import annotations
 
 import math
+import resource
 import sys
 from collections.abc import Collection
 from typing import Any
@@ -21,6 +22,7 @@ from umbra.services.runtime.config import RunConfig
 
 # More than is estimated: no estimate has been compared with a GPU yet.
 MARGIN = 1.1
+CPU_S = 180  # of processor time, torch's import included: a large model takes some 30
 SHARE = "gpu_memory_utilization"
 SMALLER = "trainer.lora_rank, trainer.offload or a smaller generator.max_context"
 
@@ -100,5 +102,6 @@ def _answer(request: ShareRequest) -> GpuShares:
 
 
 if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))  # not by the clock: it may be shared
     asked = msgspec.json.decode(sys.stdin.buffer.read(), type=ShareRequest)
     sys.stdout.buffer.write(msgspec.json.encode(_answer(asked)))

@@ -87,8 +87,9 @@ def train(
             written = _write_prompts(eval_prompts, folder, "eval_prompts")
             _put(tree, "eval", prompts=written)
         given = config_of(tree, "umbra.train")
-        found = resolve_paths(given, Path.cwd() / "run.toml")
-        resolved = pinned(found, print if show else _ignore, asked=given.model.path)
+        say = print if show else _ignore
+        found = resolve_paths(given, Path.cwd() / "run.toml", say)
+        resolved = pinned(found, say, asked=given.model.path)
         check_one_machine(resolved)
         check_run(resolved)
         resolved, chosen = for_this_machine(resolved, tree)

@@ -14,6 +14,7 @@ from umbra.deploy.report.svg import bar_chart, gantt, line_chart, stacked_chart
 from umbra.deploy.rollouts import Rollout, heading, pieces
 from umbra.services.runtime.figures import PHASES, busy, idle_causes, is_idle
 from umbra.services.runtime.numbers import number
+from umbra.services.runtime.prompts.download import shown
 
 OLD = 4  # steps of staleness, from which on all looks the same
 CHARTS: dict[str, tuple[tuple[str, str], ...]] = {  # title -> (label, column) of each line
@@ -318,4 +319,4 @@ def _config(config: Mapping[str, Any]) -> str:
 
 
 def _value(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    return shown(value if isinstance(value, str) else json.dumps(value))

@@ -170,26 +170,48 @@ class Container:
     async def _call(
         self, arguments: Sequence[str], stdin: bytes, limit_s: float
     ) -> tuple[int, str]:
-        """Exit code and output of a command of the runtime, which is killed when time is over."""
-        process = await asyncio.create_subprocess_exec(
-            self._runtime,
-            *arguments,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env=client_environ(os.environ),
-            start_new_session=True,  # so that whatever it starts can be killed with it
-        )
-        try:
-            return await asyncio.wait_for(_outcome(process, stdin), limit_s)
-        finally:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()
+        environ = client_environ(os.environ)
+        command = [self._runtime, *arguments]
+        outcome = await run_process(command, stdin, limit_s, environ=environ)
+        return outcome.code, outcome.output
 
 
-async def _outcome(process: asyncio.subprocess.Process, stdin: bytes) -> tuple[int, str]:
+async def run_process(
+    command: Sequence[str],
+    stdin: bytes,
+    limit_s: float,
+    *,
+    environ: Mapping[str, str],
+    folder: str | None = None,
+) -> CommandOutcome:
+    """Run `command` as a process group of its own; its output is kept up to `OUTPUT_BYTES`.
+
+    Args:
+        environ: all of its environment variables.
+        folder: its working directory.
+
+    Raises:
+        asyncio.TimeoutError: it took longer than `limit_s`; the group was killed.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env=environ,
+        cwd=folder,
+        start_new_session=True,  # so that whatever it starts can be killed with it
+    )
+    try:
+        return await asyncio.wait_for(_outcome(process, stdin), limit_s)
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+
+
+async def _outcome(process: asyncio.subprocess.Process, stdin: bytes) -> CommandOutcome:
     assert process.stdin is not None
     assert process.stdout is not None
     feeding = asyncio.ensure_future(_feed(process.stdin, stdin))
@@ -204,7 +226,7 @@ async def _outcome(process: asyncio.subprocess.Process, stdin: bytes) -> tuple[i
     finally:
         feeding.cancel()
     output = kept.decode(errors="replace")
-    return code, output + (f"\n({dropped} more bytes)" if dropped else "")
+    return CommandOutcome(code, output + (f"\n({dropped} more bytes)" if dropped else ""))
 
 
 async def _feed(writer: asyncio.StreamWriter, data: bytes) -> None:

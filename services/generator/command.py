@@ -7,6 +7,7 @@ import tempfile
 import uuid
 from contextlib import closing
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ from umbra.services.runtime.net.io_thread import IoThread
 from umbra.services.runtime.net.keys import Security
 from umbra.services.runtime.process.command import ServiceContext, keys_of, service_command
 from umbra.services.runtime.process.jsonl import read_jsonl
-from umbra.services.runtime.prompts.readers import read_source
+from umbra.services.runtime.prompts.readers import placed, read_source
 
 ANSWER_S = 10.0
 DEMOS = 22_400
@@ -105,7 +106,10 @@ def make_task(
 @click.argument("model", type=click.Path(path_type=Path), required=False)
 @click.option("--broker", envvar="UMBRA_BROKER", help="Address of a run, instead of MODEL.")
 @keys_of("operator", "monitor")
-@click.option("--prompts", help="Prompts, as eval.prompts; columns as eval.columns.")
+@click.option(
+    "--prompts",
+    help="Prompts, as eval.prompts; columns as eval.columns.  [default: those of --config]",
+)
 @click.option("--task", help="Held-out prompts of a task of `umbra make-task` instead.")
 @click.option(
     "--config",
@@ -143,7 +147,7 @@ def evaluate(
     if model is None:
         _ask_run(broker, security)
         return
-    if (prompts is None) == (task is None):
+    if prompts is not None and task is not None:
         raise UsageError("give either --prompts FILE or --task NAME")
     if flags["environment"] is None and task is not None:
         flags["environment"] = task_named(task).environment
@@ -156,7 +160,13 @@ def evaluate(
         rows = _heldout(task, seed, samples)
     else:
         columns = settings.eval.columns
-        found = read_source(prompts or "", columns=columns, section="eval")
+        if prompts is None and not settings.eval.prompts:
+            raise UsageError(
+                "give either --prompts FILE or --task NAME, or a --config with eval.prompts"
+            )
+        if prompts is None:
+            prompts = placed(settings.eval.prompts, partial(_beside, Path(config or "")))
+        found = read_source(prompts, columns=columns, section="eval")
         rows = [prompt.row for prompt in found]
     from umbra.services.generator.evaluate import evaluate_model  # brings torch
 
@@ -166,6 +176,12 @@ def evaluate(
     else:
         decoding = "greedy" if greedy else f"temperature {settings.sampling.temperature:g}"
         click.echo(_sentence(result, decoding))
+
+
+def _beside(run_file: Path, path: str) -> str:
+    """What a path in a run file stands for."""
+    found = run_file.parent / path
+    return str((found if found.exists() else Path(path)).absolute())
 
 
 def _ask_run(broker: str | None, security: Security) -> None:

@@ -33,8 +33,9 @@ def cache_tokens(model: Any, mebibytes: int) -> int:
 class SlotCache(Cache):
     """A Transformers cache in which every token is written to a row and a column of its own.
 
-    Call `reserve` and `begin` before each forward pass of the model; storage grows by doubling, as
-    sequences do, up to `capacity` tokens.
+    Call `reserve` and `begin` before each forward pass of the model. Storage grows as sequences do:
+    by doubling up to half of the capacity, by an eighth beyond, so that what is held in reserve
+    leaves room for others. What was needed once is let go when little of it is needed still.
 
     Args:
         slots: rows at most.
@@ -59,24 +60,35 @@ class SlotCache(Cache):
         """Whether there is room for so many rows, the longest of so many columns."""
         return rows * columns <= self.capacity
 
+    def plan(self, rows: int, columns: int) -> tuple[int, int]:
+        """Rows and columns of the storage that there is after `reserve` of so many."""
+        enough = rows <= self.rows and columns <= self.columns
+        half, held = self.capacity // 2, self.rows * self.columns
+        if enough and held <= half:
+            return self.rows, self.columns
+        wanted = 2 * self.columns if columns > self.columns else self.columns
+        eighth = columns + max(_FIRST_COLUMNS, columns // 8)
+        most = min(self.max_context, self.capacity // rows)
+        columns = max(columns, min(wanted, most, max(eighth, half // rows)))
+        most = min(self.slots, self.capacity // columns)
+        rows = max(rows, min(2 * rows, most, max(rows + rows // 8, half // columns)))
+        if enough and held < 2 * rows * columns:
+            return self.rows, self.columns  # to copy it would bring little
+        return rows, columns
+
     def reserve(self, rows: int, columns: int) -> None:
         """Have room for so many rows and columns, which fit; rows `[0, rows)` keep what they hold.
 
         Rows beyond them may be lost.
         """
-        if rows <= self.rows and columns <= self.columns:
+        planned = self.plan(rows, columns)
+        if planned == (self.rows, self.columns):
             return
-        if columns > self.columns:
-            columns = max(columns, 2 * self.columns)
-        else:
-            columns = self.columns
-        columns = min(columns, self.max_context, self.capacity // rows)
         held, kept = min(self.rows, rows), min(self.columns, columns)
-        self.rows = max(rows, min(self.slots, self.capacity // columns, 2 * rows))
-        self.columns = columns
+        self.rows, self.columns = planned
         for stored in (self._keys, self._values):
             for layer, old in enumerate(stored):
-                new = old.new_zeros(self.rows, columns, *old.shape[2:])
+                new = old.new_zeros(*planned, *old.shape[2:])
                 new[:held, :kept] = old[:held, :kept]
                 stored[layer] = new
 

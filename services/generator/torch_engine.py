@@ -321,9 +321,10 @@ class TorchEngine:
     def _step(self) -> None:
         """Feed every live row its newest token and sample the next."""
         self._make_room()
-        count = len(self._rows)
-        self._cache.reserve(count, self._longest)
-        self._kept.shrink(self._spare)
+        count, longest = len(self._rows), self._longest
+        rows, columns = self._cache.plan(count, longest)
+        self._kept.shrink(self._cache.capacity - rows * columns)  # before it is taken
+        self._cache.reserve(count, longest)
         # The longest by themselves, if they are too much for this pass.
         readings = sorted(self._unread(), key=lambda reading: len(reading.tokens))
         here, room = 0, _PREFILL_TOKENS
@@ -408,6 +409,8 @@ class TorchEngine:
         if not session or not self._kept.ended(session) or row.length - 1 > self._spare:
             return
         tokens = row.sequence[:-1]  # the newest one is not in the cache
+        self._kept.take(session)
+        self._kept.shrink(self._spare - len(tokens))  # before it is taken
         states = self._cache.copy_of(slot, len(tokens))
         self._kept.keep(session, KeptSession(tokens, states, bytes(row.chosen)), self._spare)
 

@@ -14,6 +14,7 @@ from umbra.proto.errors import UsageError
 from umbra.proto.records import EvalReport
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config.loader import as_dict
+from umbra.services.runtime.prompts.download import without_secrets
 from umbra.services.trainer.metrics import Row
 
 log = logging.getLogger(__name__)
@@ -135,7 +136,7 @@ def _open_wandb(config: RunConfig, run_dir: Path) -> WeightsAndBiases:
         dir=str(run_dir),
         mode=mode,
         resume="allow" if mode == "online" else None,
-        config=as_dict(config),
+        config=without_secrets(as_dict(config)),
     )
     try:
         sink.start()

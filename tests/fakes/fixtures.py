@@ -3,7 +3,6 @@
 import fcntl
 import json
 import os
-import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
@@ -70,14 +69,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with (folder / "tiny-model.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
+            from umbra.services.trainer.make_model import make_model
+
             part = folder / "tiny-model.part"
-            sizes = "--hidden 16 --layers 1 --heads 2 --kv-heads 1 --ff 32".split()
-            subprocess.run(
-                [*UMBRA, "make-model", str(part), *sizes],
-                check=True,
-                capture_output=True,
-                timeout=FIXTURE_DEADLINE_S,
-            )
+            make_model(part, hidden=16, layers=1, heads=2, kv_heads=1, ff=32)
             part.rename(path)
     return path
 

@@ -181,7 +181,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _etag(data: bytes) -> str:
-    return f'"{hashlib.sha1(data).hexdigest()}"'
+    """Git's name of it."""
+    checksum = hashlib.sha1(b"blob %d\0" % len(data) + data)
+    return f'"{checksum.hexdigest()}"'
 
 
 @contextmanager

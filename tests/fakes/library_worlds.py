@@ -2,9 +2,10 @@
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,22 @@ REQUIREMENTS = {
     "verifiers-v0": ("verifiers==0.3.1", "mcp<2"),
     "verifiers-v1": ("verifiers==0.4.0", "uv"),
     "openenv": ("openenv==0.10.0",),
+    "mini-swe-agent": ("mini-swe-agent==2.4.6",),
+    "openai-agents": ("openai-agents==0.24.0",),
 }
-_UNREACHABLE = ("(from versions: none)", "Connection", "Temporary failure in name resolution")
+NPM_PACKAGES = {
+    "codex": "@openai/codex@0.169.0",
+    "claude": "@anthropic-ai/claude-code@2.1.197",
+}
+_UNREACHABLE = (
+    "(from versions: none)",
+    "Connection",
+    "Temporary failure in name resolution",
+    "ENOTFOUND",
+    "ECONNREFUSED",
+    "EAI_AGAIN",
+    "ETIMEDOUT",
+)
 LibraryPlay = Callable[..., AgentWorld]
 
 
@@ -33,24 +48,42 @@ def library_python(name: str) -> str:
     It is in the folder that UMBRA_TEST_LIBRARIES names, else in the user's cache. The test is
     skipped if the index that pip asks can't be reached.
     """
-    given = os.environ.get("UMBRA_TEST_LIBRARIES")
-    folder = Path(given or Path.home() / ".cache" / "umbra-test-libraries") / name
-    python, stamp = folder / "bin" / "python", folder / ".installed"
-    wanted = "\n".join(REQUIREMENTS[name])
-    if not stamp.exists() or stamp.read_text() != wanted:
+    folder = _folder(name)
+    python, wanted = folder / "bin" / "python", REQUIREMENTS[name]
+    if not _there(folder, wanted):
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
         options = shlex.split(os.environ.get("PIP_OPTIONS", ""))
-        done = subprocess.run(
-            [str(python), "-m", "pip", "install", "-qq", *options, *REQUIREMENTS[name]],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode and any(word in done.stderr for word in _UNREACHABLE):
-            pytest.skip(f"the package index can't be reached: {done.stderr.strip()[-200:]}")
-        assert done.returncode == 0, done.stderr
-        stamp.write_text(wanted)
+        _install([str(python), "-m", "pip", "install", "-qq", *options, *wanted], folder, wanted)
     return str(python)
+
+
+def npm_program(name: str) -> str:
+    """The program `name` of a package for Node; as of `library_python`."""
+    if shutil.which("npm") is None:
+        pytest.skip("there is no npm on this machine")
+    folder, wanted = _folder(name), (NPM_PACKAGES[name],)
+    if not _there(folder, wanted):
+        folder.mkdir(parents=True, exist_ok=True)
+        _install(["npm", "install", "--prefix", str(folder), *wanted], folder, wanted)
+    return str(folder / "node_modules" / ".bin" / name)
+
+
+def _folder(name: str) -> Path:
+    given = os.environ.get("UMBRA_TEST_LIBRARIES")
+    return Path(given or Path.home() / ".cache" / "umbra-test-libraries") / name
+
+
+def _there(folder: Path, wanted: Sequence[str]) -> bool:
+    stamp = folder / ".installed"
+    return stamp.exists() and stamp.read_text() == "\n".join(wanted)
+
+
+def _install(command: list[str], folder: Path, wanted: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode and any(word in done.stderr for word in _UNREACHABLE):
+        pytest.skip(f"the package index can't be reached: {done.stderr.strip()[-200:]}")
+    assert done.returncode == 0, done.stderr
+    (folder / ".installed").write_text("\n".join(wanted))
 
 
 @pytest.fixture
@@ -62,15 +95,18 @@ def library_play(
     tokenizer = load_tokenizer(tiny_model_dir)
     made: list[AgentWorld] = []
 
-    def make(kind: str, source: str, *turns: str, **options: Any) -> AgentWorld:
+    def make(
+        kind: str, source: str, *turns: str, max_context: int = 4096, **options: Any
+    ) -> AgentWorld:
         (tmp_path / "theirs.py").write_text(source)
         chosen = settings(
-            Chat(tokenizer, {STOP}), sampling=Sampling(), max_context=4096, agents=True
+            Chat(tokenizer, {STOP}), sampling=Sampling(), max_context=max_context, agents=True
         )
         values = {"workers": 1, "timeout_s": 120.0, "setup_s": 300.0, "memory_mb": 0, **options}
         environment = EnvironmentConfig(kind=kind, **values)
-        engine = ScriptedEngine(says(tokenizer, *turns), max_context=4096)
-        made.append(AgentWorld(engine, chosen, environment))
+        engine = ScriptedEngine(says(tokenizer, *turns), max_context=max_context)
+        override = environment.sampling == "override"
+        made.append(AgentWorld(engine, chosen, environment, override=override))
         return made[-1]
 
     yield make

@@ -23,7 +23,6 @@ from umbra.services.trainer.snapshot import whole_weights
 
 RECORD = Path(__file__).parents[2] / "benchmarks/results/vllm_models.json"
 BOUND = 1e-4  # nats; what rounding makes of float32 is 20 times below
-QUICK = ("deepseek-v3",)
 _TIED = {"tie_word_embeddings": True}
 _YARN = {
     "rope_type": "yarn",

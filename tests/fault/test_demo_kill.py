@@ -82,7 +82,8 @@ def test_the_demo_outlives_its_buffer_and_so_do_its_evaluations(
 @pytest.mark.e2e
 @pytest.mark.fault
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("sampling", ["fifo", "replay"])
+# In the suite batches with replays are the same again in test_buffer_replay.py.
+@pytest.mark.parametrize("sampling", ["fifo", pytest.param("replay", marks=pytest.mark.real)])
 def test_the_demos_trainer_gets_the_same_batches_again(
     up: Callable[..., UpProcess], sampling: str
 ) -> None:

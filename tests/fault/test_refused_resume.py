@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from integration.test_refusals import contents
-from integration.test_up import DEADLINE_S, UMBRA, UpProcess, up
+from integration.test_up import DEADLINE_S, UMBRA, UpProcess, check_drained, up
 
 __all__ = ["up"]  # a fixture
 
@@ -43,7 +43,7 @@ def test_a_run_goes_on_after_settings_were_refused(
     process.broker()
     process.until(lambda: len(process.steps()) >= 3, "step 3")
     process.popen.send_signal(signal.SIGINT)
-    process.finish()
+    check_drained(process, signal.SIGINT)
     folder = process.run_dir
     before = contents(folder)
     done = refused(project, str(folder), "--set", "buffer.group_size=2")

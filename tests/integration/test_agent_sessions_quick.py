@@ -14,6 +14,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "agent_sessions.py
 
 
 @pytest.mark.e2e
+@pytest.mark.real  # in the suite: a run whose env-workers are killed (test_env_worker_kill.py)
 @pytest.mark.timeout(300)
 def test_no_session_is_lost_with_a_worker(tmp_path: Path) -> None:
     file = tmp_path / "results.json"

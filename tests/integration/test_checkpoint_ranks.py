@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fakes.rank_bench import Alone, make_batches, narrow_model, train
-from integration.test_trainer_ranks import see_through, start
+from fakes.rank_processes import see_through, start
 from safetensors import safe_open
 from safetensors.torch import load_file
 

@@ -10,16 +10,9 @@ import pytest
 import torch
 from fakes.architectures import ARCHITECTURES
 from fakes.rank_bench import Alone, make_batches, train
+from fakes.rank_processes import TESTS, launch, see_the_loss, see_through, start
 from fakes.slowness import seconds
-from integration.test_trainer_ranks import (
-    TESTS,
-    assert_as_alone,
-    launch,
-    see_the_loss,
-    see_through,
-    start,
-    with_routing,
-)
+from integration.test_trainer_ranks import assert_as_alone, with_routing
 from safetensors import safe_open
 from safetensors.torch import load_file
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from integration.test_trainer_ranks import TESTS, launch, see_through
+from fakes.rank_processes import TESTS, launch, see_through
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from umbra.deploy.estimate.facts import gather_facts
@@ -89,7 +89,8 @@ def measured(folder: Path, world: int, name: str) -> dict[str, int]:
     case = CASES[world][name]
     lines = {name: ("model", case.trainer, case.rows)}
     (folder / "cases.json").write_text(json.dumps(lines), encoding="utf-8")
-    see_through(launch(folder, world, [str(TESTS / "programs/memory_rank.py")]))
+    program = [str(TESTS / "programs/memory_rank.py")]
+    see_through(launch(folder, world, program, method="spawn"))
     ranks = [json.loads((folder / f"{name}.{rank}.json").read_bytes()) for rank in range(world)]
     return {key: max(one[key] for one in ranks) for key in ranks[0]}
 

@@ -9,14 +9,8 @@ from typing import Any
 import pytest
 from fakes.architectures import ARCHITECTURES
 from fakes.rank_bench import Alone, make_batches, narrow_model, train
-from integration.test_trainer_ranks import (
-    TESTS,
-    assert_as_alone,
-    launch,
-    see_the_loss,
-    see_through,
-    start,
-)
+from fakes.rank_processes import TESTS, launch, see_the_loss, see_through, start
+from integration.test_trainer_ranks import assert_as_alone
 
 from umbra.proto.records import Trajectory
 from umbra.services.runtime.model.architectures import PROVEN

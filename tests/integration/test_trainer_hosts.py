@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from fakes.rank_bench import Alone, make_batches, narrow_model, train
-from integration.test_trainer_ranks import CASES, assert_as_alone, see_through, start
+from fakes.rank_processes import see_through, start
+from integration.test_trainer_ranks import CASES, assert_as_alone
 from safetensors.torch import load_file
 
 from umbra.proto.errors import UsageError

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +12,7 @@ import pytest
 import torch
 from fakes.architectures import ARCHITECTURES
 from fakes.rank_bench import Alone, Trained, make_batches, narrow_model, train
-from fakes.slowness import seconds
+from fakes.rank_processes import TESTS, WAIT_S, end, launch, see_the_loss, see_through, start
 from safetensors.torch import load_file
 
 from umbra.proto.errors import PeerLostError
@@ -24,8 +20,6 @@ from umbra.proto.records import Routing, Trajectory
 from umbra.services.trainer.policy import load_policy
 from umbra.services.trainer.ranks import Ranks
 
-WAIT_S = seconds(100.0)
-TESTS = Path(__file__).parents[1]
 SAME = (
     "loss", "grad_norm", "entropy", "lr", "skipped", "outliers", "ratio/max",
     "clip_fraction", "clip_fraction/positive", "mask_fraction", "mask_fraction/negative",
@@ -96,72 +90,6 @@ def alone(
         {n: c | ALONE.get(n, {}) for n, c in CASES.items()},
         tmp_path_factory.mktemp("alone"),
     )
-
-
-def start(
-    directory: Path, folder: Path, world: int, cases: dict[str, Any], batches: Any, hosts: int = 1
-) -> list[subprocess.Popen[str]]:
-    """The ranks as processes that run through `cases`; as if on so many hosts."""
-    folder.mkdir(exist_ok=True)
-    (folder / "cases.json").write_text(json.dumps(cases))
-    (folder / "batches.msgpack").write_bytes(msgspec.msgpack.encode(batches))
-    return launch(folder, world, [str(TESTS / "programs/trainer_rank.py"), str(directory)], hosts)
-
-
-def launch(
-    folder: Path, world: int, program: list[str], hosts: int = 1
-) -> list[subprocess.Popen[str]]:
-    """The ranks as processes, with the variables that torchrun sets."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    place = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world // hosts),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path]),
-    }
-    return [
-        subprocess.Popen(
-            [sys.executable, *program, str(folder)],
-            env={
-                **os.environ,
-                **place,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank % (world // hosts)),
-            },
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-
-
-def see_the_loss(ranks: list[subprocess.Popen[str]], told: str) -> None:
-    """Wait until the first of two ranks ends because the other is gone, and says so."""
-    first, second = ranks
-    try:
-        _, errors = first.communicate(timeout=WAIT_S)
-        assert first.returncode == PeerLostError.exit_code, errors
-        assert "trainer rank 0 lost another rank" in errors
-        assert told in errors
-    finally:
-        for rank in (first, second):
-            rank.kill()
-            rank.communicate()
-
-
-def see_through(ranks: list[subprocess.Popen[str]]) -> None:
-    try:
-        for rank in ranks:
-            _, errors = rank.communicate(timeout=WAIT_S)
-            assert rank.returncode == 0, errors
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
 
 
 def assert_as_alone(folder: Path, case: str, world: int, alone: Trained) -> list[dict[str, Any]]:
@@ -301,18 +229,16 @@ def test_a_rank_waits_for_as_long_as_rank_0_lives(case: str, told: str, tmp_path
     first, second = ranks
     try:
         if case == "works":
-            _, errors = first.communicate(timeout=2 * WAIT_S)
+            errors = first.communicate(timeout=2 * WAIT_S)
             assert first.returncode == 0, errors
-        _, errors = second.communicate(timeout=2 * WAIT_S)
+        errors = second.communicate(timeout=2 * WAIT_S)
         if case == "works":
             assert second.returncode == 0, errors
         else:
             assert second.returncode == PeerLostError.exit_code, errors
             assert re.search(told, errors)
     finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
+        end(ranks)
 
 
 @pytest.mark.timeout(120)

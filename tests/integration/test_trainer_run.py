@@ -112,8 +112,10 @@ def test_two_ranks_learn_what_one_would_have_learned(project: Path) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.timeout(180)
-# In the suite a version that is an adapter alone is that of test_an_adapter_survives_every_restart.
-@pytest.mark.parametrize("published", ["merged", pytest.param("adapter", marks=pytest.mark.real)])
+# In the suite a version that is an adapter alone is that of test_an_adapter_survives_every_restart,
+# and what is merged that of the case "lora" in test_trainer_ranks.py.
+@pytest.mark.real
+@pytest.mark.parametrize("published", ["merged", "adapter"])
 def test_an_adapter_is_trained_and_goes_out(project: Path, published: str) -> None:
     """Generators get it merged or by itself; the model at the end has it merged."""
     lora = ("--set", "trainer.lora_rank=2", "--set", "trainer.learning_rate=0.02")
@@ -163,6 +165,7 @@ def test_what_the_engine_chose_is_replayed(project: Path) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.fault
+@pytest.mark.real  # in the suite a host of two is lost in a run (test_trainer_hosts_run.py)
 @pytest.mark.timeout(180)
 def test_a_killed_rank_ends_the_trainer_which_is_started_again(project: Path) -> None:
     """1. Two ranks train. 2. The second is killed. Result: both start again, the run ends well."""

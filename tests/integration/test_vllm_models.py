@@ -1,13 +1,13 @@
 """vLLM after a publish = vLLM from disk = Transformers, architecture by architecture.
 
-One is tried always, the rest by `make test-real`: each starts a vLLM of its own.
+By `make test-real`, as each starts a vLLM of its own; `test_vllm_engine.py` compares one always.
 """
 
 from pathlib import Path
 
 import pytest
 from fakes.architectures import ARCHITECTURES
-from fakes.vllm_models import BOUND, QUICK, examine, quantized, recorded
+from fakes.vllm_models import BOUND, examine, quantized, recorded
 
 from umbra.services.generator import vllm_options
 
@@ -22,10 +22,8 @@ def test_every_architecture_is_in_the_record() -> None:
     assert recorded().keys() == ARCHITECTURES.keys()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.real) for name in recorded()],
-)
+@pytest.mark.real
+@pytest.mark.parametrize("name", recorded())
 def test_vllm_serves_what_is_published(name: str, tmp_path: Path) -> None:
     found = examine(name, tmp_path)
     expected = recorded()[name]

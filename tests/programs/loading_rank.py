@@ -1,7 +1,7 @@
 """One rank that reads its rows of several models; started as torchrun would.
 
-Argument: a folder of models. Each rank ends with 0 if what the ranks hold together is, bit for bit,
-what Transformers loads, and nobody holds more than its rows.
+Argument: a folder with a folder `models`. Each rank ends with 0 if what the ranks hold together is,
+bit for bit, what Transformers loads, and nobody holds more than its rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def main(folder: Path) -> int:
     """All models; the exit code."""
     config = TrainerConfig(device="cpu", rank_timeout_s=120.0)
     with join_ranks(config) as ranks:
-        for directory in sorted(folder.iterdir()):
+        for directory in sorted((folder / "models").iterdir()):
             plain, _ = load_policy(directory)
             model, _, files = open_policy(directory)
             assert files is not None, directory.name

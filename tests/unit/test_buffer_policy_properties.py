@@ -180,6 +180,20 @@ class PolicyMachine(BrokerMachine):
         assert holders <= set(self.broker.members.peers)
 
     @invariant()
+    def ages_are_those_of_a_look_at_all_groups(self) -> None:
+        pool = self.broker.pool
+        assert (pool.ages is not None) == (self.policies["stale_policy"] == "wait")
+        if pool.ages is None:
+            return
+        aged = [(group.oldest, group) for group in pool.groups.values()]
+        aged.sort(key=lambda pair: pair[1].samples[0].serial)
+        for version in range(self.version + 2):
+            late = [group for oldest, group in aged if oldest is not None and oldest < version]
+            for count in (1, len(aged)):
+                found = pool.ages.first(count, lambda age, before=version: age < before)
+                assert found == late[:count]
+
+    @invariant()
     def further_uses_are_counted_apart(self) -> None:
         ledger = self.broker.pool.ledger.snapshot()
         assert ledger.replayed == self.used(self.version + 1).total() - ledger.trained

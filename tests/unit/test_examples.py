@@ -10,7 +10,7 @@ import pytest
 
 from umbra.cli import main
 from umbra.deploy.demo import DEMOS, RECIPES
-from umbra.deploy.preflight import resolve_paths
+from umbra.deploy.preflight import resolve_paths, search_path
 from umbra.proto.errors import UsageError
 from umbra.services.environments.environment_host import EnvironmentHost
 from umbra.services.environments.loading import load_environment
@@ -122,7 +122,7 @@ def test_an_environment_that_cannot_work(
     assert part in str(caught.value)
 
 
-def test_paths_are_looked_up_here_and_then_beside_the_run_file(
+def test_paths_are_looked_up_beside_the_run_file_and_then_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, beside = tmp_path / "here", tmp_path / "beside"
@@ -130,12 +130,46 @@ def test_paths_are_looked_up_here_and_then_beside_the_run_file(
         folder.mkdir()
         (folder / "both.jsonl").touch()
     (beside / "only.jsonl").touch()
+    (here / "template.jinja").touch()
     monkeypatch.chdir(here)
-    config = load_config(
-        overrides=["data.prompts=both.jsonl", "eval.prompts=only.jsonl", "model.path=none"],
-        environ={},
-    )
-    resolved = resolve_paths(config, beside / "run.toml")
-    assert resolved.data.prompts == str(here / "both.jsonl")
+    settings = ["data.prompts=both.jsonl", "eval.prompts=only.jsonl", "model.path=none"]
+    settings.append("model.chat_template=template.jinja")
+    config = load_config(overrides=settings, environ={})
+    told: list[str] = []
+    resolved = resolve_paths(config, beside / "run.toml", told.append)
+    assert resolved.data.prompts == str(beside / "both.jsonl")
     assert resolved.eval.prompts == str(beside / "only.jsonl")
+    assert resolved.model.chat_template == str(here / "template.jinja")
     assert resolved.model.path == str(here / "none")
+    (line,) = told
+    assert line.startswith("both.jsonl is taken from the run file's folder")
+    assert search_path(beside / "run.toml") == [beside, here]
+    told.clear()
+    assert resolve_paths(config, here / "run.toml", told.append).data.prompts == str(
+        here / "both.jsonl"
+    )
+    assert told == []
+
+
+def test_a_folder_of_a_data_set_stays_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The buffer has another current directory."""
+    here, beside = tmp_path / "here", tmp_path / "beside"
+    (here / "rows").mkdir(parents=True)
+    (beside / "more").mkdir(parents=True)
+    (beside / "a:b").mkdir()
+    monkeypatch.chdir(here)
+
+    def resolved(name: str) -> str:
+        config = load_config(overrides=[f"data.prompts={name}"], environ={})
+        return resolve_paths(config, beside / "run.toml").data.prompts
+
+    assert resolved("datasets:rows") == f"datasets:{here}/rows"
+    assert resolved("datasets:more:train[:10]") == f"datasets:{beside}/more:train[:10]"
+    for elsewhere in ("datasets:acme/sums:main:test", f"datasets:acme/sums@{'1' * 40}:test"):
+        assert resolved(elsewhere) == elsewhere
+    monkeypatch.chdir(beside / "a:b")
+    (beside / "a:b" / "rows").mkdir()
+    with pytest.raises(UsageError, match="which has a colon"):
+        resolved("datasets:rows")

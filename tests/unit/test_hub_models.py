@@ -28,7 +28,7 @@ from umbra.services.runtime.model.directory import (
     weights_bytes,
     weights_checksum,
 )
-from umbra.services.runtime.model.hub import fetch, is_hub_name, missing_bytes, pin
+from umbra.services.runtime.model.hub import fetch, is_hub_name, mend_cache, missing_bytes, pin
 
 constants: Any = pytest.importorskip("huggingface_hub.constants")
 NAME = "acme/tiny"
@@ -122,6 +122,24 @@ class TestOneModel:
             hub.repos[f"models/{NAME}"].commits[pin_of(hub)][path] = b"x"
         assert files(fetch(NAME, "model.path")) == files(tiny_model_dir)
         assert "modeling_own.py" in files(fetch(NAME, "model.path", code=True))
+
+    def test_damaged_files_are_downloaded_anew_where_a_run_starts(
+        self, hub: Hub, tiny_model_dir: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        hub.add_model(NAME, tiny_model_dir)
+        name = str(pin(NAME, "model.path"))
+        folder = fetch(name, "model.path")
+        hub.requests.clear()
+        mend_cache(name, "model.path")
+        assert hub.requests == [] and caplog.text == ""
+        weights = (folder / "model.safetensors").resolve()
+        content = bytearray(weights.read_bytes())
+        content[-1] ^= 1
+        weights.write_bytes(content)
+        mend_cache(name, "model.path")
+        assert downloads(hub).count("model.safetensors") == 1
+        assert f"model.safetensors of {name} is damaged" in caplog.text
+        assert weights_checksum(name) == weights_checksum(tiny_model_dir)
 
     def test_a_download_that_was_cut_goes_on(self, hub: Hub, tiny_model_dir: Path) -> None:
         hub.add_model(NAME, tiny_model_dir)
@@ -270,6 +288,34 @@ class TestARun:
         assert said in capsys.readouterr().err
         with pytest.raises(UsageError, match=f"model.path is the directory {here}: remove it"):
             load_run(run_of(tmp_path, revision="main"), ())
+
+    def test_a_folder_of_that_name_later_changes_nothing(
+        self, hub: Hub, tiny_model_dir: Path, tmp_path: Path
+    ) -> None:
+        commit = hub.add_model(NAME, tiny_model_dir)
+        begun = load_run(run_of(tmp_path), ())
+        (tmp_path / "runs").mkdir()
+        (tmp_path / "runs" / "config.json").write_bytes(to_json(begun))
+        (tmp_path / NAME).mkdir(parents=True)
+        config = load_run(tmp_path / "runs" / "config.json", ())
+        assert config.model.name == f"{NAME}@{commit}"
+        check_run(config)
+
+    def test_a_path_with_a_mistake_is_not_looked_for(
+        self, hub: Hub, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        shutil.copytree(tiny_model_dir, tmp_path / "models" / "base")
+        with pytest.raises(UsageError, match=r"is taken for a path.* mean models/base\?.*@main"):
+            load_run(run_of(tmp_path, "models/bse"), ())
+        with pytest.raises(UsageError, match=r"scorer\.model: models/bse is taken for a path"):
+            load_run(run_of(tmp_path, "models/base"), ("scorer.model=models/bse",))
+        assert cli.main(["eval", "models/bse", "--prompts", "prompts.jsonl"]) == 2
+        assert "MODEL: models/bse is taken for a path" in capsys.readouterr().err
+        assert hub.requests == []
+        commit = hub.add_model("models/bse", tiny_model_dir)
+        for keys in ({"revision": "main"}, {}):
+            name = "models/bse" if keys else "models/bse@main"
+            assert load_run(run_of(tmp_path, name, **keys), ()).model.revision == commit
 
     def test_revisions(self, hub: Hub, tiny_model_dir: Path, tmp_path: Path) -> None:
         commit = hub.add_model(NAME, tiny_model_dir)

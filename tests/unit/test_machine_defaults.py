@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import pytest
 from click.testing import CliRunner
-from fakes.slowness import seconds
 from transformers import Qwen3Config
 
 from umbra.cli import cli
+from umbra.deploy.doctor.machine import Gpus
 from umbra.deploy.estimate.fit import Machine
 from umbra.deploy.estimate.share import MARGIN, GpuShares, ShareRequest, shares, shares_if_any
-from umbra.deploy.machine_defaults import Hardware, choose, for_hardware, positions, shares_aside
-from umbra.proto.errors import UsageError
+from umbra.deploy.machine_defaults import (
+    Hardware,
+    choose,
+    for_hardware,
+    positions,
+    shares_aside,
+    this_hardware,
+)
+from umbra.proto.errors import StartupError, UmbraError, UsageError
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config.loader import given_keys, load_config, load_tree
 
@@ -103,6 +110,13 @@ def test_with_several_gpus_each_side_has_its_own() -> None:
         assert chosen(FOUR, alone).generator.device == "auto"
 
 
+def test_their_number_is_found_on_cpus_only() -> None:
+    assert chosen(Hardware(), "generator.count=auto").generator.at_first == 1
+    assert chosen(FOUR, "generator.count=auto", "generator.device=cpu").generator.count == "auto"
+    with pytest.raises(UsageError, match=r"generator\.replicas says how many"):
+        chosen(FOUR, "generator.count=auto")
+
+
 def shared(
     model: Path, gpu: float, *settings: str, vllm: bool = True
 ) -> tuple[RunConfig, GpuShares]:
@@ -146,11 +160,25 @@ def test_what_is_not_estimated_is_left_as_it_is(model: Path) -> None:
 
 
 def test_who_starts_a_run_asks_another_process(model: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("umbra.deploy.machine_defaults.PROGRAM_S", seconds(180))
     config = load_config(overrides=[f"model.path={model}"], environ={})
     run, told = for_hardware(config, {"model.path"}, ONE, shares_aside)
     assert run.generator.engine_args == shared(model, 8)[1].engine_args
     assert told[:2] == ["generator.engine = vllm", "generator.max_context = 8192"]
+    monkeypatch.setattr("umbra.deploy.machine_defaults.PATIENCE_S", 0.001)
+    with pytest.raises(StartupError, match="cannot be estimated how trainer and generator share"):
+        for_hardware(config, {"model.path"}, ONE, shares_aside)
+
+
+def test_gpus_that_do_not_answer_are_not_taken_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(gpus: Gpus) -> NoReturn:
+        raise UmbraError("it took longer than 180 s")
+
+    monkeypatch.setattr("umbra.deploy.machine_defaults.driver_version", lambda: "550.1")
+    monkeypatch.setattr(Gpus, "facts", silent)
+    with pytest.raises(StartupError, match="what GPUs it sees: it took longer than 180 s"):
+        this_hardware()
+    monkeypatch.setattr("umbra.deploy.machine_defaults.driver_version", lambda: "")
+    assert this_hardware() == Hardware()
 
 
 def test_an_estimate_tells_what_is_chosen_and_what_does_not_fit(

@@ -133,6 +133,11 @@ MISTAKES = {
     # the model
     "no model": wrong("model.path=", told="model.path"),
     "a model that is not there": wrong("model.path=nowhere", told=("model.path", "nowhere")),
+    "a model's path misspelt": Mistake(
+        ("model.path: models/bse is taken for a path", "models/base", "models/bse@main"),
+        ("model.path=models/bse",),
+        lambda project: (project / "models" / "base").mkdir(parents=True),
+    ),
     "a model without tokenizer": Mistake(
         ("model.path", "has no tokenizer"),
         ("model.path=partial",),

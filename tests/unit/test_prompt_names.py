@@ -16,7 +16,7 @@ from umbra.deploy.preflight import check_run
 from umbra.proto.errors import StartupError, UsageError
 from umbra.services.buffer.data.sources import first_rows, open_prompts
 from umbra.services.runtime.config import DataConfig, EvalConfig, ModelConfig, RunConfig
-from umbra.services.runtime.prompts.download import cache_folder
+from umbra.services.runtime.prompts.download import cache_folder, shown, without_secrets
 from umbra.services.runtime.prompts.readers import is_elsewhere, pin_source, read_source
 
 ROWS = [{"question": f"{n}+{n}", "answer": str(2 * n), "level": n} for n in range(4)]
@@ -94,6 +94,35 @@ class TestUrls:
         assert rows(pinned, columns=COLUMNS) == MAPPED
         assert hub.requests == ["GET sums.jsonl"]
 
+    def test_no_query_and_no_password_is_shown(
+        self, hub: Hub, tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        for text, public in {
+            "http://ann:pw@host/a.jsonl?token=s3#sha256=0": "http://host/a.jsonl?...#sha256=0",
+            '{"https://h/x?t=s3": 1.0}': '{"https://h/x?...": 1.0}',
+            "https://h/x#sha256=1": "https://h/x#sha256=1",
+            "what? https://h/x, who@else?": "what? https://h/x, who@else?",
+        }.items():
+            assert shown(text) == public
+        hub.files["a.jsonl"] = b'{"prompt": "x"}\nno JSON\n'
+        with pytest.raises(
+            UsageError, match=r"/a\.jsonl\?\.\.\.#sha256=\w+, line 2: not a JSON"
+        ) as bad:
+            rows(pin_source(f"{hub.url}/a.jsonl?token=s3cret"))
+        with pytest.raises(
+            UsageError, match=r"none\.jsonl\?\.\.\.: the server answered 404"
+        ) as none:
+            pin_source(f"{hub.url}/none.jsonl?token=s3cret")
+        hub.files["sums.jsonl"] = LINES
+        (tmp_path / "run.toml").write_text(
+            f'[model]\npath = "{tiny_model_dir}"\n'
+            f'[data]\nprompts = "{hub.url}/sums.jsonl?token=s3cret"\n'
+        )
+        config = load_run(tmp_path / "run.toml", ())
+        assert "token=s3cret" in config.data.prompts  # whoever goes on reads it from there
+        assert "sums.jsonl?...#sha256=" in (said := capsys.readouterr().err)
+        assert "s3cret" not in f"{said}{bad.value}{none.value}"
+
     def test_another_machine_reads_the_same_or_nothing(self, hub: Hub) -> None:
         hub.files["sums.jsonl"] = LINES
         pinned = pin_source(f"{hub.url}/sums.jsonl")
@@ -113,6 +142,46 @@ class TestUrls:
             pin_source(f"{hub.url}/none.jsonl")
         with pytest.raises(StartupError, match=r"http://127.0.0.1:9/x cannot be reached"):
             pin_source("http://127.0.0.1:9/x")
+
+    def test_what_was_damaged_since_is_downloaded_again(
+        self, hub: Hub, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        hub.files["sums.jsonl"] = LINES
+        pinned = pin_source(f"{hub.url}/sums.jsonl?key=hidden")
+        (kept,) = cache_folder().iterdir()
+        kept.write_bytes(LINES.replace(b"3+3", b"3+4"))
+        assert rows(pinned, columns=COLUMNS) == MAPPED
+        assert kept.read_bytes() == LINES and len(hub.requests) == 2
+        assert "downloading it again" in caplog.text
+        rows(pinned, columns=COLUMNS)
+        assert len(hub.requests) == 2
+
+    def test_a_query_and_an_account_are_told_nobody(
+        self,
+        hub: Hub,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        caplog.set_level("INFO")
+        hub.files["sums.jsonl"] = b'{"prompt": 3}\n'
+        url = f"{hub.url}/sums.jsonl?key=hidden"
+        (tmp_path / "run.toml").write_text(f'[model]\npath = "/m"\n[data]\nprompts = "{url}"\n')
+        pinned = load_run(tmp_path / "run.toml", ()).data.prompts
+        assert pinned.startswith(url)
+        said = [capsys.readouterr().err, caplog.text]
+        assert f"prompts: {hub.url}/sums.jsonl?...#sha256=" in said[0]
+        wrong = (url, f"{hub.url}/none.parquet?key=hidden", "http://127.0.0.1:9/x?key=hidden")
+        for name in (*wrong, f"http://me:hidden@127.0.0.1:x/{'y'}", f"{url} hidden"):
+            with pytest.raises((UsageError, StartupError)) as caught:
+                rows(name)
+            said.append(str(caught.value))
+        with pytest.raises(UsageError, match="gives other bytes") as other:
+            rows(f"{url}#sha256={'0' * 64}")
+        said.append(str(other.value))
+        assert "hidden" not in "".join(said)
+        tree = {"data": {"prompts": pinned, "sources": {url: 1.0}}, "names": [url, "a.jsonl"]}
+        assert "hidden" not in str(without_secrets(tree)) and tree["data"]["prompts"] == pinned
 
     def test_a_cut_download_is_not_kept(self, hub: Hub) -> None:
         hub.files["sums.jsonl"] = LINES
@@ -173,6 +242,19 @@ class TestDataSets:
     def test_a_folder_is_not_looked_for(self, hub: Hub, tmp_path: Path) -> None:
         name = f"datasets:{tmp_path}"
         assert not is_elsewhere(name) and pin_source(name) == name and hub.requests == []
+
+    def test_a_folder_is_named_from_anywhere(
+        self, hub: Hub, tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "mine" / "rows").mkdir(parents=True)
+        run_file = tmp_path / "mine" / "run.toml"
+        text = f'[model]\npath = "{tiny_model_dir}"\n[data]\nprompts = "datasets:rows:train[:3]"\n'
+        run_file.write_text(text)
+        monkeypatch.chdir(tmp_path)
+        config = load_run(run_file, ())
+        assert config.data.prompts == f"datasets:{tmp_path}/mine/rows:train[:3]"
+        (tmp_path / "mine" / "rows").rename(tmp_path / "rows")
+        assert load_run(run_file, ()).data.prompts == f"datasets:{tmp_path}/rows:train[:3]"
 
     def test_without_a_network_the_library_decides(
         self, hub: Hub, monkeypatch: pytest.MonkeyPatch

@@ -15,7 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Meta
 
-from umbra.proto.bounds import BATCH, FIGURES, NAME_CHARS, STATS, TEXT_CHARS, TOKENS, one_line
+from umbra.proto.bounds import (
+    BATCH,
+    FIGURES,
+    NAME_CHARS,
+    STATS,
+    TEXT_CHARS,
+    TOKENS,
+    one_line,
+    printable,
+)
 from umbra.proto.codec import REASON_CHARS, Encoder, decode, decode_header, nack
 from umbra.proto.errors import LimitError, WireError
 from umbra.proto.messages import (
@@ -423,6 +432,16 @@ def test_what_a_process_says_of_itself_keeps_to_the_bounds() -> None:
 def test_a_line_is_cut_above_its_length_only() -> None:
     assert one_line("x" * 10, 10) == "x" * 10
     assert one_line("x" * 11, 10) == "x" * 7 + "..."
+
+
+@pytest.mark.parametrize(
+    "mark", list("\x1b\x9b\r\u061c\u200e\u202e\u2066\u2069\u2028\ufeff\U000e0041")
+)
+def test_what_reorders_or_hides_text_is_not_printed(mark: str) -> None:
+    assert printable(f"a{mark}b\nc") == "a b\nc"
+    assert one_line(f"a{mark}b\nc") == "a b c"
+    emoji = "\U0001f469\u200d\U0001f680 \u05d0 \u65e5"
+    assert printable(emoji) == emoji
 
 
 @pytest.mark.parametrize("name", [name for name, cls in TYPES.items() if body_bytes(cls) < 2 << 20])

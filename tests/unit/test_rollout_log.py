@@ -109,11 +109,11 @@ def test_what_is_told_is_printable_and_keeps_its_length() -> None:
     row = {
         "step": 1, "sample": "s", "group": "g", "prompt_id": "p", "reward": 1.0, "tokens": 3,
         "reward_parts": {}, "turns": 1, "seconds": 1.0, "finish_reason": "stop", "staleness": 0,
-        "prompt": "\x1b[2J", "response": "a\r\x07b\nc", "pieces": [[6, 3, 0]],
+        "prompt": "\x1b[2J", "response": "a\r\x07b\nc\u202ed", "pieces": [[6, 3, 0]],
     }  # fmt: skip
     feed = heard(("rollout", told(row)), ("rollout", {**row, "reward": float("nan")}))
     (seen,) = feed.rollouts()
-    assert (seen.prompt, seen.response) == (" [2J", "a  b\nc")
+    assert (seen.prompt, seen.response) == (" [2J", "a  b\nc d")
     assert feed.bad == 1
 
 

@@ -15,7 +15,7 @@ from umbra.proto.records import Sampling
 from umbra.services.generator.engine import EngineOutput, EngineRequest
 from umbra.services.generator.engines import open_engine
 from umbra.services.generator.lengths import RecentLengths
-from umbra.services.generator.slots import cache_tokens
+from umbra.services.generator.slots import SlotCache, cache_tokens
 from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.modeling.models import load_model
 from umbra.services.runtime.config.loader import load_config
@@ -194,6 +194,63 @@ def test_what_is_kept_makes_room_for_what_is_decoded(model: Any) -> None:
     for session in sessions:
         session.turn(engine)
         assert differences({0: model}, session, {}) < CLOSE
+
+
+def test_sessions_are_let_go_before_their_memory_is_taken(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capacity = 4 * CONTEXT
+    engine = engine_of(model, slots=4, cache_tokens=capacity)
+    reserve = SlotCache.reserve
+
+    def watched(cache: SlotCache, rows: int, columns: int) -> None:
+        planned = cache.plan(rows, columns)
+        assert engine._kept.tokens + planned[0] * planned[1] <= capacity
+        reserve(cache, rows, columns)
+        assert (cache.rows, cache.columns) == planned
+
+    monkeypatch.setattr(SlotCache, "reserve", watched)
+    sessions = [Session(f"s{i}", [*PROMPT, *PROMPT], seed=i) for i in range(4)]
+    for session in sessions:
+        for _ in range(4):
+            session.turn(engine)
+    kept = engine._kept.tokens
+    engine.submit([request(index, 100) for index in range(4)])
+    finish(engine)
+    assert kept > engine._kept.tokens, "it was needed"
+
+
+def test_what_many_rows_needed_is_let_go_for_sessions(model: Any) -> None:
+    """1. Rows fill the cache. 2. A session is alone. Result: all of its turns are kept."""
+    engine = engine_of(model, slots=8, cache_tokens=8 * CONTEXT)
+    engine.submit([request(index, 100) for index in range(8)])
+    finish(engine)
+    assert engine._cache.rows * engine._cache.columns > 4 * CONTEXT
+    session = Session("a", PROMPT)
+    session.turn(engine)
+    session.turn(engine)
+    assert engine._cache.rows * engine._cache.columns <= 4 * CONTEXT
+    assert session.turn(engine) == session.turns[1][0] + 6 - 1
+    assert differences({0: model}, session, {}) < CLOSE
+
+
+def test_storage_grows_seldom_and_holds_at_most_half_in_reserve() -> None:
+    cache = SlotCache(slots=64, max_context=4096, capacity=3 * 4096)
+    sizes = list[tuple[int, int]]()
+    for columns in range(1, 4097):
+        cache.reserve(3, columns)
+        sizes.append((cache.rows, cache.columns))
+        assert cache.rows >= 3 and cache.columns >= columns
+        spare = (3, columns + max(64, columns // 8))
+        assert cache.rows * cache.columns <= max(cache.capacity // 2, spare[0] * spare[1])
+    assert len(set(sizes)) <= 16
+    assert sizes[-1] == (3, 4096)
+    cache.reserve(2, 100)
+    assert cache.rows * cache.columns <= cache.capacity // 2
+    for rows in range(1, 65):
+        cache.reserve(rows, 100)
+        assert cache.rows >= rows and cache.columns >= 100
+        assert cache.rows * cache.columns <= cache.capacity
 
 
 def test_memory_for_less_than_one_sequence_is_refused(model: Any, tiny_model_dir: Path) -> None:

@@ -24,6 +24,7 @@ from umbra.services.buffer.data.curriculum import (
 from umbra.services.buffer.data.prompts import GroupEnd, PromptStream
 from umbra.services.runtime.config import DataConfig, NamedEnvironment
 from umbra.services.runtime.config.generation import ENVIRONMENT, environment_prefix
+from umbra.services.runtime.prompts.download import shown
 from umbra.services.runtime.prompts.readers import read_source
 from umbra.services.runtime.prompts.rows import Prompt
 
@@ -70,7 +71,7 @@ def open_prompts(
         source = EpochSource(prompts, data.shuffle, seed, planned(0))
         return PromptFeed(source, history, attempts)
     if bad := [name for name, weight in data.sources.items() if weight <= 0]:
-        raise UsageError(f"data.sources: the weight of {bad[0]} must be more than 0")
+        raise UsageError(f"data.sources: the weight of {shown(bad[0])} must be more than 0")
     sources: dict[str, EpochSource] = {}
     for number, name in enumerate(data.sources):
         rows = read_source(name, f"{number}/", data.columns)
@@ -112,12 +113,13 @@ def _rows_by_environment(
         name = prompt.row.get(ENVIRONMENT)
         if name not in rows:
             raise UsageError(
-                f'{data.prompts}, row {prompt.prompt_id}: "{ENVIRONMENT}" is {name!r}, which is no '
-                f"name of [[environments]] without prompts of their own ({', '.join(shared)})"
+                f'{shown(data.prompts)}, row {prompt.prompt_id}: "{ENVIRONMENT}" is {name!r}, '
+                f"which is no name of [[environments]] without prompts of their own "
+                f"({', '.join(shared)})"
             )
         rows[name].append(Prompt(f"{environment_prefix(name)}{prompt.prompt_id}", prompt.row))
     if empty := [name for name in shared if not rows[name]]:
-        raise UsageError(f'{data.prompts} has no row whose "{ENVIRONMENT}" is {empty[0]!r}')
+        raise UsageError(f'{shown(data.prompts)} has no row whose "{ENVIRONMENT}" is {empty[0]!r}')
     for one in environments:
         if one.prompts:
             rows[one.name] = [
@@ -131,8 +133,8 @@ def _named(prompt: Prompt, environment: NamedEnvironment) -> Prompt:
     given = prompt.row.get(ENVIRONMENT, environment.name)
     if given != environment.name:
         raise UsageError(
-            f'{environment.prompts}, row {prompt.prompt_id}: "{ENVIRONMENT}" is {given!r}, but the '
-            f"file is that of {environment.name!r}"
+            f'{shown(environment.prompts)}, row {prompt.prompt_id}: "{ENVIRONMENT}" is {given!r}, '
+            f"but the file is that of {environment.name!r}"
         )
     return Prompt(prompt.prompt_id, {**prompt.row, ENVIRONMENT: environment.name})
 
@@ -299,8 +301,9 @@ class Mixture:
         places = position.get("sources", {})
         if set(places) != set(self._sources):
             raise UsageError(
-                f"the run's sources are {', '.join(self._sources)}, but it began with "
-                f"{', '.join(places) or 'one file'}: use the same ones, or begin a new run"
+                f"the run's sources are {', '.join(map(shown, self._sources))}, but it began with "
+                f"{', '.join(map(shown, places)) or 'one file'}: use the same ones, or "
+                "begin a new run"
             )
         self._drawn = position["drawn"]
         for name, place in places.items():

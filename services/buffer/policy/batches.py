@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from umbra.services.buffer.policy.replays import Replays
 from umbra.services.buffer.policy.selection import BatchRules
 from umbra.services.buffer.policy.staleness import StalenessPolicy, StalenessStats
+from umbra.services.buffer.samples.ages import Ages
 from umbra.services.buffer.samples.groups import Group, Sample, State
 from umbra.services.buffer.samples.pool import SamplePool
 from umbra.services.buffer.store.archive import Archive, StoredBatch
@@ -48,6 +49,8 @@ class Batches:
         self._policy = policy
         self._rules = rules
         self._restart_stale = restart_stale
+        if rules.wait:
+            pool.ages = Ages(pool.groups)
 
     @property
     def next_step(self) -> int:

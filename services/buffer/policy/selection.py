@@ -51,6 +51,9 @@ class BatchRules:
         """
         if not self.tokens and len(pool.complete) * self.times < self.groups:
             return None  # asked at every event, so it must be cheap
+        last_chance = self.last_chance(pool, policy, version) if self.wait else []
+        if any(not group.completed for group in last_chance):
+            return None  # so must this: a full batch may wait for long
         complete = list(pool.complete.values())
         if to_come:
             complete = [g for g in complete if not policy.is_stale(g.oldest or 0, version)]
@@ -63,21 +66,17 @@ class BatchRules:
         if self.freshest:
             complete.sort(key=lambda group: -(group.oldest or 0))  # stable: else by completion
         if self.wait:
-            last_chance = self.last_chance(pool, policy, version)
             names = {group.group_id for group in last_chance}
-            if any(not group.completed for group in last_chance):
-                return None
             complete.sort(key=lambda group: group.group_id not in names)
         return self._fill([*complete, *again])
 
     def last_chance(self, pool: SamplePool, policy: StalenessPolicy, version: int) -> list[Group]:
-        """Groups that would be stale after this batch, as many as one batch can take."""
-        late = [
-            group
-            for group in pool.groups.values()
-            if group.oldest is not None and policy.is_stale(group.oldest, version + 1)
-        ]
-        return late[: self.groups]
+        """Groups that would be stale after this batch, as many as one batch can take.
+
+        Asked under the rule `wait` alone: the pool knows ages then.
+        """
+        assert pool.ages is not None
+        return pool.ages.first(self.groups, lambda age: policy.is_stale(age, version + 1))
 
     def _fill(self, groups: Sequence[Group]) -> list[Group] | None:
         """The first of `groups` that fill a batch; None if all of them don't."""

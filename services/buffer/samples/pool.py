@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from umbra.proto.records import SampleTask, Trajectory
 from umbra.services.buffer.data.prompts import GroupEnd
 from umbra.services.buffer.health import SampleFailure
+from umbra.services.buffer.samples.ages import Ages
 from umbra.services.buffer.samples.groups import Group, GroupRules, Sample, SampleOutcome, State
 from umbra.services.buffer.samples.ledger import RunningLedger
 from umbra.services.buffer.samples.lives import Lives
@@ -74,6 +75,7 @@ class SamplePool:
         self.group_ends: list[GroupEnd] = []  # since they were taken
         self.failures: list[SampleFailure] = []  # so with these
         self.lives: Lives | None = None  # hears of all moves
+        self.ages: Ages | None = None  # so does it, where ages are asked for
         self.openings = 0  # counts whatever may let a waiting generator have work
         self._rules = rules
         self.stages = tuple(stages)
@@ -280,6 +282,7 @@ class SamplePool:
                 sample.state = State.TRAINING
                 self._lived(sample)
             del self.groups[group.group_id], self.complete[group.group_id]
+            self._age(group)
 
     def stop_training(self, groups: list[Group]) -> None:
         """The batch of `groups` is not trained on: they are complete, as they were before."""
@@ -348,6 +351,7 @@ class SamplePool:
                     self._lived(sample)
             if not any(sample.state is State.TRAINING for sample in group.samples):
                 self.groups[group.group_id] = group
+                self._age(group)
                 if group.ready and not group.completed:
                     group.first_ready_at = now
                     self._waiting[group.group_id] = group
@@ -407,6 +411,12 @@ class SamplePool:
 
     def _touch(self, group: Group) -> None:
         self.changed[group.group_id] = group
+        self._age(group)
+
+    def _age(self, group: Group) -> None:
+        """`group` may have another oldest token than before, or count no longer."""
+        if self.ages is not None:
+            self.ages.moved(group)
 
     def _move(self, sample: Sample, target: State) -> None:
         self.ledger.move(sample.state, target)

@@ -65,7 +65,7 @@ class Overridden:
         count = self.counts[name]
         if not count & (count - 1):
             log.info(
-                "an agent asked for %s = %s and got the run's sampling (%d so far)",
+                "an agent asked for %s = %s and did not get it (%d so far)",
                 name,
                 str(given)[:80],
                 count,
@@ -104,6 +104,7 @@ class Call:
 
     messages: list[Message] = field(default_factory=list)
     tools: list[dict[str, Any]] = field(default_factory=list)
+    namespaces: dict[str, tuple[str, str]] = field(default_factory=dict)  # of tools that have one
     text: str | None = None
     max_tokens: int = 0  # 0 = as configured
     stops: tuple[str, ...] = ()
@@ -281,6 +282,18 @@ def readable(tools: list[dict[str, Any]], rules: CallRules) -> list[dict[str, An
     return tools
 
 
+def leave_out(tool: dict[str, Any], where: str, rules: CallRules) -> None:
+    """A tool that is no function of the client's: the model isn't told of it, which is counted.
+
+    Raises:
+        ApiError: the run refuses agents that ask for more than they get.
+    """
+    why = f"{where} is of type {tool.get('type')!r}: only functions of the client can be called"
+    if not rules.override:
+        raise ApiError(why, param=where)
+    rules.overridden.add("tools", f"one of type {tool.get('type')!r}")
+
+
 def _max_tokens(asked: _Body) -> int:
     given = [
         limit for limit in (asked.max_tokens, asked.max_completion_tokens) if limit is not None
@@ -304,6 +317,8 @@ _KNOWN = {
     "reasoning_content",
     "reasoning",
 }
+_CARRIED = {"provider_specific_fields", "annotations"}
+"""What client libraries add to the messages that they got, for themselves."""
 
 
 def read_message(message: dict[str, Any], index: int) -> Message:
@@ -313,7 +328,7 @@ def read_message(message: dict[str, Any], index: int) -> Message:
     if not isinstance(role, str):
         raise ApiError(f"{where} has no role", param=where)
     for name, value in message.items():
-        if name not in _KNOWN and value:
+        if value and name not in _KNOWN and name not in _CARRIED:
             raise ApiError(f"{where}.{name} is not supported", param=f"{where}.{name}")
     clean: Message = {
         "role": "system" if role == "developer" else role,

@@ -12,6 +12,7 @@ from umbra.services.generator.agents.calls import (
     Call,
     CallRules,
     decoded,
+    leave_out,
     limit_of,
     read_content,
     readable,
@@ -63,24 +64,25 @@ def read_messages(body: bytes, rules: CallRules) -> Call:
         raise ApiError("messages is empty", param="messages")
     return Call(
         messages=messages,
-        tools=readable([_tool(tool, i) for i, tool in enumerate(asked.tools or [])], rules),
+        tools=readable(_tools(asked.tools or [], rules), rules),
         max_tokens=limit_of(asked.max_tokens, "max_tokens"),
         stops=stops_of(asked.stop_sequences, rules),
         stream=bool(asked.stream),
     )
 
 
-def _tool(tool: dict[str, Any], index: int) -> dict[str, Any]:
-    if tool.get("type") not in (None, "custom") or not isinstance(tool.get("name"), str):
-        raise ApiError(
-            f"tools[{index}] is of type {tool.get('type')!r}: only tools of the client can be "
-            "called here",
-            param=f"tools[{index}]",
-        )
-    function = {"name": tool["name"], "parameters": tool.get("input_schema") or {}}
-    if tool.get("description"):
-        function["description"] = tool["description"]
-    return {"type": "function", "function": function}
+def _tools(given: list[dict[str, Any]], rules: CallRules) -> list[dict[str, Any]]:
+    """The tools that the client calls, as chat templates take them; errors as of `leave_out`."""
+    tools: list[dict[str, Any]] = []
+    for index, tool in enumerate(given):
+        if tool.get("type") not in (None, "custom") or not isinstance(tool.get("name"), str):
+            leave_out(tool, f"tools[{index}]", rules)
+            continue
+        function = {"name": tool["name"], "parameters": tool.get("input_schema") or {}}
+        if tool.get("description"):
+            function["description"] = tool["description"]
+        tools.append({"type": "function", "function": function})
+    return tools
 
 
 def _read(message: dict[str, Any], where: str) -> list[Message]:

@@ -14,6 +14,7 @@ from umbra.services.generator.agents.calls import (
     Call,
     CallRules,
     decoded,
+    leave_out,
     limit_of,
     read_arguments,
     read_content,
@@ -73,9 +74,11 @@ def read_responses(body: bytes, rules: CallRules) -> Call:
         messages += _messages(asked.input)
     if not messages:
         raise ApiError("input is empty", param="input")
+    tools, namespaces = _tools(asked.tools or [], rules)
     return Call(
-        messages=messages,
-        tools=readable([_tool(tool, i) for i, tool in enumerate(asked.tools or [])], rules),
+        messages=_instructed(messages),
+        tools=readable(tools, rules),
+        namespaces=namespaces,
         max_tokens=limit_of(asked.max_output_tokens, "max_output_tokens"),
         stream=bool(asked.stream),
         follows=asked.previous_response_id or "",
@@ -94,14 +97,42 @@ def _settle(asked: _Body, rules: CallRules) -> None:
             rules.settle(f"text.{name}", value, f"text.{name} is not supported: leave it out")
 
 
-def _tool(tool: dict[str, Any], index: int) -> dict[str, Any]:
-    if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
-        raise ApiError(
-            f"tools[{index}] is of type {tool.get('type')!r}: only functions can be called here",
-            param=f"tools[{index}]",
-        )
-    named = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name)}
-    return {"type": "function", "function": named}
+def _tools(
+    given: list[dict[str, Any]], rules: CallRules
+) -> tuple[list[dict[str, Any]], dict[str, tuple[str, str]]]:
+    """The functions as chat templates take them, and those of namespaces by the names given here.
+
+    Raises:
+        ApiError: a tool is none that the client calls, and no such tool may be left out.
+    """
+    tools: list[dict[str, Any]] = []
+    namespaces: dict[str, tuple[str, str]] = {}
+    for index, tool in enumerate(given):
+        space = str(tool.get("name")) if tool.get("type") == "namespace" else ""
+        for each in (tool.get("tools") or []) if space else [tool]:
+            if each.get("type") != "function" or not isinstance(each.get("name"), str):
+                leave_out(each, f"tools[{index}]", rules)
+                continue
+            name = _full_name(space, each["name"])
+            if space:
+                namespaces[name] = (space, each["name"])
+            more = {key: each[key] for key in ("description", "parameters") if each.get(key)}
+            tools.append({"type": "function", "function": {"name": name, **more}})
+    return tools, namespaces
+
+
+def _full_name(space: Any, name: str) -> str:
+    """What the model calls a tool of a namespace: chat templates have none."""
+    return f"{space}__{name}" if space else name
+
+
+def _instructed(messages: list[Message]) -> list[Message]:
+    """`messages` with those of the system that begin it as one: many templates take no more."""
+    others = next((n for n, each in enumerate(messages) if each["role"] != "system"), len(messages))
+    if others < 2:
+        return messages
+    told = "\n\n".join(message["content"] for message in messages[:others])
+    return [{"role": "system", "content": told}, *messages[others:]]
 
 
 def _messages(items: list[dict[str, Any]]) -> list[Message]:
@@ -147,7 +178,8 @@ def _heard(item: dict[str, Any], kind: str, where: str, index: int) -> Message:
 def _call(item: dict[str, Any], where: str) -> dict[str, Any]:
     try:
         arguments = read_arguments(item["arguments"])
-        function = {"name": str(item["name"]), "arguments": arguments}
+        name = _full_name(item.get("namespace"), str(item["name"]))
+        function = {"name": name, "arguments": arguments}
         return {"id": str(item["call_id"]), "type": "function", "function": function}
     except (KeyError, TypeError, ValueError, msgspec.MsgspecError) as error:
         raise ApiError(f"{where} is malformed: {error!r}", param=where) from error
@@ -167,11 +199,11 @@ class Responses:
     def whole(self, call: Call, answer: Answer) -> dict[str, Any]:
         name = response_id(self.head.session, answer.number)
         fields = self._response(call, name)
-        return _ended(fields, answer, _items(name, answer))
+        return _ended(fields, answer, _items(name, call, answer))
 
     def stream(self, call: Call, number: int) -> Stream:
         name = response_id(self.head.session, number)
-        return _Events(name, self._response(call, name))
+        return _Events(name, call, self._response(call, name))
 
     def error(self, error: ApiError) -> dict[str, Any]:
         return error.body()
@@ -219,7 +251,7 @@ def _ended(fields: dict[str, Any], answer: Answer, items: list[dict[str, Any]]) 
     }
 
 
-def _items(name: str, answer: Answer) -> list[dict[str, Any]]:
+def _items(name: str, call: Call, answer: Answer) -> list[dict[str, Any]]:
     message = answer.message
     items: list[dict[str, Any]] = []
     if thought := message.get("reasoning_content"):
@@ -230,14 +262,20 @@ def _items(name: str, answer: Answer) -> list[dict[str, Any]]:
         {
             "type": "function_call",
             "id": f"fc_{name}_{index}",
-            "call_id": call["id"],
-            "name": call["function"]["name"],
-            "arguments": call["function"]["arguments"],
+            "call_id": made["id"],
+            **_called(call, made["function"]["name"]),
+            "arguments": made["function"]["arguments"],
             "status": "completed",
         }
-        for index, call in enumerate(message.get("tool_calls", ()))
+        for index, made in enumerate(message.get("tool_calls", ()))
     ]
     return items
+
+
+def _called(call: Call, name: str) -> dict[str, str]:
+    """The name of a tool, as the client that makes `call` has it."""
+    space, own = call.namespaces.get(name, ("", name))
+    return {"name": own, "namespace": space} if space else {"name": own}
 
 
 def _item(kind: str, name: str, text: str, status: str = "completed") -> dict[str, Any]:
@@ -258,6 +296,7 @@ def _part(kind: str, text: str) -> dict[str, Any]:
 @dataclass(slots=True)
 class _Events:
     name: str
+    call: Call
     response: dict[str, Any]
     number: int = 0  # of events
     items: list[dict[str, Any]] = field(default_factory=list)  # that are complete
@@ -274,7 +313,7 @@ class _Events:
         for kind, more in unsaid(answer, self.said):
             events += self._go(kind, more)
         events += self._close()
-        for item in _items(self.name, answer)[len(self.items) :]:
+        for item in _items(self.name, self.call, answer)[len(self.items) :]:
             events += self._whole(item)
         kind = "incomplete" if answer.finish_reason == "length" else "completed"
         ended = _ended(self.response, answer, self.items)

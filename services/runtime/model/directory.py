@@ -8,7 +8,7 @@ from pathlib import Path
 import xxhash
 
 from umbra.proto.errors import UsageError
-from umbra.services.runtime.model.hub import fetch, is_hub_name
+from umbra.services.runtime.model.hub import fetch, is_hub_name, looks_like_name
 from umbra.services.runtime.weights.safetensors_file import checksum_of
 
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
@@ -69,7 +69,7 @@ def check_model_dir(
     if files is None:
         raise UsageError(
             f"{source}: {directory} is no directory; download the model there, name one on the hub "
-            "(ORG/NAME), or make a small one with `umbra make-model`"
+            f"({_on_hub(str(path))}), or make a small one with `umbra make-model`"
         )
     for what, names in (
         ("config", ("config.json",)),
@@ -85,6 +85,13 @@ def check_model_dir(
             except OSError as error:
                 raise _unreadable(error, source) from error
     return directory
+
+
+def _on_hub(path: str) -> str:
+    """How a model on the hub is named where `path` was taken for a directory."""
+    org_and_name = "/".join(Path(path).parts[-2:])
+    is_name = looks_like_name(org_and_name) and "@" not in org_and_name
+    return f"{org_and_name}@main if that was meant" if is_name else "ORG/NAME"
 
 
 def _unreadable(error: OSError, source: str) -> UsageError:

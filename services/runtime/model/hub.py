@@ -8,6 +8,7 @@ that starts a run pins names to commits (`pin`), so that all others load the sam
 from __future__ import annotations
 
 import errno
+import hashlib
 import importlib
 import json
 import logging
@@ -15,8 +16,11 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -66,16 +70,39 @@ def is_hub_name(text: str) -> bool:
     return looks_like_name(text) and not Path(text).exists()
 
 
+def refuse_misspelt(text: str, source: str, folder: Path | None = None) -> None:
+    """Refuse a name that is rather a path with a mistake: its first part is a folder here.
+
+    Args:
+        text: has no revision, or it is a name for certain.
+        source: the key or flag it came from.
+        folder: where paths are looked up; the current directory by default.
+
+    Raises:
+        UsageError: it is such a name; tells both readings.
+    """
+    here = (folder or Path()) / text
+    if looks_like_name(text) and "@" not in text and here.parent.is_dir() and not here.exists():
+        near = get_close_matches(here.name, [path.name for path in here.parent.iterdir()], n=1)
+        meant = f" (did you mean {Path(text).parent / near[0]}?)" if near else ""
+        raise UsageError(
+            f"{source}: {text} is taken for a path, as {Path(text).parent} is a folder in "
+            f"{here.parent.parent.resolve()}, and it is not there{meant}; for the model of that "
+            f"name on the hub write {text}@main"
+        )
+
+
 def pin(text: str, source: str) -> HubName:
     """The name in `text`, its revision a commit.
 
     Raises:
-        UsageError: there is no such model, or this machine may not read it; names `source`.
+        UsageError: there is no such model, or this machine may not read it; or `refuse_misspelt`.
         StartupError: the hub cannot be reached, and the cache does not know the name.
     """
     name = HubName.of(text)
     if name.pinned:
         return name
+    refuse_misspelt(text, source)
     return HubName(name.repo, _download(name, SMALL, source).name)
 
 
@@ -134,6 +161,58 @@ def missing_bytes(text: str, source: str) -> int:
     if missing > free:
         raise UsageError(_no_room(name, source, f"{size(missing)} of weights, {size(free)} free"))
     return missing
+
+
+def mend_cache(text: str, source: str) -> None:
+    """Read all files of a model in the cache, and download those anew that are not what they were.
+
+    The cache names a file by its checksum. Large models take a while, so a run has it done once,
+    by the process that starts it.
+
+    Args:
+        text: a pinned name.
+        source: the key or flag it came from.
+
+    Raises:
+        UsageError: a file is damaged and cannot be removed, or the hub has no longer the model.
+        StartupError: a file is damaged, and the hub cannot be reached.
+    """
+    name = HubName.of(text)
+    folder = _cached(name, [*SMALL, *CODE, *WEIGHTS], weights=False)
+    links: list[Path] = []
+    if folder is not None:
+        links = [path for path in folder.iterdir() if path.is_symlink() and path.is_file()]
+    with ThreadPoolExecutor() as pool:
+        whole = list(pool.map(lambda link: _is_whole(link, link.stat().st_mtime_ns), links))
+    damaged = [link for link, good in zip(links, whole, strict=True) if not good]
+    for link in damaged:
+        log.warning("%s of %s is damaged in the cache: downloading it anew", link.name, name)
+        try:
+            link.resolve().unlink()
+            link.unlink()
+        except OSError as error:
+            raise UsageError(
+                f"{source}: {link.resolve()} is damaged, and cannot be removed: {error.strerror}"
+            ) from error
+    if damaged:
+        _download(name, [link.name for link in damaged], source)
+
+
+@cache
+def _is_whole(link: Path, changed: int) -> bool:
+    """Whether a file of the cache has the checksum that is its name; asked once per process.
+
+    A name of 64 digits is SHA-256, one of 40 what git calls the file; others tell nothing.
+    """
+    path = link.resolve()
+    if re.fullmatch(r"[0-9a-f]{64}", path.name):
+        checksum = hashlib.sha256()
+    elif re.fullmatch(r"[0-9a-f]{40}", path.name):
+        checksum = hashlib.sha1(b"blob %d\0" % path.stat().st_size)
+    else:
+        return True
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: checksum).hexdigest() == path.name
 
 
 def in_cache(text: str) -> bool:
@@ -282,5 +361,6 @@ def _library(source: str, name: str) -> Any:
 
 
 def _line(error: BaseException) -> str:
-    """The first line of what a library says."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+    """The first line of what a library says; queries of URLs in it may be secret."""
+    first = str(error).strip().partition("\n")[0]
+    return re.sub(r"(://[^\s?]*)\?\S+", r"\1?...", first) or type(error).__name__

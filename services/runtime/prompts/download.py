@@ -14,9 +14,11 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from functools import cache
 from http import HTTPStatus
-from http.client import HTTPException
+from http.client import HTTPException, InvalidURL
 from pathlib import Path
+from typing import Any, cast
 
 from umbra.proto.errors import StartupError, UsageError
 from umbra.services.runtime.numbers import size
@@ -26,6 +28,7 @@ CHECKSUM = "#sha256="
 _SILENCE_S = 60.0  # until a server that sends nothing more is given up
 _CHUNK = 1 << 20
 _DIGEST = re.compile("[0-9a-f]{64}")
+_PRIVATE = re.compile(r"(https?://)(?:[^\s/?#@\"]*@)?([^\s?#\"]*)(?:\?[^\s#\"]*)?")
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +36,33 @@ log = logging.getLogger(__name__)
 def is_url(name: str) -> bool:
     """Whether `name` is to be downloaded."""
     return name.startswith(SCHEMES)
+
+
+def shown(text: str) -> str:
+    """`text`, a URL or with some in it, without what may be secret in them: query and account."""
+    if not is_url(text):
+        return _PRIVATE.sub(_public, text)
+    url, mark, checksum = text.partition(CHECKSUM)
+    place, query, _ = url.partition("?")
+    return _PRIVATE.sub(_public, place) + ("?..." if query else "") + mark + checksum
+
+
+def _public(found: re.Match[str]) -> str:
+    return f"{found[1]}{found[2]}{'?...' if '?' in found[0] else ''}"
+
+
+def without_secrets(value: Any) -> Any:
+    """`value`, made of dicts and lists, with each URL in it as `shown`."""
+    if isinstance(value, str):
+        return shown(value)
+    if isinstance(value, dict):
+        items = cast(dict[Any, Any], value).items()
+        return {without_secrets(key): without_secrets(one) for key, one in items}
+    return (
+        [without_secrets(one) for one in cast(list[Any], value)]
+        if isinstance(value, list)
+        else value
+    )
 
 
 def cache_folder() -> Path:
@@ -65,14 +95,26 @@ def file_of(name: str) -> Path:
     url, checksum = _pinned(name)
     kept = cache_folder() / checksum
     if checksum and kept.is_file():
-        return kept
+        if _is_whole(kept, kept.stat().st_mtime_ns):
+            return kept
+        log.warning("%s is not what was downloaded any more: downloading it again", kept)
     found = _download(url)
     if checksum and found.name != checksum:
         raise UsageError(
-            f"{url} gives other bytes now (sha256 {found.name}) than those that were pinned "
+            f"{shown(url)} gives other bytes now (sha256 {found.name}) than those that were pinned "
             f"({checksum}): bring these back, or begin another run"
         )
     return found
+
+
+@cache
+def _is_whole(kept: Path, changed: int) -> bool:
+    """Whether a download still has its checksum; read again if it has `changed`."""
+    try:
+        with kept.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest() == kept.name
+    except OSError:
+        return False
 
 
 def _pinned(name: str) -> tuple[str, str]:
@@ -80,7 +122,8 @@ def _pinned(name: str) -> tuple[str, str]:
     url, mark, checksum = name.partition(CHECKSUM)
     if mark and not _DIGEST.fullmatch(checksum):
         raise UsageError(
-            f"{url}: {mark}{checksum} is no checksum: give 64 hexadecimal digits, or leave it out"
+            f"{shown(url)}: {mark}{checksum} is no checksum: give 64 hexadecimal digits, or leave "
+            "it out"
         )
     return url, checksum
 
@@ -93,19 +136,19 @@ def _download(url: str) -> Path:
         descriptor, scratch = tempfile.mkstemp(dir=folder, prefix=".")
     except OSError as error:
         raise UsageError(
-            f"{url} cannot be kept in {folder}: {error.strerror}; set XDG_CACHE_HOME to a folder "
-            "that can be written to"
+            f"{shown(url)} cannot be kept in {folder}: {error.strerror}; set XDG_CACHE_HOME to "
+            "a folder that can be written to"
         ) from error
     try:
         with os.fdopen(descriptor, "wb") as file:
             for part in _parts(url):
                 checksum.update(part)
                 file.write(part)
-            log.info("downloaded %s: %s", url, size(file.tell()))
+            log.info("downloaded %s: %s", shown(url), size(file.tell()))
         kept = folder / checksum.hexdigest()
         os.replace(scratch, kept)
     except OSError as error:
-        raise UsageError(f"{url} cannot be kept in {folder}: {error.strerror}") from error
+        raise UsageError(f"{shown(url)} cannot be kept in {folder}: {error.strerror}") from error
     finally:
         Path(scratch).unlink(missing_ok=True)
     return kept
@@ -119,10 +162,14 @@ def _parts(url: str) -> Iterator[bytes]:
             if response.length:  # of what the server has announced
                 raise HTTPException(f"the connection ended {response.length} bytes too early")
     except urllib.error.HTTPError as error:
+        error.close()  # it is the answer, too
         passing = error.code == HTTPStatus.TOO_MANY_REQUESTS or error.code >= 500
         kind = StartupError if passing else UsageError
-        raise kind(f"{url}: the server answered {error.code} {error.reason}") from error
+        why = str(error.reason).partition(" - ")[0]  # then comes where it would redirect to
+        raise kind(f"{shown(url)}: the server answered {error.code} {why}") from error
     except urllib.error.URLError as error:
-        raise StartupError(f"{url} cannot be reached: {error.reason}") from error
-    except (OSError, HTTPException, ValueError) as error:  # in the middle; or no URL at all
-        raise StartupError(f"{url} cannot be downloaded: {error}") from error
+        raise StartupError(f"{shown(url)} cannot be reached: {error.reason}") from error
+    except (InvalidURL, ValueError) as error:  # whose words have all of it
+        raise UsageError(f"{shown(url)} is no URL that can be asked for") from error
+    except (OSError, HTTPException) as error:  # in the middle
+        raise StartupError(f"{shown(url)} cannot be downloaded: {error}") from error

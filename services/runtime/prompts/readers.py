@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from umbra.proto.errors import StartupError, UsageError
 from umbra.services.runtime.process.jsonl import read_numbered
-from umbra.services.runtime.prompts.download import file_of, is_url, pin_url
+from umbra.services.runtime.prompts.download import file_of, is_url, pin_url, shown
 from umbra.services.runtime.prompts.rows import Prompt, check_row, renamed
 
 DATASETS = "datasets:"
@@ -49,7 +49,7 @@ def read_source(
         )
     rows, columns = list(_rows(name)), columns or {}
     if not rows:
-        raise UsageError(f"{name} has no rows")
+        raise UsageError(f"{shown(name)} has no rows")
     _, first, where = rows[0]
     if "prompt" not in columns and "prompt" not in first:
         raise UsageError(
@@ -101,11 +101,11 @@ def _rows(name: str) -> Iterator[_Numbered]:
     elif is_parquet(name):
         rows = _read_parquet(name)
     else:
-        for number, row in read_numbered(file_of(name), name):
-            yield _Numbered(number, row, f"{name}, line {number}")
+        for number, row in read_numbered(file_of(name), shown(name)):
+            yield _Numbered(number, row, f"{shown(name)}, line {number}")
         return
     for number, row in enumerate(rows, start=1):
-        yield _Numbered(number, row, f"{name}, row {number}")
+        yield _Numbered(number, row, f"{shown(name)}, row {number}")
 
 
 def is_parquet(name: str) -> bool:
@@ -114,14 +114,15 @@ def is_parquet(name: str) -> bool:
 
 
 def _read_parquet(name: str) -> list[dict[str, Any]]:
-    parquet = _load("pyarrow.parquet", name)
+    parquet = _load("pyarrow.parquet", shown(name))
     path = file_of(name)
     if not path.is_file():
-        raise UsageError(f"{name} cannot be read: there is no such file")
+        raise UsageError(f"{shown(name)} cannot be read: there is no such file")
     try:
         return parquet.read_table(path).to_pylist()
     except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
-        raise UsageError(f"{name} is no Parquet file that can be read: {_line(error)}") from error
+        told = f"{shown(name)} is no Parquet file that can be read: {_line(error)}"
+        raise UsageError(told) from error
 
 
 def _dataset(name: str) -> tuple[str, str, str, str]:
@@ -137,6 +138,29 @@ def _dataset(name: str) -> tuple[str, str, str, str]:
         return path, "", config, split
     path, _, revision = path.partition("@")
     return path, revision, config, split
+
+
+def placed(name: str, place: Callable[[str], str]) -> str:
+    """`name` with its file or folder, if it has one here, as `place` gives it.
+
+    Args:
+        name: a source, as `read_source` takes it.
+        place: the absolute path of what a path in a run file stands for.
+
+    Raises:
+        UsageError: a folder's absolute path has a colon, which "datasets:" cannot name.
+    """
+    if not name or is_url(name):
+        return name
+    if not name.startswith(DATASETS):
+        return place(name)
+    path, *parts = _PART.split(name.removeprefix(DATASETS))
+    folder = place(path)
+    if not Path(folder).exists():
+        return name
+    if _PART.search(folder):
+        raise UsageError(f"{name}: the folder is {folder}, which has a colon: give it another name")
+    return DATASETS + ":".join([folder, *parts])
 
 
 def hub_data_set(name: str) -> str:
