@@ -9,6 +9,7 @@ from umbra.proto.errors import UsageError
 from umbra.services.env_worker.host import AgentHost
 from umbra.services.env_worker.loop import EnvWorkerLoop
 from umbra.services.environments.loading import name_of
+from umbra.services.runtime.config.generation import LIBRARIES
 from umbra.services.runtime.process.command import ServiceContext, service_command
 
 
@@ -21,10 +22,11 @@ def run(context: ServiceContext) -> int:
     """
     config = context.config
     environment = config.environment
-    if environment.kind != "agent" or not environment.agent:
+    if environment.run_on != "env_worker" or not environment.starts_agents:
         raise UsageError(
             f"environment.kind = {environment.kind} runs beside the generators: an env-worker "
-            'needs environment.kind = "agent" and environment.agent = "module:function"'
+            'needs environment.run_on = "env_worker", and environment.agent or the kind '
+            f"{', '.join(LIBRARIES)}"
         )
     wake = threading.Event()
     with closing(AgentHost(environment, wake=wake.set)) as host:

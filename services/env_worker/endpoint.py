@@ -39,9 +39,8 @@ class SessionClient:
 
     async def reward(self, task: SessionTask, result: StepResult) -> None:
         """Post the reward, for as long as that takes; errors as of `begin`."""
-        await self._insist(
-            task, "POST", "/reward", {"reward": result.reward, "parts": result.reward_parts}
-        )
+        body = {"reward": result.reward, "parts": result.reward_parts, "reason": result.reason}
+        await self._insist(task, "POST", "/reward", body)
 
     async def give_up(self, task: SessionTask, reason: str) -> None:
         """Say why there is no reward; errors as of `begin`."""

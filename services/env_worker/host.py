@@ -7,22 +7,24 @@ generators; the worker's loop begins, forgets and collects.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import math
 import queue
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from umbra.proto.errors import PeerLostError, RejectedError
 from umbra.proto.records import SessionTask
 from umbra.services.env_worker.endpoint import SessionClient
+from umbra.services.environments.agent_workers import (
+    NO_REWARD,
+    PLAYED_TWICE,
+    agent_workers,
+    start_agent,
+)
 from umbra.services.environments.environment_host import Delivered
 from umbra.services.environments.protocol import StepResult
-from umbra.services.environments.worker_pool import END_S, WorkerPool
+from umbra.services.environments.worker_pool import END_S
 from umbra.services.runtime.config import EnvironmentConfig
 from umbra.services.runtime.process.loop_thread import LoopThread, ends_with_it
 
@@ -30,9 +32,6 @@ Lease = tuple[str, int]
 """`(sample_id, attempt)`."""
 
 _SLACK_S = 10.0
-_NO_KEY = "none"  # the client insists on one
-_NO_REWARD = "its agent returned no reward, and has posted none"
-_TWICE = "the process of its agent ended because of another agent in it"
 
 log = logging.getLogger(__name__)
 
@@ -67,9 +66,7 @@ class AgentHost:
         self._playing: set[str] = set()
         self._reports: set[asyncio.Task[None]] = set()
         self._client = SessionClient()
-        # Their silence is limited by the generators, not their work.
-        lasting = msgspec.structs.replace(config, timeout_s=math.inf)
-        self._workers = WorkerPool(lasting, self._left, self._began, end_forgotten=True)
+        self._workers = agent_workers(config, self._left, self._began)
         self._thread = LoopThread("agents")
         try:
             self._thread.wait(self._workers.start(), config.setup_s + _SLACK_S)
@@ -121,8 +118,7 @@ class AgentHost:
             self._end(key, task, unreachable=str(error))
         else:
             if self._sessions.get(key) is task:
-                endpoint = {"base_url": f"{task.url}/v1", "api_key": task.key or _NO_KEY}
-                self._workers.play(key, row, [json.dumps(endpoint)])
+                start_agent(self._workers, key, row, task.url, task.key)
 
     def _began(self, key: str) -> None:
         task = self._sessions.get(key)
@@ -130,7 +126,7 @@ class AgentHost:
             return
         if key in self._playing:  # what it did is not done twice
             self._workers.forget(key)
-            self._spawn(self._fail(key, task, _TWICE))
+            self._spawn(self._fail(key, task, PLAYED_TWICE))
         self._playing.add(key)
 
     def _left(self, key: str, value: Delivered | None, error: str) -> None:
@@ -142,7 +138,7 @@ class AgentHost:
         if isinstance(value, StepResult) and value.done:
             self._spawn(self._reward(key, task, value))
         else:
-            self._spawn(self._fail(key, task, error or _NO_REWARD))
+            self._spawn(self._fail(key, task, error or NO_REWARD))
 
     async def _reward(self, key: str, task: SessionTask, result: StepResult) -> None:
         try:

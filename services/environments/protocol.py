@@ -89,6 +89,11 @@ def expected_answer(row: Row, kind: str) -> str:
     return str(row["answer"]).strip()
 
 
+def overdue(timeout_s: float) -> str:
+    """What a sample fails with whose environment took too long."""
+    return f"the environment took longer than environment.timeout_s = {timeout_s:g} s"
+
+
 def reward_result(value: Any, name: str) -> StepResult:
     """The end of a sample whose reward is the number `value`, which the user's `name` returned."""
     return StepResult(reward=finite_number(value, name))

@@ -21,7 +21,12 @@ import msgpack
 from umbra.proto.errors import UmbraError
 from umbra.services.environments.environment_host import EnvironmentHost, close_of
 from umbra.services.environments.loading import load_environment, name_of
-from umbra.services.environments.protocol import EnvironmentFactory, Opening, SampleError
+from umbra.services.environments.protocol import (
+    EnvironmentFactory,
+    Opening,
+    SampleError,
+    overdue,
+)
 from umbra.services.environments.response import Said
 from umbra.services.runtime.process.parent import FRAME_HEAD, die_with_parent, parents_end
 
@@ -104,7 +109,7 @@ class Worker:
             exhausted = isinstance(error.__cause__, MemoryError)
             self._wire.send("played", number=number, error=str(error), exhausted=exhausted)
         except asyncio.TimeoutError:  # noqa: UP041 - not the built-in one before Python 3.11
-            self._wire.send("played", number=number, error=_overdue(self._timeout_s))
+            self._wire.send("played", number=number, error=overdue(self._timeout_s))
         except (TypeError, ValueError, OverflowError) as error:
             self._wire.send("played", number=number, error=f"the environment's answer: {error}")
 
@@ -149,10 +154,6 @@ def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     raise TypeError(f"{value!r} is not plain data")
-
-
-def _overdue(timeout_s: float) -> str:
-    return f"the environment took longer than environment.timeout_s = {timeout_s:g} s"
 
 
 async def _serve() -> None:

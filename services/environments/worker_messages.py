@@ -67,8 +67,3 @@ class Played(msgspec.Struct, tag="played"):
 
 ToWorker = Setup | Play | Forget
 FromWorker = Hello | Played
-
-
-def overdue(timeout_s: float) -> str:
-    """What a sample fails with whose environment took too long."""
-    return f"the environment took longer than environment.timeout_s = {timeout_s:g} s"

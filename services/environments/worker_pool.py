@@ -17,6 +17,7 @@ import msgspec
 from umbra.proto.errors import DeadlineError, UsageError
 from umbra.services.environments.environment_host import Delivered, Result
 from umbra.services.environments.loading import name_of
+from umbra.services.environments.protocol import overdue
 from umbra.services.environments.python_apart import apart
 from umbra.services.environments.response import Said
 from umbra.services.environments.worker_messages import (
@@ -27,7 +28,6 @@ from umbra.services.environments.worker_messages import (
     Played,
     Setup,
     ToWorker,
-    overdue,
 )
 from umbra.services.runtime.config import EnvironmentConfig
 from umbra.services.runtime.deadline import Deadline

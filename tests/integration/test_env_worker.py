@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from fakes.agents import WAIT_S, AgentWorld, send
 from fakes.engine import ScriptedEngine
+from fakes.library_environments import TRL
+from fakes.library_worlds import call
 from fakes.rollouts import STOP, says, settings
 from fakes.slowness import seconds
 from fakes.trajectories import sample
@@ -124,19 +126,22 @@ Make = Callable[..., Worker]
 @pytest.fixture
 def make(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     (tmp_path / "mine.py").write_text(USER_CODE)
+    (tmp_path / "theirs.py").write_text(TRL)
     monkeypatch.chdir(tmp_path)
     tokenizer = load_tokenizer(tiny_model_dir)
     made: list[Worker] = []
 
-    def build(agent: str = "mine:plain", **options: Any) -> Worker:
+    def build(
+        agent: str = "mine:plain", turns: Sequence[str] = ("one", "two", "three"), **options: Any
+    ) -> Worker:
         chosen = settings(
             Chat(tokenizer, {STOP}), sampling=Sampling(), max_context=2048, agents=True
         )
-        given = {"workers": 1, **options}
-        environment = EnvironmentConfig(kind="agent", agent=agent, run_on="env_worker", **given)
+        given = {"kind": "agent", "workers": 1, **options}
+        environment = EnvironmentConfig(agent=agent, run_on="env_worker", **given)
         host = AgentHost(environment)
         offers = Offers()
-        engine = ScriptedEngine(says(tokenizer, "one", "two", "three"))
+        engine = ScriptedEngine(says(tokenizer, *turns))
         endpoint = AgentWorld(engine, chosen, environment, key=KEY, offers=offers)
         offers.url = endpoint.url
         made.append(Worker(endpoint, offers, host))
@@ -157,6 +162,25 @@ def test_the_reward_of_an_agent_elsewhere(make: Make) -> None:
     worker.play("post")
     trajectory = worker.endpoint.trajectory()
     assert (trajectory.reward, trajectory.reward_parts) == (0.75, {"tidy": 1.0})
+    assert not worker.ended().failure
+
+
+def test_an_environment_of_another_library_elsewhere(make: Make) -> None:
+    worker = make(
+        "",
+        [call("add", '{"number": 2}')] * 2,
+        kind="trl",
+        id="theirs:Sums",
+        options={"tool_rounds": 1},
+        memory_mb=0,
+        timeout_s=600.0,
+        setup_s=300.0,
+    )
+    worker.endpoint.add(sample({"prompt": "add numbers", "target": 2}))
+    worker.host.begin(worker.offers.made.get(timeout=WAIT_S))
+    trajectory = worker.endpoint.trajectory()
+    assert (trajectory.turns, trajectory.finish_reason) == (2, "turns")
+    assert trajectory.reward_parts["tool_calls"] == 1.0
     assert not worker.ended().failure
 
 

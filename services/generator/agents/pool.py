@@ -7,9 +7,7 @@ the generator's loop plays, collects and answers as with any other pool.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import math
 import queue
 import socket
 import time
@@ -17,16 +15,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import msgspec
-
 from umbra.proto.errors import UmbraError
 from umbra.proto.records import SessionOffer
+from umbra.services.environments.agent_workers import (
+    NO_REWARD,
+    PLAYED_TWICE,
+    agent_workers,
+    start_agent,
+)
 from umbra.services.environments.environment_host import Delivered
 from umbra.services.environments.pool import EpisodeOutcome, taken
 from umbra.services.environments.protocol import Row, StepResult
 from umbra.services.environments.response import Said
 from umbra.services.environments.turn_request import Ask, Begun, Turn
-from umbra.services.environments.worker_pool import END_S, WorkerPool
+from umbra.services.environments.worker_pool import END_S
 from umbra.services.generator.agents.address import host_of, url_of
 from umbra.services.generator.agents.calls import Call, CallRules
 from umbra.services.generator.agents.errors import ApiError
@@ -46,7 +48,6 @@ _LOOK_S = 0.2
 _OFFER_AGAIN_S = 10.0  # sessions that wait for an env-worker: a buffer may have forgotten them
 _LONELY_S = 60.0  # samples that nobody takes for so long are worth a warning
 _CONNECTIONS = 4096  # an agent that waits for the model holds one
-_NO_KEY = "none"  # the client insists on one
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +98,8 @@ class AgentPool:
         self._offers = offers
         self._fresh: list[SessionOffer] = []  # sessions that env-workers are to be told of
         self._offer_at = 0.0  # when they are told again of those that still wait
-        self._workers = self._hire(config) if config.starts_agents and offers is None else None
+        ours = config.starts_agents and offers is None
+        self._workers = agent_workers(config, self._left, self._began) if ours else None
         self._idle_since = self._clock()
         told = self.url if settings.advertise else ""
         edge = Edge(self, settings.rules, settings.model, int(time.time()), told)
@@ -221,7 +223,8 @@ class AgentPool:
             self._fresh.append(_offer_of(session))
         if self._workers is not None:
             self._workers.forget(key)  # of the same sample, begun anew
-            self._workers.play(key, row, [json.dumps(self._endpoint(session))])
+            url = f"{self.url}/sessions/{session.id}"
+            start_agent(self._workers, key, row, url, self._key)
         self._rouse()
 
     def _offer(self) -> None:
@@ -239,12 +242,6 @@ class AgentPool:
         for arrival in self._arrivals:
             if not arrival.done():
                 arrival.set_result(None)
-
-    def _endpoint(self, session: AgentSession) -> dict[str, str]:
-        return {
-            "base_url": f"{self.url}/sessions/{session.id}/v1",
-            "api_key": self._key or _NO_KEY,
-        }
 
     def _close(self, key: str) -> None:
         self._registry.close(key)
@@ -272,18 +269,12 @@ class AgentPool:
 
     # -- our own agents ---------------------------------------------------------------------------
 
-    def _hire(self, config: EnvironmentConfig) -> WorkerPool:
-        # Their silence is limited (`AgentSession.deadline`, environment.max_s), not their work.
-        lasting = msgspec.structs.replace(config, timeout_s=math.inf)
-        return WorkerPool(lasting, self._left, self._began, end_forgotten=True)
-
     def _began(self, key: str) -> None:
         session = self._registry.of(key)
         if session is None:
             return
         if session.begun:
-            error = "the process of its agent ended because of another agent in it"
-            self._deliver(EpisodeOutcome(key, error=error))
+            self._deliver(EpisodeOutcome(key, error=PLAYED_TWICE))
         session.begin(self._clock())
         self._deliver(EpisodeOutcome(key, Begun()))
 
@@ -298,7 +289,7 @@ class AgentPool:
             if value.done:
                 session.rewarded(value)
             elif session.reward is None:
-                raise ApiError("its agent returned no reward, and has posted none")
+                raise ApiError(NO_REWARD)
         except ApiError as problem:
             self._deliver(EpisodeOutcome(key, error=str(problem)))
         else:

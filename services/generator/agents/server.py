@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from umbra.proto.bounds import Name
 from umbra.proto.errors import UNREADABLE
 from umbra.services.environments.protocol import StepResult
 from umbra.services.generator.agents.calls import Call, CallRules, read_chat, read_text
@@ -92,6 +93,7 @@ class _Wait(msgspec.Struct):
 class _Reward(msgspec.Struct, forbid_unknown_fields=True):
     reward: float
     parts: dict[str, float] = {}
+    reason: Name = "stop"  # why the sample ended
 
 
 class _Reason(msgspec.Struct):
@@ -224,7 +226,8 @@ class Edge:
         if not all(map(math.isfinite, (given.reward, *given.parts.values()))):
             raise ApiError("reward must be a finite number", param="reward")
         session = self._session(request)
-        self._sessions.reward(session, StepResult(reward=given.reward, reward_parts=given.parts))
+        result = StepResult(given.reward, reward_parts=given.parts, reason=given.reason)
+        self._sessions.reward(session, result)
         return JSONResponse({"id": session.id, "reward": given.reward})
 
     async def _give_up(self, request: Request) -> Response:

@@ -79,10 +79,10 @@ def _faults(one: EnvironmentConfig, where: str, serve: str) -> Iterator[str]:
             f"{where}.reward_scope = group is for a run whose one [environment] has the kind "
             "reward: remove it"
         )
-    if one.run_on == "env_worker" and not one.agent:
+    if one.run_on == "env_worker" and not one.starts_agents:
         yield (
-            f"{where}.run_on = env_worker is for agents that the run starts: set "
-            f'{where}.kind = "agent" and {where}.agent to module:function'
+            f"{where}.run_on = env_worker is for agents that the run starts: set {where}.kind to "
+            f"{', '.join(LIBRARIES)}, or to agent and {where}.agent to module:function"
         )
     if one.run_on == "env_worker" and isinstance(one, NamedEnvironment):
         yield (

@@ -64,7 +64,10 @@ class EnvironmentConfig(Section, frozen=True, kw_only=True, forbid_unknown_field
     ] = ""
     run_on: Annotated[
         Literal["generator", "env_worker"],
-        Meta(description="whose host runs the agents: the generator's, or that of an env-worker"),
+        Meta(
+            description="whose host runs agents and environments of other libraries: the "
+            "generator's, or that of an env-worker"
+        ),
     ] = "generator"
     timeout_s: Annotated[
         float,
