@@ -29,7 +29,9 @@ class TimedWorker:
         self._token_s = token_s
         self._free_at = 0.0  # what was slept too long is made good
 
-    def score(self, tasks: Sequence[ScoringTask], alive: Callable[[], None]) -> Iterator[Score]:
+    def score(
+        self, tasks: Sequence[ScoringTask], alive: Callable[[], None]
+    ) -> Iterator[list[Score]]:
         """A score for each of `tasks`, one after the other."""
         for task in tasks:
             alive()
@@ -39,7 +41,7 @@ class TimedWorker:
             self._free_at = max(self._free_at, now - 0.05) + self._sample_s
             self._free_at += self._token_s * tokens
             time.sleep(max(0.0, self._free_at - now))
-            yield Score(sample_id=task.sample_id, attempt=task.attempt, logprobs=one.logprobs)
+            yield [Score(sample_id=task.sample_id, attempt=task.attempt, logprobs=one.logprobs)]
 
     def close(self) -> None:
         """There is nothing to let go of."""

@@ -80,6 +80,10 @@ def train(
     _put(tree, "model", path=str(model))
     _put(tree, "run", steps=steps, name=name)
     _put(tree, "environment", **_environment(reward, environment, source))
+    if tree.get("environment", {}).get("reward_scope") == "group":  # which scorers give
+        stages = tree.setdefault("buffer", {}).setdefault("stages", [])
+        if "reward" not in stages:
+            tree["buffer"]["stages"] = ["reward", *stages]
     folder = RunFolder.create(str(tree.get("run", {}).get("dir", "runs")), _name(tree))
     try:
         _put(tree, "data", prompts=_write_prompts(prompts, folder, "prompts"))

@@ -62,6 +62,10 @@ class StallReport:
                 )
             case State.SCORING:
                 stage = self._run.pool.stage_of(sample)
+                if missing := _awaited(sample, self._run):
+                    return f"stage {stage} waits for all of its group: " + self._open_sample(
+                        missing, now
+                    )
                 lease = self._run.scoring.leases.get(sample.sample_id)
                 if lease is None:
                     return f"sample {sample.sample_id} waits for a scorer of stage {stage}"
@@ -129,15 +133,14 @@ class StallReport:
     def _scoring(self, now: float) -> Iterator[Stuck]:
         """Scoring that takes more than two leases, and stages that nobody serves."""
         lease_s = self._config.score_lease_s
-        leases = self._run.scoring.leases.values()
+        leases = self._run.scoring.all_leases()
         overdue = [lease for lease in leases if now - lease.leased_at > 2 * lease_s]
         for lease in overdue[:SHOWN]:
             yield Stuck(
-                what=f"sample {lease.sample.sample_id} in stage {lease.stage}, "
-                f"attempt {lease.attempt}",
+                what=f"{lease.what} in stage {lease.stage}, attempt {lease.attempt}",
                 holder=lease.holder,
                 age_s=now - lease.leased_at,
-                action=_taken_back(lease.sample.score_losses, lease_s),
+                action=_taken_back(lease.samples[0].score_losses, lease_s),
             )
         for stage in self._config.stages:
             since = self._run.scoring.waiting_since(stage)
@@ -174,6 +177,14 @@ def _taken_back(times: int, lease_s: float) -> str:
     """What was done about a lease that takes long, and what will be."""
     before = "" if not times else f"leases lost before: {times}; "
     return f"{before}goes to another after {lease_s:g} s without a renewal"
+
+
+def _awaited(sample: Sample, run: RunState) -> Sample | None:
+    """Of the group of `sample`, which is being scored, one that it waits for to be scored with."""
+    if run.pool.scored_with(sample):
+        return None
+    group, stage = sample.group.samples, sample.stage
+    return next(s for s in group if s.state is not State.SCORING or s.stage != stage)
 
 
 def _oldest_open(group: Group) -> Sample:

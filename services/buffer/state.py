@@ -70,7 +70,9 @@ class RunState:
         self.facts = RunFacts.of(config)
         self.facts.sampling = sampling_of(config.sampling)
         self.lives = Lives(config.log.traced_share, self.outbox)
-        self.pool = self._make_pool(store, GroupRules.of(buffer), buffer.stages)
+        whole = config.environment.reward_scope == "group"
+        together = "reward" if whole else ""
+        self.pool = self._make_pool(store, GroupRules.of(buffer, together), buffer.stages)
         self.pool.lives = self.lives if config.log.traced_share else None
         self.journal = Journal(store, self.pool)
         rules = BatchRules.of(buffer)
@@ -88,7 +90,10 @@ class RunState:
             self.pool, self.batches, self.policy, prompts, self.run_ahead, buffer, self.counters
         )
         eval_stages = [stage for stage in buffer.stages if stage == "reward"]
-        eval_pool = self._make_pool(store, GroupRules(size=1), eval_stages, EVAL_PREFIX)
+        eval_rules = GroupRules(
+            size=config.eval.samples_per_prompt if whole else 1, together=together
+        )
+        eval_pool = self._make_pool(store, eval_rules, eval_stages, EVAL_PREFIX)
         self.evals = Evaluations(
             eval_pool,
             Journal(store, eval_pool),
@@ -142,7 +147,6 @@ class RunState:
         for failure in self.pool.failures:
             self.health.failed(failure)
         self.pool.failures.clear()
-        self.evals.pool.failures.clear()  # they are told in its report
 
     def check(self) -> None:
         """Assert that every sample is accounted for.

@@ -20,7 +20,7 @@ import msgspec
 from umbra.proto.errors import PeerLostError, RejectedError
 from umbra.proto.records import SessionTask
 from umbra.services.env_worker.endpoint import SessionClient
-from umbra.services.environments.environment_host import Result
+from umbra.services.environments.environment_host import Delivered
 from umbra.services.environments.protocol import StepResult
 from umbra.services.environments.worker_pool import END_S, WorkerPool
 from umbra.services.runtime.config import EnvironmentConfig
@@ -133,7 +133,7 @@ class AgentHost:
             self._spawn(self._fail(key, task, _TWICE))
         self._playing.add(key)
 
-    def _left(self, key: str, value: Result | None, error: str) -> None:
+    def _left(self, key: str, value: Delivered | None, error: str) -> None:
         """An agent's function has returned."""
         task = self._sessions.get(key)
         if task is None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from umbra.services.environments.protocol import (
     Environment,
@@ -20,6 +20,17 @@ from umbra.services.environments.protocol import (
 from umbra.services.environments.response import Response, Said
 
 Result = Opening | StepResult
+Delivered = Result | list[StepResult]  # a list: one for each sample of a group
+
+
+class GroupEnvironment(Environment, Protocol):
+    """What a group of responses to one prompt is worth, told of all of them at once."""
+
+    def step_all(
+        self, responses: Sequence[Response]
+    ) -> list[StepResult] | Awaitable[list[StepResult]]:
+        """The end of each of `responses`, in their order."""
+        ...
 
 
 def close_of(environment: Environment) -> Callable[[], Any] | None:
@@ -53,7 +64,8 @@ class EnvironmentHost:
 
         Without responses the conversation is opened, anew if there is one. If this process has not
         heard the earlier responses, it plays the conversation from the start; then the result holds
-        all answers, else the last one only.
+        all answers, else the last one only. To an environment that judges a group the `responses`
+        are those of its samples, and each has an answer.
 
         Raises:
             SampleError: the environment raised, or answered what is no answer.
@@ -65,6 +77,8 @@ class EnvironmentHost:
                 await self.forget(key)
                 session = self._sessions[key] = _Episode(self._make())
                 results.append(await self._reset(session, row))
+            if responses and (step_all := getattr(session.environment, "step_all", None)):
+                return [*results, *await self._step_all(step_all, responses)]
             for response in responses[session.heard :]:
                 results.append(await self._step(session, response))
                 session.heard += 1
@@ -106,10 +120,21 @@ class EnvironmentHost:
             opened = Opening(opened)
         return Opening(self._messages(opened.messages, "reset"), opened.tools)
 
+    async def _step_all(
+        self, step_all: Callable[[list[Response]], Any], said: Sequence[Said | str]
+    ) -> list[StepResult]:
+        given = step_all([Response.of(each) for each in said])
+        if inspect.isawaitable(given):
+            given = await given
+        return [self._checked(result) for result in given]
+
     async def _step(self, session: _Episode, said: Said | str) -> StepResult:
         result: Any = session.environment.step(Response.of(said))
         if inspect.isawaitable(result):
             result = await result
+        return self._checked(result)
+
+    def _checked(self, result: Any) -> StepResult:
         if not isinstance(result, StepResult):
             raise SampleError(
                 f"{self._name}: step returned {type(result).__name__} instead of a StepResult"

@@ -17,7 +17,12 @@ from umbra.services.environments.kinds.openenv import openenv_program
 from umbra.services.environments.kinds.trl import trl_program
 from umbra.services.environments.kinds.verifiers import verifiers_program
 from umbra.services.environments.protocol import Environment, EnvironmentFactory
-from umbra.services.environments.rewards import RewardedTurn, RewardFunction, Rewards
+from umbra.services.environments.rewards import (
+    RewardedGroup,
+    RewardedTurn,
+    RewardFunction,
+    Rewards,
+)
 from umbra.services.environments.sandbox import TOOLS as SANDBOXED
 from umbra.services.environments.sandbox import SandboxTools, sandbox_factory
 from umbra.services.environments.single_turn import (
@@ -85,6 +90,8 @@ def load_environment(config: EnvironmentConfig) -> EnvironmentFactory:
                 'environment.kind = "reward" needs environment.reward = "module:function", or '
                 "environment.rewards with the weights of several"
             )
+        if config.reward_scope == "group":
+            return _checked(lambda: RewardedGroup(rewards, name_of(config), **options), config)
         return _checked(lambda: RewardedTurn(rewards, **options), config)
     if config.kind in _PROGRAMS:
         program = _program(config)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from umbra.services.environments.environment_host import EnvironmentHost, Result
+from umbra.services.environments.environment_host import Delivered, EnvironmentHost
 from umbra.services.environments.loading import load_environment, runs_inline
 from umbra.services.environments.protocol import EnvironmentFactory, Row, SampleError
 from umbra.services.environments.response import Said
@@ -29,7 +29,7 @@ class EpisodeOutcome:
     """What a play ended with: an answer, or the reason why there is none. Agents ask in between."""
 
     key: str
-    value: Result | Ask | Begun | None = None
+    value: Delivered | Ask | Begun | None = None
     error: str = ""
 
 
@@ -49,7 +49,8 @@ class EnvironmentPool(Protocol):
     def play(self, key: str, row: Row, responses: Sequence[Said | str]) -> None:
         """Ask sample `key`'s environment to answer the last of `responses`, or to open.
 
-        At most one play of a sample at a time.
+        At most one play of a sample at a time. Where `environment.reward_scope` is "group", `key`
+        is a group, `responses` are those of its samples, and the answer is a list, one for each.
         """
         ...
 
@@ -142,7 +143,7 @@ class ProcessPool:
             self._thread.wait(self._workers.close(), END_S)
             self._thread.close()
 
-    def _deliver(self, key: str, value: Result | None, error: str) -> None:
+    def _deliver(self, key: str, value: Delivered | None, error: str) -> None:
         self._outcomes.put(EpisodeOutcome(key, value, error))
         self._wake()
 

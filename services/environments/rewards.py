@@ -1,12 +1,14 @@
 """Rewards as functions of the user's: one, or several with weights, in either of two forms.
 
 Ours is called as `function(prompt=..., completion=..., row=...)` and returns a number. TRL's is
-called as `function(prompts=[...], completions=[...], **columns)`, with lists of one sample here,
-and returns a list of numbers; None leaves the function out of that sample's reward.
+called as `function(prompts=[...], completions=[...], **columns)` and returns a list of numbers;
+None leaves the function out of that sample's reward. Its lists are of one sample, or of all samples
+of a group (`environment.reward_scope`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -38,7 +40,7 @@ class RewardFunction:
         self.weight = weight
         self.waits = inspect.iscoroutinefunction(function)
         parameters = inspect.signature(function).parameters
-        self._batched = bool({"prompts", "completions"} & set(parameters))
+        self.batched = bool({"prompts", "completions"} & set(parameters))
         for argument in _UNKNOWN_HERE:
             if argument in parameters and parameters[argument].default is inspect.Parameter.empty:
                 raise UsageError(
@@ -46,37 +48,51 @@ class RewardFunction:
                     "rewards are computed: give it a default"
                 )
 
-    def call(self, row: Row, completion: Any, text: str, extra: dict[str, Any]) -> Any:
-        """What it returns, or an awaitable of that.
+    def call(
+        self, row: Row, completions: Sequence[Any], texts: Sequence[str], extra: dict[str, Any]
+    ) -> list[Any]:
+        """What it returns, or awaitables of that: once for all samples, or for each.
 
         Args:
-            row: the sample's prompt row.
-            completion: what the model said, as TRL has it: text, or messages if the prompt is.
-            text: the model's last turn.
+            row: the prompt row of the samples.
+            completions: what the model said, as TRL has it: texts, or messages if the prompt is.
+            texts: the model's last turns.
             extra: more arguments of TRL's, by name.
         """
-        prompt = row.get("prompt", "")
-        if not self._batched:
-            return self._function(prompt=prompt, completion=text, row=row)
-        columns = {key: [value] for key, value in row.items() if key not in _RESERVED}
-        return self._function(prompts=[prompt], completions=[completion], **columns, **extra)
+        prompt, count = row.get("prompt", ""), len(texts)
+        if not self.batched:
+            return [self._function(prompt=prompt, completion=text, row=row) for text in texts]
+        columns = {key: [value] * count for key, value in row.items() if key not in _RESERVED}
+        given = {"prompts": [prompt] * count, "completions": list(completions)}
+        return [self._function(**given, **columns, **extra)]
 
-    def value(self, returned: Any) -> float | None:
-        """The number in what the function returned.
+    def values(self, returned: Sequence[Any], count: int) -> list[float | None]:
+        """The numbers in what `call` returned for `count` samples.
 
         Raises:
-            SampleError: there is none.
+            SampleError: one is missing, or is none.
         """
-        if not self._batched:
-            return finite_number(returned, f"reward {self.name}")
-        try:
-            (value,) = returned
-        except (TypeError, ValueError):
+        numbers = returned if not self.batched else _numbers(returned[0])
+        if numbers is None or len(numbers) != count:
+            wanted = "one number for one completion"
+            if count > 1:
+                wanted = f"{count} numbers for {count} completions"
             raise SampleError(
-                f"reward {self.name} returned {returned!r} instead of a list with one number for "
-                "one completion"
-            ) from None
-        return None if value is None else finite_number(value, f"reward {self.name}")
+                f"reward {self.name} returned {returned[0]!r} instead of a list with {wanted}"
+            )
+        absent = [self.batched and value is None for value in numbers]
+        return [
+            None if none else finite_number(value, f"reward {self.name}")
+            for value, none in zip(numbers, absent, strict=True)
+        ]
+
+
+def _numbers(returned: Any) -> list[Any] | None:
+    """The items of what should be a list; arrays and tensors have some too."""
+    try:
+        return list(returned)
+    except TypeError:
+        return None
 
 
 class Rewards:
@@ -92,30 +108,54 @@ class Rewards:
         self._named = named
         self.waits = any(function.waits for function in functions)
         self.any = bool(functions)
+        self.batched = any(function.batched for function in functions)
 
     def result(
         self, row: Row, completion: Any, text: str, extra: Mapping[str, Any] | None = None
     ) -> StepResult | Awaitable[StepResult]:
-        """The sum of the functions' values, each times its weight; arguments as of `call`.
+        """`results` for one sample."""
+        found = self.results(row, [completion], [text], extra)
+        return found[0] if isinstance(found, list) else _first(found)
+
+    def results(
+        self,
+        row: Row,
+        completions: Sequence[Any],
+        texts: Sequence[str],
+        extra: Mapping[str, Any] | None = None,
+    ) -> list[StepResult] | Awaitable[list[StepResult]]:
+        """For each sample the sum of the functions' values, each times its weight.
+
+        Arguments are those of `RewardFunction.call`.
 
         Raises:
-            SampleError: a value is no number, or no function has one for this sample.
+            SampleError: a value is no number, or no function has one for a sample.
         """
-        parts: dict[str, float] = {}
-        given = {**(extra or {}), "log_extra": _nowhere, "log_metric": parts.__setitem__}
-        returned = [function.call(row, completion, text, given) for function in self._functions]
-        if any(map(inspect.isawaitable, returned)):
-            return self._later(returned, parts)
-        return self._sum(returned, parts)
+        metrics: dict[str, float] = {}
+        given = {**(extra or {}), "log_extra": _nowhere, "log_metric": metrics.__setitem__}
+        returned = [function.call(row, completions, texts, given) for function in self._functions]
+        if any(inspect.isawaitable(one) for each in returned for one in each):
+            return self._later(returned, metrics, len(texts))
+        return self._sums(returned, metrics, len(texts))
 
-    async def _later(self, returned: Sequence[Any], parts: dict[str, float]) -> StepResult:
-        values = [await value if inspect.isawaitable(value) else value for value in returned]
-        return self._sum(values, parts)
+    async def _later(
+        self, returned: Sequence[list[Any]], metrics: dict[str, float], count: int
+    ) -> list[StepResult]:
+        found = [await _all(each) for each in returned]
+        return self._sums(found, metrics, count)
 
-    def _sum(self, returned: Sequence[Any], parts: dict[str, float]) -> StepResult:
-        total, counted = 0.0, 0
-        for function, given in zip(self._functions, returned, strict=True):
-            value = function.value(given)
+    def _sums(
+        self, returned: Sequence[list[Any]], metrics: dict[str, float], count: int
+    ) -> list[StepResult]:
+        values = [
+            function.values(given, count)
+            for function, given in zip(self._functions, returned, strict=True)
+        ]
+        return [self._sum([own[n] for own in values], metrics) for n in range(count)]
+
+    def _sum(self, values: Sequence[float | None], metrics: dict[str, float]) -> StepResult:
+        total, parts, counted = 0.0, dict(metrics), 0
+        for function, value in zip(self._functions, values, strict=True):
             if value is None:
                 continue
             total, counted = total + function.weight * value, counted + 1
@@ -124,6 +164,17 @@ class Rewards:
         if self._functions and not counted:
             raise SampleError("no reward function has a reward for this sample: all returned None")
         return StepResult(reward=total, reward_parts=parts)
+
+
+async def _first(found: Awaitable[list[StepResult]]) -> StepResult:
+    return (await found)[0]
+
+
+async def _all(returned: list[Any]) -> list[Any]:
+    """What came of a function's calls, which wait at the same time."""
+    if len(returned) == 1:
+        return [await returned[0] if inspect.isawaitable(returned[0]) else returned[0]]
+    return await asyncio.gather(*returned) if inspect.isawaitable(returned[0]) else returned
 
 
 class RewardedTurn(SingleTurn):
@@ -136,6 +187,36 @@ class RewardedTurn(SingleTurn):
 
     def step(self, response: str) -> StepResult | Awaitable[StepResult]:
         return self._rewards.result(self.row, completion_of(self.row, response), response)
+
+
+class RewardedGroup(SingleTurn):
+    """All turns that answer one prompt, which functions that take `completions` get at once.
+
+    Args:
+        rewards: such functions, and others, which are called for each of the samples.
+        name: what the user calls it, for errors.
+
+    Raises:
+        UsageError: none of the functions takes a group.
+    """
+
+    def __init__(self, rewards: Rewards, name: str) -> None:
+        super().__init__()
+        if not rewards.batched:
+            raise UsageError(
+                f'environment.reward_scope = "group": {name} has no function with the parameter '
+                "completions, that would be called with a group"
+            )
+        self._rewards = rewards
+        self.concurrent = rewards.waits
+
+    def step(self, response: str) -> StepResult:
+        raise SampleError("the samples of a group are rewarded at once, not one by one")
+
+    def step_all(self, responses: Sequence[str]) -> list[StepResult] | Awaitable[list[StepResult]]:
+        """A reward for each of `responses`."""
+        completions = [completion_of(self.row, response) for response in responses]
+        return self._rewards.results(self.row, completions, responses)
 
 
 def completion_of(row: Row, text: str) -> Any:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from umbra.proto.errors import DeadlineError, UsageError
-from umbra.services.environments.environment_host import Result
+from umbra.services.environments.environment_host import Delivered, Result
 from umbra.services.environments.loading import name_of
 from umbra.services.environments.python_apart import apart
 from umbra.services.environments.response import Said
@@ -94,7 +94,7 @@ class WorkerPool:
     def __init__(
         self,
         config: EnvironmentConfig,
-        deliver: Callable[[str, Result | None, str], None],
+        deliver: Callable[[str, Delivered | None, str], None],
         started: Callable[[str], None] = lambda key: None,
         *,
         end_forgotten: bool = False,
@@ -220,7 +220,9 @@ class WorkerPool:
         if error and call.session.worker is worker:
             call.session.worker = None
             self._release(worker, call.play.key)
-        self._answer(call, None if error else reply.results[-1], error)
+        whole = self._config.reward_scope == "group" and bool(call.play.responses)
+        value = reply.steps if whole else reply.results[-1]
+        self._answer(call, None if error else value, error)
         if reply.exhausted:
             self._end(worker, "it was out of memory")
 
@@ -243,7 +245,7 @@ class WorkerPool:
         """Whether the sample still waits for it."""
         return self._sessions.get(call.play.key) is call.session
 
-    def _answer(self, call: _PendingPlay, value: Result | None, error: str) -> None:
+    def _answer(self, call: _PendingPlay, value: Delivered | None, error: str) -> None:
         if self._wanted(call):
             self._deliver(call.play.key, value, error)
 

@@ -28,7 +28,9 @@ _LOOK_S = 0.01
 
 
 def check_environment(config: RunConfig, row: dict[str, Any]) -> None:
-    """Load the environment and put an empty response to `row` into it; agents are only loaded.
+    """Load the environment and put an empty response to `row` into it, or a whole group of them.
+
+    Agents are only loaded.
 
     A model can say nothing at all, so every reward must take an empty response. If there are more
     turns, the model's chat template must be able to write them.
@@ -42,8 +44,9 @@ def check_environment(config: RunConfig, row: dict[str, Any]) -> None:
         return  # its agents come from outside
     asks = environment.asks  # it asks a model, and there is none yet
     key = "environment.reward" if environment.kind == "reward" else "environment.kind"
+    size = config.buffer.group_size if environment.reward_scope == "group" else 1
     with closing(open_pool(environment)) as pool:
-        plays = [] if asks else [_played(pool, row, said) for said in ([], [""])]
+        plays = [] if asks else [_played(pool, row, said) for said in ([], [""] * size)]
     for outcome in plays:
         if outcome.error:
             raise UsageError(

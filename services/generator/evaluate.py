@@ -12,6 +12,7 @@ import torch
 
 from umbra.proto.errors import UmbraError, UsageError
 from umbra.proto.records import SampleTask, Trajectory
+from umbra.services.generator.group_rewards import reward_groups, unrewarded
 from umbra.services.generator.pools import open_environments
 from umbra.services.generator.rollout import RolloutSettings, for_environments
 from umbra.services.generator.runner import RolloutRunner
@@ -54,7 +55,8 @@ def evaluate_model(
     """Let the model in `path` answer `samples` prompts, going round `rows` as often as it takes.
 
     Environment, sampling and generator are those of `config`; `greedy` takes the most likely token
-    instead of sampling.
+    instead of sampling. Where rewards are those of groups, each prompt that is used has as many
+    samples as in training, as far as there are so many.
 
     Raises:
         UsageError: no model, tokenizer, environment or prompt.
@@ -80,7 +82,11 @@ def evaluate_model(
     sampling = sampling_of(config.sampling, greedy=greedy)
     chat = Chat.configured(config.model, tokenizer, stops)
     # Agents may name the run's sampling, however their answers are drawn here.
-    pool = open_environments(config, config.environment, chat, sampling_of(config.sampling))
+    whole = config.environment.reward_scope == "group"
+    if whole:
+        rows = rows[: max(1, samples // config.buffer.group_size)]
+    played = unrewarded(config.environment) if whole else config.environment
+    pool = open_environments(config, played, chat, sampling_of(config.sampling))
     stopped = tuple(config.sampling.stop)
     settings = RolloutSettings(chat, sampling, max_context, stops=stopped)
     settings = for_environments(settings, config)
@@ -91,6 +97,9 @@ def evaluate_model(
     finally:
         pool.close()
         engine.close()
+    if whole:
+        finished, unjudged = reward_groups(finished, rows, config, chat)
+        failures += unjudged
     seconds = time.perf_counter() - start
     if not finished:
         raise UmbraError(f"all {samples} samples failed; the first: {failures[0]}")

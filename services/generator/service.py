@@ -10,11 +10,12 @@ from functools import partial
 
 import msgspec
 
-from umbra.services.environments.loading import UNREWARDED, name_of
+from umbra.services.environments.loading import name_of
 from umbra.services.generator.activity import Activity
 from umbra.services.generator.agents.offers import SessionOffers
 from umbra.services.generator.buffer_client import BufferClient
 from umbra.services.generator.engines import OpenEngine, engine_here, open_engine
+from umbra.services.generator.group_rewards import unrewarded
 from umbra.services.generator.loop import GeneratorLoop
 from umbra.services.generator.pools import open_environments
 from umbra.services.generator.rollout import RolloutSettings, for_environments
@@ -43,8 +44,7 @@ def run(
     """
     config = ctx.config
     if "reward" in config.buffer.stages:
-        unrewarded = msgspec.structs.replace(config.environment, kind=UNREWARDED, options={})
-        config = msgspec.structs.replace(config, environment=unrewarded)
+        config = msgspec.structs.replace(config, environment=unrewarded(config.environment))
     environment = config.environment
     opened = make_engine(config, ctx.name)
     wake = threading.Event()

@@ -68,7 +68,9 @@ class LogprobWorker:
         self._refresh = refresh
 
     @torch.inference_mode()
-    def score(self, tasks: Sequence[ScoringTask], alive: Callable[[], None]) -> Iterator[Score]:
+    def score(
+        self, tasks: Sequence[ScoringTask], alive: Callable[[], None]
+    ) -> Iterator[list[Score]]:
         """Logprobs for each of `tasks`, all by the same weights; an error for what has none."""
         version = self._refresh()
         sound: list[ScoringTask] = []
@@ -76,7 +78,7 @@ class LogprobWorker:
             # Eval samples, which may be greedy, have no stage of logprobs; the trainer judges.
             if fault := find_fault(task.trajectory, self._facts, trained=self._replay):
                 error = f"{fault} (the scorer's model must be of the generator's family)"
-                yield Score(sample_id=task.sample_id, attempt=task.attempt, error=error)
+                yield [Score(sample_id=task.sample_id, attempt=task.attempt, error=error)]
             else:
                 sound.append(task)
         if not sound:
@@ -101,12 +103,13 @@ class LogprobWorker:
         index = itertools.count()
         for task, lines in zip(sound, own, strict=True):
             found = [_spread(line, logprobs[tokens.owner == next(index)]) for line in lines]
-            yield Score(
+            score = Score(
                 sample_id=task.sample_id,
                 attempt=task.attempt,
                 logprobs=b"".join(found),
                 version=version,
             )
+            yield [score]
 
     def close(self) -> None:
         """Nothing to let go of."""

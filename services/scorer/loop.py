@@ -81,11 +81,15 @@ class ScorerLoop:
 
         scores: list[Score] = []
         send_at = time.monotonic() + BATCH_S
-        for score in self._worker.score(lease.tasks, alive):
+        for ready in self._worker.score(lease.tasks, alive):
             if self._session.stopping.is_set():
                 break
-            del left[score.sample_id]
-            scores.append(score)
+            for score in ready:
+                del left[score.sample_id]
+            if len(ready) > 1:
+                self._submit(ready)  # of a group, which is taken as a whole
+                continue
+            scores += ready
             if time.monotonic() >= send_at:
                 self._send(scores)
                 scores, send_at = [], time.monotonic() + BATCH_S

@@ -1,4 +1,7 @@
-"""Stage "reward": the environment's last step, run here instead of in the generator."""
+"""Stage "reward": the environment's last step, run here instead of in the generator.
+
+Of single samples, or of whole groups at once (`environment.reward_scope`).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from umbra.proto.records import Score, ScoringTask, unpack_int32
 from umbra.services.environments.pool import EnvironmentPool, EpisodeOutcome
 from umbra.services.environments.protocol import StepResult
+from umbra.services.environments.response import Said
 from umbra.services.modeling.chat import Chat
 
 WAIT_S = 0.05
@@ -20,6 +24,7 @@ class RewardWorker:
         pool: where environments run.
         wait: waits up to so many seconds for an outcome.
         stops: texts that end a turn.
+        whole: the environments reward groups; the tasks of one come together.
     """
 
     def __init__(
@@ -28,23 +33,31 @@ class RewardWorker:
         pool: EnvironmentPool,
         wait: Callable[[float], object],
         stops: Sequence[str] = (),
+        *,
+        whole: bool = False,
     ) -> None:
         self._chat = chat
         self._pool = pool
         self._wait = wait
         self._stops = stops
+        self._whole = whole
 
-    def score(self, tasks: Sequence[ScoringTask], alive: Callable[[], None]) -> Iterator[Score]:
+    def score(
+        self, tasks: Sequence[ScoringTask], alive: Callable[[], None]
+    ) -> Iterator[list[Score]]:
         """A reward for each of `tasks`, as the environments answer."""
-        open_ = {task.sample_id: task for task in tasks}
+        open_: dict[str, list[ScoringTask]] = {}  # by what the environment calls a sample
         for task in tasks:
-            self._submit(task)
+            key = task.trajectory.group_id if self._whole else task.sample_id
+            open_.setdefault(key, []).append(task)
+        for key, own in open_.items():
+            self._pool.play(key, own[0].row, [self._said(task) for task in own])
         while open_:
             for outcome in self._pool.collect():
-                task = open_.pop(outcome.key, None)
-                if task is not None:
+                own = open_.pop(outcome.key, None)
+                if own is not None:
                     self._pool.forget(outcome.key)
-                    yield _score(task, outcome)
+                    yield _scores(own, outcome)
             alive()
             if open_:
                 self._wait(WAIT_S)
@@ -52,20 +65,26 @@ class RewardWorker:
     def close(self) -> None:
         self._pool.close()
 
-    def _submit(self, task: ScoringTask) -> None:
+    def _said(self, task: ScoringTask) -> Said:
         made = task.trajectory
         response, prompt = unpack_int32(made.response_ids), unpack_int32(made.prompt_ids)
-        said = self._chat.said(response, prompt, stops=self._stops)
-        self._pool.play(task.sample_id, task.row, [said])
+        return self._chat.said(response, prompt, stops=self._stops)
 
 
-def _score(task: ScoringTask, outcome: EpisodeOutcome) -> Score:
-    result = outcome.value
-    if not isinstance(result, StepResult):
-        return Score(sample_id=task.sample_id, attempt=task.attempt, error=outcome.error)
-    return Score(
-        sample_id=task.sample_id,
-        attempt=task.attempt,
-        reward=result.reward,
-        reward_parts=result.reward_parts,
-    )
+def _scores(tasks: Sequence[ScoringTask], outcome: EpisodeOutcome) -> list[Score]:
+    """What `outcome` says of each of `tasks`, which were played at once."""
+    found = outcome.value
+    results = found if isinstance(found, list) else [found]
+    if len(results) != len(tasks) or not all(isinstance(one, StepResult) for one in results):
+        error = outcome.error or "the environment did not answer for each sample"
+        return [Score(sample_id=t.sample_id, attempt=t.attempt, error=error) for t in tasks]
+    return [
+        Score(
+            sample_id=task.sample_id,
+            attempt=task.attempt,
+            reward=result.reward,
+            reward_parts=result.reward_parts,
+        )
+        for task, result in zip(tasks, results, strict=True)
+        if isinstance(result, StepResult)
+    ]

@@ -56,7 +56,8 @@ def reward_worker(config: RunConfig) -> StageWorker:
 
     pool = open_pool(config.environment, wake=wake.set)
     chat = Chat.configured(config.model, tokenizer, stops)
-    return RewardWorker(chat, pool, wait, config.sampling.stop)
+    whole = config.environment.reward_scope == "group"
+    return RewardWorker(chat, pool, wait, config.sampling.stop, whole=whole)
 
 
 def _score_logprobs(context: ServiceContext, session: Session) -> None:

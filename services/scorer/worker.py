@@ -11,10 +11,13 @@ from umbra.proto.records import Score, ScoringTask
 class StageWorker(Protocol):
     """Scores trajectories of one stage."""
 
-    def score(self, tasks: Sequence[ScoringTask], alive: Callable[[], None]) -> Iterator[Score]:
+    def score(
+        self, tasks: Sequence[ScoringTask], alive: Callable[[], None]
+    ) -> Iterator[list[Score]]:
         """A score for each of `tasks`, in any order, as they get ready.
 
-        `alive` is called every now and then, at least between two scores.
+        Those in one list are of samples that are scored at once, and belong into one message.
+        `alive` is called every now and then, at least between two lists.
         """
         ...
 

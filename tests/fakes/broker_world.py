@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -34,7 +34,14 @@ from umbra.services.buffer.data.prompts import GroupEnd
 from umbra.services.buffer.effects import Effect, Lived, Measure, Notify, Reply
 from umbra.services.buffer.state import RunState
 from umbra.services.buffer.store.api import MemoryStore
-from umbra.services.runtime.config import BufferConfig, EvalConfig, LogConfig, RunConfig, RunSection
+from umbra.services.runtime.config import (
+    BufferConfig,
+    EnvironmentConfig,
+    EvalConfig,
+    LogConfig,
+    RunConfig,
+    RunSection,
+)
 from umbra.services.runtime.net.server import Request
 from umbra.services.runtime.prompts.rows import Prompt
 
@@ -107,6 +114,7 @@ class World:
         eval_config: EvalConfig | None = None,
         eval_prompts: Sequence[Prompt] = (),
         traced_share: float = 0.0,
+        reward_scope: Literal["sample", "group"] = "sample",
         **buffer: Any,
     ) -> None:
         sizes = {"group_size": 2, "batch_groups": 2, **buffer}
@@ -115,6 +123,7 @@ class World:
             buffer=BufferConfig(**sizes),
             eval=eval_config or EvalConfig(),
             log=LogConfig(traced_share=traced_share),
+            environment=EnvironmentConfig(kind="reward", reward_scope=reward_scope),
         )
         self.eval_prompts = eval_prompts
         self.now = 0.0
@@ -156,6 +165,26 @@ class World:
 
         `frame` is what `body` came as, if that matters.
         """
+        request = self.request(name, body, incarnation, number, frame)
+        own: Message | None = None
+        for effect in self.broker.handle(request, self.now):
+            if isinstance(effect, Reply) and effect.request.header is request.header:
+                assert own is None, "answered twice"
+                own = as_sent(effect.body)
+            else:
+                self._take(effect)
+        self.broker.save()
+        return own
+
+    def request(
+        self,
+        name: str,
+        body: Message,
+        incarnation: str | None = None,
+        number: int | None = None,
+        frame: bytes = b"",
+    ) -> Request:
+        """`body` as the broker gets it."""
         header = Header(
             major=1,
             minor=0,
@@ -164,16 +193,7 @@ class World:
             sender=name,
             incarnation=incarnation or self.incarnations.get(name, f"{name}-1"),
         )
-        request = Request("any", name.encode(), header, body, frame=frame)
-        own: Message | None = None
-        for effect in self.broker.handle(request, self.now):
-            if isinstance(effect, Reply) and effect.request.header is header:
-                assert own is None, "answered twice"
-                own = as_sent(effect.body)
-            else:
-                self._take(effect)
-        self.broker.save()
-        return own
+        return Request("any", name.encode(), header, body, frame=frame)
 
     def get(self, name: str, body: Message, kind: type[M]) -> M:
         """The reply to `body`, which must be a `kind`."""

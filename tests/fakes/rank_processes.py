@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,7 +51,8 @@ class RankProcess:
         self, method: Method, words: Sequence[str], environ: Mapping[str, str], errors: Path
     ) -> None:
         self._errors = errors
-        self._process = multiprocessing.get_context(method).Process(
+        context: Any = multiprocessing.get_context(method)
+        self._process: BaseProcess = context.Process(
             target=_run, args=(list(words), dict(environ), errors)
         )
         self._process.start()

@@ -137,6 +137,9 @@ def test_mistakes_are_sentences_and_leave_no_folder(
     with pytest.raises(umbra.UmbraError, match="tiny_reward has no callable 'scores'") as caught:
         umbra.train("model", "prompts.jsonl", "tiny_reward:scores", **SMALL)
     assert caught.value.exit_code == 2
+    group = {"environment": {"reward_scope": "group"}}  # the scoring stage comes with it
+    with pytest.raises(umbra.UmbraError, match="no function with the parameter completions"):
+        umbra.train("model", "prompts.jsonl", "tiny_reward:score", config=group, **SMALL)
     assert not list(project.glob("runs/*"))
 
 

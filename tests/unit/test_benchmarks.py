@@ -302,7 +302,7 @@ def test_a_timed_scorer_sleeps_for_each_token(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(timed_scorer.time, "sleep", slept.append)
     task = ScoringTask(sample_id="a", attempt=1, row={}, lease_s=9.0, trajectory=ANSWER)
     worker = timed_scorer.TimedWorker(0.5, 0.25)
-    (score,) = worker.score([task], lambda: None)
+    ((score,),) = worker.score([task], lambda: None)
     assert score.logprobs == ANSWER.logprobs
     list(worker.score([task], lambda: None))
     assert sum(slept) == pytest.approx(2 * (0.5 + 5 * 0.25) - 0.05)  # 2 prompt, 3 response tokens

@@ -175,7 +175,7 @@ def test_scorers_find_logprobs_of_every_line(tiny_model_dir: Path) -> None:
 
     def score(made: Trajectory) -> Score:
         told: ScoringTask = msgspec.structs.replace(scoring, trajectory=made)
-        (found,) = worker.score([told], lambda: None)
+        ((found,),) = worker.score([told], lambda: None)
         return found
 
     together = score(scoring.trajectory)

@@ -8,6 +8,7 @@ from collections import Counter
 from typing import Any
 
 import hypothesis.strategies as st
+import msgspec
 from fakes.broker_world import World, trajectory
 from hypothesis import settings
 from hypothesis.stateful import initialize, invariant, precondition, rule
@@ -25,7 +26,7 @@ from umbra.proto.messages import (
     SubmitScores,
     SubmitTrajectories,
 )
-from umbra.proto.records import Score, ScoringTask, pack_float32
+from umbra.proto.records import Score, ScoringTask, Trajectory, pack_float32
 from umbra.services.buffer.samples.groups import State
 from umbra.services.runtime.config import EvalConfig
 from umbra.services.runtime.prompts.rows import Prompt
@@ -66,11 +67,22 @@ class PolicyMachine(BrokerMachine):
         ),
         every=st.integers(0, 3),
         mode=st.sampled_from(["pause", "concurrent"]),
+        whole=st.booleans(),
     )
-    def start(self, policies: dict[str, Any], every: int, mode: Any, **sizes: int) -> None:
+    def start(
+        self, policies: dict[str, Any], every: int, mode: Any, whole: bool, **sizes: int
+    ) -> None:
+        self.whole = whole
+        if whole:  # groups are scored at once
+            policies["straggler"] = "wait"
+            policies["stages"] = [*dict.fromkeys([*policies["stages"], "reward"])]
+        self.judged: list[set[tuple[str, int]]] = []  # samples and attempts that were
         self.policies = policies
         self.groups = sizes["batch_groups"]
-        self.eval = EvalConfig(every=every, mode=mode, run_samples=2, timeout_s=60, prompts="x")
+        self.eval = EvalConfig(
+            every=every, mode=mode, run_samples=2, samples_per_prompt=1 + whole, timeout_s=60,
+            prompts="x",
+        )  # fmt: skip
         self.scoring: list[tuple[str, str, ScoringTask]] = []  # all that was ever handed out
         self.uses: dict[int, list[str]] = {}  # by committed step: its samples
         self.times = policies["replay_times"] if policies["sampling"] == "replay" else 1
@@ -84,6 +96,7 @@ class PolicyMachine(BrokerMachine):
             steps=STEPS,
             eval_config=self.eval,
             eval_prompts=[Prompt("h", {"prompt": "held out"})],
+            reward_scope="group" if self.whole else "sample",
             **fixed,
             **buffer,
             **self.policies,
@@ -117,6 +130,25 @@ class PolicyMachine(BrokerMachine):
             assert made.oldest_version <= max(self.uses, default=0)
             assert made.scored == self.policies["stages"]
             assert ("ref_logp" in made.scored) == (made.ref_logprobs is not None)
+        if self.whole:
+            self.were_judged_at_once(batch.scored())
+
+    def were_judged_at_once(self, batch: list[Trajectory]) -> None:
+        """The rewards of a group are of one message, and of these very responses."""
+        groups: dict[str, list[Trajectory]] = {}
+        for made in batch:
+            groups.setdefault(made.group_id, []).append(made)
+        for group in groups.values():
+            (number,) = {int(made.reward_parts["judged"]) for made in group}
+            assert self.judged[number] == {(made.sample_id, made.attempt) for made in group}
+
+    def judge(self, tasks: list[ScoringTask], reward: float, good: bool) -> list[Score]:
+        """Scores for `tasks`, which name the message that they come in."""
+        self.judged.append({(t.sample_id, t.trajectory.attempt) for t in tasks})
+        part = {"judged": float(len(self.judged) - 1)}
+        return [
+            msgspec.structs.replace(score(task, reward, good), reward_parts=part) for task in tasks
+        ]
 
     def used(self, before: int) -> Counter[str]:
         """How often each sample was trained on in the steps before."""
@@ -143,11 +175,24 @@ class PolicyMachine(BrokerMachine):
         self.collect()
 
     @precondition(lambda self: self.scoring)
-    @rule(pick=picks, good=st.integers(0, 3))
-    def submit_score(self, pick: int, good: int) -> None:
-        """Answer anything that was ever handed out, in time or not, with a score or an error."""
+    @rule(pick=picks, good=st.integers(0, 3), all_of_it=st.integers(0, 3))
+    def submit_score(self, pick: int, good: int, all_of_it: int) -> None:
+        """Answer anything that was ever handed out, in time or not, with a score or an error.
+
+        Where groups are scored at once, mostly with the scores of all that came with it.
+        """
         name, stage, task = self.scoring[pick % len(self.scoring)]
-        self.world.ask(name, SubmitScores(stage=stage, scores=[score(task, pick % 2, bool(good))]))
+        tasks = [task]
+        if self.whole and stage == "reward" and all_of_it:
+            group = task.trajectory.group_id
+            same = {
+                t.sample_id: t
+                for n, s, t in self.scoring
+                if (n, s, t.attempt, t.trajectory.group_id) == (name, stage, task.attempt, group)
+            }
+            tasks = list(same.values())
+        scores = self.judge(tasks, pick % 2, bool(good))
+        self.world.ask(name, SubmitScores(stage=stage, scores=scores))
         self.collect()
 
     @rule(name=st.sampled_from(SCORERS))
@@ -175,7 +220,11 @@ class PolicyMachine(BrokerMachine):
         for sample in pool.samples.values():
             if sample.state is State.SCORING:
                 queue = pool.unscored[pool.stage_of(sample)]
-                assert sample in queue or sample.sample_id in scoring.leases
+                assert (
+                    sample in queue
+                    or sample.sample_id in scoring.leases
+                    or not pool.scored_with(sample)
+                )
         holders = {lease.holder for lease in scoring.leases.values()}
         assert holders <= set(self.broker.members.peers)
 
@@ -240,8 +289,12 @@ class PolicyMachine(BrokerMachine):
             ask = LeaseScoring(stage=stage, capacity=100, wait_s=0)
             reply = self.world.ask("x", ask)
             assert isinstance(reply, ScoringLeases), reply
-            scores = [score(task, number % 2, True) for number, task in enumerate(reply.tasks)]
-            self.world.ask("x", SubmitScores(stage=stage, scores=scores))
+            by_group: dict[str, list[ScoringTask]] = {}
+            for task in reply.tasks:
+                by_group.setdefault(task.trajectory.group_id, []).append(task)
+            for number, tasks in enumerate(by_group.values()):
+                scores = self.judge(tasks, number % 2, True)
+                self.world.ask("x", SubmitScores(stage=stage, scores=scores))
         self.collect()
         if self.version < STEPS:
             self.lease_batch(0.0)

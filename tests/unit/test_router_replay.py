@@ -353,13 +353,13 @@ def test_stage_of_the_policy_replays_too() -> None:
         for t in made
     ]
     worker = LogprobWorker(model, ScorerConfig(pack_tokens=64), replay=True)
-    scores = {score.sample_id: score for score in worker.score(tasks, lambda: None)}
+    scores = {score.sample_id: score for (score,) in worker.score(tasks, lambda: None)}
     expected = logprobs(Scorer(model).eval(), make_batch(made, 1000, routers=KIND))
     found = np.concatenate(
         [np.frombuffer(scores[t.sample_id].logprobs or b"", "<f4") for t in made]
     )
     torch.testing.assert_close(torch.from_numpy(found), expected.detach(), atol=2e-5, rtol=1e-4)
-    (score,) = worker.score(
+    ((score,),) = worker.score(
         [msgspec.structs.replace(tasks[0], trajectory=trajectory())], lambda: None
     )
     assert "does not say which experts" in score.error

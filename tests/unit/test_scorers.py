@@ -70,7 +70,7 @@ def test_rewards_are_those_of_the_environment(
         scoring_task("wrong", [*one, STOP], b"\1\1", {"prompt": "x", "answer": "2"}),
         scoring_task("broken", [*one, STOP], b"\1\1", {"prompt": "x"}),
     ]
-    scores = {s.sample_id: s for s in reward_worker.score(tasks, lambda: None)}
+    scores = {s.sample_id: s for (s,) in reward_worker.score(tasks, lambda: None)}
     assert (scores["right"].reward, scores["wrong"].reward) == (1.0, 0.0)
     assert scores["right"].attempt == 4
     assert "answer" in scores["broken"].error
@@ -83,7 +83,7 @@ def test_logprobs_are_those_of_the_model(tiny_model_dir: Path) -> None:
         scoring_task("a", [7, 8, 9, STOP], b"\1\0\1\1", {}),
         scoring_task("b", [9, STOP], b"\1\1", {}),
     ]
-    for task, score in zip(tasks, worker.score(tasks, lambda: None), strict=True):
+    for task, (score,) in zip(tasks, worker.score(tasks, lambda: None), strict=True):
         assert (score.sample_id, score.version) == (task.sample_id, 7)
         ids = torch.tensor([[5, 6, *torch.frombuffer(
             bytearray(task.trajectory.response_ids), dtype=torch.int32).tolist()]])  # fmt: skip
@@ -114,7 +114,7 @@ def test_scorer_and_trainer_find_the_same_logprobs(tiny_model_dir: Path) -> None
         tasks.append(msgspec.structs.replace(task, trajectory=made))
     served = load_model(tiny_model_dir, torch.device("cpu"), torch.float32)
     worker = LogprobWorker(served, ScorerConfig(pack_tokens=64, micro_tokens=300))
-    scores = list(worker.score(tasks, lambda: None))
+    scores = [score for (score,) in worker.score(tasks, lambda: None)]
     found = [unpack_float32(s.logprobs or b"") for s in scores]
 
     policy, _ = load_policy(tiny_model_dir)
@@ -142,11 +142,11 @@ def test_what_the_model_cannot_score_costs_that_sample_only(tiny_model_dir: Path
         foreign, trajectory=replace(foreign.trajectory, response_ids=pack_int32([7, 500]))
     )
     empty = replace(empty, trajectory=replace(empty.trajectory, prompt_ids=b""))
-    scores = {s.sample_id: s for s in worker.score([foreign, good, empty], lambda: None)}
+    scores = {s.sample_id: s for (s,) in worker.score([foreign, good, empty], lambda: None)}
     assert scores["a"].logprobs is not None and not scores["a"].error
     assert "reach from 7 to 500, but the model has 101 tokens" in scores["b"].error
     assert "no prompt tokens" in scores["c"].error
-    assert next(worker.score([empty], lambda: None)).error
+    assert next(worker.score([empty], lambda: None))[0].error
 
 
 def test_greedy_samples_are_scored_by_the_plain_softmax(tiny_model_dir: Path) -> None:
@@ -155,5 +155,5 @@ def test_greedy_samples_are_scored_by_the_plain_softmax(tiny_model_dir: Path) ->
     task = scoring_task("a", [7, 8, 9], b"\1\1\1", {})
     replace = msgspec.structs.replace
     greedy = replace(task, trajectory=replace(task.trajectory, sampling=Sampling(temperature=0.0)))
-    (plain,), (found,) = (list(worker.score([t], lambda: None)) for t in (task, greedy))
+    ((plain,),), ((found,),) = (list(worker.score([t], lambda: None)) for t in (task, greedy))
     assert plain.logprobs == found.logprobs

@@ -1,6 +1,7 @@
 """Evaluations within a run: samples of held-out prompts, all tokens of them of one policy version.
 
-They have a pool and a ledger of their own, and go before training samples. An evaluation is due
+They have a pool and a ledger of their own, and go before training samples. A group of them is one
+sample, or all of a prompt where these are scored at once. An evaluation is due
 every `eval.every` versions, and with `eval.at_start` when a generator first asks for work. It is
 pinned to the version of the first generator that asks for work and serves at least that: just the
 one that is due in mode "pause", in which nothing else is handed out until it is done, so that the
@@ -158,8 +159,7 @@ class Evaluations:
             self._begin(version, now)
         if self.open is not None:
             self._cut(self.open, now)
-            groups = self.pool.groups.values()
-            if all(group.samples[0].state is State.READY for group in groups):
+            if all(group.is_ready for group in self.pool.groups.values()):
                 self._finish(self.open, now)
 
     def take(self, holder: str, version: int, capacity: int, now: float) -> list[SampleTask]:
@@ -243,15 +243,16 @@ class Evaluations:
 
     def _take_failures(self) -> None:
         """Their groups are gone, but they count as answers that are worth nothing."""
-        for end in self.pool.group_ends:
-            if end.reason == "failed" and self.open is not None:
+        for failure in self.pool.failures:
+            if self.open is not None:
                 failed = self.open.failed
-                failed[end.prompt_id] = failed.get(end.prompt_id, 0) + 1
+                failed[failure.prompt_id] = failed.get(failure.prompt_id, 0) + failure.samples
+        self.pool.failures.clear()
         self.pool.group_ends.clear()
 
     def _begin(self, version: int, now: float) -> None:
         count, size = len(self._prompts), self._config.run_samples
-        for index in range(size):
+        for index in range(0, size, self.pool.rules.size):
             prompt = index // self._config.samples_per_prompt
             self.pool.issue(self._prompts[prompt % count], version)
         self.open = OpenEvaluation(version, size, dict(self.pool.ledger.ended))
@@ -287,15 +288,15 @@ class Evaluations:
             )
             self.pool.counters["evaluations_begun_again"] += 1
             for group in self.pool.groups.values():
-                self.pool.again(group.samples[0])
+                for sample in group.samples:
+                    self.pool.again(sample)
             open_.pinned = -1
             self.pool.openings += 1
 
     def _end_all(self, reason: str) -> None:
         """End what is missing; in `_finish` and after `cancel` the rest is over as well."""
         for group in list(self.pool.groups.values()):
-            ready = group.samples[0].state is State.READY
-            if not ready or reason == "cancelled":
+            if not group.is_ready or reason == "cancelled":
                 self.pool.end(group, reason)
 
     def _finish(self, open_: OpenEvaluation, now: float) -> None:

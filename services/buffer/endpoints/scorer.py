@@ -48,12 +48,8 @@ class ScorerEndpoint:
 
     def submit(self, request: Request, body: SubmitScores, now: float) -> None:
         """Take scores in; refused ones are named with the reason."""
-        refused: dict[str, str] = {}
-        sender = request.header.sender
-        for score, packed in zip(body.scores, as_arrived(request), strict=True):
-            reason = self._scoring.submit(body.stage, score, packed, sender, now)
-            if reason is not None:
-                refused[score.sample_id] = reason
+        found = list(zip(body.scores, as_arrived(request), strict=True))
+        refused = self._scoring.submit(body.stage, found, request.header.sender, now)
         accepted = len(body.scores) - len(refused)
         self._outbox.reply(request, SubmitAck(accepted=accepted, refused=refused))
 

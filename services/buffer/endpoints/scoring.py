@@ -2,7 +2,8 @@
 
 A lease is `(sample_id, attempt)`, `attempt` counting the leases of the sample in its stage. A
 worker that dies, hangs or runs into an error costs an attempt; after `max_attempts` the sample
-fails.
+fails. Where a stage scores whole groups, a group is leased, scored, lost and failed as one: its
+scores come in one message, and are taken all or not at all.
 """
 
 from __future__ import annotations
@@ -24,15 +25,23 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Lease:
-    """A sample in the hands of a scorer. Times are seconds of the broker's clock."""
+    """What a scorer scores at once: a sample, or a group. Times are of the broker's clock."""
 
     pool: SamplePool
-    sample: Sample
+    samples: list[Sample]
     stage: str
     attempt: int
     holder: str
     leased_at: float
     deadline: float
+
+    @property
+    def what(self) -> str:
+        """What it is, for people."""
+        first = self.samples[0]
+        if len(self.samples) == 1:
+            return f"sample {first.sample_id}"
+        return f"group {first.group.group_id}, {len(self.samples)} samples"
 
 
 class Scoring:
@@ -77,38 +86,61 @@ class Scoring:
         )
 
     def take(self, holder: str, stage: str, capacity: int, now: float) -> list[ScoringTask]:
-        """Up to `capacity` trajectories of `stage` for `holder`."""
+        """Up to `capacity` trajectories of `stage` for `holder`; one group at least, if whole."""
         tasks: list[ScoringTask] = []
         for pool in self._pools:
             queue = pool.unscored.get(stage)
             while queue and len(tasks) < capacity:
                 sample = queue.popleft()
-                if _is_in(sample, pool, stage) and sample.sample_id not in self.leases:
-                    tasks.append(self._lease(pool, sample, holder, stage, now))
+                if not _is_in(sample, pool, stage) or self._is_leased(sample):
+                    continue
+                samples = pool.scored_with(sample)
+                if tasks and len(tasks) + len(samples) > capacity:
+                    queue.appendleft(sample)
+                    return tasks
+                if samples:
+                    tasks += self._lease(pool, samples, holder, stage, now)
         return tasks
 
     def submit(
-        self, stage: str, score: Score, packed: Packed, holder: str, now: float
-    ) -> str | None:
-        """Take in a score, which came `packed`; the reason if it is refused."""
-        lease = self._find(score.sample_id, score.attempt, holder)
-        if lease is None or lease.stage != stage:
-            self._counters["late_scores"] += 1
-            return "this lease is not the sender's any more"
-        sample = lease.sample
-        if score.error:
-            self._lose(lease, score.error, own=True)
-            return None
-        fault = _fault(stage, score, packed, lease)
+        self, stage: str, scores: Sequence[tuple[Score, Packed]], holder: str, now: float
+    ) -> dict[str, str]:
+        """Take in the scores of a message, each as it came packed; why some are refused."""
+        refused: dict[str, str] = {}
+        found: dict[str, dict[str, tuple[Score, Packed]]] = {}  # by sample, by a lease's first
+        leases: dict[str, Lease] = {}
+        for score, packed in scores:
+            lease = self._find(score.sample_id, score.attempt, holder)
+            first = lease.samples[0].sample_id if lease is not None else ""
+            if lease is None or lease.stage != stage or score.sample_id in found.get(first, ()):
+                self._counters["late_scores"] += 1
+                refused[score.sample_id] = "this lease is not the sender's any more"
+                continue
+            leases[first] = lease
+            found.setdefault(first, {})[score.sample_id] = score, packed
+        for first, lease in leases.items():
+            if fault := self._take(lease, found[first], now):
+                refused |= dict.fromkeys(found[first], fault)
+        return refused
+
+    def _take(self, lease: Lease, found: dict[str, tuple[Score, Packed]], now: float) -> str:
+        """Take in the scores of all samples of `lease`; the reason if they are refused."""
+        for score, _ in found.values():
+            if score.error:
+                self._lose(lease, score.error, own=True)
+                return ""
+        fault = _faults(lease, found)
         if fault is not None:
             self._counters["malformed_scores"] += 1
             self._lose(lease, fault, own=True)
             return f"malformed: {fault}"
-        del self.leases[sample.sample_id]
-        reward = score.reward if stage == "reward" else 0.0
-        lease.pool.scored(sample, packed, reward, now)
-        self._counters[f"scored: {stage}"] += 1
-        return None
+        self._drop(lease)
+        for sample in lease.samples:
+            score, packed = found[sample.sample_id]
+            reward = score.reward if lease.stage == "reward" else 0.0
+            lease.pool.scored(sample, packed, reward, now)
+            self._counters[f"scored: {lease.stage}"] += 1
+        return ""
 
     def renew(self, sample_id: str, attempt: int, holder: str, now: float) -> bool:
         """Put off the deadline of a lease; False if it is not `holder`'s any more."""
@@ -119,9 +151,9 @@ class Scoring:
 
     def expire(self, now: float) -> None:
         """Take back the leases whose deadline is over."""
-        for lease in list(self.leases.values()):
+        for lease in self.all_leases():
             if not self._is_current(lease):
-                del self.leases[lease.sample.sample_id]
+                self._drop(lease)
             elif lease.deadline <= now:
                 self._counters["expired_scoring_leases"] += 1
                 why = f"{lease.holder} did not answer within {self._lease_s:g} s"
@@ -129,27 +161,48 @@ class Scoring:
 
     def take_all_back(self, holder: str, *, lost: bool) -> int:
         """Take back whatever `holder` has; only `lost` leases count as attempts."""
-        held = [lease for lease in self.leases.values() if lease.holder == holder]
+        held = [lease for lease in self.all_leases() if lease.holder == holder]
         for lease in held:
             if lost:
                 self._lose(lease, f"{holder} is gone", own=False)
             else:
                 self._requeue(lease)
-        return len(held)
+        return sum(len(lease.samples) for lease in held)
+
+    def all_leases(self) -> list[Lease]:
+        """Each once."""
+        return [one for name, one in self.leases.items() if one.samples[0].sample_id == name]
 
     def _lease(
-        self, pool: SamplePool, sample: Sample, holder: str, stage: str, now: float
-    ) -> ScoringTask:
-        sample.score_attempts += 1
-        lease = Lease(pool, sample, stage, sample.score_attempts, holder, now, now + self._lease_s)
-        self.leases[sample.sample_id] = lease
-        return ScoringTask(
-            sample_id=sample.sample_id,
-            attempt=lease.attempt,
-            row=sample.group.prompt.row,
-            lease_s=self._lease_s,
-            trajectory=pool.trajectory_store.packed(sample.sample_id),
-        )
+        self, pool: SamplePool, samples: list[Sample], holder: str, stage: str, now: float
+    ) -> list[ScoringTask]:
+        attempt = max(sample.score_attempts for sample in samples) + 1
+        lease = Lease(pool, samples, stage, attempt, holder, now, now + self._lease_s)
+        for sample in samples:
+            sample.score_attempts = attempt
+            self.leases[sample.sample_id] = lease
+        return [
+            ScoringTask(
+                sample_id=sample.sample_id,
+                attempt=attempt,
+                row=sample.group.prompt.row,
+                lease_s=self._lease_s,
+                trajectory=pool.trajectory_store.packed(sample.sample_id),
+            )
+            for sample in samples
+        ]
+
+    def _drop(self, lease: Lease) -> None:
+        for sample in lease.samples:
+            if self.leases.get(sample.sample_id) is lease:
+                del self.leases[sample.sample_id]
+
+    def _is_leased(self, sample: Sample) -> bool:
+        lease = self.leases.get(sample.sample_id)
+        if lease is not None and not self._is_current(lease):
+            self._drop(lease)  # a sample of it was generated anew meanwhile
+            return False
+        return lease is not None
 
     def _find(self, sample_id: str, attempt: int, holder: str) -> Lease | None:
         lease = self.leases.get(sample_id)
@@ -158,41 +211,50 @@ class Scoring:
         return lease if self._is_current(lease) else None
 
     def _is_current(self, lease: Lease) -> bool:
-        sample = lease.sample
-        return _is_in(sample, lease.pool, lease.stage) and sample.score_attempts == lease.attempt
+        return all(
+            _is_in(sample, lease.pool, lease.stage) and sample.score_attempts == lease.attempt
+            for sample in lease.samples
+        )
 
     def _lose(self, lease: Lease, reason: str, *, own: bool) -> None:
         """The attempt was for nothing: try again, or give up. `own` as of `SamplePool.fail`."""
-        sample = lease.sample
         if not self._is_current(lease):
-            del self.leases[sample.sample_id]
+            self._drop(lease)
             return
-        sample.score_losses += 1
+        for sample in lease.samples:
+            sample.score_losses += 1
         self._counters["scoring_retries"] += 1
-        if sample.score_losses < self._max_attempts:
+        if max(sample.score_losses for sample in lease.samples) < self._max_attempts:
             self._requeue(lease)
             return
-        del self.leases[sample.sample_id]
+        self._drop(lease)
         self._counters["scoring_failures"] += 1
         if count_reason(self._counters, f"{lease.stage}: {reason}"):
-            log.warning("%s failed in stage %s: %s", sample.sample_id, lease.stage, reason)
-        lease.pool.fail(sample, f"{lease.stage}: {reason}", own=own)
+            log.warning("%s failed in stage %s: %s", lease.what, lease.stage, reason)
+        lease.pool.fail(lease.samples[0], f"{lease.stage}: {reason}", own=own)
 
     def _requeue(self, lease: Lease) -> None:
-        del self.leases[lease.sample.sample_id]
+        self._drop(lease)
         if self._is_current(lease):
-            lease.pool.unscored[lease.stage].appendleft(lease.sample)
+            lease.pool.unscored[lease.stage].extendleft(reversed(lease.samples))
 
 
 def _is_in(sample: Sample, pool: SamplePool, stage: str) -> bool:
     return sample.state is State.SCORING and pool.stage_of(sample) == stage
 
 
-def _fault(stage: str, score: Score, packed: Packed, lease: Lease) -> str | None:
+def _faults(lease: Lease, found: dict[str, tuple[Score, Packed]]) -> str | None:
+    """What is wrong with the first score that has a fault, or with what there is of them."""
+    if len(found) < len(lease.samples):
+        return f"{len(found)} scores for the {len(lease.samples)} samples of a group"
+    faults = (_fault(sample, lease, *found[sample.sample_id]) for sample in lease.samples)
+    return next((fault for fault in faults if fault is not None), None)
+
+
+def _fault(sample: Sample, lease: Lease, score: Score, packed: Packed) -> str | None:
     if fault := size_fault(packed, len(score.logprobs or b"")):
         return fault
-    sample = lease.sample
-    if stage == "reward":
+    if lease.stage == "reward":
         parts = score.reward_parts
         if parts and sample.reward_parts:  # else there are no other names than these
             parts = lease.pool.trajectory_store.get(sample.sample_id).reward_parts | parts

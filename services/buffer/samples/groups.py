@@ -87,6 +87,11 @@ class Group:
         return GroupEnd(self.prompt.prompt_id, reason, rewards)
 
     @property
+    def is_ready(self) -> bool:
+        """Whether all its samples are there, with their scores."""
+        return self.ready == len(self.samples)
+
+    @property
     def is_level(self) -> bool:
         """Whether all rewards are equal, so that there is nothing to learn from them."""
         return len({sample.reward for sample in self.samples}) == 1
@@ -113,9 +118,10 @@ class GroupRules:
     min_survivors: int = 1
     dynamic_sampling: bool = False
     max_filtered: int = 1
+    together: str = ""  # stage in which all samples of a group are scored at once
 
     @classmethod
-    def of(cls, config: BufferConfig) -> GroupRules:
+    def of(cls, config: BufferConfig, together: str = "") -> GroupRules:
         """The rules that a configuration asks for."""
         return cls(
             size=config.group_size,
@@ -124,6 +130,7 @@ class GroupRules:
             min_survivors=config.min_survivors,
             dynamic_sampling=config.dynamic_sampling,
             max_filtered=config.max_filtered,
+            together=together,
         )
 
     def can_lose(self, group: Group) -> bool:

@@ -19,6 +19,7 @@ MOVES = frozenset(
         ("scoring", "ready"),
         ("scoring", "queued"),  # too old, so it is generated anew
         ("ready", "queued"),  # the same
+        ("ready", "scoring"),  # scored with a sample that is generated anew
         ("ready", "training"),  # handed to the trainer
         ("training", "ready"),  # its batch had samples that the trainer rejects
     }

@@ -77,7 +77,7 @@ class SamplePool:
         self.lives: Lives | None = None  # hears of all moves
         self.ages: Ages | None = None  # so does it, where ages are asked for
         self.openings = 0  # counts whatever may let a waiting generator have work
-        self._rules = rules
+        self.rules = rules
         self.stages = tuple(stages)
         self.prefix = prefix
         self._lease_s = lease_s
@@ -94,7 +94,7 @@ class SamplePool:
         """A new group for `prompt`, all of its samples queued."""
         group = Group(f"{self.prefix}g-{self.next_group}", prompt, due)
         self.next_group += 1
-        for _ in range(self._rules.size):
+        for _ in range(self.rules.size):
             sample = Sample(self.next_sample, f"{self.prefix}s-{self.next_sample}", group)
             self.next_sample += 1
             group.samples.append(sample)
@@ -103,7 +103,7 @@ class SamplePool:
         self.groups[group.group_id] = group
         if self.lives is not None:
             self.lives.issued(group)
-        self.ledger.issue(self._rules.size)
+        self.ledger.issue(self.rules.size)
         self._touch(group)
         return group
 
@@ -158,9 +158,9 @@ class SamplePool:
                 sample.holder, sample.sample_id, sample.attempt,
             )  # fmt: skip
             self.take_back(sample, lost=True)
-        if not self._rules.survivors:
+        if not self.rules.survivors:
             return  # no group goes on without its stragglers, and there may be thousands
-        for group in [g for g in self._waiting.values() if self._rules.overdue(g, now)]:
+        for group in [g for g in self._waiting.values() if self.rules.overdue(g, now)]:
             slow = [sample for sample in group.samples if sample.state is not State.READY]
             log.info("%s goes on without %d stragglers", group.group_id, len(slow))
             self.counters["stragglers_cut"] += len(slow)
@@ -227,6 +227,17 @@ class SamplePool:
         """The stage that `sample`, which is being scored, is in."""
         return self.stages[sample.stage]
 
+    def scored_with(self, sample: Sample) -> list[Sample]:
+        """What is scored at once with `sample`, which is in a stage: itself, or its whole group.
+
+        Nothing while others of the group are still on their way to the stage.
+        """
+        if self.stage_of(sample) != self.rules.together:
+            return [sample]
+        group = sample.group.samples
+        there = all(s.state is State.SCORING and s.stage == sample.stage for s in group)
+        return list(group) if there else []
+
     def again(self, sample: Sample) -> None:
         """`sample` is generated anew from scratch, whoever has it or whatever there is of it."""
         if sample.state is State.QUEUED:
@@ -240,6 +251,7 @@ class SamplePool:
         self.drop_partial(sample)
         sample.stage = sample.score_attempts = sample.score_losses = 0
         self._requeue(sample)
+        self._score_again(group)
 
     def fail(self, sample: Sample, reason: str, *, own: bool) -> None:
         """`sample` cannot be had: its group goes on without it, or ends as failed.
@@ -247,7 +259,7 @@ class SamplePool:
         `own` says that the `reason` may depend on its content.
         """
         group = sample.group
-        alone = self._rules.can_lose(group)
+        alone = self.rules.can_lose(group)
         count = 1 if alone else len(group.samples)
         prompt = group.prompt.prompt_id
         self.failures.append(SampleFailure(sample.sample_id, prompt, reason, count, own))
@@ -299,7 +311,7 @@ class SamplePool:
         What a batch lacks then is issued anew.
         """
         group = sample.group
-        if not self._rules.can_lose(group):
+        if not self.rules.can_lose(group):
             self.end(group, "rejected")
             return
         group.ready -= 1
@@ -340,7 +352,8 @@ class SamplePool:
                 if sample.state is State.QUEUED:
                     self._queue.add(sample)
                 elif sample.state is State.SCORING:
-                    self.unscored[self.stages[sample.stage]].append(sample)
+                    if self.scored_with(sample):
+                        self.unscored[self.stages[sample.stage]].append(sample)
                 elif sample.state is State.GENERATING:
                     sample.deadline = now + self._lease_s
                     self.held[sample.holder][sample.sample_id] = sample
@@ -349,6 +362,7 @@ class SamplePool:
                 self.lives.issued(group)
                 for sample in group.samples:
                     self._lived(sample)
+            self._score_again(group)
             if not any(sample.state is State.TRAINING for sample in group.samples):
                 self.groups[group.group_id] = group
                 self._age(group)
@@ -370,8 +384,9 @@ class SamplePool:
                 self._move(sample, State.SCORING)
             else:
                 self._lived(sample)
-            sample.unscored_since = now
-            self.unscored[self.stages[sample.stage]].append(sample)
+            for each in self.scored_with(sample):
+                each.unscored_since = now
+                self.unscored[self.stages[each.stage]].append(each)
             return
         self._move(sample, State.READY)
         group = sample.group
@@ -386,8 +401,8 @@ class SamplePool:
         if group.ready < len(group.samples):
             return
         self._waiting.pop(group.group_id, None)
-        if self._rules.dynamic_sampling and group.is_level:
-            if self.filtered_in_a_row < self._rules.max_filtered:
+        if self.rules.dynamic_sampling and group.is_level:
+            if self.filtered_in_a_row < self.rules.max_filtered:
                 self.filtered_in_a_row += 1
                 self.counters["filtered_groups"] += 1
                 self.end(group, "filtered")
@@ -397,6 +412,26 @@ class SamplePool:
         self.completions = group.completed = self.completions + 1
         self.complete[group.group_id] = group
         self.group_ends.append(group.end("complete"))
+
+    def _score_again(self, group: Group) -> None:
+        """Where a sample of `group` gets another response, the group's scores so far are void."""
+        if self.rules.together not in self.stages:
+            return
+        stage = self.stages.index(self.rules.together)
+        scored = [sample for sample in group.samples if sample.stage > stage]
+        if not 0 < len(scored) < len(group.samples):
+            return
+        self._touch(group)
+        for sample in scored:
+            sample.stage, sample.score_attempts, sample.score_losses = stage, 0, 0
+            sample.reward = self.trajectory_store.get(sample.sample_id).reward
+            if sample.state is State.READY:
+                group.ready -= 1
+                self._move(sample, State.SCORING)
+        group.completed = 0
+        self.complete.pop(group.group_id, None)
+        if not group.ready:
+            self._waiting.pop(group.group_id, None)
 
     def _requeue(self, sample: Sample) -> None:
         self._move(sample, State.QUEUED)

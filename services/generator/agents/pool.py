@@ -21,7 +21,7 @@ import msgspec
 
 from umbra.proto.errors import UmbraError
 from umbra.proto.records import SessionOffer
-from umbra.services.environments.environment_host import Result
+from umbra.services.environments.environment_host import Delivered
 from umbra.services.environments.pool import EpisodeOutcome, taken
 from umbra.services.environments.protocol import Row, StepResult
 from umbra.services.environments.response import Said
@@ -287,7 +287,7 @@ class AgentPool:
         session.begin(self._clock())
         self._deliver(EpisodeOutcome(key, Begun()))
 
-    def _left(self, key: str, value: Result | None, error: str) -> None:
+    def _left(self, key: str, value: Delivered | None, error: str) -> None:
         """An agent's function has returned."""
         session = self._registry.of(key)
         if session is None:

@@ -57,6 +57,7 @@ GROUPS = (
     ("eval.prompts", "eval.every", "eval.mode", "eval.run_samples", "eval.timeout_s"),
     ("data.prompts", "eval.prompts"),
     ("environment.kind", "environment.reward", "environment.rewards", "environment.agent"),
+    ("environment.reward", "environment.rewards", "environment.reward_scope", "buffer.stages"),
     ("environment.kind", "environment.id", "environment.options"),
     ("environment.sandbox", "environment.sandbox_options"),
     ("environment.python", "environment.workers", "environment.memory_mb", "environment.setup_s"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from umbra.proto.bounds import SUBMITTED
 from umbra.services.runtime.config import EnvironmentConfig, NamedEnvironment, RunConfig
 from umbra.services.runtime.config.generation import LIBRARIES
 
@@ -40,6 +41,31 @@ def environment_faults(config: RunConfig) -> Iterator[str]:
             f"buffer.stages has reward, but environment.kind = {config.environment.kind} rewards "
             "its turns itself: remove the stage"
         )
+    if config.environment.reward_scope == "group":
+        yield from _group_faults(config)
+
+
+def _group_faults(config: RunConfig) -> Iterator[str]:
+    """Why rewards can't be given to whole groups."""
+    scope, buffer = "environment.reward_scope = group", config.buffer
+    if config.environment.kind == "reward" and "reward" not in buffer.stages:
+        yield f'{scope} is done by scorers: put "reward" into buffer.stages'
+    if not 2 <= buffer.group_size <= SUBMITTED:
+        yield (
+            f"{scope} compares the samples of a group: buffer.group_size = {buffer.group_size} "
+            f"must be from 2 to {SUBMITTED}"
+        )
+    if buffer.straggler == "survivors":
+        yield (
+            f"{scope} waits for all samples of a group, but buffer.straggler = survivors goes on "
+            "without some: set it to wait"
+        )
+    each = config.eval.samples_per_prompt
+    if config.eval.within and not 2 <= each <= SUBMITTED:
+        yield (
+            f"{scope} compares the samples of a prompt in evaluations too: "
+            f"eval.samples_per_prompt = {each} must be from 2 to {SUBMITTED}"
+        )
 
 
 def _faults(one: EnvironmentConfig, where: str, serve: str) -> Iterator[str]:
@@ -47,6 +73,11 @@ def _faults(one: EnvironmentConfig, where: str, serve: str) -> Iterator[str]:
         yield (
             f"{where}.kind = agent has no agent: set {where}.agent to module:function, or "
             "generator.serve to the HOST:PORT that agents come to"
+        )
+    if one.reward_scope == "group" and (one.kind != "reward" or isinstance(one, NamedEnvironment)):
+        yield (
+            f"{where}.reward_scope = group is for a run whose one [environment] has the kind "
+            "reward: remove it"
         )
     if one.run_on == "env_worker" and not one.agent:
         yield (

@@ -41,6 +41,13 @@ class EnvironmentConfig(Section, frozen=True, kw_only=True, forbid_unknown_field
             "their values are parts of the reward"
         ),
     ] = {}
+    reward_scope: Annotated[
+        Literal["sample", "group"],
+        Meta(
+            description="what a function with the parameter completions is called with: one "
+            "sample, or (group; scorers do it) all samples of a prompt's group at once"
+        ),
+    ] = "sample"
     id: Annotated[
         str,
         Meta(

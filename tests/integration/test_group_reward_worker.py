@@ -1,0 +1,143 @@
+"""Functions that reward whole groups, in the processes that run them."""
+
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.broker_world import trajectory
+from fakes.slowness import seconds
+
+from umbra.proto.errors import UsageError
+from umbra.proto.records import SampleTask, Score, ScoringTask, pack_int32
+from umbra.services.environments.pool import open_pool
+from umbra.services.generator.environment_check import check_environment
+from umbra.services.generator.evaluate import evaluate_model
+from umbra.services.modeling.chat import Chat
+from umbra.services.modeling.models import load_tokenizer
+from umbra.services.runtime.config import (
+    BufferConfig,
+    EnvironmentConfig,
+    GeneratorConfig,
+    RunConfig,
+    SamplingConfig,
+)
+from umbra.services.scorer.reward import RewardWorker
+
+DOC = Path(__file__).parents[2] / "docs" / "environments.md"
+STOP = 3
+CODE = """
+import os, time
+
+def faulty(completions, **columns):
+    if "raise" in completions[0]:
+        raise ValueError("no such thing")
+    if "die" in completions[0]:
+        os._exit(3)
+    if "hang" in completions[0]:
+        time.sleep(3600)
+    return [float(len(completions))] * len(completions)
+
+def few(completions, **columns):
+    return [1.0]
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", DOC.read_text(encoding="utf-8"), re.DOTALL)
+    (documented,) = [block for block in blocks if "def rank(" in block]
+    (tmp_path / "grouped.py").write_text(documented + CODE)
+    monkeypatch.chdir(tmp_path)
+
+
+def rewards(function: str, **changes: Any) -> EnvironmentConfig:
+    values: dict[str, Any] = {"timeout_s": 60.0, "workers": 1, **changes}
+    name = f"grouped:{function}"
+    return EnvironmentConfig(kind="reward", reward=name, reward_scope="group", **values)
+
+
+@contextmanager
+def scorer(config: EnvironmentConfig, model: Path) -> Iterator[RewardWorker]:
+    wake = threading.Event()
+    chat = Chat(load_tokenizer(model), {STOP})
+    with closing(RewardWorker(chat, open_pool(config), wake.wait, whole=True)) as worker:
+        yield worker
+
+
+def group(name: str, model: Path, *said: str) -> list[ScoringTask]:
+    tokenizer = load_tokenizer(model)
+    tasks: list[ScoringTask] = []
+    row = {"prompt": "p", "answer": "1"}
+    for number, text in enumerate(said):
+        sample = f"{name}-{number}"
+        task = SampleTask(
+            sample_id=sample, group_id=name, prompt_id="p", attempt=1, row=row, lease_s=9.0
+        )
+        ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], STOP]
+        made = trajectory(task, 0, response_ids=pack_int32(ids))
+        tasks.append(
+            ScoringTask(sample_id=sample, attempt=2, row=row, lease_s=9.0, trajectory=made)
+        )
+    return tasks
+
+
+def by_group(found: list[list[Score]]) -> dict[str, list[Score]]:
+    return {scores[0].sample_id.partition("-")[0]: scores for scores in found}
+
+
+@pytest.mark.e2e
+def test_the_function_of_the_docs_ranks_each_group(module: None, tiny_model_dir: Path) -> None:
+    with scorer(rewards("rank"), tiny_model_dir) as worker:
+        tasks = [
+            *group("a", tiny_model_dir, "1", "2", "221", "1"),
+            *group("b", tiny_model_dir, "2", "3"),
+        ]
+        found = by_group(list(worker.score(tasks, lambda: None)))
+    assert [score.reward for score in found["a"]] == [0.75, 0.0, 0.25, 0.375]
+    assert [(score.sample_id, score.reward) for score in found["b"]] == [("b-0", 0), ("b-1", 0)]
+    assert all(score.attempt == 2 for scores in found.values() for score in scores)
+
+
+@pytest.mark.e2e
+def test_what_goes_wrong_in_a_group_costs_that_group(module: None, tiny_model_dir: Path) -> None:
+    limit = seconds(3)
+    with scorer(rewards("faulty", timeout_s=limit), tiny_model_dir) as worker:
+        tasks = [
+            task
+            for name in ("raise", "die", "hang", "fine")
+            for task in group(name, tiny_model_dir, name, "x")
+        ]
+        found = by_group(list(worker.score(tasks, lambda: None)))
+    for name, error in (
+        ("raise", "environment grouped:faulty raised ValueError: no such thing"),
+        ("die", "the process of its environment ended"),
+        ("hang", f"the environment took longer than environment.timeout_s = {limit:g} s"),
+    ):
+        assert all(error in score.error for score in found[name]), found[name]
+    assert [score.reward for score in found["fine"]] == [2.0, 2.0]
+
+
+@pytest.mark.e2e
+def test_a_reward_that_cannot_take_a_group_is_told_before_the_run(module: None) -> None:
+    row = {"prompt": "p"}
+    check_environment(RunConfig(environment=rewards("faulty")), row)
+    told = r"returned \[1.0\] instead of a list with 8 numbers for 8 completions"
+    with pytest.raises(UsageError, match=told):
+        check_environment(RunConfig(environment=rewards("few")), row)
+
+
+@pytest.mark.e2e
+def test_a_model_is_evaluated_on_whole_groups(module: None, tiny_model_dir: Path) -> None:
+    config = RunConfig(
+        environment=rewards("faulty"),
+        sampling=SamplingConfig(max_tokens=2),
+        buffer=BufferConfig(group_size=4),
+        generator=GeneratorConfig(slots=8, max_context=64, device="cpu", threads=1),
+    )
+    rows = [{"prompt": str(number)} for number in range(20)]
+    result = evaluate_model(tiny_model_dir, rows, config, samples=8)
+    assert (result.accuracy, result.failed) == (4.0, 0)  # each group of four was a group
