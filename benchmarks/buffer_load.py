@@ -12,10 +12,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +33,11 @@ from report import Report
 GROUP_SIZE, BATCH_GROUPS = 8, 128
 HELD = 8  # samples of each member
 AHEAD = 8  # batches of trajectories beyond those that members hold
+STORE_MAX_BYTES = 4 << 30  # what all members hold, and some batches: nobody waits for disk space
 WARM_S = 4.0
 FLAT_OUT = 0.0
 GOAL_MS = 100.0
+PROBE_EVERY_S = 0.05
 
 
 def threads_s(pid: int) -> dict[str, float]:
@@ -44,13 +51,43 @@ def threads_s(pid: int) -> dict[str, float]:
     return dict(found)
 
 
+@contextmanager
+def disk_probe(folder: Path) -> Iterator[list[float]]:
+    """Seconds of small durable writes beside the buffer's: what the disk alone makes it wait."""
+    took: list[float] = []
+    over = threading.Event()
+    fd = os.open(folder / "probe", os.O_WRONLY | os.O_CREAT)
+
+    def write() -> None:
+        while not over.wait(PROBE_EVERY_S):
+            began = time.perf_counter()
+            os.pwrite(fd, bytes(4096), 0)
+            os.fdatasync(fd)
+            took.append(time.perf_counter() - began)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        yield took
+    finally:
+        over.set()
+        thread.join()
+        os.close(fd)
+
+
 def play(
     folder: Path, recording: Recording, members: int, rate: float, seconds: float
 ) -> dict[str, Any]:
     """One measurement, with a buffer of its own."""
-    ahead = members * HELD // (GROUP_SIZE * BATCH_GROUPS) + AHEAD
+    # At first each member has a group, of which it answers sample after sample while it is given
+    # those of others: until the first ones are complete there are twice as many groups as it holds.
+    ahead = 2 * members * HELD // (GROUP_SIZE * BATCH_GROUPS) + AHEAD
     buffer = BufferProcess(
-        folder, group_size=GROUP_SIZE, batch_groups=BATCH_GROUPS, run_ahead=ahead
+        folder,
+        group_size=GROUP_SIZE,
+        batch_groups=BATCH_GROUPS,
+        run_ahead=ahead,
+        store_max_bytes=STORE_MAX_BYTES,
     )
     try:
         orders = replayed_members.Orders(
@@ -68,10 +105,12 @@ def play(
             client.stdin.write("go\n")
             client.stdin.flush()
             before: dict[str, float] = {}
-            for line in client.stdout:  # the measurement begins; it is over
-                said.append(line)
-                if len(said) == 2:
-                    before = threads_s(buffer.popen.pid)
+            with disk_probe(folder) as disk:
+                for line in client.stdout:  # the measurement begins; it is over
+                    said.append(line)
+                    if len(said) == 2:
+                        before = threads_s(buffer.popen.pid)
+                        disk.clear()
             spent = threads_s(buffer.popen.pid)
         if len(said) != 3:
             raise RuntimeError(f"members broke off; {(folder / 'buffer.log').read_text()[-2000:]}")
@@ -86,6 +125,7 @@ def play(
             "loop_us": 1e6 * cpu["loop"] / done,
             "loop_share": cpu["loop"] / seconds,
             "buffer_mb": buffer.rss_mb(),
+            "disk_most_ms": 1e3 * max(disk, default=0.0),
         }
     finally:
         buffer.kill()
@@ -95,6 +135,7 @@ def summarise(report: Report) -> None:
     """The table; what a process can do; the goal of every rate that it keeps up with."""
     columns = ["members", "offered/s", "acknowledged/s", "ack ms p50 / p99", "lease ms p99"]
     columns += ["buffer us each", "its loop us each / of a core", "members' process", "MB"]
+    columns += ["disk ms, most"]
     report.table(
         "load",
         columns,
@@ -103,7 +144,7 @@ def summarise(report: Report) -> None:
                 row["members"], row["rate"] or "flat out", row["per_s"],
                 f"{row['ack_p50_ms']:.1f} / {row['ack_p99_ms']:.0f}", row["lease_p99_ms"],
                 row["buffer_us"], f"{row['loop_us']:.0f} / {row['loop_share']:.0%}",
-                f"{row['cpu_share']:.0%} of a core", row["buffer_mb"],
+                f"{row['cpu_share']:.0%} of a core", row["buffer_mb"], row["disk_most_ms"],
             ]
             for row in report.rows
         ],

@@ -59,7 +59,8 @@ class BufferProcess:
         folder.mkdir(parents=True)
         rows = "".join(json.dumps({"prompt": f"say {n}"}) + "\n" for n in range(1000))
         (folder / "prompts.jsonl").write_text(rows)
-        (folder / "run.toml").write_text(RUN.format(store_max_bytes=STORE_MAX_BYTES, **sizes))
+        given = {"store_max_bytes": STORE_MAX_BYTES, **sizes}
+        (folder / "run.toml").write_text(RUN.format(**given))
         self.folder = folder
         read, write = os.pipe()
         argv = ["-m", "umbra", "buffer", "--config", "run.toml", "--run-dir", "run"]

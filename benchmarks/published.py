@@ -70,6 +70,7 @@ PUBLISHED: dict[str, Publication] = {
     "sequence_memory": Publication("sequence_memory", (), 1),
     "long_rows": Publication("long_rows", (), 15),
     "worked_examples": Publication("worked_examples", (), 10),
+    "mixture": Publication("mixture", (), 30),
     "router_replay": Publication("router_replay", (), 8),
     "security_cost": Publication("security_cost", (), 3),
     "push_at_size": Publication("push_at_size", (), 1),  # of weight_push and security_cost

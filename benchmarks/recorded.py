@@ -43,19 +43,22 @@ class RecordedFrame(msgspec.Struct):
     frames: list[bytes]
 
 
+Move = tuple[int, bool, bool]
+
+
 @dataclass(frozen=True)
 class Recording:
     """What members say.
 
     Attributes:
-        moves: turns of a member: how many trajectories it submits together, and whether it asks for
-            work then.
+        moves: turns of a member: how many trajectories it submits together, whether it asks for
+            work with them, and whether it asks by a message of its own after them.
         trajectories: packed, each cut where its ids were: see `cut`.
         beat: body of a heartbeat.
         trajectory_bytes: of one as it was sent, mean.
     """
 
-    moves: list[tuple[int, bool]]
+    moves: list[Move]
     trajectories: list[Cut]
     beat: bytes
     trajectory_bytes: float
@@ -123,7 +126,7 @@ def recording(files: Sequence[bytes]) -> Recording:
     Raises:
         ValueError: nothing was submitted or no heartbeat was sent.
     """
-    moves: list[tuple[int, bool]] = []
+    moves: list[Move] = []
     cuts: list[Cut] = []
     beat, sizes = b"", list[int]()
     for content in files:
@@ -132,12 +135,12 @@ def recording(files: Sequence[bytes]) -> Recording:
             match body:
                 case Heartbeat():
                     beat = one.frames[1]
-                case SubmitTrajectories(trajectories=made):
-                    moves.append((len(made), False))
+                case SubmitTrajectories(trajectories=made, capacity=room):
+                    moves.append((len(made), room > 0, False))
                     sizes.append(len(one.frames[1]) // len(made))
                     cuts += [cut(answer) for answer in made[: KEPT - len(cuts)]]
                 case LeaseSamples() if moves:
-                    moves[-1] = (moves[-1][0], True)
+                    moves[-1] = (*moves[-1][:2], True)
                 case _:
                     pass
     if not moves or not beat:

@@ -27,6 +27,7 @@ from typing import Any
 
 import plot_end_to_end
 import plot_examples
+import plot_mixture
 import plot_scale
 import plot_staleness
 from report import text
@@ -47,6 +48,7 @@ PLOTS: dict[str, tuple[Callable[[Rows], str], tuple[str, ...]]] = {
     "end-to-end.svg": (plot_end_to_end.picture, ("end_to_end_replay",)),
     "end-to-end-real.svg": (plot_end_to_end.picture, ("end_to_end_real",)),
     "examples.svg": (plot_examples.picture, ("worked_examples",)),
+    "mixture.svg": (plot_mixture.picture, ("mixture",)),
     "scale.svg": (plot_scale.picture, ("scale",)),
     "staleness-accuracy.svg": (plot_staleness.picture, ("staleness",)),
 }

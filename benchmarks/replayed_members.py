@@ -5,10 +5,10 @@
 ORDERS_FILE holds `Orders` as MessagePack; a line on the standard input begins the measurement.
 
 They cost next to nothing beside the buffer that is measured: no engine, no ZeroMQ, one thread, one
-call of the system for what a member says at a time (a trajectory and the question for more work
-leave together), one for what it hears. What they say is what `recorded.py` has recorded, with the
-ids of the lease that each answer is for. Members take turns, evenly, at the rate that is asked for;
-or, at rate 0, each as soon as its last answer was acknowledged.
+call of the system for what a member says at a time, one for what it hears. What they say is what
+`recorded.py` has recorded, with the ids of the lease that each answer is for. Members take turns,
+evenly, at the rate that is asked for; or, at rate 0, each as soon as its last answer was
+acknowledged.
 
 They join, beat, renew, lease, submit; they don't resend, and what is not acknowledged is told.
 """
@@ -56,7 +56,8 @@ LEASE_WAIT_S = 5.0
 
 _pack = msgspec.msgpack.encode
 _ARRAY_16 = b"\xdc"
-_SUBMIT = b"\x81" + _pack("trajectories")
+_SUBMIT = b"\x83" + _pack("trajectories")
+_ROOM, _VERSION = _pack("capacity"), _pack("version") + _pack(0)
 
 
 class Orders(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,6 +110,7 @@ class _Leases(msgspec.Struct):
 class _Ack(msgspec.Struct):
     accepted: int
     refused: dict[str, str] = {}
+    tasks: list[_Task] = []
 
 
 class _Beat(msgspec.Struct):
@@ -350,54 +352,66 @@ class Members:
             self._acks.append(now - member.open.pop(number))
             self._accepted += ack.accepted
             self._refused += len(ack.refused)
+            self._granted(member, number, ack.tasks, now)
             if self._flat_out:
                 self._turn(member)
         elif reply.type == "SampleLeases":
-            tasks = _read_leases(frames[1]).tasks
-            member.tasks.extend(tasks)
-            if tasks:
-                self._lease_s = tasks[0].lease_s
-            if number == member.asked:
-                member.asked = 0
-                if tasks:
-                    self._grants.append(now - member.asked_at)
-                else:
-                    self._send(member, self._question(member))
+            self._granted(member, number, _read_leases(frames[1]).tasks, now)
             if self._flat_out and not member.open:
                 self._turn(member)
         elif reply.type != "RenewAck":
             raise RuntimeError(f"{member.name} was answered {decode(frames).body}")
 
+    def _granted(self, member: Member, number: int, tasks: list[_Task], now: float) -> None:
+        """Take work on; who was given none by its question asks again."""
+        member.tasks.extend(tasks)
+        if tasks:
+            self._lease_s = tasks[0].lease_s
+        if number == member.asked:
+            member.asked = 0
+            if tasks:
+                self._grants.append(now - member.asked_at)
+            else:
+                self._send(member, self._question(member))
+
     # -- what members say -------------------------------------------------------------------------
 
     def _turn(self, member: Member) -> int:
         """The next turn of a member; how many trajectories it has submitted."""
-        count, asks = next(member.moves)
+        count, asks, asks_apart = next(member.moves)
         found = min(count, len(member.tasks))
         self._late += count - found
         data = b""
         if found:
             values = [member.tasks.popleft() for _ in range(found)]
-            body = self._submission(member, values)
+            room = self._room(member) if asks else 0
+            body = self._submission(member, values, room)
             data = member.message("SubmitTrajectories", body)
             member.open[member.numbers] = time.monotonic()
-        if asks or not member.tasks:
+            if room:
+                member.asked, member.asked_at = member.numbers, time.monotonic()
+        if asks_apart or not member.tasks:
             data += self._question(member)
         self._send(member, data)
         return found
 
-    def _submission(self, member: Member, tasks: list[_Task]) -> bytes:
+    def _submission(self, member: Member, tasks: list[_Task], room: int) -> bytes:
         parts = [_SUBMIT, _ARRAY_16, len(tasks).to_bytes(2, "big")]
         for task in tasks:
             cut: Cut = next(self._cuts)
             values = (task.sample_id, task.group_id, task.prompt_id, task.attempt)
             parts += filled(cut, (*map(_pack, values), member.packed_name))
+        parts += (_ROOM, _pack(room), _VERSION)
         return b"".join(parts)
+
+    def _room(self, member: Member) -> int:
+        """For how much work it asks; for none while another question is open."""
+        return 0 if member.asked else max(self._orders.held - len(member.tasks), 0)
 
     def _question(self, member: Member) -> bytes:
         """For as much work as it has room for; nothing while another is open."""
-        room = self._orders.held - len(member.tasks)
-        if member.asked or room <= 0:
+        room = self._room(member)
+        if not room:
             return b""
         body = self._bodies.get(room)
         if body is None:

@@ -1,10 +1,10 @@
-"""TRL's GRPOTrainer on the demo's sort task: same model, prompts, batches, optimizer and schedule.
+"""TRL's GRPOTrainer on our tasks: same model, prompts, batches, optimizer and schedule.
 
-`end_to_end.py --form trl` runs it. The rows stand beside those of its real runs: the time to the
-same accuracy by the same rule, from the beginning of the first generation. It generates and trains
-in turns with all the threads it is given; the better number of threads is what counts. It differs
-in what it cannot be told: a loss is the mean over all tokens of a batch, not over those with an
-advantage.
+`end_to_end.py --form trl` runs it on the demo's sort task, `mixture.py` on its mixture. The rows
+stand beside those of its real runs: the time to the same accuracy by the same rule, from the
+beginning of the first generation. It generates and trains in turns with all the threads it is
+given; the better number of threads is what counts. It differs in what it cannot be told: a loss is
+the mean over all tokens of a batch, not over those with an advantage.
 
 TRL's AsyncGRPOTrainer does not run here: it needs a vLLM server that takes weights over NCCL, and
 NCCL needs GPUs.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import time
 import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,19 @@ LIMIT_S = 400.0
 
 
 class Watch(TrainerCallback):
-    """Notes reward and time of each step; stops at the accuracy, or when the time is over."""
+    """Notes reward and time of each step; stops when it is told to, or when the time is over.
 
-    def __init__(self, limit_s: float) -> None:
+    Args:
+        limit_s: seconds that it may take.
+        enough: whether these rewards of the steps so far are.
+    """
+
+    def __init__(self, limit_s: float, enough: Callable[[Sequence[float]], bool]) -> None:
         self.rewards: list[float] = []
         self.times: list[float] = []
         self.lengths: list[float] = []
         self._limit_s = limit_s
+        self._enough = enough
         self._began = 0.0
 
     def on_train_begin(
@@ -66,7 +73,7 @@ class Watch(TrainerCallback):
         self.rewards.append(float(logs["reward"]))
         self.lengths.append(float(logs["completions/mean_length"]))
         self.times.append(time.monotonic() - self._began)
-        if reached(self.rewards) is not None or self.times[-1] > self._limit_s:
+        if self._enough(self.rewards) or self.times[-1] > self._limit_s:
             control.should_training_stop = True
 
 
@@ -81,29 +88,12 @@ def run_cell(cell: Cell[TrlMode], work: Path, steps: int = 0) -> dict[str, Any]:
     work, seed = work.resolve(), cell.seed
     base = base_model(work, cell.mix, seed)
     config = load_config(DEMOS / f"{cell.mix}.toml")
-    torch.set_num_threads(cell.mode.threads)
-    torch.manual_seed(seed)
-    warnings.simplefilter("ignore")
-    model, tokenizer = load_policy(str(base / "base"))
     rows = [json.loads(line) for line in (base / "prompts.jsonl").read_text().splitlines()]
-    data = Dataset.from_list(
-        [
-            {"prompt": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]}
-            for row in rows
-        ]
-    )
+    data = [{"prompt": row["prompt"], "answer": row["answer"]} for row in rows]
+    watch = Watch(LIMIT_S, lambda rewards: reached(rewards) is not None)
+    out = work / "trl"
+    train(base / "base", data, solved, config, watch, out, cell.mode.threads, seed, steps)
     samples = config.buffer.batch_groups * config.buffer.group_size
-    watch = Watch(LIMIT_S)
-    trainer: Any = GRPOTrainer(
-        model,
-        reward_funcs=solved,
-        args=grpo_config(config, work / "trl", samples, seed, steps),
-        train_dataset=data,
-        processing_class=tokenizer,
-        callbacks=[watch],
-        optimizers=optimizer_of(model, config, steps),
-    )
-    trainer.train()
     step = reached(watch.rewards)
     done, seconds = len(watch.times), watch.times[-1]
     return {
@@ -124,6 +114,38 @@ def run_cell(cell: Cell[TrlMode], work: Path, steps: int = 0) -> dict[str, Any]:
             [round(t, 2), round(r, 4)] for t, r in zip(watch.times, watch.rewards, strict=True)
         ],
     }
+
+
+def train(
+    base: Path,
+    rows: Sequence[dict[str, str]],
+    reward: Callable[..., list[float | None]],
+    config: RunConfig,
+    watch: Watch,
+    out: Path,
+    threads: int,
+    seed: int,
+    steps: int = 0,
+) -> None:
+    """Train the model in `base` on rows with a "prompt" by TRL, as `config` says."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(seed)
+    warnings.simplefilter("ignore")
+    model, tokenizer = load_policy(str(base))
+    data = Dataset.from_list(
+        [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]
+    )
+    samples = config.buffer.batch_groups * config.buffer.group_size
+    trainer: Any = GRPOTrainer(
+        model,
+        reward_funcs=reward,
+        args=grpo_config(config, out, samples, seed, steps),
+        train_dataset=data,
+        processing_class=tokenizer,
+        callbacks=[watch],
+        optimizers=optimizer_of(model, config, steps),
+    )
+    trainer.train()
 
 
 def grpo_config(config: RunConfig, out: Path, samples: int, seed: int, steps: int) -> GRPOConfig:

@@ -6,6 +6,7 @@ member has joined under.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Literal, get_args
 
 from umbra.proto.base import Message, Role
@@ -133,11 +134,13 @@ SOCKETS: dict[str, tuple[type[Message], ...]] = {
 WATCHERS: tuple[KeyRole, ...] = ("monitor", "operator")  # may connect to `events_out`
 
 
+@cache
 def may_send(role: KeyRole, kind: type[Message]) -> bool:
     """Whether the key of `role` allows to send a message of this kind."""
     return role in SENDERS.get(kind, ())
 
 
+@cache
 def needs_membership(kind: type[Message]) -> bool:
     """Whether the buffer answers it to members alone; an operator is none."""
     return kind is not Join and "operator" not in SENDERS.get(kind, ())

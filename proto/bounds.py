@@ -95,6 +95,8 @@ def keep_to_bounds(record: msgspec.Struct) -> None:
     """
     for name, kind in _softly_bound(type(record)):
         value: Any = getattr(record, name)
+        if not value:
+            continue
         if isinstance(kind, msgspec.inspect.StrType):
             kept: Any = one_line(value)
         elif isinstance(kind.value_type, msgspec.inspect.StrType):

@@ -302,16 +302,27 @@ class SampleLeases(Message, frozen=True, kw_only=True):
 
 
 class SubmitTrajectories(Message, frozen=True, kw_only=True):
-    """Complete trajectories. Acknowledged means stored."""
+    """Complete trajectories. Acknowledged means stored.
+
+    It may ask for more work too, of what there is now: half of the messages are saved by that.
+    """
 
     trajectories: Annotated[list[Trajectory], Meta(max_length=SUBMITTED)]
+    capacity: int = 0  # samples that it has room for
+    version: int = 0  # of the weights it serves now
 
 
 class SubmitAck(Message, frozen=True, kw_only=True):
-    """How many were accepted; `refused` maps sample ids to why (a lease that was lost, say)."""
+    """How many were accepted; `refused` maps sample ids to why (a lease that was lost, say).
+
+    `tasks` and `more_pinned` are those of `SampleLeases`; where none were asked for, or there are
+    none now, `tasks` is empty.
+    """
 
     accepted: int
     refused: Annotated[dict[Id, Text], Meta(max_length=BATCH)] = {}
+    tasks: Annotated[list[SampleTask], Meta(max_length=BATCH)] = []
+    more_pinned: bool = False
 
 
 class ReturnedSample(Told, frozen=True, kw_only=True):

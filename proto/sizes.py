@@ -54,7 +54,7 @@ LARGE: dict[type[Message], int] = {
     Status: 64 << 20,
     SampleLeases: LEASE_BYTES,
     SubmitTrajectories: SUBMIT_BYTES,
-    SubmitAck: 4 << 20,
+    SubmitAck: LEASE_BYTES,
     ReturnSamples: SUBMIT_BYTES,
     RenewLeases: 1 << 20,
     RenewAck: 1 << 20,

@@ -1,16 +1,16 @@
 """The broker as a whole, sans-IO: a request or a tick goes in, effects come out.
 
-`handle` and `tick` take the time from their caller (seconds, monotonic) and return what is to be
-sent and written. A request that cannot be answered yet is parked; it is answered when work arrives
-or when its wait is over. `save` puts into the store what has changed: the caller does that, and
-commits the store, before it sends anything. A broker that is made with the store of an earlier one
-goes on where that one ended.
+`handle_all` and `tick` take the time from their caller (seconds, monotonic) and return what is to
+be sent and written. A request that cannot be answered yet is parked; it is answered when work
+arrives or when its wait is over. `save` puts into the store what has changed: the caller does that,
+and commits the store, before it sends anything. A broker that is made with the store of an earlier
+one goes on where that one ended.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -75,6 +75,8 @@ FINISH_S = 10.0  # what members get to leave after FinishRun
 STOP_S = 8.0  # the same after a signal: supervisors kill after 10 s
 # What makes no work for anyone and changes nothing that the store keeps.
 STILL = frozenset({*QUESTIONS, *ANY, Heartbeat})
+# What generators say all the time. What it opens up is served once, after all that came with it.
+TOGETHER = frozenset({LeaseSamples, SubmitTrajectories, RenewLeases, FlushPartials})
 
 Handler: TypeAlias = Callable[[Request, Any, float], None]
 
@@ -179,12 +181,25 @@ class Broker:
 
     def handle(self, request: Request, now: float) -> list[Effect]:
         """The effects of `request`."""
+        return self.handle_all((request,), now)
+
+    def handle_all(self, requests: Iterable[Request], now: float) -> list[Effect]:
+        """The effects of `requests`, which came together, one after the other."""
         self.run.lives.now = now
-        kind = type(request.body)
-        handler = self._handlers.get(kind, self._unexpected)
-        if not needs_membership(kind) or self._may_ask(request, now):
-            handler(request, request.body, now)
-        return self._outbox.take() if kind in STILL else self._settle(now)
+        settled = True
+        for request in requests:
+            kind = type(request.body)
+            handler = self._handlers.get(kind, self._unexpected)
+            if not needs_membership(kind) or self._may_ask(request, now):
+                handler(request, request.body, now)
+            if kind in TOGETHER:
+                settled = False
+            elif kind not in STILL:
+                self._settle(now)
+                settled = True
+        if not settled:
+            self._settle(now)
+        return self._outbox.take()
 
     def tick(self, now: float) -> list[Effect]:
         """The effects of time: expired leases, dead members, waits that are over."""
@@ -206,13 +221,15 @@ class Broker:
             )
         self.room.check(now)
         self._overview.tick(now)
-        return self._settle(now)
+        self._settle(now)
+        return self._outbox.take()
 
     def drain(self, reason: str, now: float) -> list[Effect]:
         """Ask everyone to hand back what they have and to leave."""
         self.run.lives.now = now
         self._stop(reason, now)
-        return self._settle(now)
+        self._settle(now)
+        return self._outbox.take()
 
     def is_over(self, now: float) -> bool:
         """Whether the run is ending and all but monitors have left, or had the time for it."""
@@ -231,7 +248,8 @@ class Broker:
         self._outbox.measure(
             "ledger", issued=ledger.issued, trained=ledger.trained, ended=ledger.ended
         )
-        return self._settle(now)
+        self._settle(now)
+        return self._outbox.take()
 
     def status(self, now: float) -> Status:
         """The whole state of the run."""
@@ -436,8 +454,8 @@ class Broker:
 
     # -- common ------------------------------------------------------------------------------------
 
-    def _settle(self, now: float) -> list[Effect]:
-        """Serve what is parked with whatever the event has opened up; the event's effects."""
+    def _settle(self, now: float) -> None:
+        """Serve what is parked with whatever has been opened up."""
         self._moved = True
         if not self._training.closed:
             self.run.evals.advance(now)
@@ -455,7 +473,6 @@ class Broker:
             self._finish_request = None
             assert isinstance(request.body, FinishRun)
             self._finish(request, request.body, now)
-        return self._outbox.take()
 
     def _refuse(self, request: Request, nack: Nack) -> None:
         self.counters[nack.code] += 1

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, TypeAlias
+
+import msgspec
 
 from umbra.proto.messages import Message
 from umbra.services.runtime.net.server import Request
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(msgspec.Struct, frozen=True, gc=False):
     """Answer `request`, whose body is not needed for that."""
 
     request: Request
     body: Message
 
 
-@dataclass(frozen=True, slots=True)
-class Notify:
+class Notify(msgspec.Struct, frozen=True, gc=False):
     """Send `body` unasked to the socket `identity` of a channel."""
 
     identity: bytes
@@ -26,16 +25,14 @@ class Notify:
     channel: str = "control"
 
 
-@dataclass(frozen=True, slots=True)
-class Measure:
+class Measure(msgspec.Struct, frozen=True):
     """A row for the metrics file."""
 
     kind: str
     fields: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Lived:
+class Lived(msgspec.Struct, frozen=True):
     """A row of kind "life": something that took from `start` to `end` of the broker's clock."""
 
     start: float

@@ -223,10 +223,12 @@ class Membership:
 
     def silent(self, now: float, patience_s: dict[str, float]) -> list[Participant]:
         """Members to be given up; `patience_s` has limits other than the common one, by name."""
+        heard = now - min([self._dead_after_s, *patience_s.values()])
         return [
             peer
-            for peer in self.peers.values()
-            if now - peer.heard_at > patience_s.get(peer.name, self._dead_after_s)
+            for peer in self.peers.values()  # thousands, of which few have been silent
+            if peer.heard_at < heard
+            and now - peer.heard_at > patience_s.get(peer.name, self._dead_after_s)
         ]
 
     def find(self, role: Role) -> Participant | None:

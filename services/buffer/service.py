@@ -181,8 +181,8 @@ class Service:
                     self._turn_over()  # the disk is slower than they are: let them wait too
                 requests = self._server.poll(POLL_S)
                 now = time.monotonic()
-                for request in requests:
-                    self._held += self._broker.handle(request, now)
+                if requests:
+                    self._held += self._broker.handle_all(requests, now)
                 if now - ticked_at >= TICK_S:  # it looks at all members, so not at every message
                     ticked_at = now
                     self._held += self._broker.tick(now)

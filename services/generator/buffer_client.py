@@ -91,43 +91,56 @@ class BufferClient:
         self._asked.add(version)
         body = LeaseSamples(capacity=capacity, version=version, wait_s=WAIT_S)
 
-        def granted(future: Future[Message]) -> None:
-            self._asked.discard(version)
-            answer = _answer(future, SampleLeases)
-            self._pinned_to = version if answer is not None and answer.more_pinned else None
-            if answer is not None and answer.tasks:
-                self._tasks += answer.tasks
-                shortest = min(task.lease_s for task in answer.tasks)
-                if self._lease_s is None or shortest < self._lease_s:
-                    self._lease_s = shortest
-                    self._renew_at = self._clock() + shortest / 3
+        def heard(future: Future[Message]) -> None:
+            self._granted(version, _answer(future, SampleLeases))
 
-        self._send(body, granted, timeout_s=WAIT_S + self._grace_s)
+        self._send(body, heard, timeout_s=WAIT_S + self._grace_s)
 
-    def submit(self, trajectories: Sequence[Trajectory]) -> None:
+    def _granted(self, version: int, answer: SampleLeases | SubmitAck | None) -> None:
+        self._asked.discard(version)
+        self._pinned_to = version if answer is not None and answer.more_pinned else None
+        if answer is not None and answer.tasks:
+            self._tasks += answer.tasks
+            shortest = min(task.lease_s for task in answer.tasks)
+            if self._lease_s is None or shortest < self._lease_s:
+                self._lease_s = shortest
+                self._renew_at = self._clock() + shortest / 3
+
+    def submit(
+        self, trajectories: Sequence[Trajectory], capacity: int = 0, version: int = 0
+    ) -> None:
         """Deliver finished samples, those of `GATHER_S` together; a lone one goes at once.
 
-        Call it after every step, also without any; `wait` and `flush` send at once what there is.
+        What is sent asks for up to `capacity` samples too, as `ask` does, but is answered at once:
+        `ask` again if none come. Call it after every step, also without any sample; `wait` and
+        `flush` send at once what there is.
         """
         if trajectories:
             self._gathered += trajectories
             self._undelivered.update((t.sample_id, t.attempt) for t in trajectories)
         if self._gathered and self._clock() >= self._send_at:
             self._send_at = self._clock() + GATHER_S
-            self.deliver()
+            self.deliver(capacity, version)
 
-    def deliver(self) -> None:
-        """Send what is gathered now."""
+    def deliver(self, capacity: int = 0, version: int = 0) -> None:
+        """Send what is gathered now, with a question as that of `submit`."""
         gathered, self._gathered = self._gathered, []
         for portion in portions(gathered, array_bytes):
             leases = [(t.sample_id, t.attempt) for t in portion]
-            self._send(SubmitTrajectories(trajectories=portion), partial(self._stored, leases))
+            asks = capacity > 0 and version not in self._asked
+            body = SubmitTrajectories(trajectories=portion)
+            if asks:
+                self._asked.add(version)
+                body = SubmitTrajectories(trajectories=portion, capacity=capacity, version=version)
+            self._send(body, partial(self._stored, leases, version if asks else None))
 
-    def _stored(self, leases: list[Lease], future: Future[Message]) -> None:
+    def _stored(self, leases: list[Lease], asked: int | None, future: Future[Message]) -> None:
         for sample_id, attempt in leases:
             if self._undelivered.get(sample_id) == attempt:
                 del self._undelivered[sample_id]
         answer = future.result()  # undeliverable work ends this process
+        if asked is not None:
+            self._granted(asked, answer if isinstance(answer, SubmitAck) else None)
         if isinstance(answer, SubmitAck):
             self.refused += len(answer.refused)
             for sample_id, reason in answer.refused.items():

@@ -17,7 +17,7 @@ import msgspec
 from umbra.proto.errors import UsageError
 from umbra.proto.messages import EvalBegun, EvalRequest
 from umbra.services.generator.library_tasks import VERIFIERS
-from umbra.services.generator.tasks import Library, task_named, write_task
+from umbra.services.generator.tasks import GYM, Library, task_named, write_task
 from umbra.services.runtime.config.loader import load_config
 from umbra.services.runtime.eval_scores import telling
 from umbra.services.runtime.net.io_thread import IoThread
@@ -27,6 +27,7 @@ from umbra.services.runtime.process.jsonl import read_jsonl
 from umbra.services.runtime.prompts.readers import placed, read_source
 
 ANSWER_S = 10.0
+DEMOS = 22_400
 
 if TYPE_CHECKING:
     from umbra.services.generator.evaluate import EvalResult
@@ -56,12 +57,18 @@ command = service_command("generator", _run)
     "--heldout", type=click.IntRange(1), default=1024, show_default=True, help="Held-out prompts."
 )
 @click.option(
-    "--demos", type=click.IntRange(1), default=22400, show_default=True, help="Worked examples."
+    "--demos",
+    type=click.IntRange(0),
+    help=f"Worked examples.  [default: {DEMOS}; of gym:NAME none]",
 )
 @click.option("--environment", default="", help="Name for which rows are, of [[environments]].")
 @click.option("--python", default="", help="Python that has the library, for verifiers:ID.")
 @click.option(
-    "--option", "options", multiple=True, metavar="KEY=VALUE", help="As of environment.options."
+    "--option",
+    "options",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="As of environment.options, for verifiers:ID; a parameter of the dataset, for gym:NAME.",
 )
 def make_task(
     task: str,
@@ -69,21 +76,29 @@ def make_task(
     environment: str,
     python: str,
     options: tuple[str, ...],
+    demos: int | None,
     **counts: int,
 ) -> None:
     """Write the data of TASK: prompts.jsonl, heldout.jsonl and demos.jsonl.
 
     sort: sort a list of digits. guess: find a digit in four tries, told only higher or lower.
-    calculator: arithmetic with a tool. gym:NAME: a dataset of reasoning-gym, without demos.
-    verifiers:ID: tasks of an environment or taskset of verifiers, without demos.
+    calculator: arithmetic with a tool. gym:NAME: a dataset of reasoning-gym; its demos are the
+    dataset's own answers. verifiers:ID: tasks of an environment or taskset of verifiers, without
+    demos.
     """
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {out} is a file: name a directory")
-    if (python or options) and not task.startswith(VERIFIERS):
-        raise UsageError(f"--python and --option are for {VERIFIERS}ID, not for {task}")
+    if python and not task.startswith(VERIFIERS):
+        raise UsageError(f"--python is for {VERIFIERS}ID, not for {task}")
+    if options and not task.startswith((VERIFIERS, GYM)):
+        raise UsageError(f"--option is for {VERIFIERS}ID and {GYM}NAME, not for {task}")
+    if demos and task.startswith(VERIFIERS):
+        raise UsageError(f"--demos: {task} has none")
+    if demos is None:
+        demos = 0 if task.startswith((VERIFIERS, GYM)) else DEMOS
     given = [f"environment.options.{option}" for option in options]
     library = Library(python, load_config(overrides=given, environ={}).environment.options)
-    written = write_task(task, out, **counts, library=library, environment=environment)
+    written = write_task(task, out, **counts, demos=demos, library=library, environment=environment)
     click.echo(f"{out}: " + ", ".join(f"{rows:,} rows in {file}" for file, rows in written.items()))
 
 

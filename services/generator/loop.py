@@ -117,8 +117,7 @@ class GeneratorLoop:
         self._load_weights()
         for interrupt in self._buffer.interrupts():
             self._runner.interrupt(interrupt.leases, interrupt.reason, turn_end=interrupt.turn_end)
-        if self._engine.version >= 0 and self._staged is None:
-            self._buffer.ask(self._capacity(), self._engine.version)
+        self._buffer.ask(self._asked(), self._engine.version)
         self._watch.waits("decoding", self._engine.live)
         before, live, read = self._engine.decoded_tokens, self._engine.live, self._prompt_tokens
         self._runner.poll(_IDLE_WAIT_S)
@@ -230,13 +229,17 @@ class GeneratorLoop:
             ]
         )
 
+    def _asked(self) -> int:
+        """How many samples to ask for: none before weights are loaded, nor while new ones wait."""
+        return self._capacity() if self._engine.version >= 0 and self._staged is None else 0
+
     def _capacity(self) -> int:
         room = self._engine.fits + self._prefetch - self._runner.wanting
         return min(room, self._most - self._runner.active)
 
     def _deliver(self) -> None:
         finished, failed = self._runner.results()
-        self._buffer.submit(finished)
+        self._buffer.submit(finished, self._asked(), self._engine.version)
         self._buffer.give_back([*self._runner.moved(), *failed])
         self._finished += len(finished)
         self._sample_log.finished(finished)

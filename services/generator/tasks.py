@@ -47,7 +47,8 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """How the tasks of another library are made: by which Python, and with what arguments."""
+    """How the tasks of another library are made: by which Python (of verifiers), and with what
+    arguments."""
 
     python: str = ""
     options: dict[str, Any] = field(default_factory=dict)
@@ -66,17 +67,20 @@ def write_task(
 ) -> dict[str, int]:
     """Write prompts.jsonl, heldout.jsonl and demos.jsonl of task `name` to `out`; rows per file.
 
-    Tasks "gym:NAME" and "verifiers:ID" have no demos. With `environment` every prompt row says that
-    it is for the environment of that name.
+    Task "verifiers:ID" has no demos; those of "gym:NAME" are its dataset's own answers. With
+    `environment` every prompt row says that it is for the environment of that name.
 
     Raises:
-        UsageError: no such task.
+        UsageError: no such task, or one whose dataset has no answers for demos.
     """
+    chosen = library or Library()
     if name.startswith(GYM):
-        drawn = gym_rows(name.removeprefix(GYM), prompts + heldout, seed)
-        files = {"prompts.jsonl": drawn[:prompts], "heldout.jsonl": drawn[prompts:]}
+        count = prompts + heldout + demos
+        drawn = gym_rows(name.removeprefix(GYM), count, seed, chosen.options)
+        files = {"prompts.jsonl": drawn[:prompts], "heldout.jsonl": drawn[prompts:][:heldout]}
+        if demos:
+            files["demos.jsonl"] = [_gym_demo(name, row) for row in drawn[prompts + heldout :]]
     elif name.startswith(VERIFIERS):
-        chosen = library or Library()
         drawn = library_rows(
             name, prompts + heldout, seed, python=chosen.python, options=chosen.options
         )
@@ -116,6 +120,12 @@ def task_named(name: str) -> Task:
             f"reasoning-gym, or {VERIFIERS}ID for an environment or taskset of verifiers"
         )
     return TASKS[name]
+
+
+def _gym_demo(name: str, row: Row) -> Row:
+    if not isinstance(row["answer"], str):
+        raise UsageError(f"{name} has questions without an answer of its own: leave out --demos")
+    return _conversation([row["prompt"], row["answer"]])
 
 
 def _nothing(source: random.Random) -> Row:

@@ -81,6 +81,13 @@ REAL: Row = RUN | {
     "final_reward": 0.9, "generation_s": 1.0, "training_s": 0.5, "steps": 9, "cpu_s": {"all": 9.0},
     "curve": CURVE,
 }  # fmt: skip
+MIXED: Row = {
+    "seconds": 9.0, "samples_per_s": 1.0, "step_s": 1.0, "generator_idle": 0.1,
+    "trainer_idle": 0.2, "both_busy": 0.7, "staleness": 1.0, "staleness_max": 2.0, "k3": 1e-3,
+    "k3_on_policy": 1e-12, "ess": 0.9, "cpu_s": {"all": 9.0}, "steps": 20, "samples": 99,
+    "heldout": [0.3, 0.8],
+    "ledger": {"issued": 9, "trained": 9, "ended": {}, "in_flight": {}, "balance": 0},
+}  # fmt: skip
 TRL = {name: value for name, value in REAL.items() if "idle" not in name and name != "cpu_s"}
 
 
@@ -124,6 +131,13 @@ def rows_of(name: str, load: Any) -> tuple[list[Row], Row]:
             cells = load("demo_cells")
             ours = [REAL | {"mode": mode.name, "seed": 0} for mode in cells.MODES]
             return ours + [TRL | {"mode": mode.name, "seed": 0} for mode in cells.TRL_MODES], {}
+        case "mixture":
+            mixture = load("mixture")
+            values = ("reward", "staleness", "k3", *mixture.ENVIRONMENTS)
+            curve = [{"s": float(n)} | dict.fromkeys(values, n / 20) for n in range(20)]
+            modes = (*mixture.RUNS, mixture.PEER)
+            rows = [MIXED | {"mode": mode.name, "curve": curve} for mode in modes]
+            return rows, {"warm": {"steps": 9}, "parameters": 9_000_000}
         case "ablations":
             parts = load("ablations").PARTS
             return [RUN | {"block": p.block, "name": p.name, "seed": 0} for p in parts], {}

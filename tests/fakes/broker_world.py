@@ -165,6 +165,26 @@ class World:
 
         `frame` is what `body` came as, if that matters.
         """
+        request = self.request(name, body, incarnation, number, frame)
+        own: Message | None = None
+        for effect in self.broker.handle(request, self.now):
+            if isinstance(effect, Reply) and effect.request.header is request.header:
+                assert own is None, "answered twice"
+                own = as_sent(effect.body)
+            else:
+                self._take(effect)
+        self.broker.save()
+        return own
+
+    def request(
+        self,
+        name: str,
+        body: Message,
+        incarnation: str | None = None,
+        number: int | None = None,
+        frame: bytes = b"",
+    ) -> Request:
+        """`body` as the broker gets it."""
         header = Header(
             major=1,
             minor=0,
@@ -173,16 +193,7 @@ class World:
             sender=name,
             incarnation=incarnation or self.incarnations.get(name, f"{name}-1"),
         )
-        request = Request("any", name.encode(), header, body, frame=frame)
-        own: Message | None = None
-        for effect in self.broker.handle(request, self.now):
-            if isinstance(effect, Reply) and effect.request.header is header:
-                assert own is None, "answered twice"
-                own = as_sent(effect.body)
-            else:
-                self._take(effect)
-        self.broker.save()
-        return own
+        return Request("any", name.encode(), header, body, frame=frame)
 
     def get(self, name: str, body: Message, kind: type[M]) -> M:
         """The reply to `body`, which must be a `kind`."""

@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 
 import pytest
-from fakes.broker_world import give_back, trajectory, world
+from fakes.broker_world import as_sent, give_back, trajectory, world
 
 from umbra.proto.access import SENDERS
 from umbra.proto.messages import (
     ANY,
     CONTROL,
     DATA,
+    BatchLease,
     FinishRun,
+    LeaseBatch,
     LeaseSamples,
     Leave,
+    Message,
     Nack,
     Ok,
     RenewAck,
@@ -22,9 +25,12 @@ from umbra.proto.messages import (
     ReturnedSample,
     RunFinished,
     SampleLeases,
+    SubmitAck,
+    SubmitTrajectories,
     Welcome,
 )
 from umbra.proto.records import VersionSpan, pack_float32, pack_int32
+from umbra.services.buffer.effects import Reply
 
 
 def test_whatever_may_be_sent_to_the_buffer_is_answered_by_somebody() -> None:
@@ -366,3 +372,87 @@ def test_a_malformed_answer_is_refused_and_the_sample_queued_again(
     assert words in refused[task.sample_id]
     assert run.broker.counters["malformed_trajectory"] == 1
     assert [(t.sample_id, t.attempt) for t in run.lease("b", 1, 0)] == [(task.sample_id, 2)]
+
+
+# -- questions that travel with answers, and requests that came together ---------------------------
+
+
+def test_who_delivers_may_ask_for_more_in_the_same_message() -> None:
+    run = world(run_ahead=1, max_staleness=1)
+    mine = run.lease("a", 2, 0)
+    assert run.lease("b", 2, 0)
+    run.ask("a", LeaseSamples(capacity=1, version=0, wait_s=9))
+    done = SubmitTrajectories(trajectories=[trajectory(task, 0) for task in mine], capacity=3)
+    ack = run.get("a", done, SubmitAck)
+    assert (ack.accepted, len(ack.tasks)) == (2, 3)
+    assert {task.sample_id for task in ack.tasks}.isdisjoint(task.sample_id for task in mine)
+    assert run.pool.ledger.count("generating") == 2 + 1 + 3
+
+
+def test_a_delivery_is_acknowledged_at_once_where_there_is_no_work() -> None:
+    run = world(run_ahead=0)
+    mine = run.lease("a", 4, 0)
+    done = SubmitTrajectories(trajectories=[trajectory(task, 0) for task in mine], capacity=3)
+    ack = run.get("a", done, SubmitAck)
+    assert (ack.accepted, ack.tasks) == (4, [])
+    run.batch(1)
+    run.commit(1)
+    assert not run.late["a"], "nothing waits that could be answered later"
+
+
+def test_a_delivery_that_names_no_version_there_is_counts_all_the_same() -> None:
+    run = world()
+    (task, *_) = run.lease("a", 1, 0)
+    done = SubmitTrajectories(trajectories=[trajectory(task, 0)], capacity=1, version=7)
+    ack = run.get("a", done, SubmitAck)
+    assert (ack.accepted, ack.tasks) == (1, [])
+    assert run.broker.counters["wrong_version"] == 1
+
+
+def test_a_delivery_sent_again_after_a_restart_is_answered_with_the_same_samples() -> None:
+    run = world(durable=True, run_ahead=1, max_staleness=1)
+    (task, *_) = run.lease("a", 1, 0)
+    done = SubmitTrajectories(trajectories=[trajectory(task, 0)], capacity=2)
+    first = run.ask("a", done, number=77)
+    run.restart_broker()
+    again = run.ask("a", done, number=77)
+    assert isinstance(first, SubmitAck) and isinstance(again, SubmitAck)
+    assert [t.sample_id for t in first.tasks] == [t.sample_id for t in again.tasks]
+    assert (again.accepted, len(again.tasks)) == (1, 2)
+    assert run.pool.ledger.count("generating") == 2
+
+
+def test_what_came_together_is_answered_as_if_one_after_the_other() -> None:
+    """Scenario: two generators fill the batch that the trainer waits for, and ask for more.
+
+    Result: in one turn as in several; the trainer is answered once, after them.
+    """
+    apart, together = (world(run_ahead=1, max_staleness=1) for _ in range(2))
+    answers: list[list[Message]] = []
+    for run, at_once in ((apart, False), (together, True)):
+        run.ask("trainer", LeaseBatch(step=1, wait_s=9))
+        tasks = {name: run.lease(name, 2, 0) for name in "ab"}
+        requests = [
+            run.request(
+                name, SubmitTrajectories(trajectories=[trajectory(task, 0) for task in held])
+            )
+            for name, held in tasks.items()
+        ]
+        requests += [run.request(n, LeaseSamples(capacity=2, version=0, wait_s=0)) for n in "ba"]
+        broker = run.broker
+        effects = (
+            broker.handle_all(requests, run.now)
+            if at_once
+            else [effect for request in requests for effect in broker.handle(request, run.now)]
+        )
+        answers.append([as_sent(one.body) for one in effects if isinstance(one, Reply)])
+        assert run.pool.ledger.snapshot().balance == 0
+
+    def kinds(bodies: list[Message]) -> list[str]:
+        return sorted(type(body).__name__ for body in bodies)
+
+    assert kinds(answers[0]) == kinds(answers[1])
+    assert [body for body in answers[1] if not isinstance(body, BatchLease)] == [
+        body for body in answers[0] if not isinstance(body, BatchLease)
+    ]
+    assert isinstance(answers[1][-1], BatchLease) and len(answers[1][-1].trajectories) == 4

@@ -12,6 +12,7 @@ from umbra.services.environments.loading import load_environment, runs_inline
 from umbra.services.environments.pool import InlinePool
 from umbra.services.environments.protocol import SampleError, StepResult
 from umbra.services.environments.single_turn import ExactMatch, NumericMatch
+from umbra.services.environments.worker import ASYNC_ROOM, hello
 from umbra.services.runtime.config import EnvironmentConfig
 
 USER_CODE = """
@@ -175,6 +176,34 @@ def test_reasoning_gym_scores_its_own_rows() -> None:
         assert isinstance(right, StepResult)
         assert isinstance(wrong, StepResult)
         assert (right.reward, wrong.reward < 0.5) == (1.0, True)
+
+
+def test_a_dataset_of_reasoning_gym_is_made_once_to_score_its_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Making one reads all of its words, and there is an environment for each sample."""
+    import reasoning_gym
+
+    made: list[str] = []
+    find = reasoning_gym.get_score_answer_fn
+
+    def noted(name: str) -> Any:
+        made.append(name)
+        return find(name)
+
+    monkeypatch.setattr(reasoning_gym, "get_score_answer_fn", noted)
+    for row in gym_rows("lcm", 3, seed=1):
+        environment = load_environment(EnvironmentConfig(kind="reasoning-gym"))()
+        environment.reset(row)
+        result = environment.step(str(row["answer"]))
+        assert isinstance(result, StepResult)
+        assert result.reward == 1.0
+    assert made == ["lcm"]
+
+
+def test_a_process_takes_many_rows_of_reasoning_gym_at_once() -> None:
+    config = EnvironmentConfig(kind="reasoning-gym")
+    assert hello(load_environment(config))["room"] == ASYNC_ROOM
 
 
 def test_reasoning_gym_names_an_unknown_dataset() -> None:

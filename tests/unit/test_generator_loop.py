@@ -98,6 +98,38 @@ def test_one_question_at_a_time_but_a_new_one_for_new_weights(bench: Bench) -> N
     assert [q.version for q in bench.channel.asked(LeaseSamples)] == [0, 1]
 
 
+def test_finished_samples_ask_for_others_in_their_place(bench: Bench) -> None:
+    bench.serve()
+    names = [f"s{number}" for number in range(bench.lease().capacity)]
+    bench.turns(1)
+    bench.lease(*names)
+    bench.turns(1)
+    assert not bench.channel.asked(LeaseSamples), "there is no room for more"
+    while not bench.channel.asked(SubmitTrajectories):
+        bench.turns(1)
+    assert not bench.channel.asked(LeaseSamples)
+    row = {"prompt": "1", "answer": "1"}
+    more = [sample(row, sample_id="more", group_id="more", prompt_id="more")]
+    done = bench.channel.answer(SubmitTrajectories, SubmitAck(accepted=1, tasks=more))
+    assert (done.capacity, done.version) == (len(done.trajectories), 0)
+    bench.turns(30)
+    submitted = bench.channel.asked(SubmitTrajectories)
+    assert "more" in {t.sample_id for body in submitted for t in body.trajectories}
+
+
+def test_who_is_given_none_by_a_delivery_asks_again(bench: Bench) -> None:
+    bench.serve()
+    names = [f"s{number}" for number in range(bench.lease().capacity)]
+    bench.turns(1)
+    bench.lease(*names)
+    while not bench.channel.asked(SubmitTrajectories):
+        bench.turns(1)
+    done = bench.channel.answer(SubmitTrajectories, SubmitAck(accepted=1))
+    assert done.capacity > 0 and not bench.channel.asked(LeaseSamples)
+    bench.turns(1)
+    assert len(bench.channel.asked(LeaseSamples)) == 1
+
+
 def test_policy_drain_ends_samples_on_the_old_weights(tmp_path: Path, tiny_model_dir: Path) -> None:
     """Scenario: new weights come while samples are under way, and an open question is answered.
 

@@ -36,7 +36,7 @@ def recording() -> Any:
 
     answers = SubmitTrajectories(trajectories=[traffic.template()] * 2)
     ask = LeaseSamples(capacity=1, version=0, wait_s=1.0)
-    one = SubmitTrajectories(trajectories=[traffic.template()])
+    one = SubmitTrajectories(trajectories=[traffic.template()], capacity=3)
     return recorded.recording([sent(ask, BEAT, answers, ask, one)])
 
 
@@ -86,7 +86,7 @@ def test_libzmq_understands_a_plain_socket(zmq_context: zmq.Context[Any]) -> Non
 
 def test_a_recording_has_the_turns_and_the_sizes() -> None:
     made = recording()
-    assert made.moves == [(2, True), (1, False)]
+    assert made.moves == [(2, False, True), (1, True, False)]
     assert len(made.trajectories) == 3
     assert 9_000 < made.trajectory_bytes < 11_000
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from umbra.services.environments.calculator import calculator
 from umbra.services.environments.guess import Guess
 from umbra.services.environments.single_turn import ExactMatch
 from umbra.services.environments.tools import ToolUse
+from umbra.services.generator import tasks
 from umbra.services.generator.command import evaluate, make_task
 from umbra.services.generator.tasks import write_task
 from umbra.services.runtime.process.jsonl import read_jsonl
@@ -94,6 +96,50 @@ def test_gym_rows_are_written_and_scored(tmp_path: Path, tiny_model_dir: Path) -
         evaluate, tiny_model_dir, "--task", "gym:chain_sum", "--samples", 3, "--max-tokens", 4
     )
     assert "3 samples)" in said
+
+
+def test_gym_demos_are_the_datasets_own_answers(tmp_path: Path) -> None:
+    """Beside prompts as they are without demos; parameters are the dataset's."""
+    counts = ("--prompts", 5, "--heldout", 3, "--environment", "sums")
+    few = ("--option", "max_terms=2", "--option", 'operators=["+"]', "--option", "max_digits=1")
+    task = ("gym:basic_arithmetic", *counts, *few, "--option", "allow_parentheses=false")
+    assert "2 rows in demos.jsonl" in run(make_task, *task, "--out", tmp_path, "--demos", 2)
+    run(make_task, *task, "--out", tmp_path / "without")
+    assert not (tmp_path / "without" / "demos.jsonl").exists()
+    prompts, held, demos = files(tmp_path)
+    for name, rows in (("prompts", prompts), ("heldout", held)):
+        assert read_jsonl(tmp_path / "without" / f"{name}.jsonl") == rows
+    assert {row["environment"] for row in prompts} == {"sums"}
+    for demo in demos:
+        asked, said = (message["content"] for message in demo["messages"])
+        terms = asked.removeprefix("Calculate ").removesuffix(".").split(" + ")
+        assert (len(terms), str(sum(map(int, terms)))) == (2, said)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("gym:chain_sum", "--option", "max_term=2"), "cannot make dataset 'chain_sum'.*max_term"),
+        (("gym:chain_sum", "--option", "max_terms=0"), "cannot make dataset 'chain_sum'"),
+        (("gym:chain_sum", "--python", "/bin/python"), "--python is for verifiers:ID"),
+        (("sort", "--option", "a=1"), "--option is for verifiers:ID and gym:NAME, not for sort"),
+        (("verifiers:one", "--demos", "3"), "--demos: verifiers:one has none"),
+    ],
+)
+def test_what_a_task_does_not_take(tmp_path: Path, arguments: tuple[str, ...], says: str) -> None:
+    made = CliRunner().invoke(make_task, [*arguments, "--out", str(tmp_path)])
+    assert isinstance(made.exception, UsageError)
+    assert re.search(says, str(made.exception))
+
+
+def test_a_dataset_without_answers_has_no_demos(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"prompt": "any?", "answer": None}] * 2
+    monkeypatch.setattr(tasks, "gym_rows", lambda *_: rows)
+    write_task("gym:some", tmp_path, seed=0, prompts=1, heldout=1, demos=0)
+    with pytest.raises(UsageError, match="leave out --demos"):
+        write_task("gym:some", tmp_path, seed=0, prompts=1, heldout=0, demos=1)
 
 
 def test_the_same_seed_writes_the_same_files(tmp_path: Path) -> None:

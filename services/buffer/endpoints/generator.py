@@ -49,26 +49,21 @@ class GeneratorEndpoint:
 
     def lease(self, request: Request, body: LeaseSamples, now: float) -> None:
         """Hand out work, or park the question."""
-        name = request.header.sender
-        if older := self._parked.take(name):
-            self._outbox.reply(older.request, NOTHING)
-        if not 0 <= body.version <= self._batches.newest:
-            self._run.counters["wrong_version"] += 1
-            reason = f"{name} serves version {body.version}, but 0 to {self._batches.newest} exist"
+        if not self._exists(body.version):
+            name, newest = request.header.sender, self._batches.newest
+            reason = f"{name} serves version {body.version}, but 0 to {newest} exist"
             self._outbox.reply(request, Nack(code="wrong_version", reason=reason, path="version"))
             return
-        if again := self._answered_before(request):
-            self._outbox.reply(request, self._answer(again, body.version))
-            return
-        question = Parked(request, body, now + body.wait_s)
-        if not self._give(question, waiting=len(self._parked), now=now):
-            if self.closed or body.wait_s <= 0 or body.capacity <= 0:
-                self._outbox.reply(request, NOTHING)
-            else:
-                self._parked.park(question)
+        if tasks := self._grant(request, body.version, body.capacity, now):
+            more = self._evals.waits_for(body.version)
+            self._outbox.reply(request, SampleLeases(tasks=tasks, more_pinned=more))
+        elif self.closed or body.wait_s <= 0 or body.capacity <= 0:
+            self._outbox.reply(request, NOTHING)
+        else:
+            self._parked.park(Parked(request, body, now + body.wait_s))
 
     def submit(self, request: Request, body: SubmitTrajectories, now: float) -> None:
-        """Take trajectories in; refused ones are named with the reason."""
+        """Take trajectories in; refused ones are named with the reason. Then hand out work."""
         refused: dict[str, str] = {}
         sender = request.header.sender
         for trajectory, packed in zip(body.trajectories, as_arrived(request), strict=True):
@@ -77,7 +72,12 @@ class GeneratorEndpoint:
             if reason is not None:
                 refused[trajectory.sample_id] = reason
         accepted = len(body.trajectories) - len(refused)
-        self._outbox.reply(request, SubmitAck(accepted=accepted, refused=refused))
+        tasks: list[SampleTask] = []
+        if body.capacity > 0 and self._exists(body.version):
+            tasks = self._grant(request, body.version, body.capacity, now)
+        more = bool(tasks) and self._evals.waits_for(body.version)
+        ack = SubmitAck(accepted=accepted, refused=refused, tasks=tasks, more_pinned=more)
+        self._outbox.reply(request, ack)
 
     def hand_back(self, request: Request, body: ReturnSamples, _now: float) -> None:
         """Take samples back."""
@@ -112,8 +112,12 @@ class GeneratorEndpoint:
         waiting = len(self._parked)
         for question in self._parked.all():
             waiting -= 1
-            if self._give(question, waiting=waiting, now=now):
+            request, body = question.request, question.body
+            tasks = self._take(request, body.version, body.capacity, waiting=waiting, now=now)
+            if tasks:
                 self._parked.take(question.name)
+                more = self._evals.waits_for(body.version)
+                self._outbox.reply(request, SampleLeases(tasks=tasks, more_pinned=more))
 
     def expire(self, now: float) -> None:
         """Answer the questions whose wait is over."""
@@ -130,16 +134,32 @@ class GeneratorEndpoint:
         for question in self._parked.take_all():
             self._outbox.reply(question.request, NOTHING)
 
-    def _give(self, question: Parked[LeaseSamples], *, waiting: int, now: float) -> bool:
+    def _exists(self, version: int) -> bool:
+        """Whether there is such a version of the weights; it is counted if there is none."""
+        if 0 <= version <= self._batches.newest:
+            return True
+        self._run.counters["wrong_version"] += 1
+        return False
+
+    def _grant(self, request: Request, version: int, capacity: int, now: float) -> list[SampleTask]:
+        """What there is for a new question, which takes the place of one that is parked."""
+        if older := self._parked.take(request.header.sender):
+            self._outbox.reply(older.request, NOTHING)
+        if again := self._answered_before(request):
+            return again
+        return self._take(request, version, capacity, waiting=len(self._parked), now=now)
+
+    def _take(
+        self, request: Request, version: int, capacity: int, *, waiting: int, now: float
+    ) -> list[SampleTask]:
         if self.closed or self._run.paused:
-            return False
-        name, body = question.name, question.body
-        capacity = min(body.capacity, BATCH)
-        tasks = self._evals.take(name, body.version, capacity, now)
+            return []
+        name, capacity = request.header.sender, min(capacity, BATCH)
+        tasks = self._evals.take(name, version, capacity, now)
         if not self._evals.pausing:
             tasks += self._run.leases.take(
                 name,
-                version=body.version,
+                version=version,
                 capacity=capacity - len(tasks),
                 waiting=waiting,
                 now=now,
@@ -147,13 +167,8 @@ class GeneratorEndpoint:
         for task in tasks:
             pool = self._evals.pool if task.pinned_version >= 0 else self._pool
             if task.sample_id in pool.samples:  # else it ended with another of its group just now
-                pool.samples[task.sample_id].asked = question.request.header.id
-        if tasks:
-            self._outbox.reply(question.request, self._answer(tasks, body.version))
-        return bool(tasks)
-
-    def _answer(self, tasks: list[SampleTask], version: int) -> SampleLeases:
-        return SampleLeases(tasks=tasks, more_pinned=self._evals.waits_for(version))
+                pool.samples[task.sample_id].asked = request.header.id
+        return tasks
 
     def _answered_before(self, request: Request) -> list[SampleTask]:
         """What the sender got by this very question, if the answer was lost with the buffer.

@@ -61,9 +61,9 @@ class Leases:
         `waiting` other generators want work too: each gets an equal share of what there is, so that
         the first to ask does not leave the others idle. Who has room left asks again.
         """
-        share = -(-self.available // (1 + waiting))
+        most = min(capacity, -(-self.available // (1 + waiting))) if waiting else capacity
         tasks: list[SampleTask] = []
-        while len(tasks) < min(capacity, share):
+        while len(tasks) < most:
             sample = self._next(version)
             if sample is None:
                 break

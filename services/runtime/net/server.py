@@ -101,11 +101,11 @@ class _Peer:
         while len(self.pending) > PENDING_KEPT:
             self.pending.popitem(last=False)
 
-    def answered(self, number: int, frames: list[bytes], share: int) -> None:
-        """A request was answered with `frames`; replies of `share` bytes may be kept."""
+    def answered(self, number: int, frames: list[bytes], size: int, share: int) -> None:
+        """A request was answered with `frames` of `size`; replies of `share` bytes may be kept."""
         self.pending.pop(number, None)
         self.replies[number] = frames
-        self.reply_bytes += _size(frames)
+        self.reply_bytes += size
         while len(self.replies) > 1 and (
             len(self.replies) > REPLIES_KEPT or self.reply_bytes > share
         ):
@@ -234,10 +234,11 @@ class Server:
             log.exception("cannot answer %s", request.header.sender)
             _, frames = self._encoder.encode(nack(error), reply_to=request.header.id)
         peer = self._peers.get((request.channel, request.identity))
+        size = _size(frames)
         if peer is not None and peer.incarnation == request.header.incarnation:
             share = REPLY_BYTES_KEPT // len(self._peers)
             before = peer.reply_bytes
-            peer.answered(request.header.id, frames, share)
+            peer.answered(request.header.id, frames, size, share)
             self._reply_bytes += peer.reply_bytes - before
             while self._reply_bytes > REPLY_BYTES_MOST and len(self._peers) > 1:
                 self._forget_oldest()
@@ -289,23 +290,28 @@ class Server:
 
     def _receive(self, channel: _BoundChannel) -> list[Request]:
         requests: list[Request] = []
-        left = RECEIVE_BYTES
+        left, is_open = RECEIVE_BYTES, self._gate is None
         for _ in range(RECEIVE_BURST):
             if left <= 0:
                 break
             try:
-                first = channel.socket.recv(zmq.NOBLOCK, copy=False)
+                # More always comes after it. With keys the frame tells who has sent it.
+                first = channel.socket.recv(NOBLOCK, copy=is_open)
             except zmq.Again:
                 break
             frames: list[bytes | memoryview] = []
-            frame = first
-            while frame.more:  # known without asking the socket, which `recv_multipart` does
-                frame = channel.socket.recv(zmq.NOBLOCK, copy=False)
-                left -= len(frame)
+            more = True
+            while more:
+                frame = channel.socket.recv(NOBLOCK, copy=False)
+                more, size = frame.more, len(frame)  # without asking the socket, as multipart does
+                left -= size
                 if len(frames) < FRAMES_KEPT:
-                    frames.append(frame.bytes if len(frame) < LARGE_BYTES else frame.buffer)
-            role = None if self._gate is None else role_of(first)
-            request = self._decode(channel, first.bytes, frames, role)
+                    frames.append(frame.bytes if size < LARGE_BYTES else frame.buffer)
+            if isinstance(first, bytes):
+                identity, role = first, None
+            else:
+                identity, role = first.bytes, role_of(first)
+            request = self._decode(channel, identity, frames, role)
             if request is not None:
                 requests.append(request)
         return requests

@@ -15,7 +15,7 @@ M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 KEPT_BYTES = 256 << 20
 LEAST_S = 10.0
-RESTS = 100.0
+RESTS = 1000.0
 MAPPED_BYTES = 32 << 20  # the most that glibc takes
 
 
@@ -44,7 +44,8 @@ class Freed:
     def give_back(self, now: float) -> None:
         """Do it, if the last time is long enough ago; `now` is monotonic, in seconds.
 
-        It looks through all of the heaps: 30 ms for 150 MB in pieces. So it rests a hundred times
+        It looks through all of the heaps: 30 ms for 150 MB in pieces, and whoever asks a server
+        meanwhile waits: so that only one in a thousand does, it rests a thousand times
         as long as it took, and `LEAST_S` at least.
         """
         if self._trim is None or now < self._due:
