@@ -21,6 +21,7 @@ from umbra.deploy.python.source import MODULE, CopiedSource
 from umbra.deploy.run_folder import RunFolder
 from umbra.deploy.shown import shown_path
 from umbra.proto.errors import UmbraError, UsageError
+from umbra.services.environments.protocol import Tool
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config.loader import config_of, read_run_file, to_json
 from umbra.services.runtime.process.disk import DISK, READABLE_MODE
@@ -40,6 +41,7 @@ def train(
     reward: Reward | None = None,
     *,
     environment: str | type[Any] | None = None,
+    tools: Sequence[Tool | str] | None = None,
     eval_prompts: Prompts | None = None,
     steps: int | None = None,
     name: str | None = None,
@@ -61,6 +63,8 @@ def train(
         reward: what an answer is worth. A function from a notebook cell or from the program itself
             is copied as source into the run's folder, with what it uses there.
         environment: instead of `reward`: "exact", "guess", ... or a class of your own.
+        tools: functions that the model may call, or names of tools that there are ("calculator");
+            an answer is worth 1 if it is the row's "answer".
         eval_prompts: held-out prompts; the model is measured on them before and after.
         steps: optimizer steps (`run.steps`).
         name: of the run; its id begins with it (`run.name`).
@@ -80,6 +84,8 @@ def train(
     _put(tree, "model", path=str(model))
     _put(tree, "run", steps=steps, name=name)
     _put(tree, "environment", **_environment(reward, environment, source))
+    if tools is not None:
+        _put(tree, "environment", **_with_tools(tree.get("environment", {}), tools, source))
     if tree.get("environment", {}).get("reward_scope") == "group":  # which scorers give
         stages = tree.setdefault("buffer", {}).setdefault("stages", [])
         if "reward" not in stages:
@@ -193,6 +199,19 @@ def _environment(
     if isinstance(environment, str):
         return {"kind": environment}
     return {"kind": source.target(environment, "environment")}
+
+
+def _with_tools(
+    environment: Mapping[str, Any], tools: Sequence[Tool | str], source: CopiedSource
+) -> dict[str, Any]:
+    """Keys of `[environment]`, for an answer with the help of `tools`."""
+    if environment.get("kind", "tools") != "tools":
+        raise UsageError(
+            'umbra.train: tools are for answers that are compared with the row\'s "answer": leave '
+            "out reward and environment, or give an environment that offers them itself"
+        )
+    names = [tool if isinstance(tool, str) else source.target(tool, "tools") for tool in tools]
+    return {"kind": "tools", "options": {**environment.get("options", {}), "tools": names}}
 
 
 def _write_prompts(prompts: Prompts, folder: RunFolder, argument: str) -> str:

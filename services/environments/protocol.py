@@ -25,6 +25,11 @@ Row = dict[str, Any]
 """A line of the prompts file."""
 
 
+Tool = Callable[..., Any]
+"""A function that the model may call. Its name, its parameters with their types, and the first line
+of its docstring are told to the model; what it returns is answered as text."""
+
+
 @dataclass(frozen=True)
 class Opening:
     """What the model is told first: `messages`, and the JSON schemas of the `tools` it may call."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from umbra.services.environments.protocol import (
     Opening,
     Row,
     StepResult,
+    Tool,
     expected_answer,
     prompt_messages,
 )
@@ -28,7 +29,7 @@ from umbra.services.environments.response import Response, content_of
 from umbra.services.environments.sandbox import SandboxTools
 from umbra.services.environments.single_turn import last_number, same_number
 
-BUILT_IN: dict[str, Callable[..., Any]] = {"calculator": calculator}
+BUILT_IN: dict[str, Tool] = {"calculator": calculator}
 
 _CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
 _TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}
@@ -76,7 +77,7 @@ def _parse(text: str, closed: bool) -> ToolCall | ToolCallError:
     return ToolCall(call["name"], arguments)
 
 
-def schema(function: Callable[..., Any]) -> dict[str, Any]:
+def schema(function: Tool) -> dict[str, Any]:
     """The JSON schema of a function, as chat templates take it."""
     properties: dict[str, Any] = {}
     required: list[str] = []
@@ -111,7 +112,7 @@ class ToolUse:
 
     def __init__(
         self,
-        tools: Sequence[Callable[..., Any] | str] = (calculator,),
+        tools: Sequence[Tool | str] = (calculator,),
         calls: int = 8,
         tolerance: float = 1e-6,
         sandbox: SandboxTools | None = None,

@@ -220,11 +220,14 @@ class WorkerPool:
         if error and call.session.worker is worker:
             call.session.worker = None
             self._release(worker, call.play.key)
-        whole = self._config.reward_scope == "group" and bool(call.play.responses)
-        value = reply.steps if whole else reply.results[-1]
-        self._answer(call, None if error else value, error)
+        self._answer(call, None if error else self._news(call.play, reply), error)
         if reply.exhausted:
             self._end(worker, "it was out of memory")
+
+    def _news(self, play: Play, reply: Played) -> Delivered:
+        """What of a reply nobody knows yet: the last answer, or those to a whole group."""
+        whole = self._config.reward_scope == "group" and bool(play.responses)
+        return reply.steps if whole else reply.results[-1]
 
     def _release(self, worker: _WorkerHandle, key: str) -> None:
         """Have `worker` forget the sample; closing its environment is a play without an answer."""

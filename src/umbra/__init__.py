@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         Opening,
         SampleError,
         StepResult,
+        Tool,
     )
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "SampleError",
     "Step",
     "StepResult",
+    "Tool",
     "UmbraError",
     "UsageError",
     "__version__",
@@ -45,6 +47,7 @@ _HOMES = {
     "SampleError": "umbra.services.environments.protocol",
     "Step": "umbra.deploy.python.run",
     "StepResult": "umbra.services.environments.protocol",
+    "Tool": "umbra.services.environments.protocol",
     "UmbraError": "umbra.proto.errors",
     "UsageError": "umbra.proto.errors",
     "attach": "umbra.deploy.python.run",

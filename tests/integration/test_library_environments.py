@@ -165,7 +165,7 @@ def test_tasks_of_verifiers_become_prompts(
     [
         (["verifiers:tasks_there", "--option", "groups=1"], "verifiers:tasks_there: "),
         (["verifiers:tasks_there", "--python", "no/python"], "no/python is no program"),
-        (["sort", "--python", "python3"], "are for verifiers:ID, not for sort"),
+        (["sort", "--python", "python3"], "is for verifiers:ID, not for sort"),
     ],
 )
 def test_tasks_that_cannot_be_made_are_refused(

@@ -67,7 +67,8 @@ def test_mini_swe_agent(library_play: LibraryPlay) -> None:
 
 
 OPENAI_AGENTS = '''\
-from agents import Agent, Runner, function_tool, set_tracing_disabled
+from agents import Agent, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
+from openai import AsyncOpenAI
 
 set_tracing_disabled(True)
 MADE = []
@@ -80,10 +81,10 @@ def write(text: str) -> str:
     return "written"
 
 
-def solve(row, endpoint):
-    """Asks as OPENAI_BASE_URL says."""
-    agent = Agent(name="writer", instructions="Be brief.", tools=[write], model="policy")
-    said = Runner.run_sync(agent, row["prompt"]).final_output
+async def solve(row, endpoint):
+    model = OpenAIResponsesModel("policy", AsyncOpenAI(**endpoint))
+    agent = Agent(name="writer", instructions="Be brief.", tools=[write], model=model)
+    said = (await Runner.run(agent, row["prompt"])).final_output
     return float(MADE == ["hello"] and said == "It is done.")
 '''
 

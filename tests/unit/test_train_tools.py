@@ -1,0 +1,45 @@
+"""`umbra.train(tools=...)`: functions of a program become tools of the model."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+import umbra
+from umbra.deploy.python.source import CopiedSource
+from umbra.deploy.python.train import _with_tools
+from umbra.services.environments.loading import load_environment
+from umbra.services.environments.protocol import Opening, StepResult
+from umbra.services.runtime.config import EnvironmentConfig
+
+
+def double(number: int) -> int:
+    """Twice a number."""
+    return 2 * number
+
+
+def keys(environment: dict[str, Any], *tools: umbra.Tool | str) -> dict[str, Any]:
+    return _with_tools(environment, tools, CopiedSource())
+
+
+def test_they_are_offered_and_called() -> None:
+    given = keys({"options": {"calls": 3}}, double, "calculator")
+    assert given["options"]["calls"] == 3
+    environment: Any = load_environment(EnvironmentConfig(**given))()
+    opening: Opening = environment.reset({"prompt": "twice 21?", "answer": "42"})
+    offered = {tool["function"]["name"]: tool["function"] for tool in opening.tools}
+    assert list(offered) == ["double", "calculator"]
+    assert offered["double"]["description"] == "Twice a number."
+    assert offered["double"]["parameters"]["properties"] == {"number": {"type": "integer"}}
+    call = '<tool_call>{"name": "double", "arguments": {"number": 21}}</tool_call>'
+    answer: StepResult = asyncio.run(environment.step(call))
+    assert (answer.done, answer.messages[0]["content"]) == (False, "42")
+    assert asyncio.run(environment.step("42")).reward == 1.0
+
+
+def test_another_environment_has_its_own() -> None:
+    for kind in ("reward", "guess", "mine:Environment"):
+        with pytest.raises(umbra.UsageError, match="leave out reward and environment"):
+            keys({"kind": kind}, double)
+    with pytest.raises(umbra.UsageError, match="a lambda has no name"):
+        keys({}, lambda number: 2 * number)
