@@ -40,12 +40,15 @@ def hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]
 
 
 def told(process: UpProcess, client: StatusClient) -> str:
-    """What the status says will happen, once it names what is stuck."""
+    """What the status says will happen, once it names what is stuck.
+
+    Others who wait for the generator may be named before it.
+    """
     seen: list[str] = []
 
     def named() -> bool:
-        status = client.status(20.0)
-        seen.extend(s.action for s in status.stuck if s.what.startswith("no progress in"))
+        stuck = [one for one in client.status(20.0).stuck if one.holder == "generator-0"]
+        seen.extend(one.action for one in stuck if one.what.startswith("no progress in"))
         return bool(seen)
 
     process.until(named, "a word about it")
