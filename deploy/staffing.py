@@ -29,7 +29,7 @@ IDLE_COLUMNS = slice(4, 6)  # idle and iowait, in ticks
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class Observation:
     """The run as it is at one moment.
 
     Attributes:
@@ -69,14 +69,14 @@ class Staffing:
         self._settling = True  # samples under way are still those of fewer generators
         self._without: float | None = None  # samples/s before the one that is on trial
         self._began = 0.0
-        self._looks: list[Look] = []
+        self._looks: list[Observation] = []
 
     @property
     def on_trial(self) -> bool:
         """Whether the last one that was started may have to leave again."""
         return self._without is not None
 
-    def look(self, now: float, seen: Look) -> int:
+    def look(self, now: float, seen: Observation) -> int:
         """How many generators there should be, after this look at the run at `now` (seconds)."""
         if seen.generators != self.wanted or not self._looks:
             self._begin(now, seen, settling=True)
@@ -111,7 +111,7 @@ class Staffing:
             and looks[-1].room
         )
 
-    def _begin(self, now: float, seen: Look, *, settling: bool) -> None:
+    def _begin(self, now: float, seen: Observation, *, settling: bool) -> None:
         self._began, self._looks, self._settling = now, [seen], settling
 
 
@@ -166,11 +166,11 @@ class Foreman:
             self._say(f"generator {wanted} makes the run faster and stays")
 
 
-def look_at(status: Status, idle_cores: float) -> Look:
+def look_at(status: Status, idle_cores: float) -> Observation:
     """What `Staffing` needs of `status`."""
     trainers = [member for member in status.members if member.role == "trainer"]
     generators = [member for member in status.members if member.role == "generator"]
-    return Look(
+    return Observation(
         trained=status.ledger.trained,
         steps=status.version,
         generators=len(generators),

@@ -6,16 +6,18 @@ from pathlib import Path
 import pytest
 from fakes import looks
 
-from umbra.deploy.staffing import Foreman, IdleCores, Look, Staffing, look_at
+from umbra.deploy.staffing import Foreman, IdleCores, Observation, Staffing, look_at
 from umbra.services.runtime.process.supervisor import Program
 
-STARVED = Look(trained=0, steps=0, generators=1, waits=0.6, busy=0.95, idle_cores=2.0, room=True)
+STARVED = Observation(
+    trained=0, steps=0, generators=1, waits=0.6, busy=0.95, idle_cores=2.0, room=True
+)
 
 
 class Run:
     """A run whose rate depends on how many generators it has."""
 
-    def __init__(self, rates: dict[int, float], seen: Look = STARVED) -> None:
+    def __init__(self, rates: dict[int, float], seen: Observation = STARVED) -> None:
         self.staffing = Staffing(period_s=20, steps=4, rest_s=120)
         self.now = 0.0
         self.wanted = [1]
@@ -59,7 +61,7 @@ def test_what_brought_nothing_is_tried_again_later_and_ever_less_often() -> None
     ],
     ids=["the trainer is busy", "work is scarce", "cores are busy", "memory is full"],
 )
-def test_none_is_tried_where_it_would_not_help(seen: Look) -> None:
+def test_none_is_tried_where_it_would_not_help(seen: Observation) -> None:
     assert Run({1: 100}, seen).go_on(300) == [1]
 
 
@@ -99,7 +101,7 @@ def test_the_foreman_starts_and_ends_what_is_wanted() -> None:
     wanted = iter([1, 2, 2, 1, 1])
 
     class Told(Staffing):
-        def look(self, now: float, seen: Look) -> int:
+        def look(self, now: float, seen: Observation) -> int:
             self.wanted = next(wanted)
             return self.wanted
 
