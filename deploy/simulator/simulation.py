@@ -172,7 +172,7 @@ class Simulation:
             endpoints=Endpoints("data", "events-in", "events-out"),
             now=now,
         )
-        broker.run.facts.sampling = None  # what is simulated is drawn by nobody
+        broker.run.facts.samplings = {}  # what is simulated is drawn by nobody
         return broker
 
     # -- who takes part ---------------------------------------------------------------------------

@@ -10,12 +10,12 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from umbra.proto.records import Sampling
 from umbra.services.environments.pool import EnvironmentPool, open_pool
 from umbra.services.generator.environment_set import EnvironmentSet, LimitedPool
 from umbra.services.generator.template_check import check_template
 from umbra.services.modeling.chat import Chat
 from umbra.services.runtime.config import EnvironmentConfig, NamedEnvironment, RunConfig
+from umbra.services.runtime.trajectories import sampling_of
 
 if TYPE_CHECKING:
     from umbra.services.generator.agents.offers import SessionOffers
@@ -27,7 +27,6 @@ def open_environments(
     config: RunConfig,
     environment: EnvironmentConfig,
     chat: Chat,
-    sampling: Sampling,
     *,
     wake: Callable[[], None] = lambda: None,
     offers: SessionOffers | None = None,
@@ -38,7 +37,6 @@ def open_environments(
         config: the run.
         environment: what its rollouts talk to, if there is one; else those of `config`.
         chat: knows the tokens that end turns.
-        sampling: how tokens are drawn, which no agent may change.
         wake: called, from any thread, whenever there may be something to do.
         offers: leads to env-workers, who then run the agents; None: agents run beside the engine.
 
@@ -52,11 +50,11 @@ def open_environments(
         with ExitStack() as opened:
             pools: dict[str, EnvironmentPool] = {}
             for one in config.environments:
-                pool = open_environments(config, one, chat, sampling, wake=wake)
+                pool = open_environments(config, one, chat, wake=wake)
                 pools[one.name] = opened.enter_context(closing(pool))
             opened.pop_all()
             return EnvironmentSet(pools)
-    pool = _open_one(config, environment, chat, sampling, wake, offers)
+    pool = _open_one(config, environment, chat, wake, offers)
     most = environment.concurrency
     return LimitedPool(pool, most) if most else pool
 
@@ -65,7 +63,6 @@ def _open_one(
     config: RunConfig,
     environment: EnvironmentConfig,
     chat: Chat,
-    sampling: Sampling,
     wake: Callable[[], None],
     offers: SessionOffers | None,
 ) -> EnvironmentPool:
@@ -78,9 +75,9 @@ def _open_one(
     from umbra.services.generator.agents.pool import AgentPool, AgentSettings
 
     rules = CallRules(
-        sampling,
+        sampling_of(config.sampling_for(environment)),
         [*config.sampling.stop_tokens, *map(chat.piece, sorted(chat.stop_ids))],
-        override=environment.sampling == "override",
+        override=environment.agent_sampling == "override",
         template_options=config.model.chat_template_kwargs,
         reads_calls=chat.dialect.calls or config.model.dialect == "none",
     )

@@ -23,8 +23,7 @@ def environment_faults(config: RunConfig) -> Iterator[str]:
             "remove it"
         )
     for one in config.all_environments:
-        named = isinstance(one, NamedEnvironment)
-        where = f"environments.{one.name}" if named else "environment"
+        where = one.where
         yield from _faults(one, where, serve)
         if one.timeout_s >= config.trainer.batch_wait_s:
             yield (
