@@ -83,11 +83,6 @@ def _faults(one: EnvironmentConfig, where: str, serve: str) -> Iterator[str]:
             f"{where}.run_on = env_worker is for agents that the run starts: set {where}.kind to "
             f"{', '.join(LIBRARIES)}, or to agent and {where}.agent to module:function"
         )
-    if one.run_on == "env_worker" and isinstance(one, NamedEnvironment):
-        yield (
-            f"{where}.run_on = env_worker: env-workers run the agents of one [environment], not of "
-            "several; remove it"
-        )
     for key, value, kinds in (
         ("agent", one.agent, ("agent",)),
         ("id", one.id, LIBRARIES),
