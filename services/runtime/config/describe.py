@@ -53,6 +53,7 @@ GROUPS = (
     ("trainer.weights", "trainer.moments", "trainer.offload", "trainer.activation_checkpointing"),
     ("buffer.heartbeat_s", "buffer.dead_after_s", "buffer.stall_s", "generator.stall_s"),
     ("environment.timeout_s", "buffer.max_failed_share"),
+    ("environment.setup_s", "environment.reset_s", "environment.timeout_s", "environment.score_s"),
     ("buffer.stages", "scorer.stage"),
     ("weight_hub.deadline_s", "weight_hub.least_rate"),
     ("eval.prompts", "eval.every", "eval.mode", "eval.run_samples", "eval.timeout_s"),
