@@ -58,6 +58,7 @@ GROUPS = (
     ("weight_hub.deadline_s", "weight_hub.least_rate"),
     ("eval.prompts", "eval.every", "eval.mode", "eval.run_samples", "eval.timeout_s"),
     ("data.prompts", "eval.prompts"),
+    ("data.environment_weights", "data.curriculum", "environments.weight"),
     ("environment.kind", "environment.reward", "environment.rewards", "environment.agent"),
     ("environment.reward", "environment.rewards", "environment.reward_scope", "buffer.stages"),
     ("environment.kind", "environment.id", "environment.options"),
