@@ -2,9 +2,11 @@
 
 `end_to_end.py --form trl` runs it on the demo's sort task, `mixture.py` on its mixture. The rows
 stand beside those of its real runs: the time to the same accuracy by the same rule, from the
-beginning of the first generation. It generates and trains in turns with all the threads it is
-given; the better number of threads is what counts. It differs in what it cannot be told: a loss is
-the mean over all tokens of a batch, not over those with an advantage.
+beginning of the first generation. On the guess task, of several turns, its generation is called
+once a turn for all games that are not over (`Games`, by its `rollout_func`). It generates and
+trains in turns with all the threads it is given; the better number of threads is what counts. It
+differs in what it cannot be told: a loss is the mean over all tokens of a batch, not over those
+with an advantage.
 
 TRL's AsyncGRPOTrainer does not run here: it needs a vLLM server that takes weights over NCCL, and
 NCCL needs GPUs.
@@ -29,6 +31,9 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from whole_runs import Cell
 
 from umbra.deploy.demo import DEMOS
+from umbra.services.environments.guess import Guess
+from umbra.services.modeling.chat import Chat
+from umbra.services.modeling.models import stop_ids
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.config.loader import load_config
 from umbra.services.trainer.learner import learning_rate
@@ -83,6 +88,58 @@ def solved(completions: list[Any], answer: list[str], **_: Any) -> list[float | 
     return [float(text == right) for text, right in zip(said, answer, strict=True)]
 
 
+class Games:
+    """Plays the guess task turn by turn, all games of a batch at once: TRL's `rollout_func`.
+
+    TRL tells it the prompts alone, so their messages have the answers too.
+    """
+
+    def __init__(self, chat: Chat, tries: int) -> None:
+        self._chat = chat
+        self._tries = tries
+
+    def __call__(self, prompts: list[list[dict[str, str]]], trainer: Any) -> dict[str, Any]:
+        """Tokens of each game, which of them the model said, and rewards."""
+        games = [Guess(self._tries) for _ in prompts]
+        said: list[list[int]] = [[] for _ in prompts]
+        own: list[list[int]] = [[] for _ in prompts]
+        won = [0.0] * len(prompts)
+        openings = [
+            self._chat.prompt_ids(game.reset({"prompt": told["content"], "answer": told["answer"]}))
+            for game, (told,) in zip(games, prompts, strict=True)
+        ]
+        live = list(range(len(prompts)))
+        while live:
+            contexts = [openings[at] + said[at] for at in live]
+            turns, _ = trainer._generate_single_turn(contexts, None, {}, trainer.num_generations)
+            going: list[int] = []
+            for at, turn in zip(live, turns, strict=True):
+                said[at] += turn
+                own[at] += [1] * len(turn)
+                ended = turn[-1] in self._chat.stop_ids
+                result = games[at].step(self._chat.text(turn[:-1] if ended else turn))
+                won[at] += result.reward
+                if result.done or not ended:
+                    continue
+                more = self._chat.turn_ids(result.messages, turn[-1])
+                said[at] += more
+                own[at] += [0] * len(more)
+                going.append(at)
+            live = going
+        return {
+            "prompt_ids": openings,
+            "completion_ids": said,
+            "logprobs": None,
+            "env_mask": own,
+            "won": won,
+        }
+
+
+def winnings(completions: list[Any], won: list[float], **_: Any) -> list[float | None]:
+    """What `Games` has given."""
+    return list(won)
+
+
 def run_cell(cell: Cell[TrlMode], work: Path, steps: int = 0) -> dict[str, Any]:
     """Train, for `steps` steps if not the task's own or until the accuracy; the row."""
     work, seed = work.resolve(), cell.seed
@@ -92,7 +149,8 @@ def run_cell(cell: Cell[TrlMode], work: Path, steps: int = 0) -> dict[str, Any]:
     data = [{"prompt": row["prompt"], "answer": row["answer"]} for row in rows]
     watch = Watch(LIMIT_S, lambda rewards: reached(rewards) is not None)
     out = work / "trl"
-    train(base / "base", data, solved, config, watch, out, cell.mode.threads, seed, steps)
+    reward = winnings if config.environment.kind == "guess" else solved
+    train(base / "base", data, reward, config, watch, out, cell.mode.threads, seed, steps)
     samples = config.buffer.batch_groups * config.buffer.group_size
     step = reached(watch.rewards)
     done, seconds = len(watch.times), watch.times[-1]
@@ -132,9 +190,11 @@ def train(
     torch.manual_seed(seed)
     warnings.simplefilter("ignore")
     model, tokenizer = load_policy(str(base))
-    data = Dataset.from_list(
-        [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]
-    )
+    games, told = None, ()
+    if config.environment.kind == "guess":
+        chat = Chat(tokenizer, stop_ids(model, tokenizer))
+        games, told = Games(chat, config.environment.options["tries"]), ("answer",)
+    data = Dataset.from_list([{**row, "prompt": [_message(row, told)]} for row in rows])
     samples = config.buffer.batch_groups * config.buffer.group_size
     trainer: Any = GRPOTrainer(
         model,
@@ -143,9 +203,15 @@ def train(
         train_dataset=data,
         processing_class=tokenizer,
         callbacks=[watch],
+        rollout_func=games,
         optimizers=optimizer_of(model, config, steps),
     )
     trainer.train()
+
+
+def _message(row: dict[str, str], told: Sequence[str]) -> dict[str, str]:
+    more = {name: row[name] for name in told}
+    return {"role": "user", "content": row["prompt"], **more}
 
 
 def grpo_config(config: RunConfig, out: Path, samples: int, seed: int, steps: int) -> GRPOConfig:

@@ -148,9 +148,9 @@ def _prefill(config: RunConfig, model: Any, sizes: ModelSizes, *, gpu: bool) -> 
     rows = RowShape(count, generator.max_context, packed=True)
 
     def make(of: Any) -> Outline:
-        return Outline(of, TrainerConfig(logits_mib=1.0), _served(config, kind), kind)
+        return Outline(of, TrainerConfig(), _served(config, kind), kind)
 
-    return pass_peaks(model, sizes, make, rows=rows, train=False)
+    return pass_peaks(model, sizes, make, rows=rows, train=False, last=True)
 
 
 def _served(config: RunConfig, kind: str) -> torch.dtype:

@@ -221,14 +221,16 @@ class Outline:
         *,
         autocast: torch.dtype | None = None,
         train: bool = True,
+        last: bool = False,
     ) -> PassPeaks:
         """Of one pass over `rows` without padding, whose tokens are nearly all learned.
 
         Args:
             autocast: dtype of the computation, if it is not that of the parameters.
+            last: only the last token of a sequence has logits, as when a prompt is read.
             train: with a backward pass, whose gradients are added to those that are there.
         """
-        full = full_rows(rows)
+        full = full_rows(rows, last=last)
         micro = self._fakes(full)
         group = _Silent(self._shared_by) if self._shared_by > 1 and train else None
         with ExitStack() as stack:
@@ -376,16 +378,23 @@ def _of_pairs(tensor: Tensor, width: int) -> bool:
     return len(shape) >= rank and shape[-1] == shape[-2] == width
 
 
-def full_rows(rows: RowShape) -> MicroBatch:
-    """`rows` without padding, of one sequence or, if they are packed, two each."""
+def full_rows(rows: RowShape, *, last: bool = False) -> MicroBatch:
+    """`rows` without padding, of one sequence or, if they are packed, two each.
+
+    All tokens but the first of a sequence are learned, or its `last` one alone.
+    """
     width = rows.width
     halves = (width - width // 2, width // 2) if rows.packed and width > 1 else (width,)
     fed = [half for _ in range(rows.count) for half in halves]
     lengths = torch.tensor(fed) + 1  # the last token is not fed
     total = int(lengths.sum())
     starts = lengths.cumsum(0) - lengths
-    learned = torch.ones(total, dtype=torch.bool)
-    learned[starts] = False
+    if last:
+        learned = torch.zeros(total, dtype=torch.bool)
+        learned[starts + lengths - 1] = True
+    else:
+        learned = torch.ones(total, dtype=torch.bool)
+        learned[starts] = False
     owner = torch.arange(len(fed)).repeat_interleave(lengths)
     tokens = Tokens(
         ids=torch.zeros(total, dtype=torch.int64),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import dataclasses
-import inspect
 import os
 import resource
 import signal
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgpack
 
 from umbra.proto.errors import UmbraError
-from umbra.services.environments.environment_host import EnvironmentHost, close_of
+from umbra.services.environments.environment_host import EnvironmentHost, close_of, waits
 from umbra.services.environments.loading import load_environment, name_of
 from umbra.services.environments.protocol import (
     EnvironmentFactory,
@@ -154,9 +153,8 @@ def hello(make: EnvironmentFactory) -> dict[str, Any]:
     It takes one play at a time if the environment's methods may block.
     """
     environment = make()
-    waits = inspect.iscoroutinefunction(environment.step)
     return {
-        "room": ASYNC_ROOM if waits or getattr(environment, "concurrent", False) else 1,
+        "room": ASYNC_ROOM if waits(environment) else 1,
         "closes": close_of(environment) is not None,
         "lasting": getattr(environment, "lasting", False),
     }

@@ -73,6 +73,17 @@ def traced(case: Case) -> PassPeaks:
     return outline.peaks(RowShape(case.rows, case.width), autocast=autocast)
 
 
+def test_a_prompt_that_is_read_has_logits_of_its_last_token_alone() -> None:
+    """Of all tokens they came in 16,384 chunks, which took minutes to count."""
+    case = CASES["all logits"]
+    outline = Outline(case.config(), TrainerConfig(), torch.float32, "cpu")
+    rows = RowShape(case.rows, case.width)
+    whole, last = (outline.peaks(rows, train=False, last=last) for last in (False, True))
+    assert len(full_rows(rows, last=True).targets) == 2 * case.rows  # two sequences in a row
+    assert last.forward == whole.forward
+    assert last.logits < whole.logits / 16
+
+
 @pytest.fixture(scope="module")
 def measured() -> dict[str, int]:
     """What each case really takes, in bytes: measured by the kernel, in another process."""
