@@ -15,8 +15,10 @@ from fakes.slowness import seconds
 from umbra.proto.errors import DeadlineError, UsageError
 from umbra.services.environments.environment_host import EnvironmentHost
 from umbra.services.environments.guess import Guess
+from umbra.services.environments.kinds.trl import trl_program
 from umbra.services.environments.pool import EpisodeOutcome, ProcessPool
 from umbra.services.environments.protocol import Opening, StepResult
+from umbra.services.environments.rewards import Rewards
 from umbra.services.environments.time_limits import TimeLimits
 from umbra.services.environments.turn_request import Turn
 from umbra.services.generator.agents.calls import Call
@@ -174,6 +176,27 @@ def test_the_host_tells_of_every_call() -> None:
     assert begun == [True, False, False]
     asyncio.run(host.play("a", row, ["1", "2", "3"], begun.append))
     assert begun == [True, False, False, False]
+
+
+def test_a_program_of_ours_says_when_it_judges(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    async def post(_endpoint: Any, path: str, _body: Any) -> tuple[int, Any]:
+        asked.append(path)
+        message = {"role": "assistant", "content": "7"}
+        return 200, {"choices": [{"message": message, "finish_reason": "stop"}]}
+
+    class Game:
+        def reset(self, **_row: Any) -> None:
+            """Nothing to say."""
+
+        def get_reward(self) -> float:
+            return float(len(asked))
+
+    monkeypatch.setattr("umbra.services.environments.kinds.conversation._post", post)
+    play = trl_program(Game, Rewards([]), "game")
+    result = asyncio.run(play({"prompt": "p"}, {"base_url": "b", "api_key": "k"}))
+    assert asked == ["/chat/completions", "/scoring"] and result.reward == 2.0
 
 
 def turn() -> Turn:
