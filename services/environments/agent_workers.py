@@ -41,7 +41,7 @@ def agent_workers(
         left: called with sample, what its agent returned, and error ("" if it returned).
         began: called with the sample whenever a process begins to play for it.
     """
-    lasting = msgspec.structs.replace(config, timeout_s=math.inf)
+    lasting = msgspec.structs.replace(config, timeout_s=math.inf, reset_s=0.0)
     return WorkerPool(lasting, left, began, end_forgotten=True)
 
 

@@ -67,13 +67,21 @@ class EnvironmentHost:
         self._name = name
         self._sessions: dict[str, _Episode] = {}
 
-    async def play(self, key: str, row: Row, responses: Sequence[Said | str]) -> list[Result]:
+    async def play(
+        self,
+        key: str,
+        row: Row,
+        responses: Sequence[Said | str],
+        begins: Callable[[bool], None] = lambda opening: None,
+    ) -> list[Result]:
         """What the environment of sample `key` answers to the last of `responses`.
 
         Without responses the conversation is opened, anew if there is one. If this process has not
         heard the earlier responses, it plays the conversation from the start; then the result holds
         all answers, else the last one only. To an environment that judges a group the `responses`
         are those of its samples, and each has an answer.
+
+        `begins` is called before each call of the environment, with whether that is the opening.
 
         Raises:
             SampleError: the environment raised, or answered what is no answer.
@@ -84,12 +92,15 @@ class EnvironmentHost:
             if session is None or session.broken or session.heard != len(responses) - 1:
                 await self.forget(key)
                 session = self._sessions[key] = _Episode(self._make())
+                begins(True)
                 results.append(await self._reset(session, row))
             if responses and (step_all := getattr(session.environment, "step_all", None)):
+                begins(False)
                 said = [Response.of(each) for each in responses]
                 given = await _answer(session.environment, step_all, said)
                 return [*results, *map(self._checked, given)]
             for response in responses[session.heard :]:
+                begins(False)
                 results.append(await self._step(session, response))
                 session.heard += 1
         except SampleError:
