@@ -262,6 +262,7 @@ def _logprob_fault(name: str, data: bytes, allowed: bytes) -> str | None:
     return f"{name} has values that are not finite, above 0 or below {low}"
 
 
+@lru_cache(maxsize=8)  # all answers of a run say the same
 def _sampling_fault(given: Sampling, wanted: Sampling | None, trained: bool) -> str | None:
     temperature = given.temperature
     if trained and temperature == 0:
