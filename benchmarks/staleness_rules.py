@@ -177,7 +177,7 @@ class Player:
         )
         chat = Chat.configured(config.model, tokenizer, stops)
         sampling = sampling_of(config.sampling)
-        self._pool = open_environments(config, config.environment, chat, sampling)
+        self._pool = open_environments(config, config.environment, chat)
         settings = RolloutSettings(chat, sampling, context)
         self._runner = RolloutRunner(self.engine, self._pool, settings)
 

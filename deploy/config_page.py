@@ -12,13 +12,14 @@ from umbra.services.runtime.config.describe import (
     related,
     section_summary,
 )
+from umbra.services.runtime.config.loader import ENVIRONMENTS
 
 HEAD = """# Every key of a run file
 
 Made from the schema by `umbra config keys`; a test compares. A run file is TOML, with a table per
 section. The environment variable `UMBRA_SECTION__KEY` is stronger than the file, and `--set
 section.key=value` stronger than both. `umbra config show RUN.toml` prints a run file with all
-defaults; `[[environments]]` has the keys of `[environment]`, and a name each.
+defaults.
 `umbra config check RUN.toml` tries it. Paths are looked for in the run file's folder first, then in
 the current directory. Objectives, and the keys that they set: [algorithms.md](algorithms.md).
 Settings for staleness: [staleness.md](staleness.md).
@@ -37,13 +38,18 @@ def config_page() -> str:
             command = section.replace("_", "-")
             flags = f" Each key is a flag of `umbra {command}` too, with hyphens."
         parts.append(
-            f"## [{section}]\n\n{section_summary(section)} Read by: {READERS[section]}.{flags}\n"
+            f"## {_heading(section)}\n\n{section_summary(section)} Read by: {READERS[section]}."
+            f"{flags}\n"
         )
         parts.append(
             "| key | value | default | unit | meaning | see also |\n|---|---|---|---|---|---|"
         )
         parts.append("\n".join(_row(key, beside[key.path]) for key in keys) + "\n")
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _heading(section: str) -> str:
+    return f"[[{section}]]" if section == ENVIRONMENTS else f"[{section}]"
 
 
 def _row(key: Described, beside: list[str]) -> str:

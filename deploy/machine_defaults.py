@@ -99,7 +99,9 @@ def choose(
         if generator.device == "auto" and trains_on_gpu and alone and enough:
             generator = msgspec.structs.replace(generator, device=f"cuda:{trainer.ranks}")
         if CONTEXT not in given:
-            wanted = max(MOST_CONTEXT, 2 * sampling.max_tokens if TOKENS in given else 0)
+            asked = [sampling.max_tokens] if TOKENS in given else []
+            asked += [n for one in config.environments if (n := one.sampling.get("max_tokens"))]
+            wanted = max(MOST_CONTEXT, 2 * max(asked, default=0))
             context = min(positions or wanted, wanted)
             generator = msgspec.structs.replace(generator, max_context=context)
         if TOKENS not in given:  # a quarter is the prompt's

@@ -69,6 +69,11 @@ class Sampling(Kept, frozen=True, kw_only=True):
     min_p: Number = 0.0
     max_tokens: int = 256
 
+    @property
+    def distribution(self) -> tuple[float, float, int, float]:
+        """What decides of which distribution logprobs are."""
+        return self.temperature, self.top_p, self.top_k, self.min_p
+
 
 class VersionSpan(Kept, frozen=True, kw_only=True):
     """Response tokens `[start, end)` were sampled by policy version `version`."""

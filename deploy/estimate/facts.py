@@ -75,7 +75,7 @@ def _facts(config: RunConfig, model: Any, *, gpu: int, host: int | None) -> Fact
     sizes = make(model).sizes(kv_numbers(text, latent=config.generator.engine == "vllm"))
     memory = _memory(kind, gpu, host, trainer.ranks)
     fits = fitting_tokens(trainer, model, sizes.parameters // trainer.ranks, memory, kind)
-    chosen = rows_within(trainer, fits, kind, config.sampling.max_tokens)._asdict()
+    chosen = rows_within(trainer, fits, kind, config.longest_turn)._asdict()
     config = msgspec.structs.replace(config, trainer=msgspec.structs.replace(trainer, **chosen))
     like = None if str(trainer.recomputes_on(kind)).startswith("every") else sizes
     passes = [
@@ -126,7 +126,7 @@ def _scoring(
     kind = kind_of(scorer.device, gpu=bool(gpu))
     settings = TrainerConfig(logits_mib=scorer.logits_mib)
     each, memory = _served(config, kind).itemsize, _memory(kind, gpu, host)
-    longest = config.sampling.max_tokens
+    longest = config.longest_turn
     keys = scoring_rows(scorer, model, sizes.parameters, each, memory, kind, longest)._asdict()
     trainer = msgspec.structs.replace(config.trainer, **keys)
     rows = fullest(msgspec.structs.replace(config, trainer=trainer))

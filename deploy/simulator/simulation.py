@@ -44,6 +44,9 @@ class _EndlessPrompts:
     def ended(self, end: GroupEnd) -> None:
         """It makes no difference."""
 
+    def shares(self) -> dict[str, float]:
+        return {}
+
     def position(self) -> dict[str, Any]:
         return {"drawn": self._drawn}
 
@@ -172,7 +175,7 @@ class Simulation:
             endpoints=Endpoints("data", "events-in", "events-out"),
             now=now,
         )
-        broker.run.facts.sampling = None  # what is simulated is drawn by nobody
+        broker.run.facts.samplings = {}  # what is simulated is drawn by nobody
         return broker
 
     # -- who takes part ---------------------------------------------------------------------------

@@ -225,7 +225,7 @@ class Health:
             yield _warning(
                 "truncated",
                 f"{self._answers.share:.0%} of the answers of late were cut off at a limit on "
-                f"tokens (sampling.max_tokens = {self._config.sampling.max_tokens}, "
+                f"tokens (sampling.max_tokens = {self._config.longest_turn}, "
                 "generator.max_context, environment.max_tokens), and what they earned is that of "
                 "an unfinished answer: allow more tokens, or set trainer.overlong_filter",
                 share=self._answers.share,

@@ -33,7 +33,7 @@ from umbra.services.buffer.store.archive import Archive
 from umbra.services.buffer.store.journal import Journal
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.prompts.rows import Prompt
-from umbra.services.runtime.trajectories import RunFacts, sampling_of
+from umbra.services.runtime.trajectories import RunFacts, samplings_of
 
 
 class RunState:
@@ -68,7 +68,7 @@ class RunState:
         self.wanted_since: float | None = None  # when the missing batch was first asked for
         self.policy = StalenessPolicy.of(config)
         self.facts = RunFacts.of(config)
-        self.facts.sampling = sampling_of(config.sampling)
+        self.facts.samplings = samplings_of(config)
         self.lives = Lives(config.log.traced_share, self.outbox)
         whole = config.environment.reward_scope == "group"
         together = "reward" if whole else ""

@@ -14,7 +14,7 @@ from umbra.proto.errors import UmbraError, UsageError
 from umbra.proto.records import SampleTask, Trajectory
 from umbra.services.generator.group_rewards import reward_groups, unrewarded
 from umbra.services.generator.pools import open_environments
-from umbra.services.generator.rollout import RolloutSettings, for_environments
+from umbra.services.generator.rollout_settings import settings_for
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.modeling.chat import Chat
@@ -27,7 +27,6 @@ from umbra.services.modeling.models import (
 )
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.eval_scores import eval_scores
-from umbra.services.runtime.trajectories import sampling_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,18 +78,14 @@ def evaluate_model(
         seed=config.run.seed,
         version=0,
     )
-    sampling = sampling_of(config.sampling, greedy=greedy)
     chat = Chat.configured(config.model, tokenizer, stops)
-    # Agents may name the run's sampling, however their answers are drawn here.
     whole = config.environment.reward_scope == "group"
     if whole:
         rows = rows[: max(1, samples // config.buffer.group_size)]
     played = unrewarded(config.environment) if whole else config.environment
-    pool = open_environments(config, played, chat, sampling_of(config.sampling))
-    stopped = tuple(config.sampling.stop)
-    settings = RolloutSettings(chat, sampling, max_context, stops=stopped)
-    settings = for_environments(settings, config)
-    runner = RolloutRunner(engine, pool, settings)
+    # Agents may name the run's sampling, however their answers are drawn here.
+    pool = open_environments(config, played, chat)
+    runner = RolloutRunner(engine, pool, settings_for(config, chat, greedy=greedy))
     start = time.perf_counter()
     try:
         finished, failures = _run(runner, [_task(i, rows) for i in range(samples)])

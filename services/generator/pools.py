@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from umbra.proto.records import Sampling
+from umbra.services.environments.agent_workers import offered_name
 from umbra.services.environments.pool import EnvironmentPool, open_pool
 from umbra.services.generator.environment_set import EnvironmentSet, LimitedPool
 from umbra.services.generator.template_check import check_template
 from umbra.services.modeling.chat import Chat
 from umbra.services.runtime.config import EnvironmentConfig, NamedEnvironment, RunConfig
+from umbra.services.runtime.trajectories import sampling_of
 
 if TYPE_CHECKING:
     from umbra.services.generator.agents.offers import SessionOffers
@@ -27,10 +28,9 @@ def open_environments(
     config: RunConfig,
     environment: EnvironmentConfig,
     chat: Chat,
-    sampling: Sampling,
     *,
     wake: Callable[[], None] = lambda: None,
-    offers: SessionOffers | None = None,
+    offers: Mapping[str, SessionOffers] | None = None,
 ) -> EnvironmentPool:
     """The pool for `environment`; agents find an endpoint at `generator.serve`.
 
@@ -38,9 +38,9 @@ def open_environments(
         config: the run.
         environment: what its rollouts talk to, if there is one; else those of `config`.
         chat: knows the tokens that end turns.
-        sampling: how tokens are drawn, which no agent may change.
         wake: called, from any thread, whenever there may be something to do.
-        offers: leads to env-workers, who then run the agents; None: agents run beside the engine.
+        offers: lead to the env-workers of the environments that have one (`SessionOffers.of`);
+            agents of all others run beside the engine.
 
     Raises:
         UsageError: environment or agent can't be loaded, the model's chat template can't write its
@@ -52,11 +52,12 @@ def open_environments(
         with ExitStack() as opened:
             pools: dict[str, EnvironmentPool] = {}
             for one in config.environments:
-                pool = open_environments(config, one, chat, sampling, wake=wake)
+                pool = open_environments(config, one, chat, wake=wake, offers=offers)
                 pools[one.name] = opened.enter_context(closing(pool))
             opened.pop_all()
             return EnvironmentSet(pools)
-    pool = _open_one(config, environment, chat, sampling, wake, offers)
+    offer = (offers or {}).get(offered_name(environment))
+    pool = _open_one(config, environment, chat, wake, offer)
     most = environment.concurrency
     return LimitedPool(pool, most) if most else pool
 
@@ -65,7 +66,6 @@ def _open_one(
     config: RunConfig,
     environment: EnvironmentConfig,
     chat: Chat,
-    sampling: Sampling,
     wake: Callable[[], None],
     offers: SessionOffers | None,
 ) -> EnvironmentPool:
@@ -78,9 +78,9 @@ def _open_one(
     from umbra.services.generator.agents.pool import AgentPool, AgentSettings
 
     rules = CallRules(
-        sampling,
+        sampling_of(config.sampling_for(environment)),
         [*config.sampling.stop_tokens, *map(chat.piece, sorted(chat.stop_ids))],
-        override=environment.sampling == "override",
+        override=environment.agent_sampling == "override",
         template_options=config.model.chat_template_kwargs,
         reads_calls=chat.dialect.calls or config.model.dialect == "none",
     )

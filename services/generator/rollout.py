@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from umbra.proto.errors import UsageError
@@ -31,7 +31,6 @@ from umbra.services.generator.engine import EngineOutput, EngineRequest
 from umbra.services.generator.tokens import Line, ResponseTokens, shortened, tokens_of
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.turn_reader import TurnReader
-from umbra.services.runtime.config import EnvironmentConfig, RunConfig
 from umbra.services.runtime.config.generation import ENVIRONMENT
 
 
@@ -108,7 +107,8 @@ class Rollout:
         self._began = self._started = settings.clock()
         # Turns of a partial, model's and environment's, that the environment has to see again.
         self._replay: list[tuple[list[int], list[int]]] = []
-        if task.partial is not None and (tokens := tokens_of(task.partial)) is not None:
+        tokens = tokens_of(task.partial, settings.sampling) if task.partial is not None else None
+        if task.partial is not None and tokens is not None:
             self._resume(task.partial, tokens)
 
     @property
@@ -577,19 +577,3 @@ def _templated(what: str, encode: Callable[[], list[int]]) -> list[int]:
         raise SampleError(str(error)) from error
     except Exception as error:
         raise SampleError(f"the chat template failed on {what}: {error}") from error
-
-
-def for_environments(settings: RolloutSettings, config: RunConfig) -> RolloutSettings:
-    """`settings` with the limits of the configured environment, or of each of several."""
-
-    def one(environment: EnvironmentConfig) -> RolloutSettings:
-        limits = Limits(
-            environment.max_turns,
-            environment.max_tokens,
-            environment.max_s,
-            environment.max_branches if environment.branches == "train" else 1,
-        )
-        return replace(settings, limits=limits, agents=environment.asks)
-
-    several = {each.name: one(each) for each in config.environments}
-    return replace(one(config.environment), several=several)

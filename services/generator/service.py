@@ -10,7 +10,6 @@ from functools import partial
 
 import msgspec
 
-from umbra.services.environments.loading import name_of
 from umbra.services.generator.activity import Activity
 from umbra.services.generator.agents.offers import SessionOffers
 from umbra.services.generator.buffer_client import BufferClient
@@ -18,7 +17,7 @@ from umbra.services.generator.engines import OpenEngine, engine_here, open_engin
 from umbra.services.generator.group_rewards import unrewarded
 from umbra.services.generator.loop import GeneratorLoop
 from umbra.services.generator.pools import open_environments
-from umbra.services.generator.rollout import RolloutSettings, for_environments
+from umbra.services.generator.rollout_settings import settings_for
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.sample_log import SampleLog
 from umbra.services.generator.stall import StallWatch, watching
@@ -29,7 +28,6 @@ from umbra.services.runtime.net.session import Session
 from umbra.services.runtime.planes.gpu import gpu_for, host_planes
 from umbra.services.runtime.planes.receiving import ReceiverPlanes, StagedPlanes, StreamedPlanes
 from umbra.services.runtime.process.command import ServiceContext
-from umbra.services.runtime.trajectories import sampling_of
 from umbra.services.runtime.weights.receiver import Receiver
 
 log = logging.getLogger(__name__)
@@ -45,34 +43,22 @@ def run(
     config = ctx.config
     if "reward" in config.buffer.stages:
         config = msgspec.structs.replace(config, environment=unrewarded(config.environment))
-    environment = config.environment
     opened = make_engine(config, ctx.name)
     wake = threading.Event()
-    remote = environment.run_on == "env_worker"
-    offers = SessionOffers(name_of(environment)) if remote else None
-    sampling = sampling_of(config.sampling)
-    settings = RolloutSettings(
-        chat=opened.chat,
-        sampling=sampling,
-        max_context=config.generator.max_context,
-        stops=tuple(config.sampling.stop),
-        generator=ctx.name,
-    )
-    settings = for_environments(settings, config)
+    offers = SessionOffers.of(config)
+    settings = settings_for(config, opened.chat, generator=ctx.name)
     # An eighth early: so much is decoded at most while what is flushed is on its way.
     flush_tokens = config.generator.partial_flush_tokens
     flush_tokens -= flush_tokens // 8
     with (
         closing(opened.engine) as engine,
         closing(
-            open_environments(
-                config, environment, opened.chat, sampling, wake=wake.set, offers=offers
-            )
+            open_environments(config, config.environment, opened.chat, wake=wake.set, offers=offers)
         ) as pool,
         ctx.join("generator") as session,
     ):
-        if offers is not None:
-            offers.connect(session.data)
+        for one in offers.values():
+            one.connect(session.data)
         ctx.ready({"role": "generator", "name": ctx.name})
         turn_log = TurnLog(ctx.metrics, config.log.traced_share)
         receiver = _subscribe(session, config, opened)

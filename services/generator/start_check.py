@@ -9,6 +9,7 @@ from umbra.services.environments.protocol import prompt_messages
 from umbra.services.generator.template_check import check_template, open_chat
 from umbra.services.modeling.models import pick_device
 from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.config.generation import ENVIRONMENT
 
 
 def check_devices(config: RunConfig) -> None:
@@ -54,10 +55,13 @@ def check_chat(config: RunConfig, row: dict[str, Any]) -> str:
             f"the first prompt has {tokens} tokens, which leaves no room for an answer in "
             f"generator.max_context = {config.generator.max_context}: raise it"
         )
-    if room < config.sampling.max_tokens:
+    named = {one.name: one for one in config.environments}
+    environment = named.get(str(row.get(ENVIRONMENT)), config.environment)
+    most = config.sampling_for(environment).max_tokens
+    if room < most:
         return (
             f"after the first prompt of {tokens} tokens, generator.max_context = "
-            f"{config.generator.max_context} leaves {room} of sampling.max_tokens = "
-            f"{config.sampling.max_tokens}: longer answers are cut off there"
+            f"{config.generator.max_context} leaves {room} of "
+            f"{environment.sampling_key('max_tokens')} = {most}: longer answers are cut off there"
         )
     return ""

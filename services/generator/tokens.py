@@ -8,7 +8,14 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from umbra.proto.records import Routing, Trajectory, VersionSpan, unpack_float32, unpack_int32
+from umbra.proto.records import (
+    Routing,
+    Sampling,
+    Trajectory,
+    VersionSpan,
+    unpack_float32,
+    unpack_int32,
+)
 from umbra.services.environments.protocol import Opening
 from umbra.services.generator.engine import EngineOutput
 from umbra.services.runtime.trajectories import RunFacts, find_fault
@@ -99,13 +106,14 @@ def _kind(routing: Routing) -> tuple[int, int, int]:
     return routing.layers, routing.choices, routing.experts
 
 
-def tokens_of(partial: Trajectory) -> ResponseTokens | None:
+def tokens_of(partial: Trajectory, sampling: Sampling) -> ResponseTokens | None:
     """What a partial holds; None if it can't be continued.
 
-    One that can is sound, one line, and begins with a model's token.
+    One that can is sound, one line, begins with a model's token, and was drawn as `sampling` says.
     """
     if (
         partial.branches
+        or partial.sampling.distribution != sampling.distribution
         or find_fault(partial, RunFacts(), trained=False)
         or partial.loss_mask[0] != 1
     ):

@@ -7,12 +7,13 @@ a rule. No numpy: the buffer has none, and a look costs it a few microseconds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from umbra.proto.bounds import TOKENS
 from umbra.proto.records import Routing, Sampling, Trajectory, unpack_int32
-from umbra.services.runtime.config import RunConfig, SamplingConfig
+from umbra.services.runtime.config import NamedEnvironment, RunConfig, SamplingConfig
 
 MOST_VOCABULARY = 1 << 24  # tokens of any model, until that of the run's is known
 MOST_TOKENS = 1 << 22  # of any trajectory
@@ -52,7 +53,8 @@ class RunFacts:
 
     vocabulary: int = MOST_VOCABULARY  # token ids are below it
     tokens: int = MOST_TOKENS  # prompt and response tokens of a trajectory, at most
-    sampling: Sampling | None = None  # what samples to train on are drawn by; None = anything
+    # What samples to train on are drawn by, for each environment (`samplings_of`); none = anything.
+    samplings: Mapping[str, Sampling] = field(default_factory=dict[str, Sampling])
     routing: bool | None = None  # whether samples to train on have one; None = either
     routers: RouterKind | None = None  # of the trainer's model; None = unknown
 
@@ -64,6 +66,11 @@ class RunFacts:
         """
         tokens = min(MOST_TOKENS, 2 * config.generator.max_context)
         return cls(vocabulary, tokens, routing=config.trainer.router_replay)
+
+    def sampling_of(self, prompt_id: str) -> Sampling | None:
+        """What samples of that prompt are drawn by; None = anything."""
+        # In a run with several environments ids begin with their names (`environment_prefix`).
+        return self.samplings.get(prompt_id.partition("/")[0]) or self.samplings.get("")
 
     def learn(self, vocabulary: int, routers: RouterKind | None = None) -> None:
         """The trainer's model has so many tokens, and such routers; 0 and None if it is unsaid."""
@@ -82,6 +89,14 @@ def sampling_of(config: SamplingConfig, *, greedy: bool = False) -> Sampling:
         min_p=config.min_p,
         max_tokens=config.max_tokens,
     )
+
+
+def samplings_of(config: RunConfig) -> dict[str, Sampling]:
+    """The same of each environment by its name; of the only one, if there is one, by ""."""
+    return {
+        one.name if isinstance(one, NamedEnvironment) else "": sampling_of(config.sampling_for(one))
+        for one in config.all_environments
+    }
 
 
 def find_fault(
@@ -104,13 +119,14 @@ def find_fault(
         logprobs["ref_logprobs"] = trajectory.ref_logprobs
     if trajectory.proximal_logprobs is not None:
         logprobs["proximal_logprobs"] = trajectory.proximal_logprobs
+    wanted = facts.sampling_of(trajectory.prompt_id) if trained else None
     return (
         _length_fault(trajectory, logprobs, facts)
         or _span_fault(trajectory, version)
         or _token_fault(trajectory, facts)
         or _value_fault(trajectory, logprobs)
         or reward_fault(trajectory.reward, trajectory.reward_parts)
-        or _sampling_fault(trajectory.sampling, facts.sampling if trained else None, trained)
+        or _sampling_fault(trajectory.sampling, wanted, trained)
         or _plain_fault(trajectory)
         or _routing_fault(trajectory, facts, trained)
     )
@@ -262,7 +278,7 @@ def _logprob_fault(name: str, data: bytes, allowed: bytes) -> str | None:
     return f"{name} has values that are not finite, above 0 or below {low}"
 
 
-@lru_cache(maxsize=8)  # all answers of a run say the same
+@lru_cache(maxsize=64)  # the answers of an environment say the same, nearly always
 def _sampling_fault(given: Sampling, wanted: Sampling | None, trained: bool) -> str | None:
     temperature = given.temperature
     if trained and temperature == 0:
@@ -271,13 +287,12 @@ def _sampling_fault(given: Sampling, wanted: Sampling | None, trained: bool) -> 
         return f"temperature is {temperature}"
     if not (0 < given.top_p <= 1 and 0 <= given.top_k < MOST_VOCABULARY and 0 <= given.min_p <= 1):
         return f"top_p, top_k or min_p is out of range: {given}"
-    if wanted is None:
+    if wanted is None or given.distribution == wanted.distribution:
         return None
-    found = (temperature, given.top_p, given.top_k, given.min_p)
-    asked = (wanted.temperature, wanted.top_p, wanted.top_k, wanted.min_p)
-    if found != asked:
-        return f"(temperature, top_p, top_k, min_p) are {found}, the run samples with {asked}"
-    return None
+    return (
+        f"(temperature, top_p, top_k, min_p) are {given.distribution}, the run samples with "
+        f"{wanted.distribution}"
+    )
 
 
 def _plain_fault(trajectory: Trajectory) -> str | None:

@@ -75,7 +75,7 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
     device = pick_device(scorer.device)
     dtype = config.weight_hub.dtype_on(device.type)
     model = load_model(path, device, getattr(torch, dtype), source, config.model.checked)
-    longest = config.sampling.max_tokens
+    longest = config.longest_turn
     if scorer.stage == "ref_logp":
         context.ready({"stage": scorer.stage, "model": path})
         worker = LogprobWorker(model, scorer, max_tokens=longest)

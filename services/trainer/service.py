@@ -59,8 +59,7 @@ def run(
     if context.run_dir is None:
         raise UsageError("--run-dir is missing: the trained model is written there")
     config = context.config
-    sampling = config.sampling
-    if sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0:
+    if any(config.sampling_for(one).cuts_off for one in config.all_environments):
         context.log.warning(
             "sampling cuts off tokens (top_p, top_k or min_p): behaviour logprobs are those of the "
             "cut distribution and will differ from the trainer's"
@@ -78,7 +77,7 @@ def run(
             ranks,
             config.run.seed,
             files,
-            sampling.max_tokens,
+            config.longest_turn,
         )
         base = weights_checksum(config.model.name) if config.trainer.lora_rank else ""
         adapter = adapter_facts(config.trainer, base)

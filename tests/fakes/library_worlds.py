@@ -105,7 +105,7 @@ def library_play(
         values = {"workers": 1, "timeout_s": 120.0, "setup_s": 300.0, "memory_mb": 0, **options}
         environment = EnvironmentConfig(kind=kind, **values)
         engine = ScriptedEngine(says(tokenizer, *turns), max_context=max_context)
-        override = environment.sampling == "override"
+        override = environment.agent_sampling == "override"
         made.append(AgentWorld(engine, chosen, environment, override=override))
         return made[-1]
 

@@ -198,7 +198,7 @@ def as_text(value: object) -> str:
 
 
 def make_batches(count: int, *, groups: int = 3, size: int = 4) -> list[list[Trajectory]]:
-    """Groups of random responses of different lengths; each group has its prompt."""
+    """Groups of random responses of different lengths; each has its prompt and temperature."""
     generator = torch.Generator().manual_seed(3)
 
     def tokens(length: int) -> list[int]:
@@ -223,7 +223,7 @@ def make_batches(count: int, *, groups: int = 3, size: int = 4) -> list[list[Tra
                         prompt_id=f"p{group}",
                         loss_mask=bytes(mask),
                         reward=float(member % 3) + 0.1 * group,
-                        sampling=Sampling(temperature=0.8),
+                        sampling=Sampling(temperature=0.5 + 0.3 * group),
                     )
                 )
         batches.append(made)

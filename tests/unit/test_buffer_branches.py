@@ -143,7 +143,7 @@ def test_a_partial_is_one_line() -> None:
     )
     assert made.broker.counters["malformed_partial"] == 1
     assert made.lease("b", 1, 0)[0].partial is None, "it begins anew"
-    assert tokens_of(partial) is None
+    assert tokens_of(partial, partial.sampling) is None
 
 
 def test_as_many_branches_as_there_may_be_fit() -> None:

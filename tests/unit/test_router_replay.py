@@ -280,7 +280,7 @@ def test_a_resumed_sample_keeps_the_experts_of_its_first_segment() -> None:
         routing=tokens.routing,
         finish_reason="partial",
     )
-    resumed = tokens_of(partial)
+    resumed = tokens_of(partial, partial.sampling)
     assert resumed is not None
     again = engine(later, version=1)
     again.submit([EngineRequest("s", [*PROMPTS[0], *resumed.ids], Sampling(), 4)])

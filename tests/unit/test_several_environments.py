@@ -10,13 +10,12 @@ from fakes.trajectories import sample, trajectory
 from umbra.deploy.preflight import resolve_paths
 from umbra.deploy.toml import to_toml
 from umbra.proto.errors import UsageError
-from umbra.proto.records import Sampling
 from umbra.services.buffer.data.sources import first_rows, open_prompts
 from umbra.services.environments.pool import EpisodeOutcome, InlinePool
 from umbra.services.environments.protocol import SampleError, StepResult
 from umbra.services.environments.single_turn import ExactMatch, NumericMatch
 from umbra.services.generator.environment_set import EnvironmentSet, LimitedPool
-from umbra.services.generator.rollout import RolloutSettings, for_environments
+from umbra.services.generator.rollout_settings import settings_for
 from umbra.services.runtime.config import DataConfig, NamedEnvironment, RunConfig
 from umbra.services.runtime.config.feasibility import check_feasible
 from umbra.services.runtime.config.loader import as_dict, load_config, to_json
@@ -156,12 +155,12 @@ def test_each_sample_has_the_limits_of_its_environment(tmp_path: Path) -> None:
             NamedEnvironment(name="b", kind="trl", id="m:C", max_s=2.0),
         )
     )
-    settings = for_environments(RolloutSettings(chat, Sampling(), 64), config)
+    settings = settings_for(config, chat)
     a, b = settings.of({"environment": "a"}), settings.of({"environment": "b"})
     assert (a.limits.turns, a.agents, b.limits.seconds, b.agents) == (3, False, 2.0, True)
     with pytest.raises(SampleError, match=r"is 'c', which is none of \[\[environments\]\]"):
         settings.of({"environment": "c"})
-    one = for_environments(RolloutSettings(chat, Sampling(), 64), RunConfig())
+    one = settings_for(RunConfig(), chat)
     assert one.of({"environment": "anything"}) is one
 
 

@@ -114,7 +114,7 @@ def test_the_trainer_refuses_by_the_same_rules(changes: dict[str, Any], words: s
 
 
 def test_the_sampling_is_the_runs() -> None:
-    facts = RunFacts(sampling=Sampling(temperature=0.7))
+    facts = RunFacts(samplings={"": Sampling(temperature=0.7)})
     assert "the run samples with" in (find_fault(trajectory(TASK, 0), facts) or "")
     fit = trajectory(TASK, 0, sampling=Sampling(temperature=0.7, max_tokens=9))
     assert find_fault(fit, facts) is None

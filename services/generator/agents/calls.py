@@ -254,7 +254,7 @@ def _agree(asked: Body, rules: CallRules) -> None:
         if given is not None and given != wanted:
             why = (
                 f"{name} = {given:g}, but the run samples with sampling.{name} = {wanted:g}: leave "
-                'it out, change the run, or set environment.sampling = "override"'
+                'it out, change the run, or set environment.agent_sampling = "override"'
             )
             rules.settle(name, given, why)
     for name, given in (asked.chat_template_kwargs or {}).items():

@@ -7,6 +7,8 @@ documentation.
 
 from __future__ import annotations
 
+import msgspec
+
 from umbra.services.runtime.config.base import Section
 from umbra.services.runtime.config.buffer import BufferConfig
 from umbra.services.runtime.config.generation import (
@@ -83,3 +85,12 @@ class RunConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def all_environments(self) -> tuple[EnvironmentConfig, ...]:
         """The several environments, or the one."""
         return self.environments or (self.environment,)
+
+    def sampling_for(self, environment: EnvironmentConfig) -> SamplingConfig:
+        """How samples of `environment` are drawn: by keys of its own, and the run's others."""
+        return msgspec.structs.replace(self.sampling, **environment.own_sampling)
+
+    @property
+    def longest_turn(self) -> int:
+        """Tokens that a turn has at most, in any environment."""
+        return max(self.sampling_for(one).max_tokens for one in self.all_environments)

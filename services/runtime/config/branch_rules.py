@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from umbra.proto.bounds import TOKENS
-from umbra.services.runtime.config import EnvironmentConfig, NamedEnvironment, RunConfig
+from umbra.services.runtime.config import EnvironmentConfig, RunConfig
 from umbra.services.runtime.config.generation import LIBRARIES
 from umbra.services.runtime.config.presets import ObjectiveSpec
 
@@ -20,7 +20,7 @@ def branch_faults(config: RunConfig) -> Iterator[str]:
     """What can't work, or has no effect; a sentence each."""
     training = ""
     for one in config.all_environments:
-        where = f"environments.{one.name}" if isinstance(one, NamedEnvironment) else "environment"
+        where = one.where
         if one.branches == "train":
             training = training or f"{where}.branches = train"
             yield from _alone(one, where, config.generator.max_context)

@@ -36,10 +36,11 @@ def cautions(config: RunConfig) -> Iterator[tuple[str, str]]:
             f"trainer.warmup_steps = {trainer.warmup_steps} is not less than run.steps = "
             f"{config.run.steps}: the learning rate never reaches its peak",
         )
-    if config.sampling.max_tokens >= config.generator.max_context:
+    longest = max(config.all_environments, key=lambda one: config.sampling_for(one).max_tokens)
+    if config.longest_turn >= config.generator.max_context:
         yield (
             "max_tokens",
-            f"sampling.max_tokens = {config.sampling.max_tokens} does not fit into "
+            f"{longest.sampling_key('max_tokens')} = {config.longest_turn} does not fit into "
             f"generator.max_context = {config.generator.max_context}, which the prompt needs room "
             "in too: answers are cut off there",
         )

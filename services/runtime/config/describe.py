@@ -11,14 +11,15 @@ from typing import get_type_hints
 import msgspec
 import msgspec.inspect as introspect
 
-from umbra.services.runtime.config import RunConfig, Section
-from umbra.services.runtime.config.loader import SECTIONS, bare, expected
+from umbra.services.runtime.config import NamedEnvironment, RunConfig, Section
+from umbra.services.runtime.config.loader import ENVIRONMENTS, SECTIONS, bare, expected
 
 READERS = {
     "run": "all processes",
     "model": "generators, trainer, scorers",
     "data": "buffer",
     "environment": "generators; scorers of stage reward",
+    "environments": "buffer, generators",
     "sampling": "generators",
     "buffer": "buffer",
     "generator": "generators",
@@ -52,10 +53,12 @@ GROUPS = (
     ("trainer.weights", "trainer.moments", "trainer.offload", "trainer.activation_checkpointing"),
     ("buffer.heartbeat_s", "buffer.dead_after_s", "buffer.stall_s", "generator.stall_s"),
     ("environment.timeout_s", "buffer.max_failed_share"),
+    ("environment.setup_s", "environment.reset_s", "environment.timeout_s", "environment.score_s"),
     ("buffer.stages", "scorer.stage"),
     ("weight_hub.deadline_s", "weight_hub.least_rate"),
     ("eval.prompts", "eval.every", "eval.mode", "eval.run_samples", "eval.timeout_s"),
     ("data.prompts", "eval.prompts"),
+    ("data.environment_weights", "data.curriculum", "environments.weight"),
     ("environment.kind", "environment.reward", "environment.rewards", "environment.agent"),
     ("environment.reward", "environment.rewards", "environment.reward_scope", "buffer.stages"),
     ("environment.kind", "environment.id", "environment.options"),
@@ -63,6 +66,7 @@ GROUPS = (
     ("environment.python", "environment.workers", "environment.memory_mb", "environment.setup_s"),
     ("sampling.stop", "sampling.stop_tokens"),
     ("sampling.temperature", "sampling.top_p", "sampling.top_k", "sampling.min_p"),
+    ("sampling.temperature", "sampling.max_tokens", "environments.sampling"),
     ("buffer.straggler", "buffer.straggler_s", "buffer.min_survivors"),
     ("buffer.partial_policy", "buffer.partial_max_segments", "buffer.partial_max_age_s"),
     ("buffer.partial_max_segments", "generator.partial_flush_tokens"),
@@ -144,11 +148,11 @@ def shown_default(field: msgspec.structs.FieldInfo) -> str:
 
 
 def described() -> Iterator[Described]:
-    """All keys, in the order of the schema."""
-    for section, cls in get_type_hints(RunConfig).items():
-        if not (isinstance(cls, type) and issubclass(cls, Section)):
-            continue  # [[environments]], whose keys are those of [environment]
-        for field in msgspec.structs.fields(cls):
+    """All keys, in the order of the schema; of [[environments]] those that [environment] lacks."""
+    for section in SECTIONS:
+        for field in msgspec.structs.fields(_struct(section)):
+            if section == ENVIRONMENTS and field.name in SECTIONS["environment"]:
+                continue
             kind = introspect.type_info(SECTIONS[section][field.name])
             schema = getattr(kind, "extra_json_schema", None) or {}
             yield Described(
@@ -170,4 +174,8 @@ def _unit(name: str) -> str:
 
 def section_summary(section: str) -> str:
     """The first line about a section."""
-    return (get_type_hints(RunConfig)[section].__doc__ or "").strip().splitlines()[0]
+    return (_struct(section).__doc__ or "").strip().splitlines()[0]
+
+
+def _struct(section: str) -> type[Section]:
+    return NamedEnvironment if section == ENVIRONMENTS else get_type_hints(RunConfig)[section]

@@ -198,12 +198,18 @@ def _sessions(config: RunConfig) -> Iterator[str]:
 
 
 def _sampling(config: RunConfig) -> Iterator[str]:
-    coolest, temperature = VLLM_COOLEST, config.sampling.temperature
-    if config.generator.engine == "vllm" and 0 < temperature < coolest:
-        yield (
-            f"sampling.temperature = {temperature:g} is out of range: vLLM, which would raise it, "
-            f"takes {coolest} or more"
-        )
+    if config.generator.engine != "vllm":
+        return
+    found = {
+        one.sampling_key("temperature"): config.sampling_for(one).temperature
+        for one in config.all_environments
+    }
+    for key, temperature in found.items():
+        if temperature < VLLM_COOLEST:
+            yield (
+                f"{key} = {temperature:g} is out of range: vLLM, which would raise it, takes "
+                f"{VLLM_COOLEST} or more"
+            )
 
 
 def _memory(trainer: TrainerConfig) -> Iterator[str]:

@@ -19,6 +19,8 @@ def environment_prefix(name: str) -> str:
 
 LIBRARIES = ("verifiers", "openenv", "trl")
 """Kinds of environments that other libraries define; programs of ours play them."""
+JUDGED_AT_ONCE = ("exact", "numeric", "math", "reasoning-gym", "reward")
+"""Kinds whose one step is the reward."""
 
 
 class EnvironmentConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -72,11 +74,27 @@ class EnvironmentConfig(Section, frozen=True, kw_only=True, forbid_unknown_field
     timeout_s: Annotated[
         float,
         Meta(
-            description="seconds that one answer of the environment, or an agent's next word, may "
-            "take",
+            description="seconds that one step of the environment may take, or that a program that "
+            "asks for turns may be silent for between two of them",
             gt=0,
         ),
     ] = 30.0
+    reset_s: Annotated[
+        float,
+        Meta(
+            description="seconds that a conversation's opening may take, or a program until it "
+            "asks for its first turn; 0 = timeout_s",
+            ge=0,
+        ),
+    ] = 0.0
+    score_s: Annotated[
+        float,
+        Meta(
+            description="seconds that a reward may take: of kinds that judge at once, and of a "
+            "program that says that it judges; 0 = timeout_s",
+            ge=0,
+        ),
+    ] = 0.0
     setup_s: Annotated[
         float,
         Meta(
@@ -111,7 +129,7 @@ class EnvironmentConfig(Section, frozen=True, kw_only=True, forbid_unknown_field
         dict[str, Any],
         Meta(description="image and limits of its containers, or the class's arguments"),
     ] = {}
-    sampling: Annotated[
+    agent_sampling: Annotated[
         Literal["override", "refuse"],
         Meta(
             description="an agent that asks for another sampling than the run's gets the run's, "
@@ -146,6 +164,20 @@ class EnvironmentConfig(Section, frozen=True, kw_only=True, forbid_unknown_field
     ] = {}
 
     @property
+    def where(self) -> str:
+        """What its keys begin with in a sentence about them."""
+        return "environment"
+
+    @property
+    def own_sampling(self) -> dict[str, Any]:
+        """Keys of [sampling] that are others for its samples."""
+        return {}
+
+    def sampling_key(self, name: str) -> str:
+        """Where that key of its sampling is set."""
+        return f"{self.where}.sampling.{name}" if name in self.own_sampling else f"sampling.{name}"
+
+    @property
     def asks(self) -> bool:
         """Whether programs lead its conversations, which ask the model for turns as agents do."""
         return self.kind == "agent" or self.kind in LIBRARIES
@@ -157,7 +189,10 @@ class EnvironmentConfig(Section, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class NamedEnvironment(EnvironmentConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One of several environments in a run; its prompt rows have its name as "environment"."""
+    """One of several environments in a run: the keys of [environment], and these of its own.
+
+    Its prompt rows have its name as "environment".
+    """
 
     name: Annotated[
         str,
@@ -173,6 +208,21 @@ class NamedEnvironment(EnvironmentConfig, frozen=True, kw_only=True, forbid_unkn
             "with its name"
         ),
     ] = ""
+    sampling: Annotated[
+        dict[str, Any],
+        Meta(
+            description="keys of [sampling] that are others for its samples, such as "
+            "{ temperature = 0.7, max_tokens = 512 }; all but stop_tokens"
+        ),
+    ] = {}
+
+    @property
+    def where(self) -> str:
+        return f"environments.{self.name}"
+
+    @property
+    def own_sampling(self) -> dict[str, Any]:
+        return self.sampling
 
 
 class SamplingConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -191,6 +241,11 @@ class SamplingConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
         list[Annotated[str, Meta(min_length=1)]],
         Meta(description="texts that end a turn, of any number of tokens"),
     ] = []
+
+    @property
+    def cuts_off(self) -> bool:
+        """Whether some tokens are never drawn."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 class GeneratorConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -21,6 +21,8 @@ from umbra.services.runtime.config.foreign_names import FOREIGN, foreign_hint, t
 ENV_PREFIX = "UMBRA_"
 ENVIRONMENTS = "environments"
 """The one section that is a list of tables."""
+MOVED = {"environment.sampling": "environment.agent_sampling"}
+"""Keys that had another name."""
 SECTIONS: dict[str, dict[str, Any]] = {
     name: get_type_hints(NamedEnvironment if name == ENVIRONMENTS else section, include_extras=True)
     for name, section in get_type_hints(RunConfig).items()
@@ -143,12 +145,25 @@ def _check_keys(section: str, values: Mapping[str, Any], where: str) -> dict[str
 def _check_environments(entries: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
         raise UsageError(f"{where}: write every one of {ENVIRONMENTS} as [[{ENVIRONMENTS}]]")
-    checked = [_check_keys(ENVIRONMENTS, entry, where) for entry in entries]
+    checked = [_check_environment(entry, where) for entry in entries]
     names = [entry.get("name") for entry in checked]
     if None in names:
         raise UsageError(f"{where}: every one of [[{ENVIRONMENTS}]] needs a name")
     if twice := [name for name in names if names.count(name) > 1]:
         raise UsageError(f"{where}: two of [[{ENVIRONMENTS}]] have the name {twice[0]}")
+    return checked
+
+
+def _check_environment(entry: Mapping[str, Any], where: str) -> dict[str, Any]:
+    checked = _check_keys(ENVIRONMENTS, entry, where)
+    if own := checked.get("sampling"):
+        where = f"{where}: {ENVIRONMENTS}.{checked.get('name')}"
+        if "stop_tokens" in own:
+            raise UsageError(
+                f"{where}: sampling.stop_tokens end turns in all environments: set them in "
+                "[sampling], or texts of its own as stop"
+            )
+        checked["sampling"] = _check_keys("sampling", own, where)
     return checked
 
 
@@ -186,7 +201,9 @@ def _assign(tree: dict[str, Any], path: str, text: str, where: str) -> None:
 def _kind(section: str, key: str, where: str) -> introspect.Type:
     fields = SECTIONS[section]
     if key not in fields:
-        hint = foreign_hint(key) or _hint(key, fields, f"{section}.")
+        moved = MOVED.get(f"{section}.{key}")
+        hint = f"; it is {moved} now" if moved else foreign_hint(key)
+        hint = hint or _hint(key, fields, f"{section}.")
         raise UsageError(f"{where}: unknown key {section}.{key}{hint}")
     return bare(introspect.type_info(fields[key]))
 

@@ -158,7 +158,7 @@ class ObjectiveKeys(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         int,
         Meta(
             description="tokens of the longest response (aggregation constant, overlong_buffer); "
-            "0 = sampling.max_tokens",
+            "0 = sampling.max_tokens, the most of any environment",
             ge=0,
         ),
     ] = 0

@@ -81,7 +81,14 @@ def objective_faults(config: RunConfig) -> Iterator[str]:
             f"trainer.dual_clip = {pieces.dual_clip:g} must be more than 1 + clip_high = "
             f"{1 + pieces.clip_high:g}"
         )
-    limit = config.trainer.response_limit or config.sampling.max_tokens
+    limit = config.trainer.response_limit or config.longest_turn
+    turns = {config.sampling_for(one).max_tokens for one in config.all_environments}
+    if pieces.overlong_buffer and len(turns) > 1 and not config.trainer.response_limit:
+        yield (
+            f"trainer.overlong_buffer = {pieces.overlong_buffer} counts from the end of the "
+            "longest response, which is another one in each of [[environments]] (sampling."
+            f"max_tokens of {', '.join(map(str, sorted(turns)))}): set trainer.response_limit"
+        )
     if pieces.overlong_buffer > limit:
         yield (
             f"trainer.overlong_buffer = {pieces.overlong_buffer} is more than the longest response "

@@ -128,8 +128,9 @@ def _settings(config: RunConfig, step: int) -> Iterator[tuple[str, str]]:
     yield "batch", f"{buffer.batch_groups} groups of {buffer.group_size} samples"
     yield "learning rate", f"{trainer.learning_rate:g} ({trainer.optimizer})"
     yield "environment", ", ".join(one.kind for one in config.all_environments)
-    yield "temperature", f"{config.sampling.temperature:g}"
-    yield "tokens per answer", f"{config.sampling.max_tokens:,} at most"
+    temperatures = {config.sampling_for(one).temperature for one in config.all_environments}
+    yield "temperature", ", ".join(f"{one:g}" for one in sorted(temperatures))
+    yield "tokens per answer", f"{config.longest_turn:,} at most"
     yield "staleness", f"{buffer.max_staleness} versions at most"
     if trainer.lora_rank:
         yield "adapter", f"LoRA of rank {trainer.lora_rank}, merged"
