@@ -15,6 +15,7 @@ from fakes.engine import ScriptedEngine
 from fakes.rollouts import STOP, says, settings
 
 from umbra.proto.records import Sampling
+from umbra.services.generator.rollout import Limits
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
 from umbra.services.runtime.config import EnvironmentConfig
@@ -99,11 +100,16 @@ def library_play(
         kind: str, source: str, *turns: str, max_context: int = 4096, **options: Any
     ) -> AgentWorld:
         (tmp_path / "theirs.py").write_text(source)
-        chosen = settings(
-            Chat(tokenizer, {STOP}), sampling=Sampling(), max_context=max_context, agents=True
-        )
         values = {"workers": 1, "timeout_s": 120.0, "setup_s": 300.0, "memory_mb": 0, **options}
         environment = EnvironmentConfig(kind=kind, **values)
+        branches = environment.max_branches if environment.branches == "train" else 1
+        chosen = settings(
+            Chat(tokenizer, {STOP}),
+            sampling=Sampling(),
+            max_context=max_context,
+            limits=Limits(branches=branches),
+            agents=True,
+        )
         engine = ScriptedEngine(says(tokenizer, *turns), max_context=max_context)
         override = environment.agent_sampling == "override"
         made.append(AgentWorld(engine, chosen, environment, override=override))
