@@ -26,6 +26,9 @@ REQUIREMENTS = {
     "openenv": ("openenv==0.10.0",),
     "mini-swe-agent": ("mini-swe-agent==2.4.6",),
     "openai-agents": ("openai-agents==0.24.0",),
+    "smolagents": ("smolagents[openai]==1.26.0",),
+    "pydantic-ai": ("pydantic-ai-slim[openai]==2.68.0",),
+    "langgraph": ("langgraph==1.2.22", "langchain-openai==1.7.3"),
 }
 NPM_PACKAGES = {
     "codex": "@openai/codex@0.169.0",

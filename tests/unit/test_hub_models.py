@@ -170,7 +170,9 @@ class TestOneModel:
             for file in tiny_model_dir.iterdir()
             if file.name != "model.safetensors"
         }
-        index = {"model.safetensors.index.json": b'{"weight_map": {"absent": "%s"}}' % shard.encode()}
+        index = {
+            "model.safetensors.index.json": b'{"weight_map": {"absent": "%s"}}' % shard.encode()
+        }
         hub.add(f"models/{NAME}", {**others, **index, shard: weights})
         with pytest.raises(UsageError, match=f"{shard} is damaged .*it has no absent"):
             fetch(NAME, "model.path")

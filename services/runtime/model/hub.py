@@ -117,8 +117,8 @@ def fetch(text: str, source: str, *, weights: bool = True, code: bool = False) -
         code: the Python files too.
 
     Raises:
-        UsageError: as `pin`; or there are no safetensors weights, or they don't fit on the disk; or a
-            file in the cache is damaged, as far as that is seen without reading all weights.
+        UsageError: as `pin`; or there are no safetensors weights, or they don't fit on the disk; or
+            a file in the cache is damaged, as far as that shows without reading all weights.
         StartupError: as `pin`.
     """
     folder = _fetched(text, source, weights=weights, code=code)
