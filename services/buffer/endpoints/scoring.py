@@ -3,8 +3,8 @@
 A lease is `(sample_id, attempt)`, and no lease of a sample has the number of an earlier one: a
 score of a response that was made anew meanwhile is known as late, though the same scorer has the
 new one. A worker that dies, hangs or runs into an error costs an attempt; after `max_attempts` the
-sample fails. Where a stage scores whole groups, a group is leased, scored, lost and failed as one: its
-scores come in one message, and are taken all or not at all.
+sample fails. Where a stage scores whole groups, a group is leased, scored, lost and failed as one:
+its scores come in one message, and are taken all or not at all.
 """
 
 from __future__ import annotations
