@@ -228,7 +228,7 @@ def _read_by(plan: Plan, process: Process) -> list[str]:
 
 def modules_of(config: RunConfig, run_file: Path) -> str:
     """The folder of the user's own modules; empty if the run names none."""
-    named = [config.data.curriculum]
+    named = [config.data.curriculum, config.data.environment_weights]
     for one in config.all_environments:
         named += [one.kind, one.reward, *one.rewards, one.agent, one.id]
     return str(run_file.resolve().parent) if any(":" in name for name in named) else ""

@@ -44,6 +44,9 @@ class _EndlessPrompts:
     def ended(self, end: GroupEnd) -> None:
         """It makes no difference."""
 
+    def shares(self) -> dict[str, float]:
+        return {}
+
     def position(self) -> dict[str, Any]:
         return {"drawn": self._drawn}
 

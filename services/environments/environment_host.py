@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -39,6 +41,12 @@ def close_of(environment: Environment) -> Callable[[], Any] | None:
     return close if callable(close) else None
 
 
+def waits(environment: Environment) -> bool:
+    """Whether it lets others play meanwhile; one whose methods may block has its process alone."""
+    asks = inspect.iscoroutinefunction(environment.step)
+    return asks or bool(getattr(environment, "concurrent", False))
+
+
 @dataclass(slots=True)
 class _Episode:
     environment: Environment
@@ -59,13 +67,21 @@ class EnvironmentHost:
         self._name = name
         self._sessions: dict[str, _Episode] = {}
 
-    async def play(self, key: str, row: Row, responses: Sequence[Said | str]) -> list[Result]:
+    async def play(
+        self,
+        key: str,
+        row: Row,
+        responses: Sequence[Said | str],
+        begins: Callable[[bool], None] = lambda opening: None,
+    ) -> list[Result]:
         """What the environment of sample `key` answers to the last of `responses`.
 
         Without responses the conversation is opened, anew if there is one. If this process has not
         heard the earlier responses, it plays the conversation from the start; then the result holds
         all answers, else the last one only. To an environment that judges a group the `responses`
         are those of its samples, and each has an answer.
+
+        `begins` is called before each call of the environment, with whether that is the opening.
 
         Raises:
             SampleError: the environment raised, or answered what is no answer.
@@ -76,10 +92,15 @@ class EnvironmentHost:
             if session is None or session.broken or session.heard != len(responses) - 1:
                 await self.forget(key)
                 session = self._sessions[key] = _Episode(self._make())
+                begins(True)
                 results.append(await self._reset(session, row))
             if responses and (step_all := getattr(session.environment, "step_all", None)):
-                return [*results, *await self._step_all(step_all, responses)]
+                begins(False)
+                said = [Response.of(each) for each in responses]
+                given = await _answer(session.environment, step_all, said)
+                return [*results, *map(self._checked, given)]
             for response in responses[session.heard :]:
+                begins(False)
                 results.append(await self._step(session, response))
                 session.heard += 1
         except SampleError:
@@ -94,12 +115,10 @@ class EnvironmentHost:
         """The sample is over: its environment is closed."""
         session = self._sessions.pop(key, None)
         close = close_of(session.environment) if session is not None else None
-        if close is None:
+        if session is None or close is None:
             return
         try:
-            closed = close()
-            if inspect.isawaitable(closed):
-                await closed
+            await _answer(session.environment, close)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - its sample is over already
             print(f"{self._name}: close raised {type(error).__name__}: {error}")
 
@@ -113,26 +132,14 @@ class EnvironmentHost:
             self._sessions[key].broken = True
 
     async def _reset(self, session: _Episode, row: Row) -> Opening:
-        opened: Any = session.environment.reset(row)
-        if inspect.isawaitable(opened):
-            opened = await opened
+        opened = await _answer(session.environment, session.environment.reset, row)
         if not isinstance(opened, Opening):
             opened = Opening(opened)
         return Opening(self._messages(opened.messages, "reset"), opened.tools)
 
-    async def _step_all(
-        self, step_all: Callable[[list[Response]], Any], said: Sequence[Said | str]
-    ) -> list[StepResult]:
-        given = step_all([Response.of(each) for each in said])
-        if inspect.isawaitable(given):
-            given = await given
-        return [self._checked(result) for result in given]
-
     async def _step(self, session: _Episode, said: Said | str) -> StepResult:
-        result: Any = session.environment.step(Response.of(said))
-        if inspect.isawaitable(result):
-            result = await result
-        return self._checked(result)
+        environment = session.environment
+        return self._checked(await _answer(environment, environment.step, Response.of(said)))
 
     def _checked(self, result: Any) -> StepResult:
         if not isinstance(result, StepResult):
@@ -184,3 +191,33 @@ class EnvironmentHost:
             f'{self._name}: {method} gave {messages!r} instead of a list of {{"role": ..., '
             '"content": ...}'
         )
+
+
+async def _answer(environment: Environment, method: Callable[..., Any], *args: Any) -> Any:
+    """What a method of the user's returns, plain or async."""
+    if waits(environment) or inspect.iscoroutinefunction(method):
+        given = method(*args)
+    else:
+        with _no_loop():
+            given = method(*args)
+    return await given if inspect.isawaitable(given) else given
+
+
+@contextmanager
+def _no_loop() -> Iterator[None]:
+    """As in a script: `asyncio.run`, and `run_sync` of many libraries, refuse to where a loop runs.
+
+    Ours stands still while a plain method works, so nobody misses it.
+    """
+    loop = asyncio._get_running_loop()
+    task = asyncio.current_task(loop) if loop is not None else None
+    if loop is None or task is None:  # the pool within this process has none
+        yield
+        return
+    asyncio.tasks._leave_task(loop, task)
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(loop)
+        asyncio.tasks._enter_task(loop, task)

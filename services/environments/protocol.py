@@ -3,7 +3,7 @@
 An environment is an object per sample: `reset(row)` opens the conversation, `step(response)`
 answers the model's turn. Both may be plain or async methods. `close()`, if there is one, is called
 when the sample is over. A user's class runs in processes of its own (`pool.py`), where it may
-block, for `environment.timeout_s` seconds.
+block, for `environment.timeout_s` seconds and `reset_s` in `reset`.
 
 What a worker process imports, this module included, needs the standard library and msgpack only,
 of Python 3.10 or newer: it may run in a Python environment without Umbra (`run_module.py`).
@@ -92,11 +92,6 @@ def expected_answer(row: Row, kind: str) -> str:
     if "answer" not in row:
         raise SampleError(f'environment "{kind}" needs "answer" in every row of data.prompts')
     return str(row["answer"]).strip()
-
-
-def overdue(timeout_s: float) -> str:
-    """What a sample fails with whose environment took too long."""
-    return f"the environment took longer than environment.timeout_s = {timeout_s:g} s"
 
 
 def reward_result(value: Any, name: str) -> StepResult:

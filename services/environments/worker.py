@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import dataclasses
-import inspect
 import os
 import resource
 import signal
@@ -19,13 +18,12 @@ from typing import TYPE_CHECKING, Any, cast
 import msgpack
 
 from umbra.proto.errors import UmbraError
-from umbra.services.environments.environment_host import EnvironmentHost, close_of
+from umbra.services.environments.environment_host import EnvironmentHost, close_of, waits
 from umbra.services.environments.loading import load_environment, name_of
 from umbra.services.environments.protocol import (
     EnvironmentFactory,
     Opening,
     SampleError,
-    overdue,
 )
 from umbra.services.environments.response import Said
 from umbra.services.runtime.process.parent import FRAME_HEAD, die_with_parent, parents_end
@@ -67,11 +65,11 @@ class Wire:
 class Worker:
     """Answers plays until its input ends."""
 
-    def __init__(self, plays: EnvironmentHost, timeout_s: float, wire: Wire) -> None:
+    def __init__(self, plays: EnvironmentHost, wire: Wire) -> None:
         self._plays = plays
-        self._timeout_s = timeout_s
         self._wire = wire
         self._under_way: dict[str, asyncio.Task[None]] = {}  # by sample
+        self._overdue: set[int] = set()  # plays that have been given up
         self._closing: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
@@ -88,7 +86,7 @@ class Worker:
             task = self._under_way.get(key)
             if task is not None:
                 task.cancel()
-            closing = asyncio.ensure_future(self._forget(key, number, task))
+            closing = asyncio.ensure_future(self._forget(message, task))
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
             return
@@ -98,35 +96,52 @@ class Worker:
 
     async def _play(self, play: Message) -> None:
         number = play["number"]
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        timer: asyncio.TimerHandle | None = None
+
+        def give_up() -> None:
+            self._overdue.add(number)
+            if task is not None:
+                task.cancel()
+
+        def begins(opening: bool) -> None:
+            nonlocal timer
+            if timer is not None:
+                timer.cancel()
+                self._wire.send("goes_on", number=number)
+            timer = loop.call_later(play["opening_s" if opening else "step_s"], give_up)
+
         try:
-            answers = await asyncio.wait_for(
-                self._plays.play(play["key"], play["row"], _heard(play)), self._timeout_s
-            )
+            answers = await self._plays.play(play["key"], play["row"], _heard(play), begins)
             opened = isinstance(answers[0], Opening)
             opening = answers[0] if opened else None
             self._wire.send("played", number=number, opening=opening, steps=answers[opened:])
         except SampleError as error:
             exhausted = isinstance(error.__cause__, MemoryError)
             self._wire.send("played", number=number, error=str(error), exhausted=exhausted)
-        except asyncio.TimeoutError:  # noqa: UP041 - not the built-in one before Python 3.11
-            self._wire.send("played", number=number, error=overdue(self._timeout_s))
         except (TypeError, ValueError, OverflowError) as error:
             self._wire.send("played", number=number, error=f"the environment's answer: {error}")
+        finally:
+            if timer is not None:
+                timer.cancel()
 
-    async def _forget(self, key: str, number: int, under_way: asyncio.Task[None] | None) -> None:
+    async def _forget(self, message: Message, under_way: asyncio.Task[None] | None) -> None:
         if under_way is not None:
             await asyncio.wait({under_way})
         try:
-            await asyncio.wait_for(self._plays.forget(key), self._timeout_s)
+            await asyncio.wait_for(self._plays.forget(message["key"]), message["limit_s"])
         except asyncio.TimeoutError:  # noqa: UP041 - not the built-in one before Python 3.11
-            print(f"close() of an environment took longer than {self._timeout_s:g} s")
-        if number:
+            print(f"close() of an environment took longer than {message['limit_s']:g} s")
+        if number := message["number"]:
             self._wire.send("played", number=number, error="closed")
 
     def _over(self, key: str, number: int, task: asyncio.Task[None]) -> None:
         if self._under_way.get(key) is task:
             del self._under_way[key]
-        if task.cancelled():
+        if number in self._overdue:
+            self._overdue.discard(number)
+            self._wire.send("played", number=number, overdue=True)
+        elif task.cancelled():
             self._wire.send("played", number=number, error="its sample is over")
         elif (error := task.exception()) is not None:
             self._wire.send("played", number=number, error=f"the environment: {error!r}")
@@ -138,9 +153,8 @@ def hello(make: EnvironmentFactory) -> dict[str, Any]:
     It takes one play at a time if the environment's methods may block.
     """
     environment = make()
-    waits = inspect.iscoroutinefunction(environment.step)
     return {
-        "room": ASYNC_ROOM if waits or getattr(environment, "concurrent", False) else 1,
+        "room": ASYNC_ROOM if waits(environment) else 1,
         "closes": close_of(environment) is not None,
         "lasting": getattr(environment, "lasting", False),
     }
@@ -174,7 +188,7 @@ async def _serve() -> None:
         limit = config.memory_mb << 20
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     wire.send("hello", **said)
-    worker = Worker(EnvironmentHost(make, name_of(config)), config.timeout_s, wire)
+    worker = Worker(EnvironmentHost(make, name_of(config)), wire)
     while (message := await wire.receive()) is not None:
         worker.take(message)
     await worker.close()

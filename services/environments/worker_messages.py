@@ -35,12 +35,14 @@ class Hello(msgspec.Struct, tag="hello"):
 
 
 class Play(msgspec.Struct, tag="play"):
-    """To a worker: the last of `responses` is new."""
+    """To a worker: the last of `responses` is new. `reset` and each step have so many seconds."""
 
     number: int
     key: str
     row: dict[str, Any]
     responses: list[Said | str]
+    opening_s: float
+    step_s: float
 
 
 class Forget(msgspec.Struct, tag="forget"):
@@ -48,16 +50,27 @@ class Forget(msgspec.Struct, tag="forget"):
 
     key: str
     number: int = 0
+    limit_s: float = 0.0  # seconds for that
+
+
+class GoesOn(msgspec.Struct, tag="goes_on"):
+    """From a worker: one call of a play is done, and the next one, a step, begins."""
+
+    number: int
 
 
 class Played(msgspec.Struct, tag="played"):
-    """From a worker: answers, or why there are none. `exhausted`: memory ran out, it leaves."""
+    """From a worker: answers, or why there are none.
+
+    `exhausted`: memory ran out, it leaves. `overdue`: the call that was under way took too long.
+    """
 
     number: int
     opening: Opening | None = None  # if the conversation was opened for it
     steps: list[StepResult] = msgspec.field(default_factory=list)
     error: str = ""
     exhausted: bool = False
+    overdue: bool = False
 
     @property
     def results(self) -> list[Opening | StepResult]:
@@ -66,4 +79,4 @@ class Played(msgspec.Struct, tag="played"):
 
 
 ToWorker = Setup | Play | Forget
-FromWorker = Hello | Played
+FromWorker = Hello | GoesOn | Played

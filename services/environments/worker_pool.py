@@ -17,12 +17,13 @@ import msgspec
 from umbra.proto.errors import DeadlineError, UsageError
 from umbra.services.environments.environment_host import Delivered, Result
 from umbra.services.environments.loading import name_of
-from umbra.services.environments.protocol import overdue
 from umbra.services.environments.python_apart import apart
 from umbra.services.environments.response import Said
+from umbra.services.environments.time_limits import TimeLimit, TimeLimits
 from umbra.services.environments.worker_messages import (
     Forget,
     FromWorker,
+    GoesOn,
     Hello,
     Play,
     Played,
@@ -54,6 +55,7 @@ class _Conversation:
 class _PendingPlay:
     play: Play
     session: _Conversation
+    limit: TimeLimit  # of the call of the environment that is under way
     losses: int = 0  # processes that ended while they played it
     timer: asyncio.TimerHandle | None = None
 
@@ -100,6 +102,7 @@ class WorkerPool:
         end_forgotten: bool = False,
     ) -> None:
         self._config = config
+        self._limits = TimeLimits.of(config)
         self._deliver = deliver
         self._started = started
         self._end_forgotten = end_forgotten
@@ -128,8 +131,7 @@ class WorkerPool:
     def play(self, key: str, row: dict[str, object], responses: Sequence[Said | str]) -> None:
         """Ask for the answer to the last of `responses`; it is delivered."""
         session = self._sessions.setdefault(key, _Conversation())
-        self._number += 1
-        call = _PendingPlay(Play(self._number, key, dict(row), list(responses)), session)
+        call = self._numbered(session, key, dict(row), list(responses))
         if session.worker is not None and responses:
             session.worker.waiting.append(call)
         else:
@@ -201,9 +203,10 @@ class WorkerPool:
     def _send(self, worker: _WorkerHandle, call: _PendingPlay) -> None:
         if not self._wanted(call):
             return
+        opens = not call.play.responses or call.session.worker is not worker
         call.session.worker = worker
         worker.calls[call.play.number] = call
-        self._time(worker, call)
+        self._time(worker, call, self._limits.opening if opens else self._limits.step)
         worker.tell(call.play)
         self._started(call.play.key)
 
@@ -216,7 +219,8 @@ class WorkerPool:
             call.timer.cancel()
         if worker.suspect is call:
             worker.suspect = None
-        error = reply.error or _differs(call, reply.results)
+        error = call.limit.overdue() if reply.overdue else reply.error
+        error = error or _differs(call, reply.results)
         if error and call.session.worker is worker:
             call.session.worker = None
             self._release(worker, call.play.key)
@@ -231,18 +235,40 @@ class WorkerPool:
 
     def _release(self, worker: _WorkerHandle, key: str) -> None:
         """Have `worker` forget the sample; closing its environment is a play without an answer."""
+        limit = self._limits.step
         if not worker.closes or not worker.alive:
-            worker.tell(Forget(key))
+            worker.tell(Forget(key, limit_s=limit.seconds))
             return
-        self._number += 1
-        call = _PendingPlay(Play(self._number, key, {}, []), _Conversation())  # nobody wants it
-        worker.calls[self._number] = call
-        self._time(worker, call)
-        worker.tell(Forget(key, self._number))
+        call = self._numbered(_Conversation(), key, {}, [])  # nobody wants it
+        worker.calls[call.play.number] = call
+        self._time(worker, call, limit)
+        worker.tell(Forget(key, call.play.number, limit.seconds))
 
-    def _time(self, worker: _WorkerHandle, call: _PendingPlay) -> None:
-        limit = self._config.timeout_s + (_GRACE_S if worker.room > 1 else 0.0)
-        call.timer = asyncio.get_running_loop().call_later(limit, self._overdue, worker, call)
+    def _numbered(
+        self,
+        session: _Conversation,
+        key: str,
+        row: dict[str, object],
+        responses: list[Said | str],
+    ) -> _PendingPlay:
+        self._number += 1
+        opening, step = self._limits.opening, self._limits.step
+        play = Play(self._number, key, row, responses, opening.seconds, step.seconds)
+        return _PendingPlay(play, session, opening)
+
+    def _time(self, worker: _WorkerHandle, call: _PendingPlay, limit: TimeLimit) -> None:
+        """A call of the environment begins."""
+        if call.timer is not None:
+            call.timer.cancel()
+        call.limit = limit
+        seconds = limit.seconds + (_GRACE_S if worker.room > 1 else 0.0)
+        call.timer = asyncio.get_running_loop().call_later(seconds, self._overdue, worker, call)
+
+    def _goes_on(self, worker: _WorkerHandle, number: int) -> None:
+        """A play of several calls: one is done, the next one, a step, begins."""
+        call = worker.calls.get(number)
+        if call is not None and number not in worker.ending:
+            self._time(worker, call, self._limits.step)
 
     def _wanted(self, call: _PendingPlay) -> bool:
         """Whether the sample still waits for it."""
@@ -256,7 +282,7 @@ class WorkerPool:
 
     def _overdue(self, worker: _WorkerHandle, call: _PendingPlay) -> None:
         worker.calls.pop(call.play.number, None)
-        self._answer(call, None, overdue(self._config.timeout_s))
+        self._answer(call, None, call.limit.overdue())
         self._end(worker, "another sample's call hung in it")
 
     def _end_soon(self, worker: _WorkerHandle, call: _PendingPlay) -> None:
@@ -274,7 +300,10 @@ class WorkerPool:
         worker.process.kill()
 
     async def _read(self, worker: _WorkerHandle) -> None:
-        while isinstance(message := await worker.pipe.receive(), Played):
+        while isinstance(message := await worker.pipe.receive(), GoesOn | Played):
+            if isinstance(message, GoesOn):
+                self._goes_on(worker, message.number)
+                continue
             self._played(worker, message)
             self._pump()
         how = await _end(worker.process, worker.pipe)
@@ -326,7 +355,7 @@ class WorkerPool:
             process.kill()
             await _end(process, pipe)
             raise DeadlineError(
-                f"a process for environments was not ready after environment.setup_s = "
+                f"a process for environments was not ready after {config.where}.setup_s = "
                 f"{config.setup_s:g} s: does importing {name_of(config)} hang?"
             ) from None
         if isinstance(hello, Hello) and not hello.usage_error:

@@ -63,6 +63,10 @@ class EndlessPrompts:
         """Take note."""
         self.ends.append(end)
 
+    def shares(self) -> dict[str, float]:
+        """Of one environment."""
+        return {}
+
     def changes(self) -> dict[str, Any]:
         """Nothing else."""
         return {}

@@ -115,7 +115,7 @@ def test_what_goes_wrong_in_a_group_costs_that_group(module: None, tiny_model_di
     for name, error in (
         ("raise", "environment grouped:faulty raised ValueError: no such thing"),
         ("die", "the process of its environment ended"),
-        ("hang", f"the environment took longer than environment.timeout_s = {limit:g} s"),
+        ("hang", f"faulty: its reward took longer than environment.timeout_s = {limit:g} s"),
     ):
         assert all(error in score.error for score in found[name]), found[name]
     assert [score.reward for score in found["fine"]] == [2.0, 2.0]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from umbra.services.environments.protocol import StepResult
+from umbra.services.environments.time_limits import TimeLimits
 from umbra.services.environments.turn_request import RefusedError, Turn
 from umbra.services.generator.agents.calls import Call
 from umbra.services.generator.agents.errors import ApiError
@@ -15,8 +16,10 @@ from umbra.services.generator.agents.responses_api import response_id
 from umbra.services.generator.agents.session import AgentSession
 from umbra.services.generator.agents.session_tree import News
 from umbra.services.modeling.dialect import TOLD, ResponseTemplateDialect, read
+from umbra.services.runtime.config import EnvironmentConfig
 
 TIMEOUT_S = 10.0
+LIMITS = TimeLimits.of(EnvironmentConfig(kind="agent", timeout_s=TIMEOUT_S))
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "add"}}]
 Message = dict[str, Any]
 
@@ -37,7 +40,7 @@ class BranchingAgent:
     """Asks a session that may branch; keeps what the model is asked and what agents are told."""
 
     def __init__(self) -> None:
-        self.session = AgentSession("session", "key", {}, TIMEOUT_S, branches=True)
+        self.session = AgentSession("session", "key", {}, LIMITS, branches=True)
         self.session.begin(0.0)
         self.news: list[News] = []
         self.told: list[str] = []

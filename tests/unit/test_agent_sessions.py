@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from umbra.services.environments.protocol import StepResult
+from umbra.services.environments.time_limits import TimeLimits
 from umbra.services.environments.turn_request import RefusedError, Turn
 from umbra.services.generator.agents.calls import Call
 from umbra.services.generator.agents.errors import ApiError
@@ -15,8 +16,10 @@ from umbra.services.generator.agents.session import AgentSession
 from umbra.services.generator.agents.session_registry import SessionRegistry
 from umbra.services.generator.agents.session_tree import News
 from umbra.services.modeling.dialect import TOLD, ResponseTemplateDialect, read
+from umbra.services.runtime.config import EnvironmentConfig
 
 TIMEOUT_S = 10.0
+LIMITS = TimeLimits.of(EnvironmentConfig(kind="agent", timeout_s=TIMEOUT_S))
 
 
 def turn(text: str) -> Turn:
@@ -36,7 +39,7 @@ class Agent:
     """Asks a session, and keeps what it is told."""
 
     def __init__(self, *, branches: bool = False) -> None:
-        self.session = AgentSession("id", "key", {}, TIMEOUT_S, branches=branches)
+        self.session = AgentSession("id", "key", {}, LIMITS, branches=branches)
         self.session.begin(0.0)
         self.told: list[Answer | ApiError] = []
         self.news: list[News] = []  # what the model was asked
@@ -204,7 +207,7 @@ def test_only_the_silence_of_the_agent_counts(agent: Agent) -> None:
 
 def test_samples_are_handed_out_in_order_and_once() -> None:
     names = iter("abcdef")
-    registry = SessionRegistry(TIMEOUT_S, lambda: next(names))
+    registry = SessionRegistry(LIMITS, lambda: next(names))
     for key in ("one", "two", "three"):
         registry.open(key, {"prompt": key})
     registry.close("one")
@@ -226,7 +229,7 @@ def test_samples_are_handed_out_in_order_and_once() -> None:
 
 
 def test_whoever_waits_is_told_that_it_is_over() -> None:
-    registry = SessionRegistry(TIMEOUT_S)
+    registry = SessionRegistry(LIMITS)
     session = registry.open("one", {})
     told: list[Answer | ApiError] = []
     session.ask(Call([user("a")]), told.append, lambda _: None)

@@ -46,8 +46,8 @@ Curriculum: TypeAlias = Callable[[list[dict[str, Any]], int, list[PromptStats]],
 """
 
 
-def load_curriculum(target: str) -> Curriculum:
-    """The function "module:function" of `data.curriculum`.
+def load_function(key: str, target: str) -> Callable[..., Any]:
+    """The function "module:function" that `key` names.
 
     Raises:
         UsageError: there is none.
@@ -59,10 +59,10 @@ def load_curriculum(target: str) -> Curriculum:
     try:
         function = getattr(importlib.import_module(module_name), name, None) if name else None
     except Exception as error:
-        raise UsageError(f"data.curriculum {target!r}: importing it failed: {error}") from error
+        raise UsageError(f"{key} {target!r}: importing it failed: {error}") from error
     if not callable(function):
-        raise UsageError(f'data.curriculum {target!r}: write it as "module:function"')
-    return cast(Curriculum, function)
+        raise UsageError(f'{key} {target!r}: write it as "module:function"')
+    return cast(Callable[..., Any], function)
 
 
 def ask_curriculum(

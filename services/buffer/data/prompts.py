@@ -41,6 +41,10 @@ class Prompts(Protocol):
         """A group has come to its end."""
         ...
 
+    def shares(self) -> dict[str, float]:
+        """The probability of each environment at the next draw; empty if there are not several."""
+        ...
+
     def position(self) -> dict[str, Any]:
         """Where they are, in plain values."""
         ...

@@ -6,10 +6,9 @@ is a few numbers. The order that a curriculum made for an epoch is kept, and so 
 
 from __future__ import annotations
 
-import itertools
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from typing import Any, Protocol
 
@@ -19,7 +18,13 @@ from umbra.services.buffer.data.curriculum import (
     Curriculum,
     PromptStats,
     ask_curriculum,
-    load_curriculum,
+    load_function,
+)
+from umbra.services.buffer.data.environment_weights import (
+    EnvironmentStats,
+    EnvironmentWeights,
+    Rule,
+    learnable,
 )
 from umbra.services.buffer.data.prompts import GroupEnd, PromptStream
 from umbra.services.runtime.config import DataConfig, NamedEnvironment
@@ -52,8 +57,9 @@ def open_prompts(
     """
     if data.prompts and data.sources:
         raise UsageError("data.prompts and data.sources are both set: remove one of them")
-    hook = load_curriculum(data.curriculum) if data.curriculum else None
-    history = History() if hook or attempts else None
+    hook = load_function("data.curriculum", data.curriculum) if data.curriculum else None
+    rule = _rule(data)
+    history = History([one.name for one in environments]) if hook or attempts or rule else None
 
     def planned(number: int) -> Planned | None:
         return Planned(hook, history, str(number)) if hook and history else None
@@ -64,8 +70,9 @@ def open_prompts(
             one.name: EpochSource(rows[one.name], data.shuffle, f"{seed}/{number}", planned(number))
             for number, one in enumerate(environments)
         }
-        weights = [one.weight for one in environments]
-        return PromptFeed(Mixture(each, weights, seed), history, attempts)
+        weights = {one.name: one.weight for one in environments}
+        moving = EnvironmentWeights(weights, history.environments if history else {}, rule)
+        return PromptFeed(Mixture(each, moving.shares, seed), history, attempts, moving)
     if not data.sources:
         prompts = read_source(data.prompts, columns=data.columns)
         source = EpochSource(prompts, data.shuffle, seed, planned(0))
@@ -76,7 +83,17 @@ def open_prompts(
     for number, name in enumerate(data.sources):
         rows = read_source(name, f"{number}/", data.columns)
         sources[name] = EpochSource(rows, data.shuffle, f"{seed}/{number}", planned(number))
-    return PromptFeed(Mixture(sources, list(data.sources.values()), seed), history, attempts)
+    return PromptFeed(Mixture(sources, lambda: data.sources, seed), history, attempts)
+
+
+def _rule(data: DataConfig) -> Rule | None:
+    match data.environment_weights:
+        case "fixed":
+            return None
+        case "learnable":
+            return learnable
+        case target:
+            return load_function("data.environment_weights", target)
 
 
 def first_rows(data: DataConfig, environments: Sequence[NamedEnvironment] = ()) -> dict[str, Any]:
@@ -140,9 +157,14 @@ def _named(prompt: Prompt, environment: NamedEnvironment) -> Prompt:
 
 
 class History:
-    """What came of the prompts, and the orders that were made of that; kept piece by piece."""
+    """What came of the prompts, and the orders that were made of that; kept piece by piece.
 
-    def __init__(self) -> None:
+    Args:
+        environments: names of several, whose figures are kept too.
+    """
+
+    def __init__(self, environments: Sequence[str] = ()) -> None:
+        self.environments = {name: EnvironmentStats() for name in environments}
         self.stats: dict[str, PromptStats] = {}  # by prompt id
         self.orders: dict[str, tuple[int, list[int]]] = {}  # by source: epoch and its order
         self._changed: set[str] = set()
@@ -151,6 +173,10 @@ class History:
         """A group has come to its end."""
         self.stats.setdefault(end.prompt_id, PromptStats()).add(end)
         self._changed.add(f"prompt/{end.prompt_id}")
+        name = end.prompt_id.partition("/")[0]  # `environment_prefix`
+        environment = self.environments.get(name)
+        if environment is not None and environment.add(end):
+            self._changed.add(f"environment/{name}")
 
     def forgive(self) -> None:
         """Count bad ends anew."""
@@ -175,6 +201,9 @@ class History:
             kind, _, name = key.partition("/")
             if kind == "prompt":
                 self.stats[name] = PromptStats(*record)
+            elif kind == "environment":
+                if (stats := self.environments.get(name)) is not None:
+                    stats.restore(record)
             else:
                 self.orders[name] = (record[0], unpack_int32(record[1]))
 
@@ -182,6 +211,8 @@ class History:
         kind, _, name = key.partition("/")
         if kind == "prompt":
             return astuple(self.stats[name])
+        if kind == "environment":
+            return astuple(self.environments[name])
         epoch, order = self.orders[name]
         return [epoch, pack_int32(order)]
 
@@ -268,13 +299,22 @@ class EpochSource:
 
 
 class Mixture:
-    """Draws from several sources, each with a probability in proportion to its weight."""
+    """Draws from several sources, each with a probability in proportion to its weight.
+
+    Args:
+        sources: by name.
+        weights: gives those of the moment, by the same names.
+        seed: of the draws.
+    """
 
     def __init__(
-        self, sources: dict[str, EpochSource], weights: Sequence[float], seed: int | str
+        self,
+        sources: dict[str, EpochSource],
+        weights: Callable[[], Mapping[str, float]],
+        seed: int | str,
     ) -> None:
         self._sources = sources
-        self._weights = list(itertools.accumulate(weights))
+        self._weights = weights
         self._seed = seed
         self._drawn = 0
 
@@ -283,7 +323,10 @@ class Mixture:
 
     def __next__(self) -> Prompt:
         choice = random.Random(f"{self._seed}/mixture/{self._drawn}")
-        (source,) = choice.choices(list(self._sources.values()), cum_weights=self._weights)
+        weights = self._weights()
+        (source,) = choice.choices(
+            list(self._sources.values()), [weights[name] for name in self._sources]
+        )
         self._drawn += 1
         return next(source)
 
@@ -324,9 +367,17 @@ class PromptFeed:
         history: of them, if anybody wants to know.
         attempts: bad ends of a prompt (its group failed or was filtered) until it is drawn no
             more; 0 = any number.
+        weights: of several environments.
     """
 
-    def __init__(self, stream: SizedStream, history: History | None, attempts: int = 0) -> None:
+    def __init__(
+        self,
+        stream: SizedStream,
+        history: History | None,
+        attempts: int = 0,
+        weights: EnvironmentWeights | None = None,
+    ) -> None:
+        self._weights = weights
         self._stream = stream
         self._history = history
         self._attempts = attempts
@@ -357,6 +408,10 @@ class PromptFeed:
         """A group of one of the prompts has come to its end."""
         if self._history is not None:
             self._history.add(end)
+
+    def shares(self) -> dict[str, float]:
+        """The probability of each environment at the next draw; empty if there are not several."""
+        return self._weights.shares() if self._weights is not None else {}
 
     def position(self) -> dict[str, Any]:
         """Where the stream is."""

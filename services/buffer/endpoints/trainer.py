@@ -162,6 +162,7 @@ class TrainerEndpoint:
                 tokens=sum(sample.tokens for group in batch.all_groups for sample in group.samples),
                 wait_s=0.0 if self._run.wanted_since is None else now - self._run.wanted_since,
                 in_flight=self._pool.ledger.snapshot().in_flight,
+                **{f"environment/{n}/share": p for n, p in self._run.prompts.shares().items()},
                 **{f"staleness_{name}": value for name, value in batch.staleness.figures().items()},
             )
         self._question = self._run.wanted_since = None

@@ -62,6 +62,10 @@ class Conversation:
             raise NoTurnError("length")
         return choice["message"]
 
+    async def scoring(self) -> None:
+        """No more turns are asked for: what happens now is the reward (`environment.score_s`)."""
+        await _post(self._endpoint, "/scoring", {})
+
 
 def arguments_of(call: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a tool call in the model's message.

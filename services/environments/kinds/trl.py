@@ -105,6 +105,7 @@ def trl_program(
                     conversation.messages.append(tool_answer(call, said))
         except NoTurnError as end:
             reason = end.reason
+        await conversation.scoring()
         completion = conversation.messages[len(messages) :]
         scored = await _reward(environment, row, completion)
         return StepResult(

@@ -27,6 +27,7 @@ from umbra.services.environments.environment_host import Delivered
 from umbra.services.environments.pool import EpisodeOutcome, taken
 from umbra.services.environments.protocol import Row, StepResult
 from umbra.services.environments.response import Said
+from umbra.services.environments.time_limits import TimeLimits
 from umbra.services.environments.turn_request import Ask, Begun, Turn
 from umbra.services.environments.worker_pool import END_S
 from umbra.services.generator.agents.address import host_of, url_of
@@ -92,7 +93,7 @@ class AgentPool:
         self._key = settings.key
         self._wake = wake
         self._outcomes: queue.SimpleQueue[EpisodeOutcome] = queue.SimpleQueue()
-        self._registry = SessionRegistry(config.timeout_s, branches=config.branches == "train")
+        self._registry = SessionRegistry(TimeLimits.of(config), branches=config.branches == "train")
         self._arrivals: set[asyncio.Future[None]] = set()  # agents that wait for a sample
         self._stopping = False
         self._offers = offers
@@ -204,6 +205,9 @@ class AgentPool:
             self._settle(session)
         elif session.over is None and not session.left:
             session.linger(self._clock())
+
+    def scoring(self, session: AgentSession) -> None:
+        session.scoring(self._clock())
 
     def give_up(self, session: AgentSession, reason: str) -> None:
         if session.over is None and session.reward is not None:
@@ -330,10 +334,9 @@ class AgentPool:
 
     def _silence(self, session: AgentSession) -> str:
         refused = f"; its last request was refused: {session.refusal}" if session.refusal else ""
-        return (
-            f"its agent asked for nothing for environment.timeout_s = {self._config.timeout_s:g} s "
-            f"after turn {session.turns}{refused}"
-        )
+        limit = session.limit
+        took = "took longer than" if limit is session.limits.scoring else "asked for nothing for"
+        return f"{limit.overdue(took)} after turn {session.turns}{refused}"
 
     def _warn_if_lonely(self) -> None:
         now = self._clock()

@@ -81,6 +81,10 @@ class Sessions(Protocol):
         """The agent is done; raises ApiError if that can't be."""
         ...
 
+    def scoring(self, session: AgentSession) -> None:
+        """The agent finds its reward now; raises ApiError if the session is over."""
+        ...
+
     def give_up(self, session: AgentSession, reason: str) -> None:
         """The agent failed; raises ApiError if the session is over."""
         ...
@@ -128,6 +132,8 @@ class Edge:
             ("POST", base + "/begin", self._begin),
             ("POST", base + "/reward", self._reward),
             ("POST", base + "/v1/reward", self._reward),
+            ("POST", base + "/scoring", self._scoring),
+            ("POST", base + "/v1/scoring", self._scoring),
         ]
         for path, (read, form) in _COMPLETIONS.items():
             routes.append(("POST", base + path, partial(self._complete, read, form)))
@@ -176,7 +182,7 @@ class Edge:
                 "url": url,
                 "base_url": f"{url}/v1",
                 "row": session.row,
-                "timeout_s": session.timeout_s,
+                "timeout_s": session.limits.step.seconds,
             },
             201,
         )
@@ -229,6 +235,11 @@ class Edge:
         result = StepResult(given.reward, reward_parts=given.parts, reason=given.reason)
         self._sessions.reward(session, result)
         return JSONResponse({"id": session.id, "reward": given.reward})
+
+    async def _scoring(self, request: Request) -> Response:
+        session = self._session(request)
+        self._sessions.scoring(session)
+        return JSONResponse({"id": session.id, "score_s": session.limits.scoring.seconds})
 
     async def _give_up(self, request: Request) -> Response:
         reason = _read(await _body(request) or b"{}", _Reason).reason

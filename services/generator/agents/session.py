@@ -20,6 +20,7 @@ import msgspec
 
 from umbra.proto.errors import UmbraError
 from umbra.services.environments.protocol import StepResult
+from umbra.services.environments.time_limits import TimeLimit, TimeLimits
 from umbra.services.environments.turn_request import RefusedError, Turn
 from umbra.services.generator.agents.calls import Call
 from umbra.services.generator.agents.errors import ApiError
@@ -48,7 +49,7 @@ class AgentSession:
         session_id: unguessable; part of the agent's URL.
         key: names the sample's play.
         row: the sample's prompt row.
-        timeout_s: seconds that the agent may be silent for.
+        limits: how long the agent may be silent for.
         branches: whether it may change its history, and ask several times at once.
     """
 
@@ -57,14 +58,15 @@ class AgentSession:
         session_id: str,
         key: str,
         row: dict[str, Any],
-        timeout_s: float,
+        limits: TimeLimits,
         *,
         branches: bool = False,
     ) -> None:
         self.id = session_id
         self.key = key
         self.row = row
-        self.timeout_s = timeout_s
+        self.limits = limits
+        self.limit = limits.opening  # which of them the deadline is by
         self.deadline = math.inf  # by when the agent has to say something
         self.over: ApiError | None = None
         self.reward: StepResult | None = None
@@ -96,7 +98,7 @@ class AgentSession:
     def begin(self, now: float) -> None:
         """An agent has taken it."""
         self._begun = True
-        self.deadline = now + self.timeout_s
+        self._wait(self.limits.opening, now)
 
     def ask(
         self,
@@ -147,7 +149,7 @@ class AgentSession:
         self._answers[asked.mark] = answer
         while len(self._answers) > (_ANSWERS if self._branches else 1):
             del self._answers[next(iter(self._answers))]
-        self.deadline = now + self.timeout_s
+        self._wait(self.limits.step, now)
         _tell(asked, answer)
         self._go_on()
 
@@ -155,7 +157,7 @@ class AgentSession:
         """There is no turn for the call; the conversation is what it was before."""
         asked = self._take_open()
         self.refusal = str(error)
-        self.deadline = now + self.timeout_s
+        self._wait(self.limits.step, now)
         code = error.code if isinstance(error, RefusedError) else "invalid_prompt"
         _tell(asked, ApiError(str(error), code=code))
         self._go_on()
@@ -182,9 +184,19 @@ class AgentSession:
         self.reward = result
         self.deadline = math.inf
 
+    def scoring(self, now: float) -> None:
+        """The agent asks for no more turns: what it does now is the reward.
+
+        Raises:
+            ApiError: the session is over.
+        """
+        self._check_open()
+        if not self.asking and self.reward is None:
+            self._wait(self.limits.scoring, now)
+
     def linger(self, now: float) -> None:
         """The reward is there, but the agent's program goes on for a while."""
-        self.deadline = now + self.timeout_s
+        self._wait(self.limits.step, now)
 
     def leave(self) -> None:
         """The agent's program has ended, or is not waited for any longer."""
@@ -212,6 +224,9 @@ class AgentSession:
         self.row = {}
         self._tree.clear()
         self._answers.clear()
+
+    def _wait(self, limit: TimeLimit, now: float) -> None:
+        self.limit, self.deadline = limit, now + limit.seconds
 
     def _check_open(self) -> None:
         if self.over is not None:

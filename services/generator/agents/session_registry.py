@@ -7,6 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
 
+from umbra.services.environments.time_limits import TimeLimits
 from umbra.services.generator.agents.errors import ApiError
 from umbra.services.generator.agents.session import AgentSession
 
@@ -17,19 +18,19 @@ class SessionRegistry:
     """Hands samples out to agents. Not thread-safe.
 
     Args:
-        timeout_s: seconds that an agent may be silent for.
+        limits: how long agents may be silent for.
         new_id: makes unguessable names.
         branches: whether agents may change the history of a session.
     """
 
     def __init__(
         self,
-        timeout_s: float,
+        limits: TimeLimits,
         new_id: Callable[[], str] = lambda: secrets.token_urlsafe(18),
         *,
         branches: bool = False,
     ) -> None:
-        self._timeout_s = timeout_s
+        self._limits = limits
         self._branches = branches
         self._new_id = new_id
         self._by_id: dict[str, AgentSession] = {}
@@ -49,7 +50,7 @@ class SessionRegistry:
     def open(self, key: str, row: dict[str, Any]) -> AgentSession:
         """A session for the sample `key`, which nobody works on yet; an older one of it is over."""
         self.close(key, _over("its sample began anew in another session"))
-        session = AgentSession(self._new_id(), key, row, self._timeout_s, branches=self._branches)
+        session = AgentSession(self._new_id(), key, row, self._limits, branches=self._branches)
         self._by_id[session.id] = self._by_key[key] = session
         self._waiting.append(session)
         return session

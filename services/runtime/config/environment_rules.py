@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from umbra.proto.bounds import SUBMITTED
 from umbra.services.runtime.config import EnvironmentConfig, NamedEnvironment, RunConfig
-from umbra.services.runtime.config.generation import LIBRARIES
+from umbra.services.runtime.config.generation import JUDGED_AT_ONCE, LIBRARIES
 
 _REWARDED = ("reward", "trl")  # kinds that take functions of the user's
+_JUDGE_APART = (*JUDGED_AT_ONCE, "agent", "trl")
 
 
 def environment_faults(config: RunConfig) -> Iterator[str]:
@@ -16,6 +17,17 @@ def environment_faults(config: RunConfig) -> Iterator[str]:
     several, serve = config.environments, config.generator.serve
     if several and config.environment != EnvironmentConfig():
         yield "environment and [[environments]] are both set: remove one of them"
+    if (rule := config.data.environment_weights) != "fixed":
+        if not several:
+            yield (
+                f"data.environment_weights = {rule} has no effect without [[environments]]: remove "
+                "it"
+            )
+        elif rule == "learnable" and config.buffer.group_size == 1:
+            yield (
+                "data.environment_weights = learnable compares the rewards of a group: set "
+                "buffer.group_size to 2 or more, or it to fixed"
+            )
     if serve and not any(one.asks for one in config.all_environments):
         kinds = " or ".join(("agent", *LIBRARIES))
         yield (
@@ -25,10 +37,11 @@ def environment_faults(config: RunConfig) -> Iterator[str]:
     for one in config.all_environments:
         where = one.where
         yield from _faults(one, where, serve)
-        if one.timeout_s >= config.trainer.batch_wait_s:
+        key = max(("timeout_s", "reset_s", "score_s"), key=lambda key: getattr(one, key))
+        if (seconds := getattr(one, key)) >= config.trainer.batch_wait_s:
             yield (
-                f"trainer.batch_wait_s = {config.trainer.batch_wait_s:g} ends the run before a "
-                f"reward that takes {where}.timeout_s = {one.timeout_s:g} is given up"
+                f"trainer.batch_wait_s = {config.trainer.batch_wait_s:g} ends the run before an "
+                f"environment that takes {where}.{key} = {seconds:g} is given up"
             )
     if "reward" in config.buffer.stages and several:
         yield (
@@ -83,10 +96,10 @@ def _faults(one: EnvironmentConfig, where: str, serve: str) -> Iterator[str]:
             f"{where}.run_on = env_worker is for agents that the run starts: set {where}.kind to "
             f"{', '.join(LIBRARIES)}, or to agent and {where}.agent to module:function"
         )
-    if one.run_on == "env_worker" and isinstance(one, NamedEnvironment):
+    if one.score_s and one.kind not in _JUDGE_APART:
         yield (
-            f"{where}.run_on = env_worker: env-workers run the agents of one [environment], not of "
-            "several; remove it"
+            f"{where}.score_s = {one.score_s:g} has no effect: kind {one.kind} judges within its "
+            f"steps, so set {where}.timeout_s, or remove it"
         )
     for key, value, kinds in (
         ("agent", one.agent, ("agent",)),

@@ -19,6 +19,8 @@ def environment_prefix(name: str) -> str:
 
 LIBRARIES = ("verifiers", "openenv", "trl")
 """Kinds of environments that other libraries define; programs of ours play them."""
+JUDGED_AT_ONCE = ("exact", "numeric", "math", "reasoning-gym", "reward")
+"""Kinds whose one step is the reward."""
 
 
 class EnvironmentConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -72,11 +74,27 @@ class EnvironmentConfig(Section, frozen=True, kw_only=True, forbid_unknown_field
     timeout_s: Annotated[
         float,
         Meta(
-            description="seconds that one answer of the environment, or an agent's next word, may "
-            "take",
+            description="seconds that one step of the environment may take, or that a program that "
+            "asks for turns may be silent for between two of them",
             gt=0,
         ),
     ] = 30.0
+    reset_s: Annotated[
+        float,
+        Meta(
+            description="seconds that a conversation's opening may take, or a program until it "
+            "asks for its first turn; 0 = timeout_s",
+            ge=0,
+        ),
+    ] = 0.0
+    score_s: Annotated[
+        float,
+        Meta(
+            description="seconds that a reward may take: of kinds that judge at once, and of a "
+            "program that says that it judges; 0 = timeout_s",
+            ge=0,
+        ),
+    ] = 0.0
     setup_s: Annotated[
         float,
         Meta(

@@ -118,6 +118,14 @@ class DataConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True)
             "the indices of the rows to draw in that epoch, in order; instead of data.shuffle"
         ),
     ] = ""
+    environment_weights: Annotated[
+        str,
+        Meta(
+            description='how the weights of [[environments]] change: "fixed", "learnable" (times '
+            "the share of an environment's groups of late whose rewards differ, at least 0.1) or "
+            '"module:function", called with what came of each, by name, and returning factors'
+        ),
+    ] = "fixed"
 
 
 class SecurityConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

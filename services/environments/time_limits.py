@@ -1,0 +1,55 @@
+"""How long what an environment does may take, by the keys of its configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from umbra.services.environments.loading import name_of
+from umbra.services.runtime.config import EnvironmentConfig
+from umbra.services.runtime.config.generation import JUDGED_AT_ONCE
+
+
+@dataclass(frozen=True, slots=True)
+class TimeLimit:
+    """Seconds, and the key that says so.
+
+    Attributes:
+        what: what is limited, in words that a sentence can begin with.
+        seconds: that it may take.
+        key: as in a run file.
+    """
+
+    what: str
+    seconds: float
+    key: str
+
+    def overdue(self, took: str = "took longer than") -> str:
+        """A sentence for a sample that fails because of it."""
+        return f"{self.what} {took} {self.key} = {self.seconds:g} s"
+
+
+@dataclass(frozen=True, slots=True)
+class TimeLimits:
+    """Of a sample's conversation with its environment, or with the program that leads it."""
+
+    opening: TimeLimit  # `reset`; of a program, until it asks for its first turn
+    step: TimeLimit  # a step, or `close`; of a program, from a turn to its next request
+    scoring: TimeLimit  # of a program that has said that it judges
+
+    @classmethod
+    def of(cls, config: EnvironmentConfig) -> TimeLimits:
+        """Those of `config`: what has no key of its own has `timeout_s`."""
+        name = name_of(config).strip()  # an agent from outside has none
+
+        def limit(what: str, key: str) -> TimeLimit:
+            own = getattr(config, key)
+            key = key if own else "timeout_s"
+            seconds = own or config.timeout_s
+            return TimeLimit(f"{name}: {what}" if what else name, seconds, f"{config.where}.{key}")
+
+        scoring = limit("its reward", "score_s")
+        if config.asks:  # it is silent, whatever it does
+            return cls(limit("", "reset_s"), limit("", "timeout_s"), scoring)
+        judged = config.kind in JUDGED_AT_ONCE
+        step = scoring if judged else limit("a step", "timeout_s")
+        return cls(limit("the opening (reset)", "reset_s"), step, scoring)

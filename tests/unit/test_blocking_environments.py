@@ -1,0 +1,95 @@
+"""Plain methods of users run as in a script: they may begin an event loop of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from umbra.services.environments.agent_program import AgentProgram
+from umbra.services.environments.environment_host import EnvironmentHost
+from umbra.services.environments.protocol import Message, Row, SampleError, StepResult
+
+
+async def later(value: float) -> float:
+    """A value, after another turn of the loop."""
+    await asyncio.sleep(0)
+    return value
+
+
+class OwnLoop:
+    """Every method begins a loop, as `run_sync` of many libraries does."""
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def reset(self, row: Row) -> list[Message]:
+        prompt = asyncio.run(later(float(row["number"])))
+        return [{"role": "user", "content": str(prompt)}]
+
+    def step(self, response: str) -> StepResult:
+        if response == "raise":
+            asyncio.run(later(0.0))
+            raise ValueError("as asked")
+        return StepResult(reward=asyncio.run(later(float(response))))
+
+    def close(self) -> None:
+        self.closed = asyncio.run(later(1.0)) == 1.0
+
+
+def test_plain_methods_may_run_loops_of_their_own() -> None:
+    made: list[OwnLoop] = []
+
+    def make() -> OwnLoop:
+        made.append(OwnLoop())
+        return made[-1]
+
+    async def play() -> None:
+        host = EnvironmentHost(make, "mine")
+        ours, task = asyncio.get_running_loop(), asyncio.current_task()
+        opened, answer = await host.play("a", {"number": 3}, ["0.5"])
+        assert getattr(opened, "messages", None) == [{"role": "user", "content": "3.0"}]
+        assert answer == StepResult(reward=0.5)
+        with pytest.raises(SampleError, match="as asked"):
+            await host.play("b", {"number": 1}, ["raise"])
+        await host.close()
+        assert (asyncio.get_running_loop(), asyncio.current_task()) == (ours, task)
+        assert await asyncio.wait_for(later(2.0), None) == 2.0
+
+    asyncio.run(play())
+    assert all(one.closed for one in made)
+
+
+def agent(row: Row, endpoint: dict[str, str]) -> float:
+    """An agent as a plain function, of a library that is async inside."""
+    assert endpoint["base_url"] == "http://here/v1"
+    return asyncio.run(later(row["worth"]))
+
+
+def test_a_plain_agent_may_run_a_loop_of_its_own() -> None:
+    host = EnvironmentHost(lambda: AgentProgram(agent, "agent"), "agent")
+    said = json.dumps({"base_url": "http://here/v1", "api_key": "k"})
+    answers = asyncio.run(host.play("a", {"worth": 0.25}, [said]))
+    assert answers[-1] == StepResult(reward=0.25, done=True)
+
+
+class Together:
+    """Plain methods that lend their process to others: their loop stays where it is."""
+
+    concurrent = True
+
+    def reset(self, row: Row) -> list[Message]:
+        return [{"role": "user", "content": str(row["prompt"])}]
+
+    def step(self, response: str) -> asyncio.Task[StepResult]:
+        return asyncio.get_running_loop().create_task(self.answer(response))
+
+    async def answer(self, response: str) -> StepResult:
+        """What `step` promises."""
+        return StepResult(reward=await later(float(response)))
+
+
+def test_methods_that_lend_their_process_see_its_loop() -> None:
+    host = EnvironmentHost(Together, "together")  # pyright: ignore[reportArgumentType]
+    assert asyncio.run(host.play("a", {"prompt": "x"}, ["1"]))[-1] == StepResult(reward=1.0)
