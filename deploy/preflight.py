@@ -160,12 +160,12 @@ def check_run(config: RunConfig, *, download: bool = True) -> None:
 
 def _model_dir(name: str, key: str, *, tokenizer: bool = True, download: bool) -> Path:
     """The directory of a model; without `download` the weights need only be on the hub."""
+    of_hub = is_hub_name(name)
+    if of_hub and download:
+        mend_cache(name, key)
     directory = check_model_dir(name, key, tokenizer=tokenizer, weights=download)
-    if is_hub_name(name):
-        if download:
-            mend_cache(name, key)
-        else:
-            missing_bytes(name, key)
+    if of_hub and not download:
+        missing_bytes(name, key)
     return directory
 
 

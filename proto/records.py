@@ -229,7 +229,8 @@ class SampleTask(Record, frozen=True, kw_only=True):
 class ScoringTask(Record, frozen=True, kw_only=True):
     """One trajectory to score, and the lease on it, named by `(sample_id, attempt)`.
 
-    `attempt` counts the leases of this sample in this stage, apart from those to generators.
+    `attempt` grows with each lease of this sample to a scorer, apart from those to generators, and
+    when its response is made anew: a score of an earlier response is refused by it.
     """
 
     sample_id: Id

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import count
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 import msgspec
 
@@ -107,6 +107,14 @@ def trajectory(task: SampleTask, *versions: int, **changes: Any) -> Trajectory:
     return Trajectory(**{**values, **changes})
 
 
+class Sent(TypedDict, total=False):
+    """How a message is sent, where that is not as its sender does it now."""
+
+    incarnation: str | None
+    number: int  # of the request, to repeat it
+    frame: bytes  # what the message came as, if that matters
+
+
 class World:
     """A broker and whoever talks to it."""
 
@@ -157,19 +165,9 @@ class World:
         """The broker's samples."""
         return self.broker.pool
 
-    def ask(
-        self,
-        name: str,
-        body: Message,
-        incarnation: str | None = None,
-        number: int | None = None,
-        frame: bytes = b"",
-    ) -> Message | None:
-        """The reply to `body` from `name`; None while it is parked. `number` repeats a request.
-
-        `frame` is what `body` came as, if that matters.
-        """
-        request = self.request(name, body, incarnation, number, frame)
+    def ask(self, name: str, body: Message, **sent: Unpack[Sent]) -> Message | None:
+        """The reply to `body` from `name`; None while it is parked."""
+        request = self.request(name, body, **sent)
         own: Message | None = None
         for effect in self.broker.handle(request, self.now):
             if isinstance(effect, Reply) and effect.request.header is request.header:
@@ -180,24 +178,17 @@ class World:
         self.broker.save()
         return own
 
-    def request(
-        self,
-        name: str,
-        body: Message,
-        incarnation: str | None = None,
-        number: int | None = None,
-        frame: bytes = b"",
-    ) -> Request:
+    def request(self, name: str, body: Message, **sent: Unpack[Sent]) -> Request:
         """`body` as the broker gets it."""
         header = Header(
             major=1,
             minor=0,
             type=type(body).__name__,
-            id=next(self._ids) if number is None else number,
+            id=sent.get("number") or next(self._ids),
             sender=name,
-            incarnation=incarnation or self.incarnations.get(name, f"{name}-1"),
+            incarnation=sent.get("incarnation") or self.incarnations.get(name, f"{name}-1"),
         )
-        return Request("any", name.encode(), header, body, frame=frame)
+        return Request("any", name.encode(), header, body, frame=sent.get("frame", b""))
 
     def get(self, name: str, body: Message, kind: type[M]) -> M:
         """The reply to `body`, which must be a `kind`."""
@@ -220,7 +211,7 @@ class World:
         """A process joins; its later messages carry this incarnation."""
         number = incarnation or f"{name}-1"
         body = Join(role=role, name=name, pid=1, host="h", package_version="0", endpoints={})
-        reply = self.ask(name, body, number)
+        reply = self.ask(name, body, incarnation=number)
         if isinstance(reply, Welcome):
             self.incarnations[name] = number
         return reply

@@ -15,6 +15,7 @@ from fakes.engine import ScriptedEngine
 from fakes.rollouts import STOP, says, settings
 
 from umbra.proto.records import Sampling
+from umbra.services.generator.rollout import Limits
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
 from umbra.services.runtime.config import EnvironmentConfig
@@ -25,6 +26,9 @@ REQUIREMENTS = {
     "openenv": ("openenv==0.10.0",),
     "mini-swe-agent": ("mini-swe-agent==2.4.6",),
     "openai-agents": ("openai-agents==0.24.0",),
+    "smolagents": ("smolagents[openai]==1.26.0",),
+    "pydantic-ai": ("pydantic-ai-slim[openai]==2.68.0",),
+    "langgraph": ("langgraph==1.2.22", "langchain-openai==1.7.3"),
 }
 NPM_PACKAGES = {
     "codex": "@openai/codex@0.169.0",
@@ -99,11 +103,16 @@ def library_play(
         kind: str, source: str, *turns: str, max_context: int = 4096, **options: Any
     ) -> AgentWorld:
         (tmp_path / "theirs.py").write_text(source)
-        chosen = settings(
-            Chat(tokenizer, {STOP}), sampling=Sampling(), max_context=max_context, agents=True
-        )
         values = {"workers": 1, "timeout_s": 120.0, "setup_s": 300.0, "memory_mb": 0, **options}
         environment = EnvironmentConfig(kind=kind, **values)
+        branches = environment.max_branches if environment.branches == "train" else 1
+        chosen = settings(
+            Chat(tokenizer, {STOP}),
+            sampling=Sampling(),
+            max_context=max_context,
+            limits=Limits(branches=branches),
+            agents=True,
+        )
         engine = ScriptedEngine(says(tokenizer, *turns), max_context=max_context)
         override = environment.agent_sampling == "override"
         made.append(AgentWorld(engine, chosen, environment, override=override))

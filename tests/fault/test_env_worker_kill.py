@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fakes.fixtures import UMBRA
 from fakes.slowness import seconds
-from fakes.waiting import until
+from fault.test_run_kill import kill
+from integration.test_up import UpProcess, up
+
+__all__ = ["up"]  # a fixture
 
 AGENT = """
 import asyncio, json, urllib.error, urllib.request
@@ -53,7 +53,7 @@ ENVIRONMENTS = "".join(ENVIRONMENT.format(name=f"of-{n}", tries=n) for n in (2, 
 
 @pytest.mark.fault
 @pytest.mark.timeout(300)
-def test_a_run_outlives_its_env_workers(project: Path) -> None:
+def test_a_run_outlives_its_env_workers(project: Path, up: Callable[..., UpProcess]) -> None:
     (project / "tiny_agent.py").write_text(AGENT)
     run = (project / "run.toml").read_text()
     run = run.replace('[environment]\nkind = "reward"\nreward = "tiny_reward:score"\n', "")
@@ -61,66 +61,17 @@ def test_a_run_outlives_its_env_workers(project: Path) -> None:
     run = run.replace("max_tokens = 12", f"max_tokens = 24\nstop_tokens = {list('abcdefghijklmn')}")
     run = run.replace("max_context = 64", "max_context = 512")
     (project / "run.toml").write_text(run)
-    overrides = [
-        "--set",
-        "run.steps=4",
-        "--set",
-        "env_worker.count=2",
-        "--set",
-        "buffer.max_attempts=9",
-    ]
-    up = subprocess.Popen(
-        [*UMBRA, "up", "run.toml", "--no-eval", "--json", *overrides],
-        cwd=project,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        killed = 0
-        for steps in (1, 2):
-            until(lambda steps=steps: up.poll() is not None or committed(project) >= steps, "steps")
-            for pid in workers_of(up.pid):
-                os.kill(pid, signal.SIGKILL)
-                killed += 1
-                break
-        out, err = up.communicate(timeout=seconds(200))
-    finally:
-        up.kill()
-        up.communicate()
-    assert up.returncode == 0, err
-    assert killed == 2
-    summary = json.loads(out)
+    process = up("env_worker.count=2", "buffer.max_attempts=9", flags=("--no-eval",))
+    process.broker()
+    for killed_at in (1, 2):
+        process.until(lambda at=killed_at: len(process.steps()) >= at, f"step {killed_at}")
+        kill(process, "env-worker")
+    summary = process.finish(seconds(200))
+    assert process.popen.returncode == 0, process.lines
     assert summary["ledger"]["trained"] == 64 and summary["ledger"]["balance"] == 0
-    (folder,) = (project / "runs").iterdir()
-    status = json.loads((folder / "buffer.json").read_text())
+    status = json.loads((process.run_dir / "buffer.json").read_text())
     assert status["counters"]["sessions_lost"] >= 1
     assert "failed" not in summary["ledger"]["ended"]
     assert sum(summary["restarts"].values()) == 2, summary["restarts"]
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if row["kind"] == "step"]
     for name in ("of-2", "of-3"):
-        assert any(row.get(f"environment/{name}/samples") for row in steps), name
-
-
-def committed(project: Path) -> int:
-    """Steps of the run so far."""
-    return sum(
-        '"kind":"step"' in row.replace(" ", "")
-        for path in project.glob("runs/*/metrics.jsonl")
-        for row in path.read_text().splitlines()
-    )
-
-
-def workers_of(parent: int) -> list[int]:
-    """Processes of env-workers that the run has started."""
-    found: list[int] = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (path / "cmdline").read_bytes().split(b"\0")
-            own = int((path / "stat").read_text().rpartition(")")[2].split()[1]) == parent
-        except OSError:
-            continue
-        if own and b"env-worker" in words:
-            found.append(int(path.name))
-    return found
+        assert any(row.get(f"environment/{name}/samples") for row in process.steps()), name

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fakes.fixtures import UMBRA
 from fakes.slowness import seconds
-from fakes.waiting import until
+from fault.test_run_kill import kill
+from integration.test_up import UpProcess, up
+
+__all__ = ["up"]  # a fixture
 
 GROUP = 4
 REWARDS = """
@@ -33,48 +33,36 @@ def rank(prompts, completions, word, **kwargs):
 
 @pytest.mark.fault
 @pytest.mark.timeout(300)
-def test_groups_are_rewarded_at_once_though_their_scorer_is_killed(project: Path) -> None:
+def test_groups_are_rewarded_at_once_though_their_scorer_is_killed(
+    project: Path, up: Callable[..., UpProcess]
+) -> None:
     (project / "group_rewards.py").write_text(REWARDS)
     (project / "heldout.jsonl").write_text((project / "prompts.jsonl").read_text())
     run = (project / "run.toml").read_text()
     rewards = 'rewards = { "group_rewards:rank" = 1.0, "group_rewards:measure" = 0.0 }'
     run = run.replace('reward = "tiny_reward:score"', f'{rewards}\nreward_scope = "group"')
     (project / "run.toml").write_text(run)
-    changes = {
-        "buffer.stages": '["reward"]',
-        "environment.timeout_s": "3000",
-        "trainer.batch_wait_s": "4000",
-        "log.samples": "16",
-        "eval.every": "2",
-        "eval.prompts": "heldout.jsonl",
-        "eval.run_samples": "8",
-        "eval.samples_per_prompt": str(GROUP),
-    }
-    up = subprocess.Popen(
-        [*UMBRA, "up", "run.toml", "--no-eval", "--json"]
-        + [part for key, value in changes.items() for part in ("--set", f"{key}={value}")],
-        cwd=project,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+    process = up(
+        'buffer.stages=["reward"]',
+        "environment.timeout_s=3000",
+        "trainer.batch_wait_s=4000",
+        "log.samples=16",
+        "eval.every=2",
+        "eval.prompts=heldout.jsonl",
+        "eval.run_samples=8",
+        f"eval.samples_per_prompt={GROUP}",
+        flags=("--no-eval",),
     )
-    try:
-        begun = project / "begun"
-        until(lambda: up.poll() is not None or begun.exists(), "a reward", limit_s=seconds(100))
-        (scorer,) = scorers_of(up.pid)
-        os.kill(scorer, signal.SIGKILL)
-        out, err = up.communicate(timeout=seconds(200))
-    finally:
-        up.kill()
-        up.communicate()
-    assert up.returncode == 0, err
-    summary = json.loads(out)
+    process.until((project / "begun").exists, "a reward")
+    kill(process, "scorer")
+    summary = process.finish(seconds(200))
+    assert process.popen.returncode == 0, process.lines
     assert summary["ledger"]["trained"] == 64 and summary["ledger"]["balance"] == 0
     assert "failed" not in summary["ledger"]["ended"]
     assert sum(summary["restarts"].values()) == 1, summary["restarts"]
-    (folder,) = (project / "runs").iterdir()
-    assert json.loads((folder / "buffer.json").read_text())["counters"]["scoring_retries"]
-    found = groups_in(folder)
+    status = json.loads((process.run_dir / "buffer.json").read_text())
+    assert status["counters"]["scoring_retries"]
+    found = groups_in(process.run_dir)
     assert len(found) == 16
     for group in found.values():
         own = [parts["measure"] for _, parts in group]
@@ -97,18 +85,4 @@ def groups_in(folder: Path) -> dict[str, list[tuple[float, dict[str, float]]]]:
             own = found.setdefault(row["group"], [])
             own.append((row["reward"], row["reward_parts"]))
     assert {len(own) for own in found.values()} == {GROUP}
-    return found
-
-
-def scorers_of(parent: int) -> list[int]:
-    """Processes of scorers that the run has started."""
-    found: list[int] = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (path / "cmdline").read_bytes().split(b"\0")
-            own = int((path / "stat").read_text().rpartition(")")[2].split()[1]) == parent
-        except OSError:
-            continue
-        if own and b"scorer" in words:
-            found.append(int(path.name))
     return found

@@ -62,9 +62,9 @@ class UpProcess:
         lines = path.read_text().splitlines(keepends=True)
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
-    def finish(self) -> dict[str, Any]:
+    def finish(self, limit_s: float = DEADLINE_S) -> dict[str, Any]:
         """Wait for the end; the summary."""
-        out, err = self.popen.communicate(timeout=DEADLINE_S)
+        out, err = self.popen.communicate(timeout=limit_s)
         self.lines = (out + err).splitlines()
         return json.loads((self.run_dir / "summary.json").read_text())
 

@@ -1,6 +1,7 @@
-"""Coding agents of the command line and a library for agents, each as its index has it.
+"""Coding agents of the command line and libraries for agents, each as its index has it.
 
-None of them is changed. They are started as examples/coding/command_line_agents.py starts them.
+None of them is changed. The former are started as examples/coding/command_line_agents.py starts
+them, the latter by a function as their pages show it.
 """
 
 import json
@@ -23,12 +24,12 @@ def tool(name: str, **arguments: str) -> str:
     return call(name, json.dumps(arguments))
 
 
-def check_done(world: AgentWorld) -> None:
-    """The task is done with one call, in one line of tokens."""
+def check_done(world: AgentWorld, branches: int = 0) -> None:
+    """The task is done with one call, in one line of tokens and so many `branches`."""
     world.add(sample(TASK))
     trajectory = world.trajectory()
     assert (trajectory.reward, trajectory.turns, trajectory.finish_reason) == (1.0, 2, "stop")
-    assert not trajectory.branches
+    assert len(trajectory.branches) == branches
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,109 @@ async def solve(row, endpoint):
 '''
 
 
-def test_openais_library_for_agents(library_play: LibraryPlay) -> None:
-    python = library_python("openai-agents")
+PYDANTIC_AI = '''\
+from pydantic_ai import Agent
+from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.providers.openai import OpenAIProvider
+
+MADE = []
+
+
+async def solve(row, endpoint):
+    model = OpenAIChatModel("policy", provider=OpenAIProvider(**endpoint))
+    agent = Agent(model, instructions="Be brief.")
+
+    @agent.tool_plain
+    def write(text: str) -> str:
+        """Write a text."""
+        MADE.append(text)
+        return "written"
+
+    said = (await agent.run(row["prompt"])).output
+    return float(MADE == ["hello"] and said == "It is done.")
+'''
+
+LANGGRAPH = '''\
+from langchain_openai import ChatOpenAI
+from langgraph.prebuilt import create_react_agent
+
+MADE = []
+
+
+def write(text: str) -> str:
+    """Write a text."""
+    MADE.append(text)
+    return "written"
+
+
+async def solve(row, endpoint):
+    agent = create_react_agent(ChatOpenAI(model="policy", **endpoint), [write], prompt="Be brief.")
+    state = await agent.ainvoke({"messages": [("user", row["prompt"])]})
+    return float(MADE == ["hello"] and state["messages"][-1].content == "It is done.")
+'''
+
+SMOLAGENTS = '''\
+from smolagents import CodeAgent, OpenAIModel, ToolCallingAgent, tool
+
+AGENTS = {"tools": ToolCallingAgent, "code": CodeAgent}
+MADE = []
+
+
+@tool
+def write(text: str) -> str:
+    """Write a text.
+
+    Args:
+        text: is written.
+    """
+    MADE.append(text)
+    return "written"
+
+
+def solve(row, endpoint, agent, roles=None):
+    model = OpenAIModel("policy", api_base=endpoint["base_url"], api_key=endpoint["api_key"],
+                        custom_role_conversions=roles)
+    said = AGENTS[agent](tools=[write], model=model).run(row["prompt"])
+    return float(MADE == ["hello"] and said == "It is done.")
+'''
+
+
+@pytest.mark.parametrize(
+    ("library", "source"),
+    [("openai-agents", OPENAI_AGENTS), ("pydantic-ai", PYDANTIC_AI), ("langgraph", LANGGRAPH)],
+)
+def test_libraries_for_agents(library_play: LibraryPlay, library: str, source: str) -> None:
+    python = library_python(library)
     turns = (tool("write", text="hello"), "It is done.")
-    check_done(library_play("agent", OPENAI_AGENTS, *turns, agent="theirs:solve", python=python))
+    check_done(library_play("agent", source, *turns, agent="theirs:solve", python=python))
+
+
+BY_CALLS = (tool("write", text="hello"), tool("final_answer", answer="It is done."))
+BY_CODE = (
+    "I write it.\n<code>\nwrite('hello')\n</code>",
+    "<code>\nfinal_answer('It is done.')\n</code>",
+)
+AS_USER = {"tool-call": "user", "tool-response": "user"}
+
+
+@pytest.mark.parametrize(
+    ("agent", "turns", "options"),
+    [("tools", BY_CALLS, {}), ("code", BY_CODE, {}), ("code", BY_CODE, {"roles": AS_USER})],
+)
+def test_smolagents(
+    library_play: LibraryPlay, agent: str, turns: tuple[str, ...], options: dict[str, object]
+) -> None:
+    """It writes what was called into the model's turns, so each is a branch, unless its option
+    for roles keeps that apart.
+    """
+    world = library_play(
+        "agent",
+        SMOLAGENTS,
+        *turns,
+        agent="theirs:solve",
+        python=library_python("smolagents"),
+        options={"agent": agent, **options},
+        max_context=CONTEXT,
+        branches="refuse" if options else "train",
+    )
+    check_done(world, branches=0 if options else 1)

@@ -1,6 +1,7 @@
 """Sessions of agents: what continues a conversation and what does not; who gets which sample."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -49,8 +50,9 @@ class Agent:
         self.session.ask(call, self.told.append, self.news.append, repeated=repeated)
         return self.news[-1] if len(self.news) > before else None
 
-    def hear(self, text: str, now: float = 1.0) -> Any:
-        self.session.answered(turn(text), now)
+    def hear(self, text: str, now: float = 1.0, *, stop: str = "") -> Any:
+        heard = turn(text)
+        self.session.answered(replace(heard, said=replace(heard.said, stop=stop)), now)
         answer = self.told.pop()
         assert isinstance(answer, Answer)
         return answer.message
@@ -69,6 +71,20 @@ def test_a_history_that_grows_gives_only_what_is_new(agent: Agent) -> None:
     # White space around a message is no edit: the tokens are those that were sampled.
     news = agent.ask(user("a"), said("b"), user("c "), said("\nd"), user("e"), user("f"))
     assert news == News([user("e"), user("f")], after=1)
+
+
+def test_what_stopped_a_turn_may_come_back_behind_it(agent: Agent) -> None:
+    """The reply is without it, but some agents write it again: its tokens have it."""
+    agent.ask(user("a"))
+    agent.hear("<code>b\n", stop="</code>")
+    back = said("<code>b\n</code>")
+    assert agent.ask(user("a"), back, user("c")) == News([user("c")], after=0)
+    agent.hear("<code>d", stop="</code>")
+    ends = said("<code>d")
+    assert agent.ask(user("a"), back, user("c"), ends, user("e")) == News([user("e")], after=1)
+    agent.hear("f")
+    with pytest.raises(ApiError, match=r"messages\[5\] is not what it was"):
+        agent.ask(user("a"), back, user("c"), ends, user("e"), said("f</code>"), user("g"))
 
 
 def test_a_tools_answer_comes_with_the_calls_that_it_answers(agent: Agent) -> None:

@@ -225,7 +225,7 @@ def test_an_older_incarnation_is_refused_for_ever() -> None:
     assert isinstance(run.beat("a"), HeartbeatAck)
     body = Join(role="generator", name="a", pid=1, host="h", package_version="0")
     for old in (LeaseSamples(capacity=1, version=0, wait_s=0), body):
-        reply = run.ask("a", old, "a-1")
+        reply = run.ask("a", old, incarnation="a-1")
         assert isinstance(reply, Nack) and reply.code == "stale_incarnation"
 
 

@@ -313,6 +313,33 @@ def test_scoring_leases_are_renewed_and_belong_to_one() -> None:
     assert not give(run, "r", "reward", [task], reward=1.0).refused
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+def test_scores_of_a_response_that_was_made_anew_are_late(restarted: bool) -> None:
+    """Scenario: a scorer has the new response when it answers for the one before. Result: refused,
+    also by a buffer that was killed in between.
+    """
+    run = scored(batch_groups=1, durable=True)
+    answer(run, "a", run.lease("a", 2, 0), 0, 0.0)
+    before = take(run, "r", "reward", 1)
+    if restarted:
+        run.restart_broker()
+        for role, name in (("generator", "a"), ("scorer", "r")):
+            run.join(role, name)
+    (name,) = [task.sample_id for task in before]
+    run.pool.again(run.pool.samples[name])
+    late = {name: "this lease is not the sender's any more"}
+    assert give(run, "r", "reward", before, reward=7.0).refused == late
+    answer(run, "a", run.lease("a", 1, 0), 0, 0.0)
+    assert give(run, "r", "reward", before, reward=7.0).refused == late
+    now = [task for task in take(run, "r", "reward") if task.sample_id == name]
+    assert now[0].trajectory.attempt == before[0].trajectory.attempt + 1
+    assert give(run, "r", "reward", before, reward=7.0).refused == late
+    assert run.ask("r", RenewLeases(leases=[(name, before[0].attempt)])) == RenewAck(lost=[name])
+    assert not give(run, "r", "reward", now, reward=2.0).refused
+    assert run.pool.samples[name].reward == 2.0
+    assert run.broker.counters["late_scores"] == 3
+
+
 def test_stages_without_a_scorer_of_their_own_and_busy_ones_are_named() -> None:
     run = scored(batch_groups=1, stall_s=5)
     assert not take(run, "r", "ref_logp") and not take(run, "q", "logp")

@@ -130,6 +130,9 @@ class PolicyMachine(BrokerMachine):
             assert made.oldest_version <= max(self.uses, default=0)
             assert made.scored == self.policies["stages"]
             assert ("ref_logp" in made.scored) == (made.ref_logprobs is not None)
+            assert made.ref_logprobs in (None, logprobs_of(made))
+            if "reward" in made.scored:
+                assert made.reward_parts["response"] == made.attempt
         if self.whole:
             self.were_judged_at_once(batch.scored())
 
@@ -145,9 +148,13 @@ class PolicyMachine(BrokerMachine):
     def judge(self, tasks: list[ScoringTask], reward: float, good: bool) -> list[Score]:
         """Scores for `tasks`, which name the message that they come in."""
         self.judged.append({(t.sample_id, t.trajectory.attempt) for t in tasks})
-        part = {"judged": float(len(self.judged) - 1)}
+        number = float(len(self.judged) - 1)
         return [
-            msgspec.structs.replace(score(task, reward, good), reward_parts=part) for task in tasks
+            msgspec.structs.replace(
+                score(task, reward, good),
+                reward_parts={"judged": number, "response": float(task.trajectory.attempt)},
+            )
+            for task in tasks
         ]
 
     def used(self, before: int) -> Counter[str]:
@@ -367,14 +374,18 @@ class RestartedPolicyMachine(PolicyMachine):
         assert self.broker.batches.version == self.version
 
 
+def logprobs_of(made: Trajectory) -> bytes:
+    """What a model says of this very response."""
+    return pack_float32([-float(made.attempt)] * made.response_tokens)
+
+
 def score(task: ScoringTask, reward: float, good: bool) -> Score:
     """A score that fits any stage, or an error."""
-    logprobs = pack_float32([-1.0] * task.trajectory.response_tokens)
     return Score(
         sample_id=task.sample_id,
         attempt=task.attempt,
         reward=float(reward),
-        logprobs=logprobs,
+        logprobs=logprobs_of(task.trajectory),
         error="" if good else "did not work",
     )
 

@@ -141,6 +141,42 @@ class TestOneModel:
         assert f"model.safetensors of {name} is damaged" in caplog.text
         assert weights_checksum(name) == weights_checksum(tiny_model_dir)
 
+    def test_other_machines_refuse_damage_that_shows_without_reading_all(
+        self, hub: Hub, tiny_model_dir: Path
+    ) -> None:
+        hub.add_model(NAME, tiny_model_dir)
+        name = str(pin(NAME, "model.path"))
+        folder = fetch(name, "model.path")
+        for file, fault in (
+            ("model.safetensors", "incomplete metadata"),
+            ("tokenizer.json", "its checksum is another one"),
+        ):
+            stored = (folder / file).resolve()
+            stored.write_bytes(stored.read_bytes()[:-1] + b" " * (file == "tokenizer.json"))
+            with pytest.raises(UsageError, match=f"{file} is damaged .*{fault}.*remove {stored}"):
+                fetch(name, "model.path")
+            stored.unlink()
+            restored = (fetch(name, "model.path") / file).read_bytes()
+            assert restored == (tiny_model_dir / file).read_bytes()
+        (folder / "model.safetensors").resolve().write_bytes(b"")
+        mend_cache(name, "model.path")  # where the run starts
+        assert weights_checksum(name) == weights_checksum(tiny_model_dir)
+
+    def test_shards_must_hold_what_their_index_says(self, hub: Hub, tiny_model_dir: Path) -> None:
+        shard = "model-00001-of-00001.safetensors"
+        weights = (tiny_model_dir / "model.safetensors").read_bytes()
+        others = {
+            file.name: file.read_bytes()
+            for file in tiny_model_dir.iterdir()
+            if file.name != "model.safetensors"
+        }
+        index = {
+            "model.safetensors.index.json": b'{"weight_map": {"absent": "%s"}}' % shard.encode()
+        }
+        hub.add(f"models/{NAME}", {**others, **index, shard: weights})
+        with pytest.raises(UsageError, match=f"{shard} is damaged .*it has no absent"):
+            fetch(NAME, "model.path")
+
     def test_a_download_that_was_cut_goes_on(self, hub: Hub, tiny_model_dir: Path) -> None:
         hub.add_model(NAME, tiny_model_dir)
         name = str(pin(NAME, "model.path"))

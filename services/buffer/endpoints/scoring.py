@@ -1,9 +1,10 @@
 """Scoring stages: trajectories go through them in order, each served by any number of workers.
 
-A lease is `(sample_id, attempt)`, `attempt` counting the leases of the sample in its stage. A
-worker that dies, hangs or runs into an error costs an attempt; after `max_attempts` the sample
-fails. Where a stage scores whole groups, a group is leased, scored, lost and failed as one: its
-scores come in one message, and are taken all or not at all.
+A lease is `(sample_id, attempt)`, and no lease of a sample has the number of an earlier one: a
+score of a response that was made anew meanwhile is known as late, though the same scorer has the
+new one. A worker that dies, hangs or runs into an error costs an attempt; after `max_attempts` the
+sample fails. Where a stage scores whole groups, a group is leased, scored, lost and failed as one:
+its scores come in one message, and are taken all or not at all.
 """
 
 from __future__ import annotations
@@ -169,13 +170,12 @@ class Scoring:
     def _lease(
         self, pool: SamplePool, samples: list[Sample], holder: str, stage: str, now: float
     ) -> list[ScoringTask]:
-        attempt = max(sample.score_attempts for sample in samples) + 1
+        attempt = pool.lease_scoring(samples)
         what = f"sample {samples[0].sample_id}"
         if len(samples) > 1:
             what = f"group {samples[0].group.group_id}, {len(samples)} samples"
         lease = Lease(pool, samples, stage, attempt, holder, now, now + self._lease_s, what)
         for sample in samples:
-            sample.score_attempts = attempt
             self.leases[sample.sample_id] = lease
         return [
             ScoringTask(

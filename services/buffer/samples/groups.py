@@ -48,8 +48,8 @@ class Sample:
     asked: int = 0  # id of the question that its holder got it by, to answer that again
     tokens: int = 0  # response tokens of its stored trajectory
     stage: int = 0  # scoring stages that are done
-    score_attempts: int = 0  # leases of it in this stage
-    score_losses: int = 0  # of them, those that were lost or ended in an error
+    score_attempts: int = 0  # number of its newest lease to a scorer; never goes back
+    score_losses: int = 0  # of them in this stage, those that were lost or ended in an error
     reward: float = 0.0  # that its trajectory has, with the scores that there are
     reward_parts: int = 0  # names that the reward of its trajectory is made of, without scores
     unscored_since: float = 0.0  # when it came to the scoring stage that it is in

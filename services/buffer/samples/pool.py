@@ -219,9 +219,21 @@ class SamplePool:
         self.trajectory_store.put_score(sample.sample_id, self.stage_of(sample), packed)
         sample.stage += 1
         sample.reward += reward
-        sample.score_attempts = sample.score_losses = 0
+        sample.score_losses = 0
         self._touch(sample.group)
         self._advance(sample, now)
+
+    def lease_scoring(self, samples: Sequence[Sample]) -> int:
+        """The number of a lease of `samples`, all of a group, to a scorer; none had it before.
+
+        It is written down, so that a buffer that starts again gives no number twice either: a score
+        of a response that is void, however late, is known by it.
+        """
+        number = max(sample.score_attempts for sample in samples) + 1
+        for sample in samples:
+            sample.score_attempts = number
+        self._touch(samples[0].group)
+        return number
 
     def stage_of(self, sample: Sample) -> str:
         """The stage that `sample`, which is being scored, is in."""
@@ -249,7 +261,8 @@ class SamplePool:
             group.completed = 0
             self.complete.pop(group.group_id, None)
         self.drop_partial(sample)
-        sample.stage = sample.score_attempts = sample.score_losses = 0
+        sample.stage = sample.score_losses = 0
+        sample.score_attempts += 1  # who scores what there was of it has lost the lease
         self._requeue(sample)
         self._score_again(group)
 
@@ -424,7 +437,7 @@ class SamplePool:
             return
         self._touch(group)
         for sample in scored:
-            sample.stage, sample.score_attempts, sample.score_losses = stage, 0, 0
+            sample.stage, sample.score_losses = stage, 0
             sample.reward = self.trajectory_store.get(sample.sample_id).reward
             if sample.state is State.READY:
                 group.ready -= 1

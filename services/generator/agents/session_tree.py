@@ -52,6 +52,23 @@ class _Place:
         """Whether turns of the model follow in `call`, which goes on from here."""
         return any(one["role"] == "assistant" for one in call.messages[len(self.history) :])
 
+    def known(self, call: Call) -> list[Message]:
+        """The history as `call` repeats it, which goes on from here."""
+        last = call.messages[len(self.history) - 1]
+        if continues(self.history[-1], last):
+            return self.history
+        return [*self.history[:-1], last]
+
+    def _adds_stop(self, index: int, new: Message) -> bool:
+        """Whether `new` is the turn that ended here and the text that stopped it, which its tokens
+        have and the reply has not. Some agents write it again.
+        """
+        text = new.get("content")
+        if not self.stop or index + 1 < len(self.history) or not isinstance(text, str):
+            return False
+        shorter = {**new, "content": text.rstrip().removesuffix(self.stop)}
+        return continues(self.history[-1], shorter)
+
     def gap(self, call: Call) -> str:
         """Why `call` does not go on from here; empty if it does."""
         if (call.text is None) != (self.text is None):
@@ -63,7 +80,7 @@ class _Place:
         if call.tools != self.tools:
             return "tools are not those of the first request"
         for index, (old, new) in enumerate(zip(self.history, call.messages, strict=False)):
-            if not continues(old, new):
+            if not (continues(old, new) or self._adds_stop(index, new)):
                 return f"messages[{index}] is not what it was"
         if len(call.messages) <= len(self.history):
             return (
@@ -134,7 +151,7 @@ class SessionTree:
     def _from(self, place: _Place, call: Call) -> tuple[Call, News]:
         if call.text is not None:
             return call, News(text=place.added(call), after=place.number)
-        known, new = place.history, call.messages[len(place.history) :]
+        known, new = place.known(call), call.messages[len(place.history) :]
         # The messages of before are kept once, however often they come.
         joined = replace(call, messages=[*known, *new])
         return joined, News(new, known[-1].get("tool_calls", []), after=place.number)

@@ -14,6 +14,7 @@ import json
 import logging
 import re
 import shutil
+import socket
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -116,9 +117,17 @@ def fetch(text: str, source: str, *, weights: bool = True, code: bool = False) -
         code: the Python files too.
 
     Raises:
-        UsageError: as `pin`; or there are no safetensors weights, or they don't fit on the disk.
+        UsageError: as `pin`; or there are no safetensors weights, or they don't fit on the disk; or
+            a file in the cache is damaged, as far as that shows without reading all weights.
         StartupError: as `pin`.
     """
+    folder = _fetched(text, source, weights=weights, code=code)
+    _refuse_damaged(folder, source, weights=weights)
+    return folder
+
+
+def _fetched(text: str, source: str, *, weights: bool = True, code: bool = False) -> Path:
+    """As `fetch`, whatever the files hold."""
     name = pin(text, source)
     patterns = [*SMALL, *(CODE if code else ()), *(WEIGHTS if weights else ())]
     if folder := _cached(name, patterns, weights=weights):
@@ -164,24 +173,23 @@ def missing_bytes(text: str, source: str) -> int:
 
 
 def mend_cache(text: str, source: str) -> None:
-    """Read all files of a model in the cache, and download those anew that are not what they were.
+    """Have all files of a model in the cache as they were: those that are missing are downloaded,
+    those that are there read, and downloaded anew if they have another content.
 
     The cache names a file by its checksum. Large models take a while, so a run has it done once,
-    by the process that starts it.
+    by the process that starts it; what others look at, `fetch` says.
 
     Args:
         text: a pinned name.
         source: the key or flag it came from.
 
     Raises:
-        UsageError: a file is damaged and cannot be removed, or the hub has no longer the model.
-        StartupError: a file is damaged, and the hub cannot be reached.
+        UsageError: a file is damaged and cannot be removed; else as `fetch`.
+        StartupError: the hub is needed, and cannot be reached.
     """
     name = HubName.of(text)
-    folder = _cached(name, [*SMALL, *CODE, *WEIGHTS], weights=False)
-    links: list[Path] = []
-    if folder is not None:
-        links = [path for path in folder.iterdir() if path.is_symlink() and path.is_file()]
+    folder = _fetched(text, source)
+    links = [path for path in folder.iterdir() if path.is_symlink() and path.is_file()]
     with ThreadPoolExecutor() as pool:
         whole = list(pool.map(lambda link: _is_whole(link, link.stat().st_mtime_ns), links))
     damaged = [link for link, good in zip(links, whole, strict=True) if not good]
@@ -215,6 +223,44 @@ def _is_whole(link: Path, changed: int) -> bool:
         return hashlib.file_digest(file, lambda: checksum).hexdigest() == path.name
 
 
+def _refuse_damaged(folder: Path, source: str, *, weights: bool) -> None:
+    """Look for damage in a folder of the cache: read small files, and the heads of weights.
+
+    A head says how long the file is and what is in it, so weights that were cut off are seen, and
+    shards of another model; a flipped bit within them is not.
+
+    Raises:
+        UsageError: there is; names the file.
+    """
+    whole = (folder / "model.safetensors").is_file()
+    read = {"model.safetensors"} if whole else set(_shards(folder / "model.safetensors.index.json"))
+    for path in sorted(filter(Path.is_file, folder.iterdir())):
+        changed, fault = path.stat().st_mtime_ns, ""
+        if path.name in read:
+            fault = _head_fault(path, changed) if weights else ""
+        elif path.suffix != ".safetensors" and path.is_symlink() and not _is_whole(path, changed):
+            fault = "its checksum is another one"
+        if fault:
+            raise UsageError(
+                f"{source}: {path.name} is damaged in the hub's cache on {socket.gethostname()} "
+                f"({fault}): remove {path.resolve()} there, and it is downloaded anew"
+            )
+
+
+@cache
+def _head_fault(path: Path, changed: int) -> str:
+    """What is wrong with the head of a weight file; empty if nothing. Asked once per process."""
+    safetensors: Any = importlib.import_module("safetensors")
+    try:
+        with safetensors.safe_open(path, framework="np") as file:
+            held = set(file.keys())
+    except (OSError, safetensors.SafetensorError) as error:
+        return _line(error)
+    index = path.parent / "model.safetensors.index.json"
+    missing = _shards(index).get(path.name, set[str]()) - held
+    return f"it has no {min(missing)}" if missing else ""
+
+
 def in_cache(text: str) -> bool:
     """Whether something of the model that `text` names is in the cache."""
     try:
@@ -239,6 +285,8 @@ def _cached(name: HubName, patterns: list[str], *, weights: bool) -> Path | None
     except OSError:  # of several classes; whatever it is, a download does better or says why not
         return None
     folder = Path(found)
+    if any(not path.exists() and any(map(path.match, patterns)) for path in folder.iterdir()):
+        return None  # the file of a link was removed
     there = (folder / "config.json").is_file() and (not weights or _has_weights(folder))
     return folder if there else None
 
@@ -275,11 +323,19 @@ def _has_weights(folder: Path) -> bool:
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").is_file():
         return True
+    shards = _shards(index)
+    return bool(shards) and all((folder / shard).is_file() for shard in shards)
+
+
+def _shards(index: Path) -> dict[str, set[str]]:
+    """The names of the tensors in each file of weights; empty if there is no such `index`."""
+    shards: dict[str, set[str]] = {}
     try:
-        shards = set(json.loads(index.read_bytes())["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError):
-        return False
-    return all((folder / shard).is_file() for shard in shards)
+        for name, file in json.loads(index.read_bytes())["weight_map"].items():
+            shards.setdefault(file, set()).add(name)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return {}
+    return shards
 
 
 @contextmanager
