@@ -219,7 +219,6 @@ class Scoring:
             return
         for sample in lease.samples:
             sample.score_losses += 1
-            sample.noted = None
         self._counters["scoring_retries"] += 1
         if max(sample.score_losses for sample in lease.samples) < self._max_attempts:
             self._requeue(lease)
