@@ -323,8 +323,8 @@ def test_scores_of_a_response_that_was_made_anew_are_late(restarted: bool) -> No
     before = take(run, "r", "reward", 1)
     if restarted:
         run.restart_broker()
-        for role, name in (("generator", "a"), ("scorer", "r")):
-            run.join(role, name)
+        run.join("generator", "a")
+        run.join("scorer", "r")
     (name,) = [task.sample_id for task in before]
     run.pool.again(run.pool.samples[name])
     late = {name: "this lease is not the sender's any more"}
