@@ -67,7 +67,7 @@ def _env_workers(
     config: RunConfig, folder: RunFolder, connect: tuple[str, ...]
 ) -> Iterator[Program]:
     """Workers that run the agents, if the generators don't."""
-    if config.environment.run_on != "env_worker":
+    if all(one.run_on != "env_worker" for one in config.all_environments):
         return
     for index in range(config.env_worker.count):
         name = f"env-worker-{index}"

@@ -407,6 +407,7 @@ class LeaseSessions(Message, frozen=True, kw_only=True):
     environments: Annotated[list[Name], Meta(max_length=PARTS)]  # that it has
     capacity: int
     wait_s: Number
+    rooms: Annotated[list[int], Meta(max_length=PARTS)] = []  # of each; none: `capacity`
 
 
 class SessionLeases(Message, frozen=True, kw_only=True):

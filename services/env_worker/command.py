@@ -6,9 +6,8 @@ import threading
 from contextlib import closing
 
 from umbra.proto.errors import UsageError
-from umbra.services.env_worker.host import AgentHost
+from umbra.services.env_worker.hosts import AgentHosts
 from umbra.services.env_worker.loop import EnvWorkerLoop
-from umbra.services.environments.loading import name_of
 from umbra.services.runtime.config.generation import LIBRARIES
 from umbra.services.runtime.process.command import ServiceContext, service_command
 
@@ -21,19 +20,21 @@ def run(context: ServiceContext) -> int:
         UmbraError: a peer was lost.
     """
     config = context.config
-    environment = config.environment
-    if environment.run_on != "env_worker" or not environment.starts_agents:
+    remote = [one for one in config.all_environments if one.run_on == "env_worker"]
+    if not remote:
         raise UsageError(
-            f"environment.kind = {environment.kind} runs beside the generators: an env-worker "
-            'needs environment.run_on = "env_worker", and environment.agent or the kind '
-            f"{', '.join(LIBRARIES)}"
+            f"environment.kind = {config.environment.kind} runs beside the generators: an "
+            'env-worker needs run_on = "env_worker" in [environment] or some [[environments]], '
+            f"and there an agent or the kind {', '.join(LIBRARIES)}"
         )
     wake = threading.Event()
-    with closing(AgentHost(environment, wake=wake.set)) as host:
-        capacity = config.env_worker.sessions or host.room
+    with closing(AgentHosts.open(remote, wake=wake.set)) as hosts:
+        most = config.env_worker.sessions
+        rooms = dict.fromkeys(hosts.rooms, most) if most else hosts.rooms
+        capacity = most or sum(rooms.values())
         with context.join("env_worker") as session:
             context.ready({"role": "env_worker", "name": context.name, "sessions": capacity})
-            EnvWorkerLoop(session, host, [name_of(environment)], capacity, wake).run()
+            EnvWorkerLoop(session, hosts, rooms, capacity, wake).run()
             if session.failure is not None:
                 raise session.failure
     return 0

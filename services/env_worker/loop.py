@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
@@ -50,8 +51,8 @@ class EnvWorkerLoop:
     Args:
         session: membership in the run.
         host: runs the agents.
-        environments: that it has.
-        capacity: sessions at once.
+        rooms: the environments that it has, and how many sessions of each at once.
+        capacity: sessions of all at once.
         wake: set, from other threads, when there is something to do.
         clock: seconds, monotonic.
     """
@@ -60,18 +61,18 @@ class EnvWorkerLoop:
         self,
         session: Session,
         host: Agents,
-        environments: Sequence[str],
+        rooms: Mapping[str, int],
         capacity: int,
         wake: threading.Event,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._session = session
         self._host = host
-        self._environments = list(environments)
+        self._rooms = dict(rooms)
         self._capacity = capacity
         self._wake = wake
         self._clock = clock
-        self._held: set[Lease] = set()
+        self._held: dict[Lease, str] = {}  # the environment of each
         self._open: list[tuple[Future[Message], Callable[[Future[Message]], None]]] = []
         self._asking = False
         self._ask_at = 0.0
@@ -111,7 +112,11 @@ class EnvWorkerLoop:
         if self._asking or room <= 0 or self._clock() < self._ask_at:
             return
         self._asking = True
-        question = LeaseSessions(environments=self._environments, capacity=room, wait_s=WAIT_S)
+        used = Counter(self._held.values())
+        rooms = {name: most - used[name] for name, most in self._rooms.items()}
+        question = LeaseSessions(
+            environments=list(rooms), rooms=list(rooms.values()), capacity=room, wait_s=WAIT_S
+        )
         self._send(question, self._granted, WAIT_S + ANSWER_S)
 
     def _granted(self, future: Future[Message]) -> None:
@@ -124,7 +129,7 @@ class EnvWorkerLoop:
             self._lease_s = shortest
             self._renew_at = self._clock() + shortest / 3
         for task in answer.tasks:
-            self._held.add((task.sample_id, task.attempt))
+            self._held[task.sample_id, task.attempt] = task.environment
             self._host.begin(task)
 
     def _tell_ended(self) -> None:
@@ -134,7 +139,7 @@ class EnvWorkerLoop:
         unbegun: list[Lease] = []
         done: list[Lease] = []
         for one in ended:
-            self._held.discard(one.lease)
+            self._held.pop(one.lease, None)
             if one.unreachable:
                 self._missed(one.unreachable)
                 unbegun.append(one.lease)
@@ -178,7 +183,8 @@ class EnvWorkerLoop:
         answer = _answer(future, RenewAck)
         lost = [] if answer is None else [(one, attempts[one]) for one in answer.lost]
         gone = [lease for lease in lost if lease in self._held]
-        self._held.difference_update(gone)
+        for lease in gone:
+            del self._held[lease]
         self._host.forget(gone)
 
     def _send(

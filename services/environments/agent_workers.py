@@ -9,15 +9,22 @@ from collections.abc import Callable
 import msgspec
 
 from umbra.services.environments.environment_host import Delivered
+from umbra.services.environments.loading import name_of
 from umbra.services.environments.protocol import Row
 from umbra.services.environments.worker_pool import WorkerPool
-from umbra.services.runtime.config import EnvironmentConfig
+from umbra.services.runtime.config import EnvironmentConfig, NamedEnvironment
 
 NO_REWARD = "its agent returned no reward, and has posted none"
 PLAYED_TWICE = "the process of its agent ended because of another agent in it"
 """Why a sample fails whose agent would begin anew: what it did must not be done twice."""
 
 _NO_KEY = "none"  # the client insists on one
+
+
+def offered_name(environment: EnvironmentConfig) -> str:
+    """What generators and env-workers call it when they look for each other."""
+    several = isinstance(environment, NamedEnvironment)
+    return environment.name if several else name_of(environment)
 
 
 def agent_workers(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from umbra.services.environments.agent_workers import offered_name
 from umbra.services.environments.pool import EnvironmentPool, open_pool
 from umbra.services.generator.environment_set import EnvironmentSet, LimitedPool
 from umbra.services.generator.template_check import check_template
@@ -29,7 +30,7 @@ def open_environments(
     chat: Chat,
     *,
     wake: Callable[[], None] = lambda: None,
-    offers: SessionOffers | None = None,
+    offers: Mapping[str, SessionOffers] | None = None,
 ) -> EnvironmentPool:
     """The pool for `environment`; agents find an endpoint at `generator.serve`.
 
@@ -38,7 +39,8 @@ def open_environments(
         environment: what its rollouts talk to, if there is one; else those of `config`.
         chat: knows the tokens that end turns.
         wake: called, from any thread, whenever there may be something to do.
-        offers: leads to env-workers, who then run the agents; None: agents run beside the engine.
+        offers: lead to the env-workers of the environments that have one (`SessionOffers.of`);
+            agents of all others run beside the engine.
 
     Raises:
         UsageError: environment or agent can't be loaded, the model's chat template can't write its
@@ -50,11 +52,12 @@ def open_environments(
         with ExitStack() as opened:
             pools: dict[str, EnvironmentPool] = {}
             for one in config.environments:
-                pool = open_environments(config, one, chat, wake=wake)
+                pool = open_environments(config, one, chat, wake=wake, offers=offers)
                 pools[one.name] = opened.enter_context(closing(pool))
             opened.pop_all()
             return EnvironmentSet(pools)
-    pool = _open_one(config, environment, chat, wake, offers)
+    offer = (offers or {}).get(offered_name(environment))
+    pool = _open_one(config, environment, chat, wake, offer)
     most = environment.concurrency
     return LimitedPool(pool, most) if most else pool
 

@@ -10,7 +10,6 @@ from functools import partial
 
 import msgspec
 
-from umbra.services.environments.loading import name_of
 from umbra.services.generator.activity import Activity
 from umbra.services.generator.agents.offers import SessionOffers
 from umbra.services.generator.buffer_client import BufferClient
@@ -44,11 +43,9 @@ def run(
     config = ctx.config
     if "reward" in config.buffer.stages:
         config = msgspec.structs.replace(config, environment=unrewarded(config.environment))
-    environment = config.environment
     opened = make_engine(config, ctx.name)
     wake = threading.Event()
-    remote = environment.run_on == "env_worker"
-    offers = SessionOffers(name_of(environment)) if remote else None
+    offers = SessionOffers.of(config)
     settings = settings_for(config, opened.chat, generator=ctx.name)
     # An eighth early: so much is decoded at most while what is flushed is on its way.
     flush_tokens = config.generator.partial_flush_tokens
@@ -56,12 +53,12 @@ def run(
     with (
         closing(opened.engine) as engine,
         closing(
-            open_environments(config, environment, opened.chat, wake=wake.set, offers=offers)
+            open_environments(config, config.environment, opened.chat, wake=wake.set, offers=offers)
         ) as pool,
         ctx.join("generator") as session,
     ):
-        if offers is not None:
-            offers.connect(session.data)
+        for one in offers.values():
+            one.connect(session.data)
         ctx.ready({"role": "generator", "name": ctx.name})
         turn_log = TurnLog(ctx.metrics, config.log.traced_share)
         receiver = _subscribe(session, config, opened)

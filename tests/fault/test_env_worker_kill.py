@@ -1,4 +1,4 @@
-"""A whole run whose agents are on env-workers, of which one is killed again and again."""
+"""A whole run whose two environments are on env-workers, which are killed again and again."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def post(endpoint, messages):
     with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=60) as answer:
         return json.load(answer)
 
-async def solve(row, endpoint):
+async def solve(row, endpoint, tries=3):
     messages = [{"role": "user", "content": row["prompt"]}]
-    for turn in range(3):
+    for turn in range(tries):
         try:
             said = await asyncio.to_thread(post, endpoint, messages)
         except urllib.error.HTTPError as error:
@@ -38,14 +38,26 @@ async def solve(row, endpoint):
 """
 
 
+ENVIRONMENT = """
+[[environments]]
+name = "{name}"
+kind = "agent"
+agent = "tiny_agent:solve"
+workers = 1
+run_on = "env_worker"
+prompts = "prompts.jsonl"
+options = {{ tries = {tries} }}
+"""
+ENVIRONMENTS = "".join(ENVIRONMENT.format(name=f"of-{n}", tries=n) for n in (2, 3))
+
+
 @pytest.mark.fault
 @pytest.mark.timeout(300)
 def test_a_run_outlives_its_env_workers(project: Path) -> None:
     (project / "tiny_agent.py").write_text(AGENT)
     run = (project / "run.toml").read_text()
-    agent = 'kind = "agent"\nagent = "tiny_agent:solve"\nworkers = 1\nrun_on = "env_worker"'
-    run = run.replace('kind = "reward"', agent)
-    run = run.replace('reward = "tiny_reward:score"\n', "")
+    run = run.replace('[environment]\nkind = "reward"\nreward = "tiny_reward:score"\n', "")
+    run = run.replace('[data]\nprompts = "prompts.jsonl"\n', "") + ENVIRONMENTS
     run = run.replace("max_tokens = 12", f"max_tokens = 24\nstop_tokens = {list('abcdefghijklmn')}")
     run = run.replace("max_context = 64", "max_context = 512")
     (project / "run.toml").write_text(run)
@@ -85,6 +97,10 @@ def test_a_run_outlives_its_env_workers(project: Path) -> None:
     assert status["counters"]["sessions_lost"] >= 1
     assert "failed" not in summary["ledger"]["ended"]
     assert sum(summary["restarts"].values()) == 2, summary["restarts"]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if row["kind"] == "step"]
+    for name in ("of-2", "of-3"):
+        assert any(row.get(f"environment/{name}/samples") for row in steps), name
 
 
 def committed(project: Path) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from fakes.waiting import until
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Sampling, SessionOffer, SessionTask
 from umbra.services.env_worker.host import AgentHost, EndedSession
+from umbra.services.env_worker.hosts import AgentHosts
 from umbra.services.generator.agents.offers import SessionOffers
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
-from umbra.services.runtime.config import EnvironmentConfig
+from umbra.services.runtime.config import EnvironmentConfig, NamedEnvironment
 
 pytestmark = pytest.mark.e2e
 
@@ -163,6 +165,24 @@ def test_the_reward_of_an_agent_elsewhere(make: Make) -> None:
     trajectory = worker.endpoint.trajectory()
     assert (trajectory.reward, trajectory.reward_parts) == (0.75, {"tidy": 1.0})
     assert not worker.ended().failure
+
+
+def test_a_worker_is_without_what_it_cannot_load(make: Make) -> None:
+    make()  # puts the agent's module there
+    here = NamedEnvironment(name="here", kind="agent", agent="mine:together", run_on="env_worker")
+    other = NamedEnvironment(name="other", kind="agent", agent="absent:x", run_on="env_worker")
+    with closing(AgentHosts.open([other, here], wake=lambda: None)) as hosts:
+        assert list(hosts.rooms) == ["here"] and hosts.rooms["here"] >= 64
+        strange = SessionTask(
+            sample_id="s", attempt=1, url="http://h", environment="other", lease_s=9.0
+        )
+        hosts.begin(strange)
+        (ended,) = hosts.ended()
+        assert ended.lease == ("s", 1) and "'other'" in ended.unreachable
+        hosts.forget([("s", 1)])
+        assert hosts.ended() == []
+    with pytest.raises(UsageError, match="absent"):
+        AgentHosts.open([other], wake=lambda: None)
 
 
 def test_an_environment_of_another_library_elsewhere(make: Make) -> None:

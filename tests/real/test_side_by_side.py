@@ -40,6 +40,7 @@ learning_rate = 1e-3
 batch_wait_s = 1800.0
 """
 LIMITS = """
+run_on = "{run_on}"
 workers = 1
 memory_mb = 0
 setup_s = 900.0
@@ -48,15 +49,16 @@ max_tokens = 400
 """
 
 
-def environment(name: str, kind: str, **keys: Any) -> str:
+def environment(run_on: str, name: str, kind: str, **keys: Any) -> str:
     lines = [f"{key} = {json.dumps(value)}" for key, value in keys.items()]
     head = f'[[environments]]\nname = "{name}"\nkind = "{kind}"\nprompts = "{name}.jsonl"'
-    return "\n".join([head, *lines]) + LIMITS
+    return "\n".join([head, *lines]) + LIMITS.format(run_on=run_on)
 
 
 @pytest.mark.real
 @pytest.mark.timeout(3000)
-def test_five_worlds_train_side_by_side(tmp_path: Path, tiny_model: Path) -> None:
+@pytest.mark.parametrize("run_on", ["generator", "env_worker"])
+def test_five_worlds_train_side_by_side(tmp_path: Path, tiny_model: Path, run_on: str) -> None:
     pythons = {name: library_python(name) for name in ("verifiers-v0", "verifiers-v1", "openenv")}
     (tmp_path / "model").symlink_to(tiny_model)
     sources = {
@@ -78,15 +80,17 @@ def test_five_worlds_train_side_by_side(tmp_path: Path, tiny_model: Path) -> Non
         rows = [{"prompt": f"play {n}", "target": n} for n in range(8)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = RUN.format(steps=STEPS, stops=json.dumps(list("abcdefghijklmn")))
-    text += environment(
-        "old_package", "verifiers", id="old_package", python=pythons["verifiers-v0"]
-    )
-    text += environment(
-        "new_taskset", "verifiers", id="new_taskset", python=pythons["verifiers-v1"]
-    )
-    text += environment("game_server", "openenv", id="game_server:app", python=pythons["openenv"])
-    text += environment("trl_class", "trl", id="trl_class:Sums")
-    text += environment("openai_agent", "agent", agent="openai_agent:solve")
+    worlds: list[dict[str, Any]] = [
+        {"name": "old_package", "kind": "verifiers", "python": pythons["verifiers-v0"]},
+        {"name": "new_taskset", "kind": "verifiers", "python": pythons["verifiers-v1"]},
+        {"name": "game_server", "kind": "openenv", "python": pythons["openenv"]},
+        {"name": "trl_class", "kind": "trl"},
+        {"name": "openai_agent", "kind": "agent", "agent": "openai_agent:solve"},
+    ]
+    ids = {"game_server": "game_server:app", "trl_class": "trl_class:Sums"}
+    for world in worlds:
+        own = {} if "agent" in world else {"id": ids.get(world["name"], world["name"])}
+        text += environment(run_on, **world, **own)
     (tmp_path / "run.toml").write_text(text)
     umbra(tmp_path, "up", "run.toml")
     (folder,) = (tmp_path / "runs").iterdir()

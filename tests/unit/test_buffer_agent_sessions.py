@@ -36,7 +36,13 @@ def run() -> World:
     return made
 
 
-def offer(run: World, generator: str, *tasks: SampleTask, session: str = "x") -> None:
+def offer(
+    run: World,
+    generator: str,
+    *tasks: SampleTask,
+    session: str = "x",
+    environment: str = AGENT,
+) -> None:
     """`generator` has sessions of these samples."""
     sessions = [
         SessionOffer(
@@ -46,7 +52,7 @@ def offer(run: World, generator: str, *tasks: SampleTask, session: str = "x") ->
         )
         for task in tasks
     ]
-    body = OfferSessions(url=URL, key="k", environment=AGENT, sessions=sessions)
+    body = OfferSessions(url=URL, key="k", environment=environment, sessions=sessions)
     assert run.ask(generator, body) == Ok()
 
 
@@ -103,6 +109,19 @@ def test_who_has_more_room_gets_more(run: World) -> None:
     (given,) = run.late.pop("v")
     assert isinstance(given, SessionLeases) and len(given.tasks) == 4
     assert "w" not in run.late
+
+
+def test_each_environment_of_a_worker_has_room_of_its_own(run: World) -> None:
+    samples = run.lease("a", 8, 0)
+    offer(run, "a", *samples[:5])
+    offer(run, "a", *samples[5:], environment="other")
+    has = LeaseSessions(environments=[AGENT, "other"], rooms=[2, 64], capacity=4, wait_s=0.0)
+    given = [task.environment for task in run.get("w", has, SessionLeases).tasks]
+    assert given == [AGENT, AGENT, "other", "other"]  # two of each, four in all
+    none_left = LeaseSessions(environments=[AGENT, "other"], rooms=[0, 1], capacity=9, wait_s=0.0)
+    (task,) = run.get("v", none_left, SessionLeases).tasks
+    assert task.environment == "other"
+    assert len(take(run, "v", 8)) == 3  # who does not tell rooms has its capacity for each
 
 
 def test_a_worker_gets_what_it_has_the_environment_for(run: World) -> None:

@@ -24,6 +24,7 @@ from umbra.services.env_worker.host import EndedSession, Lease
 from umbra.services.env_worker.loop import PAUSE_S, UNREACHABLE_S, EnvWorkerLoop
 
 LEASE_S = 30.0
+AGENT = "agent a:b"
 
 
 @dataclass
@@ -49,23 +50,21 @@ class Joined(FakeSession):
 
 
 class Bench:
-    def __init__(self, capacity: int = 4) -> None:
+    def __init__(self, rooms: dict[str, int] | None = None, capacity: int = 4) -> None:
         self.session, self.agents, self.now = Joined(), FakeAgents(), 0.0
         self.channel = self.session.data
         self.loop = EnvWorkerLoop(
             cast(Any, self.session),
             self.agents,
-            ["agent a:b"],
+            rooms or {AGENT: capacity},
             capacity,
             threading.Event(),
             clock=lambda: self.now,
         )
 
-    def lease(self, *names: str) -> LeaseSessions:
-        tasks = [
-            SessionTask(sample_id=name, attempt=1, url=f"http://h/{name}", lease_s=LEASE_S)
-            for name in names
-        ]
+    def lease(self, *names: str, environment: str = AGENT) -> LeaseSessions:
+        told: dict[str, Any] = {"attempt": 1, "environment": environment, "lease_s": LEASE_S}
+        tasks = [SessionTask(sample_id=name, url=f"http://h/{name}", **told) for name in names]
         asked = self.channel.answer(LeaseSessions, SessionLeases(tasks=tasks))
         self.loop.turn()
         return asked
@@ -75,12 +74,26 @@ class Bench:
         self.loop.turn()
 
 
+def test_it_asks_for_each_environment_that_it_has() -> None:
+    bench = Bench({"slow": 1, "quick": 8}, capacity=6)
+    bench.loop.turn()
+    (asked,) = bench.channel.asked(LeaseSessions)
+    assert (asked.environments, asked.rooms, asked.capacity) == (["slow", "quick"], [1, 8], 6)
+    bench.lease("a", environment="slow")
+    (asked,) = bench.channel.asked(LeaseSessions)
+    assert (asked.rooms, asked.capacity) == ([0, 8], 5)
+    bench.end("a")
+    bench.lease("b", environment="quick")
+    (asked,) = bench.channel.asked(LeaseSessions)
+    assert (asked.rooms, asked.capacity) == ([1, 7], 5)
+
+
 def test_it_asks_for_as_much_as_it_has_room_for() -> None:
     bench = Bench()
     bench.loop.turn()
     bench.loop.turn()
     (asked,) = bench.channel.asked(LeaseSessions)
-    assert (asked.capacity, asked.environments) == (4, ["agent a:b"])
+    assert (asked.capacity, asked.environments) == (4, [AGENT])
     bench.lease("a", "b", "c")
     assert [task.sample_id for task in bench.agents.begun] == ["a", "b", "c"]
     (asked,) = bench.channel.asked(LeaseSessions)

@@ -76,7 +76,7 @@ class EnvWorkerEndpoint:
             return
         questions = {one.name: one for one in self._parked.all()}
         rooms = {
-            name: Room(one.body.environments, min(one.body.capacity, BATCH))
+            name: Room(_rooms(one.body), min(one.body.capacity, BATCH))
             for name, one in questions.items()
         }
         for name, tasks in self._sessions.assign(rooms, now).items():
@@ -111,3 +111,9 @@ class EnvWorkerEndpoint:
         if sessions:
             self._interrupts.interrupt([session.sample for session in sessions], why)
             self._sessions.lose(sessions, lost=lost)
+
+
+def _rooms(body: LeaseSessions) -> dict[str, int]:
+    """For how many sessions of each of its environments a worker has room."""
+    told = body.rooms + [body.capacity] * (len(body.environments) - len(body.rooms))
+    return dict(zip(body.environments, told, strict=False))

@@ -9,7 +9,7 @@ session under its next attempt.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from umbra.proto.messages import OfferSessions
@@ -45,8 +45,8 @@ class OpenSession:
 class Room:
     """What an env-worker has, and for how many more sessions."""
 
-    environments: Collection[str]
-    capacity: int
+    environments: Mapping[str, int]  # by name, for how many of its sessions
+    capacity: int  # for how many of all
 
 
 class AgentSessions:
@@ -86,17 +86,19 @@ class AgentSessions:
     def assign(self, rooms: Mapping[str, Room], now: float) -> dict[str, list[SessionTask]]:
         """Leases on sessions that wait, by worker: each goes to whom has the most room for it."""
         left = {name: room.capacity for name, room in rooms.items() if room.capacity > 0}
+        each = {name: dict(rooms[name].environments) for name in left}
         given: dict[str, list[SessionTask]] = {}
         for session in list(self._waiting.values()) if left else ():
             if not session.is_open:
                 self._forget(session.sample.sample_id)
                 continue
-            able = [name for name in left if session.environment in rooms[name].environments]
+            able = [name for name in left if each[name].get(session.environment, 0) > 0]
             worker = max(able, key=lambda name: left[name], default=None)
             if worker is None:
                 continue
             given.setdefault(worker, []).append(self._lease(session, worker, now))
             left[worker] -= 1
+            each[worker][session.environment] -= 1
             if not left[worker]:
                 del left[worker]
             if not left:

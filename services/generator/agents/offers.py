@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from umbra.proto.messages import OfferSessions
 from umbra.proto.records import SessionOffer
+from umbra.services.environments.agent_workers import offered_name
+from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.net.channel import Channel
 from umbra.services.runtime.net.portions import portions
 
@@ -25,6 +27,12 @@ class SessionOffers:
         self._lock = threading.Lock()
         self._endpoint = ("", "")
         self._channel: Channel | None = None
+
+    @classmethod
+    def of(cls, config: RunConfig) -> dict[str, SessionOffers]:
+        """Those of the environments that env-workers run, by `offered_name`."""
+        remote = [one for one in config.all_environments if one.run_on == "env_worker"]
+        return {name: cls(name) for name in map(offered_name, remote)}
 
     def at(self, url: str, key: str) -> None:
         """The sessions are served at `url`, to who has `key`."""

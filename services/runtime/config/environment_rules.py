@@ -96,11 +96,6 @@ def _faults(one: EnvironmentConfig, where: str, serve: str) -> Iterator[str]:
             f"{where}.run_on = env_worker is for agents that the run starts: set {where}.kind to "
             f"{', '.join(LIBRARIES)}, or to agent and {where}.agent to module:function"
         )
-    if one.run_on == "env_worker" and isinstance(one, NamedEnvironment):
-        yield (
-            f"{where}.run_on = env_worker: env-workers run the agents of one [environment], not of "
-            "several; remove it"
-        )
     if one.score_s and one.kind not in _JUDGE_APART:
         yield (
             f"{where}.score_s = {one.score_s:g} has no effect: kind {one.kind} judges within its "
