@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias, TypeVar
 
@@ -36,8 +35,7 @@ class _HeaderVersion(msgspec.Struct):
     sender: Any = "a peer"
 
 
-@dataclass(frozen=True, slots=True)
-class Envelope:
+class Envelope(msgspec.Struct, frozen=True, gc=False):
     """A decoded message with its header; `raw` are the frames after the body, as they came."""
 
     header: Header

@@ -36,7 +36,10 @@ from umbra.services.runtime.weights.malloc_tuning import Freed
 POLL_S = 0.1  # how late a deadline may be noticed
 TICK_S = 0.05
 WAITING_BYTES = 16 << 20  # for the next commit; beyond that nothing more is taken in
-GC_THRESHOLD = 50_000  # new objects between collections: thousands are made per poll, and live on
+# New objects between collections of these alone, as thousands are made per poll; each takes
+# about a microsecond, while everyone waits. Older ones are looked at again after a thousand of
+# these: samples and groups need no collection to be freed (`SamplePool._finish`).
+GC_THRESHOLDS = 20_000, 1_000
 
 
 def serve(context: ServiceContext) -> int:
@@ -83,7 +86,7 @@ def serve(context: ServiceContext) -> int:
         store.commit()
         context.ready({"broker": control, "data": endpoints.data})
         gc.freeze()
-        gc.set_threshold(GC_THRESHOLD)
+        gc.set_threshold(*GC_THRESHOLDS)
         try:
             Service(context, server, broker, store).run()
         finally:

@@ -119,13 +119,14 @@ def find_fault(
         logprobs["ref_logprobs"] = trajectory.ref_logprobs
     if trajectory.proximal_logprobs is not None:
         logprobs["proximal_logprobs"] = trajectory.proximal_logprobs
+    wanted = facts.sampling_of(trajectory.prompt_id) if trained else None
     return (
         _length_fault(trajectory, logprobs, facts)
         or _span_fault(trajectory, version)
         or _token_fault(trajectory, facts)
         or _value_fault(trajectory, logprobs)
         or reward_fault(trajectory.reward, trajectory.reward_parts)
-        or _sampling_fault(trajectory, facts, trained)
+        or _sampling_fault(trajectory.sampling, wanted, trained)
         or _plain_fault(trajectory)
         or _routing_fault(trajectory, facts, trained)
     )
@@ -277,8 +278,8 @@ def _logprob_fault(name: str, data: bytes, allowed: bytes) -> str | None:
     return f"{name} has values that are not finite, above 0 or below {low}"
 
 
-def _sampling_fault(trajectory: Trajectory, facts: RunFacts, trained: bool) -> str | None:
-    given = trajectory.sampling
+@lru_cache(maxsize=64)  # the answers of an environment say the same, nearly always
+def _sampling_fault(given: Sampling, wanted: Sampling | None, trained: bool) -> str | None:
     temperature = given.temperature
     if trained and temperature == 0:
         return "temperature 0 has no logprobs to learn from"
@@ -286,7 +287,6 @@ def _sampling_fault(trajectory: Trajectory, facts: RunFacts, trained: bool) -> s
         return f"temperature is {temperature}"
     if not (0 < given.top_p <= 1 and 0 <= given.top_k < MOST_VOCABULARY and 0 <= given.min_p <= 1):
         return f"top_p, top_k or min_p is out of range: {given}"
-    wanted = facts.sampling_of(trajectory.prompt_id) if trained else None
     if wanted is None or given.distribution == wanted.distribution:
         return None
     return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 
 import pytest
@@ -31,6 +32,7 @@ from umbra.proto.messages import (
 )
 from umbra.proto.records import VersionSpan, pack_float32, pack_int32
 from umbra.services.buffer.effects import Reply
+from umbra.services.buffer.samples.groups import Group
 
 
 def test_whatever_may_be_sent_to_the_buffer_is_answered_by_somebody() -> None:
@@ -55,6 +57,30 @@ def test_a_run_from_the_first_sample_to_the_final_ledger() -> None:
     assert (reply.ledger.issued, reply.ledger.trained) == (12, 12)
     assert reply.ledger.balance == 0 and not any(reply.ledger.in_flight.values())
     assert not run.store.keys("t/")
+
+
+def test_groups_that_are_over_need_no_collection_to_be_freed() -> None:
+    """One of everything takes tens of milliseconds with thousands of members: all wait."""
+
+    def groups() -> int:
+        return sum(type(each) is Group for each in gc.get_objects())
+
+    gc.collect()  # those of other tests
+    before = groups()
+    gc.disable()
+    try:
+        run = world(steps=2, run_ahead=0)
+        run.produce("a", 0)
+        run.batch(1)
+        run.commit(1)
+        [task] = run.lease("a", 1, 1)
+        sample_id = task.sample_id
+        give_back(
+            run, "a", ReturnedSample(sample_id=sample_id, attempt=1, failed=True, reason="broke")
+        )
+        assert groups() - before == len(run.pool.groups)
+    finally:
+        gc.enable()
 
 
 def test_no_more_samples_are_issued_than_the_run_trains() -> None:

@@ -45,6 +45,7 @@ class GeneratorEndpoint:
             run.evals.pool, run.batches, run.policy, run.facts, run.counters
         )
         self._parked = ParkedRequests[LeaseSamples]()
+        self._granted: dict[str, int] = {}  # by generator, its newest question that got work
         self._served_at = (-1, -1, -1)  # openings and version when the parked were last looked at
 
     def lease(self, request: Request, body: LeaseSamples, now: float) -> None:
@@ -127,6 +128,7 @@ class GeneratorEndpoint:
     def forget(self, name: str) -> None:
         """`name` is gone: no answer, which its next incarnation might take for its own."""
         self._parked.take(name)
+        self._granted.pop(name, None)
 
     def close(self) -> None:
         """No more work for anyone."""
@@ -164,6 +166,8 @@ class GeneratorEndpoint:
                 waiting=waiting,
                 now=now,
             )
+        if tasks:
+            self._granted[name] = max(request.header.id, self._granted.get(name, 0))
         for task in tasks:
             pool = self._evals.pool if task.pinned_version >= 0 else self._pool
             if task.sample_id in pool.samples:  # else it ended with another of its group just now
@@ -174,11 +178,17 @@ class GeneratorEndpoint:
         """What the sender got by this very question, if the answer was lost with the buffer.
 
         The sockets' side knows resends by itself, but it forgets them when the buffer starts again.
+        Numbers count up: one above all that got work is new.
         """
         number, name = request.header.id, request.header.sender
-        pinned = [s for s in self._evals.pool.held.get(name, {}).values() if s.asked == number]
-        others = [s for s in self._pool.held.get(name, {}).values() if s.asked == number]
-        return [*map(self._evals.task, pinned), *map(self._pool.task, others)]
+        if number > self._granted.get(name, number):
+            return []
+        pinned = self._evals.pool.held.get(name, {}).values()
+        others = self._pool.held.get(name, {}).values()
+        if name not in self._granted:  # the buffer has started again, or it is the first question
+            self._granted[name] = max((s.asked for s in (*pinned, *others)), default=0)
+        again = [self._evals.task(sample) for sample in pinned if sample.asked == number]
+        return again + [self._pool.task(sample) for sample in others if sample.asked == number]
 
     def _for(self, sample_id: str) -> Submissions:
         """Who judges what comes back of the sample."""

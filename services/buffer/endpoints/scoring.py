@@ -34,14 +34,7 @@ class Lease:
     holder: str
     leased_at: float
     deadline: float
-
-    @property
-    def what(self) -> str:
-        """What it is, for people."""
-        first = self.samples[0]
-        if len(self.samples) == 1:
-            return f"sample {first.sample_id}"
-        return f"group {first.group.group_id}, {len(self.samples)} samples"
+    what: str  # it is, for people
 
 
 class Scoring:
@@ -177,9 +170,12 @@ class Scoring:
         self, pool: SamplePool, samples: list[Sample], holder: str, stage: str, now: float
     ) -> list[ScoringTask]:
         attempt = max(sample.score_attempts for sample in samples) + 1
-        lease = Lease(pool, samples, stage, attempt, holder, now, now + self._lease_s)
+        what = f"sample {samples[0].sample_id}"
+        if len(samples) > 1:
+            what = f"group {samples[0].group.group_id}, {len(samples)} samples"
+        lease = Lease(pool, samples, stage, attempt, holder, now, now + self._lease_s, what)
         for sample in samples:
-            sample.score_attempts = attempt
+            sample.score_attempts, sample.noted = attempt, None
             self.leases[sample.sample_id] = lease
         return [
             ScoringTask(
@@ -223,6 +219,7 @@ class Scoring:
             return
         for sample in lease.samples:
             sample.score_losses += 1
+            sample.noted = None
         self._counters["scoring_retries"] += 1
         if max(sample.score_losses for sample in lease.samples) < self._max_attempts:
             self._requeue(lease)

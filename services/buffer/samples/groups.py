@@ -33,7 +33,7 @@ class Sample:
 
     serial: int
     sample_id: str
-    group: Group
+    group: Group  # while it is in flight; one that is over has no such attribute, see `_finish`
     state: State = State.QUEUED
     attempt: int = 0  # number of its newest lease
     lost: int = 0  # leases that were lost: expired, holder died, answer was malformed
@@ -53,6 +53,7 @@ class Sample:
     reward: float = 0.0  # that its trajectory has, with the scores that there are
     reward_parts: int = 0  # names that the reward of its trajectory is made of, without scores
     unscored_since: float = 0.0  # when it came to the scoring stage that it is in
+    noted: msgspec.Raw | None = None  # all that survives, packed; None once any of it has changed
 
     @property
     def oldest_possible(self) -> int | None:

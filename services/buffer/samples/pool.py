@@ -180,14 +180,14 @@ class SamplePool:
         sample.oldest = trajectory.oldest_version
         sample.newest = trajectory.newest_version
         sample.tokens = trajectory.sample_tokens
-        self._touch(sample.group)
+        self._change(sample)
 
     def drop_partial(self, sample: Sample) -> None:
         """Start `sample` from scratch the next time."""
         self.trajectory_store.drop(sample.sample_id)
         sample.oldest = None
         sample.segments = 0
-        self._touch(sample.group)
+        self._change(sample)
 
     def take_back(self, sample: Sample, *, lost: bool, fault: str = "", own: bool = False) -> None:
         """End the lease on `sample` and queue it again.
@@ -220,7 +220,7 @@ class SamplePool:
         sample.stage += 1
         sample.reward += reward
         sample.score_attempts = sample.score_losses = 0
-        self._touch(sample.group)
+        self._change(sample)
         self._advance(sample, now)
 
     def stage_of(self, sample: Sample) -> str:
@@ -291,7 +291,7 @@ class SamplePool:
         for group in groups:
             for sample in group.samples:
                 self.ledger.move(sample.state, State.TRAINING)
-                sample.state = State.TRAINING
+                sample.state, sample.noted = State.TRAINING, None
                 self._lived(sample)
             del self.groups[group.group_id], self.complete[group.group_id]
             self._age(group)
@@ -334,7 +334,8 @@ class SamplePool:
         for group in groups:
             for sample in group.samples:
                 self.ledger.untrain()
-                sample.state = State.TRAINING
+                sample.state, sample.noted = State.TRAINING, None
+                sample.group = group
                 self.samples[sample.sample_id] = sample
                 self.over.pop(sample.sample_id, None)
             self._touch(group)
@@ -425,6 +426,7 @@ class SamplePool:
         for sample in scored:
             sample.stage, sample.score_attempts, sample.score_losses = stage, 0, 0
             sample.reward = self.trajectory_store.get(sample.sample_id).reward
+            sample.noted = None
             if sample.state is State.READY:
                 group.ready -= 1
                 self._move(sample, State.SCORING)
@@ -444,9 +446,15 @@ class SamplePool:
         self._finish(sample, reason)
         self.trajectory_store.drop(sample.sample_id)
 
+    def _change(self, sample: Sample) -> None:
+        """Something of `sample` that survives a restart is another, or is about to be."""
+        sample.noted = None
+        self._touch(sample.group)
+
     def _touch(self, group: Group) -> None:
         self.changed[group.group_id] = group
-        self._age(group)
+        if self.ages is not None:
+            self._age(group)
 
     def _age(self, group: Group) -> None:
         """`group` may have another oldest token than before, or count no longer."""
@@ -456,8 +464,9 @@ class SamplePool:
     def _move(self, sample: Sample, target: State) -> None:
         self.ledger.move(sample.state, target)
         sample.state = target
-        self._lived(sample)
-        self._touch(sample.group)
+        if self.lives is not None:
+            self._lived(sample)
+        self._change(sample)
 
     def _lived(self, sample: Sample) -> None:
         """`sample` is in another state, or scoring stage."""
@@ -481,8 +490,9 @@ class SamplePool:
         if self.lives is not None:
             self.lives.over(sample, end, step)
         sample.state = State.OVER
-        self._touch(sample.group)
-        del self.samples[sample.sample_id]
+        self._change(sample)
+        del sample.group  # its group has it: a cycle would keep both until a collection, which
+        del self.samples[sample.sample_id]  # looks at everything and holds up all who ask
         self.over[sample.sample_id] = SampleOutcome(sample.attempt if answered else 0, end)
         if len(self.over) > REMEMBERED:
             self.over.popitem(last=False)

@@ -13,7 +13,7 @@ from umbra.services.buffer.policy.staleness import StalenessPolicy
 from umbra.services.buffer.samples.failure_counts import count_reason
 from umbra.services.buffer.samples.groups import Sample, State
 from umbra.services.buffer.samples.pool import SamplePool
-from umbra.services.buffer.samples.trajectory_store import Packed, pack, size_fault
+from umbra.services.buffer.samples.trajectory_store import MORE_BYTES, Packed, pack, size_fault
 from umbra.services.runtime.config.generation import ENVIRONMENT, environment_prefix
 from umbra.services.runtime.net.portions import array_bytes
 from umbra.services.runtime.trajectories import RunFacts, find_fault
@@ -69,9 +69,9 @@ class Submissions:
             )
         if sample.state is State.GENERATING and sample.holder != sender:
             return self._refuse("wrong_holder", f"{sample.holder} has the lease")
-        fault = self._fault(sample, trajectory) or size_fault(
-            packed, array_bytes(trajectory), len(trajectory.branches)
-        )
+        fault = self._fault(sample, trajectory)
+        if fault is None and len(packed) > MORE_BYTES:  # else whatever its arrays take
+            fault = size_fault(packed, array_bytes(trajectory), len(trajectory.branches))
         if fault is not None:
             log.warning("%s sent a malformed %s: %s", sender, sample.sample_id, fault)
             if sample.state is State.GENERATING:

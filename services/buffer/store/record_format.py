@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import msgspec
-from xxhash import xxh3_64, xxh3_64_intdigest
+from xxhash import xxh3_64_intdigest
 
 SCHEMA = 6  # of the records and of what the broker puts into them
 SEGMENT_MAGIC = b"UMBRASTO"
@@ -34,7 +34,6 @@ Value: TypeAlias = bytes | memoryview
 _encode_keys = msgspec.msgpack.Encoder().encode
 _decode_keys = msgspec.msgpack.Decoder(list[str]).decode
 _SEGMENT = struct.Struct("<8sI4QQ")  # magic, schema, store, number, commit, chain; a checksum
-_CHAIN = struct.Struct("<Q")
 _PREFIX = struct.Struct("<4sQ")
 _REST = struct.Struct("<QIHB")
 PREFIX_BYTES = _PREFIX.size
@@ -105,10 +104,8 @@ def read_header(data: memoryview, number: int) -> SegmentHeader | str:
 
 def chain_on(chain: int, checksums: Iterable[int]) -> int:
     """The checksum over all groups, with one more, whose records have these `checksums`."""
-    digest = xxh3_64(_CHAIN.pack(chain))
-    for checksum in checksums:
-        digest.update(_CHAIN.pack(checksum))
-    return digest.intdigest()
+    each = (chain, *checksums)
+    return xxh3_64_intdigest(struct.pack(f"<{len(each)}Q", *each))
 
 
 def checksum_of(head: bytes) -> int:
@@ -133,9 +130,7 @@ def pack_group(
 
 def _pack_head(commit: int, name: bytes, value: Value, kind: int) -> bytes:
     rest = _REST.pack(commit, len(value), len(name), kind) + name
-    checksum = xxh3_64(rest)
-    checksum.update(value)
-    return _PREFIX.pack(RECORD_MAGIC, checksum.intdigest()) + rest
+    return _PREFIX.pack(RECORD_MAGIC, xxh3_64_intdigest(rest + value)) + rest
 
 
 def value_of(record: memoryview, key: str) -> memoryview | str:
