@@ -23,9 +23,13 @@ class TimeLimit:
     seconds: float
     key: str
 
-    def overdue(self, took: str = "took longer than") -> str:
-        """A sentence for a sample that fails because of it."""
-        return f"{self.what} {took} {self.key} = {self.seconds:g} s"
+    def overdue(self) -> str:
+        """A sentence for a sample whose environment took too long."""
+        return f"{self.what} took longer than {self.key} = {self.seconds:g} s"
+
+    def silent(self) -> str:
+        """A sentence for a sample whose program was silent for too long."""
+        return f"{self.what} asked for nothing for {self.key} = {self.seconds:g} s"
 
 
 @dataclass(frozen=True, slots=True)

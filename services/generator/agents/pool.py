@@ -335,8 +335,8 @@ class AgentPool:
     def _silence(self, session: AgentSession) -> str:
         refused = f"; its last request was refused: {session.refusal}" if session.refusal else ""
         limit = session.limit
-        took = "took longer than" if limit is session.limits.scoring else "asked for nothing for"
-        return f"{limit.overdue(took)} after turn {session.turns}{refused}"
+        late = limit.overdue() if limit is session.limits.scoring else limit.silent()
+        return f"{late} after turn {session.turns}{refused}"
 
     def _warn_if_lonely(self) -> None:
         now = self._clock()
