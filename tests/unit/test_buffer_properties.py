@@ -28,7 +28,6 @@ from umbra.proto.messages import (
 )
 from umbra.proto.records import SampleTask, Trajectory
 from umbra.services.buffer.samples.pool import State
-from umbra.services.buffer.store.journal import pack_sample
 
 GENERATORS: tuple[str, ...] = ("a", "b", "c")
 LEASE_S = 10.0
@@ -295,12 +294,6 @@ class BrokerMachine(RuleBasedStateMachine):
         assert {name for name, outcome in over.items() if outcome.end == "trained"} == self.trained
         assert self.broker.pool.ledger.trained == len(self.trained)
         assert self.broker.batches.version == self.version
-
-    @invariant()
-    def samples_are_noted_down_as_they_are(self) -> None:
-        for pool in (self.broker.pool, self.broker.run.evals.pool):
-            for sample in pool.samples.values():
-                assert sample.noted in (None, pack_sample(sample))
 
     @invariant()
     def generation_is_not_too_far_ahead(self) -> None:

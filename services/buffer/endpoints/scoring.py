@@ -175,7 +175,7 @@ class Scoring:
             what = f"group {samples[0].group.group_id}, {len(samples)} samples"
         lease = Lease(pool, samples, stage, attempt, holder, now, now + self._lease_s, what)
         for sample in samples:
-            sample.score_attempts, sample.noted = attempt, None
+            sample.score_attempts = attempt
             self.leases[sample.sample_id] = lease
         return [
             ScoringTask(
@@ -219,7 +219,6 @@ class Scoring:
             return
         for sample in lease.samples:
             sample.score_losses += 1
-            sample.noted = None
         self._counters["scoring_retries"] += 1
         if max(sample.score_losses for sample in lease.samples) < self._max_attempts:
             self._requeue(lease)

@@ -53,7 +53,6 @@ class Sample:
     reward: float = 0.0  # that its trajectory has, with the scores that there are
     reward_parts: int = 0  # names that the reward of its trajectory is made of, without scores
     unscored_since: float = 0.0  # when it came to the scoring stage that it is in
-    noted: msgspec.Raw | None = None  # all that survives, packed; None once any of it has changed
 
     @property
     def oldest_possible(self) -> int | None:

@@ -180,14 +180,14 @@ class SamplePool:
         sample.oldest = trajectory.oldest_version
         sample.newest = trajectory.newest_version
         sample.tokens = trajectory.sample_tokens
-        self._change(sample)
+        self._touch(sample.group)
 
     def drop_partial(self, sample: Sample) -> None:
         """Start `sample` from scratch the next time."""
         self.trajectory_store.drop(sample.sample_id)
         sample.oldest = None
         sample.segments = 0
-        self._change(sample)
+        self._touch(sample.group)
 
     def take_back(self, sample: Sample, *, lost: bool, fault: str = "", own: bool = False) -> None:
         """End the lease on `sample` and queue it again.
@@ -220,7 +220,7 @@ class SamplePool:
         sample.stage += 1
         sample.reward += reward
         sample.score_attempts = sample.score_losses = 0
-        self._change(sample)
+        self._touch(sample.group)
         self._advance(sample, now)
 
     def stage_of(self, sample: Sample) -> str:
@@ -291,7 +291,7 @@ class SamplePool:
         for group in groups:
             for sample in group.samples:
                 self.ledger.move(sample.state, State.TRAINING)
-                sample.state, sample.noted = State.TRAINING, None
+                sample.state = State.TRAINING
                 self._lived(sample)
             del self.groups[group.group_id], self.complete[group.group_id]
             self._age(group)
@@ -334,7 +334,7 @@ class SamplePool:
         for group in groups:
             for sample in group.samples:
                 self.ledger.untrain()
-                sample.state, sample.noted = State.TRAINING, None
+                sample.state = State.TRAINING
                 sample.group = group
                 self.samples[sample.sample_id] = sample
                 self.over.pop(sample.sample_id, None)
@@ -426,7 +426,6 @@ class SamplePool:
         for sample in scored:
             sample.stage, sample.score_attempts, sample.score_losses = stage, 0, 0
             sample.reward = self.trajectory_store.get(sample.sample_id).reward
-            sample.noted = None
             if sample.state is State.READY:
                 group.ready -= 1
                 self._move(sample, State.SCORING)
@@ -446,11 +445,6 @@ class SamplePool:
         self._finish(sample, reason)
         self.trajectory_store.drop(sample.sample_id)
 
-    def _change(self, sample: Sample) -> None:
-        """Something of `sample` that survives a restart is another, or is about to be."""
-        sample.noted = None
-        self._touch(sample.group)
-
     def _touch(self, group: Group) -> None:
         self.changed[group.group_id] = group
         if self.ages is not None:
@@ -466,7 +460,7 @@ class SamplePool:
         sample.state = target
         if self.lives is not None:
             self._lived(sample)
-        self._change(sample)
+        self._touch(sample.group)
 
     def _lived(self, sample: Sample) -> None:
         """`sample` is in another state, or scoring stage."""
@@ -490,7 +484,7 @@ class SamplePool:
         if self.lives is not None:
             self.lives.over(sample, end, step)
         sample.state = State.OVER
-        self._change(sample)
+        self._touch(sample.group)
         del sample.group  # its group has it: a cycle would keep both until a collection, which
         del self.samples[sample.sample_id]  # looks at everything and holds up all who ask
         self.over[sample.sample_id] = SampleOutcome(sample.attempt if answered else 0, end)

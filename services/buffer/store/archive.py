@@ -189,4 +189,4 @@ def _set_state(groups: list[Group], state: State) -> None:
     """Of their samples that are complete; a formed batch does not write them anew."""
     for sample in (sample for group in groups for sample in group.samples):
         if sample.state in (State.READY, State.TRAINING):
-            sample.state, sample.noted = state, None
+            sample.state = state

@@ -55,7 +55,7 @@ def _record(name: str, kept: list[tuple[str, Any]], *more: str) -> type[msgspec.
     return msgspec.defstruct(name, required + others + more_fields, omit_defaults=True, gc=False)
 
 
-_SAMPLE = _kept(Sample, "group", "leased_at", "deadline", "begun_at", "unscored_since", "noted")
+_SAMPLE = _kept(Sample, "group", "leased_at", "deadline", "begun_at", "unscored_since")
 _SampleRecord = _record("_SampleRecord", _SAMPLE)
 _sample_values = attrgetter(*(name for name, _ in _SAMPLE))
 _GROUP = _kept(Group, "prompt", "samples", "ready", "first_ready_at")
@@ -67,20 +67,9 @@ _MADE = ("oldest", "state", "stage", "segments", "reward", "reward_parts", "hold
 
 
 def group_record(group: Group) -> msgspec.Struct:
-    """The plain fields of `group` and of its samples that differ from their defaults.
-
-    Most often one sample has moved: the others are as they were packed before.
-    """
-    for sample in group.samples:
-        if sample.noted is None:
-            sample.noted = pack_sample(sample)
-    packed = [sample.noted for sample in group.samples]
-    return _GroupRecord(*_group_values(group), group.prompt.prompt_id, packed)
-
-
-def pack_sample(sample: Sample) -> msgspec.Raw:
-    """The fields of `sample` that are kept."""
-    return msgspec.Raw(_encode(_SampleRecord(*_sample_values(sample))))
+    """The plain fields of `group` and of its samples that differ from their defaults."""
+    samples = [_SampleRecord(*_sample_values(sample)) for sample in group.samples]
+    return _GroupRecord(*_group_values(group), group.prompt.prompt_id, samples)
 
 
 def make_group(record: dict[str, Any], row: dict[str, Any] | None = None) -> Group:
