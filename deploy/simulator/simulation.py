@@ -27,7 +27,7 @@ from umbra.services.buffer.store.api import MemoryStore
 from umbra.services.runtime.planes.tcp import RelayChain
 from umbra.services.runtime.prompts.rows import Prompt
 
-GC_THRESHOLD = 50_000  # as the buffer's own: thousands of objects are made per poll, and live on
+GC_THRESHOLD = 50_000  # new objects between collections: thousands are made at once, and live on
 FEW = 64  # generators that ask for work once a second; more ask less often, so that few are idle
 
 
