@@ -89,7 +89,9 @@ def test_five_worlds_train_side_by_side(tmp_path: Path, tiny_model: Path, run_on
     ]
     ids = {"game_server": "game_server:app", "trl_class": "trl_class:Sums"}
     for world in worlds:
-        own = {} if "agent" in world else {"id": ids.get(world["name"], world["name"])}
+        own: dict[str, Any] = (
+            {} if "agent" in world else {"id": ids.get(world["name"], world["name"])}
+        )
         text += environment(run_on, **world, **own)
     (tmp_path / "run.toml").write_text(text)
     umbra(tmp_path, "up", "run.toml")
