@@ -37,6 +37,7 @@ class Mode:
 
 
 SYNC = "buffer.run_ahead=0"
+AHEAD = ("buffer.run_ahead=2", "buffer.max_staleness=4")
 MODES = (
     Mode("sync, all take turns", (SYNC, "generator.threads=2", "trainer.threads=2")),
     Mode("sync, fixed split", (SYNC,)),
@@ -44,7 +45,8 @@ MODES = (
         "one step off",
         ("buffer.run_ahead=1", "buffer.max_staleness=1", "buffer.stale_policy=wait"),
     ),
-    Mode("async", ("buffer.run_ahead=2", "buffer.max_staleness=4")),
+    Mode("async", AHEAD),
+    Mode("async, 2 generators", (*AHEAD, "generator.count=2")),
 )
 
 
@@ -58,7 +60,7 @@ class TrlMode:
 
 TRL_MODES = (TrlMode("TRL, 1 thread", 1), TrlMode("TRL, 2 threads", 2))
 SYNCHRONOUS = MODES[0].name, MODES[1].name
-ASYNCHRONOUS = MODES[-1].name
+ASYNCHRONOUS = MODES[-2].name, MODES[-1].name
 
 
 def reached(rewards: Sequence[float], accuracy: float = ACCURACY) -> int | None:
@@ -87,7 +89,8 @@ def run_cell(cell: Cell[Mode], work: Path, steps: int = 0) -> dict[str, Any]:
     # make a step take seconds where there are as many cores as threads of one.
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     summary, folder = run(config, {})
-    done = steady(folder, first=WARM, last=config.run.steps, generators=1)
+    count = config.generator.at_first
+    done = steady(folder, first=WARM, last=config.run.steps, generators=count)
     rewards, times = curve(folder)
     step = reached(rewards)
     return {

@@ -1,6 +1,6 @@
 """Draws docs/mixture.svg from rows of mixture.py: reward against time, of all and by environment.
 
-Means of the last ten batches; a line for each mode.
+Means of the last ten batches; a line for each run, a colour for each mode.
 """
 
 from __future__ import annotations
@@ -28,16 +28,19 @@ def panel(title: str, name: str, rows: Rows, x0: int, y0: int) -> str:
             f'<line class="axis" x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
             f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>'
         )
-    for n, row in enumerate(rows):
+    modes = list(dict.fromkeys(row["mode"] for row in rows))
+    for row in rows:
         points = " ".join(
             f"{left + (right - left) * s / last:.1f},{bottom - value * (bottom - y0 - TOP):.1f}"
             for s, value in smoothed(row["curve"], name)
         )
-        y = bottom - 8 - 16 * (len(rows) - 1 - n)
+        colour = COLOURS[modes.index(row["mode"])]
+        parts.append(f'<polyline class="line" stroke="{colour}" points="{points}"/>')
+    for n, mode in enumerate(modes):
+        y = bottom - 8 - 16 * (len(modes) - 1 - n)
         parts.append(
-            f'<polyline class="line" stroke="{COLOURS[n]}" points="{points}"/>'
             f'<circle fill="{COLOURS[n]}" cx="{right - 140}" cy="{y - 4}" r="5"/>'
-            f'<text x="{right - 130}" y="{y}">{escape(row["mode"])}</text>'
+            f'<text x="{right - 130}" y="{y}">{escape(mode)}</text>'
         )
     parts.append(
         f'<text x="{left}" y="{bottom + 16}">0</text>'

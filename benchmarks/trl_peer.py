@@ -8,8 +8,10 @@ trains in turns with all the threads it is given; the better number of threads i
 differs in what it cannot be told: a loss is the mean over all tokens of a batch, not over those
 with an advantage.
 
-TRL's AsyncGRPOTrainer does not run here: it needs a vLLM server that takes weights over NCCL, and
-NCCL needs GPUs.
+TRL's AsyncGRPOTrainer does not run on CPUs. Of TRL 1.16, its constructor asks CUDA for the name of
+the device (`get_peak_flops_per_device`), its forward pass has one attention, the FlashAttention-3
+kernels of the hub, and weights go to a vLLM server by NCCL. Only the last can be replaced by a user
+(`weight_transfer`).
 """
 
 from __future__ import annotations
@@ -98,7 +100,7 @@ class Games:
         self._chat = chat
         self._tries = tries
 
-    def __call__(self, prompts: list[list[dict[str, str]]], trainer: Any) -> dict[str, Any]:
+    def __call__(self, prompts: Any, trainer: Any) -> dict[str, Any]:
         """Tokens of each game, which of them the model said, and rewards."""
         games = [Guess(self._tries) for _ in prompts]
         said: list[list[int]] = [[] for _ in prompts]

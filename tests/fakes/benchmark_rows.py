@@ -136,7 +136,7 @@ def rows_of(name: str, load: Any) -> tuple[list[Row], Row]:
             values = ("reward", "staleness", "k3", *mixture.ENVIRONMENTS)
             curve = [{"s": float(n)} | dict.fromkeys(values, n / 20) for n in range(20)]
             modes = (*mixture.RUNS, mixture.PEER)
-            rows = [MIXED | {"mode": mode.name, "curve": curve} for mode in modes]
+            rows = [MIXED | {"mode": mode.name, "seed": 0, "curve": curve} for mode in modes]
             return rows, {"warm": {"steps": 9}, "parameters": 9_000_000}
         case "ablations":
             parts = load("ablations").PARTS
