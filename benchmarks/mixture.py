@@ -228,9 +228,10 @@ def summarise(report: Report) -> None:
     others = [own[mode.name] for mode in SYNCHRONOUS if mode.name in own]
     if ahead is None or not others:
         return
-    # Compared are seeds that each of these modes has: the machine differs from hour to hour.
-    seeds = set.intersection(*({row["seed"] for row in rows} for rows in (ahead, *others)))
-    ahead, *others = ([row for row in rows if row["seed"] in seeds] for rows in (ahead, *others))
+    if peers := by_mode.get(PEER.name):
+        _beside_trl(report, *on_common_seeds(ahead, peers), target)
+    ahead, *others = on_common_seeds(ahead, *others)
+    seeds = {row["seed"] for row in ahead}
     report.figure("compared_seeds", len(seeds))
     best = min(others, key=lambda rows: average(rows, "step_s"))
     step_s = average(ahead, "step_s")
@@ -250,15 +251,22 @@ def summarise(report: Report) -> None:
     slow = min(mean(reaching(row, target)[0] for row in rows) for rows in others)
     report.figure("over_the_better_synchronous", slow / seconds)
     report.goal(f"time to {target:g}, over the better synchronous", slow / seconds, ">=", 1.0)
-    if peers := by_mode.get(PEER.name):
-        rates = average(ahead, "samples_per_s"), average(peers, "samples_per_s")
-        report.figure("samples_over_trl", rates[0] / rates[1])
-        # What did not reach it would have taken longer than it was given.
-        spent = [min(reaching(row, target)[0], row["seconds"]) for row in peers]
-        report.figure("over_trl_at_least", mean(spent) / seconds)
-        report.goal(
-            f"time to {target:g}, over TRL, at least", mean(spent) / seconds, ">=", FASTER_THAN_TRL
-        )
+
+
+def _beside_trl(report: Report, ahead: Rows, peers: Rows, target: float) -> None:
+    rates = average(ahead, "samples_per_s"), average(peers, "samples_per_s")
+    report.figure("samples_over_trl", rates[0] / rates[1])
+    # What did not reach it would have taken longer than it was given.
+    spent = mean(min(reaching(row, target)[0], row["seconds"]) for row in peers)
+    ratio = spent / mean(reaching(row, target)[0] for row in ahead)
+    report.figure("over_trl_at_least", ratio)
+    report.goal(f"time to {target:g}, over TRL, at least", ratio, ">=", FASTER_THAN_TRL)
+
+
+def on_common_seeds(*modes: Rows) -> list[Rows]:
+    """The rows of the seeds that each mode has: the machine differs from hour to hour."""
+    seeds = set.intersection(*({row["seed"] for row in rows} for rows in modes))
+    return [[row for row in rows if row["seed"] in seeds] for rows in modes]
 
 
 def average(rows: Rows, name: str) -> float:
