@@ -229,7 +229,8 @@ def summarise(report: Report) -> None:
     if ahead is None or not others:
         return
     if peers := by_mode.get(PEER.name):
-        _beside_trl(report, *on_common_seeds(ahead, peers), target)
+        same, theirs = on_common_seeds(ahead, peers)
+        _beside_trl(report, same, theirs, target)
     ahead, *others = on_common_seeds(ahead, *others)
     seeds = {row["seed"] for row in ahead}
     report.figure("compared_seeds", len(seeds))
