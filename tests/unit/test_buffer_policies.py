@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -311,6 +312,23 @@ def test_scoring_leases_are_renewed_and_belong_to_one() -> None:
     run.pass_time(8)
     assert give(run, "q", "reward", [task], reward=1.0).refused
     assert not give(run, "r", "reward", [task], reward=1.0).refused
+
+
+@pytest.mark.parametrize("fault", [{"error": "no such thing"}, {"reward": math.nan}])
+def test_a_group_that_fails_by_one_score_of_a_message_needs_no_other_of_it(
+    fault: dict[str, Any],
+) -> None:
+    run = scored(batch_groups=1, score_attempts=1)
+    answer(run, "a", run.lease("a", 2, 0), 0)
+    broken, sound = take(run, "r", "reward")
+    scores = [
+        Score(sample_id=broken.sample_id, attempt=broken.attempt, **fault),
+        Score(sample_id=sound.sample_id, attempt=sound.attempt, reward=1.0),
+    ]
+    refused = run.get("r", SubmitScores(stage="reward", scores=scores), SubmitAck).refused
+    assert refused[sound.sample_id] == "this lease is not the sender's any more"
+    assert run.pool.ledger.ended == {"failed": 2}
+    assert not run.broker.run.scoring.leases and not run.store.keys("x/")
 
 
 @pytest.mark.parametrize("restarted", [False, True])

@@ -107,8 +107,7 @@ class Scoring:
             lease = self._find(score.sample_id, score.attempt, holder)
             first = lease.samples[0].sample_id if lease is not None else ""
             if lease is None or lease.stage != stage or score.sample_id in found.get(first, ()):
-                self._counters["late_scores"] += 1
-                refused[score.sample_id] = "this lease is not the sender's any more"
+                refused[score.sample_id] = self._refuse_late(1)
                 continue
             leases[first] = lease
             found.setdefault(first, {})[score.sample_id] = score, packed
@@ -117,8 +116,15 @@ class Scoring:
                 refused |= dict.fromkeys(found[first], fault)
         return refused
 
+    def _refuse_late(self, scores: int) -> str:
+        self._counters["late_scores"] += scores
+        return "this lease is not the sender's any more"
+
     def _take(self, lease: Lease, found: dict[str, tuple[Score, Packed]], now: float) -> str:
         """Take in the scores of all samples of `lease`; the reason if they are refused."""
+        if not self._is_current(lease):  # its group ended by another score of the message
+            self._drop(lease)
+            return self._refuse_late(len(found))
         for score, _ in found.values():
             if score.error:
                 self._lose(lease, score.error, own=True)
