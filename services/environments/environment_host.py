@@ -200,24 +200,35 @@ async def _answer(environment: Environment, method: Callable[..., Any], *args: A
     else:
         with _no_loop():
             given = method(*args)
+            if asyncio.isfuture(given):  # of the loop that it found
+                return given.get_loop().run_until_complete(given)
     return await given if inspect.isawaitable(given) else given
+
+
+_theirs: list[asyncio.AbstractEventLoop] = []
+"""The loop that plain methods find by `asyncio.get_event_loop`, once one was called."""
 
 
 @contextmanager
 def _no_loop() -> Iterator[None]:
-    """As in a script: `asyncio.run`, and `run_sync` of many libraries, refuse to where a loop runs.
+    """As in a script: no loop runs, so `asyncio.run` may, or the one that `get_event_loop` gives.
 
-    Ours stands still while a plain method works, so nobody misses it.
+    `run_sync` of many libraries is the latter. Ours stands still while a plain method works, so
+    nobody misses it.
     """
     loop = asyncio._get_running_loop()
     task = asyncio.current_task(loop) if loop is not None else None
     if loop is None or task is None:  # the pool within this process has none
         yield
         return
+    if not _theirs or _theirs[0].is_closed():
+        _theirs[:] = [asyncio.new_event_loop()]
     asyncio.tasks._leave_task(loop, task)
     asyncio._set_running_loop(None)
+    asyncio.set_event_loop(_theirs[0])
     try:
         yield
     finally:
+        asyncio.set_event_loop(loop)
         asyncio._set_running_loop(loop)
         asyncio.tasks._enter_task(loop, task)

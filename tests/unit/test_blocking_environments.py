@@ -61,6 +61,62 @@ def test_plain_methods_may_run_loops_of_their_own() -> None:
     assert all(one.closed for one in made)
 
 
+class LibraryLoop:
+    """Every method uses the loop that there is, as `run_sync` of openai-agents and others does."""
+
+    def __init__(self) -> None:
+        self.loops: list[asyncio.AbstractEventLoop] = []
+
+    def reset(self, row: Row) -> list[Message]:
+        return [{"role": "user", "content": str(self.run_sync(row["number"]))}]
+
+    def step(self, response: str) -> StepResult:
+        if response == "close":
+            self.loops[-1].close()
+            return StepResult(done=False, messages=[{"role": "user", "content": "closed"}])
+        return StepResult(reward=asyncio.run(later(self.run_sync(float(response)))))
+
+    def run_sync(self, value: float) -> float:
+        """The value, by a loop that others of the thread use too."""
+        self.loops.append(asyncio.get_event_loop())
+        return self.loops[-1].run_until_complete(later(value))
+
+
+def test_plain_methods_may_use_the_loop_of_their_thread() -> None:
+    made = LibraryLoop()
+
+    async def play() -> None:
+        ours = asyncio.get_running_loop()
+        for said in (["0.5"], ["close", "0.25"]):
+            *_, answer = await EnvironmentHost(lambda: made, "mine").play("a", {"number": 3}, said)
+            assert answer == StepResult(reward=float(said[-1]))
+            assert asyncio.get_event_loop_policy().get_event_loop() is ours
+        first, *others = made.loops
+        assert first is not ours and others[:2] == [first, first]  # as in a script, all use one
+        assert others[2] is not first  # which may be closed
+
+    asyncio.run(play())
+
+
+class Promising:
+    """What a plain method promises is of the loop that it found."""
+
+    def reset(self, row: Row) -> list[Message]:
+        return [{"role": "user", "content": str(row["prompt"])}]
+
+    def step(self, response: str) -> asyncio.Future[StepResult]:
+        return asyncio.ensure_future(self.answer(response))
+
+    async def answer(self, response: str) -> StepResult:
+        """What `step` promises."""
+        return StepResult(reward=await later(float(response)))
+
+
+def test_plain_methods_may_promise_an_answer() -> None:
+    host = EnvironmentHost(Promising, "promising")  # pyright: ignore[reportArgumentType]
+    assert asyncio.run(host.play("a", {"prompt": "x"}, ["1"]))[-1] == StepResult(reward=1.0)
+
+
 def agent(row: Row, endpoint: dict[str, str]) -> float:
     """An agent as a plain function, of a library that is async inside."""
     assert endpoint["base_url"] == "http://here/v1"
