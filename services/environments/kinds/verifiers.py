@@ -7,6 +7,7 @@ environment around it (`verifiers.v1`). Written against 0.3.1 and 0.4.0.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import importlib
 import itertools
 import math
@@ -18,7 +19,7 @@ from umbra.proto.errors import UsageError
 from umbra.services.environments.agent_program import Program
 from umbra.services.environments.protocol import Row, SampleError, StepResult
 
-_KEY_VARIABLE = "UMBRA_SESSION_KEY"  # verifiers reads keys from variables only
+_KEY_VARIABLE = "UMBRA_SESSION_KEY_"  # what their names begin with, see `_key_variable`
 _CONNECT_S = 60.0
 # v0's error for a turn without words. It is the policy's own doing, so the sample counts, with the
 # reward that the rubric has for it; dropping it would hide from training that saying nothing fails.
@@ -122,12 +123,11 @@ def _v0_program(environment: Any, said: str) -> Program:
     resolve_client = importlib.import_module("verifiers.clients").resolve_client
 
     async def play(row: Row, endpoint: dict[str, str]) -> StepResult:
-        os.environ[_KEY_VARIABLE] = endpoint["api_key"]
         client = resolve_client(
             client_config(
                 client_type="openai_chat_completions",
                 api_base_url=endpoint["base_url"],
-                api_key_var=_KEY_VARIABLE,
+                api_key_var=_key_variable(endpoint),
                 connect_timeout=_CONNECT_S,
                 max_retries=2,
             )
@@ -216,13 +216,14 @@ def _v1_program(environment: Any, said: str) -> Program:
         nonlocal serving
         if TASK_DATA not in row:
             raise SampleError(f"{said} needs rows made by `umbra make-task verifiers:...`")
-        os.environ[_KEY_VARIABLE] = endpoint["api_key"]
         if serving is None:
             serving = asyncio.get_running_loop().create_future()
             keepers.append(asyncio.ensure_future(serve(serving)))
         await asyncio.shield(serving)
         data = data_class.model_validate(row[TASK_DATA])
-        client = library.EvalClientConfig(base_url=endpoint["base_url"], api_key_var=_KEY_VARIABLE)
+        client = library.EvalClientConfig(
+            base_url=endpoint["base_url"], api_key_var=_key_variable(endpoint)
+        )
         context = library.ModelContext(model="policy", client=client)
         task = task_class(data, environment.config.taskset.task)
         return _v1_result(await environment.run_episode(task, context), said)
@@ -254,6 +255,17 @@ def _v1_result(episode: Any, said: str) -> StepResult:
 
 
 # -- both -----------------------------------------------------------------------------------------
+
+
+def _key_variable(endpoint: Mapping[str, str]) -> str:
+    """The environment variable with the key of `endpoint`; verifiers reads keys from there only.
+
+    Each key has its own: an env-worker plays for several generators at once.
+    """
+    key = endpoint["api_key"]
+    name = _KEY_VARIABLE + hashlib.sha256(key.encode()).hexdigest()[:16]
+    os.environ[name] = key
+    return name
 
 
 def _number(value: Any, said: str) -> float:

@@ -1,0 +1,124 @@
+"""Keys of sessions, which `verifiers` reads from environment variables, whenever it likes."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from umbra.services.environments.kinds.verifiers import TASK_DATA, verifiers_program
+from umbra.services.environments.protocol import StepResult
+
+ROW = {"prompt": "p", TASK_DATA: {}}
+
+
+class Client:
+    """Of either generation; asks with the key that its variable has by then."""
+
+    def __init__(self, **options: Any) -> None:
+        self.key_variable: str = options["api_key_var"]
+        self.url: str = options.get("base_url") or options["api_base_url"]
+
+    async def ask(self) -> float:
+        """The number of the endpoint that takes the key, once others were heard."""
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert self.url.endswith(os.environ[self.key_variable]), "the key of another generator"
+        return float(self.url[-1])
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+class Old:
+    """An environment of v0."""
+
+    requires_group_rollouts = False
+
+    async def run_rollout(self, _task: Any, client: Client, *_more: Any) -> dict[str, Any]:
+        """One sample."""
+        return {"reward": await client.ask()}
+
+
+class Task:
+    """A task of v1, and its data."""
+
+    def __init__(self, *_: Any) -> None:
+        """Nothing of it matters."""
+
+    @classmethod
+    def data_type(cls) -> type[Task]:
+        return cls
+
+    @classmethod
+    def model_validate(cls, _data: Any) -> Task:
+        return cls()
+
+
+class Tasks:
+    """A taskset of v1."""
+
+    @classmethod
+    def task_type(cls) -> type[Task]:
+        return Task
+
+
+class New:
+    """An environment of v1."""
+
+    def __init__(self) -> None:
+        self.config = SimpleNamespace(taskset=SimpleNamespace(task=None))
+        self.taskset = Tasks()
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """What all episodes share takes a while."""
+        await asyncio.sleep(0)
+        yield
+
+    async def run_episode(self, _task: Any, context: Any) -> Any:
+        """One sample."""
+        trace = SimpleNamespace(
+            agent=None, errors=[], rewards={}, metrics={}, is_truncated=False,
+            reward=await context.client.ask(),
+        )  # fmt: skip
+        return SimpleNamespace(traces=[trace], errors=[], ok=True)
+
+
+LIBRARY = {
+    "verifiers": SimpleNamespace(load_environment=lambda name: Old()),
+    "old": SimpleNamespace(load_environment=None),
+    "new": SimpleNamespace(),
+    "verifiers.types": SimpleNamespace(ClientConfig=dict),
+    "verifiers.clients": SimpleNamespace(resolve_client=lambda config: Client(**config)),
+    "verifiers.v1": SimpleNamespace(
+        env_config_type=lambda *_: SimpleNamespace(model_validate=lambda tree: tree),
+        load_environment=lambda config: New(),
+        EvalClientConfig=Client,
+        ModelContext=lambda model, client: SimpleNamespace(client=client),
+    ),
+}
+
+
+@pytest.mark.parametrize("generation", ["old", "new"])
+def test_samples_of_several_generators_in_one_process_keep_their_keys(
+    generation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(importlib, "import_module", LIBRARY.__getitem__)
+    play: Callable[..., Awaitable[StepResult]] = verifiers_program(generation, {}, "theirs")
+
+    async def together() -> list[StepResult]:
+        endpoints = [{"base_url": f"http://g/key-{n}", "api_key": f"key-{n}"} for n in (1, 2)]
+        found = await asyncio.gather(*(play(ROW, endpoint) for endpoint in endpoints))
+        for keeper in asyncio.all_tasks() - {asyncio.current_task()}:
+            keeper.cancel()
+        return found
+
+    assert [result.reward for result in asyncio.run(together())] == [1.0, 2.0]
