@@ -177,6 +177,27 @@ class TestOneModel:
         with pytest.raises(UsageError, match=f"{shard} is damaged .*it has no absent"):
             fetch(NAME, "model.path")
 
+    def test_a_damaged_index_of_shards_is_downloaded_anew_too(
+        self, hub: Hub, tiny_model_dir: Path
+    ) -> None:
+        shard = "model-00001-of-00001.safetensors"
+        content = {file.name: file.read_bytes() for file in tiny_model_dir.iterdir()}
+        weights = content.pop("model.safetensors")
+        held = json.loads(weights[8 : 8 + int.from_bytes(weights[:8], "little")])
+        index = {"weight_map": dict.fromkeys(held.keys() - {"__metadata__"}, shard)}
+        content |= {shard: weights, "model.safetensors.index.json": json.dumps(index).encode()}
+        hub.add(f"models/{NAME}", content)
+        name = str(pin(NAME, "model.path"))
+        folder = fetch(name, "model.path")
+        stored = (folder / "model.safetensors.index.json").resolve()
+        stored.write_bytes(stored.read_bytes()[:-3])
+        with pytest.raises(UsageError, match=f"index.json is damaged in .*: remove {stored}"):
+            fetch(name, "model.path")
+        (folder / shard).resolve().unlink()
+        mend_cache(name, "model.path")
+        assert {file.name: file.read_bytes() for file in folder.iterdir()} == content
+        fetch(name, "model.path")
+
     def test_a_download_that_was_cut_goes_on(self, hub: Hub, tiny_model_dir: Path) -> None:
         hub.add_model(NAME, tiny_model_dir)
         name = str(pin(NAME, "model.path"))

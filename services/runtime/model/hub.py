@@ -136,6 +136,7 @@ def _fetched(text: str, source: str, *, weights: bool = True, code: bool = False
         log.info("downloading the weights of %s: %s", name, size(missing))
     folder = _download(name, patterns, source)
     if weights and not _has_weights(folder):
+        _refuse_damaged(folder, source, weights=False)  # perhaps it is the index
         raise UsageError(f"{source}: {name} lacks weights that its index names, or has none")
     return folder
 
@@ -188,7 +189,8 @@ def mend_cache(text: str, source: str) -> None:
         StartupError: the hub is needed, and cannot be reached.
     """
     name = HubName.of(text)
-    folder = _fetched(text, source)
+    # What is there goes first: only a sound index tells which weights are missing.
+    folder = _cached(name, SMALL, weights=False) or _fetched(text, source)
     links = [path for path in folder.iterdir() if path.is_symlink() and path.is_file()]
     with ThreadPoolExecutor() as pool:
         whole = list(pool.map(lambda link: _is_whole(link, link.stat().st_mtime_ns), links))
@@ -204,6 +206,7 @@ def mend_cache(text: str, source: str) -> None:
             ) from error
     if damaged:
         _download(name, [link.name for link in damaged], source)
+    _fetched(text, source)
 
 
 @cache
