@@ -83,6 +83,7 @@ def _open_one(
         override=environment.agent_sampling == "override",
         template_options=config.model.chat_template_kwargs,
         reads_calls=chat.dialect.calls or config.model.dialect == "none",
+        environment=environment,
     )
     key = read_key(config.generator.serve_key, os.environ)
     if offers is not None and not key:

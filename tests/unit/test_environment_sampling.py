@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import msgspec
 import pytest
 import torch
 from fakes.rollouts import finish
@@ -22,6 +23,8 @@ from umbra.deploy.machine_defaults import Hardware, choose
 from umbra.deploy.toml import to_toml
 from umbra.proto.errors import MismatchError, UsageError
 from umbra.proto.records import SampleTask, Sampling, ScoringTask, Trajectory, unpack_float32
+from umbra.services.generator.agents.calls import read_chat
+from umbra.services.generator.agents.errors import ApiError
 from umbra.services.generator.pools import open_environments
 from umbra.services.generator.rollout import Rollout
 from umbra.services.generator.rollout_settings import settings_for
@@ -271,7 +274,8 @@ def test_a_greedy_evaluation_is_greedy_in_all_of_them(tiny_model_dir: Path, tmp_
 def test_agents_are_held_to_the_sampling_of_their_environment(
     chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = RUN.replace('name = "hot"', 'name = "hot"\nkind = "agent"\nagent = "m:f"')
+    agent = 'name = "hot"\nkind = "agent"\nagent = "m:f"\nagent_sampling = "refuse"'
+    text = RUN.replace('name = "hot"', agent)
     config, rules = loaded(tmp_path, text), []
 
     def pool(_environment: Any, settings: Any, bound: Any, **_others: Any) -> Any:
@@ -282,3 +286,11 @@ def test_agents_are_held_to_the_sampling_of_their_environment(
     monkeypatch.setattr("umbra.services.generator.agents.pool.AgentPool", pool)
     open_environments(config, config.environments[2], chat)
     assert rules[0].sampling == Sampling(temperature=1.6, top_k=50, max_tokens=12)
+    for asked, key in (
+        ("temperature", r"environments\.hot\.sampling\.temperature = 1\.6"),
+        ("top_k", r"sampling\.top_k = 50"),
+    ):
+        body = msgspec.json.encode({"messages": [{"role": "user", "content": "a"}], asked: 1})
+        told = rf"samples with {key}: .* or set environments\.hot\.agent_sampling"
+        with pytest.raises(ApiError, match=told):
+            read_chat(body, rules[0])

@@ -15,6 +15,7 @@ from umbra.proto.records import Sampling
 from umbra.services.environments.protocol import Message
 from umbra.services.generator.agents.errors import ApiError
 from umbra.services.generator.template_check import REMEDY, UNREAD
+from umbra.services.runtime.config import EnvironmentConfig
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +86,7 @@ class CallRules:
     override: bool = False
     template_options: Mapping[str, Any] = field(default_factory=dict)
     reads_calls: bool = True
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)  # for errors
     overridden: Overridden = field(default_factory=Overridden)
 
     def settle(self, name: str, given: Any, why: str) -> None:
@@ -249,12 +251,14 @@ def decoded(
 
 def _agree(asked: Body, rules: CallRules) -> None:
     """What is trained on must have been drawn as the run says, so no call may draw otherwise."""
+    environment = rules.environment
     for name in ("temperature", "top_p", "top_k", "min_p"):
         given, wanted = getattr(asked, name), getattr(rules.sampling, name)
         if given is not None and given != wanted:
             why = (
-                f"{name} = {given:g}, but the run samples with sampling.{name} = {wanted:g}: leave "
-                'it out, change the run, or set environment.agent_sampling = "override"'
+                f"{name} = {given:g}, but the run samples with {environment.sampling_key(name)} = "
+                f"{wanted:g}: leave it out, change the run, or set {environment.where}."
+                'agent_sampling = "override"'
             )
             rules.settle(name, given, why)
     for name, given in (asked.chat_template_kwargs or {}).items():
