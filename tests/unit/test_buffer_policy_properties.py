@@ -182,11 +182,19 @@ class PolicyMachine(BrokerMachine):
         self.collect()
 
     @precondition(lambda self: self.scoring)
-    @rule(pick=picks, good=st.integers(0, 3), all_of_it=st.integers(0, 3))
-    def submit_score(self, pick: int, good: int, all_of_it: int) -> None:
+    @rule(
+        pick=picks,
+        good=st.integers(0, 3),
+        all_of_it=st.integers(0, 3),
+        more=st.lists(st.tuples(picks, st.booleans()), max_size=3),
+    )
+    def submit_score(
+        self, pick: int, good: int, all_of_it: int, more: list[tuple[int, bool]]
+    ) -> None:
         """Answer anything that was ever handed out, in time or not, with a score or an error.
 
-        Where groups are scored at once, mostly with the scores of all that came with it.
+        Where groups are scored at once, mostly with the scores of all that came with it; else
+        perhaps with `more` in the same message.
         """
         name, stage, task = self.scoring[pick % len(self.scoring)]
         tasks = [task]
@@ -199,6 +207,9 @@ class PolicyMachine(BrokerMachine):
             }
             tasks = list(same.values())
         scores = self.judge(tasks, pick % 2, bool(good))
+        own = [one for n, s, one in self.scoring if (n, s) == (name, stage)]
+        for number, is_good in more if not (self.whole and stage == "reward") else ():
+            scores += self.judge([own[number % len(own)]], number % 2, is_good)
         self.world.ask(name, SubmitScores(stage=stage, scores=scores))
         self.collect()
 

@@ -204,7 +204,7 @@ class BrokerMachine(RuleBasedStateMachine):
     @rule(wait_s=st.sampled_from([0.0, 7.0]))
     def lease_batch(self, wait_s: float) -> None:
         self.ensure("trainer")
-        held = self.ahead.digest if self.ahead else ""
+        held = self.ahead.digest if self.ahead and self.ahead.step == self.version + 1 else ""
         ask = LeaseBatch(step=self.version + 1, wait_s=wait_s, held=held)
         reply = self.world.ask("trainer", ask)
         if isinstance(reply, BatchLease):
