@@ -161,7 +161,14 @@ def solve(row, endpoint, agent, roles=None):
     ("library", "source"),
     [("openai-agents", OPENAI_AGENTS), ("pydantic-ai", PYDANTIC_AI), ("langgraph", LANGGRAPH)],
 )
-def test_libraries_for_agents(library_play: LibraryPlay, library: str, source: str) -> None:
+@pytest.mark.parametrize("plain", [False, True], ids=["coroutine", "run_sync"])
+def test_libraries_for_agents(
+    library_play: LibraryPlay, library: str, source: str, plain: bool
+) -> None:
+    """As a coroutine, and as a plain function by the library's own way to run without one."""
+    if plain:
+        source = source.replace("async def solve", "def solve").replace(".run(", ".run_sync(")
+        source = source.replace("await agent.ainvoke", "agent.invoke").replace("await ", "")
     python = library_python(library)
     turns = (tool("write", text="hello"), "It is done.")
     check_done(library_play("agent", source, *turns, agent="theirs:solve", python=python))
