@@ -35,13 +35,12 @@ def environment_faults(config: RunConfig) -> Iterator[str]:
             "remove it"
         )
     for one in config.all_environments:
-        where = one.where
-        yield from _faults(one, where, serve)
+        yield from _faults(one, serve)
         key = max(("timeout_s", "reset_s", "score_s"), key=lambda key: getattr(one, key))
         if (seconds := getattr(one, key)) >= config.trainer.batch_wait_s:
             yield (
                 f"trainer.batch_wait_s = {config.trainer.batch_wait_s:g} ends the run before an "
-                f"environment that takes {where}.{key} = {seconds:g} is given up"
+                f"environment that takes {one.where}.{key} = {seconds:g} is given up"
             )
     if "reward" in config.buffer.stages and several:
         yield (
@@ -80,7 +79,8 @@ def _group_faults(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _faults(one: EnvironmentConfig, where: str, serve: str) -> Iterator[str]:
+def _faults(one: EnvironmentConfig, serve: str) -> Iterator[str]:
+    where = one.where
     if one.kind == "agent" and not one.agent and not serve:
         yield (
             f"{where}.kind = agent has no agent: set {where}.agent to module:function, or "
