@@ -13,7 +13,7 @@ from fakes.slowness import seconds
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import SampleTask, Score, ScoringTask, pack_int32
-from umbra.services.environments.pool import open_pool
+from umbra.services.environments.environment_set import open_rewards
 from umbra.services.generator.environment_check import check_environment
 from umbra.services.generator.evaluate import evaluate_model
 from umbra.services.modeling.chat import Chat
@@ -22,6 +22,7 @@ from umbra.services.runtime.config import (
     BufferConfig,
     EnvironmentConfig,
     GeneratorConfig,
+    NamedEnvironment,
     RunConfig,
     SamplingConfig,
 )
@@ -64,7 +65,8 @@ def rewards(function: str, **changes: Any) -> EnvironmentConfig:
 def scorer(config: EnvironmentConfig, model: Path) -> Iterator[RewardWorker]:
     wake = threading.Event()
     chat = Chat(load_tokenizer(model), {STOP})
-    with closing(RewardWorker(chat, open_pool(config), wake.wait, whole=True)) as worker:
+    pool = open_rewards(RunConfig(environment=config))
+    with closing(RewardWorker(chat, pool, wake.wait, whole=True)) as worker:
         yield worker
 
 
@@ -141,3 +143,24 @@ def test_a_model_is_evaluated_on_whole_groups(module: None, tiny_model_dir: Path
     rows = [{"prompt": str(number)} for number in range(20)]
     result = evaluate_model(tiny_model_dir, rows, config, samples=8)
     assert (result.accuracy, result.failed) == (4.0, 0)  # each group of four was a group
+
+
+@pytest.mark.e2e
+def test_a_model_is_evaluated_where_some_of_several_environments_reward_groups(
+    module: None, tiny_model_dir: Path
+) -> None:
+    names = ("counted", "alone")
+    config = RunConfig(
+        environments=(
+            NamedEnvironment(
+                name="counted", kind="reward", reward="grouped:faulty", reward_scope="group"
+            ),
+            NamedEnvironment(name="alone", kind="reward", reward="grouped:faulty"),
+        ),
+        sampling=SamplingConfig(max_tokens=2),
+        buffer=BufferConfig(group_size=4),
+        generator=GeneratorConfig(slots=8, max_context=64, device="cpu", threads=1),
+    )
+    rows = [{"prompt": str(n), "environment": names[n % 2]} for n in range(20)]
+    result = evaluate_model(tiny_model_dir, rows, config, samples=16)
+    assert (result.accuracy, result.failed) == (2.5, 0)  # half of 4, half of 1

@@ -122,6 +122,8 @@ class Recovery:
             "buffer.batch_groups": run.buffer.batch_groups,
             "buffer.stages": list(run.buffer.stages),
         }
+        if only := run.pool.rules.only:  # samples of others have not been left to scorers
+            self._same["[[environments]] of reward_scope group"] = sorted(only)
         self._last = b""
 
     def save(self) -> None:
