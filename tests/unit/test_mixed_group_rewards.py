@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,16 +15,11 @@ from umbra.proto.messages import (
     SubmitAck,
     SubmitScores,
 )
-from umbra.proto.records import SampleTask, Score, ScoringTask, pack_int32
+from umbra.proto.records import SampleTask, Score, ScoringTask
 from umbra.services.buffer.stalls import StallReport
-from umbra.services.environments.environment_set import EnvironmentSet
 from umbra.services.environments.loading import UNREWARDED
-from umbra.services.environments.pool import InlinePool
-from umbra.services.environments.rewards import RewardedGroup, RewardFunction, Rewards
 from umbra.services.generator.evaluate import drawn
 from umbra.services.generator.group_rewards import unrewarded
-from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.models import load_tokenizer
 from umbra.services.runtime.config import (
     BufferConfig,
     EnvironmentConfig,
@@ -37,7 +29,6 @@ from umbra.services.runtime.config import (
 )
 from umbra.services.runtime.config.feasibility import check_feasible
 from umbra.services.runtime.prompts.rows import Prompt
-from umbra.services.scorer.reward import RewardWorker
 
 RANKED = NamedEnvironment(
     name="ranked", kind="reward", reward="mine:rank", reward_scope="group", python="/x/python"
@@ -187,7 +178,7 @@ def test_a_failure_in_an_evaluation_costs_a_group_only_where_groups_are_rewarded
     run.broker.run.check()
 
 
-# -- generators, scorers, evaluations --------------------------------------------------------------
+# -- generators, evaluations -------------------------------------------------------------------
 
 
 def mixed(*environments: NamedEnvironment, stages: Any = ("reward",), **buffer: Any) -> RunConfig:
@@ -206,49 +197,6 @@ def test_generators_leave_the_rewards_of_groups_to_scorers() -> None:
     assert unrewarded(one, one.rewarded_by_scorers).environment.kind == UNREWARDED
     assert unrewarded(one, one.rewarded_by_groups) == one
     assert RunConfig().rewarded_by_scorers == ()
-
-
-def test_a_group_is_rewarded_by_the_functions_of_its_environment(tiny_model_dir: Path) -> None:
-    """Each with its own stop strings, which are no part of what was said."""
-
-    def shared(completions: list[str], environment: list[str], **_: Any) -> list[float]:
-        assert set(environment) == {"shared"}
-        return [10.0 * completions.count(own) for own in completions]
-
-    def longest(completions: list[str], environment: list[str], **_: Any) -> list[float]:
-        assert set(environment) == {"longest"}
-        return [float(len(own) == max(map(len, completions))) for own in completions]
-
-    def pool(function: Any) -> InlinePool:
-        rewards = Rewards([RewardFunction(function, function.__name__)])
-        return InlinePool(lambda: RewardedGroup(rewards, function.__name__))
-
-    tokenizer = load_tokenizer(tiny_model_dir)
-    tasks: list[ScoringTask] = []
-    for name, said in (("longest", ["1", "123"]), ("shared", ["12", "1", "13"])):
-        for number, text in enumerate(said):
-            row = {"prompt": "p", "environment": name}
-            sample = f"{name}-{number}"
-            task = SampleTask(
-                sample_id=sample, group_id=name, prompt_id="p", attempt=1, row=row, lease_s=9.0
-            )
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-            made = trajectory(task, 0, response_ids=pack_int32(ids))
-            tasks.append(
-                ScoringTask(sample_id=sample, attempt=2, row=row, lease_s=9.0, trajectory=made)
-            )
-    pools = EnvironmentSet({"longest": pool(longest), "shared": pool(shared)})
-
-    def stops(row: Any) -> list[str]:
-        return ["3"] if row["environment"] == "shared" else []
-
-    chat = Chat(tokenizer, set())
-    with closing(RewardWorker(chat, pools, threading.Event().wait, stops, whole=True)) as worker:
-        found = list(worker.score(tasks, lambda: None))
-    rewards = {score.sample_id: score.reward for scores in found for score in scores}
-    assert {len(scores) for scores in found} == {2, 3}
-    assert [rewards[f"longest-{n}"] for n in range(2)] == [0.0, 1.0]
-    assert [rewards[f"shared-{n}"] for n in range(3)] == [10.0, 20.0, 20.0]
 
 
 def test_prompts_of_groups_have_as_many_samples_as_in_training() -> None:
