@@ -102,7 +102,8 @@ def test_each_group_is_rewarded_as_its_environment_says_though_a_scorer_is_kille
     assert status["counters"]["scoring_retries"]
     assert [(one["answered"], one["samples"]) for one in summary["evals"]] == [(8, 8)] * 2
 
-    rows = [json.loads(line) for line in (process.run_dir / "samples.jsonl").open()]
+    lines = (process.run_dir / "samples.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
     rollouts = [row for row in rows if row["kind"] == "rollout"]
     assert len(rollouts) == STEPS * BATCH
     groups: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)

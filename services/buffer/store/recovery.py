@@ -116,7 +116,7 @@ class Recovery:
     def __init__(self, run: RunState, run_id: str) -> None:
         self._run = run
         self._journal = run.journal
-        self._same = {
+        self._same: dict[str, Any] = {
             "run_id": run_id,
             "buffer.group_size": run.buffer.group_size,
             "buffer.batch_groups": run.buffer.batch_groups,
