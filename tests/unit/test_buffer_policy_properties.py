@@ -243,6 +243,8 @@ class PolicyMachine(BrokerMachine):
         for sample in pool.samples.values():
             if sample.state is State.SCORING:
                 queue = pool.unscored[pool.stage_of(sample)]
+                if pool.stage_of(sample) == "reward":
+                    assert sample.group.prompt.row.get("environment") != ALONE.name
                 assert (
                     sample in queue
                     or sample.sample_id in scoring.leases
