@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+import math
+from bisect import bisect
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from umbra.deploy.simulator.answers import Chance
@@ -24,22 +27,30 @@ from umbra.services.buffer.broker import Broker, Endpoints
 from umbra.services.buffer.data.prompts import GroupEnd
 from umbra.services.buffer.state import RunState
 from umbra.services.buffer.store.api import MemoryStore
+from umbra.services.runtime.config import NamedEnvironment
+from umbra.services.runtime.config.generation import ENVIRONMENT
 from umbra.services.runtime.planes.tcp import RelayChain
 from umbra.services.runtime.prompts.rows import Prompt
 
 GC_THRESHOLD = 50_000  # new objects between collections: thousands are made at once, and live on
+_GOLDEN = (math.sqrt(5) - 1) / 2
 FEW = 64  # generators that ask for work once a second; more ask less often, so that few are idle
 
 
 class _EndlessPrompts:
-    """Prompts without end; nobody reads them."""
+    """Prompts without end, of `environments` by their weights; nobody reads more of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, environments: Sequence[NamedEnvironment]) -> None:
+        self._names = [one.name for one in environments]
+        self._ends = list(accumulate(one.weight for one in environments))
         self._drawn = 0
 
     def __next__(self) -> Prompt:
         self._drawn += 1
-        return Prompt(str(self._drawn), {})
+        if not self._names:
+            return Prompt(str(self._drawn), {})
+        place = self._drawn * _GOLDEN % 1.0 * self._ends[-1]  # spread as evenly as can be
+        return Prompt(str(self._drawn), {ENVIRONMENT: self._names[bisect(self._ends, place)]})
 
     def ended(self, end: GroupEnd) -> None:
         """It makes no difference."""
@@ -169,8 +180,9 @@ class Simulation:
         self.failures.plan("buffer", "buffer", self._buffer_dies)
 
     def _make_broker(self, now: float) -> Broker:
+        prompts = _EndlessPrompts(self._scenario.config.environments)
         broker = Broker(
-            RunState(self._scenario.config, self._store, _EndlessPrompts()),
+            RunState(self._scenario.config, self._store, prompts),
             run_id="simulated",
             endpoints=Endpoints("data", "events-in", "events-out"),
             now=now,

@@ -70,9 +70,8 @@ class RunState:
         self.facts = RunFacts.of(config)
         self.facts.samplings = samplings_of(config)
         self.lives = Lives(config.log.traced_share, self.outbox)
-        whole = config.environment.reward_scope == "group"
-        together = "reward" if whole else ""
-        self.pool = self._make_pool(store, GroupRules.of(buffer, together), buffer.stages)
+        group_rules = GroupRules.of(config)
+        self.pool = self._make_pool(store, group_rules, buffer.stages)
         self.pool.lives = self.lives if config.log.traced_share else None
         self.journal = Journal(store, self.pool)
         rules = BatchRules.of(buffer)
@@ -90,9 +89,7 @@ class RunState:
             self.pool, self.batches, self.policy, prompts, self.run_ahead, buffer, self.counters
         )
         eval_stages = [stage for stage in buffer.stages if stage == "reward"]
-        eval_rules = GroupRules(
-            size=config.eval.samples_per_prompt if whole else 1, together=together
-        )
+        eval_rules = GroupRules(size=1, together=group_rules.together, only=group_rules.only)
         eval_pool = self._make_pool(store, eval_rules, eval_stages, EVAL_PREFIX)
         self.evals = Evaluations(
             eval_pool,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +56,7 @@ def evaluate_model(
 
     Environment, sampling and generator are those of `config`; `greedy` takes the most likely token
     instead of sampling. Where rewards are those of groups, each prompt that is used has as many
-    samples as in training, as far as there are so many.
+    samples as in training, as far as there are so many (`drawn`).
 
     Raises:
         UsageError: no model, tokenizer, environment or prompt.
@@ -79,20 +80,19 @@ def evaluate_model(
         version=0,
     )
     chat = Chat.configured(config.model, tokenizer, stops)
-    whole = config.environment.reward_scope == "group"
-    if whole:
-        rows = rows[: max(1, samples // config.buffer.group_size)]
-    played = unrewarded(config.environment) if whole else config.environment
+    prompts = drawn(rows, config, samples)
+    played = unrewarded(config, config.rewarded_by_groups)
     # Agents may name the run's sampling, however their answers are drawn here.
-    pool = open_environments(config, played, chat)
+    pool = open_environments(played, played.environment, chat)
     runner = RolloutRunner(engine, pool, settings_for(config, chat, greedy=greedy))
     start = time.perf_counter()
     try:
-        finished, failures = _run(runner, [_task(i, rows) for i in range(samples)])
+        tasks = [_task(i, prompt, rows[prompt]) for i, prompt in enumerate(prompts)]
+        finished, failures = _run(runner, tasks)
     finally:
         pool.close()
         engine.close()
-    if whole:
+    if config.rewarded_by_groups:
         finished, unjudged = reward_groups(finished, rows, config, chat)
         failures += unjudged
     seconds = time.perf_counter() - start
@@ -106,18 +106,38 @@ def evaluate_model(
         mean_turns=sum(t.turns for t in finished) / len(finished),
         tokens_per_s=engine.decoded_tokens / seconds,
         seconds=seconds,
-        scores=_scores(finished, len(rows), samples),
+        scores=_scores(finished, Counter(prompts)),
     )
 
 
-def _scores(finished: list[Trajectory], prompts: int, samples: int) -> dict[str, float]:
-    """What the answers tell of each prompt; one that is missing failed, and is worth nothing."""
-    rewards: dict[str, list[float]] = {str(n): [] for n in range(min(prompts, samples))}
+def drawn(rows: Sequence[dict[str, Any]], config: RunConfig, samples: int) -> list[int]:
+    """Which of `rows` each of `samples` samples answers.
+
+    They go round the rows. Environments that reward groups have as many samples by that as others,
+    but of fewer prompts: so few that each has as many samples as in training.
+    """
+    found = [number % len(rows) for number in range(samples)]
+    for one in config.rewarded_by_groups:
+        own = [at for at, row in enumerate(found) if config.environment_of(rows[row]) == one]
+        kept = list(dict.fromkeys(found[at] for at in own))
+        kept = kept[: max(1, len(own) // config.buffer.group_size)]
+        for number, at in enumerate(own):
+            found[at] = kept[number % len(kept)]
+    return found
+
+
+def _scores(finished: list[Trajectory], asked: Counter[int]) -> dict[str, float]:
+    """What the answers tell of each prompt; one that is missing failed, and is worth nothing.
+
+    `asked` has the samples of each.
+    """
+    rewards: dict[str, list[float]] = {str(prompt): [] for prompt in asked}
     for trajectory in finished:
         rewards[trajectory.prompt_id].append(trajectory.reward)
-    for prompt, own in enumerate(rewards.values()):
-        own += [0.0] * (len(range(prompt, samples, prompts)) - len(own))
-    return eval_scores(rewards, max(1, samples // prompts))
+    for prompt, count in asked.items():
+        own = rewards[str(prompt)]
+        own += [0.0] * (count - len(own))
+    return eval_scores(rewards, min(asked.values()))
 
 
 def _run(runner: RolloutRunner, tasks: list[SampleTask]) -> tuple[list[Trajectory], list[str]]:
@@ -134,14 +154,14 @@ def _run(runner: RolloutRunner, tasks: list[SampleTask]) -> tuple[list[Trajector
     return finished, failures
 
 
-def _task(index: int, rows: Sequence[dict[str, Any]]) -> SampleTask:
-    name, prompt = str(index), index % len(rows)
+def _task(index: int, prompt: int, row: dict[str, Any]) -> SampleTask:
+    name = str(index)
     return SampleTask(
         sample_id=name,
         group_id=name,
         prompt_id=str(prompt),
         attempt=0,
-        row=rows[prompt],
+        row=row,
         lease_s=0.0,
     )
 

@@ -6,13 +6,12 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from umbra.services.environments.agent_workers import offered_name
+from umbra.services.environments.environment_set import EnvironmentSet, LimitedPool
 from umbra.services.environments.pool import EnvironmentPool, open_pool
-from umbra.services.generator.environment_set import EnvironmentSet, LimitedPool
 from umbra.services.generator.template_check import check_template
 from umbra.services.modeling.chat import Chat
 from umbra.services.runtime.config import EnvironmentConfig, NamedEnvironment, RunConfig
@@ -49,13 +48,10 @@ def open_environments(
         DeadlineError: loading took too long.
     """
     if config.environments and not isinstance(environment, NamedEnvironment):
-        with ExitStack() as opened:
-            pools: dict[str, EnvironmentPool] = {}
-            for one in config.environments:
-                pool = open_environments(config, one, chat, wake=wake, offers=offers)
-                pools[one.name] = opened.enter_context(closing(pool))
-            opened.pop_all()
-            return EnvironmentSet(pools)
+        return EnvironmentSet.opened(
+            config.environments,
+            lambda one: open_environments(config, one, chat, wake=wake, offers=offers),
+        )
     offer = (offers or {}).get(offered_name(environment))
     pool = _open_one(config, environment, chat, wake, offer)
     most = environment.concurrency

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 
-import msgspec
-
 from umbra.services.generator.activity import Activity
 from umbra.services.generator.agents.offers import SessionOffers
 from umbra.services.generator.buffer_client import BufferClient
@@ -41,8 +39,7 @@ def run(
     `make_engine` makes the engine of the generator of that name.
     """
     config = ctx.config
-    if "reward" in config.buffer.stages:
-        config = msgspec.structs.replace(config, environment=unrewarded(config.environment))
+    config = unrewarded(config, config.rewarded_by_scorers)
     opened = make_engine(config, ctx.name)
     wake = threading.Event()
     offers = SessionOffers.of(config)

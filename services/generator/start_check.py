@@ -9,7 +9,6 @@ from umbra.services.environments.protocol import prompt_messages
 from umbra.services.generator.template_check import check_template, open_chat
 from umbra.services.modeling.models import pick_device
 from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config.generation import ENVIRONMENT
 
 
 def check_devices(config: RunConfig) -> None:
@@ -55,8 +54,7 @@ def check_chat(config: RunConfig, row: dict[str, Any]) -> str:
             f"the first prompt has {tokens} tokens, which leaves no room for an answer in "
             f"generator.max_context = {config.generator.max_context}: raise it"
         )
-    named = {one.name: one for one in config.environments}
-    environment = named.get(str(row.get(ENVIRONMENT)), config.environment)
+    environment = config.environment_of(row)
     most = config.sampling_for(environment).max_tokens
     if room < most:
         return (

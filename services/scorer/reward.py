@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from umbra.proto.records import Score, ScoringTask, unpack_int32
 from umbra.services.environments.pool import EnvironmentPool, EpisodeOutcome
-from umbra.services.environments.protocol import StepResult
+from umbra.services.environments.protocol import Row, StepResult
 from umbra.services.environments.response import Said
 from umbra.services.modeling.chat import Chat
 
@@ -23,7 +23,7 @@ class RewardWorker:
         chat: turns tokens into text.
         pool: where environments run.
         wait: waits up to so many seconds for an outcome.
-        stops: texts that end a turn.
+        stops: texts that end a turn, by the prompt's row.
         whole: the environments reward groups; the tasks of one come together.
     """
 
@@ -32,7 +32,7 @@ class RewardWorker:
         chat: Chat,
         pool: EnvironmentPool,
         wait: Callable[[float], object],
-        stops: Sequence[str] = (),
+        stops: Callable[[Row], Sequence[str]] = lambda _: (),
         *,
         whole: bool = False,
     ) -> None:
@@ -68,7 +68,7 @@ class RewardWorker:
     def _said(self, task: ScoringTask) -> Said:
         made = task.trajectory
         response, prompt = unpack_int32(made.response_ids), unpack_int32(made.prompt_ids)
-        return self._chat.said(response, prompt, stops=self._stops)
+        return self._chat.said(response, prompt, stops=self._stops(task.row))
 
 
 def _scores(tasks: Sequence[ScoringTask], outcome: EpisodeOutcome) -> list[Score]:

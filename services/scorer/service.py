@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from contextlib import closing
 
+from umbra.services.environments.protocol import Row
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.model.directory import weights_bytes
 from umbra.services.runtime.net.session import Session
@@ -41,7 +43,7 @@ def run(context: ServiceContext) -> int:
 
 def reward_worker(config: RunConfig) -> StageWorker:
     """The worker of stage "reward". Needs a tokenizer, but no model."""
-    from umbra.services.environments.pool import open_pool
+    from umbra.services.environments.environment_set import open_rewards
     from umbra.services.modeling.chat import Chat
     from umbra.services.modeling.models import load_tokenizer, named_tokens
     from umbra.services.scorer.reward import RewardWorker
@@ -54,10 +56,12 @@ def reward_worker(config: RunConfig) -> StageWorker:
         wake.wait(seconds)
         wake.clear()
 
-    pool = open_pool(config.environment, wake=wake.set)
+    def stop_strings(row: Row) -> Sequence[str]:
+        return config.sampling_for(config.environment_of(row)).stop
+
     chat = Chat.configured(config.model, tokenizer, stops)
-    whole = config.environment.reward_scope == "group"
-    return RewardWorker(chat, pool, wait, config.sampling.stop, whole=whole)
+    whole = bool(config.rewarded_by_groups)
+    return RewardWorker(chat, open_rewards(config, wake=wake.set), wait, stop_strings, whole=whole)
 
 
 def _score_logprobs(context: ServiceContext, session: Session) -> None:

@@ -39,9 +39,11 @@ from umbra.services.runtime.config import (
     EnvironmentConfig,
     EvalConfig,
     LogConfig,
+    NamedEnvironment,
     RunConfig,
     RunSection,
 )
+from umbra.services.runtime.config.generation import ENVIRONMENT, environment_prefix
 from umbra.services.runtime.net.server import Request
 from umbra.services.runtime.prompts.rows import Prompt
 
@@ -49,15 +51,20 @@ M = TypeVar("M", bound=Message)
 
 
 class EndlessPrompts:
-    """Rows 1, 2, 3, ..."""
+    """Rows 1, 2, 3, ...; of several environments in turn, if there are any."""
 
-    def __init__(self) -> None:
+    def __init__(self, environments: Sequence[str] = ()) -> None:
+        self.environments = environments
         self.drawn = 0
         self.ends: list[GroupEnd] = []
 
     def __next__(self) -> Prompt:
         self.drawn += 1
-        return Prompt(str(self.drawn), {"prompt": f"row {self.drawn}"})
+        row = {"prompt": f"row {self.drawn}"}
+        if not self.environments:
+            return Prompt(str(self.drawn), row)
+        name = self.environments[(self.drawn - 1) % len(self.environments)]
+        return Prompt(f"{environment_prefix(name)}{self.drawn}", {**row, ENVIRONMENT: name})
 
     def ended(self, end: GroupEnd) -> None:
         """Take note."""
@@ -127,6 +134,7 @@ class World:
         eval_prompts: Sequence[Prompt] = (),
         traced_share: float = 0.0,
         reward_scope: Literal["sample", "group"] = "sample",
+        environments: Sequence[NamedEnvironment] = (),
         **buffer: Any,
     ) -> None:
         sizes = {"group_size": 2, "batch_groups": 2, **buffer}
@@ -135,7 +143,10 @@ class World:
             buffer=BufferConfig(**sizes),
             eval=eval_config or EvalConfig(),
             log=LogConfig(traced_share=traced_share),
-            environment=EnvironmentConfig(kind="reward", reward_scope=reward_scope),
+            environment=EnvironmentConfig()
+            if environments
+            else EnvironmentConfig(kind="reward", reward_scope=reward_scope),
+            environments=tuple(environments),
         )
         self.eval_prompts = eval_prompts
         self.now = 0.0
@@ -153,8 +164,9 @@ class World:
         self.broker = self._make_broker()
 
     def _make_broker(self) -> Broker:
+        prompts = EndlessPrompts([one.name for one in self.config.environments])
         return Broker(
-            RunState(self.config, self.store, EndlessPrompts(), self.eval_prompts),
+            RunState(self.config, self.store, prompts, self.eval_prompts),
             run_id="run-1",
             endpoints=Endpoints("tcp://h:1", "tcp://h:2", "tcp://h:3"),
             now=self.now,

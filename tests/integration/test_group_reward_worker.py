@@ -1,6 +1,7 @@
 """Functions that reward whole groups, in the processes that run them."""
 
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -13,7 +14,7 @@ from fakes.slowness import seconds
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import SampleTask, Score, ScoringTask, pack_int32
-from umbra.services.environments.pool import open_pool
+from umbra.services.environments.environment_set import open_rewards
 from umbra.services.generator.environment_check import check_environment
 from umbra.services.generator.evaluate import evaluate_model
 from umbra.services.modeling.chat import Chat
@@ -22,15 +23,18 @@ from umbra.services.runtime.config import (
     BufferConfig,
     EnvironmentConfig,
     GeneratorConfig,
+    ModelConfig,
+    NamedEnvironment,
     RunConfig,
     SamplingConfig,
 )
 from umbra.services.scorer.reward import RewardWorker
+from umbra.services.scorer.service import reward_worker
 
 DOC = Path(__file__).parents[2] / "docs" / "environments.md"
 STOP = 3
 CODE = """
-import os, time
+import os, sys, time
 
 def faulty(completions, **columns):
     if "raise" in completions[0]:
@@ -43,6 +47,14 @@ def faulty(completions, **columns):
 
 def few(completions, **columns):
     return [1.0]
+
+def longest(completions, environment, **columns):
+    assert set(environment) == {"longest"}
+    return [float(len(own) == max(map(len, completions))) for own in completions]
+
+def shared(completions, environment, **columns):
+    assert set(environment) == {"shared"}
+    return [completions.count(own) + sys.flags.no_site / 10 for own in completions]
 """
 
 
@@ -64,14 +76,15 @@ def rewards(function: str, **changes: Any) -> EnvironmentConfig:
 def scorer(config: EnvironmentConfig, model: Path) -> Iterator[RewardWorker]:
     wake = threading.Event()
     chat = Chat(load_tokenizer(model), {STOP})
-    with closing(RewardWorker(chat, open_pool(config), wake.wait, whole=True)) as worker:
+    pool = open_rewards(RunConfig(environment=config))
+    with closing(RewardWorker(chat, pool, wake.wait, whole=True)) as worker:
         yield worker
 
 
-def group(name: str, model: Path, *said: str) -> list[ScoringTask]:
+def group(name: str, model: Path, *said: str, **columns: str) -> list[ScoringTask]:
     tokenizer = load_tokenizer(model)
     tasks: list[ScoringTask] = []
-    row = {"prompt": "p", "answer": "1"}
+    row = {"prompt": "p", "answer": "1", **columns}
     for number, text in enumerate(said):
         sample = f"{name}-{number}"
         task = SampleTask(
@@ -122,6 +135,42 @@ def test_what_goes_wrong_in_a_group_costs_that_group(module: None, tiny_model_di
 
 
 @pytest.mark.e2e
+def test_each_group_is_rewarded_by_the_functions_of_its_environment(
+    module: None, tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """In its Python, and without its stop strings, which are no part of what was said."""
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E "$@"\n')
+    bare.chmod(0o755)
+    common: dict[str, Any] = {"kind": "reward", "timeout_s": 60.0, "workers": 1}
+    longest = NamedEnvironment(
+        name="longest", reward="grouped:longest", reward_scope="group", **common
+    )
+    shared = NamedEnvironment(
+        name="shared",
+        reward="grouped:shared",
+        reward_scope="group",
+        python=str(bare),
+        sampling={"stop": ["3"]},
+        **common,
+    )
+    alone = NamedEnvironment(name="alone", reward="of_no_use:here", **common)
+    config = RunConfig(
+        model=ModelConfig(path=str(tiny_model_dir)),
+        environments=(longest, shared, alone),
+        buffer=BufferConfig(stages=["reward"]),
+    )
+    with closing(reward_worker(config)) as worker:
+        tasks = [
+            *group("a", tiny_model_dir, "1", "123", environment="longest"),
+            *group("b", tiny_model_dir, "12", "1", "13", environment="shared"),
+        ]
+        found = by_group(list(worker.score(tasks, lambda: None)))
+    assert [score.reward for score in found["a"]] == [0.0, 1.0]
+    assert [score.reward for score in found["b"]] == [1.1, 2.1, 2.1]
+
+
+@pytest.mark.e2e
 def test_a_reward_that_cannot_take_a_group_is_told_before_the_run(module: None) -> None:
     row = {"prompt": "p"}
     check_environment(RunConfig(environment=rewards("faulty")), row)
@@ -141,3 +190,24 @@ def test_a_model_is_evaluated_on_whole_groups(module: None, tiny_model_dir: Path
     rows = [{"prompt": str(number)} for number in range(20)]
     result = evaluate_model(tiny_model_dir, rows, config, samples=8)
     assert (result.accuracy, result.failed) == (4.0, 0)  # each group of four was a group
+
+
+@pytest.mark.e2e
+def test_a_model_is_evaluated_where_some_of_several_environments_reward_groups(
+    module: None, tiny_model_dir: Path
+) -> None:
+    names = ("counted", "alone")
+    config = RunConfig(
+        environments=(
+            NamedEnvironment(
+                name="counted", kind="reward", reward="grouped:faulty", reward_scope="group"
+            ),
+            NamedEnvironment(name="alone", kind="reward", reward="grouped:faulty"),
+        ),
+        sampling=SamplingConfig(max_tokens=2),
+        buffer=BufferConfig(group_size=4),
+        generator=GeneratorConfig(slots=8, max_context=64, device="cpu", threads=1),
+    )
+    rows = [{"prompt": str(n), "environment": names[n % 2]} for n in range(20)]
+    result = evaluate_model(tiny_model_dir, rows, config, samples=16)
+    assert (result.accuracy, result.failed) == (2.5, 0)  # half of 4, half of 1

@@ -28,11 +28,13 @@ from umbra.proto.messages import (
 )
 from umbra.proto.records import Score, ScoringTask, Trajectory, pack_float32
 from umbra.services.buffer.samples.groups import State
-from umbra.services.runtime.config import EvalConfig
+from umbra.services.runtime.config import EvalConfig, NamedEnvironment
 from umbra.services.runtime.prompts.rows import Prompt
 
 STAGES = st.lists(st.sampled_from(["reward", "ref_logp", "logp"]), unique=True, max_size=3)
 SCORERS = ("x", "y")
+RANKED = NamedEnvironment(name="ranked", kind="reward", reward_scope="group")
+ALONE = NamedEnvironment(name="alone", kind="reward")
 picks = st.integers(0, 1 << 16)
 
 
@@ -67,21 +69,22 @@ class PolicyMachine(BrokerMachine):
         ),
         every=st.integers(0, 3),
         mode=st.sampled_from(["pause", "concurrent"]),
-        whole=st.booleans(),
+        whole=st.sampled_from(["no", "yes", "some"]),
     )
     def start(
-        self, policies: dict[str, Any], every: int, mode: Any, whole: bool, **sizes: int
+        self, policies: dict[str, Any], every: int, mode: Any, whole: str, **sizes: int
     ) -> None:
-        self.whole = whole
-        if whole:  # groups are scored at once
+        self.whole = whole != "no"
+        self.environments = (RANKED, ALONE) if whole == "some" else ()
+        if self.whole:  # groups are scored at once
             policies["straggler"] = "wait"
             policies["stages"] = [*dict.fromkeys([*policies["stages"], "reward"])]
         self.judged: list[set[tuple[str, int]]] = []  # samples and attempts that were
         self.policies = policies
         self.groups = sizes["batch_groups"]
         self.eval = EvalConfig(
-            every=every, mode=mode, run_samples=2, samples_per_prompt=1 + whole, timeout_s=60,
-            prompts="x",
+            every=every, mode=mode, run_samples=2 * max(1, len(self.environments)),
+            samples_per_prompt=1 + self.whole, timeout_s=60, prompts="x",
         )  # fmt: skip
         self.scoring: list[tuple[str, str, ScoringTask]] = []  # all that was ever handed out
         self.uses: dict[int, list[str]] = {}  # by committed step: its samples
@@ -95,8 +98,12 @@ class PolicyMachine(BrokerMachine):
         return World(
             steps=STEPS,
             eval_config=self.eval,
-            eval_prompts=[Prompt("h", {"prompt": "held out"})],
+            eval_prompts=[
+                Prompt(name or "h", {"prompt": "held out", "environment": name})
+                for name in ([one.name for one in self.environments] or [""])
+            ],
             reward_scope="group" if self.whole else "sample",
+            environments=self.environments,
             **fixed,
             **buffer,
             **self.policies,
@@ -125,13 +132,15 @@ class PolicyMachine(BrokerMachine):
         before = self.used(batch.step)
         assert all(before[name] < self.times for name in names)
         assert any(not before[name] for name in names)
-        for made in batch.scored():
+        for made, sent in zip(batch.scored(), batch.trajectories, strict=True):
             assert self.version - made.oldest_version <= self.bound
             assert made.oldest_version <= max(self.uses, default=0)
             assert made.scored == self.policies["stages"]
             assert ("ref_logp" in made.scored) == (made.ref_logprobs is not None)
             assert made.ref_logprobs in (None, logprobs_of(made))
-            if "reward" in made.scored:
+            if made.prompt_id.startswith(f"{ALONE.name}/"):
+                assert (made.reward, made.reward_parts) == (sent.reward, {})
+            elif "reward" in made.scored:
                 assert made.reward_parts["response"] == made.attempt
         if self.whole:
             self.were_judged_at_once(batch.scored())
@@ -140,7 +149,8 @@ class PolicyMachine(BrokerMachine):
         """The rewards of a group are of one message, and of these very responses."""
         groups: dict[str, list[Trajectory]] = {}
         for made in batch:
-            groups.setdefault(made.group_id, []).append(made)
+            if not made.prompt_id.startswith(f"{ALONE.name}/"):
+                groups.setdefault(made.group_id, []).append(made)
         for group in groups.values():
             (number,) = {int(made.reward_parts["judged"]) for made in group}
             assert self.judged[number] == {(made.sample_id, made.attempt) for made in group}
@@ -178,8 +188,14 @@ class PolicyMachine(BrokerMachine):
             body = LeaseScoring(stage=stage_name, capacity=capacity, wait_s=0)
             reply = self.world.ask(name, body)
             if isinstance(reply, ScoringLeases):
-                self.scoring += [(name, stage_name, task) for task in reply.tasks]
+                self.to_score(name, stage_name, reply.tasks)
         self.collect()
+
+    def to_score(self, name: str, stage: str, tasks: list[ScoringTask]) -> None:
+        """`name` was given `tasks`; none is of an environment that rewards its samples itself."""
+        self.scoring += [(name, stage, task) for task in tasks]
+        if stage == "reward":
+            assert all(task.row.get("environment") != ALONE.name for task in tasks)
 
     @precondition(lambda self: self.scoring)
     @rule(
@@ -238,6 +254,8 @@ class PolicyMachine(BrokerMachine):
         for sample in pool.samples.values():
             if sample.state is State.SCORING:
                 queue = pool.unscored[pool.stage_of(sample)]
+                if pool.stage_of(sample) == "reward":
+                    assert sample.group.prompt.row.get("environment") != ALONE.name
                 assert (
                     sample in queue
                     or sample.sample_id in scoring.leases
@@ -307,6 +325,7 @@ class PolicyMachine(BrokerMachine):
             ask = LeaseScoring(stage=stage, capacity=100, wait_s=0)
             reply = self.world.ask("x", ask)
             assert isinstance(reply, ScoringLeases), reply
+            self.to_score("x", stage, reply.tasks)
             by_group: dict[str, list[ScoringTask]] = {}
             for task in reply.tasks:
                 by_group.setdefault(task.trajectory.group_id, []).append(task)

@@ -205,7 +205,7 @@ def test_a_broker_that_starts_again_has_the_same_weights(
     """1. Groups are generated, and their rewards known. 2. The buffer is killed. Result: the
     batch's row of metrics has the shares, and they are the same afterwards.
     """
-    monkeypatch.setattr("fakes.broker_world.EndlessPrompts", lambda: feed(tmp_path))
+    monkeypatch.setattr("fakes.broker_world.EndlessPrompts", lambda _: feed(tmp_path))
     made = world(durable=True, run_ahead=3, max_staleness=3)
     made.produce("a", 0)
     before = made.broker.run.prompts.shares()

@@ -25,7 +25,6 @@ from umbra.services.runtime.config import (
     BufferConfig,
     EnvironmentConfig,
     EvalConfig,
-    NamedEnvironment,
     RunConfig,
 )
 from umbra.services.runtime.config.feasibility import check_feasible
@@ -274,17 +273,7 @@ def test_groups_can_be_rewarded() -> None:
         (config(stages=[]), 'put "reward" into buffer.stages'),
         (config(group_size=1), "buffer.group_size = 1 must be from 2 to 512"),
         (config(straggler="survivors"), "buffer.straggler = survivors goes on without some"),
-        (config({"kind": "exact", "reward": ""}), "environment.reward_scope = group is for a run"),
-        (
-            RunConfig(
-                environments=(
-                    NamedEnvironment(
-                        name="one", kind="reward", reward="mine:rank", reward_scope="group"
-                    ),
-                )
-            ),
-            "environments.one.reward_scope = group is for a run whose one",
-        ),
+        (config({"kind": "exact", "reward": ""}), "environment.reward_scope = group has no effect"),
     ],
 )
 def test_what_does_not_go_with_rewards_of_groups_is_refused(run: RunConfig, to_change: str) -> None:

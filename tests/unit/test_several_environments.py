@@ -11,10 +11,10 @@ from umbra.deploy.preflight import resolve_paths
 from umbra.deploy.toml import to_toml
 from umbra.proto.errors import UsageError
 from umbra.services.buffer.data.sources import first_rows, open_prompts
+from umbra.services.environments.environment_set import EnvironmentSet, LimitedPool
 from umbra.services.environments.pool import EpisodeOutcome, InlinePool
 from umbra.services.environments.protocol import SampleError, StepResult
 from umbra.services.environments.single_turn import ExactMatch, NumericMatch
-from umbra.services.generator.environment_set import EnvironmentSet, LimitedPool
 from umbra.services.generator.rollout_settings import settings_for
 from umbra.services.runtime.config import DataConfig, NamedEnvironment, RunConfig
 from umbra.services.runtime.config.feasibility import check_feasible
@@ -99,7 +99,7 @@ def test_one_of_several_cannot_be_set_by_a_flag(tmp_path: Path) -> None:
     ("extra", "says"),
     [
         ("[environment]\nkind = 'numeric'", "are both set"),
-        ("[buffer]\nstages = ['reward']", "there are several"),
+        ("[buffer]\nstages = ['reward']", "none has that: remove the stage"),
         ("[[environments]]\nname = 'x'\nkind = 'trl'", "environments.x.kind = trl needs"),
         ("[[environments]]\nname = 'x'\nid = 'm:C'", "environments.x.id = m:C has no effect"),
         (

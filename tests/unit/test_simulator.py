@@ -138,6 +138,26 @@ def test_a_slow_stage_is_the_bottleneck() -> None:
     assert one.scorer["scoring"] > 0.4
 
 
+def test_a_stage_that_rewards_groups_of_one_environment_is_passed_by_the_others() -> None:
+    busy: list[float] = []
+    for weight in (1.0, 3.0):
+        one = simulate(
+            scenario(
+                buffer={"stages": ["reward"], "run_ahead": 2},
+                environments=[
+                    {"name": "ranked", "kind": "reward", "reward": "mine:rank"}
+                    | {"reward_scope": "group", "weight": weight},
+                    {"name": "alone", "weight": 4.0 - weight},
+                ],
+                run={"steps": 40},
+                speed={"scoring": {"reward": {"seconds": 0.1}}},
+                scorer={"capacity": 2},
+            )
+        )
+        busy.append(one.scorer["scoring"])
+    assert busy[1] == pytest.approx(3 * busy[0], rel=0.2)
+
+
 def test_a_chain_of_relays_is_hardly_slower_than_one() -> None:
     lags: list[float] = []
     for nodes in (2, 33):

@@ -252,9 +252,12 @@ class Evaluations:
 
     def _begin(self, version: int, now: float) -> None:
         count, size = len(self._prompts), self._config.run_samples
-        for index in range(0, size, self.pool.rules.size):
-            prompt = index // self._config.samples_per_prompt
-            self.pool.issue(self._prompts[prompt % count], version)
+        each = self._config.samples_per_prompt
+        for number, begun in enumerate(range(0, size, each)):
+            prompt, left = self._prompts[number % count], min(each, size - begun)
+            sizes = [left] if self.pool.rules.scores_together(prompt) else [1] * left
+            for group_size in sizes:
+                self.pool.issue(prompt, version, group_size)
         self.open = OpenEvaluation(version, size, dict(self.pool.ledger.ended))
         self._asked = False
         self._begun_at = now

@@ -12,7 +12,8 @@ from typing import Literal
 import msgspec
 
 from umbra.services.buffer.data.prompts import GroupEnd
-from umbra.services.runtime.config import BufferConfig
+from umbra.services.runtime.config import RunConfig
+from umbra.services.runtime.config.generation import ENVIRONMENT
 from umbra.services.runtime.prompts.rows import Prompt
 
 
@@ -119,19 +120,30 @@ class GroupRules:
     dynamic_sampling: bool = False
     max_filtered: int = 1
     together: str = ""  # stage in which all samples of a group are scored at once
+    only: frozenset[str] = frozenset()  # environments that it is for; none = all
 
     @classmethod
-    def of(cls, config: BufferConfig, together: str = "") -> GroupRules:
+    def of(cls, config: RunConfig) -> GroupRules:
         """The rules that a configuration asks for."""
+        buffer = config.buffer
         return cls(
-            size=config.group_size,
-            survivors=config.straggler == "survivors",
-            straggler_s=config.straggler_s,
-            min_survivors=config.min_survivors,
-            dynamic_sampling=config.dynamic_sampling,
-            max_filtered=config.max_filtered,
-            together=together,
+            size=buffer.group_size,
+            survivors=buffer.straggler == "survivors",
+            straggler_s=buffer.straggler_s,
+            min_survivors=buffer.min_survivors,
+            dynamic_sampling=buffer.dynamic_sampling,
+            max_filtered=buffer.max_filtered,
+            together="reward" if config.rewarded_by_groups else "",
+            only=frozenset(e.name for e in config.environments if e.reward_scope == "group"),
         )
+
+    def scores_together(self, prompt: Prompt) -> bool:
+        """Whether all samples of a group for `prompt` are scored at once."""
+        return bool(self.together) and (not self.only or prompt.row.get(ENVIRONMENT) in self.only)
+
+    def passes_by(self, stage: str, group: Group) -> bool:
+        """Whether `stage` is for groups of other environments than that of `group`."""
+        return stage == self.together and not self.scores_together(group.prompt)
 
     def can_lose(self, group: Group) -> bool:
         """Whether `group` may go on with one sample less."""

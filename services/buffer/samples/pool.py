@@ -19,7 +19,7 @@ import logging
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 
-from umbra.proto.records import SampleTask, Trajectory
+from umbra.proto.records import SampleTask, Score, Trajectory
 from umbra.services.buffer.data.prompts import GroupEnd
 from umbra.services.buffer.health import SampleFailure
 from umbra.services.buffer.samples.ages import Ages
@@ -27,7 +27,7 @@ from umbra.services.buffer.samples.groups import Group, GroupRules, Sample, Samp
 from umbra.services.buffer.samples.ledger import RunningLedger
 from umbra.services.buffer.samples.lives import Lives
 from umbra.services.buffer.samples.queueing import Deadlines, Queue
-from umbra.services.buffer.samples.trajectory_store import Packed, TrajectoryStore
+from umbra.services.buffer.samples.trajectory_store import Packed, TrajectoryStore, pack
 from umbra.services.runtime.prompts.rows import Prompt
 
 REMEMBERED = 65_536  # finished samples whose late answers are still told apart
@@ -90,11 +90,15 @@ class SamplePool:
         self.next_sample = 0
         self.completions = 0
 
-    def issue(self, prompt: Prompt, due: int) -> Group:
-        """A new group for `prompt`, all of its samples queued."""
+    def issue(self, prompt: Prompt, due: int, size: int = 0) -> Group:
+        """A new group for `prompt`, all of its samples queued.
+
+        There are `size` of them; 0: as many as the rules say.
+        """
+        size = size or self.rules.size
         group = Group(f"{self.prefix}g-{self.next_group}", prompt, due)
         self.next_group += 1
-        for _ in range(self.rules.size):
+        for _ in range(size):
             sample = Sample(self.next_sample, f"{self.prefix}s-{self.next_sample}", group)
             self.next_sample += 1
             group.samples.append(sample)
@@ -103,7 +107,7 @@ class SamplePool:
         self.groups[group.group_id] = group
         if self.lives is not None:
             self.lives.issued(group)
-        self.ledger.issue(self.rules.size)
+        self.ledger.issue(size)
         self._touch(group)
         return group
 
@@ -392,7 +396,11 @@ class SamplePool:
         return group.samples[0].sample_id in self.samples
 
     def _advance(self, sample: Sample, now: float) -> None:
-        """To the next scoring stage of `sample`, or to ready."""
+        """To the next scoring stage that is for `sample`, or to ready."""
+        while sample.stage < len(self.stages) and self._passes_by(sample):
+            nothing = pack(Score(sample_id=sample.sample_id, attempt=0))
+            self.trajectory_store.put_score(sample.sample_id, self.stage_of(sample), nothing)
+            sample.stage += 1
         if sample.stage < len(self.stages):
             if sample.state is not State.SCORING:
                 self._move(sample, State.SCORING)
@@ -429,9 +437,10 @@ class SamplePool:
 
     def _score_again(self, group: Group) -> None:
         """Where a sample of `group` gets another response, the group's scores so far are void."""
-        if self.rules.together not in self.stages:
+        rules = self.rules
+        if rules.together not in self.stages or not rules.scores_together(group.prompt):
             return
-        stage = self.stages.index(self.rules.together)
+        stage = self.stages.index(rules.together)
         scored = [sample for sample in group.samples if sample.stage > stage]
         if not 0 < len(scored) < len(group.samples):
             return
@@ -446,6 +455,9 @@ class SamplePool:
         self.complete.pop(group.group_id, None)
         if not group.ready:
             self._waiting.pop(group.group_id, None)
+
+    def _passes_by(self, sample: Sample) -> bool:
+        return self.rules.passes_by(self.stage_of(sample), sample.group)
 
     def _requeue(self, sample: Sample) -> None:
         self._move(sample, State.QUEUED)

@@ -116,12 +116,14 @@ class Recovery:
     def __init__(self, run: RunState, run_id: str) -> None:
         self._run = run
         self._journal = run.journal
-        self._same = {
+        self._same: dict[str, Any] = {
             "run_id": run_id,
             "buffer.group_size": run.buffer.group_size,
             "buffer.batch_groups": run.buffer.batch_groups,
             "buffer.stages": list(run.buffer.stages),
         }
+        if only := run.pool.rules.only:  # samples of others have not been left to scorers
+            self._same["[[environments]] of reward_scope group"] = sorted(only)
         self._last = b""
 
     def save(self) -> None:

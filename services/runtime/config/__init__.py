@@ -7,11 +7,15 @@ documentation.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import msgspec
 
 from umbra.services.runtime.config.base import Section
 from umbra.services.runtime.config.buffer import BufferConfig
 from umbra.services.runtime.config.generation import (
+    ENVIRONMENT,
     EnvironmentConfig,
     EnvWorkerConfig,
     GeneratorConfig,
@@ -85,6 +89,23 @@ class RunConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def all_environments(self) -> tuple[EnvironmentConfig, ...]:
         """The several environments, or the one."""
         return self.environments or (self.environment,)
+
+    def environment_of(self, row: Mapping[str, Any]) -> EnvironmentConfig:
+        """The environment of a prompt's `row`: that of several which it names, or the one."""
+        named = (one for one in self.environments if one.name == row.get(ENVIRONMENT))
+        return next(named, self.environment)
+
+    @property
+    def rewarded_by_groups(self) -> tuple[EnvironmentConfig, ...]:
+        """The environments whose rewards are given to all samples of a prompt at once."""
+        return tuple(one for one in self.all_environments if one.reward_scope == "group")
+
+    @property
+    def rewarded_by_scorers(self) -> tuple[EnvironmentConfig, ...]:
+        """The environments that stage "reward" is for: the one, or of several these."""
+        if "reward" not in self.buffer.stages:
+            return ()
+        return self.rewarded_by_groups if self.environments else (self.environment,)
 
     def sampling_for(self, environment: EnvironmentConfig) -> SamplingConfig:
         """How samples of `environment` are drawn: by keys of its own, and the run's others."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from umbra.proto.bounds import SUBMITTED
-from umbra.services.runtime.config import EnvironmentConfig, NamedEnvironment, RunConfig
+from umbra.services.runtime.config import EnvironmentConfig, RunConfig
 from umbra.services.runtime.config.generation import JUDGED_AT_ONCE, LIBRARIES
 
 _REWARDED = ("reward", "trl")  # kinds that take functions of the user's
@@ -42,24 +42,31 @@ def environment_faults(config: RunConfig) -> Iterator[str]:
                 f"trainer.batch_wait_s = {config.trainer.batch_wait_s:g} ends the run before an "
                 f"environment that takes {one.where}.{key} = {seconds:g} is given up"
             )
-    if "reward" in config.buffer.stages and several:
+    yield from _stage_faults(config)
+
+
+def _stage_faults(config: RunConfig) -> Iterator[str]:
+    """Where the environments and stage "reward" don't fit."""
+    if groups := config.rewarded_by_groups:
+        yield from _group_faults(config, groups[0])
+    elif "reward" not in config.buffer.stages:
+        return
+    elif config.environments:
         yield (
-            "buffer.stages has reward, which has one environment's rewards, but there are several "
-            "[[environments]]: remove the stage"
+            "buffer.stages has reward, which of several [[environments]] is for those with "
+            "reward_scope = group, and none has that: remove the stage, or set it"
         )
-    elif "reward" in config.buffer.stages and config.environment.kind not in ("exact", "reward"):
+    elif config.environment.kind not in ("exact", "reward"):
         yield (
             f"buffer.stages has reward, but environment.kind = {config.environment.kind} rewards "
             "its turns itself: remove the stage"
         )
-    if config.environment.reward_scope == "group":
-        yield from _group_faults(config)
 
 
-def _group_faults(config: RunConfig) -> Iterator[str]:
-    """Why rewards can't be given to whole groups."""
-    scope, buffer = "environment.reward_scope = group", config.buffer
-    if config.environment.kind == "reward" and "reward" not in buffer.stages:
+def _group_faults(config: RunConfig, one: EnvironmentConfig) -> Iterator[str]:
+    """Why rewards can't be given to whole groups, as `one` of the environments asks for."""
+    scope, buffer = f"{one.where}.reward_scope = group", config.buffer
+    if "reward" not in buffer.stages:
         yield f'{scope} is done by scorers: put "reward" into buffer.stages'
     if not 2 <= buffer.group_size <= SUBMITTED:
         yield (
@@ -86,10 +93,16 @@ def _faults(one: EnvironmentConfig, serve: str) -> Iterator[str]:
             f"{where}.kind = agent has no agent: set {where}.agent to module:function, or "
             "generator.serve to the HOST:PORT that agents come to"
         )
-    if one.reward_scope == "group" and (one.kind != "reward" or isinstance(one, NamedEnvironment)):
+    if one.reward_scope == "group" and one.kind == "trl":
         yield (
-            f"{where}.reward_scope = group is for a run whose one [environment] has the kind "
-            "reward: remove it"
+            f"{where}.reward_scope = group does not go with kind trl, whose functions get the "
+            f"environments of their samples, which live where each was played: remove it, or set "
+            f"{where}.kind to reward"
+        )
+    elif one.reward_scope == "group" and one.kind != "reward":
+        yield (
+            f"{where}.reward_scope = group has no effect: set {where}.kind to reward, whose "
+            "functions may take a group, or remove it"
         )
     if one.run_on == "env_worker" and not one.starts_agents:
         yield (

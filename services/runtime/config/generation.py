@@ -47,7 +47,7 @@ class EnvironmentConfig(Section, frozen=True, kw_only=True, forbid_unknown_field
         Literal["sample", "group"],
         Meta(
             description="what a function with the parameter completions is called with: one "
-            "sample, or (group; scorers do it) all samples of a prompt's group at once"
+            "sample, or (group; kind reward, scorers do it) all samples of a prompt's group at once"
         ),
     ] = "sample"
     id: Annotated[

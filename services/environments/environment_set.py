@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
 
-from umbra.services.environments.pool import EnvironmentPool, EpisodeOutcome
+from umbra.services.environments.pool import EnvironmentPool, EpisodeOutcome, open_pool
 from umbra.services.environments.protocol import Row
 from umbra.services.environments.response import Said
+from umbra.services.runtime.config import NamedEnvironment, RunConfig
 from umbra.services.runtime.config.generation import ENVIRONMENT
 
 
@@ -18,6 +19,20 @@ class EnvironmentSet:
     def __init__(self, pools: Mapping[str, EnvironmentPool]) -> None:
         self._pools = pools
         self._homes: dict[str, EnvironmentPool] = {}  # by sample
+
+    @classmethod
+    def opened(
+        cls,
+        environments: Iterable[NamedEnvironment],
+        open_one: Callable[[NamedEnvironment], EnvironmentPool],
+    ) -> EnvironmentSet:
+        """A pool of each; if one can't be opened, those before it are closed."""
+        with ExitStack() as opened:
+            pools: dict[str, EnvironmentPool] = {}
+            for one in environments:
+                pools[one.name] = opened.enter_context(closing(open_one(one)))
+            opened.pop_all()
+            return cls(pools)
 
     def play(self, key: str, row: Row, responses: Sequence[Said | str]) -> None:
         """As of `EnvironmentPool`."""
@@ -39,6 +54,24 @@ class EnvironmentSet:
         with ExitStack() as stack:
             for pool in self._pools.values():
                 stack.callback(pool.close)
+
+
+def open_rewards(config: RunConfig, *, wake: Callable[[], None] = lambda: None) -> EnvironmentPool:
+    """Where rewards are found for samples that are whole: in the run's environment, or in those of
+    several that reward groups.
+
+    Args:
+        config: the run.
+        wake: called, from any thread, whenever an outcome is there.
+
+    Raises:
+        UsageError: a reward can't be loaded.
+        DeadlineError: loading it took too long.
+    """
+    if not config.environments:
+        return open_pool(config.environment, wake=wake)
+    groups = [one for one in config.environments if one.reward_scope == "group"]
+    return EnvironmentSet.opened(groups, lambda one: open_pool(one, wake=wake))
 
 
 class LimitedPool:

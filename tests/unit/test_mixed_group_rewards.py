@@ -1,0 +1,246 @@
+"""Several environments of which some reward whole groups: who is rewarded where."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fakes.broker_world import World, give_back, trajectory
+
+from umbra.proto.errors import UsageError
+from umbra.proto.messages import (
+    LeaseScoring,
+    ReturnedSample,
+    ScoringLeases,
+    SubmitAck,
+    SubmitScores,
+)
+from umbra.proto.records import SampleTask, Score, ScoringTask
+from umbra.services.buffer.stalls import StallReport
+from umbra.services.environments.loading import UNREWARDED
+from umbra.services.generator.evaluate import drawn
+from umbra.services.generator.group_rewards import unrewarded
+from umbra.services.runtime.config import (
+    BufferConfig,
+    EnvironmentConfig,
+    EvalConfig,
+    NamedEnvironment,
+    RunConfig,
+)
+from umbra.services.runtime.config.feasibility import check_feasible
+from umbra.services.runtime.prompts.rows import Prompt
+
+RANKED = NamedEnvironment(
+    name="ranked", kind="reward", reward="mine:rank", reward_scope="group", python="/x/python"
+)
+ALONE = NamedEnvironment(name="alone", kind="reward", reward="mine:score")
+OWN = 0.25  # what a generator says of a sample of ALONE
+
+# -- the buffer ------------------------------------------------------------------------------------
+
+
+def world(**options: Any) -> World:
+    """Groups of three: g-0 and g-2 of RANKED, g-1 and g-3 of ALONE. Two are a batch."""
+    fixed = {"stages": ["reward"], "lease_s": 1000, "dead_after_s": 1000, "group_size": 3}
+    made = World(environments=(RANKED, ALONE), **{**fixed, **options})
+    for name in "ab":
+        made.join("generator", name)
+    made.join("scorer", "x")
+    made.join("trainer", "trainer")
+    return made
+
+
+def answer(run: World, *tasks: SampleTask, version: int = 0) -> None:
+    """Generator `a` answers; it has rewards for samples of ALONE only."""
+    for task in tasks:
+        alone = task.row["environment"] == "alone"
+        given = {"reward": OWN, "reward_parts": {"score": OWN}} if alone else {"reward": 0.0}
+        assert not run.submit("a", trajectory(task, version, **given)).refused
+
+
+def to_score(run: World, stage: str = "reward") -> list[ScoringTask]:
+    ask = LeaseScoring(stage=stage, capacity=100, wait_s=0)
+    return run.get("x", ask, ScoringLeases).tasks
+
+
+def give(run: World, tasks: list[ScoringTask], stage: str = "reward", **said: Any) -> None:
+    """Scores 1, 2, 3, ... for `tasks`."""
+    scores = [
+        Score(sample_id=task.sample_id, attempt=task.attempt, reward=float(number), **said)
+        for number, task in enumerate(tasks, 1)
+    ]
+    given = run.get("x", SubmitScores(stage=stage, scores=scores), SubmitAck)
+    assert given.accepted == len(scores)
+
+
+def ids(tasks: list[ScoringTask]) -> list[str]:
+    return [task.sample_id for task in tasks]
+
+
+def states(run: World, *numbers: int) -> list[str]:
+    return [run.pool.samples[f"s-{number}"].state for number in numbers]
+
+
+def test_only_groups_of_environments_that_ask_for_it_go_to_scorers() -> None:
+    run = world()
+    tasks = run.lease("a", 6, 0)
+    answer(run, *tasks[3:], *tasks[:2])
+    assert list(run.pool.complete) == ["g-1"]  # at once, though no scorer has asked
+    assert to_score(run) == []
+    missing = StallReport(run.broker.run).missing(run.now)
+    assert "stage reward waits for all of its group: waiting for sample s-2" in missing
+    answer(run, tasks[2])
+    given = to_score(run)
+    assert ids(given) == ["s-0", "s-1", "s-2"]
+    give(run, given, reward_parts={"rank": 1.0})
+    made = {one.sample_id: one for one in run.batch(1).scored()}
+    assert [made[f"s-{n}"].reward for n in range(6)] == [1.0, 2.0, 3.0, OWN, OWN, OWN]
+    assert [made[f"s-{n}"].reward_parts for n in (0, 3)] == [{"rank": 1.0}, {"score": OWN}]
+    assert run.broker.counters["scored: reward"] == 3
+    run.commit(1)
+    run.broker.run.check()
+    assert run.pool.ledger.trained == 6
+
+
+def test_other_stages_are_for_all() -> None:
+    run = world(stages=["ref_logp", "reward", "logp"])
+    answer(run, *run.lease("a", 6, 0))
+    logprobs = trajectory(run.pool.task(run.pool.samples["s-0"]), 0).logprobs
+    for stage, samples in (("ref_logp", 6), ("reward", 3), ("logp", 6)):
+        given = to_score(run, stage)
+        assert len(given) == samples
+        give(run, given, stage, logprobs=logprobs, version=0)
+    for made in run.batch(1).scored():
+        assert made.scored == ["ref_logp", "reward", "logp"]
+        assert made.ref_logprobs == made.proximal_logprobs == logprobs
+
+
+def test_a_response_that_is_made_anew_voids_no_rewards_that_were_given_alone() -> None:
+    run = world(batch_groups=3, max_staleness=1, stale_policy="restart")
+    tasks = run.lease("a", 100, 0)
+    answer(run, *tasks[:6])
+    give(run, to_score(run))
+    for name in ("s-1", "s-4"):
+        run.pool.again(run.pool.samples[name])
+    assert states(run, *range(6)) == ["scoring", "queued", "scoring", "ready", "queued", "ready"]
+    assert run.pool.samples["s-3"].reward == OWN
+    run.broker.run.check()
+
+
+def test_what_passed_the_stage_is_ready_after_a_restart() -> None:
+    run = world(durable=True)
+    tasks = run.lease("a", 6, 0)
+    answer(run, *tasks)
+    run.restart_broker()
+    for role, name in (("scorer", "x"), ("generator", "a"), ("trainer", "trainer")):
+        run.join(role, name)  # type: ignore[arg-type]
+    assert states(run, *range(6)) == ["scoring"] * 3 + ["ready"] * 3
+    give(run, to_score(run))
+    rewards = {one.sample_id: one.reward for one in run.batch(1).scored()}
+    assert rewards == {"s-0": 1.0, "s-1": 2.0, "s-2": 3.0, "s-3": OWN, "s-4": OWN, "s-5": OWN}
+
+
+def test_a_run_goes_on_with_the_environments_that_left_rewards_to_scorers() -> None:
+    run = world(durable=True)
+    answer(run, *run.lease("a", 6, 0))
+    run.config = RunConfig(
+        run=run.config.run, buffer=run.config.buffer, environments=(ALONE, *others("ranked"))
+    )
+    with pytest.raises(UsageError, match=r"reward_scope group = \['ranked'\], this one has \["):
+        run.restart_broker()
+
+
+def others(name: str) -> tuple[NamedEnvironment, NamedEnvironment]:
+    return (
+        NamedEnvironment(name=name, kind="reward", reward="mine:score"),
+        NamedEnvironment(name="more", kind="reward", reward="mine:rank", reward_scope="group"),
+    )
+
+
+def test_a_failure_in_an_evaluation_costs_a_group_only_where_groups_are_rewarded() -> None:
+    prompts = [Prompt(str(n), {"prompt": "p", "environment": n}) for n in ("ranked", "alone")]
+    config = EvalConfig(every=1, run_samples=4, samples_per_prompt=2, prompts="x", timeout_s=500)
+    run = world(batch_groups=2, run_ahead=0, eval_config=config, eval_prompts=prompts)
+    answer(run, *run.lease("a", 6, 0))
+    give(run, to_score(run))
+    assert run.batch(1).trajectories
+    run.commit(1)
+    tasks = run.lease("a", 4, 1)
+    assert [task.row["environment"] for task in tasks] == ["ranked"] * 2 + ["alone"] * 2
+    assert len({task.group_id for task in tasks}) == 3
+    answer(run, *tasks[:3], version=1)
+    back = ReturnedSample(sample_id=tasks[3].sample_id, attempt=1, reason="x", failed=True)
+    give_back(run, "a", back)
+    give(run, to_score(run))
+    (report,) = run.broker.status(run.now).evals
+    assert (report.done, report.answered, report.ended) == (True, 3, {"failed": 1})
+    assert report.accuracy == (1.0 + 2.0 + OWN) / 4
+    run.broker.run.check()
+
+
+# -- generators, evaluations -------------------------------------------------------------------
+
+
+def mixed(*environments: NamedEnvironment, stages: Any = ("reward",), **buffer: Any) -> RunConfig:
+    return RunConfig(
+        environments=environments or (RANKED, ALONE),
+        buffer=BufferConfig(stages=list(stages), **buffer),
+    )
+
+
+def test_generators_leave_the_rewards_of_groups_to_scorers() -> None:
+    config = mixed()
+    ranked, alone = unrewarded(config, config.rewarded_by_scorers).environments
+    assert (ranked.name, ranked.kind, ranked.python) == ("ranked", UNREWARDED, "")
+    assert alone == ALONE
+    one = RunConfig(environment=EnvironmentConfig(), buffer=BufferConfig(stages=["reward"]))
+    assert unrewarded(one, one.rewarded_by_scorers).environment.kind == UNREWARDED
+    assert unrewarded(one, one.rewarded_by_groups) == one
+    assert RunConfig().rewarded_by_scorers == ()
+
+
+def test_prompts_of_groups_have_as_many_samples_as_in_training() -> None:
+    """The others are asked as ever, and each environment has as many samples as before."""
+    rows = [{"environment": name} for name in ("ranked", "ranked", "ranked", "alone", "alone")]
+    asked = drawn(rows, mixed(group_size=4), 20)
+    assert [asked.count(n) for n in range(5)] == [4, 4, 4, 4, 4]
+    assert asked == [n % 5 for n in range(20)]
+    asked = drawn(rows, mixed(group_size=6), 20)
+    assert [asked.count(n) for n in range(5)] == [6, 6, 0, 4, 4]
+    asked = drawn(rows[:3], mixed(group_size=6), 5)  # fewer than one group
+    assert asked == [0] * 5
+    assert drawn(rows, mixed(ALONE, RANKED, group_size=6), 2) == [0, 0]
+    one = RunConfig(environment=EnvironmentConfig(kind="reward", reward_scope="group"))
+    assert drawn(rows, one, 19) == [n % 2 for n in range(19)]
+    assert drawn(rows, RunConfig(), 7) == [0, 1, 2, 3, 4, 0, 1]
+
+
+# -- configurations --------------------------------------------------------------------------------
+
+
+def test_some_of_several_environments_may_reward_groups() -> None:
+    check_feasible(mixed())
+    check_feasible(mixed(RANKED))
+
+
+@pytest.mark.parametrize(
+    ("run", "to_change"),
+    [
+        (mixed(stages=()), 'environments.ranked.reward_scope = group .* put "reward" into buffer'),
+        (mixed(ALONE), r"of several \[\[environments\]\] is for those .* none has .* remove the"),
+        (mixed(group_size=1), "environments.ranked.* buffer.group_size = 1 must be from 2 to 512"),
+        (mixed(straggler="survivors"), "buffer.straggler = survivors .* set it to wait"),
+        (
+            mixed(NamedEnvironment(name="one", kind="exact", reward_scope="group")),
+            "environments.one.reward_scope = group has no effect: set environments.one.kind to rew",
+        ),
+        (
+            mixed(NamedEnvironment(name="one", kind="trl", id="m:C", reward_scope="group")),
+            "environments.one.reward_scope = group does not go with kind trl.* remove it, or set "
+            "environments.one.kind to reward",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_with_what_to_do(run: RunConfig, to_change: str) -> None:
+    with pytest.raises(UsageError, match=to_change):
+        check_feasible(run)
