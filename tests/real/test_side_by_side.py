@@ -36,6 +36,7 @@ max_context = 2048
 device = "cpu"
 threads = 1
 learning_rate = 1e-3
+entropy_coef = 1e-3  # some worlds reward a random model always alike, which alone trains nothing
 batch_wait_s = 1800.0
 """
 LIMITS = """
