@@ -112,8 +112,9 @@ def library_play(
         kind: str, source: str, *turns: str, max_context: int = 4096, given: int = 0, **options: Any
     ) -> AgentWorld:
         (tmp_path / "theirs.py").write_text(source)
-        values = {"workers": 1, "timeout_s": 120.0, "setup_s": 300.0, "memory_mb": 0, **options}
-        environment = EnvironmentConfig(kind=kind, run_on=run_on, **values)
+        limits = {"workers": 1, "timeout_s": 120.0, "setup_s": 300.0, "memory_mb": 0}
+        values: dict[str, Any] = {**limits, "run_on": run_on, **options}
+        environment = EnvironmentConfig(kind=kind, **values)
         branches = environment.max_branches if environment.branches == "train" else 1
         chosen = settings(
             Chat(tokenizer, {STOP}),
