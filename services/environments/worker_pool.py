@@ -40,7 +40,8 @@ _WORKER = "umbra.services.environments.worker"
 _LOOK_S = 0.005
 _CLOSE_S = 5.0  # for all environments to be closed in the end
 END_S = 60.0  # within which `WorkerPool.close` is done on any machine
-_GRACE_S = 1.0  # a worker that can still answer says itself that a play is overdue
+_ENDING_S = 1.0  # for a process that has closed its pipe to end
+_GRACE_S = 5.0  # a worker that can still answer says itself that a play is overdue
 
 
 @dataclass(slots=True)
@@ -378,7 +379,7 @@ class WorkerPool:
 
 async def _end(process: ChildProcess, pipe: AsyncPipe[FromWorker]) -> str:
     """How it ended, in words; killed if it runs on: it closed the pipe, or wrote nonsense."""
-    deadline = Deadline(_GRACE_S)
+    deadline = Deadline(_ENDING_S)
     while (code := process.poll()) is None:
         if deadline.passed:
             process.kill()
