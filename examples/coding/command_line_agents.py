@@ -1,4 +1,4 @@
-"""Coding agents of the command line as agents of a run: Codex, Claude Code, mini-swe-agent.
+"""Coding agents of the command line as agents of a run: Codex, Claude Code, mini-swe-agent, aider.
 
 Each is started as it is, in a new folder, and told where to ask for its model. A row has the task
 (`prompt`) and a command that succeeds in the folder if it is done (`check`):
@@ -35,6 +35,23 @@ base_url = "{base_url}"
 env_key = "OPENAI_API_KEY"
 wire_api = "responses"
 """
+AIDER = """
+model: openai/policy
+edit-format: whole
+yes-always: true
+git: false
+map-tokens: 0
+max-chat-history-tokens: 1000000
+analytics: false
+check-update: false
+show-release-notes: false
+show-model-warnings: false
+detect-urls: false
+chat-history-file: {home}/chat.md
+input-history-file: {home}/input
+"""
+# Otherwise it adds a reminder to the newest message and takes it out again one turn later.
+AIDER_MODEL = "[{name: openai/policy, edit_format: whole, reminder: none}]"
 
 
 def codex(row: Row, endpoint: dict[str, str], program: str = "codex") -> float:
@@ -64,6 +81,21 @@ def mini_swe_agent(row: Row, endpoint: dict[str, str], program: str = "mini") ->
         command = [program, "--model", "openai/policy", *free, "--task", row["prompt"]]
         told = {"MSWEA_CONFIGURED": "true", "MSWEA_COST_TRACKING": "ignore_errors"}
         return work(row, command, home, **told, MSWEA_GLOBAL_CONFIG_DIR=home)
+
+
+def aider(row: Row, endpoint: dict[str, str], program: str = "aider") -> float:
+    """aider (`pip install aider-chat`), which asks at `/v1/chat/completions`, for one task."""
+    del endpoint  # it is in OPENAI_BASE_URL and OPENAI_API_KEY
+    with tempfile.TemporaryDirectory() as home:
+        files = {
+            ".aider.conf.yml": AIDER.format(home=home),
+            ".aider.model.settings.yml": AIDER_MODEL,
+            ".aider.model.metadata.json": '{"openai/policy": {"litellm_provider": "openai"}}',
+        }
+        for name, text in files.items():
+            Path(home, name).write_text(text, encoding="utf-8")
+        told = {"LITELLM_LOCAL_MODEL_COST_MAP": "true"}  # it fetches a list of models otherwise
+        return work(row, [program, "--message", row["prompt"]], home, **told)
 
 
 def work(row: Row, command: list[str], home: str, **variables: str) -> float:

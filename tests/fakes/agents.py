@@ -86,9 +86,9 @@ class AgentWorld:
         self._wake.set()
         self._until(lambda: not self._dropped and not self.runner.active, "end of the sample")
 
-    def trajectory(self) -> Trajectory:
+    def trajectory(self, wait_s: float = WAIT_S) -> Trajectory:
         """The next sample that is finished."""
-        self._until(lambda: bool(self._finished), "a finished sample")
+        self._until(lambda: bool(self._finished), "a finished sample", wait_s)
         return self._finished.pop(0)
 
     def failed(self) -> ReturnedSample:
@@ -109,9 +109,9 @@ class AgentWorld:
         self.pool.close()
         assert not self._thread.is_alive(), "the generator hangs"
 
-    def _until(self, condition: Callable[[], bool], what: str) -> None:
+    def _until(self, condition: Callable[[], bool], what: str, wait_s: float = WAIT_S) -> None:
         with self._changed:
-            met = self._changed.wait_for(lambda: condition() or self.failure is not None, WAIT_S)
+            met = self._changed.wait_for(lambda: condition() or self.failure is not None, wait_s)
         if self.failure is not None:
             raise self.failure
         assert met, f"no {what}; failed: {self._failed}"

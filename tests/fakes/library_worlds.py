@@ -13,8 +13,10 @@ import pytest
 from fakes.agents import AgentWorld
 from fakes.engine import ScriptedEngine
 from fakes.rollouts import STOP, says, settings
+from fakes.session_offers import KEY, Offers
 
 from umbra.proto.records import Sampling
+from umbra.services.env_worker.host import AgentHost
 from umbra.services.generator.rollout import Limits
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
@@ -25,6 +27,7 @@ REQUIREMENTS = {
     "verifiers-v1": ("verifiers==0.4.0", "uv"),
     "openenv": ("openenv==0.10.0",),
     "mini-swe-agent": ("mini-swe-agent==2.4.6",),
+    "aider": ("aider-chat==0.86.2",),
     "openai-agents": ("openai-agents==0.24.0",),
     "smolagents": ("smolagents[openai]==1.26.0",),
     "pydantic-ai": ("pydantic-ai-slim[openai]==2.68.0",),
@@ -91,19 +94,26 @@ def _install(command: list[str], folder: Path, wanted: Sequence[str]) -> None:
 
 
 @pytest.fixture
+def run_on() -> str:
+    """`environment.run_on` of `library_play`; a test that has worlds elsewhere parametrises it."""
+    return "generator"
+
+
+@pytest.fixture
 def library_play(
-    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, run_on: str
 ) -> Iterator[LibraryPlay]:
     """Worlds whose model says given turns, in a working directory with one module of the user's."""
     monkeypatch.chdir(tmp_path)
     tokenizer = load_tokenizer(tiny_model_dir)
-    made: list[AgentWorld] = []
+    made: list[AgentWorld | AgentHost] = []
 
     def make(
-        kind: str, source: str, *turns: str, max_context: int = 4096, **options: Any
+        kind: str, source: str, *turns: str, max_context: int = 4096, given: int = 0, **options: Any
     ) -> AgentWorld:
         (tmp_path / "theirs.py").write_text(source)
-        values = {"workers": 1, "timeout_s": 120.0, "setup_s": 300.0, "memory_mb": 0, **options}
+        limits = {"workers": 1, "timeout_s": 120.0, "setup_s": 300.0, "memory_mb": 0}
+        values: dict[str, Any] = {**limits, "run_on": run_on, **options}
         environment = EnvironmentConfig(kind=kind, **values)
         branches = environment.max_branches if environment.branches == "train" else 1
         chosen = settings(
@@ -113,10 +123,19 @@ def library_play(
             limits=Limits(branches=branches),
             agents=True,
         )
-        engine = ScriptedEngine(says(tokenizer, *turns), max_context=max_context)
+        engine = ScriptedEngine(says(tokenizer, *turns, given=given), max_context=max_context)
         override = environment.agent_sampling == "override"
-        made.append(AgentWorld(engine, chosen, environment, override=override))
-        return made[-1]
+        if run_on == "generator":
+            world = AgentWorld(engine, chosen, environment, override=override)
+        else:
+            made.append(host := AgentHost(environment))
+            offers = Offers(host.begin)
+            world = AgentWorld(
+                engine, chosen, environment, key=KEY, override=override, offers=offers
+            )
+            offers.at(world.url, KEY)
+        made.append(world)
+        return world
 
     yield make
     for each in made:

@@ -16,13 +16,13 @@ def settings(chat: Chat, **changes: Any) -> RolloutSettings:
     return RolloutSettings(chat=chat, **{**values, **changes})
 
 
-def says(tokenizer: Any, *turns: str) -> Callable[[Sequence[int]], list[int]]:
-    """A script: after n end tokens, say turn n."""
+def says(tokenizer: Any, *turns: str, given: int = 0) -> Callable[[Sequence[int]], list[int]]:
+    """A script: after n end tokens, say turn n; the prompt has `given` end tokens more."""
     prefix = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in turns]
     assistant = tokenizer.convert_tokens_to_ids("<|assistant|>")
 
     def script(ids: Sequence[int]) -> list[int]:
-        turn = prefix[list(ids).count(STOP)]
+        turn = prefix[list(ids).count(STOP) - given]
         said = len(ids) - 1 - max(i for i, token in enumerate(ids) if token == assistant)
         return [*turn, STOP][said:]
 

@@ -15,22 +15,21 @@ from fakes.engine import ScriptedEngine
 from fakes.library_environments import TRL
 from fakes.library_worlds import call
 from fakes.rollouts import STOP, says, settings
+from fakes.session_offers import KEY, Offers
 from fakes.slowness import seconds
 from fakes.trajectories import sample
 from fakes.waiting import until
 
 from umbra.proto.errors import UsageError
-from umbra.proto.records import Sampling, SessionOffer, SessionTask
+from umbra.proto.records import Sampling, SessionTask
 from umbra.services.env_worker.host import AgentHost, EndedSession
 from umbra.services.env_worker.hosts import AgentHosts
-from umbra.services.generator.agents.offers import SessionOffers
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
 from umbra.services.runtime.config import EnvironmentConfig, NamedEnvironment
 
 pytestmark = pytest.mark.e2e
 
-KEY = "only for workers"
 USER_CODE = """
 import asyncio, json, os, time, urllib.request
 
@@ -76,36 +75,18 @@ async def together(row, endpoint):
 """
 
 
-class Offers(SessionOffers):
-    """Takes the place of the buffer: what is offered goes to a worker's host."""
-
-    def __init__(self) -> None:
-        super().__init__("agent")
-        self.made: queue.SimpleQueue[SessionTask] = queue.SimpleQueue()
-        self.url = ""
-
-    def send(self, sessions: Sequence[SessionOffer]) -> None:
-        for one in sessions:
-            task = SessionTask(
-                sample_id=one.sample_id,
-                attempt=one.attempt,
-                url=f"{self.url}/sessions/{one.session}",
-                key=KEY,
-                lease_s=30.0,
-            )
-            self.made.put(task)
-
-
 class Worker:
     """A generator's endpoint, and the agents of a worker for it."""
 
-    def __init__(self, endpoint: AgentWorld, offers: Offers, host: AgentHost) -> None:
-        self.endpoint, self.offers, self.host = endpoint, offers, host
+    def __init__(
+        self, endpoint: AgentWorld, offered: queue.SimpleQueue[SessionTask], host: AgentHost
+    ) -> None:
+        self.endpoint, self.offered, self.host = endpoint, offered, host
 
     def play(self, do: str, name: str = "") -> SessionTask:
         """Have an agent do so on a new sample."""
         self.endpoint.add(sample({"do": do}, sample_id=name or do))
-        task = self.offers.made.get(timeout=WAIT_S)
+        task = self.offered.get(timeout=WAIT_S)
         self.host.begin(task)
         return task
 
@@ -142,11 +123,12 @@ def make(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) 
         given = {"kind": "agent", "workers": 1, **options}
         environment = EnvironmentConfig(agent=agent, run_on="env_worker", **given)
         host = AgentHost(environment)
-        offers = Offers()
+        offered: queue.SimpleQueue[SessionTask] = queue.SimpleQueue()
+        offers = Offers(offered.put)
         engine = ScriptedEngine(says(tokenizer, *turns))
         endpoint = AgentWorld(engine, chosen, environment, key=KEY, offers=offers)
-        offers.url = endpoint.url
-        made.append(Worker(endpoint, offers, host))
+        offers.at(endpoint.url, KEY)
+        made.append(Worker(endpoint, offered, host))
         return made[-1]
 
     yield build
@@ -197,7 +179,7 @@ def test_an_environment_of_another_library_elsewhere(make: Make) -> None:
         setup_s=300.0,
     )
     worker.endpoint.add(sample({"prompt": "add numbers", "target": 2}))
-    worker.host.begin(worker.offers.made.get(timeout=WAIT_S))
+    worker.host.begin(worker.offered.get(timeout=WAIT_S))
     trajectory = worker.endpoint.trajectory()
     assert (trajectory.turns, trajectory.finish_reason) == (2, "turns")
     assert trajectory.reward_parts["tool_calls"] == 1.0
@@ -245,7 +227,7 @@ def test_async_agents_share_a_process(make: Make) -> None:
 def test_a_session_has_one_agent(make: Make) -> None:
     worker = make(timeout_s=600.0)
     worker.endpoint.add(sample({"do": "x"}))
-    task = worker.offers.made.get(timeout=WAIT_S)
+    task = worker.offered.get(timeout=WAIT_S)
     key = {"authorization": f"Bearer {KEY}"}
     status, work = send(f"{task.url}/begin", headers=key)
     assert (status, work["row"]) == (201, {"do": "x"})
@@ -269,7 +251,7 @@ def test_a_generator_that_is_not_there(make: Make) -> None:
 def test_a_sample_whose_agent_has_begun_takes_no_slot(make: Make) -> None:
     worker = make(timeout_s=600.0)
     worker.endpoint.add(sample({"do": "x"}))
-    task = worker.offers.made.get(timeout=WAIT_S)
+    task = worker.offered.get(timeout=WAIT_S)
     assert worker.endpoint.runner.wanting == 1
     send(f"{task.url}/begin", headers={"authorization": f"Bearer {KEY}"})
     until(lambda: worker.endpoint.runner.wanting == 0, "an agent that began")

@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 from fakes.agents import AgentWorld
 from fakes.library_worlds import LibraryPlay, call, library_python, npm_program
+from fakes.slowness import seconds
 from fakes.trajectories import sample
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "coding" / "command_line_agents.py"
 TASK = {"prompt": "Write hello into made.txt.", "check": "grep -qx hello made.txt"}
 MAKE = "echo hello > made.txt"
 CONTEXT = 1 << 20  # a token a character, and they say much before they begin
+START_S = seconds(120.0)  # some import a great deal
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1200)]
 
@@ -27,7 +29,7 @@ def tool(name: str, **arguments: str) -> str:
 def check_done(world: AgentWorld, branches: int = 0) -> None:
     """The task is done with one call, in one line of tokens and so many `branches`."""
     world.add(sample(TASK))
-    trajectory = world.trajectory()
+    trajectory = world.trajectory(START_S)
     assert (trajectory.reward, trajectory.turns, trajectory.finish_reason) == (1.0, 2, "stop")
     assert len(trajectory.branches) == branches
 
@@ -65,6 +67,39 @@ def test_mini_swe_agent(library_play: LibraryPlay) -> None:
         max_context=CONTEXT,
     )
     check_done(world)
+
+
+def listing(name: str, line: str) -> str:
+    return f"{name}\n```\n{line}\n```\n"
+
+
+BROKEN = listing("made.txt", "hello") + listing("made.py", "def (")
+MENDED = listing("made.py", "pass")
+
+
+@pytest.mark.parametrize(
+    ("turns", "branches"),
+    [
+        ((listing("", "hello").strip(), listing("made.txt", "hello")), 0),
+        ((BROKEN, "", MENDED), 1),
+    ],
+    ids=["asks for a name", "has a file mended"],
+)
+def test_aider(library_play: LibraryPlay, turns: tuple[str, ...], branches: int) -> None:
+    """Three turns of an assistant stand in its prompt, and one more when it shows a file."""
+    program = Path(library_python("aider")).with_name("aider")
+    world = library_play(
+        "agent",
+        EXAMPLE.read_text(encoding="utf-8"),
+        *turns,
+        agent="theirs:aider",
+        options={"program": str(program)},
+        max_context=CONTEXT,
+        given=3,
+        timeout_s=600.0,
+        branches="train" if branches else "refuse",
+    )
+    check_done(world, branches)
 
 
 OPENAI_AGENTS = '''\

@@ -1,6 +1,7 @@
 """The packages that environments come from, each as the index has it, in an environment of its own.
 
-None of them is changed; their environments are those of `fakes.library_environments`.
+None of them is changed; their environments are those of `fakes.library_environments`. Each is
+played beside the generator, and by an env-worker's host.
 """
 
 import json
@@ -13,7 +14,11 @@ from fakes.trajectories import sample
 
 from umbra.services.generator.tasks import Library, write_task
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(1200)]
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.timeout(1200),
+    pytest.mark.parametrize("run_on", ["generator", "env_worker"]),
+]
 
 
 def written(tmp_path: Path, source: str, library: str) -> list[dict[str, object]]:

@@ -142,7 +142,7 @@ def test_held_out_functions_are_nowhere_else_and_the_teacher_is_poor(tmp_path: P
     assert 0.2 < right / len(told) < 0.6
 
 
-@pytest.mark.parametrize("agent", ["codex", "claude_code", "mini_swe_agent"])
+@pytest.mark.parametrize("agent", ["codex", "claude_code", "mini_swe_agent", "aider"])
 def test_agents_of_the_command_line_are_judged_by_what_they_leave(
     agent: str, tmp_path: Path
 ) -> None:
