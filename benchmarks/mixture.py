@@ -228,11 +228,13 @@ def summarise(report: Report) -> None:
     others = [own[mode.name] for mode in SYNCHRONOUS if mode.name in own]
     if ahead is None or not others:
         return
-    if peers := by_mode.get(PEER.name):
-        same, theirs = on_common_seeds(ahead, peers)
-        _beside_trl(report, same, theirs, target)
+    same, peers = on_common_seeds(ahead, by_mode.get(PEER.name, []))
+    if peers:
+        _beside_trl(report, same, peers, target)
     ahead, *others = on_common_seeds(ahead, *others)
     seeds = {row["seed"] for row in ahead}
+    if not seeds:
+        return
     report.figure("compared_seeds", len(seeds))
     best = min(others, key=lambda rows: average(rows, "step_s"))
     step_s = average(ahead, "step_s")
@@ -374,10 +376,9 @@ def main() -> int:
             continue
         began = time.monotonic()
         report.add(**learn(work, mode, seed, quick=args.quick))
-        print(f"{mode.name}, seed {seed}: {time.monotonic() - began:.0f} s", flush=True)
-        report.restate(summarise)
         if args.json:
             report.write(args.json)
+        print(f"{mode.name}, seed {seed}: {time.monotonic() - began:.0f} s", flush=True)
     report.restate(summarise)
     return 0 if report.show(args.json) else 1
 
