@@ -106,6 +106,12 @@ def test_one_of_several_cannot_be_set_by_a_flag(tmp_path: Path) -> None:
             "[[environments]]\nname = 'x'\nkind = 'verifiers'\nid = 'y'\nmax_turns = 2",
             "environments.x.max_turns would cut",
         ),
+        (
+            "[[environments]]\nname = 'x'\nkind = 'verifiers'\nid = 'y'\n"
+            "[[environments]]\nname = 'z'\nkind = 'verifiers'\nid = 'y'\n"
+            "[generator]\nserve_advertise = 'proxy:80'",
+            "proxy:80 names one port",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_before_the_start(

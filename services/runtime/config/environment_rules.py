@@ -34,6 +34,15 @@ def environment_faults(config: RunConfig) -> Iterator[str]:
             f"generator.serve = {serve} has no effect: set environment.kind to {kinds}, or "
             "remove it"
         )
+    advertised = config.generator.serve_advertise
+    if (
+        sum(one.asks for one in config.all_environments) > 1
+        and advertised.rpartition(":")[2].isdigit()
+    ):
+        yield (
+            f"generator.serve_advertise = {advertised} names one port, and each environment with "
+            "agents is served at its own: leave the port out"
+        )
     for one in config.all_environments:
         yield from _faults(one, serve)
         key = max(("timeout_s", "reset_s", "score_s"), key=lambda key: getattr(one, key))
