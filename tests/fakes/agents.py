@@ -87,8 +87,9 @@ class AgentWorld:
         self._until(lambda: not self._dropped and not self.runner.active, "end of the sample")
 
     def trajectory(self, wait_s: float = WAIT_S) -> Trajectory:
-        """The next sample that is finished."""
-        self._until(lambda: bool(self._finished), "a finished sample", wait_s)
+        """The next sample that is finished; it fails if instead one has failed."""
+        self._until(lambda: bool(self._finished or self._failed), "a finished sample", wait_s)
+        assert self._finished, self._failed
         return self._finished.pop(0)
 
     def failed(self) -> ReturnedSample:

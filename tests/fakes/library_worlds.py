@@ -26,7 +26,8 @@ REQUIREMENTS = {
     "verifiers-v0": ("verifiers==0.3.1", "mcp<2"),
     "verifiers-v1": ("verifiers==0.4.0", "uv"),
     "openenv": ("openenv==0.10.0",),
-    "mini-swe-agent": ("mini-swe-agent==2.4.6",),
+    # Later versions of litellm import a package for tools that they don't ask for.
+    "mini-swe-agent": ("mini-swe-agent==2.4.6", "litellm==1.81.10"),
     "aider": ("aider-chat==0.86.2",),
     "openai-agents": ("openai-agents==0.24.0",),
     "smolagents": ("smolagents[openai]==1.26.0",),
