@@ -1,4 +1,4 @@
-"""A user's project folder for tests that run `umbra` on it; a weight hub in a thread."""
+"""Fixtures: a project folder to run `umbra` on, a Python without packages, a hub in a thread."""
 
 import fcntl
 import json
@@ -75,6 +75,16 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
             make_model(part, hidden=16, layers=1, heads=2, kv_heads=1, ff=32)
             part.rename(path)
     return path
+
+
+@pytest.fixture
+def bare_python(tmp_path: Path) -> str:
+    """A Python that sees no package but those of the standard library."""
+    path = tmp_path / "bin" / "python"
+    path.parent.mkdir()
+    path.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E "$@"\n')
+    path.chmod(0o755)
+    return str(path)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fakes.slowness import seconds
@@ -53,15 +54,8 @@ def test_groups_are_rewarded_at_once_though_their_scorer_is_killed(
         f"eval.samples_per_prompt={GROUP}",
         flags=("--no-eval",),
     )
-    process.until((project / "begun").exists, "a reward")
-    kill(process, "scorer")
-    summary = process.finish(seconds(200))
-    assert process.popen.returncode == 0, process.lines
-    assert summary["ledger"]["trained"] == 64 and summary["ledger"]["balance"] == 0
-    assert "failed" not in summary["ledger"]["ended"]
-    assert sum(summary["restarts"].values()) == 1, summary["restarts"]
-    status = json.loads((process.run_dir / "buffer.json").read_text())
-    assert status["counters"]["scoring_retries"]
+    summary = finish_though_a_scorer_is_killed(process, project / "begun")
+    assert summary["ledger"]["trained"] == 64
     found = groups_in(process.run_dir)
     assert len(found) == 16
     for group in found.values():
@@ -74,6 +68,20 @@ def test_groups_are_rewarded_at_once_though_their_scorer_is_killed(
     for one in summary["evals"]:
         assert one["answered"] == one["samples"] == 8
         assert 0 <= one["accuracy"] < 0.5  # mean rank of a group of four is 3/8 at most
+
+
+def finish_though_a_scorer_is_killed(process: UpProcess, begun: Path) -> dict[str, Any]:
+    """The summary of a run that loses nothing though its scorer is killed once `begun` exists."""
+    process.until(begun.exists, "a reward")
+    kill(process, "scorer")
+    summary = process.finish(seconds(200))
+    assert process.popen.returncode == 0, process.lines
+    assert summary["ledger"]["balance"] == 0
+    assert "failed" not in summary["ledger"]["ended"]
+    assert sum(summary["restarts"].values()) == 1, summary["restarts"]
+    status = json.loads((process.run_dir / "buffer.json").read_text())
+    assert status["counters"]["scoring_retries"]
+    return summary
 
 
 def groups_in(folder: Path) -> dict[str, list[tuple[float, dict[str, float]]]]:

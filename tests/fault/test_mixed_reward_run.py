@@ -5,15 +5,13 @@ Python of its own; a scorer is killed while it computes a reward.
 from __future__ import annotations
 
 import json
-import sys
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.slowness import seconds
-from fault.test_run_kill import kill
+from fault.test_group_reward_run import finish_though_a_scorer_is_killed
 from integration.test_up import UpProcess, up
 
 __all__ = ["up"]  # a fixture
@@ -63,14 +61,10 @@ WEIGHTS = {"ranked": 1.0, "alike": 2.0, "alone": 0.5}
 @pytest.mark.fault
 @pytest.mark.timeout(300)
 def test_each_group_is_rewarded_as_its_environment_says_though_a_scorer_is_killed(
-    project: Path, up: Callable[..., UpProcess]
+    project: Path, bare_python: str, up: Callable[..., UpProcess]
 ) -> None:
     (project / "mixed_rewards.py").write_text(REWARDS)
-    python = project / "bin" / "python"  # which sees no packages
-    python.parent.mkdir()
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E "$@"\n')
-    python.chmod(0o755)
-    more = {"ranked": GROUPS, "alike": f'{GROUPS}\npython = "{python}"', "alone": ""}
+    more = {"ranked": GROUPS, "alike": f'{GROUPS}\npython = "{bare_python}"', "alone": ""}
     run = (project / "run.toml").read_text()
     run = run.replace('[environment]\nkind = "reward"\nreward = "tiny_reward:score"\n', "")
     run = run.replace('[data]\nprompts = "prompts.jsonl"\n', "")
@@ -90,16 +84,8 @@ def test_each_group_is_rewarded_as_its_environment_says_though_a_scorer_is_kille
         f"eval.samples_per_prompt={GROUP}",
         flags=("--no-eval",),
     )
-    process.until((project / "begun").exists, "a reward")
-    kill(process, "scorer")
-    summary = process.finish(seconds(200))
-    assert process.popen.returncode == 0, process.lines
-    ledger = summary["ledger"]
-    assert (ledger["trained"], ledger["balance"]) == (STEPS * BATCH, 0)
-    assert "failed" not in ledger["ended"]
-    assert sum(summary["restarts"].values()) == 1, summary["restarts"]
-    status = json.loads((process.run_dir / "buffer.json").read_text())
-    assert status["counters"]["scoring_retries"]
+    summary = finish_though_a_scorer_is_killed(process, project / "begun")
+    assert summary["ledger"]["trained"] == STEPS * BATCH
     assert [(one["answered"], one["samples"]) for one in summary["evals"]] == [(8, 8)] * 2
 
     lines = (process.run_dir / "samples.jsonl").read_text().splitlines()

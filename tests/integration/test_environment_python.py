@@ -2,7 +2,6 @@
 
 import importlib.util
 import shutil
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -88,16 +87,6 @@ def pythons() -> Iterator[Any]:
 
 
 @pytest.fixture
-def bare(tmp_path: Path) -> str:
-    """A Python that sees no package but those of the standard library."""
-    path = tmp_path / "bin" / "python"
-    path.parent.mkdir()
-    path.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E "$@"\n')
-    path.chmod(0o755)
-    return str(path)
-
-
-@pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     (tmp_path / "bare_env.py").write_text(USER_CODE)
     monkeypatch.chdir(tmp_path)
@@ -117,9 +106,11 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 
 
 @pytest.mark.parametrize("python", list(pythons()))
-def test_a_python_of_its_own_needs_nothing_of_ours(start: Start, bare: str, python: str) -> None:
+def test_a_python_of_its_own_needs_nothing_of_ours(
+    start: Start, bare_python: str, python: str
+) -> None:
     assert importlib.util.find_spec("msgspec"), "else this shows nothing"
-    player = start(python=bare if python == "bare" else python)
+    player = start(python=bare_python if python == "bare" else python)
     opened = player.play("a").value
     blob = repr(b"\x00\xff")
     assert opened == Opening([{"role": "user", "content": f"[] {blob} {1 << 63}"}])
@@ -130,8 +121,8 @@ def test_a_python_of_its_own_needs_nothing_of_ours(start: Start, bare: str, pyth
     assert "raised KeyError: 'gold'" in player.play("a", "raise").error
 
 
-def test_what_holds_for_ours_holds_there(start: Start, bare: str) -> None:
-    player = start(python=bare, timeout_s=2.0, memory_mb=2048)
+def test_what_holds_for_ours_holds_there(start: Start, bare_python: str) -> None:
+    player = start(python=bare_python, timeout_s=2.0, memory_mb=2048)
     assert "took longer than environment.timeout_s" in player.play("a", "hang").error
     assert isinstance(player.play("b", "pid").value, StepResult)
 
@@ -146,8 +137,8 @@ def test_a_python_that_is_none_is_named(start: Start, tmp_path: Path) -> None:
         start(python=str(ends))
 
 
-def test_an_instant_environment_runs_in_its_python_too(bare: str) -> None:
-    pool = open_pool(EnvironmentConfig(kind="exact", python=bare))
+def test_an_instant_environment_runs_in_its_python_too(bare_python: str) -> None:
+    pool = open_pool(EnvironmentConfig(kind="exact", python=bare_python))
     assert isinstance(pool, ProcessPool)
     pool.close()
 

@@ -1,7 +1,6 @@
 """Functions that reward whole groups, in the processes that run them."""
 
 import re
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -136,12 +135,9 @@ def test_what_goes_wrong_in_a_group_costs_that_group(module: None, tiny_model_di
 
 @pytest.mark.e2e
 def test_each_group_is_rewarded_by_the_functions_of_its_environment(
-    module: None, tmp_path: Path, tiny_model_dir: Path
+    module: None, bare_python: str, tiny_model_dir: Path
 ) -> None:
     """In its Python, and without its stop strings, which are no part of what was said."""
-    bare = tmp_path / "python"
-    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E "$@"\n')
-    bare.chmod(0o755)
     common: dict[str, Any] = {"kind": "reward", "timeout_s": 60.0, "workers": 1}
     longest = NamedEnvironment(
         name="longest", reward="grouped:longest", reward_scope="group", **common
@@ -150,7 +146,7 @@ def test_each_group_is_rewarded_by_the_functions_of_its_environment(
         name="shared",
         reward="grouped:shared",
         reward_scope="group",
-        python=str(bare),
+        python=bare_python,
         sampling={"stop": ["3"]},
         **common,
     )

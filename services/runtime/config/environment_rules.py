@@ -28,17 +28,15 @@ def environment_faults(config: RunConfig) -> Iterator[str]:
                 "data.environment_weights = learnable compares the rewards of a group: set "
                 "buffer.group_size to 2 or more, or it to fixed"
             )
-    if serve and not any(one.asks for one in config.all_environments):
+    asking = sum(one.asks for one in config.all_environments)
+    if serve and not asking:
         kinds = " or ".join(("agent", *LIBRARIES))
         yield (
             f"generator.serve = {serve} has no effect: set environment.kind to {kinds}, or "
             "remove it"
         )
     advertised = config.generator.serve_advertise
-    if (
-        sum(one.asks for one in config.all_environments) > 1
-        and advertised.rpartition(":")[2].isdigit()
-    ):
+    if asking > 1 and advertised.rpartition(":")[2].isdigit():
         yield (
             f"generator.serve_advertise = {advertised} names one port, and each environment with "
             "agents is served at its own: leave the port out"
