@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgpack
 import zmq
+from fakes.slowness import seconds
 
 from umbra.proto import sockets
 from umbra.proto.access import KeyRole
@@ -18,6 +19,7 @@ from umbra.proto.sizes import allowed_bytes
 from umbra.proto.version import PROTOCOL_MAJOR, PROTOCOL_MINOR
 from umbra.services.runtime.net.keys import Security, load_keys
 
+WAIT_S = seconds(30.0)
 GRACE_S = 0.1  # for the answer to what was thrown; not everything is answered
 REFUSED_BYTES = 64 << 10  # of a frame that its role may not send
 ENDS = (FinishRun, Leave)  # said by nobody whom the run knows
@@ -71,7 +73,7 @@ class HostilePeer:
         server: Role,
         name: str,
         *,
-        wait_s: float = 30.0,
+        wait_s: float = WAIT_S,
     ) -> None:
         curve = Security(load_keys(keys, role)).connecting(server)
         self.name = name

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from fakes.crash_run import BufferProcess, CrashRun, check, check_kept
+from fakes.waiting import until
 
 KILLS = 30
 
@@ -18,15 +19,17 @@ def test_nothing_acknowledged_is_lost_when_the_buffer_is_killed(tmp_path: Path) 
     buffer = BufferProcess(tmp_path)
     run = CrashRun(buffer, seed=7)
     try:
-        for _ in range(KILLS):
+        for number in range(KILLS):
+            before = len(run.acked)
+            if number % 2:  # else it may be killed before it has done anything
+                until(lambda n=before: len(run.acked) > n, "something is acknowledged", run.turn)
             run.work(chance.uniform(0.01, 0.25))
             buffer.kill()
             acked = len(run.acked)
             buffer.start()
             check_kept(run, acked)
-        run.work(0.5)
+        until(lambda: len(run.trained) > KILLS, "training goes on", run.turn)
         check(run, run.finish())
-        assert len(run.trained) > KILLS
     finally:
         run.close()
         buffer.close()

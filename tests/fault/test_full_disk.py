@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from fakes.crash_run import CONFIG, BufferProcess, CrashRun, check, check_kept
-from integration.test_up import UpProcess, up
+from integration.test_up import DEADLINE_S, UpProcess, up
 from unit.test_checkpoints import Trainer
 
 from umbra.deploy.report.command import write_report
@@ -43,7 +43,11 @@ def work_until_stuck(run: CrashRun) -> None:
     """Go on until the buffer says that its disk is full."""
     while not any("No space left" in item.what for item in run.status().stuck):
         run.turn()
-    run.work(0.3)  # what was acknowledged before the disk was full may not have been read yet
+    # What was acknowledged before the disk was full may not have been read yet.
+    before = -1
+    while before < len(run.acked) + run.version:
+        before = len(run.acked) + run.version
+        run.work(0.5)
 
 
 @pytest.mark.fault
@@ -108,7 +112,7 @@ def test_a_run_goes_on_to_its_summary_once_there_is_room(
     Result: nobody has died of it, all is trained, and there are summary and report.
     """
     (project / "runs").symlink_to(small_disk)
-    steps = 40
+    steps = 100  # so many that it is under way still when its disk is full
     process = up(f"run.steps={steps}", "checkpoint.every=0")
     broker = process.broker()
     process.until(lambda: len(process.steps()) >= 3, "step 3")
@@ -116,7 +120,7 @@ def test_a_run_goes_on_to_its_summary_once_there_is_room(
     with StatusClient(broker) as client:
 
         def stuck() -> bool:
-            return any("No space left" in item.what for item in client.status(20.0).stuck)
+            return any("No space left" in item.what for item in client.status(DEADLINE_S).stuck)
 
         process.until(stuck, "a full disk")
         for _ in range(30):  # meanwhile everyone has something to write

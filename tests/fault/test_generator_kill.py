@@ -48,7 +48,10 @@ def said(project: Path) -> dict[int, dict[str, list[str]]]:
     """By generator (the parent of its workers) and sample: what the environment was told."""
     turns: defaultdict[int, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     path = project / "said.jsonl"
-    for line in path.read_text().splitlines() if path.exists() else []:
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    for line in lines:
+        if not line.endswith("\n"):
+            break  # it is being written
         pid, name, text = json.loads(line)
         turns[pid][name].append(text)
     return {pid: dict(samples) for pid, samples in turns.items()}

@@ -13,13 +13,13 @@ from integration.test_up import DEADLINE_S, UpProcess, up  # noqa: F401 - a fixt
 
 from umbra.services.monitor.client import StatusClient
 
-STEPS = 40
+STEPS = 60  # so many that it is under way still when its hub is killed again
 
 
 def pid_of(broker: str, name: str) -> int:
     """The process id of a member of the run."""
     with StatusClient(broker) as client:
-        return next(m.pid for m in client.status(10.0).members if m.name == name)
+        return next(m.pid for m in client.status(DEADLINE_S).members if m.name == name)
 
 
 def pushes(process: UpProcess) -> list[dict[str, Any]]:

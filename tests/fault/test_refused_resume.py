@@ -12,7 +12,7 @@ from integration.test_up import DEADLINE_S, UMBRA, UpProcess, check_drained, up
 
 __all__ = ["up"]  # a fixture
 
-STEPS = 12
+STEPS = 60  # so many that it is under way still when it is stopped, and looked at again
 
 
 def refused(project: Path, *words: str) -> subprocess.CompletedProcess[str]:

@@ -21,7 +21,10 @@ def kill(process: UpProcess, service: str) -> None:
     """`kill -9` one of the run's processes."""
     config = bytes(process.run_dir / "config.json")
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        words = path.read_bytes().split(b"\0") if path.exists() else []
+        try:
+            words = path.read_bytes().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError):  # it ended just now
+            continue
         if config in words and service.encode() in words:
             os.kill(int(path.parent.name), signal.SIGKILL)
             return

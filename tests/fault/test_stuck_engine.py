@@ -47,7 +47,7 @@ def told(process: UpProcess, client: StatusClient) -> str:
     seen: list[str] = []
 
     def named() -> bool:
-        stuck = [one for one in client.status(20.0).stuck if one.holder == "generator-0"]
+        stuck = [one for one in client.status(DEADLINE_S).stuck if one.holder == "generator-0"]
         seen.extend(one.action for one in stuck if one.what.startswith("no progress in"))
         return bool(seen)
 

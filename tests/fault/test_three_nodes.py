@@ -139,7 +139,7 @@ def test_a_node_is_cut_off_and_comes_back(tmp_path: Path) -> None:
     if reason := why_not():
         pytest.skip(reason)
     plan = planned(tmp_path, [0.34, 0.66], STEPS)
-    outcome = run(plan, cut="b", cut_s=CUT_S)
+    outcome = run(plan, cut="b", cut_s=CUT_S, goes_on=True)
     # Everyone was well before, nobody had to be started again, and everyone left in order.
     assert all(outcome["healthy"].values()), outcome
     assert not any(outcome["strangers_answered"].values()), "CURVE should be on"

@@ -48,9 +48,13 @@ class Halting:
         )
         self.expect("subscribed")
 
-    def expect(self, line: str) -> None:
+    def expect(self, word: str) -> None:
+        """Read on until it says so: it has a version twice if it was too slow once."""
         assert self.process.stdout is not None
-        assert self.process.stdout.readline().split()[:1] == [line]
+        said = [""]
+        while said[0] != word:
+            said = self.process.stdout.readline().split()
+            assert said, f"it ended before {word}"
 
     def kill(self) -> None:
         if self.process.returncode is None:
@@ -242,8 +246,9 @@ def test_a_receiver_slower_than_its_deadline_holds_up_nobody(
         generator.until(one.publish())
     protocol = one.bench.hub.protocol
     generator.wait(lambda: protocol.serving == {"gen-0": 4}, "end of the slow one")
-    # Where the deadline is longer than the trainer's patience with a slot, that ends first.
-    assert protocol.counters["deadline"] + protocol.counters["held_up"] == 1
+    # Where the deadline is longer than the trainer's patience with a slot, that ends first. The
+    # other may have been dropped as well, if the machine stood still for so long.
+    assert protocol.counters["deadline"] + protocol.counters["held_up"] >= 1
 
 
 @PLANES
@@ -255,12 +260,13 @@ def test_one_that_is_slow_once_comes_back_by_itself(
     watched = Watched(plane)
     generator = one.generator("gen-0", watched)
     generator.until(one.publish())
+    counters = one.bench.hub.protocol.counters
+    before = counters["deadline"]  # on a machine that stood still it may have been slow before
     watched.begun.clear()
     watched.go.clear()
     one.publish()
     assert watched.begun.wait(WAIT_S)
-    counters = one.bench.hub.protocol.counters
-    generator.wait(lambda: counters["deadline"] == 1, "deadline")
+    generator.wait(lambda: counters["deadline"] > before, "deadline")
     generator.goes_on()
     assert generator.engine.version == 0
     watched.go.set()

@@ -6,8 +6,8 @@ PLAN is what `umbra plan` wrote. Each node has a network namespace of its own on
 its address, a mount namespace with its volumes and its own /dev/shm, and its name. What its compose
 file says is started there: commands, environment files, volumes, restart policies and health
 checks. SETTINGS is JSON: addresses by node; after which step something happens; the node to cut
-off, and for how many seconds, or the one to be started then and drained later; how long the whole
-may take. Prints one JSON object. No container is made: images, users and limits are not
+off, and for how many seconds, and whether that lasts until the others have made a step, or the one
+to be started then and drained later; how long the whole may take. Prints one JSON object. No container is made: images, users and limits are not
 tried.
 """
 
@@ -48,6 +48,7 @@ class Service:
     environ: dict[str, str]
     log: Path
     restarts_left: int
+    tries: int  # of its health check, until it counts as unhealthy
     process: subprocess.Popen[bytes] | None = None
     codes: list[int] = field(default_factory=list[int])
 
@@ -70,10 +71,13 @@ class Service:
     def is_healthy(self, *, keys: bool = True) -> bool:
         """What its health check says; a stranger on the node has no `keys` to ask with."""
         environ = {k: v for k, v in self.environ.items() if keys or k != "UMBRA_SECURITY__KEYS"}
-        done = subprocess.run(
-            self.health, env=environ, capture_output=True, timeout=600, check=False
-        )
-        return done.returncode == 0
+        for _ in range(self.tries if keys else 1):
+            done = subprocess.run(
+                self.health, env=environ, capture_output=True, timeout=600, check=False
+            )
+            if done.returncode == 0:
+                return True
+        return False
 
 
 class Node:
@@ -172,6 +176,7 @@ class Node:
             environ=environ,
             log=folder / f"{name}.log",
             restarts_left=int(limit),
+            tries=service["healthcheck"]["retries"],
         )
 
 
@@ -200,9 +205,12 @@ class World:
         strangers = {s.name: s.is_healthy(keys=False) for s in cut.services}
         began, before = time.monotonic(), self.step()
         cut.connect(connected=False)
-        self._until(lambda: time.monotonic() - began >= self.settings["cut_s"], "the cut's end")
-        cut.connect(connected=True)
+        long_enough = lambda: time.monotonic() - began >= self.settings["cut_s"]  # noqa: E731
+        self._until(long_enough, "the cut's end")
+        if self.settings.get("goes_on"):
+            self._until(lambda: self.step() > before, "a step without the node that is cut off")
         during = self.step() - before
+        cut.connect(connected=True)
         self._until(lambda: not any([s.poll() for s in self._services()]), "the end of the run")
         return {
             "codes": {service.name: service.codes for service in self._services()},
