@@ -6,9 +6,9 @@ PLAN is what `umbra plan` wrote. Each node has a network namespace of its own on
 its address, a mount namespace with its volumes and its own /dev/shm, and its name. What its compose
 file says is started there: commands, environment files, volumes, restart policies and health
 checks. SETTINGS is JSON: addresses by node; after which step something happens; the node to cut
-off, and for how many seconds, and whether that lasts until the others have made a step, or the one
-to be started then and drained later; how long the whole may take. Prints one JSON object. No container is made: images, users and limits are not
-tried.
+off, for how many seconds, and whether until the others have made a step at least (`goes_on`), or
+the one to be started then and drained later; how long the whole may take. Prints one JSON object.
+No container is made: images, users and limits are not tried.
 """
 
 from __future__ import annotations
