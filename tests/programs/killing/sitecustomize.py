@@ -85,6 +85,6 @@ def prepare(moment: str, at: int) -> None:
 
 
 if "KILL_PLAN" in os.environ and "trainer" in sys.orig_argv:
-    put_none_off()
     if (chosen := plan(os.environ["KILL_PLAN"])) is not None:
         prepare(*chosen)
+    put_none_off()  # it imports what is prepared
