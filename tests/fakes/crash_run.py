@@ -54,7 +54,7 @@ group_size = 2
 batch_groups = 4
 run_ahead = 2
 max_staleness = 100000
-dead_after_s = 60.0
+dead_after_s = 900.0  # peers do not beat
 """
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from fakes.hub_bench import LAYOUT, WAIT_S, Bench
+from fakes.slowness import seconds
 
 from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
 from umbra.services.runtime.gpu import cuda
@@ -37,7 +38,7 @@ class GpuWorld:
 
     def start(self, plane: str, **config: Any) -> None:
         """Start the hub."""
-        options: dict[str, Any] = {"deadline_s": 8.0, "chunk_bytes": CHUNK, **config}
+        options: dict[str, Any] = {"deadline_s": seconds(8.0), "chunk_bytes": CHUNK, **config}
         self.bench.start(plane=plane, **options)
 
     def gpu(

@@ -48,9 +48,15 @@ class RankProcess:
     """One rank; its exit code, and what it wrote to standard error."""
 
     def __init__(
-        self, method: Method, words: Sequence[str], environ: Mapping[str, str], errors: Path
+        self,
+        method: Method,
+        words: Sequence[str],
+        environ: Mapping[str, str],
+        errors: Path,
+        port: socket.socket,
     ) -> None:
         self._errors = errors
+        self._port = port  # kept until it has ended
         context: Any = multiprocessing.get_context(method)
         self._process: BaseProcess = context.Process(
             target=_run, args=(list(words), dict(environ), errors)
@@ -71,6 +77,7 @@ class RankProcess:
         self._process.join(timeout)
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired(self._process.name, timeout or 0.0)
+        self._port.close()
         return self._errors.read_text(encoding="utf-8") if self._errors.exists() else ""
 
     def kill(self) -> None:
@@ -89,13 +96,13 @@ def launch(
 
     With the method `spawn` each is a new process, and has imported nothing.
     """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    ports = [_reserved_port()]
+    ports += [ports[0].dup() for _ in range(world - 1)]
     place = {
         **os.environ,
         **_VARIABLES,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(ports[0].getsockname()[1]),
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world // hosts),
     }
@@ -107,9 +114,21 @@ def launch(
             [*program, str(folder)],
             {**place, "RANK": str(rank), "LOCAL_RANK": str(rank % (world // hosts))},
             folder / f"errors.{rank}",
+            ports[rank],
         )
         for rank in range(world)
     ]
+
+
+def _reserved_port() -> socket.socket:
+    """A port that nobody else is given while this is open, and that rank 0 may listen on.
+
+    The kernel lets a socket that may share its address listen beside one that does not listen.
+    """
+    port = socket.socket()
+    port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    port.bind(("127.0.0.1", 0))
+    return port
 
 
 def start(

@@ -15,18 +15,21 @@ LEAST = 2.0  # the suite itself keeps every core busy
 MOST = 60.0  # a hang must still be an answer within a day
 
 
-@functools.cache
 def slowness() -> float:
-    """How many times longer than on a quiet machine things take; measured once a process.
+    """How many times longer than on a quiet machine things take, now.
 
-    The greater of what it takes to start an interpreter and of the load per core: the first sees a
-    slow processor, the second work that comes in bursts.
+    The greater of what it took to start an interpreter, measured once a process, and of the load
+    per core: the first sees a slow processor, the second the work that has come since.
     """
+    load = os.getloadavg()[0] / (os.cpu_count() or 1)
+    return min(max(LEAST, _start(), load), MOST)
+
+
+@functools.cache
+def _start() -> float:
     begin = time.perf_counter()
     subprocess.run([sys.executable, "-c", START], check=True)
-    start = (time.perf_counter() - begin) / QUIET_START_S
-    load = os.getloadavg()[0] / (os.cpu_count() or 1)
-    return min(max(LEAST, start, load), MOST)
+    return (time.perf_counter() - begin) / QUIET_START_S
 
 
 def seconds(quiet: float) -> float:

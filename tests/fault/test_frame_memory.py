@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import zmq
 from fakes.costly_frames import costly_bodies
-from fakes.crash_run import CONFIG, BufferProcess
+from fakes.crash_run import BufferProcess
 from fakes.hostile_peer import ENDS, HostilePeer, begin_peak, costly_bytes, memory
 from fakes.slowness import seconds
 
@@ -44,7 +44,7 @@ def keys(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def buffer(tmp_path: Path, keys: Path) -> Iterator[BufferProcess]:
-    process = BufferProcess(tmp_path, CONFIG.replace("dead_after_s = 60.0", "dead_after_s = 900.0"))
+    process = BufferProcess(tmp_path)
     yield process
     process.close()
 

@@ -15,6 +15,7 @@ import pytest
 from fakes.agents import WAIT_S, AgentWorld, client, reward, send
 from fakes.engine import ScriptedEngine
 from fakes.rollouts import STOP, says, settings
+from fakes.slowness import seconds
 from fakes.trajectories import sample
 from fakes.waiting import until
 
@@ -319,7 +320,8 @@ def test_a_turn_that_is_cut_is_the_last(world: World) -> None:
 
 
 def test_an_agent_that_dies_loses_its_sample(world: World) -> None:
-    impatient = EnvironmentConfig(kind="agent", timeout_s=0.5)
+    patience_s = seconds(0.5)  # all that the agent does must be done in that
+    impatient = EnvironmentConfig(kind="agent", timeout_s=patience_s)
     endpoint = world("yes", environment=impatient)
     endpoint.add(sample({"prompt": "go"}))
     work = endpoint.lease()
@@ -327,7 +329,8 @@ def test_an_agent_that_dies_loses_its_sample(world: World) -> None:
     assert ask(work, user("other"))[0] == 400  # nonsense is no sign of life
     failed = endpoint.failed()
     assert failed.failed
-    assert "asked for nothing for environment.timeout_s = 0.5 s after turn 1" in failed.reason
+    told = f"asked for nothing for environment.timeout_s = {patience_s:g} s after turn 1"
+    assert told in failed.reason
     status, refused = reward(work, 1.0)
     assert (status, refused["error"]["code"]) == (410, "session_over")
     assert "asked for nothing" in refused["error"]["message"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from fakes.crash_run import CONFIG, BufferProcess, Peer
+from fakes.crash_run import BufferProcess, Peer
 from fakes.slowness import seconds
 from fakes.waiting import until
 
@@ -33,14 +33,11 @@ def refused(code: int, *words: str, cwd: Path) -> str:
     return sentence.removeprefix("umbra: error: ")
 
 
-PATIENT = CONFIG.replace("dead_after_s = 60.0", "dead_after_s = 600.0")  # peers that do not beat
-
-
 @pytest.fixture
 def buffer(tmp_path: Path) -> Iterator[BufferProcess]:
     folder = tmp_path / "buffer"
     folder.mkdir()
-    process = BufferProcess(folder, PATIENT)
+    process = BufferProcess(folder)
     yield process
     process.close()
 

@@ -56,7 +56,7 @@ def test_one_that_hangs_in_init_is_killed_and_the_others_go_on(gpu_world: GpuWor
     Result: both get each of them; gen-0 by broadcast as soon as it is known who hangs, gen-1 never;
     when its process is another, and hangs no more, it is in again.
     """
-    gpu_world.start("nccl", deadline_s=seconds(4.0))
+    gpu_world.start("nccl", deadline_s=seconds(8.0))
     publisher = gpu_world.bench.publisher()
     gpu_world.fault("stay-hang-init-gen-1")
     receivers = {name: gpu_world.receiver(name, "nccl") for name in NAMES}

@@ -53,7 +53,11 @@ from umbra.services.runtime.weights.receiver import Receiver
 Context = zmq.Context[zmq.Socket[bytes]]
 ANY_PORT = "tcp://127.0.0.1:*"
 WAIT_S = seconds(20.0)
-REFUSED_S = 3.0  # a broken handshake is an answer only at the deadline
+
+
+def refused_s() -> float:
+    """Seconds for a handshake to break five times; that is an answer only at the deadline."""
+    return seconds(1.5)
 
 
 class Served:
@@ -115,7 +119,7 @@ def test_holders_of_a_key_are_let_in(served: Served, keys: Path, role: KeyRole) 
 def test_a_stranger_without_keys_is_told(served: Served) -> None:
     channel = served.channel(served.control, OPEN)
     with pytest.raises(RejectedError, match=r": it needs keys that we lack.*--keys"):
-        channel.call(Ping(), Pong, timeout_s=REFUSED_S)
+        channel.call(Ping(), Pong, timeout_s=refused_s())
     counts = served.server.refusals.counts
     until(lambda: counts.total() > 0, "a refusal is counted")
     assert all(what.endswith(" on control") for what in counts)
@@ -125,7 +129,7 @@ def test_a_stranger_without_keys_is_told(served: Served) -> None:
 def test_keys_of_another_run(served: Served, others: Path) -> None:
     channel = served.channel(served.control, of(others, "trainer"))
     with pytest.raises(RejectedError, match="or has those of another run"):
-        channel.call(Ping(), Pong, timeout_s=REFUSED_S)
+        channel.call(Ping(), Pong, timeout_s=refused_s())
     what = "a connection with keys of another run on control"
     until(lambda: served.server.refusals.counts[what] > 0, what)
 
@@ -153,7 +157,7 @@ def test_a_client_with_keys_talks_to_no_server_without(zmq_context: Context, key
     link = IoThread("peer", "i1", security=of(keys, "trainer"))
     channel = link.channel(server.bind("control", ANY_PORT, CONTROL), "buffer")
     with pytest.raises(RejectedError, match=r"has none, or"):
-        channel.call(Ping(), Pong, timeout_s=REFUSED_S)
+        channel.call(Ping(), Pong, timeout_s=refused_s())
     link.close()
     server.close()
 
@@ -194,7 +198,7 @@ def test_telemetry_is_for_members_to_send_and_for_monitors_to_see(
     for socket in (watcher, spy):
         socket.close(linger=0)
     counts = served.server.refusals.counts
-    assert counts["the generator key from 127.0.0.1 on events_out"] == 1
+    until(lambda: counts["the generator key from 127.0.0.1 on events_out"] == 1, "the spy is told")
     until(lambda: any(what.endswith(" on events_in") for what in list(counts)), "it is counted")
 
 
@@ -344,7 +348,7 @@ def test_buckets_are_for_receivers(
         bench.closers.append(link.close)
         with pytest.raises(RejectedError):
             link.channel(endpoint, "hub", server="weight_hub").call(
-                Ping(), Pong, timeout_s=REFUSED_S
+                Ping(), Pong, timeout_s=refused_s()
             )
     until(lambda: bench.hub.stats()["refused"] >= 2, "both are counted")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -132,6 +133,11 @@ def check_nested(spans: list[Span], slack_s: float) -> None:
             assert span["end"] <= parent["end"] + slack, (span, parent)
 
 
+def batches(process: UpProcess) -> list[int]:
+    """Groups of each batch so far."""
+    return [row["groups"] for row in process.rows() if row["kind"] == "batch"]
+
+
 @contextmanager
 def watching(broker: str, url: str) -> Iterator[subprocess.Popen[str]]:
     """A monitor that sends to `url`."""
@@ -174,6 +180,7 @@ def test_traces_of_a_run_cover_all_stages(
     )
     with watching(process.broker(), collector.url) as monitor:
         process.until(lambda: complete(collector.copy()), "a whole life")
+        process.until(lambda: len(batches(process)) > 3, "batches before the last three")
         process.popen.send_signal(signal.SIGINT)
         assert process.finish()["exit_reason"] == "interrupted", process.lines
         said = ended(monitor)
@@ -185,8 +192,7 @@ def test_traces_of_a_run_cover_all_stages(
     for spans in (*written, *complete(collector.copy())):
         check_nested(spans, slack_s)
     # All are told in full but those of the last steps, whose versions nobody may have loaded.
-    groups = [row["groups"] for row in process.rows() if row["kind"] == "batch"]
-    assert len(written) >= sum(groups[:-3]) > 0
+    assert len(written) >= sum(batches(process)[:-3]) > 0
     services = {span["service"] for spans in written for span in spans}
     assert services == {"buffer", "generator-0", "weight-hub"}
 
@@ -196,9 +202,14 @@ def test_traces_of_a_run_cover_all_stages(
 def test_a_receiver_that_is_down_holds_up_nothing(
     up: Callable[..., UpProcess],  # noqa: F811
 ) -> None:
-    with closing(Collector()) as gone:
-        url = gone.url
     process = up("run.steps=100000", "log.traced_share=1.0")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nobody listens there, nor will
+        check_nothing_waits(process, f"http://127.0.0.1:{taken.getsockname()[1]}")
+
+
+def check_nothing_waits(process: UpProcess, url: str) -> None:
+    """The run goes on while its monitor cannot send to `url`, and both say what they should."""
     with watching(process.broker(), url) as monitor:
         assert monitor.stderr is not None
         complaint = monitor.stderr.readline()  # of the exporter
