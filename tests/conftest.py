@@ -24,12 +24,11 @@ QUIET_TIMEOUT_S = 60.0  # of a test without a mark of its own
 pytest_plugins = ["fakes.fixtures", "fakes.gpu_world", "fakes.keys", "fakes.library_worlds"]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Stretch each test's timeout, which is stated for a quiet machine, by this one's slowness."""
-    for item in items:
-        mark = item.get_closest_marker("timeout")
-        quiet = mark.args[0] if mark is not None else QUIET_TIMEOUT_S
-        item.add_marker(pytest.mark.timeout(seconds(quiet)), append=False)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Stretch the timeout of a test, stated for a quiet machine, by how slow this one is now."""
+    mark = item.get_closest_marker("timeout")
+    quiet = mark.args[0] if mark is not None else QUIET_TIMEOUT_S
+    item.add_marker(pytest.mark.timeout(seconds(quiet)), append=False)
 
 
 @pytest.fixture(scope="session")

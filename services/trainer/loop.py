@@ -151,11 +151,12 @@ class Loop:
             self._row = row
             with self._phase("checkpoint"):
                 self._saver.after(self.version, row)
-            if not self.publish():
-                return False
+            published = self.publish()
             self._profile.end()
             self._report(row)
             self._rollouts.step(self.version, batch.samples)
+            if not published:
+                return False
             self._judge(row)
         return True
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+from fakes.ports import reserved_port
 from fakes.slowness import seconds
 
 from umbra.proto.errors import PeerLostError
@@ -96,7 +97,7 @@ def launch(
 
     With the method `spawn` each is a new process, and has imported nothing.
     """
-    ports = [_reserved_port()]
+    ports = [reserved_port()]
     ports += [ports[0].dup() for _ in range(world - 1)]
     place = {
         **os.environ,
@@ -118,17 +119,6 @@ def launch(
         )
         for rank in range(world)
     ]
-
-
-def _reserved_port() -> socket.socket:
-    """A port that nobody else is given while this is open, and that rank 0 may listen on.
-
-    The kernel lets a socket that may share its address listen beside one that does not listen.
-    """
-    port = socket.socket()
-    port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    port.bind(("127.0.0.1", 0))
-    return port
 
 
 def start(

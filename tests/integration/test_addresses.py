@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 import zmq
+from fakes.ports import reserved_port
 
 from umbra.services.buffer.addresses import Addresses
 from umbra.services.buffer.service import bind
@@ -31,11 +32,12 @@ def test_what_others_are_told(bound: str, advertise: str, told: str) -> None:
     assert reachable(bound, advertise) == told
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody uses now."""
+@pytest.fixture
+def ports() -> Iterator[list[int]]:
+    """That nobody else is given meanwhile."""
     with ExitStack() as stack:
-        taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [server.getsockname()[1] for server in taken]
+        reserved = [stack.enter_context(reserved_port()) for _ in range(4)]
+        yield [port.getsockname()[1] for port in reserved]
 
 
 @contextmanager
@@ -50,8 +52,8 @@ def a_server(incarnation: str) -> Iterator[Server]:
         context.term()
 
 
-def test_the_buffer_binds_the_ports_that_it_is_given() -> None:
-    control, *others = free_ports(4)
+def test_the_buffer_binds_the_ports_that_it_is_given(ports: list[int]) -> None:
+    control, *others = ports
     settings = BufferConfig(ports=(others[0], others[1], others[2]), advertise="node-a")
     addresses = Addresses(MemoryStore())
     for _ in range(2):  # and again when it starts again
@@ -63,8 +65,8 @@ def test_the_buffer_binds_the_ports_that_it_is_given() -> None:
         ]
 
 
-def test_a_port_that_is_given_outranks_the_one_of_before() -> None:
-    data, control = free_ports(2)
+def test_a_port_that_is_given_outranks_the_one_of_before(ports: list[int]) -> None:
+    data, control, *_ = ports
     addresses = Addresses(MemoryStore())
     with a_server("b1") as server:
         _, first = bind(server, f"tcp://127.0.0.1:{control}", BufferConfig(), addresses)

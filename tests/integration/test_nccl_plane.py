@@ -50,13 +50,14 @@ def test_a_late_joiner_fetches_and_is_in_the_next_communicator(gpu_world: GpuWor
     assert len(set(gpu_world.uids)) == 2
 
 
+@pytest.mark.timeout(120)  # it waits for several deadlines
 def test_one_that_hangs_in_init_is_killed_and_the_others_go_on(gpu_world: GpuWorld) -> None:
     """1. gen-1's worker hangs whenever it enters a communicator. 2. Five versions are published.
 
     Result: both get each of them; gen-0 by broadcast as soon as it is known who hangs, gen-1 never;
     when its process is another, and hangs no more, it is in again.
     """
-    gpu_world.start("nccl", deadline_s=seconds(8.0))
+    gpu_world.start("nccl", deadline_s=seconds(6.0))
     publisher = gpu_world.bench.publisher()
     gpu_world.fault("stay-hang-init-gen-1")
     receivers = {name: gpu_world.receiver(name, "nccl") for name in NAMES}

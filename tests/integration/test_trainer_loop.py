@@ -304,6 +304,23 @@ def test_a_stop_leaves_without_committing(
     assert not (tmp_path / "model").exists()
 
 
+def test_a_stop_while_a_slot_is_waited_for_leaves_the_row_of_what_is_committed(
+    directory: Path, start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, slot = World(directory), HubInTest.slot
+
+    def asked_to_stop(hub: HubInTest, version: int, timeout_s: float) -> memoryview:
+        if version == 1:
+            world.stopping.set()
+            raise DeadlineError("stopped while waiting for a slot")
+        return slot(hub, version, timeout_s)
+
+    monkeypatch.setattr(HubInTest, "slot", asked_to_stop)
+    assert start(world) == 0
+    assert world.committed() == [row["step"] for row in rows(tmp_path, "step")] == [1]
+    assert not (tmp_path / "model").exists()
+
+
 @pytest.mark.parametrize("dead_at", [LeaseBatch, CommitBatch])
 def test_a_stop_does_not_wait_for_a_buffer_that_has_ended_too(
     dead_at: type[Message], directory: Path, start: Any, tmp_path: Path

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from fakes.ports import reserved_port
 from fakes.slowness import seconds
 
 from umbra.deploy.preflight import check_one_machine
@@ -30,13 +31,13 @@ KEY = "trainer.rendezvous_timeout_s"
 
 
 @pytest.fixture
-def port(monkeypatch: pytest.MonkeyPatch) -> int:
-    """A free one, where rank 0 is looked for."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        number: int = free.getsockname()[1]
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(number))
-    return number
+def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """One where rank 0 is looked for."""
+    with reserved_port() as reserved:
+        number: int = reserved.getsockname()[1]
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(number))
+        yield number
 
 
 @pytest.fixture
