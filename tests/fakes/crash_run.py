@@ -15,6 +15,7 @@ from pathlib import Path
 
 import zmq
 from fakes.broker_world import trajectory
+from fakes.ports import reserved_port
 from fakes.slowness import seconds
 from fakes.waiting import until
 
@@ -64,17 +65,20 @@ class BufferProcess:
     def __init__(self, folder: Path, config: str = CONFIG) -> None:
         self.folder = folder
         self.kills = 0
+        self._ports = [reserved_port() for _ in range(4)]  # nobody's while it is dead
         (folder / "prompts.jsonl").write_text(
             "".join(json.dumps({"prompt": f"row {n}"}) + "\n" for n in range(1, 51))
         )
         (folder / "run.toml").write_text(config)
-        self.broker = ""
         self.start()
 
     def start(self) -> None:
         """Start it, and wait until it says where it is."""
         read, write = os.pipe()
-        argv = [sys.executable, "-m", "umbra", "buffer", "--config", "run.toml", "--run-dir", "run"]
+        control, *others = (port.getsockname()[1] for port in self._ports)
+        self.broker = f"tcp://127.0.0.1:{control}"
+        own = ("--broker", self.broker, "--set", f"buffer.ports={others}", "--run-dir", "run")
+        argv = [sys.executable, "-m", "umbra", "buffer", "--config", "run.toml", *own]
         with (self.folder / "buffer.log").open("ab") as log:
             self.popen = subprocess.Popen(
                 argv,
@@ -88,9 +92,7 @@ class BufferProcess:
         with os.fdopen(read) as ready:
             line = ready.readline()
         assert line, (self.folder / "buffer.log").read_text()[-2000:]
-        broker = json.loads(line)["broker"]
-        assert self.broker in ("", broker), "it is not where it was"
-        self.broker = broker
+        assert json.loads(line)["broker"] == self.broker, "it is not where it was"
 
     def kill(self) -> None:
         """`kill -9`, in the middle of whatever it does."""
@@ -102,6 +104,8 @@ class BufferProcess:
         """End it for good."""
         self.popen.kill()
         self.popen.wait()
+        for port in self._ports:
+            port.close()
 
 
 class Peer:

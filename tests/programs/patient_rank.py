@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 import torch
+from fakes.slowness import seconds
 
 from umbra.proto.errors import PeerLostError
 from umbra.services.runtime.config import CheckpointConfig, TrainerConfig
@@ -29,7 +30,7 @@ from umbra.services.trainer.pulse import Pulse
 from umbra.services.trainer.ranks import Ranks, join_ranks
 from umbra.services.trainer.shards import ShardSync
 
-TIMEOUT_S = 4.0
+TIMEOUT_S = seconds(2.0)
 
 
 def main(case: str, folder: Path) -> int:

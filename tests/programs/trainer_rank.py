@@ -33,7 +33,7 @@ from umbra.services.runtime.config import TrainerConfig
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.ranks import Ranks, join_ranks
 
-IMPATIENT_S = 1.0  # until a rank that is silent is lost, on a quiet machine
+IMPATIENT_S = 2.0  # until a rank that is silent is lost, on a quiet machine
 
 
 def main(model: Path, folder: Path) -> int:
