@@ -27,11 +27,11 @@ def raises(prompt, completion, row):
 def says_so(prompt, completion, row):
     return "very good"
 """
-RUN = f"""
+RUN = """
 [run]
 name = "test"
 steps = 4
-stop_s = {seconds(7.5)}
+stop_s = {stop_s}
 [model]
 path = "model"
 [data]
@@ -44,8 +44,8 @@ max_tokens = 12
 [buffer]
 group_size = 4
 batch_groups = 4
-lease_s = {seconds(2.5)}
-dead_after_s = {seconds(2.5)}
+lease_s = {lease_s}
+dead_after_s = {lease_s}
 [generator]
 device = "cpu"
 threads = 1
@@ -94,7 +94,8 @@ def project(tmp_path: Path, tiny_model: Path) -> Path:
     rows = [{"prompt": f"say {word}", "word": word} for word in "abcdefgh"]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "tiny_reward.py").write_text(REWARD)
-    (tmp_path / "run.toml").write_text(RUN)
+    run = RUN.format(stop_s=seconds(7.5), lease_s=seconds(2.5))  # by how slow it is now
+    (tmp_path / "run.toml").write_text(run)
     return tmp_path
 
 
