@@ -19,7 +19,6 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("umbra", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("umbra")
 
-TERM_DEADLINE_S = seconds(5.0)
 QUIET_TIMEOUT_S = 60.0  # of a test without a mark of its own
 pytest_plugins = ["fakes.fixtures", "fakes.gpu_world", "fakes.keys", "fakes.library_worlds"]
 
@@ -61,9 +60,10 @@ def zmq_context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
     yield context
     thread = threading.Thread(target=context.term, name="zmq-term", daemon=True)
     thread.start()
-    thread.join(TERM_DEADLINE_S)
+    limit_s = seconds(5.0)
+    thread.join(limit_s)
     if thread.is_alive():
         pytest.fail(
-            f"the ZMQ context did not end within {TERM_DEADLINE_S:g} s: a socket is still open, "
+            f"the ZMQ context did not end within {limit_s:g} s: a socket is still open, "
             "or has a linger time and messages that nobody takes"
         )
