@@ -30,7 +30,7 @@ from umbra.services.trainer.pulse import Pulse
 from umbra.services.trainer.ranks import Ranks, join_ranks
 from umbra.services.trainer.shards import ShardSync
 
-TIMEOUT_S = seconds(2.0)
+TIMEOUT_S = min(10.0, seconds(2.0))  # it is slept through seven times
 
 
 def main(case: str, folder: Path) -> int:
