@@ -103,10 +103,10 @@ class PushProtocol:
 
     @property
     def serving(self) -> dict[str, int]:
-        """By subscribed receiver the version it serves, -1 for none yet."""
+        """By subscribed receiver the version it serves, -1 for none yet; from any thread."""
         return {
             name: receiver.served.version if receiver.served else -1
-            for name, receiver in self._receivers.items()
+            for name, receiver in tuple(self._receivers.items())
         }
 
     def knows(self, peer: HubPeer) -> bool:
