@@ -30,8 +30,6 @@ from umbra.services.runtime.config import TrainerConfig
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.ranks import Ranks, join_ranks
 
-WARM = RowShape(1, 32)
-
 
 def measure(directory: Path, trainer: dict[str, Any], rows: RowShape, ranks: Ranks) -> Any:
     """Bytes that loading and training take at most, weights and all."""
@@ -76,8 +74,8 @@ def main() -> None:
         ranks = Ranks(sharing.rank, world, sharing.store, sharing.timeout_s, pulse=pulse)
         for name, (model, trainer, rows) in cases.items():
             among = sharing if trainer.get("sequence_parallel", 1) > 1 else ranks
-            # Libraries make their own buffers at the first time.
-            measure(folder / "warm", trainer, WARM, among)
+            # Libraries make their own buffers at the first time, and oneDNN code for each shape.
+            measure(folder / "warm", trainer, RowShape(*rows), among)
             found = measure(folder / model, trainer, RowShape(*rows), among)
             text = json.dumps(found)
             (folder / f"{name}.{ranks.rank}.json").write_text(text, encoding="utf-8")
