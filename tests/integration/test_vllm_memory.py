@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # vLLM's own
 ]
 
-SLOTS = 16
+SLOTS = 64  # each gets some hundred tokens, and there is room for two thousand
 CONTEXT = 512
 
 
@@ -41,7 +41,7 @@ def engine(vllm_model_dir: Path) -> Iterator[Engine]:
         "generator.threads=1",
         f"generator.slots={SLOTS}",
         f"generator.max_context={CONTEXT}",
-        "generator.kv_cache_mb=2",
+        "generator.kv_cache_mb=1",
         "generator.engine_args.block_size=32",
     ]
     opened = open_engine(load_config(overrides=overrides, environ={}), "generator-0")

@@ -6,6 +6,7 @@ By `make test-real`, as each starts a vLLM of its own; `test_vllm_engine.py` com
 from pathlib import Path
 
 import pytest
+import torch
 from fakes.architectures import ARCHITECTURES
 from fakes.vllm_models import BOUND, examine, quantized, recorded
 
@@ -16,6 +17,10 @@ pytestmark = [
     pytest.mark.timeout(600),  # starting it takes 20 to 40 s on a machine with nothing else to do
     pytest.mark.filterwarnings("ignore"),  # vLLM's own
 ]
+NEEDS_AMX = pytest.mark.skipif(
+    not torch.cpu._is_amx_tile_supported(),
+    reason="this processor has no AMX, for which vLLM has its one kernel of int8 experts",
+)
 
 
 def test_every_architecture_is_in_the_record() -> None:
@@ -34,7 +39,10 @@ def test_vllm_serves_what_is_published(name: str, tmp_path: Path) -> None:
 @pytest.mark.real
 @pytest.mark.parametrize(
     ("name", "method"),
-    [("qwen3", "fp8_per_channel"), ("qwen3-moe", "int8_per_channel_weight_only")],
+    [
+        ("qwen3", "fp8_per_channel"),
+        pytest.param("qwen3-moe", "int8_per_channel_weight_only", marks=NEEDS_AMX),
+    ],
 )
 def test_what_is_quantized_survives_new_weights(name: str, method: str, tmp_path: Path) -> None:
     """A publish takes logprobs as far from Transformers' as the same weights from disk do."""
