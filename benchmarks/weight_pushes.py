@@ -15,6 +15,7 @@ from weight_links import Links
 from weight_model import Model
 from weight_processes import Role
 
+from umbra.services.runtime.deadline import Deadline
 from umbra.services.runtime.net.io_thread import IoThread
 from umbra.services.runtime.weights.publisher import Publisher
 
@@ -115,13 +116,27 @@ def push_umbra(
             receiver.hear()
         versions = range(passes + WARM_UPS)
         runs = [_push(model, publisher, hub, receivers, version, lr) for version in versions]
-        rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-        sent = {r["version"]: r["wire_bytes"] for r in rows if r["receiver"].endswith("-0")}
+        sent = _sent(metrics, len(runs))
         return [
             replace(run, wire_bytes=sent[version])
             for version, run in enumerate(runs)
             if version >= WARM_UPS
         ]
+
+
+def _sent(metrics: Path, count: int) -> dict[int, int]:
+    """Bytes on the wire to the first receiver by version, when the hub has rows of so many.
+
+    A receiver tells us that it serves a version as soon as it tells the hub.
+    """
+    deadline = Deadline(DEADLINE_S, "no rows of all versions from the hub")
+    while True:
+        rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+        sent = {r["version"]: r["wire_bytes"] for r in rows if r["receiver"].endswith("-0")}
+        if len(sent) == count:
+            return sent
+        deadline.check()
+        time.sleep(0.01)
 
 
 def step(model: Model, lr: float | None) -> float:
