@@ -82,6 +82,21 @@ class GpuWorld:
             look.wait(0.01)
         return self.bench.rows()
 
+    def row_of(self, version: int, receiver: Receiver) -> dict[str, object]:
+        """The hub's row of the only receiver's load of `version`, when there is one.
+
+        Who was dropped may subscribe twice, and then its first word of a load counts no more: so
+        it loads what it is pushed until then, as an engine does.
+        """
+        look = threading.Event()
+        while True:
+            for row in self.bench.rows():
+                if row["version"] == version:
+                    return row
+            if (staged := receiver.poll()) is not None:
+                receiver.committed(staged, 0.0)
+            look.wait(0.01)
+
     def hub_worker(self, plane: str) -> int:
         """Process id of the hub's worker for a plane."""
         return hub_worker(self.bench, plane)

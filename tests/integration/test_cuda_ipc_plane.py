@@ -92,7 +92,7 @@ def test_a_gpu_without_room_is_no_reason_to_stop(gpu_world: GpuWorld) -> None:
         for version in range(2):
             publish(publisher, version)
             load(receiver, version)
-    assert gpu_world.rows(2)[-1]["plane"] == "shm"
+    assert gpu_world.row_of(1, receiver)["plane"] == "shm"
 
 
 def test_memory_that_cannot_be_mapped_is_no_reason_to_stop(
@@ -105,7 +105,7 @@ def test_memory_that_cannot_be_mapped_is_no_reason_to_stop(
     for version in range(2):
         publish(publisher, version)
         load(receiver, version)
-    assert gpu_world.rows(2)[-1]["plane"] == "shm"
+    assert gpu_world.row_of(1, receiver)["plane"] == "shm"
     assert "without plane cuda_ipc from now on: the hub's device memory cannot be" in caplog.text
 
 
@@ -120,7 +120,7 @@ def test_a_hub_without_room_on_its_gpu_names_the_reason(
         publish(publisher, 0)
         load(receiver, 0)
     assert "GPU 0 has no room" in caplog.text
-    assert gpu_world.rows(1)[-1]["plane"] == "shm"
+    assert gpu_world.row_of(0, receiver)["plane"] == "shm"
 
 
 def test_auto_takes_no_large_share_of_a_gpu(
