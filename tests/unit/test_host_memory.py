@@ -74,13 +74,13 @@ def test_one_version_is_staged(host: Host) -> None:
 
 
 def test_an_arena_is_refused_before_memory_is_taken(
-    host: Host, monkeypatch: pytest.MonkeyPatch
+    host: Host, run_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.posix_fallocate", lambda *_: pytest.fail("taken"))
     host.has(2 * SIZE - KIB)
     with pytest.raises(StartupError, match=r"slots of the weights .*set weight_hub.slots = 2"):
-        Arena.create("test-memory", "a", slot_bytes=SIZE, slots=2)
-    assert not list(Path("/dev/shm").glob("umbra-test-memory-*"))
+        Arena.create(run_id, "a", slot_bytes=SIZE, slots=2)
+    assert not list(Path("/dev/shm").glob(f"umbra-{run_id}-*"))
     with pytest.raises(StartupError, match=r"slots of the weights .*set weight_hub.slots = 2"):
         Arena.anonymous(slot_bytes=SIZE, slots=2)
 
