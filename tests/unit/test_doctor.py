@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from fakes.clusters import plan_of
+from fakes.ports import reserved_port
 from fakes.slowness import seconds
 
 from umbra import cli
@@ -304,9 +305,9 @@ def test_each_way_not_to_reach_a_node_has_its_remedy(how: str, remedy: str) -> N
 
 
 def test_ways_not_to_connect(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as gone:
-        port = gone.getsockname()[1]
-    assert nodes.connect("127.0.0.1", port).how == "refused"
+    with reserved_port() as silent:  # where nobody listens
+        port = silent.getsockname()[1]
+        assert nodes.connect("127.0.0.1", port).how == "refused"
     for error, how in (
         (socket.gaierror(-2, "Name or service not known"), "name not resolved"),
         (TimeoutError(), "timed out"),
@@ -351,9 +352,8 @@ def test_versions() -> None:
 
 
 def test_a_listener_greets_and_says_which_ports_it_could_not_have() -> None:
-    with socket.create_server(("", 0)) as other, socket.create_server(("", 0)) as free:
+    with socket.create_server(("", 0)) as other, reserved_port() as free:
         taken, port = other.getsockname()[1], free.getsockname()[1]
-        free.close()
         with nodes.Listener("b", {"torch": "2"}, [taken, port], True) as listener:
             found = nodes.connect("127.0.0.1", port)
             assert listener.taken.keys() == {taken}
