@@ -1,6 +1,8 @@
 """Fixtures and settings that all tests share."""
 
 import os
+import random
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,15 +21,23 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("umbra", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("umbra")
 
+SEED = 0
 QUIET_TIMEOUT_S = 60.0  # of a test without a mark of its own
 pytest_plugins = ["fakes.fixtures", "fakes.gpu_world", "fakes.keys", "fakes.library_worlds"]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Stretch the timeout of a test, stated for a quiet machine, by how slow this one is now."""
+    """Stretch the timeout of a test, stated for a quiet machine, by how slow this one is now.
+
+    And what it draws without a seed of its own is the same in every run: torch begins each process
+    with another seed, and draws go on from those of the tests before.
+    """
     mark = item.get_closest_marker("timeout")
     quiet = mark.args[0] if mark is not None else QUIET_TIMEOUT_S
     item.add_marker(pytest.mark.timeout(seconds(quiet)), append=False)
+    random.seed(0)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(SEED)
 
 
 @pytest.fixture(scope="session")
