@@ -100,10 +100,11 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 @pytest.mark.parametrize("kind", ["Waiting", "Blocking"])
 def test_opening_and_step_have_limits_of_their_own(start: Callable[..., Played], kind: str) -> None:
     """Each is broken with the other's never reached; the sentence names phase, seconds and key."""
-    opening = start(f"slow_env:{kind}", reset_s=0.5, timeout_s=NEVER)
+    limit_s = seconds(0.5)  # in which the next one has to be opened
+    opening = start(f"slow_env:{kind}", reset_s=limit_s, timeout_s=NEVER)
     assert opening.play("a", hangs="reset").error == (
         f"environment slow_env:{kind}: the opening (reset) took longer than "
-        "environments.slow.reset_s = 0.5 s"
+        f"environments.slow.reset_s = {limit_s:g} s"
     )
     assert isinstance(opening.play("b").value, Opening)
     step = start(f"slow_env:{kind}", reset_s=NEVER, timeout_s=0.5)
