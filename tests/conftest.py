@@ -35,7 +35,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     mark = item.get_closest_marker("timeout")
     quiet = mark.args[0] if mark is not None else QUIET_TIMEOUT_S
     item.add_marker(pytest.mark.timeout(seconds(quiet)), append=False)
-    random.seed(0)
+    random.seed(SEED)
     if (torch := sys.modules.get("torch")) is not None:
         torch.manual_seed(SEED)
 
