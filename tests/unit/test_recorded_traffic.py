@@ -113,7 +113,7 @@ def test_a_copy_of_a_trajectory_has_the_ids_of_the_lease() -> None:
 def test_a_buffer_takes_what_members_say(tmp_path: Path) -> None:
     import buffer_load
 
-    row = buffer_load.play(tmp_path / "run", recording(), members=4, rate=0.0, seconds=0.5)
+    row = buffer_load.play(tmp_path / "run", recording(), members=4, rate=0.0, seconds=seconds(0.5))
     assert row["per_s"] > 0 and row["trained_per_s"] >= 0
     assert (row["refused"], row["unanswered"]) == (0, 0)
 
