@@ -66,14 +66,13 @@ class TrainingFlops:
 
     def update(self, micro: MicroBatch) -> float:
         """Of a forward and a backward pass over `micro`: what it feeds, padding left out."""
-        seen = micro.position_ids.double() + 1  # keys that a token attends to
+        seen = micro.position_ids.flatten().double() + 1  # keys that a token attends to
+        if micro.fed is not None:
+            seen = seen[micro.fed]
         pairs = self.attention * seen
         for window, attention in self.windowed:
             pairs += attention * seen.clamp(max=window)
-        if micro.segment is not None:
-            attended = float(pairs[micro.segment >= 0].sum())
-        else:
-            attended = float(pairs.mean()) * micro.tokens
+        attended = float(pairs.sum())
         learned = len(micro.targets)
         return 6 * self.body * micro.tokens + 6 * self.head * learned + 12 * attended
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from fakes.noisy_batch import noisy_trajectories
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
@@ -62,11 +62,17 @@ def test_a_sequence_alone_by_hand(tmp_path: Path) -> None:
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(1, 30), st.integers(0, 3)), min_size=1),
     st.integers(1, 60),
+    st.integers(1, 120),
     st.integers(1, 12),
     st.booleans(),
 )
+@example([(1, 5, 0), (1, 9, 1)], 9, 18, 12, False)  # a sequence in each row, one with padding
 def test_sequences_add_up_to_their_micro_batches(
-    sizes: list[tuple[int, int, int]], pack_tokens: int, window: int, share: bool
+    sizes: list[tuple[int, int, int]],
+    pack_tokens: int,
+    micro_tokens: int,
+    window: int,
+    share: bool,
 ) -> None:
     """However they are packed, with and without a window, prompts shared or not."""
     prompts = {name: prompt for prompt, _, name in sizes}
@@ -87,7 +93,11 @@ def test_sequences_add_up_to_their_micro_batches(
         return priced[-1]
 
     micros = pack(
-        tokens, pack_tokens=pack_tokens, micro_tokens=1, share_prompts=share, cost=counted
+        tokens,
+        pack_tokens=pack_tokens,
+        micro_tokens=micro_tokens,
+        share_prompts=share,
+        cost=counted,
     )
     assert sum(priced) == pytest.approx(sum(cost.update(micro) for micro in micros), rel=1e-12)
 
