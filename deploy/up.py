@@ -36,6 +36,7 @@ from umbra.deploy.stage import (
 from umbra.deploy.summary import RunOutcome, read_status, summarise, write_summary
 from umbra.deploy.trial import try_environment
 from umbra.proto.errors import EXIT_DONE, StartupError, UmbraError
+from umbra.services.buffer.command import NEW_ADDRESS
 from umbra.services.monitor.run_address import RunAddress
 from umbra.services.runtime.config import RunConfig
 from umbra.services.runtime.deadline import Deadline
@@ -86,6 +87,7 @@ class Up:
         self._started = time.monotonic() if started is None else started
         self._outcome: dict[str, Any] = {}
         self._foreman: Foreman | None = None  # of generators, if their number is to be found
+        self._addressed = False  # somebody was told where the buffer is
         self._trained = False  # a step in this life of the run
 
     def run(self) -> dict[str, Any]:
@@ -221,7 +223,10 @@ class Up:
 
     def _spawn(self, program: Program) -> ChildProcess:
         log, environ = self.folder.log(program.name), {**self.environ, **program.environ}
-        return ChildProcess(program.argv, environ=environ, stdout=log, stderr=log)
+        argv = program.argv
+        if program.name == BUFFER and not self._addressed:
+            argv = (*argv, NEW_ADDRESS)  # another process may have the port that a former life had
+        return ChildProcess(argv, environ=environ, stdout=log, stderr=log)
 
     def _start(self, supervisor: Supervisor, progress: Progress) -> None:
         """Start the buffer, and the others once it has said where it is."""
@@ -233,6 +238,7 @@ class Up:
             deadline.check()
             self._turn(supervisor, progress)
         broker = str(facts["broker"])
+        self._addressed = True
         progress.watch(broker, open_security(self.config.security, ["monitor"]))
         RunAddress(broker, self.config.security.keys).write(self.folder.path)
         self._view.say(f"run {self.folder.id}, its buffer at {broker}")

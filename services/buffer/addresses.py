@@ -44,6 +44,10 @@ class Addresses:
         pairs = zip(fresh[1:], bound[1:], strict=True)
         return Bound(bound.control, *(old if new.endswith("*") else new for new, old in pairs))
 
+    def forget(self) -> None:
+        """Bind as a buffer that was nowhere yet."""
+        self._store.delete(KEY)
+
     def keep(self, host: str, endpoints: list[str]) -> None:
         """Remember them for the next start."""
         record = {"host": host, "endpoints": endpoints}

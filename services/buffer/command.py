@@ -6,6 +6,8 @@ import click
 
 from umbra.services.runtime.process.command import Alternative, ServiceContext, service_command
 
+NEW_ADDRESS = "--new-address"
+
 
 def _run(context: ServiceContext) -> int:
     from umbra.services.buffer.service import serve
@@ -28,4 +30,11 @@ command = service_command(
     alternative=Alternative(
         "repair", "Mend a damaged store, say exactly what is dropped, and end.", _repair
     ),
+    options=[
+        click.Option(
+            [NEW_ADDRESS],
+            is_flag=True,
+            help="Port * picks a new port; nobody knows that of this run's last buffer any more.",
+        )
+    ],
 )

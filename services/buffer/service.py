@@ -72,7 +72,10 @@ def serve(context: ServiceContext) -> int:
         zmq_context,
         closing(Server(zmq_context, context.name, incarnation, context.security)) as server,
     ):
-        control, endpoints = bind(server, config.run.broker, config.buffer, Addresses(store))
+        addresses = Addresses(store)
+        if context.options["new_address"]:
+            addresses.forget()
+        control, endpoints = bind(server, config.run.broker, config.buffer, addresses)
         broker = Broker(
             RunState(config, store, prompts, eval_prompts),
             run_id=_run_id(context),

@@ -7,8 +7,10 @@ not: a copy of its folder, whose store has kept them all, is gone on with from s
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -84,6 +86,12 @@ def settings(*words: str) -> list[str]:
     return [part for word in words for part in ("--set", word)]
 
 
+def port_of_buffer(folder: Path) -> int:
+    """Where it listened last."""
+    log = (folder / "logs" / "buffer.log").read_text()
+    return int(re.findall(r"broker tcp://127\.0\.0\.1:(\d+)", log)[-1])
+
+
 def copy_from_the_beginning(folder: Path, parent: Path) -> Path:
     """The run again, with its batches and nothing learned; its buffer waits for a trainer."""
     copy = parent / folder.name
@@ -106,13 +114,15 @@ def copy_from_the_beginning(folder: Path, parent: Path) -> Path:
 def test_a_killed_trainer_learns_the_same(
     project: Path, run: Callable[..., UpProcess], tmp_path: Path
 ) -> None:
-    """1. A run ends well. 2. The same batches, with a trainer that is killed at three moments.
-    Result: the same weights, bit for bit; whichever the moments."""
+    """1. A run ends well. 2. Another process gets the port of its buffer. 3. The same batches, with
+    a trainer that is killed at three moments. Result: the same weights, bit for bit; whichever the
+    moments."""
     whole = run("run.toml", *settings(*SETTINGS))
     whole.finish()
     assert whole.popen.returncode == 0, whole.lines
     folder = whole.run_dir
     expected = weights(folder / "model")
+    stranger = socket.create_server(("127.0.0.1", port_of_buffer(folder)))
     for number, (name, plan) in enumerate(PLANS.items()):
         again = copy_from_the_beginning(folder, tmp_path / f"again-{number}")
         (tmp_path / "plan").write_text("\n".join(plan))
@@ -127,6 +137,7 @@ def test_a_killed_trainer_learns_the_same(
         kept = CheckpointFolder(again / "checkpoints", CheckpointConfig())
         assert kept.steps() == [4, 8, 12, 16, 20]
         assert weights(export_checkpoint(kept.of(STEPS), tmp_path / f"hf-{number}")) == expected
+    stranger.close()
 
 
 @pytest.mark.e2e

@@ -65,6 +65,21 @@ def test_the_buffer_binds_the_ports_that_it_is_given(ports: list[int]) -> None:
         ]
 
 
+def test_the_buffer_comes_back_where_it_was_unless_nobody_knows_that() -> None:
+    """1. A buffer picks its ports. 2. It starts again: the same ones. 3. The others have ended, and
+    another process has the ports; it starts again with a new address: other ones."""
+    addresses = Addresses(MemoryStore())
+    with a_server("b1") as server:
+        first = bind(server, "tcp://127.0.0.1:*", BufferConfig(), addresses)
+    with a_server("b2") as server:
+        assert bind(server, "tcp://127.0.0.1:*", BufferConfig(), addresses) == first
+        addresses.forget()
+        with a_server("b3") as other:
+            control, endpoints = bind(other, "tcp://127.0.0.1:*", BufferConfig(), addresses)
+    told = {control, endpoints.data, endpoints.events_in, endpoints.events_out}
+    assert not told & {first[0], first[1].data, first[1].events_in, first[1].events_out}
+
+
 def test_a_port_that_is_given_outranks_the_one_of_before(ports: list[int]) -> None:
     data, control, *_ = ports
     addresses = Addresses(MemoryStore())
