@@ -35,8 +35,8 @@ from report import Report
 from whole_runs import run
 
 from umbra.deploy.run_folder import RunFolder, read_rows
+from umbra.services.config.loader import load_config
 from umbra.services.generator.replay_model import ReplayModel
-from umbra.services.runtime.config.loader import load_config
 from umbra.services.trainer.make_model import make_model
 
 STEP_S = 5e-3

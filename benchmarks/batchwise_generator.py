@@ -12,13 +12,13 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+from umbra.services.config import RunConfig
 from umbra.services.generator.engine import EngineOutput, EngineRequest
 from umbra.services.generator.engines import OpenEngine, open_replay
 from umbra.services.generator.replay_engine import ReplayEngine
 from umbra.services.generator.service import run
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.process.command import ServiceContext, service_command
-from umbra.services.runtime.process.parent import die_with_parent
+from umbra.services.process.command import ServiceContext, service_command
+from umbra.services.process.parent import die_with_parent
 
 
 class BatchwiseEngine(ReplayEngine):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from umbra.proto.access import KeyRole
-from umbra.services.runtime.config.loader import load_config
-from umbra.services.runtime.net.keys import Security, open_security
+from umbra.proto.net.keys import Security, open_security
+from umbra.services.config.loader import load_config
 
 VARIABLE = "UMBRA_SECURITY__KEYS"
 AUTHENTICATE = "UMBRA_SECURITY__ENCRYPT_WEIGHTS"

@@ -35,10 +35,10 @@ from report import Report, percentile_ms
 from umbra.proto.messages import Status
 from umbra.services.generator.replay_model import ReplayModel
 from umbra.services.monitor.client import StatusClient
-from umbra.services.runtime.process.child import ChildProcess, child_environ, umbra_argv
-from umbra.services.runtime.process.parent import PARENT_PID_VARIABLE
-from umbra.services.runtime.weights.arena import remove_leftovers
+from umbra.services.process.child import ChildProcess, child_environ, umbra_argv
+from umbra.services.process.parent import PARENT_PID_VARIABLE
 from umbra.services.trainer.make_model import command as make_model
+from umbra.services.weights.arena import remove_leftovers
 
 HERE = Path(__file__).parent
 HOSTS = 10

@@ -20,13 +20,13 @@ from pathlib import Path
 
 import noted
 
+from umbra.proto.deadline import Deadline
 from umbra.proto.errors import UmbraError
 from umbra.proto.messages import Status
+from umbra.proto.net.keys import OPEN, Security
 from umbra.services.monitor.client import StatusClient
-from umbra.services.runtime.deadline import Deadline
-from umbra.services.runtime.net.keys import OPEN, Security
-from umbra.services.runtime.process.child import child_environ
-from umbra.services.runtime.process.parent import PARENT_PID_VARIABLE
+from umbra.services.process.child import child_environ
+from umbra.services.process.parent import PARENT_PID_VARIABLE
 
 UMBRA = (sys.executable, "-m", "umbra")
 NOTED = (sys.executable, str(Path(noted.__file__)))

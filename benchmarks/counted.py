@@ -30,8 +30,8 @@ def message() -> Work:
 
     from umbra.proto.codec import Encoder, decode
     from umbra.proto.messages import SubmitTrajectories
-    from umbra.services.runtime.config.loader import load_config
-    from umbra.services.runtime.trajectories import RunFacts, find_fault
+    from umbra.services.config.loader import load_config
+    from umbra.services.config.trajectory_rules import RunFacts, find_fault
 
     encoder, made = Encoder("generator", "i"), SubmitTrajectories(trajectories=[template()])
     facts = RunFacts.of(load_config(environ={}))
@@ -47,7 +47,7 @@ def message() -> Work:
 def store() -> Work:
     """A commit of 16 trajectories of 9 KB to the log, and their end."""
     from umbra.services.buffer.store.log import LogStore
-    from umbra.services.runtime.process.disk import Disk
+    from umbra.services.process.disk import Disk
 
     class NoWait(Disk):
         def sync(self, fd: int) -> None:

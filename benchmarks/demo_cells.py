@@ -18,7 +18,7 @@ from whole_runs import Cell, cpu_idle, run, steady
 
 from umbra.deploy.demo import DEMOS
 from umbra.deploy.run_folder import RunFolder, read_rows
-from umbra.services.runtime.config.loader import load_config
+from umbra.services.config.loader import load_config
 
 FORM = "real"
 CORES = 2  # of the machine that this is for

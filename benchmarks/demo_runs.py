@@ -26,7 +26,7 @@ from whole_runs import steady
 
 from umbra.deploy.demo import RECIPES
 from umbra.deploy.run_folder import RunFolder
-from umbra.services.runtime.process.child import umbra_argv
+from umbra.services.process.child import umbra_argv
 
 SERVICES = ("generator-0", "trainer", "buffer", "weight-hub")
 QUICK_STEPS = 30

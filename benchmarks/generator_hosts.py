@@ -45,11 +45,11 @@ from umbra.proto.records import Manifest, SampleTask, Sampling, Trajectory, pack
 from umbra.services.generator.engine import EngineOutput, EngineRequest
 from umbra.services.generator.replay_engine import ReplayEngine, ReplayTokens
 from umbra.services.generator.replay_model import ReplayModel, read_replay_model
-from umbra.services.runtime.gpu.worker_process import result
-from umbra.services.runtime.planes.shm import ShmReceiver
-from umbra.services.runtime.process.command import allow_connections
-from umbra.services.runtime.process.parent import die_with_parent
-from umbra.services.runtime.weights.arena import shm_host
+from umbra.services.process.command import allow_connections
+from umbra.services.process.parent import die_with_parent
+from umbra.services.weights.arena import shm_host
+from umbra.services.weights.gpu.worker_process import result
+from umbra.services.weights.planes.shm import ShmReceiver
 
 PROMPT = [7] * 200
 NOTHING = Manifest(tensors=[], buckets=[], total_bytes=0, digest="")

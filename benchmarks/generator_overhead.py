@@ -32,6 +32,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from report import Report
 
+from umbra.proto.deadline import LEAST_RATE, Pace
 from umbra.proto.messages import (
     LeaseSamples,
     Message,
@@ -41,6 +42,7 @@ from umbra.proto.messages import (
     SubmitTrajectories,
 )
 from umbra.proto.records import SampleTask, Sampling
+from umbra.services.config import EnvironmentConfig, GeneratorConfig
 from umbra.services.environments.pool import open_pool
 from umbra.services.generator.activity import Activity
 from umbra.services.generator.buffer_client import BufferClient
@@ -54,12 +56,10 @@ from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_model, load_tokenizer, outline_model
 from umbra.services.modeling.weights import tensors_in
-from umbra.services.runtime.config import EnvironmentConfig, GeneratorConfig
-from umbra.services.runtime.deadline import LEAST_RATE, Pace
-from umbra.services.runtime.process.metrics import MetricsFile
-from umbra.services.runtime.weights.manifest import build_manifest
-from umbra.services.runtime.weights.memory import private_memory
+from umbra.services.process.metrics import MetricsFile
 from umbra.services.trainer.make_model import make_model
+from umbra.services.weights.manifest import build_manifest
+from umbra.services.weights.memory import private_memory
 
 LONGEST = 256
 CONTEXT = 320

@@ -29,9 +29,9 @@ from chaos_run import DemoRun
 from report import Report
 
 from umbra.deploy.toml import to_toml
+from umbra.proto.deadline import Deadline
+from umbra.services.config.loader import as_dict, load_config
 from umbra.services.generator.tasks import write_task
-from umbra.services.runtime.config.loader import as_dict, load_config
-from umbra.services.runtime.deadline import Deadline
 from umbra.services.trainer.make_model import make_model
 
 DEMO = Path(__file__).resolve().parents[1] / "examples" / "sort.toml"

@@ -42,11 +42,11 @@ from report import Report
 
 from umbra.deploy.toml import to_toml
 from umbra.proto.access import KEY_ROLES, may_send
+from umbra.proto.deadline import Deadline
 from umbra.proto.messages import TYPES, Join, Ping, StatusRequest
+from umbra.proto.net.keys import Security, load_keys, make_keys
 from umbra.services.buffer.samples.pool import REMEMBERED
-from umbra.services.runtime.config.loader import as_dict, load_config
-from umbra.services.runtime.deadline import Deadline
-from umbra.services.runtime.net.keys import Security, load_keys, make_keys
+from umbra.services.config.loader import as_dict, load_config
 
 DEMO = Path(__file__).resolve().parents[1] / "examples" / "sort.toml"
 ENDLESS = 100_000  # steps: it is gone on with to fewer in the end

@@ -47,9 +47,9 @@ from umbra.proto.messages import (
     SubmitTrajectories,
     Subscribe,
 )
+from umbra.proto.net.keys import Security, load_keys, make_keys
 from umbra.proto.records import Sampling, pack_float32, pack_int32
-from umbra.services.runtime.net.keys import Security, load_keys, make_keys
-from umbra.services.runtime.weights.manifest import build_manifest
+from umbra.services.weights.manifest import build_manifest
 
 GREETING = b"\xff" + b"\0" * 8 + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + b"\0" * 32
 RUBBISH = (b"GET / HTTP/1.1\r\n\r\n", GREETING[:40], GREETING + b"x" * 4096, b"")

@@ -26,8 +26,8 @@ from report import Report
 from snapshot_memory import memory, reset_peak
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
+from umbra.services.config import TrainerConfig
 from umbra.services.modeling.models import outline_weights, read_weights
-from umbra.services.runtime.config import TrainerConfig
 from umbra.services.trainer.filling import place, read
 from umbra.services.trainer.ranks import Ranks
 from umbra.services.trainer.sharding import decoder_layers, shard

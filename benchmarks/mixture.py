@@ -31,8 +31,8 @@ from report import Report, spread, text
 from whole_runs import steady
 
 from umbra.deploy.run_folder import RunFolder, read_rows
+from umbra.services.config.loader import load_config
 from umbra.services.environments.gym import ReasoningGym
-from umbra.services.runtime.config.loader import load_config
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "reasoning-gym"
 ENVIRONMENTS = ("sums", "spelling", "equations")

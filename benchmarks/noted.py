@@ -147,7 +147,7 @@ def main() -> int:
 
         generator.BufferClient = noting_client()
     if sys.argv[1:2] == ["trainer"]:
-        from umbra.services.runtime.process.command import service_command
+        from umbra.services.process.command import service_command
         from umbra.services.trainer.service import run
         from umbra.services.trainer.update import PolicyUpdate
 
@@ -157,7 +157,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    from umbra.services.runtime.process.parent import die_with_parent
+    from umbra.services.process.parent import die_with_parent
 
     die_with_parent()
     sys.exit(main())

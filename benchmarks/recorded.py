@@ -24,9 +24,9 @@ from whole_runs import Cell, run
 from umbra.proto.codec import Encoder, decode
 from umbra.proto.messages import Heartbeat, Join, LeaseSamples, SubmitTrajectories
 from umbra.proto.records import VersionSpan
+from umbra.services.config import RunConfig
+from umbra.services.config.loader import load_config
 from umbra.services.generator.replay_model import ReplayModel
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config.loader import load_config
 
 VARIABLE = "UMBRA_BENCH_FRAMES"
 RECORDED = (Join, Heartbeat, LeaseSamples, SubmitTrajectories)
@@ -172,7 +172,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from umbra.services.runtime.process.parent import die_with_parent
+    from umbra.services.process.parent import die_with_parent
 
     die_with_parent()
     main()

@@ -32,7 +32,7 @@ import plot_scale
 import plot_staleness
 from report import text
 
-from umbra.services.runtime.tables import markdown
+from umbra.services.reporting.tables import markdown
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -21,9 +21,9 @@ from click.testing import CliRunner
 from whole_runs import Cell, Steady, cpu_idle, run, steady
 
 from umbra.deploy.run_folder import RunFolder, read_rows
+from umbra.services.config.loader import load_config
 from umbra.services.generator.replay_model import ReplayDecoder, ReplayModel
 from umbra.services.generator.tasks import write_task
-from umbra.services.runtime.config.loader import load_config
 from umbra.services.trainer.make_model import command as make_model
 
 FORM = "replay"

@@ -23,9 +23,9 @@ from whole_runs import run
 
 from umbra.deploy.demo import DEMOS
 from umbra.deploy.run_folder import RunFolder, read_rows
+from umbra.services.config.loader import load_config
 from umbra.services.generator.replay_fit import fit_run
 from umbra.services.generator.tasks import write_task
-from umbra.services.runtime.config.loader import load_config
 from umbra.services.trainer.make_model import command as make_model
 
 GOAL = 0.1

@@ -45,8 +45,8 @@ from umbra.proto.messages import (
     Welcome,
 )
 from umbra.proto.version import PROTOCOL_MAJOR, PROTOCOL_MINOR
-from umbra.services.runtime.process.command import allow_connections
-from umbra.services.runtime.process.parent import die_with_parent
+from umbra.services.process.command import allow_connections
+from umbra.services.process.parent import die_with_parent
 
 JOINING = 64  # members at once
 JOIN_S = 120.0

@@ -20,8 +20,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from umbra.services.runtime.numbers import number
-from umbra.services.runtime.tables import aligned
+from umbra.services.reporting.numbers import number
+from umbra.services.reporting.tables import aligned
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,

@@ -25,14 +25,14 @@ from report import Report, spread
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
 from umbra.proto.records import Manifest, Sampling, Trajectory, pack_float32, pack_int32
+from umbra.services.config.loader import load_config
 from umbra.services.generator.engine import EngineOutput, EngineRequest
 from umbra.services.generator.torch_engine import TorchEngine
-from umbra.services.runtime.config.loader import load_config
-from umbra.services.runtime.weights.manifest import build_manifest
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
 from umbra.services.trainer.update import PolicyUpdate
+from umbra.services.weights.manifest import build_manifest
 
 VOCABULARY, PROMPT, LENGTH, GROUPS, SIZE = 64, 4, 12, 4, 8
 LAST = 10  # steps at the end whose mean reward is a run's

@@ -25,7 +25,7 @@ from report import Report
 from weight_model import Model
 from weight_pushes import Pushed, push_umbra
 
-from umbra.services.runtime.net.keys import make_keys
+from umbra.proto.net.keys import make_keys
 
 MIB = 1 << 20
 WAYS = ("plain", "CURVE")

@@ -26,8 +26,8 @@ from report import Report
 from snapshot_memory import memory, reset_peak
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from umbra.services.config import TrainerConfig
 from umbra.services.modeling.scorer import Scorer
-from umbra.services.runtime.config import TrainerConfig
 from umbra.services.trainer.ranks import join_ranks
 
 MIB = 1 << 20

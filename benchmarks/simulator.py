@@ -44,7 +44,7 @@ from umbra.deploy.simulator.tables import (
     Tables,
     TrainingSpeed,
 )
-from umbra.services.runtime.config.loader import load_config
+from umbra.services.config.loader import load_config
 
 GOAL = 0.10
 SYNCS = 200

@@ -30,9 +30,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from umbra.services.runtime.weights.arena import Arena
-from umbra.services.runtime.weights.manifest import build_manifest
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
+from umbra.services.weights.arena import Arena
+from umbra.services.weights.manifest import build_manifest
 
 MIB = 1 << 20
 WIDTH, LAYERS = 1024, 8

@@ -34,7 +34,7 @@ from warm_process import warm_up
 
 from umbra.deploy import stage
 from umbra.deploy.demo import DEMOS, HELDOUT, RECIPES
-from umbra.services.runtime.process.child import umbra_argv
+from umbra.services.process.child import umbra_argv
 
 RUN_LIMIT_S = 900.0
 SAMPLES = 2048  # of an accuracy: a standard error of 0.01

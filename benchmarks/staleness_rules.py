@@ -36,15 +36,15 @@ from staleness_cells import MINIBATCH_RATE, PLANS, SAME
 
 from umbra.deploy.demo import DEMOS
 from umbra.proto.records import SampleTask, Trajectory
+from umbra.services.config import RunConfig
+from umbra.services.config.loader import load_config
+from umbra.services.config.trajectory_rules import sampling_of
 from umbra.services.generator.pools import open_environments
 from umbra.services.generator.rollout import RolloutSettings
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer, stop_ids
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config.loader import load_config
-from umbra.services.runtime.trajectories import sampling_of
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.objectives.objective import (

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from umbra.proto.records import Score, ScoringTask
-from umbra.services.runtime.process.command import ServiceContext, service_command
-from umbra.services.runtime.process.parent import die_with_parent
+from umbra.services.process.command import ServiceContext, service_command
+from umbra.services.process.parent import die_with_parent
 from umbra.services.scorer.loop import ScorerLoop
 
 INT32 = 4  # bytes of a token

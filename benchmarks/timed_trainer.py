@@ -18,9 +18,9 @@ from functools import partial
 import torch
 from noted import noting
 
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.process.command import ServiceContext, service_command
-from umbra.services.runtime.process.parent import die_with_parent
+from umbra.services.config import RunConfig
+from umbra.services.process.command import ServiceContext, service_command
+from umbra.services.process.parent import die_with_parent
 from umbra.services.trainer.batch import TrainBatch
 from umbra.services.trainer.critic import LearnedCritic
 from umbra.services.trainer.learner import Learner

@@ -31,8 +31,8 @@ from typing import Any
 
 import counted
 
-from umbra.services.runtime.numbers import number
-from umbra.services.runtime.tables import aligned
+from umbra.services.reporting.numbers import number
+from umbra.services.reporting.tables import aligned
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"

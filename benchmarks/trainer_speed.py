@@ -46,9 +46,9 @@ from transformers import (
 )
 
 from umbra.proto.records import Sampling, Trajectory, VersionSpan, pack_float32, pack_int32
+from umbra.services.config import RunConfig
+from umbra.services.config.loader import load_config
 from umbra.services.modeling.packing import pack
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config.loader import load_config
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.make_model import make_model, make_tokenizer

@@ -33,11 +33,11 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from whole_runs import Cell
 
 from umbra.deploy.demo import DEMOS
+from umbra.services.config import RunConfig
+from umbra.services.config.loader import load_config
 from umbra.services.environments.guess import Guess
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import stop_ids
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config.loader import load_config
 from umbra.services.trainer.learner import learning_rate
 from umbra.services.trainer.policy import load_policy
 

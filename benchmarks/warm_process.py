@@ -16,7 +16,7 @@ from subprocess import DEVNULL
 from typing import NoReturn
 
 from umbra.deploy import stage, up
-from umbra.services.runtime.process.child import ChildProcess, Output
+from umbra.services.process.child import ChildProcess, Output
 
 IMPORTS = (
     "accelerate",

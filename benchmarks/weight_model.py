@@ -16,8 +16,8 @@ from torch import nn
 
 from umbra.proto.records import Manifest
 from umbra.services.modeling.weights import WeightTable, tensors_in
-from umbra.services.runtime.weights.manifest import build_manifest
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
+from umbra.services.weights.manifest import build_manifest
 
 TENSORS = 300
 SERVED = "bfloat16"

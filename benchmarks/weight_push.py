@@ -61,8 +61,8 @@ from weight_tables import (
     summarise,
 )
 
-from umbra.services.runtime.process.child import TUNABLES, with_fast_copies
-from umbra.services.runtime.process.host_memory import available_bytes
+from umbra.services.process.child import TUNABLES, with_fast_copies
+from umbra.services.process.host_memory import available_bytes
 
 OURS: dict[str, tuple[str, str, float | None]] = {
     SHM: ("shm", "off", None),

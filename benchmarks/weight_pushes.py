@@ -15,9 +15,9 @@ from weight_links import Links
 from weight_model import Model
 from weight_processes import Role
 
-from umbra.services.runtime.deadline import Deadline
-from umbra.services.runtime.net.io_thread import IoThread
-from umbra.services.runtime.weights.publisher import Publisher
+from umbra.proto.deadline import Deadline
+from umbra.proto.net.io_thread import IoThread
+from umbra.services.weights.publisher import Publisher
 
 DEADLINE_S = 600.0
 WARM_UPS = 2  # versions before those that count, of every method

@@ -24,15 +24,15 @@ from bench_keys import SOCKET, security_of
 from safetensors.torch import load_file
 from weight_model import Model
 
-from umbra.services.runtime.config import WeightHubConfig as HubConfig
-from umbra.services.runtime.net.io_thread import IoThread
-from umbra.services.runtime.net.server import Server
-from umbra.services.runtime.planes.bucket_server import BucketServer
-from umbra.services.runtime.planes.receiving import StagedPlanes
-from umbra.services.runtime.process.metrics import MetricsFile
-from umbra.services.runtime.weights.receiver import Receiver
+from umbra.proto.net.io_thread import IoThread
+from umbra.proto.net.server import Server
+from umbra.services.config import WeightHubConfig as HubConfig
+from umbra.services.process.metrics import MetricsFile
 from umbra.services.weight_hub.relay import Relay
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
+from umbra.services.weights.planes.bucket_server import BucketServer
+from umbra.services.weights.planes.receiving import StagedPlanes
+from umbra.services.weights.receiver import Receiver
 
 DEADLINE_S = 600.0
 GLOO_BUCKET = 64 << 20

@@ -38,7 +38,7 @@ from whole_runs import run
 
 from umbra.deploy.demo import DEMOS
 from umbra.deploy.run_folder import read_rows
-from umbra.services.runtime.config.loader import load_config
+from umbra.services.config.loader import load_config
 
 CORES = 2  # of the machine that this is for
 TASK = "sort"

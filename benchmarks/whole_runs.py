@@ -14,9 +14,9 @@ from umbra.deploy.overlap import Interval, clip, merge, total
 from umbra.deploy.programs import other_programs
 from umbra.deploy.run_folder import RunFolder, read_rows
 from umbra.deploy.up import Up
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.process.signals import SignalCounter
-from umbra.services.runtime.process.supervisor import Program
+from umbra.services.config import RunConfig
+from umbra.services.process.signals import SignalCounter
+from umbra.services.process.supervisor import Program
 
 HERE = Path(__file__).parent
 

@@ -18,11 +18,11 @@ from umbra.deploy.run_folder import RunFolder
 from umbra.deploy.shown import shown_command, shown_path
 from umbra.proto.bounds import printable
 from umbra.proto.errors import EXIT_DONE, UsageError
+from umbra.services.config import RunConfig
+from umbra.services.config.loader import config_of, load_config
+from umbra.services.modeling.hub import is_hub_name
+from umbra.services.modeling.model_directory import TOKENIZER_FILES, check_model_dir
 from umbra.services.monitor.run_address import find_run
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config.loader import config_of, load_config
-from umbra.services.runtime.model.directory import TOKENIZER_FILES, check_model_dir
-from umbra.services.runtime.model.hub import is_hub_name
 
 if TYPE_CHECKING:
     from umbra.services.generator.talk import Talk

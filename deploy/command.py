@@ -31,16 +31,16 @@ from umbra.deploy.trial import try_aside
 from umbra.deploy.up import Up
 from umbra.proto.errors import ERROR_PREFIX, EXIT_DONE, UsageError
 from umbra.services.buffer.data.sources import first_rows
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config.cautions import cautions
-from umbra.services.runtime.config.feasibility import implied_staleness
-from umbra.services.runtime.config.loader import as_dict, load_config, load_tree
-from umbra.services.runtime.config.objective_rules import implied
-from umbra.services.runtime.learning_rate import after_extension
-from umbra.services.runtime.model.hub import is_hub_name, missing_bytes
-from umbra.services.runtime.numbers import size
-from umbra.services.runtime.process.signals import SignalCounter
-from umbra.services.runtime.prompts.download import shown
+from umbra.services.config import RunConfig
+from umbra.services.config.cautions import cautions
+from umbra.services.config.feasibility import implied_staleness
+from umbra.services.config.learning_rate import after_extension
+from umbra.services.config.loader import as_dict, load_config, load_tree
+from umbra.services.config.objective_rules import implied
+from umbra.services.modeling.hub import is_hub_name, missing_bytes
+from umbra.services.process.signals import SignalCounter
+from umbra.services.prompts.download import shown
+from umbra.services.reporting.numbers import size
 
 SIGNALLED = 128  # exit codes above it are of signals
 

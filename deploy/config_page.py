@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from umbra.services.runtime.config.describe import (
+from umbra.services.config.describe import (
     READERS,
     WITH_FLAGS,
     Described,
@@ -12,7 +12,7 @@ from umbra.services.runtime.config.describe import (
     related,
     section_summary,
 )
-from umbra.services.runtime.config.loader import ENVIRONMENTS
+from umbra.services.config.loader import ENVIRONMENTS
 
 HEAD = """# Every key of a run file
 

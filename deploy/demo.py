@@ -20,10 +20,10 @@ from umbra.deploy.stage import StageInterrupted, last_said, run_stage
 from umbra.deploy.toml import to_toml
 from umbra.deploy.up import Up
 from umbra.proto.errors import EXIT_DONE
+from umbra.services.config.loader import as_dict, load_config
 from umbra.services.generator.tasks import write_task
-from umbra.services.runtime.config.loader import as_dict, load_config
-from umbra.services.runtime.process.child import child_environ
-from umbra.services.runtime.process.signals import SignalCounter
+from umbra.services.process.child import child_environ
+from umbra.services.process.signals import SignalCounter
 
 DEMOS = Path(__file__).parent / "demos"
 

@@ -15,9 +15,9 @@ import click
 from umbra._version import __version__
 from umbra.proto.errors import EXIT_DONE
 from umbra.proto.version import PROTOCOL_MAJOR, PROTOCOL_MINOR
-from umbra.services.runtime.planes.choice import PLANES
-from umbra.services.runtime.tables import facts
-from umbra.services.runtime.weights.arena import SHM
+from umbra.services.reporting.tables import facts
+from umbra.services.weights.arena import SHM
+from umbra.services.weights.planes.choice import PLANES
 
 PACKAGES = (
     "pyzmq", "cryptography", "msgpack", "msgspec", "xxhash", "click", "rich", "torch",

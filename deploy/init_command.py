@@ -14,8 +14,8 @@ import click
 from umbra.deploy.init_files import MACHINES, PROMPTS, REWARD, REWARDS, Machine, run_file
 from umbra.deploy.shown import shown_command, shown_path
 from umbra.proto.errors import EXIT_DONE, UsageError
-from umbra.services.runtime.model.hub import is_hub_name
-from umbra.services.runtime.prompts.readers import DATASETS, is_elsewhere
+from umbra.services.modeling.hub import is_hub_name
+from umbra.services.prompts.readers import DATASETS, is_elsewhere
 
 RUN_FILE, REWARD_FILE, PROMPTS_FILE = "run.toml", "reward.py", "prompts.jsonl"
 DEVICES = Path("/dev")

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 import click
 
 from umbra.proto.errors import UsageError
-from umbra.services.runtime.process.child import describe_exit, own_exit_code, with_fast_copies
-from umbra.services.runtime.process.parent import PARENT_PID_VARIABLE, READY_FD_VARIABLE
-from umbra.services.runtime.process.signals import SignalCounter
-from umbra.services.runtime.process.supervisor import FINAL_CODES, RestartPolicy
+from umbra.services.process.child import describe_exit, own_exit_code, with_fast_copies
+from umbra.services.process.parent import PARENT_PID_VARIABLE, READY_FD_VARIABLE
+from umbra.services.process.signals import SignalCounter
+from umbra.services.process.supervisor import FINAL_CODES, RestartPolicy
 
 LOOK_S = 0.2
 # Twenty pauses take a quarter of an hour: a node may be away for so long.

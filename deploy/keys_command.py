@@ -8,8 +8,8 @@ import click
 
 from umbra.proto.access import KEY_ROLES, KeyRole
 from umbra.proto.errors import EXIT_DONE
-from umbra.services.runtime.config import RunSection
-from umbra.services.runtime.net.keys import FOLDER, SECRET, make_keys
+from umbra.proto.net.keys import FOLDER, SECRET, make_keys
+from umbra.services.config import RunSection
 
 
 @click.command()

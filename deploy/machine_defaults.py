@@ -18,10 +18,10 @@ from umbra.deploy.doctor.machine import Gpus, driver_version
 from umbra.deploy.estimate.items import first_gpu, kind_of
 from umbra.deploy.estimate.share import GpuShares, ShareRequest
 from umbra.proto.errors import StartupError, UmbraError, UsageError
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config.loader import as_dict, given_keys
-from umbra.services.runtime.model.architectures import read_config
-from umbra.services.runtime.model.directory import directory_of
+from umbra.services.config import RunConfig
+from umbra.services.config.loader import as_dict, given_keys
+from umbra.services.modeling.architectures import read_config
+from umbra.services.modeling.model_directory import directory_of
 
 MOST_CONTEXT = 8192  # of a model that could take more: longer answers are asked for by name
 PATIENCE_S = 1800.0  # for an answer of another process, which ends itself far earlier

@@ -12,10 +12,10 @@ from collections.abc import Callable
 import msgspec
 
 from umbra.proto.errors import UsageError
-from umbra.services.runtime.config import ModelConfig, RunConfig
-from umbra.services.runtime.model.hub import HubName, in_cache, is_hub_name, looks_like_name, pin
-from umbra.services.runtime.prompts.download import shown
-from umbra.services.runtime.prompts.readers import is_elsewhere, pin_source
+from umbra.services.config import ModelConfig, RunConfig
+from umbra.services.modeling.hub import HubName, in_cache, is_hub_name, looks_like_name, pin
+from umbra.services.prompts.download import shown
+from umbra.services.prompts.readers import is_elsewhere, pin_source
 
 
 def pinned(config: RunConfig, say: Callable[[str], None], *, asked: str = "") -> RunConfig:

@@ -13,26 +13,26 @@ from umbra.deploy.pinning import is_pinned
 from umbra.proto.access import KeyRole
 from umbra.proto.errors import UsageError
 from umbra.proto.messages import Role
+from umbra.proto.net.keys import FOLDER, open_security
 from umbra.proto.sockets import check_address, check_port_free
 from umbra.services.buffer.data.sources import open_prompts
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config.feasibility import check_feasible
-from umbra.services.runtime.config.generation import ENVIRONMENT
-from umbra.services.runtime.model.architectures import (
+from umbra.services.config import RunConfig
+from umbra.services.config.feasibility import check_feasible
+from umbra.services.config.generation import ENVIRONMENT
+from umbra.services.modeling.architectures import (
     check_architecture,
     check_experts,
     check_heads,
     read_config,
 )
-from umbra.services.runtime.model.directory import check_model_dir
-from umbra.services.runtime.model.hub import (
+from umbra.services.modeling.hub import (
     is_hub_name,
     mend_cache,
     missing_bytes,
     refuse_misspelt,
 )
-from umbra.services.runtime.net.keys import FOLDER, open_security
-from umbra.services.runtime.prompts.readers import placed, read_source
+from umbra.services.modeling.model_directory import check_model_dir
+from umbra.services.prompts.readers import placed, read_source
 
 
 def resolve_paths(

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 
 from umbra.deploy.run_folder import RunFolder
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.process.child import umbra_argv
-from umbra.services.runtime.process.supervisor import Program, RestartPolicy
+from umbra.services.config import RunConfig
+from umbra.services.process.child import umbra_argv
+from umbra.services.process.supervisor import Program, RestartPolicy
 
 TRAINER_RESTARTS = 3  # each repeats the steps since its last checkpoint
 

@@ -8,9 +8,9 @@ import threading
 from umbra.deploy.run_folder import LineFollower, RunFolder
 from umbra.proto.errors import UmbraError
 from umbra.proto.messages import Status
+from umbra.proto.net.keys import Security
 from umbra.services.monitor.client import StatusClient
-from umbra.services.runtime.net.keys import Security
-from umbra.services.runtime.process.metrics import parse_row
+from umbra.services.process.metrics import parse_row
 
 POLL_S = 0.5
 ANSWER_S = 2.0

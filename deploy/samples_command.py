@@ -14,8 +14,8 @@ from umbra.deploy.rollouts import Rollout, as_text, read_rollouts
 from umbra.deploy.run_folder import RunFolder
 from umbra.proto.bounds import printable
 from umbra.proto.errors import EXIT_DONE, UsageError
+from umbra.services.config.loader import load_config
 from umbra.services.monitor.run_address import find_run
-from umbra.services.runtime.config.loader import load_config
 
 
 @click.command()

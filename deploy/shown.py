@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from umbra.services.runtime.config import RunSection
+from umbra.services.config import RunSection
 
 COLUMNS = 80  # that a terminal has at least
 

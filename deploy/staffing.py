@@ -14,9 +14,9 @@ from pathlib import Path
 from statistics import mean
 
 from umbra.proto.messages import Member, Status
-from umbra.services.runtime.figures import busy, idle_causes
-from umbra.services.runtime.process.host_memory import available_bytes
-from umbra.services.runtime.process.supervisor import Program
+from umbra.services.process.host_memory import available_bytes
+from umbra.services.process.supervisor import Program
+from umbra.services.reporting.figures import busy, idle_causes
 
 WAITS = 0.1  # share of the trainer's time for batches, from which on generation is the bottleneck
 BUSY = 0.8  # share of the generators' time, below which another one would have nothing to do

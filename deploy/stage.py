@@ -12,13 +12,13 @@ from typing import Any
 
 from umbra.deploy.run_folder import RunFolder, last_lines
 from umbra.proto.errors import ERROR_PREFIX, UmbraError
-from umbra.services.runtime.process.child import (
+from umbra.services.process.child import (
     ChildError,
     ChildProcess,
     describe_exit,
     own_exit_code,
 )
-from umbra.services.runtime.process.signals import SignalCounter
+from umbra.services.process.signals import SignalCounter
 
 POLL_S = 0.02
 Waiting = Callable[[], None]  # called again and again while a stage runs

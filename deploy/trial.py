@@ -11,11 +11,11 @@ import msgspec
 from umbra.deploy.run_folder import CHECK, RunFolder
 from umbra.deploy.stage import StageInterrupted, Waiting, run_stage
 from umbra.services.buffer.data.sources import first_rows
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config.loader import to_json
-from umbra.services.runtime.process.child import ChildError, child_environ
-from umbra.services.runtime.process.disk import DISK, READABLE_MODE
-from umbra.services.runtime.process.signals import SignalCounter
+from umbra.services.config import RunConfig
+from umbra.services.config.loader import to_json
+from umbra.services.process.child import ChildError, child_environ
+from umbra.services.process.disk import DISK, READABLE_MODE
+from umbra.services.process.signals import SignalCounter
 
 
 def try_environment(

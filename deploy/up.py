@@ -35,17 +35,17 @@ from umbra.deploy.stage import (
 )
 from umbra.deploy.summary import RunOutcome, read_status, summarise, write_summary
 from umbra.deploy.trial import try_environment
+from umbra.proto.deadline import Deadline
 from umbra.proto.errors import EXIT_DONE, StartupError, UmbraError
+from umbra.proto.net.keys import open_security
 from umbra.services.buffer.command import NEW_ADDRESS
+from umbra.services.config import RunConfig
 from umbra.services.monitor.run_address import RunAddress
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.deadline import Deadline
-from umbra.services.runtime.net.keys import open_security
-from umbra.services.runtime.process.child import ChildError, ChildProcess, child_environ
-from umbra.services.runtime.process.disk import DISK, READABLE_MODE
-from umbra.services.runtime.process.signals import SignalCounter
-from umbra.services.runtime.process.supervisor import Program, Supervisor
-from umbra.services.runtime.weights.arena import remove_leftovers
+from umbra.services.process.child import ChildError, ChildProcess, child_environ
+from umbra.services.process.disk import DISK, READABLE_MODE
+from umbra.services.process.signals import SignalCounter
+from umbra.services.process.supervisor import Program, Supervisor
+from umbra.services.weights.arena import remove_leftovers
 
 POLL_S = 0.05
 START_S = 60.0  # for the buffer to bind; a store has to be opened, prompts to be read

@@ -41,7 +41,7 @@ class Curve:
     """CURVE keys of one end of connections, 40 characters of Z85 each.
 
     The connecting end names the server that it expects; a binding one has `domain`, by which its
-    allow-list is asked (`services/runtime/net/zap.py`), and takes in nobody while there is no list.
+    allow-list is asked (`proto/net/zap.py`), and takes in nobody while there is no list.
     """
 
     public: bytes

@@ -47,8 +47,8 @@ from umbra.proto.messages import (
     SubmitTrajectories,
 )
 from umbra.proto.records import SampleTask
-from umbra.services.runtime.weights import delta
-from umbra.services.runtime.weights.manifest import build_manifest
+from umbra.services.weights import delta
+from umbra.services.weights.manifest import build_manifest
 
 GOLDEN = Path(__file__).resolve().parents[1] / "tests" / "golden" / "frames.json"
 SMALL = 600  # bytes of a message to begin with

@@ -41,30 +41,30 @@ from umbra.services.buffer.store.record_format import (
 from umbra.services.buffer.store.run_mark import NAME as MARK
 from umbra.services.buffer.store.run_mark import read_mark
 from umbra.services.buffer.store.segments import Replay, segment_path
+from umbra.services.config.trajectory_rules import RunFacts, find_fault
 from umbra.services.environments.tools import parse_tool_calls
 from umbra.services.generator.agents.calls import CallRules, read_chat, read_text
 from umbra.services.generator.agents.errors import ApiError
 from umbra.services.generator.agents.messages_api import read_messages
 from umbra.services.generator.agents.responses_api import read_responses
 from umbra.services.monitor.feed import Feed
-from umbra.services.runtime.planes.assembly import Assembly, Holdings, SequentialAssembly
-from umbra.services.runtime.process.jsonl import read_jsonl
-from umbra.services.runtime.process.metrics import parse_row
-from umbra.services.runtime.trajectories import RunFacts, find_fault
-from umbra.services.runtime.weights import delta
-from umbra.services.runtime.weights import manifest as layouts
-from umbra.services.runtime.weights.manifest import (
+from umbra.services.process.jsonl import read_jsonl
+from umbra.services.process.metrics import parse_row
+from umbra.services.trainer.batch import make_batch
+from umbra.services.trainer.checkpoints.index import NAME as CHECKPOINT
+from umbra.services.trainer.checkpoints.index import read_index
+from umbra.services.trainer.recorded import token_versions
+from umbra.services.weight_hub.pins import PinFile
+from umbra.services.weights import delta
+from umbra.services.weights import manifest as layouts
+from umbra.services.weights.manifest import (
     build_manifest,
     check_manifest,
     item_bytes,
     owned_buckets,
     owned_ranges,
 )
-from umbra.services.trainer.batch import make_batch
-from umbra.services.trainer.checkpoints.index import NAME as CHECKPOINT
-from umbra.services.trainer.checkpoints.index import read_index
-from umbra.services.trainer.recorded import token_versions
-from umbra.services.weight_hub.pins import PinFile
+from umbra.services.weights.planes.assembly import Assembly, Holdings, SequentialAssembly
 
 NAMES = tuple(TYPES)
 VOCABULARY = 64

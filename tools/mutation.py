@@ -100,8 +100,8 @@ GROUPS = {
          "tests/unit/test_logprob_chunks.py"),
     ),
     "buffer": Group(
-        ("services/buffer/**/*.py", "services/runtime/trajectories.py",
-         "services/runtime/net/portions.py"),
+        ("services/buffer/**/*.py", "services/config/trajectory_rules.py",
+         "proto/net/portions.py"),
         ("tests/unit/test_buffer_*.py", "tests/unit/test_log_store.py",
          "tests/unit/test_store_*.py", "tests/unit/test_power_cuts.py",
          "tests/unit/test_run_ahead.py", "tests/unit/test_sources.py",
@@ -360,7 +360,7 @@ def summary(total: int, tried: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def table(found: dict[str, Any]) -> str:
     """What was found, as docs/quality.md has it."""
     # Not at the top, where the children would inherit it from before it was changed.
-    from umbra.services.runtime.tables import markdown
+    from umbra.services.reporting.tables import markdown
 
     rows: list[list[str]] = []
     for name, group in sorted(found.items()):

@@ -27,7 +27,7 @@ from umbra.deploy.cluster.slurm import slurm_script
 from umbra.deploy.cluster.table import as_json
 from umbra.deploy.toml import to_toml
 from umbra.proto.errors import UsageError
-from umbra.services.runtime.config.loader import as_dict
+from umbra.services.config.loader import as_dict
 
 FORMATS = ("compose", "slurm", "kubernetes")
 COMPOSE_FILE = "compose.yaml"

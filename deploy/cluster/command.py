@@ -17,9 +17,9 @@ from umbra.deploy.cluster.table import table
 from umbra.deploy.command import load_run, run_file_argument, set_option
 from umbra.deploy.run_folder import new_run_id
 from umbra.proto.errors import EXIT_DONE, UsageError
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config.feasibility import check_feasible
-from umbra.services.runtime.net.keys import FOLDER, make_keys
+from umbra.proto.net.keys import FOLDER, make_keys
+from umbra.services.config import RunConfig
+from umbra.services.config.feasibility import check_feasible
 
 
 @click.command()

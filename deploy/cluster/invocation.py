@@ -8,11 +8,11 @@ from pathlib import Path
 from umbra.deploy.cluster.cluster_file import Port, Task
 from umbra.deploy.cluster.plan import Plan, Process
 from umbra.proto.access import KEY_ROLES, KeyRole
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.model.hub import looks_like_name
-from umbra.services.runtime.net.keys import PUBLIC, SECRET
-from umbra.services.runtime.prompts.download import is_url
-from umbra.services.runtime.prompts.readers import DATASETS, is_parquet
+from umbra.proto.net.keys import PUBLIC, SECRET
+from umbra.services.config import RunConfig
+from umbra.services.modeling.hub import looks_like_name
+from umbra.services.prompts.download import is_url
+from umbra.services.prompts.readers import DATASETS, is_parquet
 
 # The ports of what serves others, which needs no torch unless it broadcasts from GPUs.
 PORTS: dict[Task, tuple[Port, ...]] = {

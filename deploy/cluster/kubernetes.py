@@ -16,7 +16,7 @@ from umbra.deploy.cluster.invocation import KEYS, Paths, key_files
 from umbra.deploy.cluster.plan import Plan, Process
 from umbra.deploy.cluster.yaml import to_yaml
 from umbra.proto.errors import UsageError
-from umbra.services.runtime.process.supervisor import FINAL_CODES
+from umbra.services.process.supervisor import FINAL_CODES
 
 RETRIES = 5  # of a pod all of whose containers have ended; `umbra keep` starts processes again
 GRACE_S = 40

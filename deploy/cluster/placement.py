@@ -9,7 +9,7 @@ from fractions import Fraction
 from umbra.deploy.cluster.cluster_file import FOREIGN_TASKS, ClusterFile, Node
 from umbra.deploy.cluster.shares import TOLERANCE, check_ratios, divide
 from umbra.proto.errors import UsageError
-from umbra.services.runtime.config import RunConfig
+from umbra.services.config import RunConfig
 
 TASKS = ("train", "generate", "ref_logp", "logp", "reward")
 

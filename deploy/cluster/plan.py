@@ -10,7 +10,7 @@ import msgspec
 from umbra.deploy.cluster.cluster_file import ClusterFile, ClusterSpec, Node, Port, Task
 from umbra.deploy.cluster.placement import TaskGroup, place_groups
 from umbra.proto.errors import UsageError
-from umbra.services.runtime.config import RunConfig
+from umbra.services.config import RunConfig
 
 STAGES: tuple[Task, ...] = ("ref_logp", "logp", "reward")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from umbra.deploy.cluster import invocation
 from umbra.deploy.cluster.plan import Plan, Process
-from umbra.services.runtime.tables import aligned
+from umbra.services.reporting.tables import aligned
 
 HEADINGS = ("node", "address", "GPUs", "process", "task", "ports")
 

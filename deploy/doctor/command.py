@@ -27,7 +27,7 @@ from umbra.deploy.doctor.machine import (
     run_checks,
 )
 from umbra.proto.errors import UsageError
-from umbra.services.runtime.net.keys import FOLDER
+from umbra.proto.net.keys import FOLDER
 
 LISTEN_S = 60.0
 NETWORK_S = 30.0  # for a name that nobody resolves, beyond the time to listen

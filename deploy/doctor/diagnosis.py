@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from umbra.proto.deadline import Deadline
 from umbra.proto.errors import UmbraError
-from umbra.services.runtime.deadline import Deadline
-from umbra.services.runtime.tables import aligned
+from umbra.services.reporting.tables import aligned
 
 Result = Literal["ok", "warning", "problem", "not looked at"]
 EXIT_PROBLEM = 1

@@ -29,11 +29,11 @@ from umbra.deploy.env_command import NVIDIA, PACKAGES, version_of
 from umbra.deploy.preflight import check_run, run_endpoints
 from umbra.proto.access import KEY_ROLES, KeyRole
 from umbra.proto.errors import ERROR_PREFIX, StartupError, UmbraError, UsageError
+from umbra.proto.net.keys import SECRET, is_local, load_keys
 from umbra.proto.sockets import check_port_free
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.net.keys import SECRET, is_local, load_keys
-from umbra.services.runtime.process.host_memory import available_bytes, host_bytes
-from umbra.services.runtime.weights.arena import SHM
+from umbra.services.config import RunConfig
+from umbra.services.process.host_memory import available_bytes, host_bytes
+from umbra.services.weights.arena import SHM
 
 PROGRAM_S = 180.0  # for a process that loads torch, on a slow disk
 SLOW_S = PROGRAM_S + 10  # for a check with such a process

@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from umbra.deploy.doctor.judge import Gpu, GpusSeen
-from umbra.services.runtime.gpu.cuda import nccl_unavailable
+from umbra.services.weights.gpu.cuda import nccl_unavailable
 
 
 def look() -> GpusSeen:

@@ -16,9 +16,9 @@ from umbra.deploy.estimate.items import PHASES, Item, Need, peak
 from umbra.deploy.estimate.share import shares_if_any
 from umbra.deploy.machine_defaults import Hardware, for_hardware, this_hardware
 from umbra.proto.errors import EXIT_DONE, UsageError
-from umbra.services.runtime.config.loader import given_keys, load_tree
-from umbra.services.runtime.numbers import size
-from umbra.services.runtime.tables import aligned
+from umbra.services.config.loader import given_keys, load_tree
+from umbra.services.reporting.numbers import size
+from umbra.services.reporting.tables import aligned
 
 
 @click.command()

@@ -12,12 +12,12 @@ from umbra.deploy.estimate.needs import fullest
 from umbra.deploy.estimate.sizes import ModelSizes, PassPeaks, RowShape
 from umbra.deploy.estimate.trace import Outline, pass_peaks
 from umbra.proto.errors import UsageError
+from umbra.services.config import RunConfig, TrainerConfig
+from umbra.services.modeling.architectures import check_architecture
+from umbra.services.modeling.model_directory import directory_of
 from umbra.services.modeling.models import loading, read_transformers_config
 from umbra.services.modeling.row_sizes import rows_within, scoring_rows
-from umbra.services.runtime.config import RunConfig, TrainerConfig
-from umbra.services.runtime.model.architectures import check_architecture
-from umbra.services.runtime.model.directory import directory_of
-from umbra.services.runtime.process.host_memory import host_bytes
+from umbra.services.process.host_memory import host_bytes
 from umbra.services.trainer.row_sizes import fitting_tokens
 
 _UNKNOWN = ("expert_parallel", "replicas")  # keys of trainer, above 1

@@ -17,8 +17,8 @@ from umbra.deploy.estimate.items import (
     peak,
 )
 from umbra.deploy.estimate.needs import arena, needs
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.numbers import size
+from umbra.services.config import RunConfig
+from umbra.services.reporting.numbers import size
 
 USABLE = 0.95  # of a GPU: its allocator leaves gaps
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 from umbra.deploy.estimate.fit import Estimate, Machine, estimate
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.process.host_memory import host_bytes
-from umbra.services.runtime.weights.arena import SHM
+from umbra.services.config import RunConfig
+from umbra.services.process.host_memory import host_bytes
+from umbra.services.weights.arena import SHM
 
 
 def estimate_on(config: RunConfig, machine: Machine) -> Estimate:

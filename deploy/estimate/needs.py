@@ -25,8 +25,8 @@ from umbra.deploy.estimate.items import (
 )
 from umbra.deploy.estimate.rank import trainer_need
 from umbra.deploy.estimate.sizes import ModelSizes, RowShape
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.weights.staging import BUFFERS
+from umbra.services.config import RunConfig
+from umbra.services.weights.staging import BUFFERS
 
 
 def fullest(config: RunConfig) -> list[RowShape]:

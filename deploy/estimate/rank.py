@@ -30,7 +30,7 @@ from umbra.deploy.estimate.items import (
     kind_of,
 )
 from umbra.deploy.estimate.sizes import ModelSizes, Sized
-from umbra.services.runtime.config import RunConfig, TrainerConfig
+from umbra.services.config import RunConfig, TrainerConfig
 
 _SHARD = "raise trainer.ranks, or train an adapter (trainer.lora_rank)"
 # As in `services/trainer/small_moments.py`, which needs torch.

@@ -18,7 +18,7 @@ from umbra.deploy.estimate.fit import USABLE, Machine
 from umbra.deploy.estimate.here import estimate_on
 from umbra.deploy.estimate.items import VLLM_SHARE, Need, peak
 from umbra.proto.errors import UsageError
-from umbra.services.runtime.config import RunConfig
+from umbra.services.config import RunConfig
 
 # More than is estimated: no estimate has been compared with a GPU yet.
 MARGIN = 1.1

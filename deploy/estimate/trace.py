@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from umbra.deploy.estimate.sizes import ModelSizes, PassPeaks, RowShape, Sized
+from umbra.services.config import TrainerConfig
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.experts import set_experts
 from umbra.services.modeling.lora import add_adapter, is_adapter
@@ -37,7 +38,6 @@ from umbra.services.modeling.sequence_parallel import (
     SequenceParallel,
     SequenceShare,
 )
-from umbra.services.runtime.config import TrainerConfig
 from umbra.services.trainer.sharding import decoder_layers, prepare_layers
 
 _MANY, _FEW = 6, (3, 5)  # layers

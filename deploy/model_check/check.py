@@ -21,9 +21,9 @@ from umbra.deploy.model_check.subject import take
 from umbra.deploy.model_check.training import compare_training
 from umbra.deploy.model_check.vllm import compare_vllm
 from umbra.proto.errors import UmbraError
+from umbra.services.modeling.architectures import architecture, check_architecture, read_config
+from umbra.services.modeling.model_directory import check_model_dir
 from umbra.services.modeling.reference import Reference
-from umbra.services.runtime.model.architectures import architecture, check_architecture, read_config
-from umbra.services.runtime.model.directory import check_model_dir
 from umbra.services.trainer.policy import load_policy
 
 

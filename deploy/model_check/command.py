@@ -35,7 +35,7 @@ def command(path: Path, layers: int, vllm: bool, threads: int, as_json: bool) ->
     import torch
 
     from umbra.deploy.model_check.check import check_model
-    from umbra.services.runtime.model.architectures import PROVEN
+    from umbra.services.modeling.architectures import PROVEN
 
     if threads:
         torch.set_num_threads(threads)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from umbra.services.runtime.tables import aligned
+from umbra.services.reporting.tables import aligned
 
 
 @dataclass(frozen=True, slots=True)

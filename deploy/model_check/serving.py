@@ -18,10 +18,10 @@ from umbra.services.generator.engine import EngineOutput, EngineRequest, KvPolic
 from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.modeling.models import load_model
 from umbra.services.modeling.reference import Expected, Reference
-from umbra.services.runtime.weights.manifest import build_manifest
-from umbra.services.runtime.weights.memory import private_memory
 from umbra.services.trainer.policy import export_policy, load_policy
 from umbra.services.trainer.snapshot import tensor_layout, whole_weights, write_shards
+from umbra.services.weights.manifest import build_manifest
+from umbra.services.weights.memory import private_memory
 
 _CPU = torch.device("cpu")
 _PROMPTS = (1, 30, 12, 3, 21, 12, 7)  # tokens of each; more prompts than slots

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from umbra.proto.errors import ERROR_PREFIX
-from umbra.services.runtime.process.child import ChildProcess, child_environ, umbra_argv
+from umbra.services.process.child import ChildProcess, child_environ, umbra_argv
 
 JOIN_S = 5.0
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from umbra.proto.access import KeyRole
+from umbra.proto.net.keys import open_security
+from umbra.services.config import SecurityConfig
 from umbra.services.monitor.client import StatusClient
 from umbra.services.monitor.run_address import RunAddress
 from umbra.services.monitor.view import status_dict
-from umbra.services.runtime.config import SecurityConfig
-from umbra.services.runtime.net.keys import open_security
 
 ANSWER_S = 10.0
 CHECKPOINT_S = 600.0

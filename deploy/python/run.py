@@ -15,13 +15,13 @@ from umbra.deploy.python.operated import Operated, RemoteRun
 from umbra.deploy.rollouts import read_rollouts
 from umbra.deploy.run_folder import LineFollower, RunFolder
 from umbra.deploy.stage import last_object, run_stage
+from umbra.proto.deadline import Deadline
 from umbra.proto.errors import UsageError
 from umbra.services.monitor.run_address import RunAddress, find_run
-from umbra.services.runtime.deadline import Deadline
-from umbra.services.runtime.process.child import ChildError, child_environ
-from umbra.services.runtime.process.folder_lock import is_held
-from umbra.services.runtime.process.metrics import parse_row
-from umbra.services.runtime.prompts.readers import is_elsewhere
+from umbra.services.process.child import ChildError, child_environ
+from umbra.services.process.folder_lock import is_held
+from umbra.services.process.metrics import parse_row
+from umbra.services.prompts.readers import is_elsewhere
 
 LOOK_S = 0.1
 

@@ -21,10 +21,10 @@ from umbra.deploy.python.source import MODULE, CopiedSource
 from umbra.deploy.run_folder import RunFolder
 from umbra.deploy.shown import shown_path
 from umbra.proto.errors import UmbraError, UsageError
+from umbra.services.config import RunConfig
+from umbra.services.config.loader import config_of, read_run_file, to_json
 from umbra.services.environments.protocol import Tool
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config.loader import config_of, read_run_file, to_json
-from umbra.services.runtime.process.disk import DISK, READABLE_MODE
+from umbra.services.process.disk import DISK, READABLE_MODE
 
 Prompts: TypeAlias = str | Path | Iterable[str | Mapping[str, Any]]
 """What `data.prompts` takes: a file, a URL, "datasets:NAME"; or rows, texts or mappings."""

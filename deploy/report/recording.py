@@ -14,7 +14,7 @@ import msgspec
 from umbra.deploy.run_folder import RunFolder, read_rows
 from umbra.proto.errors import UsageError
 from umbra.services.monitor.traces import LifeRow, LifeSpan, LifeSpans
-from umbra.services.runtime.process.metrics import span_name
+from umbra.services.process.metrics import span_name
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from umbra.deploy.simulator.scenario import load_scenario
 from umbra.deploy.simulator.search import Choice, best, search
 from umbra.deploy.simulator.table import compared, report
 from umbra.proto.errors import EXIT_DONE, UsageError
-from umbra.services.runtime.tables import aligned
+from umbra.services.reporting.tables import aligned
 
 
 @click.command()

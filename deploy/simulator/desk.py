@@ -23,9 +23,9 @@ from umbra.proto.messages import (
     SubmitScores,
     SubmitTrajectories,
 )
+from umbra.proto.net.server import Request
 from umbra.services.buffer.broker import Broker
 from umbra.services.buffer.effects import Effect, Notify, Reply
-from umbra.services.runtime.net.server import Request
 
 TICK_S = 0.5  # how late a deadline may be noticed
 M = TypeVar("M", bound=Message)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from umbra.deploy.simulator.timeline import Timeline
+from umbra.proto.deadline import Pace
 from umbra.proto.messages import (
     Abort,
     Commit,
@@ -16,7 +17,6 @@ from umbra.proto.messages import (
     Ready,
     SlotGranted,
 )
-from umbra.services.runtime.deadline import Pace
 from umbra.services.weight_hub.effects import Admit, Effect, Failed, HubPeer, HubReply, Pushed, Send
 from umbra.services.weight_hub.push import PushProtocol
 

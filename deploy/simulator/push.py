@@ -31,7 +31,7 @@ from umbra.deploy.cluster.cluster_file import read_tree
 from umbra.deploy.simulator.scenario import assign
 from umbra.deploy.simulator.tables import Table
 from umbra.proto.errors import UsageError
-from umbra.services.runtime.numbers import number
+from umbra.services.reporting.numbers import number
 
 _Rate = Annotated[float, Meta(gt=0)]
 _Count = Annotated[int, Meta(ge=1)]

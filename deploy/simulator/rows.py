@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from umbra.deploy.simulator.answers import Chance, size_of
 from umbra.proto.records import SampleTask
+from umbra.services.config import GeneratorConfig as GeneratorConfig
 from umbra.services.generator.replay_model import ReplayModel
-from umbra.services.runtime.config import GeneratorConfig as GeneratorConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,10 @@ from umbra.deploy.cluster.cluster_file import nearest, read_tree
 from umbra.deploy.simulator.lengths import quantiles
 from umbra.deploy.simulator.tables import DecodeSpeed, Tables
 from umbra.proto.errors import UsageError
+from umbra.services.config import RunConfig
+from umbra.services.config.feasibility import check_feasible
+from umbra.services.config.loader import SECTIONS, config_of
 from umbra.services.generator.replay_model import ReplayModel, read_replay_model
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config.feasibility import check_feasible
-from umbra.services.runtime.config.loader import SECTIONS, config_of
 
 OWN = [field.name for field in msgspec.structs.fields(Tables)]
 

@@ -27,10 +27,10 @@ from umbra.services.buffer.broker import Broker, Endpoints
 from umbra.services.buffer.data.prompts import GroupEnd
 from umbra.services.buffer.state import RunState
 from umbra.services.buffer.store.api import MemoryStore
-from umbra.services.runtime.config import NamedEnvironment
-from umbra.services.runtime.config.generation import ENVIRONMENT
-from umbra.services.runtime.planes.tcp import RelayChain
-from umbra.services.runtime.prompts.rows import Prompt
+from umbra.services.config import NamedEnvironment
+from umbra.services.config.generation import ENVIRONMENT
+from umbra.services.prompts.rows import Prompt
+from umbra.services.weights.planes.tcp import RelayChain
 
 GC_THRESHOLD = 50_000  # new objects between collections: thousands are made at once, and live on
 _GOLDEN = (math.sqrt(5) - 1) / 2

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from umbra.deploy.simulator.prediction import Prediction
-from umbra.services.runtime.numbers import counts, number
-from umbra.services.runtime.tables import aligned, facts
+from umbra.services.reporting.numbers import counts, number
+from umbra.services.reporting.tables import aligned, facts
 
 
 def report(run: Prediction, undisturbed: Prediction | None) -> str:

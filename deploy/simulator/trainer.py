@@ -21,7 +21,7 @@ from umbra.proto.messages import (
     Ok,
     RunFinished,
 )
-from umbra.services.runtime.config import RunConfig
+from umbra.services.config import RunConfig
 from umbra.services.weight_hub.effects import HubPeer
 
 LEASE_SLICE_S = 1.0  # how long a question for a batch stays open, as the trainer's loop has it

@@ -55,6 +55,8 @@ from umbra.proto.messages import (
     SubmitTrajectories,
     Welcome,
 )
+from umbra.proto.net.server import Request
+from umbra.proto.net.zap import Refusals
 from umbra.services.buffer.effects import Effect
 from umbra.services.buffer.endpoints.env_worker import EnvWorkerEndpoint
 from umbra.services.buffer.endpoints.generator import GeneratorEndpoint
@@ -68,8 +70,6 @@ from umbra.services.buffer.state import RunState
 from umbra.services.buffer.status import StatusPage
 from umbra.services.buffer.store.quota import DiskQuota
 from umbra.services.buffer.store.recovery import Recovery
-from umbra.services.runtime.net.server import Request
-from umbra.services.runtime.net.zap import Refusals
 
 FINISH_S = 10.0  # what members get to leave after FinishRun
 STOP_S = 8.0  # the same after a signal: supervisors kill after 10 s

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from umbra.services.runtime.process.command import Alternative, ServiceContext, service_command
+from umbra.services.process.command import Alternative, ServiceContext, service_command
 
 NEW_ADDRESS = "--new-address"
 

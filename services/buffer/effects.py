@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from umbra.proto.messages import Message
-from umbra.services.runtime.net.server import Request
+from umbra.proto.net.server import Request
 
 
 class Reply(msgspec.Struct, frozen=True, gc=False):

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from umbra.proto.messages import RunWarning
 from umbra.proto.records import Trajectory
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config.objective_rules import lone_groups
+from umbra.services.config import RunConfig
+from umbra.services.config.objective_rules import lone_groups
 
 BATCHES = 4  # that "of late" means
 LEAST_SAMPLES = 16  # in a batch's worth: fewer say nothing

@@ -13,9 +13,9 @@ from typing import Any
 
 from umbra.proto.bounds import MEMBERS
 from umbra.proto.messages import Heartbeat, Join, Member, Nack, Role, State, Stuck
+from umbra.proto.net.server import Request
 from umbra.services.buffer.meter import Meter
-from umbra.services.runtime.config import BufferConfig
-from umbra.services.runtime.net.server import Request
+from umbra.services.config import BufferConfig
 
 SKEW_S = 1.0  # clocks that differ by more are pointed out
 DEPARTED_KEPT = 1024  # names and incarnations that are remembered after their end

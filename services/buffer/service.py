@@ -14,6 +14,9 @@ import zmq
 
 from umbra.proto.errors import EXIT_DONE, FailedSamplesError, UsageError
 from umbra.proto.messages import CONTROL, DATA, Event, Welcome
+from umbra.proto.net.address import reachable
+from umbra.proto.net.server import Server
+from umbra.proto.net.session import WATCHED
 from umbra.services.buffer.addresses import Addresses
 from umbra.services.buffer.broker import Broker, Endpoints
 from umbra.services.buffer.data.sources import open_prompts
@@ -22,16 +25,13 @@ from umbra.services.buffer.state import RunState
 from umbra.services.buffer.store.api import MemoryStore, Store, StoreFullError
 from umbra.services.buffer.store.committer import Committer
 from umbra.services.buffer.store.run_mark import open_marked, refuse_marked
-from umbra.services.runtime.config import BufferConfig
-from umbra.services.runtime.config.feasibility import check_feasible
-from umbra.services.runtime.net.address import reachable
-from umbra.services.runtime.net.server import Server
-from umbra.services.runtime.net.session import WATCHED
-from umbra.services.runtime.process.clock import monotonic_to_epoch
-from umbra.services.runtime.process.command import ServiceContext
-from umbra.services.runtime.process.disk import DISK, READABLE_MODE
-from umbra.services.runtime.prompts.readers import read_source
-from umbra.services.runtime.weights.malloc_tuning import Freed
+from umbra.services.config import BufferConfig
+from umbra.services.config.feasibility import check_feasible
+from umbra.services.process.clock import monotonic_to_epoch
+from umbra.services.process.command import ServiceContext
+from umbra.services.process.disk import DISK, READABLE_MODE
+from umbra.services.prompts.readers import read_source
+from umbra.services.weights.malloc_tuning import Freed
 
 POLL_S = 0.1  # how late a deadline may be noticed
 TICK_S = 0.05

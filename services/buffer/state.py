@@ -31,9 +31,9 @@ from umbra.services.buffer.samples.trajectory_store import TrajectoryStore
 from umbra.services.buffer.store.api import Store
 from umbra.services.buffer.store.archive import Archive
 from umbra.services.buffer.store.journal import Journal
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.prompts.rows import Prompt
-from umbra.services.runtime.trajectories import RunFacts, samplings_of
+from umbra.services.config import RunConfig
+from umbra.services.config.trajectory_rules import RunFacts, samplings_of
+from umbra.services.prompts.rows import Prompt
 
 
 class RunState:

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from umbra.proto.messages import State, Status
+from umbra.proto.net.zap import Refusals
 from umbra.services.buffer.meter import Throughput
 from umbra.services.buffer.stalls import StallReport
 from umbra.services.buffer.state import RunState
 from umbra.services.buffer.store.quota import DiskQuota
-from umbra.services.runtime.net.zap import Refusals
 
 FRESH_S = 0.2  # all who ask within this time get the same: any number may watch
 

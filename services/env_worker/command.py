@@ -6,10 +6,10 @@ import threading
 from contextlib import closing
 
 from umbra.proto.errors import UsageError
+from umbra.services.config.generation import LIBRARIES
 from umbra.services.env_worker.hosts import AgentHosts
 from umbra.services.env_worker.loop import EnvWorkerLoop
-from umbra.services.runtime.config.generation import LIBRARIES
-from umbra.services.runtime.process.command import ServiceContext, service_command
+from umbra.services.process.command import ServiceContext, service_command
 
 
 def run(context: ServiceContext) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 
 from umbra.proto.errors import PeerLostError, RejectedError
 from umbra.proto.records import SessionTask
+from umbra.services.config import EnvironmentConfig
 from umbra.services.env_worker.endpoint import SessionClient
 from umbra.services.environments.agent_workers import (
     NO_REWARD,
@@ -25,8 +26,7 @@ from umbra.services.environments.agent_workers import (
 from umbra.services.environments.environment_host import Delivered
 from umbra.services.environments.protocol import StepResult
 from umbra.services.environments.worker_pool import END_S
-from umbra.services.runtime.config import EnvironmentConfig
-from umbra.services.runtime.process.loop_thread import LoopThread, ends_with_it
+from umbra.services.process.loop_thread import LoopThread, ends_with_it
 
 Lease = tuple[str, int]
 """`(sample_id, attempt)`."""

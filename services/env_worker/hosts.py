@@ -8,9 +8,9 @@ from contextlib import ExitStack, closing
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import SessionTask
+from umbra.services.config import EnvironmentConfig
 from umbra.services.env_worker.host import AgentHost, EndedSession, Lease
 from umbra.services.environments.agent_workers import offered_name
-from umbra.services.runtime.config import EnvironmentConfig
 
 log = logging.getLogger(__name__)
 

@@ -21,10 +21,10 @@ from umbra.proto.messages import (
     RenewLeases,
     SessionLeases,
 )
+from umbra.proto.net.portions import portions
+from umbra.proto.net.session import Session
 from umbra.proto.records import SessionTask
 from umbra.services.env_worker.host import EndedSession, Lease
-from umbra.services.runtime.net.portions import portions
-from umbra.services.runtime.net.session import Session
 
 WAIT_S = 1.0  # how long the buffer may keep a question open
 ANSWER_S = 60.0

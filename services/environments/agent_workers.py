@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import msgspec
 
+from umbra.services.config import EnvironmentConfig, NamedEnvironment
 from umbra.services.environments.environment_host import Delivered
 from umbra.services.environments.loading import name_of
 from umbra.services.environments.protocol import Row
 from umbra.services.environments.worker_pool import WorkerPool
-from umbra.services.runtime.config import EnvironmentConfig, NamedEnvironment
 
 NO_REWARD = "its agent returned no reward, and has posted none"
 PLAYED_TWICE = "the process of its agent ended because of another agent in it"

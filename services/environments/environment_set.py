@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 
+from umbra.services.config import NamedEnvironment, RunConfig
+from umbra.services.config.generation import ENVIRONMENT
 from umbra.services.environments.pool import EnvironmentPool, EpisodeOutcome, open_pool
 from umbra.services.environments.protocol import Row
 from umbra.services.environments.response import Said
-from umbra.services.runtime.config import NamedEnvironment, RunConfig
-from umbra.services.runtime.config.generation import ENVIRONMENT
 
 
 class EnvironmentSet:

@@ -34,7 +34,7 @@ from umbra.services.environments.single_turn import (
 from umbra.services.environments.tools import BUILT_IN, ToolUse
 
 if TYPE_CHECKING:
-    from umbra.services.runtime.config import EnvironmentConfig
+    from umbra.services.config import EnvironmentConfig
 
 UNREWARDED = "none"
 """The kind that a generator runs while a scoring stage gives the rewards."""

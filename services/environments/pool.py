@@ -10,14 +10,14 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from umbra.services.config import EnvironmentConfig as EnvironmentConfig
 from umbra.services.environments.environment_host import Delivered, EnvironmentHost
 from umbra.services.environments.loading import load_environment, runs_inline
 from umbra.services.environments.protocol import EnvironmentFactory, Row, SampleError
 from umbra.services.environments.response import Said
 from umbra.services.environments.turn_request import Ask, Begun
 from umbra.services.environments.worker_pool import END_S, WorkerPool
-from umbra.services.runtime.config import EnvironmentConfig as EnvironmentConfig
-from umbra.services.runtime.process.loop_thread import LoopThread
+from umbra.services.process.loop_thread import LoopThread
 
 _SLACK_S = 10.0
 

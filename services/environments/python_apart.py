@@ -9,7 +9,7 @@ from pathlib import Path
 
 from umbra.proto.errors import UsageError
 from umbra.services.environments.run_module import command_line
-from umbra.services.runtime.process.child import child_environ
+from umbra.services.process.child import child_environ
 
 
 def apart(python: str, module: str, *arguments: str) -> tuple[list[str], dict[str, str]]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from umbra.services.config import EnvironmentConfig
+from umbra.services.config.generation import JUDGED_AT_ONCE
 from umbra.services.environments.loading import name_of
-from umbra.services.runtime.config import EnvironmentConfig
-from umbra.services.runtime.config.generation import JUDGED_AT_ONCE
 
 
 @dataclass(frozen=True, slots=True)

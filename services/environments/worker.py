@@ -26,10 +26,10 @@ from umbra.services.environments.protocol import (
     SampleError,
 )
 from umbra.services.environments.response import Said
-from umbra.services.runtime.process.parent import FRAME_HEAD, die_with_parent, parents_end
+from umbra.services.process.parent import FRAME_HEAD, die_with_parent, parents_end
 
 if TYPE_CHECKING:
-    from umbra.services.runtime.config import EnvironmentConfig
+    from umbra.services.config import EnvironmentConfig
 
 ASYNC_ROOM = 64  # plays at once, of an environment whose `step` is a coroutine
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
+from umbra.services.config import EnvironmentConfig
 from umbra.services.environments.protocol import Opening, StepResult
 from umbra.services.environments.response import Said
-from umbra.services.runtime.config import EnvironmentConfig
 
 
 class Setup(msgspec.Struct, tag="setup"):

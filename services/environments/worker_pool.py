@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from umbra.proto.deadline import Deadline
 from umbra.proto.errors import DeadlineError, UsageError
+from umbra.services.config import EnvironmentConfig
 from umbra.services.environments.environment_host import Delivered, Result
 from umbra.services.environments.loading import name_of
 from umbra.services.environments.python_apart import apart
@@ -30,11 +32,9 @@ from umbra.services.environments.worker_messages import (
     Setup,
     ToWorker,
 )
-from umbra.services.runtime.config import EnvironmentConfig
-from umbra.services.runtime.deadline import Deadline
-from umbra.services.runtime.process.child import ChildProcess, describe_exit, start_worker
-from umbra.services.runtime.process.loop_thread import ends_with_it
-from umbra.services.runtime.process.pipe import AsyncPipe
+from umbra.services.process.child import ChildProcess, describe_exit, start_worker
+from umbra.services.process.loop_thread import ends_with_it
+from umbra.services.process.pipe import AsyncPipe
 
 _WORKER = "umbra.services.environments.worker"
 _LOOK_S = 0.005

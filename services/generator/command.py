@@ -16,15 +16,15 @@ import msgspec
 
 from umbra.proto.errors import UsageError
 from umbra.proto.messages import EvalBegun, EvalRequest
+from umbra.proto.net.io_thread import IoThread
+from umbra.proto.net.keys import Security
+from umbra.services.config.loader import load_config
 from umbra.services.generator.library_tasks import VERIFIERS
 from umbra.services.generator.tasks import GYM, Library, task_named, write_task
-from umbra.services.runtime.config.loader import load_config
-from umbra.services.runtime.eval_scores import telling
-from umbra.services.runtime.net.io_thread import IoThread
-from umbra.services.runtime.net.keys import Security
-from umbra.services.runtime.process.command import ServiceContext, keys_of, service_command
-from umbra.services.runtime.process.jsonl import read_jsonl
-from umbra.services.runtime.prompts.readers import placed, read_source
+from umbra.services.process.command import ServiceContext, keys_of, service_command
+from umbra.services.process.jsonl import read_jsonl
+from umbra.services.prompts.readers import placed, read_source
+from umbra.services.reporting.eval_scores import telling
 
 ANSWER_S = 10.0
 DEMOS = 22_400

@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 from umbra.proto.errors import UmbraError
 from umbra.proto.records import Manifest, Routing, Sampling, VersionSpan
-from umbra.services.runtime.weights.manifest import Part
+from umbra.services.weights.manifest import Part
 
 FinishReason = Literal["stop", "length", "abort"]
 KvPolicy = Literal["keep", "recompute", "abort"]

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 import torch
 
 from umbra.proto.errors import UsageError
+from umbra.services.config import RunConfig
 from umbra.services.generator.engine import Engine
 from umbra.services.generator.replay_engine import ReplayEngine, ReplayTokens
 from umbra.services.generator.replay_model import read_replay_model
 from umbra.services.generator.slots import cache_tokens
 from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.modeling.chat import Chat
+from umbra.services.modeling.model_directory import check_model_dir
 from umbra.services.modeling.models import (
     load_model,
     load_tokenizer,
@@ -25,9 +27,7 @@ from umbra.services.modeling.models import (
     stop_ids,
 )
 from umbra.services.modeling.weights import put_adapter, weight_table
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.model.directory import check_model_dir
-from umbra.services.runtime.weights.memory import private_memory
+from umbra.services.weights.memory import private_memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,12 @@ from typing import Any
 import msgspec
 
 from umbra.proto.errors import UmbraError, UsageError
+from umbra.services.config import RunConfig
+from umbra.services.config.loader import load_config
 from umbra.services.environments.pool import EnvironmentPool, EpisodeOutcome, open_pool
 from umbra.services.environments.protocol import Opening, StepResult
 from umbra.services.generator.template_check import check_play
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config.loader import load_config
-from umbra.services.runtime.process.parent import die_with_parent
+from umbra.services.process.parent import die_with_parent
 
 _LOOK_S = 0.01
 

@@ -13,6 +13,7 @@ import torch
 
 from umbra.proto.errors import UmbraError, UsageError
 from umbra.proto.records import SampleTask, Trajectory
+from umbra.services.config import RunConfig
 from umbra.services.generator.group_rewards import reward_groups, unrewarded
 from umbra.services.generator.pools import open_environments
 from umbra.services.generator.rollout_settings import settings_for
@@ -26,8 +27,7 @@ from umbra.services.modeling.models import (
     pick_device,
     stop_ids,
 )
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.eval_scores import eval_scores
+from umbra.services.reporting.eval_scores import eval_scores
 
 
 @dataclass(frozen=True, slots=True)

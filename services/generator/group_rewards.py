@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from umbra.proto.records import Trajectory, unpack_int32
+from umbra.services.config import EnvironmentConfig, RunConfig
 from umbra.services.environments.environment_set import open_rewards
 from umbra.services.environments.loading import UNREWARDED
 from umbra.services.modeling.chat import Chat
-from umbra.services.runtime.config import EnvironmentConfig, RunConfig
 
 _LOOK_S = 0.01
 

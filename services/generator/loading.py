@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 from umbra.proto.errors import PeerLostError
 from umbra.services.generator.engine import Engine, EngineOutput, KvPolicy
-from umbra.services.runtime.weights.manifest import Part
-from umbra.services.runtime.weights.receiver import Receiver, StagedVersion
+from umbra.services.weights.manifest import Part
+from umbra.services.weights.receiver import Receiver, StagedVersion
 
 
 class BrokenOffError(PeerLostError):

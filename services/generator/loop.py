@@ -12,7 +12,9 @@ from collections.abc import Sequence
 
 from umbra.proto.errors import UmbraError
 from umbra.proto.messages import ReturnedSample
+from umbra.proto.net.session import Session
 from umbra.proto.records import SampleTask
+from umbra.services.config import GeneratorConfig
 from umbra.services.generator.activity import Activity
 from umbra.services.generator.buffer_client import BufferClient
 from umbra.services.generator.engine import EngineError, KvPolicy
@@ -20,10 +22,8 @@ from umbra.services.generator.loading import BrokenOffError, WeightLoader
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.sample_log import SampleLog
 from umbra.services.generator.stall import StallWatch
-from umbra.services.runtime.config import GeneratorConfig
-from umbra.services.runtime.net.session import Session
-from umbra.services.runtime.process.threads import foreseen
-from umbra.services.runtime.weights.receiver import Receiver, StagedVersion
+from umbra.services.process.threads import foreseen
+from umbra.services.weights.receiver import Receiver, StagedVersion
 
 DRAIN_S = 10.0  # to hand back what is unfinished
 _IDLE_WAIT_S = 0.005  # new weights are noticed within this time

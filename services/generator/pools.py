@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from umbra.services.config import EnvironmentConfig, NamedEnvironment, RunConfig
+from umbra.services.config.trajectory_rules import sampling_of
 from umbra.services.environments.agent_workers import offered_name
 from umbra.services.environments.environment_set import EnvironmentSet, LimitedPool
 from umbra.services.environments.pool import EnvironmentPool, open_pool
 from umbra.services.generator.template_check import check_template
 from umbra.services.modeling.chat import Chat
-from umbra.services.runtime.config import EnvironmentConfig, NamedEnvironment, RunConfig
-from umbra.services.runtime.trajectories import sampling_of
 
 if TYPE_CHECKING:
     from umbra.services.generator.agents.offers import SessionOffers

@@ -21,7 +21,7 @@ from umbra.services.generator.engine import (
     check_request,
 )
 from umbra.services.generator.replay_model import ReplayDecoder, ReplayModel
-from umbra.services.runtime.weights.manifest import Part
+from umbra.services.weights.manifest import Part
 
 
 @dataclass(frozen=True, slots=True)

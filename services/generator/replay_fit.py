@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from umbra.proto.errors import UsageError
 from umbra.services.generator.replay_model import ReplayModel
-from umbra.services.runtime.process.metrics import parse_row
+from umbra.services.process.metrics import parse_row
 
 _QUANTILES = 101
 _LEAST_SPANS = 8  # three numbers are fitted, and a part is left out

@@ -20,12 +20,12 @@ from pathlib import Path
 import msgspec
 
 from umbra.proto.errors import ERROR_PREFIX, UsageError
-from umbra.services.runtime.config import GeneratorConfig, RunConfig
-from umbra.services.runtime.config.loader import to_json
-from umbra.services.runtime.process.child import ChildError, ChildProcess, child_environ, umbra_argv
-from umbra.services.runtime.process.command import ServiceContext
-from umbra.services.runtime.process.supervisor import Program, Supervisor
-from umbra.services.runtime.process.threads import service_thread
+from umbra.services.config import GeneratorConfig, RunConfig
+from umbra.services.config.loader import to_json
+from umbra.services.process.child import ChildError, ChildProcess, child_environ, umbra_argv
+from umbra.services.process.command import ServiceContext
+from umbra.services.process.supervisor import Program, Supervisor
+from umbra.services.process.threads import service_thread
 
 STOP_S = 30.0  # for the replicas to drain
 _LOOK_S = 0.05

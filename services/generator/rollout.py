@@ -24,6 +24,7 @@ from umbra.proto.records import (
     pack_int32,
     unpack_int32,
 )
+from umbra.services.config.generation import ENVIRONMENT
 from umbra.services.environments.protocol import Opening, SampleError, StepResult
 from umbra.services.environments.response import Said
 from umbra.services.environments.turn_request import Ask, RefusedError, Turn
@@ -31,7 +32,6 @@ from umbra.services.generator.engine import EngineOutput, EngineRequest
 from umbra.services.generator.tokens import Line, ResponseTokens, shortened, tokens_of
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.turn_reader import TurnReader
-from umbra.services.runtime.config.generation import ENVIRONMENT
 
 
 class Phase(enum.Enum):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from umbra.services.config import EnvironmentConfig, RunConfig
+from umbra.services.config.trajectory_rules import sampling_of
 from umbra.services.generator.rollout import Limits, RolloutSettings
 from umbra.services.modeling.chat import Chat
-from umbra.services.runtime.config import EnvironmentConfig, RunConfig
-from umbra.services.runtime.trajectories import sampling_of
 
 
 def settings_for(

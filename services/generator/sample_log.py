@@ -8,7 +8,7 @@ from typing import Any
 
 from umbra.proto.records import Trajectory, unpack_int32
 from umbra.services.modeling.chat import Chat
-from umbra.services.runtime.process.metrics import MetricsFile
+from umbra.services.process.metrics import MetricsFile
 
 EVERY_S = 10.0
 TEXT_CHARS = 2_000

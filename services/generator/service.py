@@ -8,6 +8,8 @@ from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 
+from umbra.proto.net.session import Session
+from umbra.services.config import RunConfig
 from umbra.services.generator.activity import Activity
 from umbra.services.generator.agents.offers import SessionOffers
 from umbra.services.generator.buffer_client import BufferClient
@@ -20,13 +22,11 @@ from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.sample_log import SampleLog
 from umbra.services.generator.stall import StallWatch, watching
 from umbra.services.generator.turn_log import TurnLog
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.model.directory import weights_bytes
-from umbra.services.runtime.net.session import Session
-from umbra.services.runtime.planes.gpu import gpu_for, host_planes
-from umbra.services.runtime.planes.receiving import ReceiverPlanes, StagedPlanes, StreamedPlanes
-from umbra.services.runtime.process.command import ServiceContext
-from umbra.services.runtime.weights.receiver import Receiver
+from umbra.services.modeling.model_directory import weights_bytes
+from umbra.services.process.command import ServiceContext
+from umbra.services.weights.planes.gpu import gpu_for, host_planes
+from umbra.services.weights.planes.receiving import ReceiverPlanes, StagedPlanes, StreamedPlanes
+from umbra.services.weights.receiver import Receiver
 
 log = logging.getLogger(__name__)
 

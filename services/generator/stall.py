@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from umbra.proto.deadline import Pace
+from umbra.proto.net.session import Session
 from umbra.services.generator.engine import EngineError
-from umbra.services.runtime.deadline import Pace
-from umbra.services.runtime.net.session import Session
-from umbra.services.runtime.process.threads import end_process, service_thread
+from umbra.services.process.threads import end_process, service_thread
 
 LOOKS = 20  # in the time that is allowed
 LONGEST_LOOK_S = 1.0

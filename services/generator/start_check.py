@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from umbra.proto.errors import UsageError
+from umbra.services.config import RunConfig
 from umbra.services.environments.protocol import prompt_messages
 from umbra.services.generator.template_check import check_template, open_chat
 from umbra.services.modeling.models import pick_device
-from umbra.services.runtime.config import RunConfig
 
 
 def check_devices(config: RunConfig) -> None:

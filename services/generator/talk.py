@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Generator
 
 from umbra.proto.records import Sampling
+from umbra.services.config import RunConfig
+from umbra.services.config.trajectory_rules import sampling_of
 from umbra.services.environments.protocol import Message
 from umbra.services.environments.response import Said
 from umbra.services.generator.engine import EngineOutput, EngineRequest
 from umbra.services.generator.engines import OpenEngine, open_engine
 from umbra.services.modeling.dialect import Piece
 from umbra.services.modeling.turn_reader import TurnReader
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.trajectories import sampling_of
 
 POLL_S = 0.1
 

@@ -10,11 +10,11 @@ import logging
 from collections.abc import Sequence
 
 from umbra.proto.errors import UsageError
+from umbra.services.config import EnvironmentConfig, RunConfig
 from umbra.services.environments.calculator import calculator
 from umbra.services.environments.protocol import Opening, StepResult
 from umbra.services.environments.tools import schema
 from umbra.services.modeling.chat import Chat
-from umbra.services.runtime.config import EnvironmentConfig, RunConfig
 
 _TOOLS = Opening([], [schema(calculator)])
 

@@ -16,9 +16,9 @@ from umbra.proto.records import (
     unpack_float32,
     unpack_int32,
 )
+from umbra.services.config.trajectory_rules import RunFacts, find_fault
 from umbra.services.environments.protocol import Opening
 from umbra.services.generator.engine import EngineOutput
-from umbra.services.runtime.trajectories import RunFacts, find_fault
 
 
 @dataclass

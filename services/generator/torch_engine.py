@@ -39,7 +39,7 @@ from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.experts import NO_ROUTERS, Routers, check_routing_fits
 from umbra.services.modeling.slot_attention import Context, slot_mask
 from umbra.services.modeling.weights import WeightTable
-from umbra.services.runtime.weights.manifest import Part
+from umbra.services.weights.manifest import Part
 
 _PREFILL_TOKENS = 16384  # of contexts in a pass, so that its memory stays bounded
 

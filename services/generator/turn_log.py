@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from umbra.proto.records import SampleTask
 from umbra.services.generator.rollout import Phase
-from umbra.services.runtime.lives import is_traced
-from umbra.services.runtime.process.metrics import MetricsFile
+from umbra.services.process.lives import is_traced
+from umbra.services.process.metrics import MetricsFile
 
 STAGES = {Phase.RESET: "environment", Phase.GENERATE: "turn", Phase.STEP: "environment"}
 

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from umbra.proto.records import Manifest, Sampling
+from umbra.services.config import GeneratorConfig
 from umbra.services.generator.engine import Engine, EngineOutput, EngineRequest
 from umbra.services.generator.vllm_options import require_vllm, set_environment
 from umbra.services.modeling.models import outline_model
 from umbra.services.modeling.reference import Reference
 from umbra.services.modeling.weights import tensors_in
-from umbra.services.runtime.config import GeneratorConfig
-from umbra.services.runtime.weights.manifest import build_manifest
+from umbra.services.weights.manifest import build_manifest
 
 _REQUESTS = 8
 _PROMPT_TOKENS = 96  # of the longest prompt

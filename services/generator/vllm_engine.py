@@ -14,8 +14,11 @@ import msgspec
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from umbra.proto.deadline import LEAST_RATE, Pace
 from umbra.proto.errors import UmbraError
 from umbra.proto.records import AdapterFacts, Manifest, Sampling
+from umbra.services.config import GeneratorConfig
+from umbra.services.config.feasibility import VLLM_COOLEST
 from umbra.services.generator.engine import (
     CacheFigures,
     EngineOutput,
@@ -34,11 +37,8 @@ from umbra.services.generator.vllm_routing import told_routers
 from umbra.services.generator.vllm_server import Job, Pause, VllmServer
 from umbra.services.modeling.lora import factors
 from umbra.services.modeling.weights import WeightTable
-from umbra.services.runtime.config import GeneratorConfig
-from umbra.services.runtime.config.feasibility import VLLM_COOLEST
-from umbra.services.runtime.deadline import LEAST_RATE, Pace
-from umbra.services.runtime.weights.manifest import Part
-from umbra.services.runtime.weights.shared_memory import PART_BYTES, SharedMemory, shared
+from umbra.services.weights.manifest import Part
+from umbra.services.weights.shared_memory import PART_BYTES, SharedMemory, shared
 
 log = logging.getLogger(__name__)
 

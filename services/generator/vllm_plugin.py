@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import signal
 
-from umbra.services.runtime.process.parent import signal_at_death_of
+from umbra.services.process.parent import signal_at_death_of
 
 BACKEND = "umbra"
 ADAPTER_BACKEND = "umbra-adapter"  # of versions that are an adapter alone

@@ -30,6 +30,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from umbra.proto.deadline import Deadline
 from umbra.proto.errors import (
     PeerLostError,
     StartupError,
@@ -48,8 +49,7 @@ from umbra.services.generator.salts import Salts
 from umbra.services.generator.vllm_figures import CacheLog
 from umbra.services.generator.vllm_plugin import ADAPTER
 from umbra.services.generator.vllm_routing import ToldRouters
-from umbra.services.runtime.deadline import Deadline
-from umbra.services.runtime.process.child import describe_exit
+from umbra.services.process.child import describe_exit
 
 _REPLY_S = 60.0  # of a request's abort
 _CLOSE_S = 5.0

@@ -33,7 +33,7 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Manifest
 from umbra.services.modeling.weights import tensors_in
-from umbra.services.runtime.weights.shared_memory import MappedBlocks
+from umbra.services.weights.shared_memory import MappedBlocks
 
 _NAMES_SHOWN = 3
 _OUTPUT = "lm_head.weight"

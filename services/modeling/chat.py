@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from umbra.proto.errors import UsageError
+from umbra.services.config import ModelConfig
 from umbra.services.environments.protocol import Message, Opening
 from umbra.services.environments.response import Said
 from umbra.services.modeling.chat_template import ChatTemplate, Finding, Kind, TurnsError
 from umbra.services.modeling.dialect import PLAIN, Dialect, Reading, Tools, read
 from umbra.services.modeling.dialect_search import find_dialect
-from umbra.services.runtime.config import ModelConfig
 
 _PLAIN = Opening([])  # no system message, no tools
 _CACHED_CHARS = 16_384  # what tools read out may be long, and is not read twice

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import AdapterFacts
-from umbra.services.runtime.config import TrainerConfig
+from umbra.services.config import TrainerConfig
 
 BASE = ".base_layer"
 _ADAPTER = "default"

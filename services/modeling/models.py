@@ -20,9 +20,9 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from umbra.proto.errors import UsageError
+from umbra.services.modeling.architectures import architecture, check_architecture, in_the_way
+from umbra.services.modeling.model_directory import check_model_dir
 from umbra.services.modeling.weight_files import WeightFiles
-from umbra.services.runtime.model.architectures import architecture, check_architecture, in_the_way
-from umbra.services.runtime.model.directory import check_model_dir
 
 AS_IT_IS: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 """How Transformers reads a directory: it fetches nothing, and runs no code that lies in it."""

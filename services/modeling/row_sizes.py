@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
-from umbra.services.runtime.process.host_memory import host_bytes
+from umbra.services.process.host_memory import host_bytes
 
 SHORT_ROW = 256  # tokens; narrower rows save little
 CPU_PASS, GPU_PASS = 4096, 65536  # tokens at most; more of them make no device faster

@@ -20,11 +20,11 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from umbra.proto.errors import UsageError
+from umbra.services.modeling.architectures import check_heads
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.attention_backends import NAME
 from umbra.services.modeling.experts import UNKNOWN
 from umbra.services.modeling.micro_batch import MicroBatch
-from umbra.services.runtime.model.architectures import check_heads
 
 _ARGUMENT = "sequence_share"  # of forward passes, handed on to the attention of each layer
 _SHARED = f"{NAME}-shared"  # our attention between two exchanges, in Transformers

@@ -30,7 +30,7 @@ from transformers.core_model_loading import (
 )
 
 from umbra.proto.errors import UsageError
-from umbra.services.runtime.model.directory import WEIGHT_FILES
+from umbra.services.modeling.model_directory import WEIGHT_FILES
 
 SHOWN = 3  # names in an error
 

@@ -11,11 +11,11 @@ from torch import nn
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import AdapterFacts, Manifest, TensorEntry
+from umbra.services.config import RunConfig
 from umbra.services.modeling.lora import adapter_facts, add_adapter, factors
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.gpu.cuda import DeviceMemory
-from umbra.services.runtime.model.directory import weights_checksum
-from umbra.services.runtime.weights.manifest import Part, with_starts
+from umbra.services.modeling.model_directory import weights_checksum
+from umbra.services.weights.gpu.cuda import DeviceMemory
+from umbra.services.weights.manifest import Part, with_starts
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NAMES_SHOWN = 3

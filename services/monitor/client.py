@@ -30,10 +30,10 @@ from umbra.proto.messages import (
     Versions,
     VersionsRequest,
 )
+from umbra.proto.net.channel import Channel
+from umbra.proto.net.io_thread import IoThread
+from umbra.proto.net.keys import OPEN, Security
 from umbra.proto.sockets import check_address
-from umbra.services.runtime.net.channel import Channel
-from umbra.services.runtime.net.io_thread import IoThread
-from umbra.services.runtime.net.keys import OPEN, Security
 
 M = TypeVar("M", bound=Message)
 NEEDED: tuple[Role, ...] = ("trainer", "weight_hub", "part")  # the run stands still without them

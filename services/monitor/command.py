@@ -14,14 +14,14 @@ import click
 
 from umbra.proto.errors import EXIT_DONE, PeerLostError, UsageError
 from umbra.proto.messages import Role
+from umbra.proto.net.keys import Security
 from umbra.services.monitor.client import StatusClient
 from umbra.services.monitor.live import LiveView
 from umbra.services.monitor.options import operated_run, pinged_run, timeout_option, watched_run
 from umbra.services.monitor.view import NewWarnings, headline, left_text, plain, status_dict
 from umbra.services.monitor.watch import Look, Watch, look_dict
 from umbra.services.monitor.web.board import Board, Resource
-from umbra.services.runtime.net.keys import Security
-from umbra.services.runtime.process.signals import stop_on_signals
+from umbra.services.process.signals import stop_on_signals
 
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import click
 
 from umbra.proto.errors import EXIT_DONE, UsageError
+from umbra.proto.net.keys import Security
 from umbra.services.monitor.client import StatusClient
 from umbra.services.monitor.options import operated_run, timeout_option
-from umbra.services.runtime.net.keys import Security
 
 reason_option = click.option(
     "--reason", default="", metavar="TEXT", help="Why; shown by the monitor and in the logs."

@@ -10,10 +10,10 @@ import click
 
 from umbra.proto.access import KeyRole
 from umbra.proto.errors import UsageError
+from umbra.proto.net.keys import open_security
+from umbra.services.config import SecurityConfig
 from umbra.services.monitor.run_address import find_address
-from umbra.services.runtime.config import SecurityConfig
-from umbra.services.runtime.net.keys import open_security
-from umbra.services.runtime.process.command import KEYS
+from umbra.services.process.command import KEYS
 
 timeout_option = click.option(
     "--timeout",

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from umbra.proto.errors import UNREADABLE, UsageError
-from umbra.services.runtime.config import RunSection
-from umbra.services.runtime.process.disk import DISK, READABLE_MODE
+from umbra.services.config import RunSection
+from umbra.services.process.disk import DISK, READABLE_MODE
 
 FILE = "address.json"
 

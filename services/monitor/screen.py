@@ -28,9 +28,9 @@ from umbra.services.monitor.view import (
     warning_lines,
 )
 from umbra.services.monitor.watch import Look
-from umbra.services.runtime.figures import PHASES
-from umbra.services.runtime.numbers import clock, number
-from umbra.services.runtime.tables import rich_table
+from umbra.services.reporting.figures import PHASES
+from umbra.services.reporting.numbers import clock, number
+from umbra.services.reporting.tables import rich_table
 
 CURVES = ("reward/mean", "loss", "response_length/mean", "staleness/total/mean", "entropy")
 PUSHES_SHOWN = 6

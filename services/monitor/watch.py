@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from umbra.proto.messages import Status
+from umbra.proto.net.keys import OPEN, Security
 from umbra.services.monitor.client import StatusClient
 from umbra.services.monitor.feed import (
     TOPICS,
@@ -19,7 +20,6 @@ from umbra.services.monitor.feed import (
     SpanSeen,
 )
 from umbra.services.monitor.view import status_dict
-from umbra.services.runtime.net.keys import OPEN, Security
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from umbra.services.runtime.process.command import ServiceContext, service_command
+from umbra.services.process.command import ServiceContext, service_command
 
 
 def _run(context: ServiceContext) -> int:

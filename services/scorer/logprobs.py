@@ -13,14 +13,14 @@ from torch import Tensor
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Score, ScoringTask, Trajectory
+from umbra.services.config import ScorerConfig as ScorerConfig
+from umbra.services.config.trajectory_rules import RunFacts, find_fault
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.experts import NO_ROUTERS, chosen_experts
 from umbra.services.modeling.micro_batch import Tokens
 from umbra.services.modeling.packing import pack
 from umbra.services.modeling.row_sizes import memory_of, scoring_rows
 from umbra.services.modeling.scorer import Scorer
-from umbra.services.runtime.config import ScorerConfig as ScorerConfig
-from umbra.services.runtime.trajectories import RunFacts, find_fault
 
 
 class LogprobWorker:

@@ -13,10 +13,10 @@ from umbra.proto.messages import (
     SubmitAck,
     SubmitScores,
 )
+from umbra.proto.net.portions import portions
+from umbra.proto.net.session import Session
 from umbra.proto.records import Score
-from umbra.services.runtime.net.portions import portions
-from umbra.services.runtime.net.session import Session
-from umbra.services.runtime.process.metrics import MetricsFile
+from umbra.services.process.metrics import MetricsFile
 from umbra.services.scorer.worker import StageWorker
 
 WAIT_S = 1.0  # how long the buffer may keep a question open, so that a stop is noticed

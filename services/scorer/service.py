@@ -6,16 +6,16 @@ import threading
 from collections.abc import Sequence
 from contextlib import closing
 
+from umbra.proto.net.session import Session
+from umbra.services.config import RunConfig
 from umbra.services.environments.protocol import Row
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.model.directory import weights_bytes
-from umbra.services.runtime.net.session import Session
-from umbra.services.runtime.planes.gpu import gpu_for, host_planes
-from umbra.services.runtime.planes.receiving import StagedPlanes
-from umbra.services.runtime.process.command import ServiceContext
-from umbra.services.runtime.weights.receiver import Receiver
+from umbra.services.modeling.model_directory import weights_bytes
+from umbra.services.process.command import ServiceContext
 from umbra.services.scorer.loop import ScorerLoop
 from umbra.services.scorer.worker import StageWorker
+from umbra.services.weights.planes.gpu import gpu_for, host_planes
+from umbra.services.weights.planes.receiving import StagedPlanes
+from umbra.services.weights.receiver import Receiver
 
 
 def run(context: ServiceContext) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from umbra.services.runtime.config.presets import ObjectiveSpec
+from umbra.services.config.presets import ObjectiveSpec
 from umbra.services.trainer.objectives.values import gae
 
 STD_EPSILON = 1e-6

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from umbra.proto.errors import MismatchError
+from umbra.services.config import RunConfig
 from umbra.services.modeling.packing import pack
-from umbra.services.runtime.config import RunConfig
 from umbra.services.trainer.batch import TrainBatch
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.metrics import Row

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from umbra.proto.errors import UmbraError
 from umbra.proto.records import Trajectory
+from umbra.services.config.trajectory_rules import MOST_TOKENS, RouterKind, RunFacts, find_fault
 from umbra.services.modeling.experts import chosen_experts
 from umbra.services.modeling.micro_batch import Tokens
-from umbra.services.runtime.trajectories import MOST_TOKENS, RouterKind, RunFacts, find_fault
 
 
 class BatchError(UmbraError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from umbra.services.runtime.process.command import ServiceContext, service_command
+from umbra.services.process.command import ServiceContext, service_command
 from umbra.services.trainer.launch import launch
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from umbra.proto.errors import DivergedError
-from umbra.services.runtime.config.presets import ObjectiveSpec
+from umbra.services.config.presets import ObjectiveSpec
 from umbra.services.trainer.metrics import Row
 from umbra.services.trainer.objectives.ratios import Sequences
 from umbra.services.trainer.ranks import Ranks

@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from umbra.proto.errors import PeerLostError, UsageError
-from umbra.services.runtime.config import TrainerConfig
-from umbra.services.runtime.config.loader import to_json
-from umbra.services.runtime.http.address import listen
-from umbra.services.runtime.process.child import ChildProcess, child_environ, umbra_argv
-from umbra.services.runtime.process.command import ServiceContext
-from umbra.services.runtime.process.supervisor import Program, Supervisor
+from umbra.services.config import TrainerConfig
+from umbra.services.config.loader import to_json
+from umbra.services.http.address import listen
+from umbra.services.process.child import ChildProcess, child_environ, umbra_argv
+from umbra.services.process.command import ServiceContext
+from umbra.services.process.supervisor import Program, Supervisor
 
 LEAVE_S = 15.0  # for the others to end after the first has
 NOTICE_S = 3.0  # until a rank that broke the connection can be seen to have ended

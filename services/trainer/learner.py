@@ -11,16 +11,16 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from umbra.proto.errors import UsageError
+from umbra.services.config import TrainerConfig
+from umbra.services.config.learning_rate import learning_rate
+from umbra.services.config.trajectory_rules import RouterKind
+from umbra.services.modeling.architectures import check_experts
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.experts import NO_BALANCE, NO_ROUTERS, set_experts
 from umbra.services.modeling.lora import add_adapter
 from umbra.services.modeling.micro_batch import MicroBatch
 from umbra.services.modeling.scorer import Scorer
 from umbra.services.modeling.weight_files import WeightFiles
-from umbra.services.runtime.config import TrainerConfig
-from umbra.services.runtime.learning_rate import learning_rate
-from umbra.services.runtime.model.architectures import check_experts
-from umbra.services.runtime.trajectories import RouterKind
 from umbra.services.trainer.checkpoints.parts import (
     CheckpointPart,
     OptimizerState,

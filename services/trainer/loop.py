@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
+from umbra.proto.deadline import Deadline
 from umbra.proto.errors import DeadlineError, DivergedError, RejectedError, UmbraError, UsageError
 from umbra.proto.messages import (
     BatchLease,
@@ -17,13 +18,11 @@ from umbra.proto.messages import (
     Ok,
     RejectSamples,
 )
+from umbra.proto.net.session import Session
 from umbra.proto.records import Trajectory
-from umbra.services.runtime.deadline import Deadline
-from umbra.services.runtime.net.session import Session
-from umbra.services.runtime.numbers import size
-from umbra.services.runtime.process.command import ServiceContext
-from umbra.services.runtime.trajectories import RunFacts
-from umbra.services.runtime.weights.publisher import Publisher
+from umbra.services.config.trajectory_rules import RunFacts
+from umbra.services.process.command import ServiceContext
+from umbra.services.reporting.numbers import size
 from umbra.services.trainer.batch import BatchError, TrainBatch, make_batch
 from umbra.services.trainer.checkpoints.saver import SaveOutcome, Saver
 from umbra.services.trainer.guard import SkipLimit
@@ -43,6 +42,7 @@ from umbra.services.trainer.rollout_log import RolloutLog
 from umbra.services.trainer.shards import Snapshots
 from umbra.services.trainer.sinks import Sinks
 from umbra.services.trainer.update import Update
+from umbra.services.weights.publisher import Publisher
 
 LEAST_REJECTED = 8
 LEASE_SLICE_S = 1.0  # how long one request for a batch is parked, so that a stop is noticed

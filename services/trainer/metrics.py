@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from umbra.proto.records import Trajectory
-from umbra.services.runtime.config.generation import environment_prefix
-from umbra.services.runtime.figures import staleness
+from umbra.services.config.generation import environment_prefix
+from umbra.services.reporting.figures import staleness
 from umbra.services.trainer.batch import TrainBatch
 from umbra.services.trainer.objectives.ratios import ratio
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from umbra.services.runtime.config import RunConfig
+from umbra.services.config import RunConfig
 
 CAP = 1.0  # of a token's k3; a log-probability that is not finite counts as much
 MIN_TOKENS = 64  # of a generator, until it is judged

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from umbra.proto.errors import UsageError
-from umbra.services.runtime.config import TrainerConfig
-from umbra.services.runtime.config.feasibility import muon_faults
+from umbra.services.config import TrainerConfig
+from umbra.services.config.feasibility import muon_faults
 from umbra.services.trainer.sharding import decoder_layers
 
 MOMENTUM = 0.95  # of both papers

@@ -22,10 +22,10 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from umbra.proto.errors import UmbraError
+from umbra.services.modeling.model_directory import check_model_dir
 from umbra.services.modeling.models import load_tokenizer, outline_weights, read_weights
 from umbra.services.modeling.weight_files import NotByRowsError, WeightFiles
-from umbra.services.runtime.model.directory import check_model_dir
-from umbra.services.runtime.process.disk import DISK
+from umbra.services.process.disk import DISK
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from umbra.proto.errors import UmbraError
 from umbra.proto.messages import BatchLease, PeekBatch
+from umbra.proto.net.channel import Channel
 from umbra.proto.records import Trajectory
-from umbra.services.runtime.net.channel import Channel
 from umbra.services.trainer.batch import TrainBatch
 
 log = logging.getLogger(__name__)

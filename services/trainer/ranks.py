@@ -25,11 +25,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from umbra.proto.deadline import Deadline
 from umbra.proto.errors import EXIT_DONE, PeerLostError, UmbraError, UsageError
-from umbra.services.runtime.config import TrainerConfig
-from umbra.services.runtime.deadline import Deadline
-from umbra.services.runtime.net.interface import interface_towards
-from umbra.services.runtime.process.supervisor import FINAL_CODES
+from umbra.proto.net.interface import interface_towards
+from umbra.services.config import TrainerConfig
+from umbra.services.process.supervisor import FINAL_CODES
 from umbra.services.trainer.pulse import POLL_S, Pulse
 from umbra.services.trainer.rendezvous import Hosts, RankPlace, meet
 

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from umbra.proto.deadline import Deadline
 from umbra.proto.errors import DeadlineError, UsageError
-from umbra.services.runtime.deadline import Deadline
 
 KNOCK_S = 2.0  # for one attempt to reach rank 0
 CONNECT_S = 60.0  # for torch, once it has been reached

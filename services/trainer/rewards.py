@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from umbra.services.runtime.config.presets import ObjectiveSpec
+from umbra.services.config.presets import ObjectiveSpec
 from umbra.services.trainer.advantages import Rewarded
 from umbra.services.trainer.batch import TrainBatch
 from umbra.services.trainer.objectives.kl import ESTIMATORS

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from umbra.proto.records import Trajectory, unpack_int32
-from umbra.services.runtime.process.metrics import MetricsFile
+from umbra.services.process.metrics import MetricsFile
 
 FILE = "samples.jsonl"
 EVERY_S = 5.0  # between two that are told to those who watch

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from umbra.services.config import TrainerConfig
 from umbra.services.modeling.row_sizes import (
     RowSizes,
     layer_numbers,
@@ -13,7 +14,6 @@ from umbra.services.modeling.row_sizes import (
     room_for_tokens,
     rows_within,
 )
-from umbra.services.runtime.config import TrainerConfig
 from umbra.services.trainer.ranks import Ranks
 
 WEIGHT_BYTES = 16  # of a weight in float32, its gradient and two moments

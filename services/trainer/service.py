@@ -12,13 +12,11 @@ from transformers import PreTrainedTokenizerBase
 from umbra.proto.errors import EXIT_DONE, UsageError
 from umbra.proto.messages import FinishRun, RunFinished
 from umbra.proto.records import Manifest
+from umbra.services.config import RunConfig
+from umbra.services.config.loader import as_dict
 from umbra.services.modeling.lora import adapter_facts
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config.loader import as_dict
-from umbra.services.runtime.model.directory import weights_checksum
-from umbra.services.runtime.process.command import ServiceContext
-from umbra.services.runtime.weights.manifest import build_manifest
-from umbra.services.runtime.weights.publisher import Publisher
+from umbra.services.modeling.model_directory import weights_checksum
+from umbra.services.process.command import ServiceContext
 from umbra.services.trainer.checkpoints.folder import CheckpointFolder
 from umbra.services.trainer.checkpoints.resume import resume
 from umbra.services.trainer.checkpoints.saver import Saver, join_in
@@ -35,6 +33,8 @@ from umbra.services.trainer.shards import Snapshots, row_owners
 from umbra.services.trainer.sinks import open_sinks
 from umbra.services.trainer.snapshot import tensor_layout
 from umbra.services.trainer.update import Update, guarded_update
+from umbra.services.weights.manifest import build_manifest
+from umbra.services.weights.publisher import Publisher
 
 HUB_DEADLINE_S = 60.0  # a hub starts within seconds; the rest is for slow machines
 FINISH_S = 60.0  # the buffer ends and drains what is in flight

@@ -29,8 +29,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from transformers import PreTrainedModel
 
 from umbra.proto.errors import UsageError
+from umbra.services.config import TrainerConfig
 from umbra.services.modeling.expert_parallel import divide_experts
-from umbra.services.runtime.config import TrainerConfig
 from umbra.services.trainer.masters import local
 from umbra.services.trainer.ranks import Ranks
 

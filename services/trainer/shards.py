@@ -20,13 +20,13 @@ import msgspec
 from torch import nn
 
 from umbra.proto.records import Manifest
-from umbra.services.runtime.weights.arena import Arena
-from umbra.services.runtime.weights.manifest import checksum, owned_buckets
 from umbra.services.trainer.notes import Notes, NoteStore
 from umbra.services.trainer.pulse import Pulse
 from umbra.services.trainer.ranks import Ranks
 from umbra.services.trainer.rendezvous import RankPlace
 from umbra.services.trainer.snapshot import write_shards, written_rows
+from umbra.services.weights.arena import Arena
+from umbra.services.weights.manifest import checksum, owned_buckets
 
 
 class ShardSync:

@@ -12,9 +12,9 @@ from accelerate.tracking import TensorBoardTracker, WandBTracker
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import EvalReport
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config.loader import as_dict
-from umbra.services.runtime.prompts.download import without_secrets
+from umbra.services.config import RunConfig
+from umbra.services.config.loader import as_dict
+from umbra.services.prompts.download import without_secrets
 from umbra.services.trainer.metrics import Row
 
 log = logging.getLogger(__name__)

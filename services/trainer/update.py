@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from umbra.proto.errors import UsageError
+from umbra.services.config import RunConfig
 from umbra.services.modeling.micro_batch import MicroBatch
 from umbra.services.modeling.packing import pack
-from umbra.services.runtime.config import RunConfig
 from umbra.services.trainer.advantages import token_advantages
 from umbra.services.trainer.agreement import Agreement
 from umbra.services.trainer.batch import TrainBatch

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from umbra.proto.errors import UsageError
+from umbra.services.config import TrainerConfig
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.micro_batch import MicroBatch
 from umbra.services.modeling.sequence_parallel import SequenceGroup, SequenceParallel
-from umbra.services.runtime.config import TrainerConfig
 from umbra.services.trainer.filling import place, read
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.policy import no_progress_bars, open_backbone

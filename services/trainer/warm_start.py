@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from umbra.services.runtime.config import TrainerConfig
+from umbra.services.config import TrainerConfig
 
 if TYPE_CHECKING:
     import torch

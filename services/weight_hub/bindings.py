@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from umbra.proto.access import KeyRole
 from umbra.proto.messages import Nack, PartState, RegisterManifest, Subscribe
-from umbra.services.runtime.net.server import Request
+from umbra.proto.net.server import Request
 
 KEPT = 8192  # names, the last ones
 BINDING = (RegisterManifest, PartState, Subscribe)  # what a process begins with

@@ -15,23 +15,23 @@ import click
 from umbra.proto.access import KeyRole
 from umbra.proto.bounds import OWNERS
 from umbra.proto.messages import Role
+from umbra.proto.net.keys import Security, open_security
+from umbra.proto.net.session import Session
 from umbra.proto.sockets import check_address
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config.loader import load_config
-from umbra.services.runtime.net.keys import Security, open_security
-from umbra.services.runtime.net.session import Session
-from umbra.services.runtime.process.command import (
+from umbra.services.config import RunConfig
+from umbra.services.config.loader import load_config
+from umbra.services.process.command import (
     ServiceContext,
     insecure_option,
     keys_option,
     security_overrides,
     service_command,
 )
-from umbra.services.runtime.process.logs import setup_logging
-from umbra.services.runtime.process.metrics import MetricsFile
-from umbra.services.runtime.process.parent import die_with_parent, tell_ready
-from umbra.services.runtime.process.signals import stop_on_signals
-from umbra.services.runtime.process.threads import named_errors
+from umbra.services.process.logs import setup_logging
+from umbra.services.process.metrics import MetricsFile
+from umbra.services.process.parent import die_with_parent, tell_ready
+from umbra.services.process.signals import stop_on_signals
+from umbra.services.process.threads import named_errors
 
 
 def _run(context: ServiceContext) -> int:
@@ -137,8 +137,8 @@ def _begin(stack: ExitStack, role: KeyRole, name: str, values: dict[str, Any]) -
 @click.option("--name", default="", help="Name in the run.  [default: relay-<host name>]")
 def relay(name: str, listen: str, **values: Any) -> None:
     """Get each version once for this node, serve its generators, hand buckets on."""
-    from umbra.services.runtime.planes.gpu import find_gpu
     from umbra.services.weight_hub.relay import Relay
+    from umbra.services.weights.planes.gpu import find_gpu
 
     name = name or f"relay-{socket.gethostname()}"
     with ExitStack() as stack:

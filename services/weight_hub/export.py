@@ -14,9 +14,9 @@ from pathlib import Path
 
 from umbra.proto.errors import UmbraError
 from umbra.proto.records import AdapterFacts, Manifest
-from umbra.services.runtime.process.disk import DISK
-from umbra.services.runtime.weights.manifest import checksums
-from umbra.services.runtime.weights.safetensors_file import Stored, write_safetensors
+from umbra.services.process.disk import DISK
+from umbra.services.weights.manifest import checksums
+from umbra.services.weights.safetensors_file import Stored, write_safetensors
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # Weights in any format, and the indices of sharded ones: what this version replaces.

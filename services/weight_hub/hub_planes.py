@@ -11,19 +11,19 @@ import msgspec
 
 from umbra.proto.errors import RejectedError, UmbraError
 from umbra.proto.messages import Subscribe
+from umbra.proto.net.keys import OPEN, Security
 from umbra.proto.records import GpuFacts, Manifest
-from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
-from umbra.services.runtime.gpu.worker_process import START_S, GpuWorkerProcess, result
-from umbra.services.runtime.net.keys import OPEN, Security
-from umbra.services.runtime.planes.background import Background
-from umbra.services.runtime.planes.choice import AUTO, GPU_PLANES, PLANES, Side, choose_plane
-from umbra.services.runtime.planes.cuda_ipc import IpcHub
-from umbra.services.runtime.planes.nccl import NcclHub
-from umbra.services.runtime.planes.plane import HubEnd
-from umbra.services.runtime.planes.shm import ShmHub
-from umbra.services.runtime.planes.tcp import TcpHub
-from umbra.services.runtime.weights.arena import Arena
+from umbra.services.config import WeightHubConfig as WeightHubConfig
 from umbra.services.weight_hub.effects import HubPeer
+from umbra.services.weights.arena import Arena
+from umbra.services.weights.gpu.worker_process import START_S, GpuWorkerProcess, result
+from umbra.services.weights.planes.background import Background
+from umbra.services.weights.planes.choice import AUTO, GPU_PLANES, PLANES, Side, choose_plane
+from umbra.services.weights.planes.cuda_ipc import IpcHub
+from umbra.services.weights.planes.nccl import NcclHub
+from umbra.services.weights.planes.plane import HubEnd
+from umbra.services.weights.planes.shm import ShmHub
+from umbra.services.weights.planes.tcp import TcpHub
 
 log = logging.getLogger(__name__)
 

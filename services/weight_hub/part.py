@@ -17,22 +17,22 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from umbra.proto.deadline import Deadline
 from umbra.proto.errors import DeadlineError, StartupError, UmbraError
 from umbra.proto.messages import HoldArena, Message, OfferSlot, Ok, PartState
-from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
-from umbra.services.runtime.deadline import Deadline
-from umbra.services.runtime.net.io_thread import IoThread
-from umbra.services.runtime.net.keys import OPEN, Security
-from umbra.services.runtime.net.session import Session
-from umbra.services.runtime.planes.background import Background
-from umbra.services.runtime.planes.tcp import TcpHub
-from umbra.services.runtime.weights.arena import (
+from umbra.proto.net.io_thread import IoThread
+from umbra.proto.net.keys import OPEN, Security
+from umbra.proto.net.session import Session
+from umbra.services.config import WeightHubConfig as WeightHubConfig
+from umbra.services.weights.arena import (
     Arena,
     remove_leftovers,
     run_and_suffix,
     shm_host,
 )
-from umbra.services.runtime.weights.manifest import check_manifest, owned_ranges
+from umbra.services.weights.manifest import check_manifest, owned_ranges
+from umbra.services.weights.planes.background import Background
+from umbra.services.weights.planes.tcp import TcpHub
 
 STATE_S = 1.0  # between one word to the hub and the next
 ANSWER_S = 5.0  # until the hub counts as away

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from umbra.proto.deadline import Pace
 from umbra.proto.messages import (
     Abort,
     Commit,
@@ -45,7 +46,6 @@ from umbra.proto.messages import (
     Ready,
     SlotGranted,
 )
-from umbra.services.runtime.deadline import Pace
 from umbra.services.weight_hub.effects import (
     Admit,
     Effect,

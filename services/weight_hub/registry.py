@@ -29,14 +29,14 @@ from umbra.proto.messages import (
     VersionsRequest,
 )
 from umbra.proto.records import HeldVersion, Manifest
-from umbra.services.runtime.model.directory import check_model_dir
-from umbra.services.runtime.model.hub import HubName, is_hub_name
-from umbra.services.runtime.weights import memory
-from umbra.services.runtime.weights.arena import Arena
+from umbra.services.modeling.hub import HubName, is_hub_name
+from umbra.services.modeling.model_directory import check_model_dir
 from umbra.services.weight_hub.effects import Effect, HubReply, Publication, Ticket
 from umbra.services.weight_hub.export import export_version
 from umbra.services.weight_hub.pins import PinFile, PinRecord
 from umbra.services.weight_hub.push import PushProtocol
+from umbra.services.weights import memory
+from umbra.services.weights.arena import Arena
 
 ACCEPTS: tuple[type[Message], ...] = (
     VersionsRequest, PinVersion, UnpinVersion, RollBack, ExportVersion,

@@ -20,25 +20,25 @@ import zmq
 
 from umbra.proto.errors import RejectedError, UmbraError
 from umbra.proto.messages import Prepare, Subscribed
+from umbra.proto.net.address import reachable
+from umbra.proto.net.channel import Channel
+from umbra.proto.net.io_thread import IoThread
+from umbra.proto.net.keys import OPEN, Security
+from umbra.proto.net.server import Server
+from umbra.proto.net.session import Session
 from umbra.proto.records import Piece
-from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
-from umbra.services.runtime.net.address import reachable
-from umbra.services.runtime.net.channel import Channel
-from umbra.services.runtime.net.io_thread import IoThread
-from umbra.services.runtime.net.keys import OPEN, Security
-from umbra.services.runtime.net.server import Server
-from umbra.services.runtime.net.session import Session
-from umbra.services.runtime.planes.bucket_store import BucketStore, Delta
-from umbra.services.runtime.planes.gpu import GpuReceiving
-from umbra.services.runtime.planes.plane import Receipt, ReceiverEnd, Receiving
-from umbra.services.runtime.planes.tcp import TcpHub, TcpReceiver
-from umbra.services.runtime.process.metrics import MetricsFile
-from umbra.services.runtime.process.threads import service_thread
-from umbra.services.runtime.weights.arena import Arena
-from umbra.services.runtime.weights.manifest import held_whole
-from umbra.services.runtime.weights.publisher import Publisher
-from umbra.services.runtime.weights.receiver import Receiver
+from umbra.services.config import WeightHubConfig as WeightHubConfig
+from umbra.services.process.metrics import MetricsFile
+from umbra.services.process.threads import service_thread
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
+from umbra.services.weights.arena import Arena
+from umbra.services.weights.manifest import held_whole
+from umbra.services.weights.planes.bucket_store import BucketStore, Delta
+from umbra.services.weights.planes.gpu import GpuReceiving
+from umbra.services.weights.planes.plane import Receipt, ReceiverEnd, Receiving
+from umbra.services.weights.planes.tcp import TcpHub, TcpReceiver
+from umbra.services.weights.publisher import Publisher
+from umbra.services.weights.receiver import Receiver
 
 REGISTER_S = 60.0  # with a hub in this very process, besides what its arena takes
 LOOK_S = 0.2

@@ -6,12 +6,12 @@ import uuid
 
 import zmq
 
-from umbra.services.runtime.net.address import reachable
-from umbra.services.runtime.net.server import Server
-from umbra.services.runtime.net.session import Session
-from umbra.services.runtime.planes.choice import check_plane
-from umbra.services.runtime.process.command import ServiceContext
+from umbra.proto.net.address import reachable
+from umbra.proto.net.server import Server
+from umbra.proto.net.session import Session
+from umbra.services.process.command import ServiceContext
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
+from umbra.services.weights.planes.choice import check_plane
 
 
 def serve(context: ServiceContext) -> int:

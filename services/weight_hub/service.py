@@ -30,14 +30,10 @@ from umbra.proto.messages import (
     Subscribe,
     Subscribed,
 )
+from umbra.proto.net.server import Request, Server
 from umbra.proto.records import Manifest
-from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
-from umbra.services.runtime.net.server import Request, Server
-from umbra.services.runtime.planes.background import Background
-from umbra.services.runtime.planes.plane import Deliver, Outcome
-from umbra.services.runtime.process.metrics import MetricsFile
-from umbra.services.runtime.weights.arena import Arena, remove_leftovers, shm_host
-from umbra.services.runtime.weights.manifest import check_manifest, owned_ranges
+from umbra.services.config import WeightHubConfig as WeightHubConfig
+from umbra.services.process.metrics import MetricsFile
 from umbra.services.weight_hub.bindings import Bindings
 from umbra.services.weight_hub.effects import (
     Admit,
@@ -54,6 +50,10 @@ from umbra.services.weight_hub.parts import Parts
 from umbra.services.weight_hub.push import PushProtocol
 from umbra.services.weight_hub.registry import ACCEPTS as REGISTRY
 from umbra.services.weight_hub.registry import Registry
+from umbra.services.weights.arena import Arena, remove_leftovers, shm_host
+from umbra.services.weights.manifest import check_manifest, owned_ranges
+from umbra.services.weights.planes.background import Background
+from umbra.services.weights.planes.plane import Deliver, Outcome
 
 CHANNEL = "weights"
 ACCEPTS: tuple[type[Message], ...] = (

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import click
 
+from umbra.proto.deadline import LEAST_RATE, Deadline, Pace
 from umbra.proto.errors import DeadlineError, RejectedError, UsageError
 from umbra.proto.messages import (
     ExportVersion,
@@ -26,10 +27,9 @@ from umbra.proto.messages import (
     Versions,
     VersionsRequest,
 )
-from umbra.services.runtime.deadline import LEAST_RATE, Deadline, Pace
-from umbra.services.runtime.net.io_thread import IoThread
-from umbra.services.runtime.net.keys import Security
-from umbra.services.runtime.process.command import keys_of
+from umbra.proto.net.io_thread import IoThread
+from umbra.proto.net.keys import Security
+from umbra.services.process.command import keys_of
 
 RETRY_S = 0.1  # while no slot is free for a roll-back
 M = TypeVar("M", bound=Message)

@@ -3,7 +3,7 @@
 import sys
 
 from umbra.cli import main
-from umbra.services.runtime.process.parent import die_with_parent
+from umbra.services.process.parent import die_with_parent
 
 if __name__ == "__main__":
     die_with_parent()

@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 
 from umbra.proto.records import Manifest
+from umbra.services.config import RunConfig
+from umbra.services.config.loader import load_config
 from umbra.services.modeling.lora import adapter_facts, factors
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config.loader import load_config
-from umbra.services.runtime.model.directory import weights_checksum
-from umbra.services.runtime.weights.manifest import build_manifest, check_manifest
+from umbra.services.modeling.model_directory import weights_checksum
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.policy import load_policy
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
+from umbra.services.weights.manifest import build_manifest, check_manifest
 
 BUCKET_BYTES = 4096
 

@@ -14,6 +14,7 @@ from openai import OpenAI
 
 from umbra.proto.messages import ReturnedSample
 from umbra.proto.records import SampleTask, Trajectory
+from umbra.services.config import EnvironmentConfig
 from umbra.services.generator.agents.address import bind
 from umbra.services.generator.agents.calls import CallRules
 from umbra.services.generator.agents.offers import SessionOffers
@@ -21,7 +22,6 @@ from umbra.services.generator.agents.pool import AgentPool, AgentSettings
 from umbra.services.generator.engine import Engine
 from umbra.services.generator.rollout import RolloutSettings
 from umbra.services.generator.runner import RolloutRunner
-from umbra.services.runtime.config import EnvironmentConfig
 
 WAIT_S = seconds(30.0)
 Make = Callable[..., "AgentWorld"]  # from an engine, a temperature and more options

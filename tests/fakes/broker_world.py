@@ -28,13 +28,14 @@ from umbra.proto.messages import (
     SubmitTrajectories,
     Welcome,
 )
+from umbra.proto.net.server import Request
 from umbra.proto.records import SampleTask, Trajectory, VersionSpan, pack_float32, pack_int32
 from umbra.services.buffer.broker import Broker, Endpoints
 from umbra.services.buffer.data.prompts import GroupEnd
 from umbra.services.buffer.effects import Effect, Lived, Measure, Notify, Reply
 from umbra.services.buffer.state import RunState
 from umbra.services.buffer.store.api import MemoryStore
-from umbra.services.runtime.config import (
+from umbra.services.config import (
     BufferConfig,
     EnvironmentConfig,
     EvalConfig,
@@ -43,9 +44,8 @@ from umbra.services.runtime.config import (
     RunConfig,
     RunSection,
 )
-from umbra.services.runtime.config.generation import ENVIRONMENT, environment_prefix
-from umbra.services.runtime.net.server import Request
-from umbra.services.runtime.prompts.rows import Prompt
+from umbra.services.config.generation import ENVIRONMENT, environment_prefix
+from umbra.services.prompts.rows import Prompt
 
 M = TypeVar("M", bound=Message)
 

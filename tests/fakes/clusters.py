@@ -13,8 +13,8 @@ from umbra.deploy.cluster.bundle import Bundle
 from umbra.deploy.cluster.cluster_file import ClusterFile, ClusterSpec, Node
 from umbra.deploy.cluster.invocation import modules_of
 from umbra.deploy.cluster.plan import Plan, make_plan
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config.loader import load_config
+from umbra.services.config import RunConfig
+from umbra.services.config.loader import load_config
 
 SCHEMAS = Path(__file__).parents[1] / "schemas"
 RUN_FILE = Path("/home/me/project/run.toml")

@@ -40,8 +40,8 @@ from umbra.proto.messages import (
     SubmitTrajectories,
     Welcome,
 )
+from umbra.proto.net.keys import Security, load_keys
 from umbra.proto.records import Trajectory
-from umbra.services.runtime.net.keys import Security, load_keys
 
 ANSWER_S = seconds(20.0)
 RESEND_S = 0.25

@@ -6,7 +6,7 @@ from typing import Any
 
 from umbra.proto.records import Manifest, VersionSpan
 from umbra.services.generator.engine import CacheFigures, EngineOutput, EngineRequest, KvPolicy
-from umbra.services.runtime.weights.manifest import Part
+from umbra.services.weights.manifest import Part
 
 
 @dataclass

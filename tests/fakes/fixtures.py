@@ -13,7 +13,7 @@ import zmq
 from fakes.hub_bench import Bench
 from fakes.slowness import seconds
 
-from umbra.services.runtime.weights.arena import remove_leftovers
+from umbra.services.weights.arena import remove_leftovers
 
 UMBRA = (sys.executable, "-m", "umbra")
 FIXTURE_DEADLINE_S = seconds(60.0)  # torch is imported

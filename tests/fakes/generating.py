@@ -17,10 +17,10 @@ from umbra.services.generator.engine import Engine, EngineRequest
 from umbra.services.generator.loading import BrokenOffError, WeightLoader
 from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.modeling.models import load_model
-from umbra.services.runtime.weights.manifest import build_manifest
-from umbra.services.runtime.weights.publisher import Publisher
-from umbra.services.runtime.weights.receiver import Receiver, StagedVersion
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
+from umbra.services.weights.manifest import build_manifest
+from umbra.services.weights.publisher import Publisher
+from umbra.services.weights.receiver import Receiver, StagedVersion
 
 CPU = torch.device("cpu")
 DTYPE = torch.bfloat16

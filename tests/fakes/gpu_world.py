@@ -15,13 +15,13 @@ import pytest
 from fakes.hub_bench import LAYOUT, WAIT_S, Bench
 from fakes.slowness import seconds
 
-from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
-from umbra.services.runtime.gpu import cuda
-from umbra.services.runtime.planes.cuda_ipc import IpcHub
-from umbra.services.runtime.planes.gpu import GpuPlane, GpuReceiving, find_gpu
-from umbra.services.runtime.planes.nccl import NcclHub
-from umbra.services.runtime.planes.receiving import StagedPlanes
-from umbra.services.runtime.weights.receiver import Receiver
+from umbra.services.config import WeightHubConfig as WeightHubConfig
+from umbra.services.weights.gpu import cuda
+from umbra.services.weights.planes.cuda_ipc import IpcHub
+from umbra.services.weights.planes.gpu import GpuPlane, GpuReceiving, find_gpu
+from umbra.services.weights.planes.nccl import NcclHub
+from umbra.services.weights.planes.receiving import StagedPlanes
+from umbra.services.weights.receiver import Receiver
 
 DOUBLE = Path(__file__).parent / "cuda_double"
 CHUNK = 4096

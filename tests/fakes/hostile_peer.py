@@ -15,9 +15,9 @@ from umbra.proto import sockets
 from umbra.proto.access import KeyRole
 from umbra.proto.codec import Encoder, decode
 from umbra.proto.messages import FinishRun, Leave, Message, Nack, Role, SubmitAck
+from umbra.proto.net.keys import Security, load_keys
 from umbra.proto.sizes import allowed_bytes
 from umbra.proto.version import PROTOCOL_MAJOR, PROTOCOL_MINOR
-from umbra.services.runtime.net.keys import Security, load_keys
 
 WAIT_S = seconds(30.0)
 GRACE_S = 0.1  # for the answer to what was thrown; not everything is answered

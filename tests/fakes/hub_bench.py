@@ -12,20 +12,20 @@ from pathlib import Path
 import zmq
 from fakes.slowness import seconds
 
+from umbra.proto.deadline import LEAST_RATE, Pace
 from umbra.proto.messages import Ping, Pong
+from umbra.proto.net.channel import Channel
+from umbra.proto.net.io_thread import IoThread
+from umbra.proto.net.keys import OPEN, Security
+from umbra.proto.net.server import Server
 from umbra.proto.records import Manifest
-from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
-from umbra.services.runtime.deadline import LEAST_RATE, Pace
-from umbra.services.runtime.net.channel import Channel
-from umbra.services.runtime.net.io_thread import IoThread
-from umbra.services.runtime.net.keys import OPEN, Security
-from umbra.services.runtime.net.server import Server
-from umbra.services.runtime.planes.receiving import StagedPlanes
-from umbra.services.runtime.process.metrics import MetricsFile
-from umbra.services.runtime.weights.manifest import build_manifest
-from umbra.services.runtime.weights.publisher import Publisher
-from umbra.services.runtime.weights.receiver import Receiver, StagedVersion
+from umbra.services.config import WeightHubConfig as WeightHubConfig
+from umbra.services.process.metrics import MetricsFile
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
+from umbra.services.weights.manifest import build_manifest
+from umbra.services.weights.planes.receiving import StagedPlanes
+from umbra.services.weights.publisher import Publisher
+from umbra.services.weights.receiver import Receiver, StagedVersion
 
 WAIT_S = seconds(20.0)
 PACE = Pace(WAIT_S, LEAST_RATE)

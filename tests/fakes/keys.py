@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from umbra.proto.access import KeyRole
-from umbra.services.runtime.net.keys import Security, load_keys, make_keys
+from umbra.proto.net.keys import Security, load_keys, make_keys
 
 
 @pytest.fixture(scope="module")

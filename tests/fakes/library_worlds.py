@@ -16,11 +16,11 @@ from fakes.rollouts import STOP, says, settings
 from fakes.session_offers import KEY, Offers
 
 from umbra.proto.records import Sampling
+from umbra.services.config import EnvironmentConfig
 from umbra.services.env_worker.host import AgentHost
 from umbra.services.generator.rollout import Limits
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
-from umbra.services.runtime.config import EnvironmentConfig
 
 REQUIREMENTS = {
     "verifiers-v0": ("verifiers==0.3.1", "mcp<2"),

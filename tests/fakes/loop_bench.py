@@ -13,6 +13,7 @@ import msgspec
 from fakes.engine import ScriptedEngine
 from fakes.trajectories import sample
 
+from umbra.proto.deadline import LEAST_RATE, Pace
 from umbra.proto.errors import UmbraError
 from umbra.proto.messages import (
     LeaseSamples,
@@ -20,6 +21,7 @@ from umbra.proto.messages import (
     SampleLeases,
 )
 from umbra.proto.records import Manifest, Sampling, TensorEntry
+from umbra.services.config import GeneratorConfig
 from umbra.services.environments.pool import EnvironmentPool, InlinePool
 from umbra.services.environments.single_turn import ExactMatch
 from umbra.services.generator.activity import Activity
@@ -31,9 +33,7 @@ from umbra.services.generator.sample_log import SampleLog
 from umbra.services.generator.stall import StallWatch
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
-from umbra.services.runtime.config import GeneratorConfig
-from umbra.services.runtime.deadline import LEAST_RATE, Pace
-from umbra.services.runtime.process.metrics import MetricsFile
+from umbra.services.process.metrics import MetricsFile
 
 STOP = 3
 LEASE_S = 30.0

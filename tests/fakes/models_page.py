@@ -16,7 +16,7 @@ from fakes.architectures import ARCHITECTURES, Architecture
 from umbra.deploy.model_check.check import check_model
 from umbra.deploy.model_check.outcome import Outcome
 from umbra.proto.errors import UsageError
-from umbra.services.runtime.model.architectures import PROVEN, check_architecture
+from umbra.services.modeling.architectures import PROVEN, check_architecture
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 RIGHT = ("architecture", "`model_type`", "tried with", "training", "torch engine", "weights")

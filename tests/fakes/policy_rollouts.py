@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from umbra.proto.records import Sampling, Trajectory
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config.loader import load_config
+from umbra.services.config import RunConfig
+from umbra.services.config.loader import load_config
 
 GROUPS, GROUP_SIZE, LENGTH, TEMPERATURE = 3, 4, 6, 0.7
 LIKED = 30  # rewards count tokens below this id

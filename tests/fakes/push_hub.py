@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from umbra.proto.deadline import Pace
 from umbra.proto.messages import (
     Committed,
     Message,
@@ -10,7 +11,6 @@ from umbra.proto.messages import (
     Ready,
     SlotGranted,
 )
-from umbra.services.runtime.deadline import Pace
 from umbra.services.weight_hub.effects import Effect, HubPeer, HubReply, Send
 from umbra.services.weight_hub.push import PushProtocol
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from umbra.proto.records import Sampling, Trajectory, VersionSpan
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config.loader import as_dict, load_config
-from umbra.services.runtime.model.directory import weights_checksum
+from umbra.services.config import RunConfig
+from umbra.services.config.loader import as_dict, load_config
+from umbra.services.modeling.model_directory import weights_checksum
 from umbra.services.trainer.agreement import Agreement
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.checkpoints.folder import CheckpointFolder

@@ -24,9 +24,9 @@ from fakes.hub_bench import PROGRAMS, WAIT_S, Bench
 from fakes.keys import of
 from fakes.waiting import until
 
+from umbra.proto.net.keys import OPEN
 from umbra.proto.records import Manifest
-from umbra.services.runtime.net.keys import OPEN
-from umbra.services.runtime.weights.manifest import build_manifest, checksum, owned_buckets
+from umbra.services.weights.manifest import build_manifest, checksum, owned_buckets
 
 HOLD = "mount -t tmpfs tmpfs /dev/shm; echo up; exec cat"
 ENVIRON = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

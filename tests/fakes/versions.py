@@ -10,7 +10,7 @@ from umbra.proto.errors import PeerLostError
 from umbra.proto.records import Manifest, Sampling
 from umbra.services.generator.engine import Engine, EngineOutput, EngineRequest
 from umbra.services.modeling.weights import tensors_in
-from umbra.services.runtime.weights.manifest import build_manifest
+from umbra.services.weights.manifest import build_manifest
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from fakes.slowness import seconds
 
-from umbra.services.runtime.deadline import Deadline
+from umbra.proto.deadline import Deadline
 
 T = TypeVar("T")
 

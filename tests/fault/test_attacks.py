@@ -39,8 +39,8 @@ from umbra.proto.messages import (
     SubmitTrajectories,
     Welcome,
 )
+from umbra.proto.net.keys import Security, load_keys, make_keys
 from umbra.proto.records import Sampling, pack_float32, pack_int32
-from umbra.services.runtime.net.keys import Security, load_keys, make_keys
 
 WAIT_S = seconds(20.0)
 CONNECTIONS = 300

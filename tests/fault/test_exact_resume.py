@@ -24,7 +24,7 @@ from integration.test_up import DEADLINE_S, UMBRA, UpProcess, leftovers
 from safetensors.torch import load_file
 
 from umbra.services.buffer.store.log import LogStore
-from umbra.services.runtime.config import CheckpointConfig
+from umbra.services.config import CheckpointConfig
 from umbra.services.trainer.checkpoints.export import export_checkpoint
 from umbra.services.trainer.checkpoints.folder import CheckpointFolder
 

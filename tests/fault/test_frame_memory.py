@@ -26,7 +26,7 @@ from umbra.proto.messages import (
     StatusRequest,
     Welcome,
 )
-from umbra.services.runtime.net.keys import make_keys
+from umbra.proto.net.keys import make_keys
 
 WAIT_S = seconds(30.0)
 LEGITIMATE_CPU_S = 1.0  # of the service, until it has answered somebody who is honest

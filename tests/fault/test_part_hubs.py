@@ -19,19 +19,19 @@ from fakes.slowness import seconds
 from fakes.trainer_hosts import Trainer, layout, skip_without_namespaces
 from fakes.waiting import until
 
+from umbra.proto.deadline import LEAST_RATE, Pace
 from umbra.proto.errors import PeerLostError, RejectedError
 from umbra.proto.messages import ExportVersion, Ok, PinVersion, RollBack, Versions
-from umbra.services.runtime.deadline import LEAST_RATE, Pace
-from umbra.services.runtime.net.keys import OPEN, Security
-from umbra.services.runtime.planes import tcp
-from umbra.services.runtime.planes.receiving import StagedPlanes, StreamedPlanes
-from umbra.services.runtime.planes.transfer import BucketSource, Transfer
-from umbra.services.runtime.process.metrics import MetricsFile
-from umbra.services.runtime.weights.manifest import owned_ranges
-from umbra.services.runtime.weights.publisher import Publisher
-from umbra.services.runtime.weights.receiver import Receiver
+from umbra.proto.net.keys import OPEN, Security
+from umbra.services.process.metrics import MetricsFile
 from umbra.services.weight_hub.part import PartHub
 from umbra.services.weight_hub.relay import Relay
+from umbra.services.weights.manifest import owned_ranges
+from umbra.services.weights.planes import tcp
+from umbra.services.weights.planes.receiving import StagedPlanes, StreamedPlanes
+from umbra.services.weights.planes.transfer import BucketSource, Transfer
+from umbra.services.weights.publisher import Publisher
+from umbra.services.weights.receiver import Receiver
 
 __all__ = ["keys"]  # a fixture
 

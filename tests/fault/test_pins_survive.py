@@ -13,12 +13,12 @@ from fakes.generating import Generating, Policy
 from fakes.hub_bench import WAIT_S
 from fault.test_weight_push_faults import HubProcess
 
-from umbra.services.runtime.net.io_thread import IoThread
-from umbra.services.runtime.planes.receiving import StagedPlanes
-from umbra.services.runtime.weights.arena import SHM
-from umbra.services.runtime.weights.publisher import Publisher
-from umbra.services.runtime.weights.receiver import Receiver
+from umbra.proto.net.io_thread import IoThread
 from umbra.services.weight_hub.weights_command import command
+from umbra.services.weights.arena import SHM
+from umbra.services.weights.planes.receiving import StagedPlanes
+from umbra.services.weights.publisher import Publisher
+from umbra.services.weights.receiver import Receiver
 
 pytestmark = pytest.mark.fault
 

@@ -14,14 +14,14 @@ from fakes.hub_bench import PACE, WAIT_S, Bench
 from fault.test_weight_push_faults import PLANES, HubProcess
 
 from umbra.proto.errors import PeerLostError
+from umbra.proto.net.io_thread import IoThread
 from umbra.services.generator.torch_engine import TorchEngine
-from umbra.services.runtime.net.io_thread import IoThread
-from umbra.services.runtime.planes.bucket_store import SMALLEST_FRAME
-from umbra.services.runtime.planes.receiving import StreamedPlanes
-from umbra.services.runtime.weights.arena import Arena
-from umbra.services.runtime.weights.publisher import Publisher
-from umbra.services.runtime.weights.receiver import Receiver
 from umbra.services.trainer.make_model import make_model
+from umbra.services.weights.arena import Arena
+from umbra.services.weights.planes.bucket_store import SMALLEST_FRAME
+from umbra.services.weights.planes.receiving import StreamedPlanes
+from umbra.services.weights.publisher import Publisher
+from umbra.services.weights.receiver import Receiver
 
 pytestmark = pytest.mark.fault
 AFTER = 3  # buckets

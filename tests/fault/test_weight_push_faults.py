@@ -20,16 +20,16 @@ from fakes.hub_bench import PROGRAMS, WAIT_S, Bench
 from fakes.slowness import seconds
 
 from umbra.proto.messages import BucketPort, Prepare, Subscribed
-from umbra.services.runtime.net.io_thread import IoThread
-from umbra.services.runtime.net.keys import Security
-from umbra.services.runtime.planes.bucket_connection import BucketConnection
-from umbra.services.runtime.planes.plane import Receipt, ReceiverEnd, Receiving
-from umbra.services.runtime.planes.receiving import StagedPlanes
-from umbra.services.runtime.planes.tcp import TcpReceiver
-from umbra.services.runtime.planes.transfer import BucketSource
-from umbra.services.runtime.weights.arena import SHM, Arena
-from umbra.services.runtime.weights.publisher import Publisher
-from umbra.services.runtime.weights.receiver import Receiver
+from umbra.proto.net.io_thread import IoThread
+from umbra.proto.net.keys import Security
+from umbra.services.weights.arena import SHM, Arena
+from umbra.services.weights.planes.bucket_connection import BucketConnection
+from umbra.services.weights.planes.plane import Receipt, ReceiverEnd, Receiving
+from umbra.services.weights.planes.receiving import StagedPlanes
+from umbra.services.weights.planes.tcp import TcpReceiver
+from umbra.services.weights.planes.transfer import BucketSource
+from umbra.services.weights.publisher import Publisher
+from umbra.services.weights.receiver import Receiver
 
 pytestmark = pytest.mark.fault
 PLANES = pytest.mark.parametrize("plane", ["shm", "tcp"])

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from umbra.services.runtime.gpu import cuda
-from umbra.services.runtime.weights.manifest import checksum
-from umbra.services.runtime.weights.memory import private_memory
+from umbra.services.weights.gpu import cuda
+from umbra.services.weights.manifest import checksum
+from umbra.services.weights.memory import private_memory
 
 PEER = Path(__file__).parents[1] / "programs" / "ipc_peer.py"
 SIZE = 1 << 30

@@ -18,14 +18,14 @@ from fakes.hub_bench import WAIT_S, Bench, take
 from fakes.one_gpu import SHARED
 
 from umbra.proto.records import NcclRound
-from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
-from umbra.services.runtime.gpu import cuda
-from umbra.services.runtime.planes.gpu import find_gpu
-from umbra.services.runtime.planes.nccl import NcclReceiver
-from umbra.services.runtime.planes.receiving import StagedPlanes
-from umbra.services.runtime.weights.manifest import build_manifest
-from umbra.services.runtime.weights.publisher import Publisher
-from umbra.services.runtime.weights.receiver import Receiver
+from umbra.services.config import WeightHubConfig as WeightHubConfig
+from umbra.services.weights.gpu import cuda
+from umbra.services.weights.manifest import build_manifest
+from umbra.services.weights.planes.gpu import find_gpu
+from umbra.services.weights.planes.nccl import NcclReceiver
+from umbra.services.weights.planes.receiving import StagedPlanes
+from umbra.services.weights.publisher import Publisher
+from umbra.services.weights.receiver import Receiver
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")

@@ -10,13 +10,13 @@ import msgspec
 import pytest
 from fakes.one_gpu import rank_environment
 
+from umbra.proto.deadline import LEAST_RATE, Pace
 from umbra.proto.errors import DeadlineError, UmbraError
 from umbra.proto.records import GpuFacts
-from umbra.services.runtime.deadline import LEAST_RATE, Pace
-from umbra.services.runtime.gpu import cuda
-from umbra.services.runtime.gpu.worker_process import GpuWorkerProcess, result
-from umbra.services.runtime.planes.choice import mismatch
-from umbra.services.runtime.weights.arena import Arena
+from umbra.services.weights.arena import Arena
+from umbra.services.weights.gpu import cuda
+from umbra.services.weights.gpu.worker_process import GpuWorkerProcess, result
+from umbra.services.weights.planes.choice import mismatch
 
 WAIT_S = 60.0
 # More than NCCL's own queues and the sockets' buffers hold: else a send ends without a receiver.

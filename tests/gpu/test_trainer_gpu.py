@@ -7,8 +7,8 @@ import torch
 from fakes.noisy_batch import noisy_trajectories
 from fakes.rank_bench import make_batches, train
 
+from umbra.services.config import TrainerConfig
 from umbra.services.modeling.packing import pack
-from umbra.services.runtime.config import TrainerConfig
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.metrics import peak_memory_gib, speed_metrics

@@ -11,10 +11,10 @@ from fakes.mixed_cache import logprobs_keeping_cache, logprobs_recomputing_cache
 from fakes.versions import decode, finish, load, prompt, request, weights
 from fakes.vllm_models import quantized
 
+from umbra.services.config.loader import load_config
 from umbra.services.generator.engine import Engine, EngineOutput
 from umbra.services.generator.engines import open_engine
 from umbra.services.modeling.models import load_model
-from umbra.services.runtime.config.loader import load_config
 from umbra.services.trainer.make_model import make_model
 
 pytest.importorskip("vllm", reason='vLLM is not installed (pip install "umbra-rl[vllm]")')

@@ -10,12 +10,12 @@ import pytest
 import zmq
 from fakes.ports import reserved_port
 
+from umbra.proto.net.address import reachable
+from umbra.proto.net.server import Server
 from umbra.services.buffer.addresses import Addresses
 from umbra.services.buffer.service import bind
 from umbra.services.buffer.store.api import MemoryStore
-from umbra.services.runtime.config import BufferConfig
-from umbra.services.runtime.net.address import reachable
-from umbra.services.runtime.net.server import Server
+from umbra.services.config import BufferConfig
 
 
 @pytest.mark.parametrize(

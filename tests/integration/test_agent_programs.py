@@ -13,18 +13,18 @@ from fakes.trajectories import sample
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import SampleTask, Sampling
-from umbra.services.environments.loading import load_environment
-from umbra.services.generator.environment_check import check_environment
-from umbra.services.generator.evaluate import evaluate_model
-from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.models import load_tokenizer
-from umbra.services.runtime.config import (
+from umbra.services.config import (
     EnvironmentConfig,
     GeneratorConfig,
     RunConfig,
     SamplingConfig,
 )
-from umbra.services.runtime.config.feasibility import check_feasible
+from umbra.services.config.feasibility import check_feasible
+from umbra.services.environments.loading import load_environment
+from umbra.services.generator.environment_check import check_environment
+from umbra.services.generator.evaluate import evaluate_model
+from umbra.services.modeling.chat import Chat
+from umbra.services.modeling.models import load_tokenizer
 
 pytestmark = pytest.mark.e2e
 

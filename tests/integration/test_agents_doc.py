@@ -10,9 +10,9 @@ from fakes.rollouts import STOP, says, settings
 from fakes.trajectories import sample
 
 from umbra.proto.records import Sampling
+from umbra.services.config import EnvironmentConfig
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
-from umbra.services.runtime.config import EnvironmentConfig
 
 DOC = Path(__file__).parents[2] / "docs" / "agents.md"
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'

@@ -46,7 +46,7 @@ from umbra.proto.messages import (
     SubmitTrajectories,
     Welcome,
 )
-from umbra.services.runtime.net.session import Session
+from umbra.proto.net.session import Session
 
 WAIT_S = seconds(20.0)
 UMBRA = (sys.executable, "-m", "umbra")

@@ -14,8 +14,8 @@ from fakes.slowness import seconds
 
 from umbra.proto.errors import RejectedError, UsageError
 from umbra.proto.records import GpuFacts
-from umbra.services.runtime.gpu.cuda import DeviceMemory
 from umbra.services.weight_hub.hub_planes import HubPlanes
+from umbra.services.weights.gpu.cuda import DeviceMemory
 
 NAMES = ("gen-0", "gen-1")
 

@@ -22,11 +22,11 @@ from fakes.waiting import until
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Sampling, SessionTask
+from umbra.services.config import EnvironmentConfig, NamedEnvironment
 from umbra.services.env_worker.host import AgentHost, EndedSession
 from umbra.services.env_worker.hosts import AgentHosts
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
-from umbra.services.runtime.config import EnvironmentConfig, NamedEnvironment
 
 pytestmark = pytest.mark.e2e
 

@@ -12,9 +12,9 @@ from fakes.slowness import seconds
 from fakes.waiting import until
 
 from umbra.proto.errors import UsageError
+from umbra.services.config import EnvironmentConfig
 from umbra.services.environments.pool import EpisodeOutcome, ProcessPool, open_pool
 from umbra.services.environments.protocol import Opening, StepResult
-from umbra.services.runtime.config import EnvironmentConfig
 
 pytestmark = pytest.mark.e2e
 

@@ -9,13 +9,13 @@ from fakes.engine import ScriptedEngine
 from fakes.trajectories import sample
 
 from umbra.proto.records import Sampling
+from umbra.services.config import EnvironmentConfig
 from umbra.services.environments.loading import load_environment
 from umbra.services.environments.pool import InlinePool, open_pool
 from umbra.services.generator.rollout import RolloutSettings
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
-from umbra.services.runtime.config import EnvironmentConfig
 
 DOC = Path(__file__).parents[2] / "docs" / "environments.md"
 STOP = 3

@@ -13,9 +13,9 @@ from fakes.rollouts import STOP, says, settings
 from fakes.trajectories import sample
 
 from umbra.proto.records import Sampling, unpack_int32
+from umbra.services.config import EnvironmentConfig
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
-from umbra.services.runtime.config import EnvironmentConfig
 
 AGENT = Path(__file__).parents[2] / "examples" / "search" / "anthropic_agent.py"
 

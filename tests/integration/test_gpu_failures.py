@@ -14,8 +14,8 @@ from fakes.gpu_world import GpuWorld
 from fakes.hub_bench import WAIT_S, load, publish, take
 
 from umbra.proto.errors import PeerLostError, StartupError, UmbraError
-from umbra.services.runtime.gpu import cuda
-from umbra.services.runtime.weights.receiver import Receiver
+from umbra.services.weights.gpu import cuda
+from umbra.services.weights.receiver import Receiver
 
 ILLEGAL = "cudaErrorIllegalAddress: an illegal memory access was encountered"
 

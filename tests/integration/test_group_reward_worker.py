@@ -13,12 +13,7 @@ from fakes.slowness import seconds
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import SampleTask, Score, ScoringTask, pack_int32
-from umbra.services.environments.environment_set import open_rewards
-from umbra.services.generator.environment_check import check_environment
-from umbra.services.generator.evaluate import evaluate_model
-from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.models import load_tokenizer
-from umbra.services.runtime.config import (
+from umbra.services.config import (
     BufferConfig,
     EnvironmentConfig,
     GeneratorConfig,
@@ -27,6 +22,11 @@ from umbra.services.runtime.config import (
     RunConfig,
     SamplingConfig,
 )
+from umbra.services.environments.environment_set import open_rewards
+from umbra.services.generator.environment_check import check_environment
+from umbra.services.generator.evaluate import evaluate_model
+from umbra.services.modeling.chat import Chat
+from umbra.services.modeling.models import load_tokenizer
 from umbra.services.scorer.reward import RewardWorker
 from umbra.services.scorer.service import reward_worker
 

@@ -20,10 +20,10 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from umbra.proto.errors import StartupError, UsageError
-from umbra.services.runtime.http import server as http_server
-from umbra.services.runtime.http.address import is_local, listen, url_at
-from umbra.services.runtime.http.server import HttpServer
-from umbra.services.runtime.process.loop_thread import LoopThread
+from umbra.services.http import server as http_server
+from umbra.services.http.address import is_local, listen, url_at
+from umbra.services.http.server import HttpServer
+from umbra.services.process.loop_thread import LoopThread
 
 WAIT_S = seconds(30.0)
 HEAD = b"POST /echo HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"

@@ -13,17 +13,17 @@ from fakes.hub_bench import whole
 from fakes.slowness import seconds
 
 from umbra.proto.errors import RejectedError
-from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
-from umbra.services.runtime.net.channel import Channel
-from umbra.services.runtime.net.io_thread import IoThread
-from umbra.services.runtime.net.server import Server
-from umbra.services.runtime.planes.receiving import StagedPlanes
-from umbra.services.runtime.process.metrics import MetricsFile
-from umbra.services.runtime.weights.arena import SHM, Arena, remove_leftovers
-from umbra.services.runtime.weights.manifest import build_manifest
-from umbra.services.runtime.weights.publisher import Publisher
-from umbra.services.runtime.weights.receiver import Receiver
+from umbra.proto.net.channel import Channel
+from umbra.proto.net.io_thread import IoThread
+from umbra.proto.net.server import Server
+from umbra.services.config import WeightHubConfig as WeightHubConfig
+from umbra.services.process.metrics import MetricsFile
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
+from umbra.services.weights.arena import SHM, Arena, remove_leftovers
+from umbra.services.weights.manifest import build_manifest
+from umbra.services.weights.planes.receiving import StagedPlanes
+from umbra.services.weights.publisher import Publisher
+from umbra.services.weights.receiver import Receiver
 
 WAIT_S = seconds(20.0)
 LAYOUT = build_manifest([("embed", "F32", [300, 16]), ("norm", "F32", [16])], 4096)

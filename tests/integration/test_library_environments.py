@@ -13,11 +13,11 @@ from fakes.library_worlds import LibraryPlay, call
 from fakes.trajectories import sample
 
 from umbra.proto.errors import UsageError
+from umbra.services.config import EnvironmentConfig
 from umbra.services.environments.loading import load_environment
 from umbra.services.environments.pool import open_pool
 from umbra.services.generator.command import make_task
-from umbra.services.runtime.config import EnvironmentConfig
-from umbra.services.runtime.prompts.readers import read_source
+from umbra.services.prompts.readers import read_source
 
 pytestmark = pytest.mark.e2e
 

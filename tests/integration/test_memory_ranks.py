@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from umbra.deploy.estimate.facts import gather_facts
 from umbra.deploy.estimate.items import LOADING, TRAINING, Item
 from umbra.deploy.estimate.needs import needs
-from umbra.services.runtime.config.loader import load_config
+from umbra.services.config.loader import load_config
 
 WITHIN = 0.1
 NARROW: dict[str, Any] = {

@@ -33,12 +33,12 @@ from umbra.proto.messages import (
     Welcome,
 )
 from umbra.proto.messages import Status as StatusMessage
+from umbra.proto.net.keys import OPEN, Security, make_keys, open_security
+from umbra.proto.net.server import Server
+from umbra.proto.net.session import Session
+from umbra.services.config import SecurityConfig as SecurityConfig
 from umbra.services.monitor.watch import Look, Watch
-from umbra.services.runtime.config import SecurityConfig as SecurityConfig
-from umbra.services.runtime.net.keys import OPEN, Security, make_keys, open_security
-from umbra.services.runtime.net.server import Server
-from umbra.services.runtime.net.session import Session
-from umbra.services.runtime.process.metrics import MetricsFile
+from umbra.services.process.metrics import MetricsFile
 
 WAIT_S = seconds(20.0)
 

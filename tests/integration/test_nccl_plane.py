@@ -12,10 +12,10 @@ from fakes.hub_bench import OTHER_LAYOUT, WAIT_S, content, load, publish, take, 
 from fakes.slowness import seconds
 
 from umbra.proto.errors import RejectedError
-from umbra.services.runtime.planes.receiving import StagedPlanes
-from umbra.services.runtime.process.metrics import MetricsFile
-from umbra.services.runtime.weights.receiver import Receiver
+from umbra.services.process.metrics import MetricsFile
 from umbra.services.weight_hub.relay import Relay
+from umbra.services.weights.planes.receiving import StagedPlanes
+from umbra.services.weights.receiver import Receiver
 
 NAMES = ("gen-0", "gen-1")
 

@@ -14,9 +14,9 @@ from fakes.slowness import seconds
 
 from umbra.deploy.run_folder import RunFolder
 from umbra.deploy.stage import StageInterrupted, last_said, run_stage
-from umbra.services.runtime.process.child import ChildError, ChildProcess, Usage, child_environ
-from umbra.services.runtime.process.signals import SignalCounter
-from umbra.services.runtime.process.supervisor import Program, RestartPolicy, Supervisor
+from umbra.services.process.child import ChildError, ChildProcess, Usage, child_environ
+from umbra.services.process.signals import SignalCounter
+from umbra.services.process.supervisor import Program, RestartPolicy, Supervisor
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 CHILD = (sys.executable, str(PROGRAMS / "child.py"))

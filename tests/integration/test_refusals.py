@@ -12,7 +12,7 @@ from fakes.slowness import seconds
 
 from umbra.deploy.command import load_run
 from umbra.deploy.run_folder import RunFolder
-from umbra.services.runtime.config.loader import to_json
+from umbra.services.config.loader import to_json
 
 
 def umbra(cwd: Path | None, *arguments: str) -> subprocess.CompletedProcess[str]:

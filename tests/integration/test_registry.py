@@ -17,19 +17,19 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from umbra.proto.errors import RejectedError, UsageError
+from umbra.proto.net.io_thread import IoThread
+from umbra.proto.net.server import Server
+from umbra.services.config import WeightHubConfig as WeightHubConfig
 from umbra.services.modeling.weights import tensors_in
-from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
-from umbra.services.runtime.net.io_thread import IoThread
-from umbra.services.runtime.net.server import Server
-from umbra.services.runtime.planes.receiving import StagedPlanes
-from umbra.services.runtime.process.metrics import MetricsFile
-from umbra.services.runtime.weights.arena import SHM, remove_leftovers
-from umbra.services.runtime.weights.manifest import build_manifest
-from umbra.services.runtime.weights.publisher import Publisher
-from umbra.services.runtime.weights.receiver import Receiver
+from umbra.services.process.metrics import MetricsFile
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
 from umbra.services.weight_hub.weights_command import command
+from umbra.services.weights.arena import SHM, remove_leftovers
+from umbra.services.weights.manifest import build_manifest
+from umbra.services.weights.planes.receiving import StagedPlanes
+from umbra.services.weights.publisher import Publisher
+from umbra.services.weights.receiver import Receiver
 
 WAIT_S = seconds(20.0)
 

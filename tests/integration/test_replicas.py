@@ -14,8 +14,8 @@ from fakes.slowness import seconds
 from integration.test_up import UpProcess, up
 
 from umbra.proto.errors import UsageError
+from umbra.services.config import GeneratorConfig
 from umbra.services.generator.replicas import share_gpus
-from umbra.services.runtime.config import GeneratorConfig
 
 __all__ = ["up"]  # a fixture
 

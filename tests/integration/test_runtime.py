@@ -35,10 +35,10 @@ from umbra.proto.messages import (
     Status,
     Welcome,
 )
-from umbra.services.runtime.net.io_thread import IoThread
-from umbra.services.runtime.net.server import TOPICS, Request, Server
-from umbra.services.runtime.net.session import Session
-from umbra.services.runtime.process.metrics import MetricsFile
+from umbra.proto.net.io_thread import IoThread
+from umbra.proto.net.server import TOPICS, Request, Server
+from umbra.proto.net.session import Session
+from umbra.services.process.metrics import MetricsFile
 
 WAIT_S = seconds(20.0)
 WAIT_MS = round(1000 * WAIT_S)

@@ -25,11 +25,11 @@ from umbra.proto.messages import (
     Ping,
     Pong,
 )
+from umbra.proto.net import server as server_module
+from umbra.proto.net.io_thread import IoThread
+from umbra.proto.net.server import Request, Server
+from umbra.proto.net.session import Session
 from umbra.proto.version import PROTOCOL_MAJOR
-from umbra.services.runtime.net import server as server_module
-from umbra.services.runtime.net.io_thread import IoThread
-from umbra.services.runtime.net.server import Request, Server
-from umbra.services.runtime.net.session import Session
 
 Context = zmq.Context[zmq.Socket[bytes]]
 ANY_PORT = "tcp://127.0.0.1:*"

@@ -42,13 +42,13 @@ from umbra.proto.messages import (
     Versions,
     VersionsRequest,
 )
-from umbra.services.runtime.net.channel import Channel
-from umbra.services.runtime.net.io_thread import IoThread
-from umbra.services.runtime.net.keys import OPEN, Security, load_keys
-from umbra.services.runtime.net.server import Server
-from umbra.services.runtime.net.zap import AllowList, Refusals
-from umbra.services.runtime.planes.receiving import StagedPlanes, StreamedPlanes
-from umbra.services.runtime.weights.receiver import Receiver
+from umbra.proto.net.channel import Channel
+from umbra.proto.net.io_thread import IoThread
+from umbra.proto.net.keys import OPEN, Security, load_keys
+from umbra.proto.net.server import Server
+from umbra.proto.net.zap import AllowList, Refusals
+from umbra.services.weights.planes.receiving import StagedPlanes, StreamedPlanes
+from umbra.services.weights.receiver import Receiver
 
 Context = zmq.Context[zmq.Socket[bytes]]
 ANY_PORT = "tcp://127.0.0.1:*"

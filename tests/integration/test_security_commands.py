@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from fakes.slowness import seconds
 
-from umbra.services.runtime.net.keys import load_keys
+from umbra.proto.net.keys import load_keys
 
 WAIT_S = seconds(20.0)
 UMBRA = (sys.executable, "-m", "umbra")

@@ -13,7 +13,7 @@ from fakes.rank_processes import TESTS, launch, see_the_loss, see_through, start
 from integration.test_trainer_ranks import assert_as_alone
 
 from umbra.proto.records import Trajectory
-from umbra.services.runtime.model.architectures import PROVEN
+from umbra.services.modeling.architectures import PROVEN
 from umbra.services.trainer.ranks import Ranks
 
 CASES: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ from fakes.architectures import ARCHITECTURES
 from fakes.rank_processes import TESTS, launch, see_through
 from fakes.slowness import seconds
 
-from umbra.services.runtime.model.architectures import PROVEN
+from umbra.services.modeling.architectures import PROVEN
 from umbra.services.trainer.make_model import make_model
 
 

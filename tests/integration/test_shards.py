@@ -19,20 +19,20 @@ from fakes.slowness import seconds
 from safetensors.torch import load_file
 
 from umbra.proto.errors import DeadlineError
+from umbra.proto.net.io_thread import IoThread
+from umbra.proto.net.server import Server
+from umbra.services.config import WeightHubConfig as WeightHubConfig
 from umbra.services.modeling.weights import tensors_in
-from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
-from umbra.services.runtime.net.io_thread import IoThread
-from umbra.services.runtime.net.server import Server
-from umbra.services.runtime.planes.receiving import StagedPlanes
-from umbra.services.runtime.process.metrics import MetricsFile
-from umbra.services.runtime.weights.arena import remove_leftovers
-from umbra.services.runtime.weights.manifest import build_manifest
-from umbra.services.runtime.weights.receiver import Receiver
+from umbra.services.process.metrics import MetricsFile
 from umbra.services.trainer.pulse import Pulse
 from umbra.services.trainer.rendezvous import RankPlace
 from umbra.services.trainer.shards import ShardSync, own_buckets, owners_of
 from umbra.services.trainer.snapshot import chunk
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
+from umbra.services.weights.arena import remove_leftovers
+from umbra.services.weights.manifest import build_manifest
+from umbra.services.weights.planes.receiving import StagedPlanes
+from umbra.services.weights.receiver import Receiver
 
 WAIT_S = seconds(50.0)
 RANK = Path(__file__).parents[1] / "programs" / "shard_rank.py"

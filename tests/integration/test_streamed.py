@@ -14,23 +14,23 @@ import zmq
 from fakes.slowness import seconds
 from torch import nn
 
+from umbra.proto.deadline import LEAST_RATE, Pace
 from umbra.proto.errors import PeerLostError, UsageError
 from umbra.proto.messages import Prepare, Subscribed
+from umbra.proto.net.io_thread import IoThread
+from umbra.proto.net.server import Server
+from umbra.services.config import WeightHubConfig as WeightHubConfig
 from umbra.services.modeling.weights import WeightTable
-from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
-from umbra.services.runtime.deadline import LEAST_RATE, Pace
-from umbra.services.runtime.gpu.worker_process import result
-from umbra.services.runtime.net.io_thread import IoThread
-from umbra.services.runtime.net.server import Server
-from umbra.services.runtime.planes.receiving import StreamedPlanes
-from umbra.services.runtime.planes.shm import ShmStream
-from umbra.services.runtime.process.metrics import MetricsFile
-from umbra.services.runtime.weights.arena import Arena, remove_leftovers
-from umbra.services.runtime.weights.manifest import build_manifest, checksums
-from umbra.services.runtime.weights.publisher import Publisher
-from umbra.services.runtime.weights.receiver import Receiver, StagedVersion
+from umbra.services.process.metrics import MetricsFile
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
+from umbra.services.weights.arena import Arena, remove_leftovers
+from umbra.services.weights.gpu.worker_process import result
+from umbra.services.weights.manifest import build_manifest, checksums
+from umbra.services.weights.planes.receiving import StreamedPlanes
+from umbra.services.weights.planes.shm import ShmStream
+from umbra.services.weights.publisher import Publisher
+from umbra.services.weights.receiver import Receiver, StagedVersion
 
 WAIT_S = seconds(20.0)
 PACE = Pace(WAIT_S, LEAST_RATE)

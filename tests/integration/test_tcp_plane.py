@@ -17,17 +17,17 @@ from fakes.slowness import seconds
 
 from umbra.proto.access import KeyRole
 from umbra.proto.messages import Ready
+from umbra.proto.net.keys import OPEN, Security
 from umbra.proto.records import Manifest
-from umbra.services.runtime.net.keys import OPEN, Security
-from umbra.services.runtime.planes.bucket_door import BucketDoor, Errand
-from umbra.services.runtime.planes.bucket_records import Authenticated, Encrypted, Seal
-from umbra.services.runtime.planes.bucket_server import BucketServer
-from umbra.services.runtime.planes.receiving import StagedPlanes
-from umbra.services.runtime.process.metrics import MetricsFile
-from umbra.services.runtime.weights.manifest import build_manifest
-from umbra.services.runtime.weights.publisher import Publisher
-from umbra.services.runtime.weights.receiver import Receiver
+from umbra.services.process.metrics import MetricsFile
 from umbra.services.weight_hub.relay import Relay
+from umbra.services.weights.manifest import build_manifest
+from umbra.services.weights.planes.bucket_door import BucketDoor, Errand
+from umbra.services.weights.planes.bucket_records import Authenticated, Encrypted, Seal
+from umbra.services.weights.planes.bucket_server import BucketServer
+from umbra.services.weights.planes.receiving import StagedPlanes
+from umbra.services.weights.publisher import Publisher
+from umbra.services.weights.receiver import Receiver
 
 LAYOUT = build_manifest(
     [("embed", "BF16", [3000, 64]), ("layer", "F32", [200, 100]), ("norm", "F16", [64])], 32768

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from unit.test_phases import ranges
 
+from umbra.proto.deadline import Pace
 from umbra.proto.errors import (
     DeadlineError,
     DivergedError,
@@ -36,9 +37,8 @@ from umbra.proto.messages import (
     RunFinished,
 )
 from umbra.proto.records import EvalReport, Ledger, Manifest
-from umbra.services.runtime.deadline import Pace
-from umbra.services.runtime.process.command import ServiceContext
-from umbra.services.runtime.process.metrics import MetricsFile
+from umbra.services.process.command import ServiceContext
+from umbra.services.process.metrics import MetricsFile
 from umbra.services.trainer import service
 from umbra.services.trainer.checkpoints.folder import CheckpointFolder
 from umbra.services.trainer.make_model import make_model

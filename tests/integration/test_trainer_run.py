@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from umbra.proto.records import Trajectory
 from umbra.services.buffer.store.inspect import StoreReader
-from umbra.services.runtime.config.loader import load_config
+from umbra.services.config.loader import load_config
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.policy import load_policy

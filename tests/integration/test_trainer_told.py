@@ -29,7 +29,7 @@ from umbra.proto.messages import (
     RejectSamples,
 )
 from umbra.proto.records import EvalReport, Sampling, pack_float32, pack_int32
-from umbra.services.runtime.trajectories import MOST_VOCABULARY
+from umbra.services.config.trajectory_rules import MOST_VOCABULARY
 from umbra.services.trainer.batch import BatchError
 
 

@@ -14,10 +14,10 @@ from fakes.versions import decode, finish, request, worst
 from fakes.vllm_models import write_model
 
 from umbra.proto.errors import UsageError
+from umbra.services.config import RunConfig
 from umbra.services.generator import vllm_options
 from umbra.services.generator.engine import Engine, EngineOutput
 from umbra.services.generator.engines import open_engine
-from umbra.services.runtime.config import RunConfig
 from umbra.services.trainer.learner import Learner
 
 pytest.importorskip("vllm", reason="vLLM is not installed (make setup)")

@@ -27,6 +27,8 @@ from fakes.versions import (
 
 from umbra.proto.errors import PeerLostError, UsageError
 from umbra.proto.records import Sampling, VersionSpan
+from umbra.services.config import RunConfig
+from umbra.services.config.loader import load_config
 from umbra.services.generator.engine import (
     Engine,
     EngineError,
@@ -35,8 +37,6 @@ from umbra.services.generator.engine import (
 )
 from umbra.services.generator.engines import open_engine
 from umbra.services.modeling.models import load_model
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config.loader import load_config
 
 pytest.importorskip("vllm", reason="vLLM is not installed (make setup)")
 pytestmark = [

@@ -9,10 +9,10 @@ import torch
 from fakes.mixed_cache import logprobs_recomputing_cache
 from fakes.versions import finish, load, prompt, request, weights
 
+from umbra.services.config.loader import load_config
 from umbra.services.generator.engine import Engine, EngineOutput
 from umbra.services.generator.engines import open_engine
 from umbra.services.modeling.models import load_model
-from umbra.services.runtime.config.loader import load_config
 
 pytest.importorskip("vllm", reason="vLLM is not installed (make setup)")
 pytestmark = [

@@ -28,13 +28,13 @@ from fakes.trajectories import sample
 from fakes.versions import load, weights
 
 from umbra.proto.records import Sampling, unpack_float32, unpack_int32
+from umbra.services.config import EnvironmentConfig, GeneratorConfig
 from umbra.services.generator.engine import Engine
 from umbra.services.generator.rollout import RolloutSettings
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_model, load_tokenizer, outline_model
-from umbra.services.runtime.config import EnvironmentConfig, GeneratorConfig
 
 pytest.importorskip("vllm", reason="vLLM is not installed (make setup)")
 pytestmark = [

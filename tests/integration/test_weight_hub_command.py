@@ -33,8 +33,8 @@ from umbra.proto.messages import (
     Pong,
     Welcome,
 )
-from umbra.services.runtime.net.server import Server
-from umbra.services.runtime.weights.arena import SHM
+from umbra.proto.net.server import Server
+from umbra.services.weights.arena import SHM
 
 
 @pytest.fixture

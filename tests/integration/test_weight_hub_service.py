@@ -36,12 +36,12 @@ from umbra.proto.messages import (
     RegisterManifest,
 )
 from umbra.proto.records import Manifest
-from umbra.services.runtime.planes.choice import PLANES, Side, check_plane, choose_plane
-from umbra.services.runtime.planes.receiving import StagedPlanes
-from umbra.services.runtime.weights.arena import SHM, Arena
-from umbra.services.runtime.weights.manifest import build_manifest
-from umbra.services.runtime.weights.publisher import Publisher
-from umbra.services.runtime.weights.receiver import Receiver
+from umbra.services.weights.arena import SHM, Arena
+from umbra.services.weights.manifest import build_manifest
+from umbra.services.weights.planes.choice import PLANES, Side, check_plane, choose_plane
+from umbra.services.weights.planes.receiving import StagedPlanes
+from umbra.services.weights.publisher import Publisher
+from umbra.services.weights.receiver import Receiver
 
 
 def test_every_receiver_gets_every_byte(bench: Bench) -> None:

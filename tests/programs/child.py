@@ -30,7 +30,7 @@ def main() -> int:
     deaf = "CHILD_DEAF" in os.environ
     signal.signal(signal.SIGTERM, signal.SIG_IGN if deaf else on_sigterm)
     if "CHILD_PARENT" in os.environ:
-        from umbra.services.runtime.process.parent import die_with_parent
+        from umbra.services.process.parent import die_with_parent
 
         die_with_parent()
     if path := os.environ.get("CHILD_GRANDCHILD"):

@@ -37,9 +37,9 @@ from fakes.trainer_hosts import Place, Trainer
 from programs.three_nodes import BRIDGE, sh
 from programs.two_hosts import ADDRESSES, Host, make_network
 
-from umbra.services.runtime.net.keys import Security
-from umbra.services.runtime.planes.receiving import StagedPlanes
-from umbra.services.runtime.weights.receiver import Receiver, StagedVersion
+from umbra.proto.net.keys import Security
+from umbra.services.weights.planes.receiving import StagedPlanes
+from umbra.services.weights.receiver import Receiver, StagedVersion
 
 LINKS = {"hub": "alpha", "part": "beta", "receiver": "gamma"}
 INSECURE = Security(insecure=True)

@@ -5,8 +5,8 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from umbra.services.runtime.process.parent import parents_end
-from umbra.services.runtime.process.pipe import Pipe
+from umbra.services.process.parent import parents_end
+from umbra.services.process.pipe import Pipe
 
 owner: Pipe[dict[str, Any]] = Pipe(parents_end(), dict[str, Any])
 with suppress(EOFError):

@@ -13,11 +13,11 @@ import threading
 import xxhash
 
 from umbra.proto.messages import Prepare, Subscribed
-from umbra.services.runtime.net.io_thread import IoThread
-from umbra.services.runtime.net.keys import Security
-from umbra.services.runtime.planes.plane import ReceiverEnd, Receiving
-from umbra.services.runtime.planes.receiving import StagedPlanes
-from umbra.services.runtime.weights.receiver import Receiver
+from umbra.proto.net.io_thread import IoThread
+from umbra.proto.net.keys import Security
+from umbra.services.weights.planes.plane import ReceiverEnd, Receiving
+from umbra.services.weights.planes.receiving import StagedPlanes
+from umbra.services.weights.receiver import Receiver
 
 endpoint, name, plane, last, phase = sys.argv[1:]
 released = threading.Event()

@@ -30,8 +30,8 @@ from typing import Any
 
 from programs.two_hosts import ADDRESSES, Host, make_network
 
-from umbra.services.runtime.process.parent import PARENT_PID_VARIABLE
-from umbra.services.runtime.process.supervisor import FINAL_CODES
+from umbra.services.process.parent import PARENT_PID_VARIABLE
+from umbra.services.process.supervisor import FINAL_CODES
 
 POLL_S = 0.1
 PAUSE_S = 1.0  # until what has failed is started again

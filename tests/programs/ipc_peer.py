@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 import time
 
-from umbra.services.runtime.gpu.cuda import Device
-from umbra.services.runtime.weights.manifest import checksum
-from umbra.services.runtime.weights.memory import private_memory
+from umbra.services.weights.gpu.cuda import Device
+from umbra.services.weights.manifest import checksum
+from umbra.services.weights.memory import private_memory
 
 
 def main(handle: bytes, size: int, passes: int) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
-from umbra.services.runtime.config import TrainerConfig
+from umbra.services.config import TrainerConfig
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.policy import load_policy, open_policy
 from umbra.services.trainer.ranks import join_ranks

@@ -11,10 +11,10 @@ import uuid
 
 import zmq
 
-from umbra.services.runtime.config import WeightHubConfig as WeightHubConfig
-from umbra.services.runtime.net.server import Server
-from umbra.services.runtime.process.metrics import MetricsFile
-from umbra.services.runtime.process.signals import stop_on_signals
+from umbra.proto.net.server import Server
+from umbra.services.config import WeightHubConfig as WeightHubConfig
+from umbra.services.process.metrics import MetricsFile
+from umbra.services.process.signals import stop_on_signals
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
 
 endpoint, run_id, plane, slots = (sys.argv[1:] + ["auto", "2"][len(sys.argv) - 3 :])[:4]

@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM
 
 from umbra.deploy.estimate.sizes import RowShape
 from umbra.deploy.estimate.trace import full_rows
+from umbra.services.config import TrainerConfig
 from umbra.services.modeling.models import attention_implementation
-from umbra.services.runtime.config import TrainerConfig
 from umbra.services.trainer.learner import Learner
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3

@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM
 
 from umbra.deploy.estimate.sizes import RowShape
 from umbra.deploy.estimate.trace import full_rows
+from umbra.services.config import TrainerConfig
 from umbra.services.modeling.models import outline_weights
-from umbra.services.runtime.config import TrainerConfig
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.ranks import Ranks, join_ranks
 

@@ -13,8 +13,8 @@ import torch
 from fakes.rank_bench import make_batches
 from torch.distributed.tensor import DTensor
 
+from umbra.services.config import TrainerConfig
 from umbra.services.modeling.packing import pack
-from umbra.services.runtime.config import TrainerConfig
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.policy import open_policy

@@ -4,7 +4,7 @@ import sys
 import time
 from pathlib import Path
 
-from umbra.services.runtime.process.child import ChildProcess
+from umbra.services.process.child import ChildProcess
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ import torch
 from fakes.slowness import seconds
 
 from umbra.proto.errors import PeerLostError
-from umbra.services.runtime.config import CheckpointConfig, TrainerConfig
+from umbra.services.config import CheckpointConfig, TrainerConfig
 from umbra.services.trainer.checkpoints.folder import CheckpointFolder
 from umbra.services.trainer.checkpoints.parts import Weights
 from umbra.services.trainer.checkpoints.saver import Saver, join_in

@@ -25,12 +25,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from umbra.proto.errors import UsageError
+from umbra.services.config import TrainerConfig
 from umbra.services.modeling.experts import Routers
 from umbra.services.modeling.models import attention_implementation
 from umbra.services.modeling.packing import pack
 from umbra.services.modeling.scorer import Scorer
 from umbra.services.modeling.sequence_parallel import SequenceGroup
-from umbra.services.runtime.config import TrainerConfig
 from umbra.services.trainer.batch import TrainBatch, make_batch
 from umbra.services.trainer.ranks import join_ranks
 

@@ -19,14 +19,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from umbra.services.runtime.net.io_thread import IoThread
-from umbra.services.runtime.weights.arena import Arena
-from umbra.services.runtime.weights.manifest import build_manifest
-from umbra.services.runtime.weights.publisher import Publisher
+from umbra.proto.net.io_thread import IoThread
 from umbra.services.trainer.pulse import Pulse
 from umbra.services.trainer.ranks import Ranks
 from umbra.services.trainer.shards import ShardSync, snapshot_shards
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
+from umbra.services.weights.arena import Arena
+from umbra.services.weights.manifest import build_manifest
+from umbra.services.weights.publisher import Publisher
 
 WAIT_S = 600.0  # the test that started it gives up first
 BUCKET = 512  # smaller than many rows, so that buckets hold rows of several ranks

@@ -7,8 +7,8 @@ import sys
 import threading
 
 from umbra.proto.messages import Prepare, Subscribe, Subscribed
-from umbra.services.runtime.net.io_thread import IoThread
-from umbra.services.runtime.weights.arena import shm_host
+from umbra.proto.net.io_thread import IoThread
+from umbra.services.weights.arena import shm_host
 
 endpoint, name = sys.argv[1:]
 channel = IoThread(name, "stuck").channel(endpoint, "weight hub")

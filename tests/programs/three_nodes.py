@@ -25,7 +25,7 @@ from typing import Any
 
 import yaml
 
-from umbra.services.runtime.process.parent import PARENT_PID_VARIABLE
+from umbra.services.process.parent import PARENT_PID_VARIABLE
 
 POLL_S = 0.1
 BRIDGE = "umbra0"

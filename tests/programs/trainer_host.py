@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 
 from umbra.proto.records import Manifest
-from umbra.services.runtime.weights.arena import Arena
-from umbra.services.runtime.weights.manifest import checksum, owned_buckets
+from umbra.services.weights.arena import Arena
+from umbra.services.weights.manifest import checksum, owned_buckets
 
 manifest = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Manifest)
 own = owned_buckets(manifest)[int(sys.argv[2])]

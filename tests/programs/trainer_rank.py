@@ -28,8 +28,8 @@ from safetensors.torch import save_file
 
 from umbra.proto.errors import PeerLostError, UsageError
 from umbra.proto.records import Trajectory
+from umbra.services.config import TrainerConfig
 from umbra.services.modeling import expert_parallel, sequence_parallel
-from umbra.services.runtime.config import TrainerConfig
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.ranks import Ranks, join_ranks
 

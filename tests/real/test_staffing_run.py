@@ -8,9 +8,9 @@ import pytest
 from umbra.deploy import staffing, up
 from umbra.deploy.live import QuietView
 from umbra.deploy.run_folder import RunFolder, read_rows
+from umbra.services.config.loader import load_config
 from umbra.services.generator.replay_model import ReplayModel
-from umbra.services.runtime.config.loader import load_config
-from umbra.services.runtime.process.signals import SignalCounter
+from umbra.services.process.signals import SignalCounter
 
 STEPS = 40
 MODEL = ReplayModel(step_s=0.02, token_s=0.0, prompt_token_s=0.0, pause_s=0.0, lengths=[20.0, 20.0])

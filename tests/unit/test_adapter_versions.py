@@ -19,19 +19,19 @@ from fakes.versions import finish, request
 
 from umbra.proto.errors import UmbraError, UsageError, WireError
 from umbra.proto.records import Manifest
+from umbra.services.config import RunConfig
+from umbra.services.config.feasibility import check_feasible
 from umbra.services.generator.engines import open_engine
 from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.modeling.lora import factors
+from umbra.services.modeling.model_directory import weights_checksum
 from umbra.services.modeling.models import load_model
 from umbra.services.modeling.weights import weight_table
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config.feasibility import check_feasible
-from umbra.services.runtime.model.directory import weights_checksum
-from umbra.services.runtime.weights.manifest import build_manifest, check_manifest, checksums
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.policy import load_policy
 from umbra.services.trainer.snapshot import tensor_layout
 from umbra.services.weight_hub.export import export_version
+from umbra.services.weights.manifest import build_manifest, check_manifest, checksums
 
 TEMPERATURE = 0.7  # of `teacher_forced`
 

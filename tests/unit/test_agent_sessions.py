@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from umbra.services.config import EnvironmentConfig
 from umbra.services.environments.protocol import StepResult
 from umbra.services.environments.time_limits import TimeLimits
 from umbra.services.environments.turn_request import RefusedError, Turn
@@ -16,7 +17,6 @@ from umbra.services.generator.agents.session import AgentSession
 from umbra.services.generator.agents.session_registry import SessionRegistry
 from umbra.services.generator.agents.session_tree import News
 from umbra.services.modeling.dialect import TOLD, ResponseTemplateDialect, read
-from umbra.services.runtime.config import EnvironmentConfig
 
 TIMEOUT_S = 10.0
 LIMITS = TimeLimits.of(EnvironmentConfig(kind="agent", timeout_s=TIMEOUT_S))

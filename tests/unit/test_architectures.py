@@ -21,21 +21,21 @@ from umbra.deploy.model_check.outcome import Outcome, Row
 from umbra.deploy.model_check.subject import fewest_layers
 from umbra.deploy.preflight import check_run
 from umbra.proto.errors import StartupError, UmbraError, UsageError
+from umbra.services.config import DataConfig, RunConfig, ScorerConfig, TrainerConfig
+from umbra.services.config import ModelConfig as ModelSection
 from umbra.services.generator import vllm_check
 from umbra.services.generator.engine import EngineError
 from umbra.services.generator.vllm_check import Differences
 from umbra.services.modeling import attention_backends, models
-from umbra.services.modeling.attention import Attention
-from umbra.services.modeling.models import load_model, outline_model
-from umbra.services.runtime.config import DataConfig, RunConfig, ScorerConfig, TrainerConfig
-from umbra.services.runtime.config import ModelConfig as ModelSection
-from umbra.services.runtime.model.architectures import (
+from umbra.services.modeling.architectures import (
     PROVEN,
     check_architecture,
     check_experts,
     in_the_way,
     read_config,
 )
+from umbra.services.modeling.attention import Attention
+from umbra.services.modeling.models import load_model, outline_model
 from umbra.services.trainer.policy import load_policy, open_backbone, open_policy
 
 CPU = torch.device("cpu")

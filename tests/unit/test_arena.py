@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from umbra.proto.errors import StartupError
-from umbra.services.runtime.weights import arena as arena_module
-from umbra.services.runtime.weights.arena import (
+from umbra.services.weights import arena as arena_module
+from umbra.services.weights.arena import (
     PAGE_BYTES,
     SHM,
     Arena,

@@ -98,7 +98,7 @@ def test_an_accuracy_is_reached_by_the_mean_of_ten_batches() -> None:
 def test_a_script_takes_the_place_of_a_command() -> None:
     import whole_runs
 
-    from umbra.services.runtime.process.supervisor import Program
+    from umbra.services.process.supervisor import Program
 
     flags = ("--config", "c.json", "--name", "n")
     trainer = Program("trainer", (sys.executable, "-m", "umbra", "trainer", *flags), wave=0)
@@ -132,8 +132,8 @@ def test_every_objective_of_the_staleness_grid_is_a_possible_run() -> None:
     from staleness_cells import OBJECTIVES, Cell
 
     from umbra.deploy.demo import DEMOS
-    from umbra.services.runtime.config.loader import load_config
-    from umbra.services.runtime.config.objective_rules import objective_faults
+    from umbra.services.config.loader import load_config
+    from umbra.services.config.objective_rules import objective_faults
 
     for objective in OBJECTIVES:
         cell = Cell("guess", objective, 8, 4, 0)
@@ -145,7 +145,7 @@ def test_every_objective_of_the_staleness_grid_is_a_possible_run() -> None:
 def test_every_rule_against_staleness_is_a_possible_run(tmp_path: Path) -> None:
     from staleness_rules import RULES, Cell, settings
 
-    from umbra.services.runtime.config.objective_rules import objective_faults
+    from umbra.services.config.objective_rules import objective_faults
 
     for rule in RULES:
         config = settings(Cell("sort", rule, 8, 4, 0, False), tmp_path)
@@ -359,7 +359,7 @@ def test_no_bucket_of_a_pushed_model_is_what_it_was_before(share: int) -> None:
     """Otherwise it would not be sent again."""
     from weight_model import Model
 
-    from umbra.services.runtime.weights.manifest import checksums
+    from umbra.services.weights.manifest import checksums
 
     trained, served = Model(1 << 20, learns=True, share=share), Model(1 << 20, share=share)
     own = sum(tensor.untyped_storage().nbytes() for tensor in list(trained.parameters())[:1])

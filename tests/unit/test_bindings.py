@@ -13,7 +13,7 @@ from umbra.proto.messages import (
     Ready,
     Subscribe,
 )
-from umbra.services.runtime.net.server import Request
+from umbra.proto.net.server import Request
 from umbra.services.weight_hub.bindings import KEPT, Bindings
 
 SUBSCRIBE = Subscribe(host="h", planes=["tcp"])

@@ -11,15 +11,16 @@ import pytest
 from fakes.hub_bench import WAIT_S
 from fakes.waiting import until
 
+from umbra.proto.deadline import LEAST_RATE, Pace
 from umbra.proto.errors import StartupError, UsageError, WireError
 from umbra.proto.messages import FetchBuckets
+from umbra.proto.net.zap import Refusals
 from umbra.proto.records import Piece
-from umbra.services.runtime.deadline import LEAST_RATE, Pace
-from umbra.services.runtime.net.zap import Refusals
-from umbra.services.runtime.planes import bucket_door
-from umbra.services.runtime.planes.bucket_connection import BrokenError, BucketConnection, Came
-from umbra.services.runtime.planes.bucket_door import BucketDoor, Errand
-from umbra.services.runtime.planes.bucket_records import (
+from umbra.services.weights.manifest import build_manifest, checksums
+from umbra.services.weights.planes import bucket_door
+from umbra.services.weights.planes.bucket_connection import BrokenError, BucketConnection, Came
+from umbra.services.weights.planes.bucket_door import BucketDoor, Errand
+from umbra.services.weights.planes.bucket_records import (
     HEAD,
     TICKET_BYTES,
     pack_head,
@@ -27,8 +28,7 @@ from umbra.services.runtime.planes.bucket_records import (
     ticket,
     unpack_head,
 )
-from umbra.services.runtime.planes.bucket_store import BucketStore, Outbox
-from umbra.services.runtime.weights.manifest import build_manifest, checksums
+from umbra.services.weights.planes.bucket_store import BucketStore, Outbox
 
 LAYOUT = build_manifest([("a", "BF16", [300, 1024])], 1 << 18)
 COUNT = len(LAYOUT.buckets)

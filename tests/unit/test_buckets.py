@@ -7,24 +7,24 @@ from typing import Any
 
 import pytest
 
+from umbra.proto.deadline import LEAST_RATE, Pace
 from umbra.proto.errors import WireError
 from umbra.proto.messages import Credit, FetchBuckets, Prepare
+from umbra.proto.net.keys import OPEN
 from umbra.proto.records import Piece
-from umbra.services.runtime.deadline import LEAST_RATE, Pace
-from umbra.services.runtime.gpu import worker_process
-from umbra.services.runtime.net.keys import OPEN
-from umbra.services.runtime.planes import tcp
-from umbra.services.runtime.planes.assembly import FAILURES, Assembly, Holdings
-from umbra.services.runtime.planes.bucket_store import (
+from umbra.services.weights import delta
+from umbra.services.weights.gpu import worker_process
+from umbra.services.weights.manifest import build_manifest, checksums, item_bytes
+from umbra.services.weights.planes import tcp
+from umbra.services.weights.planes.assembly import FAILURES, Assembly, Holdings
+from umbra.services.weights.planes.bucket_store import (
     SMALLEST_FRAME,
     BucketStore,
     Delta,
     Outbox,
     Part,
 )
-from umbra.services.runtime.planes.tcp import RelayChain
-from umbra.services.runtime.weights import delta
-from umbra.services.runtime.weights.manifest import build_manifest, checksums, item_bytes
+from umbra.services.weights.planes.tcp import RelayChain
 
 LAYOUT = build_manifest([("a", "BF16", [256, 16]), ("b", "F32", [64, 16])], 4096)
 COUNT = len(LAYOUT.buckets)

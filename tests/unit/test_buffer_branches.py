@@ -18,6 +18,7 @@ from umbra.proto.messages import (
     SubmitAck,
     SubmitScores,
 )
+from umbra.proto.net.portions import array_bytes
 from umbra.proto.records import (
     Branch,
     SampleTask,
@@ -30,11 +31,10 @@ from umbra.proto.records import (
     unpack_float32,
 )
 from umbra.services.buffer.samples.trajectory_store import pack, size_fault
+from umbra.services.config import ScorerConfig
+from umbra.services.config.trajectory_rules import RunFacts, find_fault
 from umbra.services.generator.tokens import tokens_of
 from umbra.services.modeling.models import load_model
-from umbra.services.runtime.config import ScorerConfig
-from umbra.services.runtime.net.portions import array_bytes
-from umbra.services.runtime.trajectories import RunFacts, find_fault
 from umbra.services.scorer.logprobs import LogprobWorker
 
 

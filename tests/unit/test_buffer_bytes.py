@@ -22,13 +22,13 @@ from umbra.proto.messages import (
     SubmitScores,
     SubmitTrajectories,
 )
+from umbra.proto.net.server import Request
 from umbra.proto.records import SampleTask, Score, ScoringTask, pack_float32
 from umbra.services.buffer.effects import Reply
 from umbra.services.buffer.samples import trajectory_store
 from umbra.services.buffer.store.api import StoreError
 from umbra.services.buffer.store.inspect import StoreReader
 from umbra.services.buffer.store.log import LogStore
-from umbra.services.runtime.net.server import Request
 
 LOGPROBS = pack_float32([-0.25, -0.75])
 FOUND: Mapping[str, dict[str, Any]] = {  # by the stages, of each sample

@@ -19,8 +19,8 @@ from umbra.proto.messages import (
     SubmitScores,
 )
 from umbra.proto.records import EvalReport, SampleTask, Score
-from umbra.services.runtime.config import EvalConfig
-from umbra.services.runtime.prompts.rows import Prompt
+from umbra.services.config import EvalConfig
+from umbra.services.prompts.rows import Prompt
 
 SAMPLES = 3
 

@@ -19,7 +19,7 @@ from umbra.proto.messages import (
 )
 from umbra.proto.records import SampleTask, Score
 from umbra.services.buffer.health import BATCHES, NAMES, SHARES, Health, SampleFailure, Share
-from umbra.services.runtime.config import (
+from umbra.services.config import (
     BufferConfig,
     CriticConfig,
     RunConfig,

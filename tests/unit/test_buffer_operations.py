@@ -28,11 +28,11 @@ from umbra.proto.messages import (
     StatusRequest,
     Welcome,
 )
+from umbra.proto.net.server import Request
 from umbra.services.buffer.endpoints.checkpoint_requests import WAIT_S
 from umbra.services.buffer.endpoints.parking import Parked, ParkedRequests
-from umbra.services.runtime.config import EvalConfig
-from umbra.services.runtime.net.server import Request
-from umbra.services.runtime.prompts.rows import Prompt
+from umbra.services.config import EvalConfig
+from umbra.services.prompts.rows import Prompt
 
 
 def test_a_paused_run_hands_out_nothing_but_takes_in_what_there_is() -> None:

@@ -28,8 +28,8 @@ from umbra.proto.messages import (
 )
 from umbra.proto.records import Score, ScoringTask, Trajectory, pack_float32
 from umbra.services.buffer.samples.groups import State
-from umbra.services.runtime.config import EvalConfig, NamedEnvironment
-from umbra.services.runtime.prompts.rows import Prompt
+from umbra.services.config import EvalConfig, NamedEnvironment
+from umbra.services.prompts.rows import Prompt
 
 STAGES = st.lists(st.sampled_from(["reward", "ref_logp", "logp"]), unique=True, max_size=3)
 SCORERS = ("x", "y")

@@ -8,8 +8,8 @@ import pytest
 
 from umbra.proto.errors import UsageError
 from umbra.services.buffer.data.sources import open_prompts
-from umbra.services.runtime.config import DataConfig
-from umbra.services.runtime.prompts.readers import read_source
+from umbra.services.config import DataConfig
+from umbra.services.prompts.readers import read_source
 
 TEN = "".join(f'{{"prompt": "p{number}", "answer": {number}}}\n' for number in range(1, 11))
 

@@ -9,8 +9,8 @@ from fakes.broker_world import World, trajectory
 
 from umbra.proto.errors import UsageError
 from umbra.proto.messages import BatchLease, CheckpointSaved, Ok
-from umbra.services.runtime.config import BufferConfig, RunConfig
-from umbra.services.runtime.config.feasibility import check_feasible, implied_staleness
+from umbra.services.config import BufferConfig, RunConfig
+from umbra.services.config.feasibility import check_feasible, implied_staleness
 
 
 def started(**options: Any) -> World:

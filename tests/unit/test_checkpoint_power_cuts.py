@@ -13,8 +13,8 @@ import torch
 from fakes.lossy_disk import LossyDisk, power_cuts
 from torch import Tensor
 
-from umbra.services.runtime.config import CheckpointConfig
-from umbra.services.runtime.process.disk import Disk
+from umbra.services.config import CheckpointConfig
+from umbra.services.process.disk import Disk
 from umbra.services.trainer.checkpoints.folder import CheckpointFolder
 from umbra.services.trainer.checkpoints.index import check_files, read_index
 from umbra.services.trainer.checkpoints.reading import SavedPart

@@ -21,9 +21,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from umbra.proto.errors import UsageError
-from umbra.services.runtime.config import CheckpointConfig, RunConfig
-from umbra.services.runtime.config.loader import as_dict, load_config
-from umbra.services.runtime.model.directory import weights_checksum
+from umbra.services.config import CheckpointConfig, RunConfig
+from umbra.services.config.loader import as_dict, load_config
+from umbra.services.modeling.model_directory import weights_checksum
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.checkpoints import shard_writer
 from umbra.services.trainer.checkpoints.export import export_checkpoint

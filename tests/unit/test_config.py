@@ -11,10 +11,10 @@ import msgspec.inspect as introspect
 import pytest
 
 from umbra.proto.errors import UsageError
-from umbra.services.runtime.config import NamedEnvironment, RunConfig
-from umbra.services.runtime.config.foreign_names import FOREIGN
-from umbra.services.runtime.config.loader import as_dict, load_config, to_json
-from umbra.services.runtime.config.presets import PRESETS
+from umbra.services.config import NamedEnvironment, RunConfig
+from umbra.services.config.foreign_names import FOREIGN
+from umbra.services.config.loader import as_dict, load_config, to_json
+from umbra.services.config.presets import PRESETS
 
 SECTION_TYPES = get_type_hints(RunConfig) | {"environments": NamedEnvironment}
 FIELDS = [

@@ -9,8 +9,8 @@ import pytest
 from test_cli_help import every_command
 
 from umbra import cli
-from umbra.services.runtime.config.describe import GROUPS, READERS, described, related
-from umbra.services.runtime.config.loader import SECTIONS
+from umbra.services.config.describe import GROUPS, READERS, described, related
+from umbra.services.config.loader import SECTIONS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "config.md"
 

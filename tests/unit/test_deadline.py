@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from umbra.proto.deadline import Deadline
 from umbra.proto.errors import DeadlineError, StartupError
-from umbra.services.runtime.deadline import Deadline
 
 
 class Clock:

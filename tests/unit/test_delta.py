@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from umbra.proto.errors import WireError
-from umbra.services.runtime.weights import delta
+from umbra.services.weights import delta
 
 COMPRESSOR = delta.compressor()
 

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from umbra.proto.errors import UsageError
+from umbra.services.config import ModelConfig
 from umbra.services.environments.response import Response, Said
 from umbra.services.environments.tools import ToolCall, ToolCallError, parse_tool_calls
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.turn_reader import TurnReader
-from umbra.services.runtime.config import ModelConfig
 
 WEATHER = {
     "type": "function",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from fakes.lossy_disk import LossyDisk, power_cuts
 
-from umbra.services.runtime.process.disk import DISK, Disk
+from umbra.services.process.disk import DISK, Disk
 from umbra.services.weight_hub.pins import PinFile, PinRecord
 
 

@@ -16,7 +16,7 @@ from test_cli_help import every_command
 
 from umbra import cli
 from umbra.proto.errors import UsageError
-from umbra.services.runtime.config.loader import SECTIONS, load_config
+from umbra.services.config.loader import SECTIONS, load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -19,7 +19,7 @@ from umbra.deploy.doctor import judge, machine, nodes
 from umbra.deploy.doctor.diagnosis import Check, Diagnosis, as_text, examine, exit_code, unmade
 from umbra.deploy.doctor.judge import GIB, Gpu, GpusSeen
 from umbra.proto.errors import UsageError
-from umbra.services.runtime.net.keys import make_keys
+from umbra.proto.net.keys import make_keys
 
 H200 = Gpu("H200", 140 * GIB, 139 * GIB)
 TWO = GpusSeen("2.13.0", "12.9", "", [H200, H200], [], "", "")

@@ -9,8 +9,8 @@ import pytest
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
-from umbra.services.runtime.http.door import Door
-from umbra.services.runtime.net.zap import Refusals
+from umbra.proto.net.zap import Refusals
+from umbra.services.http.door import Door
 
 
 def refused(*headers: tuple[str, str], local: bool = True, key: str = "", body: int = 100) -> str:

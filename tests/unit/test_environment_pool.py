@@ -13,9 +13,9 @@ import pytest
 from fakes.slowness import seconds
 
 from umbra.proto.errors import UsageError
+from umbra.services.config import EnvironmentConfig
 from umbra.services.environments.pool import EpisodeOutcome, ProcessPool, open_pool
 from umbra.services.environments.protocol import Opening, StepResult
-from umbra.services.runtime.config import EnvironmentConfig
 
 pytestmark = pytest.mark.e2e
 
@@ -234,7 +234,7 @@ def test_a_module_that_ends_the_process_is_named(tmp_path: Path, module: str) ->
 OWNER = """
 import asyncio, os, sys
 from umbra.services.environments.worker_pool import WorkerPool
-from umbra.services.runtime.config import EnvironmentConfig
+from umbra.services.config import EnvironmentConfig
 
 config = EnvironmentConfig(kind="reward", reward=sys.argv[1], timeout_s=20.0, workers=1)
 asyncio.run(WorkerPool(config, print).start())

@@ -23,6 +23,11 @@ from umbra.deploy.machine_defaults import Hardware, choose
 from umbra.deploy.toml import to_toml
 from umbra.proto.errors import MismatchError, UsageError
 from umbra.proto.records import SampleTask, Sampling, ScoringTask, Trajectory, unpack_float32
+from umbra.services.config import RunConfig
+from umbra.services.config.cautions import cautions
+from umbra.services.config.feasibility import check_feasible
+from umbra.services.config.loader import as_dict, load_config, to_json
+from umbra.services.config.trajectory_rules import RunFacts, find_fault, samplings_of
 from umbra.services.generator.agents.calls import read_chat
 from umbra.services.generator.agents.errors import ApiError
 from umbra.services.generator.pools import open_environments
@@ -32,11 +37,6 @@ from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_model, load_tokenizer
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config.cautions import cautions
-from umbra.services.runtime.config.feasibility import check_feasible
-from umbra.services.runtime.config.loader import as_dict, load_config, to_json
-from umbra.services.runtime.trajectories import RunFacts, find_fault, samplings_of
 from umbra.services.scorer.logprobs import LogprobWorker
 from umbra.services.trainer.agreement import Agreement
 from umbra.services.trainer.batch import make_batch

@@ -15,13 +15,13 @@ from umbra.proto.errors import UsageError
 from umbra.services.buffer.data.environment_weights import LEAST, EnvironmentStats
 from umbra.services.buffer.data.prompts import GroupEnd
 from umbra.services.buffer.data.sources import PromptFeed, open_prompts
-from umbra.services.runtime.config import (
+from umbra.services.config import (
     BufferConfig,
     DataConfig,
     NamedEnvironment,
     RunConfig,
 )
-from umbra.services.runtime.config.feasibility import check_feasible
+from umbra.services.config.feasibility import check_feasible
 
 NAMES = ("solved", "hopeless", "teaches")
 DOC = Path(__file__).resolve().parents[2] / "docs" / "environments.md"

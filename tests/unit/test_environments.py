@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from umbra.proto.errors import UsageError
+from umbra.services.config import EnvironmentConfig
 from umbra.services.environments.guess import Guess
 from umbra.services.environments.gym import gym_rows
 from umbra.services.environments.loading import load_environment, runs_inline
@@ -13,7 +14,6 @@ from umbra.services.environments.pool import InlinePool
 from umbra.services.environments.protocol import SampleError, StepResult
 from umbra.services.environments.single_turn import ExactMatch, NumericMatch
 from umbra.services.environments.worker import ASYNC_ROOM, hello
-from umbra.services.runtime.config import EnvironmentConfig
 
 USER_CODE = """
 import numbers

@@ -24,11 +24,11 @@ from umbra.deploy.estimate.fit import Machine
 from umbra.deploy.estimate.items import BACKWARD, LOGITS, Item, peak
 from umbra.deploy.estimate.sizes import ModelSizes, PassPeaks, RowShape, Sized
 from umbra.deploy.estimate.trace import LiveBytes, Outline, full_rows, pass_peaks
+from umbra.services.config import TrainerConfig
+from umbra.services.config.loader import load_config
+from umbra.services.modeling.architectures import PROVEN
 from umbra.services.modeling.lora import add_adapter
 from umbra.services.modeling.row_sizes import CPU_PASS, rows_within
-from umbra.services.runtime.config import TrainerConfig
-from umbra.services.runtime.config.loader import load_config
-from umbra.services.runtime.model.architectures import PROVEN
 from umbra.services.trainer import sharding
 from umbra.services.trainer.learner import Learner
 

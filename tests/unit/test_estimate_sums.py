@@ -17,9 +17,9 @@ from umbra.deploy.estimate.needs import arena, fullest, needs
 from umbra.deploy.estimate.sizes import ModelSizes, PassPeaks, RowShape, Sized
 from umbra.deploy.estimate.trace import full_rows
 from umbra.proto.errors import UsageError
+from umbra.services.config import RunConfig
+from umbra.services.config.loader import load_config
 from umbra.services.modeling.packing import pack
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config.loader import load_config
 from umbra.services.trainer import small_moments
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from umbra.cli import main
+from umbra.services.config.loader import load_config
 from umbra.services.environments.loading import load_environment
 from umbra.services.environments.protocol import StepResult
-from umbra.services.runtime.config.loader import load_config
-from umbra.services.runtime.process.jsonl import read_jsonl
+from umbra.services.process.jsonl import read_jsonl
 from umbra.services.trainer.make_model import CHARACTERS
 
 FOLDER = Path(__file__).parents[2] / "examples" / "reasoning-gym"

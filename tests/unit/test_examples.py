@@ -12,14 +12,14 @@ from umbra.cli import main
 from umbra.deploy.demo import DEMOS, RECIPES
 from umbra.deploy.preflight import resolve_paths, search_path
 from umbra.proto.errors import UsageError
+from umbra.services.config import EnvironmentConfig, RunConfig
+from umbra.services.config.feasibility import implied_staleness
+from umbra.services.config.loader import load_config
 from umbra.services.environments.environment_host import EnvironmentHost
 from umbra.services.environments.loading import load_environment
 from umbra.services.environments.protocol import Opening, StepResult
 from umbra.services.generator.environment_check import check_environment
-from umbra.services.runtime.config import EnvironmentConfig, RunConfig
-from umbra.services.runtime.config.feasibility import implied_staleness
-from umbra.services.runtime.config.loader import load_config
-from umbra.services.runtime.prompts.readers import read_source
+from umbra.services.prompts.readers import read_source
 
 ROOT = Path(__file__).parents[2]
 CLUSTERS = sorted((ROOT / "examples" / "cluster").glob("*.toml"))

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from umbra.proto.errors import UsageError
-from umbra.services.runtime.config import (
+from umbra.services.config import (
     BufferConfig,
     EnvironmentConfig,
     EvalConfig,
@@ -17,8 +17,8 @@ from umbra.services.runtime.config import (
     ScorerConfig,
     TrainerConfig,
 )
-from umbra.services.runtime.config.feasibility import check_feasible, implied_staleness
-from umbra.services.runtime.config.loader import load_config
+from umbra.services.config.feasibility import check_feasible, implied_staleness
+from umbra.services.config.loader import load_config
 
 
 def buffer(**values: Any) -> RunConfig:

@@ -18,7 +18,7 @@ from umbra.deploy.run_folder import RunFolder
 from umbra.deploy.shown import COLUMNS, command_line, print_facts
 from umbra.deploy.stage import run_stage
 from umbra.proto.records import Ledger
-from umbra.services.runtime.process.child import child_environ
+from umbra.services.process.child import child_environ
 
 RUN_ID = "demo-sort-20261123-065808-963a"
 

@@ -35,7 +35,7 @@ def test_a_broken_promise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     import fuzz_targets
 
     from umbra.proto.messages import RegisterManifest
-    from umbra.services.runtime.weights.manifest import build_manifest
+    from umbra.services.weights.manifest import build_manifest
 
     sound = RegisterManifest(manifest=build_manifest([("a", "BF16", (4, 8))], 128))
     bad = msgspec.msgpack.encode(sound).replace(b"\xa6offset\x00", b"\xa6offset\x7f")

@@ -19,16 +19,16 @@ from umbra.proto.messages import (
 )
 from umbra.proto.records import SampleTask, Score, ScoringTask
 from umbra.services.buffer.stalls import StallReport
-from umbra.services.environments.protocol import SampleError, StepResult
-from umbra.services.environments.rewards import RewardedGroup, RewardFunction, Rewards
-from umbra.services.runtime.config import (
+from umbra.services.config import (
     BufferConfig,
     EnvironmentConfig,
     EvalConfig,
     RunConfig,
 )
-from umbra.services.runtime.config.feasibility import check_feasible
-from umbra.services.runtime.prompts.rows import Prompt
+from umbra.services.config.feasibility import check_feasible
+from umbra.services.environments.protocol import SampleError, StepResult
+from umbra.services.environments.rewards import RewardedGroup, RewardFunction, Rewards
+from umbra.services.prompts.rows import Prompt
 
 ROW = {"prompt": "say", "target": "hi"}
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from umbra.proto.errors import DivergedError
 from umbra.proto.records import Trajectory, pack_float32
+from umbra.services.config.loader import load_config
+from umbra.services.config.presets import ObjectiveSpec
 from umbra.services.modeling.micro_batch import MicroBatch
-from umbra.services.runtime.config.loader import load_config
-from umbra.services.runtime.config.presets import ObjectiveSpec
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.guard import REASONS, Guard, SkipLimit
 from umbra.services.trainer.learner import Learner

@@ -11,13 +11,13 @@ from fakes.hub_bench import LAYOUT
 
 from umbra.proto.errors import StartupError
 from umbra.proto.messages import Prepare, Subscribed
-from umbra.services.runtime.config import WeightHubConfig
-from umbra.services.runtime.net.keys import OPEN
-from umbra.services.runtime.planes.receiving import StagedPlanes
-from umbra.services.runtime.planes.tcp import TcpHub
-from umbra.services.runtime.process import host_memory
-from umbra.services.runtime.weights.arena import Arena
-from umbra.services.runtime.weights.manifest import checksums
+from umbra.proto.net.keys import OPEN
+from umbra.services.config import WeightHubConfig
+from umbra.services.process import host_memory
+from umbra.services.weights.arena import Arena
+from umbra.services.weights.manifest import checksums
+from umbra.services.weights.planes.receiving import StagedPlanes
+from umbra.services.weights.planes.tcp import TcpHub
 
 KIB, SIZE = 1 << 10, LAYOUT.total_bytes
 

@@ -18,17 +18,17 @@ from umbra.deploy.command import load_run
 from umbra.deploy.pinning import pinned
 from umbra.deploy.preflight import check_run
 from umbra.proto.errors import StartupError, UsageError
-from umbra.services.modeling.models import load_tokenizer, outline_model
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config.cautions import cautions
-from umbra.services.runtime.config.loader import config_of, load_config, to_json
-from umbra.services.runtime.model.directory import (
+from umbra.services.config import RunConfig
+from umbra.services.config.cautions import cautions
+from umbra.services.config.loader import config_of, load_config, to_json
+from umbra.services.modeling.hub import fetch, is_hub_name, mend_cache, missing_bytes, pin
+from umbra.services.modeling.model_directory import (
     check_model_dir,
     directory_of,
     weights_bytes,
     weights_checksum,
 )
-from umbra.services.runtime.model.hub import fetch, is_hub_name, mend_cache, missing_bytes, pin
+from umbra.services.modeling.models import load_tokenizer, outline_model
 
 constants: Any = pytest.importorskip("huggingface_hub.constants")
 NAME = "acme/tiny"

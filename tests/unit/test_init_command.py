@@ -15,10 +15,10 @@ from umbra import cli
 from umbra.deploy import init_command
 from umbra.deploy.init_command import command
 from umbra.deploy.init_files import MACHINES, REWARDS, run_file
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config.cautions import cautions
-from umbra.services.runtime.config.feasibility import check_feasible
-from umbra.services.runtime.config.loader import load_config
+from umbra.services.config import RunConfig
+from umbra.services.config.cautions import cautions
+from umbra.services.config.feasibility import check_feasible
+from umbra.services.config.loader import load_config
 
 
 @pytest.fixture(autouse=True)

@@ -16,8 +16,8 @@ from fakes.slowness import seconds
 from umbra import cli
 from umbra.deploy.keep_command import keep
 from umbra.proto.errors import UsageError
-from umbra.services.runtime.process.signals import SignalCounter
-from umbra.services.runtime.process.supervisor import FINAL_CODES, RestartPolicy
+from umbra.services.process.signals import SignalCounter
+from umbra.services.process.supervisor import FINAL_CODES, RestartPolicy
 
 
 @pytest.fixture

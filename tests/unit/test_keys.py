@@ -26,8 +26,7 @@ from umbra.proto.access import (
 )
 from umbra.proto.errors import UsageError
 from umbra.proto.messages import TYPES, CommitBatch, FinishRun, PartState, Publish, RollBack
-from umbra.services.runtime.config import SecurityConfig as SecurityConfig
-from umbra.services.runtime.net.keys import (
+from umbra.proto.net.keys import (
     OPEN,
     Keys,
     Security,
@@ -36,7 +35,8 @@ from umbra.services.runtime.net.keys import (
     make_keys,
     open_security,
 )
-from umbra.services.runtime.net.zap import NAMED, OTHERS, AllowList, Refusals
+from umbra.proto.net.zap import NAMED, OTHERS, AllowList, Refusals
+from umbra.services.config import SecurityConfig as SecurityConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = (ROOT / "proto" / "README.md").read_text(encoding="utf-8")

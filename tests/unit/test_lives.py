@@ -30,8 +30,8 @@ from umbra.services.monitor import feed as feeds
 from umbra.services.monitor.feed import Feed
 from umbra.services.monitor.traces import LifeRow, LifeSpan, LifeSpans, otlp_json
 from umbra.services.monitor.watch import Look
-from umbra.services.runtime.lives import is_traced
-from umbra.services.runtime.process.metrics import MetricsFile
+from umbra.services.process.lives import is_traced
+from umbra.services.process.metrics import MetricsFile
 
 Stage = tuple[str, float, float]
 

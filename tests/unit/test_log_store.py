@@ -17,8 +17,8 @@ from umbra.services.buffer.store.head import NAME as HEAD
 from umbra.services.buffer.store.log import LogStore
 from umbra.services.buffer.store.record_format import HEAD_BYTES, SEGMENT_HEADER_BYTES
 from umbra.services.buffer.store.segments import segment_numbers, segment_path
-from umbra.services.runtime.process import folder_lock
-from umbra.services.runtime.process.disk import Disk
+from umbra.services.process import folder_lock
+from umbra.services.process.disk import Disk
 
 SMALL = 4096  # bytes of a segment here
 

@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from umbra.proto.errors import UsageError
+from umbra.services.config import TrainerConfig
 from umbra.services.modeling.lora import add_adapter
 from umbra.services.modeling.micro_batch import MicroBatch, Tokens
 from umbra.services.modeling.packing import pack
 from umbra.services.modeling.scorer import Scorer
-from umbra.services.runtime.config import TrainerConfig
 from umbra.services.trainer.policy import load_policy
 
 AT_A_TIME = 3  # tokens; the last chunk has fewer

@@ -23,8 +23,8 @@ from umbra.deploy.machine_defaults import (
     this_hardware,
 )
 from umbra.proto.errors import StartupError, UmbraError, UsageError
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config.loader import given_keys, load_config, load_tree
+from umbra.services.config import RunConfig
+from umbra.services.config.loader import given_keys, load_config, load_tree
 
 GIB = 1 << 30
 ONE = Hardware((8 * GIB,), "made-up", vllm=True)

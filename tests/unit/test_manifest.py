@@ -14,7 +14,7 @@ from umbra.proto.bounds import BUCKETS, DIMENSIONS, OWNERS, TENSORS
 from umbra.proto.errors import UsageError, WireError
 from umbra.proto.messages import RegisterManifest
 from umbra.proto.records import Manifest
-from umbra.services.runtime.weights.manifest import (
+from umbra.services.weights.manifest import (
     ALIGN_BYTES,
     ITEM_BYTES,
     build_manifest,

@@ -10,7 +10,7 @@ from mmap import PAGESIZE
 
 import pytest
 
-from umbra.services.runtime.weights.memory import copy, private_memory
+from umbra.services.weights.memory import copy, private_memory
 
 
 @pytest.mark.parametrize("size", [0, 1, PAGESIZE + 7])

@@ -14,9 +14,9 @@ from torch.autograd import graph
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Trajectory
-from umbra.services.runtime.config import TrainerConfig
-from umbra.services.runtime.config.feasibility import check_feasible
-from umbra.services.runtime.config.loader import load_config
+from umbra.services.config import TrainerConfig
+from umbra.services.config.feasibility import check_feasible
+from umbra.services.config.loader import load_config
 from umbra.services.trainer import sharding
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.policy import load_policy, open_policy

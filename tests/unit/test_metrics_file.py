@@ -16,7 +16,7 @@ from umbra.deploy.report.command import command
 from umbra.deploy.run_folder import RunFolder, read_rows
 from umbra.proto.errors import UsageError
 from umbra.services.generator.replay_fit import fit_run
-from umbra.services.runtime.process.metrics import MetricsFile, parse_row
+from umbra.services.process.metrics import MetricsFile, parse_row
 
 
 class Disk:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from umbra.services.runtime.config.loader import load_config
+from umbra.services.config.loader import load_config
 from umbra.services.trainer.mismatch import BOUNDS, MIN_TOKENS, Compared, Verdicts, bound_of
 
 

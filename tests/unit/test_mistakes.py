@@ -23,10 +23,10 @@ from umbra.deploy.preflight import check_packages
 from umbra.deploy.run_folder import RunFolder
 from umbra.deploy.trial import try_aside
 from umbra.proto.errors import UsageError
+from umbra.services.config.cautions import cautions
+from umbra.services.config.loader import load_config, to_json
 from umbra.services.generator.start_check import check_chat, check_devices
-from umbra.services.runtime.config.cautions import cautions
-from umbra.services.runtime.config.loader import load_config, to_json
-from umbra.services.runtime.process.child import ChildError
+from umbra.services.process.child import ChildError
 
 REWARDS = """
 import os, time

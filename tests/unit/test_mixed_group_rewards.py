@@ -17,18 +17,18 @@ from umbra.proto.messages import (
 )
 from umbra.proto.records import SampleTask, Score, ScoringTask
 from umbra.services.buffer.stalls import StallReport
-from umbra.services.environments.loading import UNREWARDED
-from umbra.services.generator.evaluate import drawn
-from umbra.services.generator.group_rewards import unrewarded
-from umbra.services.runtime.config import (
+from umbra.services.config import (
     BufferConfig,
     EnvironmentConfig,
     EvalConfig,
     NamedEnvironment,
     RunConfig,
 )
-from umbra.services.runtime.config.feasibility import check_feasible
-from umbra.services.runtime.prompts.rows import Prompt
+from umbra.services.config.feasibility import check_feasible
+from umbra.services.environments.loading import UNREWARDED
+from umbra.services.generator.evaluate import drawn
+from umbra.services.generator.group_rewards import unrewarded
+from umbra.services.prompts.rows import Prompt
 
 RANKED = NamedEnvironment(
     name="ranked", kind="reward", reward="mine:rank", reward_scope="group", python="/x/python"

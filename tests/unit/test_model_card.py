@@ -12,7 +12,7 @@ from fakes.hub import Hub, ask_there, serving
 
 from umbra import cli
 from umbra.proto.errors import StartupError, UsageError
-from umbra.services.runtime.config.loader import load_config
+from umbra.services.config.loader import load_config
 
 pytest.importorskip("huggingface_hub")
 

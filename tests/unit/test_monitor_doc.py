@@ -13,9 +13,9 @@ from umbra.deploy.summary import RunOutcome, summarise
 from umbra.proto.errors import FailedSamplesError
 from umbra.proto.messages import Rates
 from umbra.services.buffer.health import NAMES, SHARES
+from umbra.services.config import BufferConfig
 from umbra.services.monitor.web.prometheus import prometheus_text
-from umbra.services.runtime.config import BufferConfig
-from umbra.services.runtime.figures import PHASES
+from umbra.services.reporting.figures import PHASES
 
 DOC = (Path(__file__).resolve().parents[2] / "docs" / "monitor.md").read_text(encoding="utf-8")
 

@@ -21,7 +21,7 @@ from umbra.services.buffer.curves import SHOWN
 from umbra.services.buffer.health import NAMES
 from umbra.services.monitor.watch import Look
 from umbra.services.monitor.web.prometheus import prometheus_text
-from umbra.services.runtime.figures import PHASES
+from umbra.services.reporting.figures import PHASES
 
 FOLDER = Path(__file__).parents[2] / "examples" / "monitoring"
 RULES: list[dict[str, Any]] = yaml.safe_load(

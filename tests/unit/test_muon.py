@@ -12,10 +12,10 @@ from fakes.rank_bench import make_batches
 from torch import nn
 
 from umbra.proto.errors import UsageError
+from umbra.services.config import TrainerConfig
+from umbra.services.config.feasibility import check_feasible
+from umbra.services.config.loader import load_config
 from umbra.services.modeling.packing import pack
-from umbra.services.runtime.config import TrainerConfig
-from umbra.services.runtime.config.feasibility import check_feasible
-from umbra.services.runtime.config.loader import load_config
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.make_model import make_model

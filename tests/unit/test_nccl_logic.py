@@ -15,14 +15,14 @@ from umbra.deploy.env_command import command as env
 from umbra.proto.errors import DeadlineError, PeerLostError, UmbraError, UsageError
 from umbra.proto.messages import Prepare
 from umbra.proto.records import GpuFacts
-from umbra.services.runtime.config import WeightHubConfig
-from umbra.services.runtime.gpu import cuda
-from umbra.services.runtime.gpu.broadcast import broadcast, chunks
-from umbra.services.runtime.gpu.worker import GpuWorker
-from umbra.services.runtime.gpu.worker_process import GpuWorkerProcess
-from umbra.services.runtime.planes.choice import PLANES, Side, check_plane, mismatch
-from umbra.services.runtime.planes.gpu import gpu_for, host_planes
-from umbra.services.runtime.planes.nccl_rounds import CommunicatorRanks, NcclGroup, Rounds
+from umbra.services.config import WeightHubConfig
+from umbra.services.weights.gpu import cuda
+from umbra.services.weights.gpu.broadcast import broadcast, chunks
+from umbra.services.weights.gpu.worker import GpuWorker
+from umbra.services.weights.gpu.worker_process import GpuWorkerProcess
+from umbra.services.weights.planes.choice import PLANES, Side, check_plane, mismatch
+from umbra.services.weights.planes.gpu import gpu_for, host_planes
+from umbra.services.weights.planes.nccl_rounds import CommunicatorRanks, NcclGroup, Rounds
 
 FACTS = GpuFacts(nccl=22809, cuda_major=13, environment="a", variables={"NCCL_NET": "Socket"})
 FAKE = (str(Path(__file__).parents[1] / "programs" / "fake_gpu_worker.py"),)

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from umbra.services.runtime.numbers import clock, compact, counts, number, size
-from umbra.services.runtime.tables import aligned, facts, markdown
+from umbra.services.reporting.numbers import clock, compact, counts, number, size
+from umbra.services.reporting.tables import aligned, facts, markdown
 
 
 @pytest.mark.parametrize(

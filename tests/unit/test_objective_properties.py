@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from umbra.services.config.presets import PRESETS, ObjectiveSpec, Preset
 from umbra.services.modeling.micro_batch import Tokens
-from umbra.services.runtime.config.presets import PRESETS, ObjectiveSpec, Preset
 from umbra.services.trainer.objectives.aggregation import count, token_weights
 from umbra.services.trainer.objectives.masks import m2po
 from umbra.services.trainer.objectives.objective import (

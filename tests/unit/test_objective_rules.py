@@ -3,11 +3,11 @@
 import pytest
 
 from umbra.proto.errors import UsageError
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config.feasibility import check_feasible
-from umbra.services.runtime.config.loader import load_config
-from umbra.services.runtime.config.objective_rules import implied, lone_groups
-from umbra.services.runtime.config.presets import PRESETS, Preset
+from umbra.services.config import RunConfig
+from umbra.services.config.feasibility import check_feasible
+from umbra.services.config.loader import load_config
+from umbra.services.config.objective_rules import implied, lone_groups
+from umbra.services.config.presets import PRESETS, Preset
 
 
 def trainer(*keys: str) -> RunConfig:

@@ -18,9 +18,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from umbra.services.config import TrainerConfig
 from umbra.services.modeling.lora import add_adapter
 from umbra.services.modeling.packing import Tokens, pack
-from umbra.services.runtime.config import TrainerConfig
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.make_model import make_model

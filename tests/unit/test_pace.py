@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 
+from umbra.proto.deadline import LEAST_RATE, Deadline, Pace
 from umbra.proto.messages import (
     ArenaReady,
     ExportVersion,
@@ -23,26 +24,25 @@ from umbra.proto.messages import (
     Versions,
     VersionsRequest,
 )
+from umbra.proto.net.channel import Channel
+from umbra.proto.net.io_thread import IoThread
+from umbra.proto.net.keys import OPEN
 from umbra.proto.records import NcclRound
+from umbra.services.config import WeightHubConfig
+from umbra.services.config.loader import load_config
 from umbra.services.generator import service as generator_service
 from umbra.services.generator.engines import OpenEngine
-from umbra.services.runtime.config import WeightHubConfig
-from umbra.services.runtime.config.loader import load_config
-from umbra.services.runtime.deadline import LEAST_RATE, Deadline, Pace
-from umbra.services.runtime.gpu.worker_process import START_S, GpuWorkerProcess, result
-from umbra.services.runtime.model.directory import weights_bytes
-from umbra.services.runtime.net.channel import Channel
-from umbra.services.runtime.net.io_thread import IoThread
-from umbra.services.runtime.net.keys import OPEN
-from umbra.services.runtime.planes import nccl, tcp
-from umbra.services.runtime.planes.cuda_ipc import IpcHub
-from umbra.services.runtime.planes.tcp import TcpHub, TcpReceiver
-from umbra.services.runtime.weights.arena import Arena
-from umbra.services.runtime.weights.manifest import build_manifest
-from umbra.services.runtime.weights.publisher import Publisher
+from umbra.services.modeling.model_directory import weights_bytes
 from umbra.services.scorer import service as scorer_service
 from umbra.services.weight_hub import weights_command
 from umbra.services.weight_hub.weights_command import HubClient
+from umbra.services.weights.arena import Arena
+from umbra.services.weights.gpu.worker_process import START_S, GpuWorkerProcess, result
+from umbra.services.weights.manifest import build_manifest
+from umbra.services.weights.planes import nccl, tcp
+from umbra.services.weights.planes.cuda_ipc import IpcHub
+from umbra.services.weights.planes.tcp import TcpHub, TcpReceiver
+from umbra.services.weights.publisher import Publisher
 
 LAYOUT = build_manifest([("w", "F32", [100, 32])], 4096)
 SIZE = LAYOUT.total_bytes

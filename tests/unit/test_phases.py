@@ -15,8 +15,8 @@ import pytest
 import torch
 from fakes.noisy_batch import noisy_trajectories
 
-from umbra.services.runtime.config import TrainerConfig
-from umbra.services.runtime.config.loader import load_config
+from umbra.services.config import TrainerConfig
+from umbra.services.config.loader import load_config
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.orders import Order, Snapshot, Stop, Train, follow
 from umbra.services.trainer.phases import Phases, Profile

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from fakes.slowness import seconds
 
-from umbra.services.runtime.process.pipe import MAX_BYTES, AsyncPipe, Pipe
+from umbra.services.process.pipe import MAX_BYTES, AsyncPipe, Pipe
 
 WAIT_S = seconds(20.0)
 

@@ -22,7 +22,7 @@ from umbra.deploy.cluster.cluster_file import planner
 from umbra.deploy.cluster.yaml import to_yaml
 from umbra.deploy.toml import to_toml
 from umbra.proto.access import KEY_ROLES
-from umbra.services.runtime.net.keys import load_keys
+from umbra.proto.net.keys import load_keys
 
 # -- the command ----------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from umbra.deploy.cluster.bundle import Bundle
 from umbra.deploy.cluster.cluster_file import ClusterFile, ClusterSpec, Node
 from umbra.deploy.cluster.compose import container_paths
 from umbra.deploy.cluster.plan import Plan, make_plan
-from umbra.services.runtime.config.loader import load_config
+from umbra.services.config.loader import load_config
 
 
 def compose_files(plan: Plan) -> dict[str, dict[str, Any]]:

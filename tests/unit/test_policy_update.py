@@ -14,9 +14,9 @@ from torch import Tensor
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Trajectory, pack_float32
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config.loader import load_config
-from umbra.services.runtime.config.presets import PRESETS
+from umbra.services.config import RunConfig
+from umbra.services.config.loader import load_config
+from umbra.services.config.presets import PRESETS
 from umbra.services.trainer.batch import BatchError, TrainBatch, make_batch
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.make_model import make_model

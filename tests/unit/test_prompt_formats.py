@@ -11,8 +11,8 @@ import pytest
 
 from umbra.proto.errors import UsageError
 from umbra.services.buffer.data.sources import open_prompts
-from umbra.services.runtime.config import DataConfig
-from umbra.services.runtime.prompts.readers import read_source
+from umbra.services.config import DataConfig
+from umbra.services.prompts.readers import read_source
 
 parquet = pytest.importorskip("pyarrow.parquet")
 pyarrow = pytest.importorskip("pyarrow")

@@ -15,9 +15,9 @@ from umbra.deploy.command import load_run
 from umbra.deploy.preflight import check_run
 from umbra.proto.errors import StartupError, UsageError
 from umbra.services.buffer.data.sources import first_rows, open_prompts
-from umbra.services.runtime.config import DataConfig, EvalConfig, ModelConfig, RunConfig
-from umbra.services.runtime.prompts.download import cache_folder, shown, without_secrets
-from umbra.services.runtime.prompts.readers import is_elsewhere, pin_source, read_source
+from umbra.services.config import DataConfig, EvalConfig, ModelConfig, RunConfig
+from umbra.services.prompts.download import cache_folder, shown, without_secrets
+from umbra.services.prompts.readers import is_elsewhere, pin_source, read_source
 
 ROWS = [{"question": f"{n}+{n}", "answer": str(2 * n), "level": n} for n in range(4)]
 LINES = "".join(f"{json.dumps(row)}\n" for row in ROWS).encode()

@@ -14,8 +14,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from umbra.proto import sockets
 from umbra.proto.errors import StartupError, UsageError
+from umbra.proto.net.handshake import EVENTS
 from umbra.proto.sizes import MOST_BYTES, socket_bytes
-from umbra.services.runtime.net.handshake import EVENTS
 
 Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]

@@ -25,9 +25,9 @@ from umbra.deploy.estimate.gpus import GIB, gpu_bytes
 from umbra.deploy.estimate.items import peak
 from umbra.deploy.estimate.sizes import RowShape
 from umbra.deploy.estimate.trace import full_rows
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config.loader import load_config
-from umbra.services.runtime.tables import markdown
+from umbra.services.config import RunConfig
+from umbra.services.config.loader import load_config
+from umbra.services.reporting.tables import markdown
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.make_model import make_tokenizer
 

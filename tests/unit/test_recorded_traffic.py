@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from umbra.proto.bounds import MEMBERS
 from umbra.proto.codec import Encoder
 from umbra.proto.messages import Heartbeat, LeaseSamples, Message, SubmitTrajectories
+from umbra.proto.net.server import PEERS_KEPT
 from umbra.proto.records import Trajectory
-from umbra.services.runtime.net.server import PEERS_KEPT
 
 pytestmark = pytest.mark.usefixtures("benchmarks_importable")
 BEAT = Heartbeat(state="ready", activity="decode", progress=1, idle_s=0.0)

@@ -18,7 +18,7 @@ from umbra.deploy.report.svg import bar_chart, line_chart
 from umbra.deploy.run_folder import RunFolder
 from umbra.deploy.summary import measure
 from umbra.proto.errors import UsageError
-from umbra.services.runtime.figures import busy
+from umbra.services.reporting.figures import busy
 
 T0 = 1_700_000_000.0
 AHEAD = {"generator-0": 5.0, "trainer": -2.0}  # by how much each clock is ahead of the buffer's

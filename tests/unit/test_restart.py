@@ -1,7 +1,7 @@
 """Back-off of restarts, with times given by the test."""
 
 from umbra.deploy import keep_command
-from umbra.services.runtime.process.supervisor import RestartPolicy
+from umbra.services.process.supervisor import RestartPolicy
 
 
 def test_pauses_double_until_the_limit() -> None:

@@ -19,6 +19,10 @@ from torch import Tensor
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Routing, Sampling, ScoringTask, Trajectory
+from umbra.services.config import ScorerConfig
+from umbra.services.config.feasibility import check_feasible
+from umbra.services.config.loader import load_config
+from umbra.services.config.trajectory_rules import RunFacts, find_fault
 from umbra.services.generator.engine import EngineOutput, EngineRequest
 from umbra.services.generator.rollout import Rollout, RolloutSettings
 from umbra.services.generator.tokens import ResponseTokens, tokens_of
@@ -27,10 +31,6 @@ from umbra.services.generator.vllm_routing import told_routers
 from umbra.services.modeling.experts import Routers, chosen_experts
 from umbra.services.modeling.packing import pack
 from umbra.services.modeling.scorer import Scorer
-from umbra.services.runtime.config import ScorerConfig
-from umbra.services.runtime.config.feasibility import check_feasible
-from umbra.services.runtime.config.loader import load_config
-from umbra.services.runtime.trajectories import RunFacts, find_fault
 from umbra.services.scorer.logprobs import LogprobWorker
 from umbra.services.trainer.batch import BatchError, TrainBatch, make_batch
 from umbra.services.trainer.learner import Learner

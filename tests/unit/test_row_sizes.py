@@ -10,10 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from umbra.proto.errors import UsageError
+from umbra.services.config import ScorerConfig, TrainerConfig
+from umbra.services.config.loader import load_config
 from umbra.services.modeling.row_sizes import RowSizes, memory_of, scoring_rows
-from umbra.services.runtime.config import ScorerConfig, TrainerConfig
-from umbra.services.runtime.config.loader import load_config
-from umbra.services.runtime.process import host_memory
+from umbra.services.process import host_memory
 from umbra.services.trainer import row_sizes as module
 from umbra.services.trainer.ranks import Ranks
 from umbra.services.trainer.rendezvous import RankPlace

@@ -9,9 +9,9 @@ import pytest
 
 from umbra.deploy.preflight import check_run
 from umbra.proto.errors import UsageError
+from umbra.services.config.loader import config_of
 from umbra.services.monitor.run_address import RunAddress, find_address, find_run
-from umbra.services.runtime.config.loader import config_of
-from umbra.services.runtime.process.folder_lock import NAME, folder_lock, is_held
+from umbra.services.process.folder_lock import NAME, folder_lock, is_held
 
 
 def made(name: str, begun: float, broker: str = "") -> Path:

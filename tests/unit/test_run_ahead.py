@@ -8,8 +8,8 @@ from fakes.broker_world import World, world
 from umbra.proto.errors import UsageError
 from umbra.proto.messages import CommitAck, CommitBatch
 from umbra.services.buffer.policy.run_ahead import RunAhead
-from umbra.services.runtime.config.feasibility import check_feasible
-from umbra.services.runtime.config.loader import load_config
+from umbra.services.config.feasibility import check_feasible
+from umbra.services.config.loader import load_config
 
 
 def heard(ahead: RunAhead, *values: float | None) -> list[int]:

@@ -10,8 +10,8 @@ import pytest
 from umbra.deploy.run_folder import RunFolder, read_rows
 from umbra.deploy.summary import read_status
 from umbra.proto.errors import UsageError
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config.loader import load_config, to_json
+from umbra.services.config import RunConfig
+from umbra.services.config.loader import load_config, to_json
 
 
 @pytest.fixture

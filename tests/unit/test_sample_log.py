@@ -11,7 +11,7 @@ from umbra.proto.records import Branch, Trajectory
 from umbra.services.generator.sample_log import EVERY_S, FURTHER, TEXT_CHARS, SampleLog
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
-from umbra.services.runtime.process.metrics import MetricsFile
+from umbra.services.process.metrics import MetricsFile
 
 
 def timed(name: str, prompt: list[int], response: list[int], seconds: float) -> Trajectory:

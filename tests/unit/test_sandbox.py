@@ -12,6 +12,7 @@ import pytest
 from fakes.slowness import seconds
 
 from umbra.proto.errors import UsageError
+from umbra.services.config import EnvironmentConfig
 from umbra.services.environments.environment_host import EnvironmentHost
 from umbra.services.environments.loading import load_environment
 from umbra.services.environments.protocol import Opening, StepResult
@@ -22,7 +23,6 @@ from umbra.services.environments.sandbox import (
     ContainerLimits,
     SandboxError,
 )
-from umbra.services.runtime.config import EnvironmentConfig
 
 DOCKER = """#!/bin/sh
 here=$(dirname "$0")

@@ -23,13 +23,13 @@ from umbra.proto.records import (
     pack_int32,
     unpack_float32,
 )
+from umbra.services.config import ScorerConfig
 from umbra.services.environments.pool import InlinePool
 from umbra.services.environments.single_turn import ExactMatch
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_model, load_tokenizer
 from umbra.services.modeling.packing import pack
 from umbra.services.modeling.scorer import Scorer as ModelScorer
-from umbra.services.runtime.config import ScorerConfig
 from umbra.services.scorer.logprobs import LogprobWorker
 from umbra.services.scorer.reward import RewardWorker
 from umbra.services.trainer.batch import make_batch

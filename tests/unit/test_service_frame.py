@@ -19,11 +19,11 @@ from click.testing import CliRunner
 from fakes.slowness import seconds
 
 from umbra.proto.errors import UsageError
-from umbra.services.runtime.config import TrainerConfig
-from umbra.services.runtime.process.command import ServiceContext, service_command
-from umbra.services.runtime.process.logs import ConsoleFormatter, JsonFormatter
-from umbra.services.runtime.process.metrics import MetricsFile
-from umbra.services.runtime.process.signals import stop_on_signals
+from umbra.services.config import TrainerConfig
+from umbra.services.process.command import ServiceContext, service_command
+from umbra.services.process.logs import ConsoleFormatter, JsonFormatter
+from umbra.services.process.metrics import MetricsFile
+from umbra.services.process.signals import stop_on_signals
 
 WAIT_S = seconds(20.0)
 
@@ -117,7 +117,7 @@ def test_the_first_signal_sets_the_flag_and_handlers_are_restored() -> None:
 
 TWO_SIGNALS = """
 import os, signal, threading
-from umbra.services.runtime.process.signals import stop_on_signals
+from umbra.services.process.signals import stop_on_signals
 with stop_on_signals(threading.Event()):
     os.kill(os.getpid(), signal.SIGINT)
     os.kill(os.getpid(), signal.SIGINT)
@@ -157,8 +157,8 @@ os.kill(os.getpid(), 9)
 """
 CHILD = """
 import signal, sys, threading
-from umbra.services.runtime.process.parent import die_with_parent
-from umbra.services.runtime.process.signals import stop_on_signals
+from umbra.services.process.parent import die_with_parent
+from umbra.services.process.signals import stop_on_signals
 stopping = threading.Event()
 with stop_on_signals(stopping):
     die_with_parent()
@@ -187,7 +187,7 @@ def test_a_service_may_have_as_many_connections_as_the_machine_allows() -> None:
     code = """
 import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 512))
-from umbra.services.runtime.process.command import allow_connections
+from umbra.services.process.command import allow_connections
 allow_connections()
 print(*resource.getrlimit(resource.RLIMIT_NOFILE))
 """

@@ -12,13 +12,13 @@ from fakes.versions import finish, load, other_weights, request
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Sampling
+from umbra.services.config.loader import load_config
 from umbra.services.generator.engine import EngineOutput, EngineRequest
 from umbra.services.generator.engines import open_engine
 from umbra.services.generator.lengths import RecentLengths
 from umbra.services.generator.slots import SlotCache, cache_tokens
 from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.modeling.models import load_model
-from umbra.services.runtime.config.loader import load_config
 
 CPU = torch.device("cpu")
 CONTEXT = 128

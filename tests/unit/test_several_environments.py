@@ -11,14 +11,14 @@ from umbra.deploy.preflight import resolve_paths
 from umbra.deploy.toml import to_toml
 from umbra.proto.errors import UsageError
 from umbra.services.buffer.data.sources import first_rows, open_prompts
+from umbra.services.config import DataConfig, NamedEnvironment, RunConfig
+from umbra.services.config.feasibility import check_feasible
+from umbra.services.config.loader import as_dict, load_config, to_json
 from umbra.services.environments.environment_set import EnvironmentSet, LimitedPool
 from umbra.services.environments.pool import EpisodeOutcome, InlinePool
 from umbra.services.environments.protocol import SampleError, StepResult
 from umbra.services.environments.single_turn import ExactMatch, NumericMatch
 from umbra.services.generator.rollout_settings import settings_for
-from umbra.services.runtime.config import DataConfig, NamedEnvironment, RunConfig
-from umbra.services.runtime.config.feasibility import check_feasible
-from umbra.services.runtime.config.loader import as_dict, load_config, to_json
 from umbra.services.trainer.metrics import environment_metrics
 
 RUN = """

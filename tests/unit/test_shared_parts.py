@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from umbra.proto.errors import PeerLostError
 from umbra.proto.records import Manifest
-from umbra.services.runtime.weights.manifest import build_manifest
-from umbra.services.runtime.weights.shared_memory import MappedBlocks, SharedMemory, cut, shared
+from umbra.services.weights.manifest import build_manifest
+from umbra.services.weights.shared_memory import MappedBlocks, SharedMemory, cut, shared
 
 SHAPES = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20)), min_size=1, max_size=12)
 

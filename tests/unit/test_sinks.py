@@ -15,8 +15,8 @@ from accelerate import PartialState
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import EvalReport
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config.loader import load_config
+from umbra.services.config import RunConfig
+from umbra.services.config.loader import load_config
 from umbra.services.trainer.metrics import Row
 from umbra.services.trainer.sinks import Sinks, open_sinks
 

@@ -15,7 +15,7 @@ import pytest
 from umbra.proto.errors import UsageError
 from umbra.services.buffer.data.prompts import GroupEnd
 from umbra.services.buffer.data.sources import PromptFeed, open_prompts
-from umbra.services.runtime.config import DataConfig
+from umbra.services.config import DataConfig
 
 
 def write(path: Path, count: int, name: str = "row") -> str:

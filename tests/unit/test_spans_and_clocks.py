@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from umbra.services.runtime.process.clock import ClockOffset
-from umbra.services.runtime.process.metrics import MetricsFile
-from umbra.services.runtime.process.spans import KEPT, Span, SpanLog
+from umbra.services.process.clock import ClockOffset
+from umbra.services.process.metrics import MetricsFile
+from umbra.services.process.spans import KEPT, Span, SpanLog
 
 
 def test_shares_of_the_last_seconds() -> None:

@@ -7,7 +7,7 @@ import pytest
 from fakes import looks
 
 from umbra.deploy.staffing import Foreman, IdleCores, Observation, Staffing, look_at
-from umbra.services.runtime.process.supervisor import Program
+from umbra.services.process.supervisor import Program
 
 STARVED = Observation(
     trained=0, steps=0, generators=1, waits=0.6, busy=0.95, idle_cores=2.0, room=True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from umbra.services.runtime.weights.staging import Candidate, Staging
+from umbra.services.weights.staging import Candidate, Staging
 
 
 def offered(staging: Staging, epoch: int) -> Candidate:

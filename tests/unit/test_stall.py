@@ -12,15 +12,15 @@ from fakes.broker_world import world
 from fakes.loop_bench import Bench, open_bench, version
 from fakes.slowness import seconds
 
+from umbra.proto.deadline import LEAST_RATE, Pace
 from umbra.proto.errors import UmbraError, UsageError
 from umbra.proto.messages import Status, StatusRequest
+from umbra.services.config.feasibility import check_feasible
+from umbra.services.config.loader import load_config
 from umbra.services.generator import stall
 from umbra.services.generator.engine import EngineError
 from umbra.services.generator.loading import WeightLoader
 from umbra.services.generator.stall import StallWatch, watching
-from umbra.services.runtime.config.feasibility import check_feasible
-from umbra.services.runtime.config.loader import load_config
-from umbra.services.runtime.deadline import LEAST_RATE, Pace
 
 
 @pytest.fixture

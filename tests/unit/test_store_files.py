@@ -20,8 +20,8 @@ from umbra.services.buffer.store.repair import repair
 from umbra.services.buffer.store.run_mark import NAME as MARK
 from umbra.services.buffer.store.run_mark import open_marked, refuse_marked
 from umbra.services.buffer.store.segments import segment_name, segment_numbers, segment_path
-from umbra.services.runtime.config import BufferConfig, RunConfig
-from umbra.services.runtime.process.command import ServiceContext
+from umbra.services.config import BufferConfig, RunConfig
+from umbra.services.process.command import ServiceContext
 
 SMALL = 2048  # bytes of a segment here
 

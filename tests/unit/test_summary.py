@@ -9,7 +9,7 @@ import pytest
 from umbra.deploy.run_folder import LineFollower, RunFolder, last_lines, new_run_id, read_rows
 from umbra.deploy.summary import RunOutcome, measure, summarise, summary_rows, write_summary
 from umbra.proto.errors import UsageError
-from umbra.services.runtime.process.child import Usage
+from umbra.services.process.child import Usage
 
 
 def step(number: int, **more: Any) -> dict[str, Any]:

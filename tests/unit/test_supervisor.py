@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from umbra.services.runtime.process.child import Usage
-from umbra.services.runtime.process.supervisor import Program, Supervisor
+from umbra.services.process.child import Usage
+from umbra.services.process.supervisor import Program, Supervisor
 
 PROGRAMS = (
     Program("buffer", ("buffer",), wave=2),

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 from test_source_rules import ROOT, source_files
 
+from umbra.services.config import RunConfig
 from umbra.services.modeling.models import AS_IT_IS
-from umbra.services.runtime.config import RunConfig
 
 LOADERS = {"from_pretrained", "from_config"}
 PLAIN = {"GenerationConfig"}  # data only: it has no code that it could bring along

@@ -16,22 +16,22 @@ from fakes.slowness import seconds
 from starlette.responses import Response
 
 from umbra.proto.errors import UmbraError
+from umbra.proto.net.io_thread import IoThread
 from umbra.services.buffer.store.committer import Committer
+from umbra.services.config import EnvironmentConfig
 from umbra.services.environments.worker_pool import WorkerPool
 from umbra.services.generator.replicas import Replica
-from umbra.services.runtime.config import EnvironmentConfig
-from umbra.services.runtime.http.address import listen
-from umbra.services.runtime.http.server import HttpServer
-from umbra.services.runtime.net.io_thread import IoThread
-from umbra.services.runtime.planes.bucket_server import BucketServer
-from umbra.services.runtime.planes.bucket_store import BucketStore
-from umbra.services.runtime.planes.encoder import DeltaEncoder
-from umbra.services.runtime.process import threads
-from umbra.services.runtime.process.command import service_command
-from umbra.services.runtime.process.loop_thread import LoopThread
-from umbra.services.runtime.process.metrics import MetricsFile
-from umbra.services.runtime.process.supervisor import Program
+from umbra.services.http.address import listen
+from umbra.services.http.server import HttpServer
+from umbra.services.process import threads
+from umbra.services.process.command import service_command
+from umbra.services.process.loop_thread import LoopThread
+from umbra.services.process.metrics import MetricsFile
+from umbra.services.process.supervisor import Program
 from umbra.services.weight_hub.relay import Relay
+from umbra.services.weights.planes.bucket_server import BucketServer
+from umbra.services.weights.planes.bucket_store import BucketStore
+from umbra.services.weights.planes.encoder import DeltaEncoder
 
 Ends = Callable[[], str]
 
@@ -69,7 +69,7 @@ def test_it_ends_with_sentence_and_code(raised: str, code: int, said: str) -> No
     program = f"""
 from threading import Event
 from umbra.proto.errors import RejectedError
-from umbra.services.runtime.process.threads import service_thread
+from umbra.services.process.threads import service_thread
 def main():
     raise {raised}
 service_thread(main, "io").start()

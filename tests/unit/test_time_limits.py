@@ -13,6 +13,8 @@ import pytest
 from fakes.slowness import seconds
 
 from umbra.proto.errors import DeadlineError, UsageError
+from umbra.services.config import EnvironmentConfig, NamedEnvironment, RunConfig
+from umbra.services.config.feasibility import check_feasible
 from umbra.services.environments.environment_host import EnvironmentHost
 from umbra.services.environments.guess import Guess
 from umbra.services.environments.kinds.trl import trl_program
@@ -25,8 +27,6 @@ from umbra.services.generator.agents.calls import Call
 from umbra.services.generator.agents.errors import ApiError
 from umbra.services.generator.agents.session import AgentSession
 from umbra.services.modeling.dialect import TOLD, ResponseTemplateDialect, read
-from umbra.services.runtime.config import EnvironmentConfig, NamedEnvironment, RunConfig
-from umbra.services.runtime.config.feasibility import check_feasible
 
 CODE = """
 import asyncio, os, time

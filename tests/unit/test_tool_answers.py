@@ -14,6 +14,8 @@ from fakes.trajectories import sample
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Sampling, unpack_int32
+from umbra.services.config import EnvironmentConfig, RunConfig
+from umbra.services.config.loader import load_config
 from umbra.services.environments.environment_host import EnvironmentHost
 from umbra.services.environments.pool import InlinePool
 from umbra.services.environments.protocol import Opening, Row, SampleError, StepResult
@@ -23,8 +25,6 @@ from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.template_check import check_template
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
-from umbra.services.runtime.config import EnvironmentConfig, RunConfig
-from umbra.services.runtime.config.loader import load_config
 
 CALL = {
     "id": "a",

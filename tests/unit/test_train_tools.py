@@ -8,9 +8,9 @@ import pytest
 import umbra
 from umbra.deploy.python.source import CopiedSource
 from umbra.deploy.python.train import _with_tools
+from umbra.services.config import EnvironmentConfig
 from umbra.services.environments.loading import load_environment
 from umbra.services.environments.protocol import Opening, StepResult
-from umbra.services.runtime.config import EnvironmentConfig
 
 
 def double(number: int) -> int:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from umbra.services.runtime.config import TrainerConfig
+from umbra.services.config import TrainerConfig
 from umbra.services.trainer.advantages import (
     Rewarded,
     dr_grpo,

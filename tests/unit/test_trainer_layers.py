@@ -19,17 +19,17 @@ from transformers import AutoModelForCausalLM
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Trajectory
+from umbra.services.config import TrainerConfig
 from umbra.services.modeling.lora import low_rank
 from umbra.services.modeling.packing import pack
 from umbra.services.modeling.weights import WeightTable
-from umbra.services.runtime.config import TrainerConfig
-from umbra.services.runtime.weights.manifest import build_manifest
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.policy import export_policy, load_policy
 from umbra.services.trainer.ranks import Ranks
 from umbra.services.trainer.sharding import decoder_layers
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
+from umbra.services.weights.manifest import build_manifest
 
 WAIT_S = seconds(300.0)  # torch.compile takes its time on a busy machine
 

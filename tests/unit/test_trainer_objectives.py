@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from umbra.services.config import TrainerConfig
 from umbra.services.modeling.micro_batch import Tokens
-from umbra.services.runtime.config import TrainerConfig
 from umbra.services.trainer.learner import learning_rate
 from umbra.services.trainer.objectives import clips, masks
 from umbra.services.trainer.objectives.aggregation import Counts, count, token_weights

@@ -30,7 +30,7 @@ from umbra.proto.records import (
     pack_int32,
 )
 from umbra.services.buffer.samples.trajectory_store import TrajectoryStore, pack
-from umbra.services.runtime.trajectories import RunFacts, find_fault
+from umbra.services.config.trajectory_rules import RunFacts, find_fault
 from umbra.services.trainer.batch import BatchError, make_batch
 
 VOCABULARY = 151_936

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from umbra.proto.records import Trajectory, pack_float32, unpack_float32, unpack_int32
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config.loader import load_config
+from umbra.services.config import RunConfig
+from umbra.services.config.loader import load_config
 from umbra.services.trainer.advantages import token_advantages
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.make_model import make_model

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from umbra import cli
-from umbra.services.runtime.config.describe import described
+from umbra.services.config.describe import described
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

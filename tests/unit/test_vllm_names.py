@@ -13,8 +13,8 @@ from umbra.proto.errors import UsageError
 from umbra.proto.records import Manifest, TensorEntry
 from umbra.services.generator.vllm_names import CheckpointNames
 from umbra.services.modeling.weights import tensors_in
-from umbra.services.runtime.weights.manifest import build_manifest
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
+from umbra.services.weights.manifest import build_manifest
 
 NAMES = [name for name in ARCHITECTURES if name not in ("qwen3-tied", "qwen3-vl")]
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from umbra.proto.errors import StartupError, UsageError
+from umbra.services.config import GeneratorConfig, RunConfig
+from umbra.services.config.loader import load_config
 from umbra.services.generator.engines import open_engine
 from umbra.services.generator.vllm_options import (
     adapter_arguments,
@@ -21,9 +23,7 @@ from umbra.services.generator.vllm_options import (
     require_vllm,
     visible_devices,
 )
-from umbra.services.runtime.config import GeneratorConfig, RunConfig
-from umbra.services.runtime.config.loader import load_config
-from umbra.services.runtime.weights.shared_memory import MappedBlocks, SharedMemory
+from umbra.services.weights.shared_memory import MappedBlocks, SharedMemory
 
 MODEL = SimpleNamespace(
     model_type="qwen3",
@@ -224,7 +224,7 @@ def test_another_process_sees_what_is_written_into_shared_memory() -> None:
         torch.frombuffer(view, dtype=torch.float32, count=10, offset=offset).tolist() == [3.0] * 10
     )
     program = (
-        "import sys; from umbra.services.runtime.weights.shared_memory import MappedBlocks; "
+        "import sys; from umbra.services.weights.shared_memory import MappedBlocks; "
         "print(bytes(MappedBlocks().view(sys.argv[1])[64:68]).hex())"
     )
     done = subprocess.run(

@@ -7,7 +7,7 @@ import pytest
 
 from umbra import cli
 from umbra.proto.errors import UsageError
-from umbra.services.runtime.config import TrainerConfig
+from umbra.services.config import TrainerConfig
 from umbra.services.trainer.demonstrations import Demonstrations, read_conversations
 from umbra.services.trainer.make_model import make_model, make_tokenizer
 from umbra.services.trainer.warm_start import WarmStartResult, warm_start

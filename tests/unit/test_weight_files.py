@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM
 
 from umbra.proto.errors import UsageError
+from umbra.services.config import TrainerConfig
+from umbra.services.modeling.architectures import PROVEN
 from umbra.services.modeling.models import outline_weights, read_weights
 from umbra.services.modeling.weight_files import NotByRowsError
-from umbra.services.runtime.config import TrainerConfig
-from umbra.services.runtime.model.architectures import PROVEN
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.policy import export_policy, load_policy, open_policy
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from umbra.services.runtime.prompts.rows import Prompt
+from umbra.services.prompts.rows import Prompt
 
 
 @dataclass(frozen=True, slots=True)

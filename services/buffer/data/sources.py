@@ -27,11 +27,11 @@ from umbra.services.buffer.data.environment_weights import (
     learnable,
 )
 from umbra.services.buffer.data.prompts import GroupEnd, PromptStream
-from umbra.services.runtime.config import DataConfig, NamedEnvironment
-from umbra.services.runtime.config.generation import ENVIRONMENT, environment_prefix
-from umbra.services.runtime.prompts.download import shown
-from umbra.services.runtime.prompts.readers import read_source
-from umbra.services.runtime.prompts.rows import Prompt
+from umbra.services.config import DataConfig, NamedEnvironment
+from umbra.services.config.generation import ENVIRONMENT, environment_prefix
+from umbra.services.prompts.download import shown
+from umbra.services.prompts.readers import read_source
+from umbra.services.prompts.rows import Prompt
 
 log = logging.getLogger(__name__)
 

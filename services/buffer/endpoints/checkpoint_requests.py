@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from umbra.proto.messages import CheckpointMade, CheckpointSaved, Nack
+from umbra.proto.net.server import Request
 from umbra.services.buffer.effects import Effects
 from umbra.services.buffer.policy.batches import Batches
-from umbra.services.runtime.net.server import Request
 
 WAIT_S = 3600.0  # writing a large model takes its time
 

@@ -14,11 +14,11 @@ from umbra.proto.messages import (
     RenewLeases,
     SessionLeases,
 )
+from umbra.proto.net.server import Request
 from umbra.services.buffer.endpoints.parking import Parked, ParkedRequests
 from umbra.services.buffer.policy.agent_sessions import OpenSession, Room
 from umbra.services.buffer.policy.cancellation import Cancellations
 from umbra.services.buffer.state import RunState
-from umbra.services.runtime.net.server import Request
 
 NOTHING = SessionLeases(tasks=[])
 

@@ -34,9 +34,9 @@ from umbra.services.buffer.samples.groups import Sample, State
 from umbra.services.buffer.samples.pool import SamplePool
 from umbra.services.buffer.samples.submissions import Submissions
 from umbra.services.buffer.store.journal import Journal
-from umbra.services.runtime.config import EvalConfig
-from umbra.services.runtime.eval_scores import eval_scores
-from umbra.services.runtime.prompts.rows import Prompt
+from umbra.services.config import EvalConfig
+from umbra.services.prompts.rows import Prompt
+from umbra.services.reporting.eval_scores import eval_scores
 
 EVAL_PREFIX = "e"  # of the ids of eval samples
 REPORTS_KEPT = 100

@@ -15,13 +15,13 @@ from umbra.proto.messages import (
     SubmitAck,
     SubmitTrajectories,
 )
+from umbra.proto.net.server import Request
 from umbra.proto.records import SampleTask
 from umbra.services.buffer.endpoints.evaluation import EVAL_PREFIX, EvalAnswers
 from umbra.services.buffer.endpoints.parking import Parked, ParkedRequests
 from umbra.services.buffer.samples.submissions import Submissions
 from umbra.services.buffer.samples.trajectory_store import as_arrived
 from umbra.services.buffer.state import RunState
-from umbra.services.runtime.net.server import Request
 
 NOTHING = SampleLeases(tasks=[])
 

@@ -18,9 +18,9 @@ from umbra.proto.messages import (
     PauseRequest,
     ResumeRequest,
 )
+from umbra.proto.net.server import Request
 from umbra.services.buffer.policy.cancellation import Cancellations
 from umbra.services.buffer.state import RunState
-from umbra.services.runtime.net.server import Request
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from umbra.proto.messages import Message
-from umbra.services.runtime.net.server import Request
+from umbra.proto.net.server import Request
 
 B = TypeVar("B", bound=Message)
 

@@ -12,10 +12,10 @@ from umbra.proto.messages import (
     SubmitAck,
     SubmitScores,
 )
+from umbra.proto.net.server import Request
 from umbra.services.buffer.endpoints.parking import Parked, ParkedRequests
 from umbra.services.buffer.samples.trajectory_store import as_arrived
 from umbra.services.buffer.state import RunState
-from umbra.services.runtime.net.server import Request
 
 NOTHING = ScoringLeases(tasks=[])
 

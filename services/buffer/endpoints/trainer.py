@@ -16,11 +16,11 @@ from umbra.proto.messages import (
     PeekBatch,
     RejectSamples,
 )
+from umbra.proto.net.server import Request
 from umbra.services.buffer.endpoints.checkpoint_requests import CheckpointRequests
 from umbra.services.buffer.endpoints.parking import Parked
 from umbra.services.buffer.samples.failure_counts import count_reason
 from umbra.services.buffer.state import RunState
-from umbra.services.runtime.net.server import Request
 
 log = logging.getLogger(__name__)
 

@@ -8,14 +8,14 @@ from collections.abc import Collection, Sequence
 
 from umbra.proto.bounds import LEASES
 from umbra.proto.messages import Interrupt, Interrupted, InterruptRequest
+from umbra.proto.net.portions import portions
+from umbra.proto.net.server import Request
 from umbra.services.buffer.effects import Effects
 from umbra.services.buffer.membership import Membership
 from umbra.services.buffer.policy.batches import Batches
 from umbra.services.buffer.policy.staleness import StalenessPolicy
 from umbra.services.buffer.samples.groups import Sample
 from umbra.services.buffer.samples.pool import SamplePool
-from umbra.services.runtime.net.portions import portions
-from umbra.services.runtime.net.server import Request
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from umbra.services.buffer.policy.run_ahead import RunAhead
 from umbra.services.buffer.policy.staleness import StalenessPolicy
 from umbra.services.buffer.samples.groups import Sample
 from umbra.services.buffer.samples.pool import SamplePool
-from umbra.services.runtime.config import BufferConfig
+from umbra.services.config import BufferConfig
 
 
 class Leases:

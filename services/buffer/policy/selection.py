@@ -9,7 +9,7 @@ from umbra.services.buffer.policy.replays import Replays
 from umbra.services.buffer.policy.staleness import StalenessPolicy
 from umbra.services.buffer.samples.groups import Group
 from umbra.services.buffer.samples.pool import SamplePool
-from umbra.services.runtime.config import BufferConfig
+from umbra.services.config import BufferConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,8 +40,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.figures import staleness as split
+from umbra.services.config import RunConfig
+from umbra.services.reporting.figures import staleness as split
 
 
 @dataclass(frozen=True, slots=True)

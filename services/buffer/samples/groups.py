@@ -12,9 +12,9 @@ from typing import Literal
 import msgspec
 
 from umbra.services.buffer.data.prompts import GroupEnd
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.config.generation import ENVIRONMENT
-from umbra.services.runtime.prompts.rows import Prompt
+from umbra.services.config import RunConfig
+from umbra.services.config.generation import ENVIRONMENT
+from umbra.services.prompts.rows import Prompt
 
 
 class State(StrEnum):

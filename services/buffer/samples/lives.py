@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from umbra.services.buffer.effects import Effects
 from umbra.services.buffer.samples.groups import Group, Sample
-from umbra.services.runtime.lives import is_traced
+from umbra.services.process.lives import is_traced
 
 
 @dataclass(slots=True)

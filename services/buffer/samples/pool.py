@@ -28,7 +28,7 @@ from umbra.services.buffer.samples.ledger import RunningLedger
 from umbra.services.buffer.samples.lives import Lives
 from umbra.services.buffer.samples.queueing import Deadlines, Queue
 from umbra.services.buffer.samples.trajectory_store import Packed, TrajectoryStore, pack
-from umbra.services.runtime.prompts.rows import Prompt
+from umbra.services.prompts.rows import Prompt
 
 REMEMBERED = 65_536  # finished samples whose late answers are still told apart
 

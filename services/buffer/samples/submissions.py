@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from umbra.proto.messages import ReturnedSample
+from umbra.proto.net.portions import array_bytes
 from umbra.proto.records import Trajectory
 from umbra.services.buffer.policy.batches import Batches
 from umbra.services.buffer.policy.staleness import StalenessPolicy
@@ -14,9 +15,8 @@ from umbra.services.buffer.samples.failure_counts import count_reason
 from umbra.services.buffer.samples.groups import Sample, State
 from umbra.services.buffer.samples.pool import SamplePool
 from umbra.services.buffer.samples.trajectory_store import MORE_BYTES, Packed, pack, size_fault
-from umbra.services.runtime.config.generation import ENVIRONMENT, environment_prefix
-from umbra.services.runtime.net.portions import array_bytes
-from umbra.services.runtime.trajectories import RunFacts, find_fault
+from umbra.services.config.generation import ENVIRONMENT, environment_prefix
+from umbra.services.config.trajectory_rules import RunFacts, find_fault
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ import msgspec
 import xxhash
 
 from umbra.proto.messages import SubmitScores, SubmitTrajectories
+from umbra.proto.net.server import Request
 from umbra.proto.records import Score, Trajectory
 from umbra.services.buffer.store.api import Store
-from umbra.services.runtime.net.server import Request
 
 PREFIX = "t/"
 SCORE = "x/"

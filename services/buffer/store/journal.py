@@ -29,7 +29,7 @@ import msgspec
 from umbra.services.buffer.samples.groups import Group, Sample, State
 from umbra.services.buffer.samples.pool import SamplePool
 from umbra.services.buffer.store.api import Store, StoreError
-from umbra.services.runtime.prompts.rows import Prompt
+from umbra.services.prompts.rows import Prompt
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder().decode

@@ -23,7 +23,7 @@ from umbra.services.buffer.store.journal import Journal
 from umbra.services.buffer.store.log import LogStore, store_lock
 from umbra.services.buffer.store.recovery import REPAIRED
 from umbra.services.buffer.store.segments import Replay, segment_bytes, segment_numbers
-from umbra.services.runtime.process.disk import DISK
+from umbra.services.process.disk import DISK
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from umbra.services.environments.protocol import (
     prompt_messages,
 )
 from umbra.services.environments.run_module import command_line
-from umbra.services.runtime.process.parent import PARENT_PID_VARIABLE
+from umbra.services.process.parent import PARENT_PID_VARIABLE
 
 RESET = "reset"
 """The column with the arguments of the server's `reset`, an object."""

@@ -10,7 +10,7 @@ import socket
 import sys
 from typing import Any
 
-from umbra.services.runtime.process.parent import die_with_parent
+from umbra.services.process.parent import die_with_parent
 
 
 def main(target: str) -> None:

@@ -24,7 +24,7 @@ _CONNECT_S = 60.0
 # v0's error for a turn without words. It is the policy's own doing, so the sample counts, with the
 # reward that the rubric has for it; dropping it would hide from training that saying nothing fails.
 _SAID_NOTHING = "EmptyModelResponseError"
-_MOST_PARTS, _LONGEST_NAME = 64, 100  # of a reward, as `runtime/trajectories.py` has them
+_MOST_PARTS, _LONGEST_NAME = 64, 100  # of a reward, as `config/trajectory_rules.py` has them
 TASK_DATA = "task_data"  # the column with a task of v1
 _CONTROL = ("environment",)  # columns that are not the task's
 _V1_DEFAULTS: dict[str, Any] = {

@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from umbra.proto.errors import UsageError
-from umbra.services.runtime.http.address import is_local, listen, url_at
+from umbra.services.http.address import is_local, listen, url_at
 
 KEY_VARIABLE = "UMBRA_AGENT_KEY"
 _PORTS_TRIED = 64

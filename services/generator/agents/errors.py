@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from umbra.proto.errors import UmbraError
-from umbra.services.runtime.http.door import error_body
+from umbra.services.http.door import error_body
 
 
 class ApiError(UmbraError):

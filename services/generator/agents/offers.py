@@ -6,11 +6,11 @@ import threading
 from collections.abc import Sequence
 
 from umbra.proto.messages import OfferSessions
+from umbra.proto.net.channel import Channel
+from umbra.proto.net.portions import portions
 from umbra.proto.records import SessionOffer
+from umbra.services.config import RunConfig
 from umbra.services.environments.agent_workers import offered_name
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.net.channel import Channel
-from umbra.services.runtime.net.portions import portions
 
 _ANSWER_S = 60.0
 

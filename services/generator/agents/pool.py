@@ -15,8 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from umbra.proto.deadline import Deadline
 from umbra.proto.errors import UmbraError
 from umbra.proto.records import SessionOffer
+from umbra.services.config import EnvironmentConfig
 from umbra.services.environments.agent_workers import (
     NO_REWARD,
     PLAYED_TWICE,
@@ -39,10 +41,8 @@ from umbra.services.generator.agents.server import MAX_BODY, Edge, Hear
 from umbra.services.generator.agents.session import AgentSession
 from umbra.services.generator.agents.session_registry import SessionRegistry
 from umbra.services.generator.agents.session_tree import News
-from umbra.services.runtime.config import EnvironmentConfig
-from umbra.services.runtime.deadline import Deadline
-from umbra.services.runtime.http.server import HttpServer
-from umbra.services.runtime.process.loop_thread import LoopThread, ends_with_it
+from umbra.services.http.server import HttpServer
+from umbra.services.process.loop_thread import LoopThread, ends_with_it
 
 _SLACK_S = 10.0
 _LOOK_S = 0.2

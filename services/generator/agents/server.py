@@ -33,8 +33,8 @@ from umbra.services.generator.agents.replies import (
 )
 from umbra.services.generator.agents.responses_api import Responses, read_responses
 from umbra.services.generator.agents.session import AgentSession
-from umbra.services.runtime.http.address import url_at
-from umbra.services.runtime.http.door import too_large
+from umbra.services.http.address import url_at
+from umbra.services.http.door import too_large
 
 MAX_BODY = 32 << 20
 _MAX_WAIT_S = 60.0

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from umbra.services.monitor.watch import Look
-from umbra.services.runtime.figures import PHASES, busy
+from umbra.services.reporting.figures import PHASES, busy
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -9,10 +9,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from umbra.services.http.address import is_local, listen, url_at
+from umbra.services.http.server import HttpServer
 from umbra.services.monitor.web.board import Resource
-from umbra.services.runtime.http.address import is_local, listen, url_at
-from umbra.services.runtime.http.server import HttpServer
-from umbra.services.runtime.process.loop_thread import LoopThread
+from umbra.services.process.loop_thread import LoopThread
 
 _CONNECTIONS = 64
 _WAIT_S = 10.0

@@ -10,7 +10,7 @@ import click
 import msgspec
 
 from umbra.proto.errors import UsageError
-from umbra.services.runtime.config import RunConfig
+from umbra.services.config import RunConfig
 
 if TYPE_CHECKING:
     from umbra.services.trainer.checkpoints.index import Index
@@ -28,7 +28,7 @@ def export_checkpoint(checkpoint: Path, out: Path, model: str = "") -> Path:
         UsageError: no checkpoint, a damaged one, or one of another model.
     """
     from umbra.services.modeling.lora import add_adapter
-    from umbra.services.runtime.model.directory import weights_checksum
+    from umbra.services.modeling.model_directory import weights_checksum
     from umbra.services.trainer.checkpoints.index import DamagedError, check_files
     from umbra.services.trainer.checkpoints.parts import Weights
     from umbra.services.trainer.checkpoints.reading import Saved

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from umbra.services.runtime.config import CheckpointConfig
-from umbra.services.runtime.process.disk import DISK, Disk
+from umbra.services.config import CheckpointConfig
+from umbra.services.process.disk import DISK, Disk
 from umbra.services.trainer.checkpoints.index import NAME, NODE, DamagedError, Index, read_index
 
 SCRATCH = ".writing-"

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from umbra.proto.errors import UNREADABLE, UmbraError
-from umbra.services.runtime.weights.safetensors_file import checksum_of
+from umbra.services.weights.safetensors_file import checksum_of
 
 NAME = "checkpoint.json"
 NODE = "node-"  # begins the names of the folders of other nodes than the first

@@ -13,10 +13,10 @@ import yaml
 
 from umbra._version import __version__
 from umbra.proto.errors import UNREADABLE, StartupError, UsageError
-from umbra.services.runtime.config import RunConfig
-from umbra.services.runtime.model.hub import HubName, is_hub_name, looks_like_name
-from umbra.services.runtime.numbers import number
-from umbra.services.runtime.prompts.readers import hub_data_set
+from umbra.services.config import RunConfig
+from umbra.services.modeling.hub import HubName, is_hub_name, looks_like_name
+from umbra.services.prompts.readers import hub_data_set
+from umbra.services.reporting.numbers import number
 
 SUMMARY = "summary.json"
 CARD = "README.md"

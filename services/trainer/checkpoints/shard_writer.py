@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from umbra.services.runtime.process.disk import DISK, FILE_MODE, Disk
-from umbra.services.runtime.weights.safetensors_file import Stored, Written, write_safetensors
+from umbra.services.process.disk import DISK, FILE_MODE, Disk
 from umbra.services.trainer.checkpoints.index import FileInfo, TensorInfo, file_name
 from umbra.services.trainer.checkpoints.parts import CheckpointPart
 from umbra.services.trainer.checkpoints.reading import NAMES
 from umbra.services.trainer.snapshot import own_rows
+from umbra.services.weights.safetensors_file import Stored, Written, write_safetensors
 
 T = TypeVar("T")
 

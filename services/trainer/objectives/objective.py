@@ -11,7 +11,7 @@ trainer's weights before this batch), current probability pi and advantage A:
     keep  0 or 1                                                masks.py
     KL    of pi to the reference, or to mu                      kl.py
 
-`aggregation.py` makes one number of the tokens' losses. `services/runtime/config/presets.py` has
+`aggregation.py` makes one number of the tokens' losses. `services/config/presets.py` has
 the combinations that have names.
 
 The trust region of an objective with anchor "behaviour" is around the policy that sampled. With
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from umbra.services.runtime.config.presets import ObjectiveSpec
+from umbra.services.config.presets import ObjectiveSpec
 from umbra.services.trainer.objectives import clips, corrections, masks
 from umbra.services.trainer.objectives.kl import ESTIMATORS
 from umbra.services.trainer.objectives.ratios import Sequences, ratio, sequence_ratio

@@ -27,7 +27,7 @@ def prepare(file: Path) -> None:
     """Have the engine of this process hang."""
     from umbra.proto.messages import Prepare
     from umbra.services.generator.torch_engine import TorchEngine
-    from umbra.services.runtime.weights.receiver import Receiver
+    from umbra.services.weights.receiver import Receiver
 
     poll, load = TorchEngine.poll, TorchEngine.load
     hanging: list[str] = []  # one way at most

@@ -52,8 +52,8 @@ def put_none_off() -> None:
 def prepare(moment: str, at: int) -> None:
     """Have this process end there."""
     from umbra.proto.messages import CheckpointSaved, CommitBatch
-    from umbra.services.runtime.net.channel import Channel
-    from umbra.services.runtime.weights import safetensors_file
+    from umbra.proto.net.channel import Channel
+    from umbra.services.weights import safetensors_file
 
     call, rename, write = Channel.call, Path.rename, safetensors_file.write_safetensors
 

@@ -1,0 +1,270 @@
+"""The connecting side of the wire: requests to one server, from any thread, with deadlines."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError, wait
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import zmq
+
+from umbra.proto.codec import Envelope
+from umbra.proto.errors import DeadlineError, RejectedError, UmbraError, WireError
+from umbra.proto.messages import Message, Nack, Role
+from umbra.proto.net.handshake import Handshake
+from umbra.proto.net.keys import Security
+
+if TYPE_CHECKING:
+    from umbra.proto.net.io_thread import IoThread
+
+INSIST_S = 0.3  # between a refusal and the next try, for a channel that insists
+LOOK_S = 0.1  # how soon a waiting thread sees that it should stop
+STOPPING_S = 1.0
+RESEND_S = 3.0  # a lost connection costs at most this long; the server recognises the repetition
+
+M = TypeVar("M", bound=Message)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Pending:
+    body: Message
+    future: Future[Message]
+    frames: list[bytes]
+    deadline: float
+    resend_at: float
+    timeout_s: float
+
+
+class Channel:
+    """Requests to one server. Made by `IoThread.channel`, whose thread alone touches the socket."""
+
+    def __init__(
+        self,
+        link: IoThread,
+        socket: zmq.Socket[bytes],
+        handshake: Handshake,
+        peer: str,
+        endpoint: str,
+        *,
+        server: Role = "buffer",
+        insists: bool = False,
+    ) -> None:
+        self.endpoint = endpoint
+        self.handshake = handshake
+        self.pushes: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.socket = socket
+        self.on_moved: Callable[[], None] | None = None  # on the link's thread: it must be quick
+        self._peer = peer
+        self._link = link
+        self._server: Role = server
+        self._insists = insists
+        self._pending: dict[int, _Pending] = {}
+
+    @property
+    def peer(self) -> str:
+        """The server, for errors."""
+        return f"{self._peer} at {self.endpoint}"
+
+    @property
+    def sender(self) -> str:
+        """This process, as the server knows it."""
+        return self._link.name
+
+    @property
+    def security(self) -> Security:
+        """Keys of this process."""
+        return self._link.security
+
+    def call(
+        self,
+        body: Message,
+        reply: type[M],
+        *,
+        timeout_s: float,
+        stopping: threading.Event | None = None,
+    ) -> M:
+        """Send `body`, wait for its reply.
+
+        Once `stopping` is set, the wait ends within `STOPPING_S` seconds: a server that is there
+        has answered by then, and one that ended with us never will.
+
+        Raises:
+            DeadlineError: no reply within `timeout_s` seconds, or none before we stop.
+            RejectedError: the server answered with a Nack, or does not let us in.
+            WireError: the server answered with another type.
+        """
+        future = self.request(body, timeout_s=timeout_s)
+        if stopping is not None:
+            self._wait(future, stopping)
+        answer = future.result()
+        if not isinstance(answer, reply):
+            raise WireError(
+                f"{self.peer} answered {type(answer).__name__} instead of {reply.__name__}",
+                code="unexpected",
+            )
+        return answer
+
+    def request(
+        self,
+        body: Message,
+        *,
+        timeout_s: float,
+        on_done: Callable[[Future[Message]], None] | None = None,
+    ) -> Future[Message]:
+        """Send `body`; the future ends with its reply, or with the errors of `call`.
+
+        `on_done` runs on the link's thread: it must be quick.
+        """
+        future: Future[Message] = Future()
+        if on_done is not None:
+            future.add_done_callback(on_done)
+        self._link.run(lambda: self._start(body, future, timeout_s))
+        return future
+
+    def send(self, body: Message) -> None:
+        """Send `body` one way: no reply is awaited."""
+        self._link.run(lambda: self._start_one_way(body))
+
+    def beside(self, endpoint: str, peer: str, server: Role) -> Channel:
+        """Another channel of this process; `peer` names its server, of role `server`, in errors."""
+        return self._link.channel(endpoint, peer, server=server)
+
+    def move(self, endpoint: str) -> None:
+        """The server was restarted, and is at `endpoint` now: ask it whatever is still open."""
+        self._link.run(lambda: self._move(endpoint))
+
+    def _wait(self, future: Future[Message], stopping: threading.Event) -> None:
+        while not wait([future], LOOK_S).done:
+            if stopping.is_set():
+                if not wait([future], STOPPING_S).done:
+                    raise DeadlineError(f"stopped while waiting for {self.peer}")
+                return
+
+    # -- the link's thread ------------------------------------------------------------------------
+
+    def _move(self, endpoint: str) -> None:
+        if endpoint != self.endpoint:
+            self.socket.disconnect(self.endpoint)
+            self.socket.connect(endpoint)
+            self.endpoint = endpoint
+        for pending in self._pending.values():
+            self._transmit(pending.frames)
+        if self.on_moved is not None:
+            self.on_moved()
+
+    def _start(self, body: Message, future: Future[Message], timeout_s: float) -> None:
+        now = time.monotonic()
+        if self.handshake.problem:
+            _fail(future, self._locked_out(self.handshake.problem))
+            return
+        try:
+            number, frames = self._link.encoder.encode(body)
+        except WireError as error:
+            _fail(future, error)
+            return
+        self._pending[number] = _Pending(
+            body, future, frames, now + timeout_s, now + RESEND_S, timeout_s
+        )
+        self._transmit(frames)
+
+    def _start_one_way(self, body: Message) -> None:
+        try:
+            _, frames = self._link.encoder.encode(body)
+        except WireError:
+            log.exception("a message to %s stays unsent", self.peer)
+            return
+        self._transmit(frames)
+
+    def _transmit(self, frames: list[bytes]) -> None:
+        try:
+            self.socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            pass  # nobody reads at the other end; requests are resent, their deadline speaks
+
+    def received(self, envelope: Envelope) -> None:
+        """A message arrived."""
+        if envelope.header.reply_to is None:
+            self.pushes.put(envelope.body)
+            return
+        pending = self._pending.pop(envelope.header.reply_to, None)
+        if pending is None:
+            return  # the second answer to a resent request, or one that came after its deadline
+        if isinstance(envelope.body, Nack):
+            nack = envelope.body
+            if self._insists and nack.code == "not_member":
+                self._try_again(pending)
+                return
+            _fail(pending.future, RejectedError(f"{self.peer}: {nack.reason}", code=nack.code))
+        else:
+            _finish(pending.future, envelope.body)
+
+    def _try_again(self, pending: _Pending) -> None:
+        """Ask again soon, under a new number: the old one has had its answer."""
+        number, pending.frames = self._link.encoder.encode(pending.body)
+        pending.resend_at = time.monotonic() + INSIST_S
+        self._pending[number] = pending
+
+    def tick(self, now: float) -> float:
+        """Resend and expire; the time of the next tick."""
+        next_at = now + RESEND_S
+        for number, pending in list(self._pending.items()):
+            if now >= pending.deadline:
+                del self._pending[number]
+                _fail(pending.future, self._overdue(pending))
+                continue
+            if now >= pending.resend_at:
+                pending.resend_at = now + RESEND_S
+                self._transmit(pending.frames)
+            next_at = min(next_at, pending.deadline, pending.resend_at)
+        return next_at
+
+    def shook_hands(self) -> None:
+        """A connection was made, or was not."""
+        self.handshake.read()
+        if self.handshake.problem:
+            self.fail_all(self._locked_out(self.handshake.problem))
+
+    def close(self) -> None:
+        """Close the socket."""
+        self.handshake.close()
+
+    def fail_all(self, error: UmbraError) -> None:
+        """End every open request with `error`."""
+        for pending in self._pending.values():
+            _fail(pending.future, error)
+        self._pending.clear()
+
+    def _locked_out(self, why: str) -> RejectedError:
+        return RejectedError(
+            f"{self.peer} {why}: check security.keys (--keys) on both sides",
+            code="locked_out",
+        )
+
+    def _overdue(self, pending: _Pending) -> UmbraError:
+        if self.handshake.suspicion:
+            return self._locked_out(self.handshake.suspicion)
+        return DeadlineError(
+            f"no answer from {self.peer} to {type(pending.body).__name__} "
+            f"within {pending.timeout_s:g} s"
+        )
+
+
+def _finish(future: Future[Message], value: Message) -> None:
+    try:
+        future.set_result(value)
+    except InvalidStateError:
+        pass  # cancelled by its owner
+
+
+def _fail(future: Future[Message], error: Exception) -> None:
+    try:
+        future.set_exception(error)
+    except InvalidStateError:
+        pass  # cancelled by its owner

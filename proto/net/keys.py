@@ -1,0 +1,230 @@
+"""The CURVE keys of a run: a folder with a certificate per role, and what a process uses of it.
+
+A certificate is a file in ZeroMQ's own format: `<role>.key` with the public half, which everyone
+may know, and `<role>.key_secret` with both halves, which only the processes of that role need. So
+a folder with all public files and one secret file is what a node of that role gets.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from ipaddress import ip_address
+from pathlib import Path
+
+import zmq
+from zmq.auth import load_certificate
+
+from umbra.proto.access import KEY_ROLES, KeyRole
+from umbra.proto.errors import UsageError
+from umbra.proto.messages import Role
+from umbra.proto.sockets import Curve
+from umbra.services.config import SecurityConfig as SecurityConfig
+from umbra.services.process.disk import DISK
+
+PUBLIC, SECRET = ".key", ".key_secret"
+FOLDER = "keys"  # inside of a run's folder, or beside the folders of runs
+KEY_CHARACTERS = 40  # 32 bytes in Z85
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """What one process needs: its own pair, and the public keys of all roles."""
+
+    role: KeyRole
+    public: bytes
+    secret: bytes = field(repr=False)
+    roles: Mapping[KeyRole, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Security:
+    """How the sockets of a process are protected; as it is by default, not at all.
+
+    Args:
+        keys: of this process; without them nothing is encrypted and nobody is asked for a key.
+        insecure: bind where other machines can connect nevertheless.
+        encrypt_weights: hide the bytes of weights on their way too, not only authenticate them.
+    """
+
+    keys: Keys | None = None
+    insecure: bool = False
+    encrypt_weights: bool = True
+
+    def connecting(self, server: Role) -> Curve | None:
+        """Options of a socket that connects to a server of role `server`."""
+        if self.keys is None:
+            return None
+        return Curve(self.keys.public, self.keys.secret, server=self.keys.roles[server])
+
+    def binding(self, socket: str) -> Curve | None:
+        """Options of the socket called `socket` that is bound."""
+        if self.keys is None:
+            return None
+        return Curve(self.keys.public, self.keys.secret, domain=socket)
+
+    def within(self) -> tuple[Security, Security]:
+        """For a relay: of the hub within it, and of the one who publishes there.
+
+        That one has a pair of its own, made here and known to nobody else, as the only trainer that
+        this hub knows. So the key of a relay publishes nowhere.
+        """
+        if self.keys is None:
+            return self, self
+        public, secret = zmq.curve_keypair()
+        roles: dict[KeyRole, bytes] = {**self.keys.roles, "trainer": public}
+        return (
+            replace(self, keys=replace(self.keys, roles=roles)),
+            replace(self, keys=Keys("trainer", public, secret, roles)),
+        )
+
+    def check_bind(self, endpoint: str) -> None:
+        """Whether `endpoint` may be bound.
+
+        Raises:
+            UsageError: other machines could connect to it, and there are no keys.
+        """
+        if self.keys is not None or self.insecure or is_local(endpoint):
+            return
+        raise UsageError(
+            f"{endpoint} can be reached from other machines, and this run has no keys: make them "
+            f"with `umbra keys FOLDER` and give every process --keys FOLDER (--insecure binds it "
+            "without, for a network in which everyone is trusted)"
+        )
+
+
+OPEN = Security()
+
+
+def is_local(endpoint: str) -> bool:
+    """Whether only this machine can connect to `endpoint`."""
+    if not endpoint.startswith("tcp://"):
+        return True
+    return is_loopback(endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]"))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether the address or name `host` leads to this machine only."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def make_keys(
+    folder: Path, roles: Sequence[KeyRole] = KEY_ROLES, *, force: bool = False
+) -> Sequence[KeyRole]:
+    """Make a pair for each of `roles`, which are returned; the folder is for its owner only.
+
+    Raises:
+        UsageError: there are keys already and `force` is not set, or it cannot be written to.
+    """
+    names = [f"{role}{suffix}" for role in roles for suffix in (PUBLIC, SECRET)]
+    there = [name for name in names if (folder / name).exists()]
+    if there and not force:
+        raise UsageError(
+            f"{folder / there[0]} is there already: name another folder, or replace the keys with "
+            "--force, after which every process of the run needs the new ones"
+        )
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.chmod(0o700)
+        for role in roles:
+            public, secret = zmq.curve_keypair()
+            _write(folder / f"{role}{PUBLIC}", {"public-key": public})
+            _write(folder / f"{role}{SECRET}", {"public-key": public, "secret-key": secret})
+    except OSError as error:
+        raise UsageError(f"cannot write keys to {folder}: {error.strerror}") from error
+    return roles
+
+
+def load_keys(folder: Path, role: KeyRole) -> Keys:
+    """The keys in `folder` for a process of `role`.
+
+    Raises:
+        UsageError: a file is missing, is no certificate, can't be read by us, or can by others.
+    """
+    try:
+        there = folder.is_dir()
+    except PermissionError as error:
+        raise _forbidden(folder) from error
+    if not there:
+        raise UsageError(f"security.keys: there is no folder {folder}; make it with `umbra keys`")
+    public, secret = _read(folder / f"{role}{SECRET}", secret=True)
+    roles: dict[KeyRole, bytes] = {one: _read(folder / f"{one}{PUBLIC}")[0] for one in KEY_ROLES}
+    if roles[role] != public:
+        raise UsageError(
+            f"{folder}: {role}{PUBLIC} and {role}{SECRET} are not of one pair: make both anew with "
+            f"`umbra keys {folder} --role {role} --force`"
+        )
+    return Keys(role, public, secret, roles)
+
+
+def open_security(
+    config: SecurityConfig, roles: Sequence[KeyRole], run_dir: Path | None = None
+) -> Security:
+    """What `[security]` says, for a process that may have the key of any of `roles`, best first.
+
+    Without `security.keys`, the folder `keys` in `run_dir` counts if it is there.
+
+    Raises:
+        UsageError: see `load_keys`.
+    """
+    where = Path(config.keys) if config.keys else None
+    if where is None and run_dir is not None and (run_dir / FOLDER).is_dir():
+        where = run_dir / FOLDER
+    if where is None:
+        return Security(insecure=config.insecure, encrypt_weights=config.encrypt_weights)
+    held: list[KeyRole] = [one for one in roles if (where / f"{one}{SECRET}").exists()]
+    keys = load_keys(where, (held or roles)[0])
+    return Security(keys, config.insecure, config.encrypt_weights)
+
+
+def _check_private(path: Path) -> None:
+    """Whether a secret is its owner's alone.
+
+    One that belongs to another user may be open to a group of ours, since that is the one way in
+    which we can read it (a mounted secret of Kubernetes); so OpenSSH treats its keys.
+    """
+    found = path.stat()
+    mode = stat.S_IMODE(found.st_mode)
+    who = "every user of this machine" if mode & 0o007 else ""
+    if not who and mode & 0o070 and found.st_uid == os.geteuid():
+        who = "its group"
+    if who:
+        raise UsageError(
+            f"the permissions of {path} ({mode:03o}) open it to {who}: chmod 600 {path}"
+        )
+
+
+def _forbidden(path: Path) -> UsageError:
+    return UsageError(
+        f"security.keys: no permission to read {path}: give it to the user of this process, with "
+        f"`chown` and `chmod 600` (700 for the folder)"
+    )
+
+
+def _write(path: Path, keys: Mapping[str, bytes]) -> None:
+    lines = [f'    {name} = "{key.decode()}"\n' for name, key in keys.items()]
+    path.with_name(f"{path.name}.part").unlink(missing_ok=True)  # with whatever mode it has
+    DISK.replace(path, "".join(["metadata\n", "curve\n", *lines]).encode())
+
+
+def _read(path: Path, *, secret: bool = False) -> tuple[bytes, bytes]:
+    """Public and secret key in a certificate; the latter is empty where none is asked for."""
+    try:
+        if secret:
+            _check_private(path)
+        public, private = load_certificate(path)
+    except PermissionError as error:
+        raise _forbidden(path) from error
+    except (OSError, ValueError) as error:
+        reason = "cannot be read" if path.exists() else "is missing"
+        raise UsageError(
+            f"security.keys: {path} {reason}; `umbra keys` makes a run's keys"
+        ) from error
+    if len(public) != KEY_CHARACTERS or (secret and len(private or b"") != KEY_CHARACTERS):
+        raise UsageError(f"security.keys: {path} holds no CURVE key of {KEY_CHARACTERS} characters")
+    return public, private or b"" if secret else b""

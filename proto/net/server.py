@@ -1,0 +1,503 @@
+"""The binding side of the wire: ROUTER sockets of the buffer and of the hub, polled by one thread.
+
+Bad input never gets further than this file: it is counted, answered with a Nack where the sender
+can be told, and dropped. So is what the key of a connection does not allow (`proto/access.py`). A
+request that was resent is answered from the last replies, so that a lost reply never makes an
+operation happen twice.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import msgspec
+import zmq
+
+from umbra.proto import sockets
+from umbra.proto.access import QUESTIONS, KeyRole
+from umbra.proto.bounds import MEMBERS
+from umbra.proto.codec import Encoder, decode_body, decode_header, kind_of, nack
+from umbra.proto.errors import WireError
+from umbra.proto.messages import ANY, Event, Header, Message, Ok
+from umbra.proto.net.keys import OPEN, Security
+from umbra.proto.net.zap import Refusals, ZapGate, role_of
+from umbra.proto.sizes import allowed_bytes, socket_bytes
+
+# Senders whose resends are known, the last ones, as names cost a stranger nothing. Each member is
+# one on two sockets: if fewer were kept, all would be forgotten in turn, each before it speaks.
+PEERS_KEPT = 4 * MEMBERS
+# A sender this long silent is forgotten. Whoever waits for an answer, a parked request's too,
+# resends every 3 s (`channel.RESEND_S`): twenty of these were lost in a row, and a session gives up
+# a server after as long (`run.broker_grace_s`). What one asks that was cut off for longer is not
+# known by its number, and still not done twice: operations are idempotent by what they name
+# (proto/README.md).
+SILENT_S = 60.0
+LISTENED_S = 1.0  # at most, from one poll to the next: silence while nobody listened is none
+REPLIES_KEPT = 16  # per peer, to answer resends from
+REPLY_BYTES_KEPT = 16 << 20  # of all peers, in equal shares; the last one of each at any rate
+REPLY_BYTES_MOST = 64 << 20  # of all peers together, last ones included: the oldest go
+PENDING_KEPT = 256  # per peer; one-way messages stay here too, as nobody answers them
+ZERO_COPY_BYTES = 1 << 20  # replies from this size are sent without a copy
+LARGE_BYTES = 4 << 10  # frames from this size are decoded where they were received
+FRAMES_KEPT = 3  # of a message: header, body, and one too many, by which it is refused
+EVENT_FRAMES = 3  # topic, header, body
+TOPIC_BYTES = 64
+TOPICS = 256  # under which telemetry is watched, by all together
+RECEIVE_BURST = 256  # messages taken from one socket before the others get their turn
+RECEIVE_BYTES = 512 << 10  # the same in bytes: a commit should not wait for a long burst
+
+NOBLOCK = int(zmq.NOBLOCK)  # as numbers: the enumeration takes a microsecond to add two of them
+MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+ANSWERED = Ok()  # the body of a request once there is an answer to it
+
+log = logging.getLogger(__name__)
+
+
+class Request(msgspec.Struct, frozen=True, gc=False):
+    """A message that arrived, where its reply goes, and the role of its key if there are keys."""
+
+    channel: str
+    identity: bytes
+    header: Header
+    body: Message
+    role: KeyRole | None = None
+    received_at: float = 0.0  # seconds since the epoch
+    frame: bytes | memoryview = b""  # of the body, as it came
+
+    @property
+    def bare(self) -> Request:
+        """As much of it as a reply needs, so that nothing large waits with the reply."""
+        return Request(self.channel, self.identity, self.header, ANSWERED)
+
+
+@dataclass(slots=True)
+class _BoundChannel:
+    name: str
+    socket: zmq.Socket[bytes]
+    accepts: tuple[type[Message], ...]
+    endpoint: str
+
+
+@dataclass(slots=True)
+class _Peer:
+    """What must be remembered of one sender to know its resends, by request id."""
+
+    incarnation: str
+    heard_at: float = 0.0  # on the clock of `Server._listened_s`
+    pending: OrderedDict[int, None] = field(default_factory=OrderedDict[int, None])
+    replies: OrderedDict[int, list[bytes]] = field(default_factory=OrderedDict[int, list[bytes]])
+    reply_bytes: int = 0
+
+    def asked(self, number: int) -> None:
+        """A request came in that has no answer yet; it must outlive later ones that have."""
+        self.pending[number] = None
+        while len(self.pending) > PENDING_KEPT:
+            self.pending.popitem(last=False)
+
+    def answered(self, number: int, frames: list[bytes], size: int, share: int) -> None:
+        """A request was answered with `frames` of `size`; replies of `share` bytes may be kept."""
+        self.pending.pop(number, None)
+        self.replies[number] = frames
+        self.reply_bytes += size
+        while len(self.replies) > 1 and (
+            len(self.replies) > REPLIES_KEPT or self.reply_bytes > share
+        ):
+            self.reply_bytes -= _size(self.replies.popitem(last=False)[1])
+
+
+class Server:
+    """Bound sockets, polled and answered from one thread.
+
+    Args:
+        context: ZeroMQ context; terminated by its owner.
+        name: sender name in the headers of replies.
+        incarnation: of this process.
+        security: keys of this process.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        name: str,
+        incarnation: str,
+        security: Security = OPEN,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.counters: Counter[str] = Counter()
+        self.refusals = Refusals()
+        self._context = context
+        self._encoder = Encoder(name, incarnation)
+        self._poller = zmq.Poller()
+        self._channels: dict[zmq.Socket[bytes], _BoundChannel] = {}
+        self._by_name: dict[str, _BoundChannel] = {}
+        self._relay: tuple[zmq.Socket[bytes], zmq.Socket[bytes]] | None = None
+        self._clock = clock
+        self._polled_at = clock()
+        self._listened_s = 0.0  # time since the start, without that in which nobody polled
+        self._peers: OrderedDict[tuple[str, bytes], _Peer] = OrderedDict()  # by `heard_at`
+        self._reply_bytes = 0  # kept, of all peers
+        self._topics: set[bytes] = set()  # that telemetry is watched under
+        self._wake: tuple[zmq.Socket[bytes], zmq.Socket[bytes]] | None = None
+        self._wake_lock = threading.Lock()
+        self.security = security
+        self._gate: ZapGate | None = None
+        if security.keys is not None:
+            self._gate = ZapGate(context, security.keys, self.refusals)
+
+    def bind(self, channel: str, endpoint: str, accepts: tuple[type[Message], ...]) -> str:
+        """Open `channel` at `endpoint`; the endpoint it really has.
+
+        Raises:
+            StartupError: the address is taken or not ours.
+            UsageError: other machines can reach it, and there are no keys.
+        """
+        self.security.check_bind(endpoint)
+        curve = self.security.binding(channel)
+        limit = socket_bytes(channel)
+        socket, actual = sockets.router(self._context, endpoint, curve, limit)
+        bound = _BoundChannel(channel, socket, accepts, actual)
+        self._channels[socket] = self._by_name[channel] = bound
+        self._register(channel, socket)
+        return actual
+
+    @property
+    def remembered(self) -> int:
+        """Number of peers whose resends are known."""
+        return len(self._peers)
+
+    def endpoint(self, channel: str) -> str:
+        """Where `channel` is bound."""
+        return self._by_name[channel].endpoint
+
+    def relay_events(self, endpoint_in: str, endpoint_out: str) -> tuple[str, str]:
+        """Relay telemetry from publishers to subscribers; the endpoints of both sides."""
+        for endpoint in (endpoint_in, endpoint_out):
+            self.security.check_bind(endpoint)
+        inward, actual_in, outward, actual_out = sockets.relay(
+            self._context,
+            endpoint_in,
+            endpoint_out,
+            self.security.binding("events_in"),
+            self.security.binding("events_out"),
+        )
+        self._relay = (inward, outward)
+        self._register("events_in", inward)
+        self._register("events_out", outward)
+        return actual_in, actual_out
+
+    def publish(self, event: Event) -> None:
+        """Tell those who watch; it may be lost."""
+        if self._relay is None:
+            return
+        try:
+            _, frames = self._encoder.encode(event)
+            self._relay[1].send_multipart([event.kind.encode(), *frames], zmq.NOBLOCK)
+        except zmq.Again:
+            pass  # the gap in Header.id shows it
+        except WireError:
+            log.exception("an event stays unsent")
+
+    def poll(self, timeout_s: float) -> list[Request]:
+        """Requests that arrived within `timeout_s` seconds, already validated."""
+        requests: list[Request] = []
+        ready = self._poller.poll(timeout=max(0, round(timeout_s * 1000)))
+        now = self._clock()
+        self._listened_s += min(now - self._polled_at, LISTENED_S)
+        self._polled_at = now
+        for socket, _ in ready:
+            channel = self._channels.get(socket)
+            if self._wake and socket is self._wake[0]:
+                _drain(socket)
+            elif channel is not None:
+                requests.extend(self._receive(channel))
+            elif self._relay and socket in self._relay:
+                self._relay_from(socket)
+            elif self._gate is not None:
+                self._gate.serve(socket)
+        self._forget_silent()  # after what was waiting has been read
+        return requests
+
+    def reply(self, request: Request, body: Message) -> None:
+        """Answer `request`, now or later; if `body` cannot be encoded, with a Nack that says so."""
+        try:
+            _, frames = self._encoder.encode(body, reply_to=request.header.id)
+        except WireError as error:
+            self.counters[error.code] += 1
+            log.exception("cannot answer %s", request.header.sender)
+            _, frames = self._encoder.encode(nack(error), reply_to=request.header.id)
+        peer = self._peers.get((request.channel, request.identity))
+        size = _size(frames)
+        if peer is not None and peer.incarnation == request.header.incarnation:
+            share = REPLY_BYTES_KEPT // len(self._peers)
+            before = peer.reply_bytes
+            peer.answered(request.header.id, frames, size, share)
+            self._reply_bytes += peer.reply_bytes - before
+            while self._reply_bytes > REPLY_BYTES_MOST and len(self._peers) > 1:
+                self._forget_oldest()
+        self._send(self._by_name[request.channel], request.identity, frames)
+
+    def push(
+        self, channel: str, identity: bytes, body: Message, raw: Sequence[bytes | memoryview] = ()
+    ) -> bool:
+        """Send `body` unasked; False when the peer cannot be reached now.
+
+        `raw` frames are not copied: their memory must stay until they are sent.
+        """
+        _, frames = self._encoder.encode(body)
+        return self._send(self._by_name[channel], identity, frames, raw)
+
+    def waker(self) -> Callable[[], None]:
+        """A function that ends a `poll` under way early, from any thread, until `close`."""
+        inward, outward = sockets.pair(self._context, f"wake-{id(self)}")
+        self._wake = (inward, outward)
+        self._poller.register(inward, zmq.POLLIN)
+        lock = self._wake_lock
+
+        def wake() -> None:
+            with lock, suppress(zmq.Again):  # full: it is awake, with plenty to do
+                if not outward.closed:
+                    outward.send(b"", zmq.NOBLOCK)
+
+        return wake
+
+    def close(self) -> None:
+        """Close all sockets; what is queued for sending gets the bounded LINGER."""
+        if self._gate is not None:
+            self._gate.close()
+        for socket in self._channels:
+            socket.close()
+        for socket in self._relay or ():
+            socket.close()
+        with self._wake_lock:
+            for socket in self._wake or ():
+                socket.close(linger=0)
+        self._channels.clear()
+
+    def _register(self, name: str, socket: zmq.Socket[bytes]) -> None:
+        self._poller.register(socket, zmq.POLLIN)
+        if self._gate is not None:
+            self._gate.watch(socket, name)
+            for own in self._gate.sockets:
+                self._poller.register(own, zmq.POLLIN)
+
+    def _receive(self, channel: _BoundChannel) -> list[Request]:
+        requests: list[Request] = []
+        left, is_open = RECEIVE_BYTES, self._gate is None
+        for _ in range(RECEIVE_BURST):
+            if left <= 0:
+                break
+            try:
+                # More always comes after it. With keys the frame tells who has sent it.
+                first = channel.socket.recv(NOBLOCK, copy=is_open)
+            except zmq.Again:
+                break
+            frames: list[bytes | memoryview] = []
+            more = True
+            while more:
+                frame = channel.socket.recv(NOBLOCK, copy=False)
+                more, size = frame.more, len(frame)  # without asking the socket, as multipart does
+                left -= size
+                if len(frames) < FRAMES_KEPT:
+                    frames.append(frame.bytes if size < LARGE_BYTES else frame.buffer)
+            if isinstance(first, bytes):
+                identity, role = first, None
+            else:
+                identity, role = first.bytes, role_of(first)
+            request = self._decode(channel, identity, frames, role)
+            if request is not None:
+                requests.append(request)
+        return requests
+
+    def _decode(
+        self,
+        channel: _BoundChannel,
+        identity: bytes,
+        frames: Sequence[bytes | memoryview],
+        role: KeyRole | None,
+    ) -> Request | None:
+        header: Header | None = None
+        try:
+            header = decode_header(frames)
+            kind = kind_of(header)
+            most_bytes = self._check_allowed(channel, header, kind, role)
+            # Of those who only ask questions nothing need be remembered.
+            is_kept = header.reply_to is None and kind not in QUESTIONS
+            if is_kept and self._is_resend(channel, identity, header):
+                return None  # before its body costs anything: resends come when there is much to do
+            envelope = decode_body(header, kind, frames, most_bytes)
+        except WireError as error:
+            self._refuse(channel, identity, header, error)
+            return None
+        if is_kept:
+            self._peers[channel.name, identity].asked(header.id)
+        return Request(channel.name, identity, header, envelope.body, role, time.time(), frames[1])
+
+    def _check_allowed(
+        self, channel: _BoundChannel, header: Header, kind: type[Message], role: KeyRole | None
+    ) -> int:
+        """The most bytes that the body may have, known before it is decoded.
+
+        Raises:
+            WireError: such a message may not come here at all.
+        """
+        if kind not in channel.accepts and kind not in ANY:
+            raise WireError(
+                f"{header.type} does not belong on the {channel.name} socket",
+                path="type",
+                code="wrong_socket",
+            )
+        keyed = self._gate is not None
+        most_bytes = 0 if keyed and role is None else allowed_bytes(kind, role)
+        if not most_bytes and keyed:
+            self.refusals.add(f"{header.type} of {header.sender!r}, which has the {role} key")
+            raise WireError(
+                f"{header.type} is nothing that the {role} key allows",
+                path="type",
+                code="not_allowed",
+            )
+        if not most_bytes:
+            raise WireError(
+                f"{header.type} is nothing that a server is sent", path="type", code="unexpected"
+            )
+        return most_bytes
+
+    def _refuse(
+        self,
+        channel: _BoundChannel,
+        identity: bytes,
+        header: Header | None,
+        error: WireError,
+    ) -> None:
+        self.counters[error.code] += 1
+        count = self.counters[error.code]
+        if not count & (count - 1):  # 1st, 2nd, 4th, ...: whoever sends rubbish fills no disk
+            log.warning(
+                "refused a message from %r on %s (%s, %d so far): %s",
+                _name(identity), channel.name, error.code, count, error,
+            )  # fmt: skip
+        reply_to = None if header is None else header.id
+        _, answer = self._encoder.encode(nack(error), reply_to=reply_to)
+        self._send(channel, identity, answer)
+
+    def _is_resend(self, channel: _BoundChannel, identity: bytes, header: Header) -> bool:
+        key = (channel.name, identity)
+        peer = self._peers.get(key)
+        if peer is None or peer.incarnation != header.incarnation:
+            if peer is not None:
+                self._reply_bytes -= peer.reply_bytes
+            peer = self._peers[key] = _Peer(header.incarnation)
+            if len(self._peers) > PEERS_KEPT:
+                self._forget_oldest()
+        peer.heard_at = self._listened_s
+        self._peers.move_to_end(key)
+        frames = peer.replies.get(header.id)
+        if frames is None and header.id not in peer.pending:
+            return False
+        self.counters["resent"] += 1
+        if frames is not None:
+            self._send(channel, identity, frames)
+        return True
+
+    def _forget_silent(self) -> None:
+        while self._peers:
+            oldest = self._peers[next(iter(self._peers))]
+            if self._listened_s - oldest.heard_at < SILENT_S:
+                return
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        self._reply_bytes -= self._peers.popitem(last=False)[1].reply_bytes
+
+    def _send(
+        self,
+        channel: _BoundChannel,
+        identity: bytes,
+        frames: list[bytes],
+        raw: Sequence[bytes | memoryview] = (),
+    ) -> bool:
+        try:
+            # Only frames of 64 KiB and more are sent without a copy (zmq.COPY_THRESHOLD).
+            copy = not raw and _size(frames) < ZERO_COPY_BYTES
+            *first, last = [identity, *frames, *raw]
+            for frame in first:
+                channel.socket.send(frame, MORE, copy)
+            channel.socket.send(last, NOBLOCK, copy)
+        except zmq.ZMQError as error:
+            # A peer that is gone, or that does not read: never a reason to wait or to die. It will
+            # ask again (resend) if it is still there.
+            reason = "unreachable" if error.errno == errno.EHOSTUNREACH else "backlogged"
+            self.counters[reason] += 1
+            return False
+        return True
+
+    def _relay_from(self, socket: zmq.Socket[bytes]) -> None:
+        assert self._relay is not None
+        inward, outward = self._relay
+        target = outward if socket is inward else inward
+        for _ in range(RECEIVE_BURST):
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK)
+                if socket is inward and len(frames) != EVENT_FRAMES:
+                    self.counters["frames"] += 1
+                    continue
+                target.send_multipart(frames, zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if socket is outward and not self._may_watch(frames[0]):
+                self._begin_watching_anew()
+                return
+
+    def _may_watch(self, subscription: bytes) -> bool:
+        """Take note of a subscription, or of its end; False if they are too many or too long."""
+        kind, topic = subscription[:1], subscription[1:]
+        if kind == b"\1":
+            self._topics.add(topic)
+        else:
+            self._topics.discard(topic)
+        return len(self._topics) <= TOPICS and len(topic) <= TOPIC_BYTES
+
+    def _begin_watching_anew(self) -> None:
+        """End all subscriptions: ZeroMQ does not tell whose they are.
+
+        Those who watch subscribe again by themselves, as they connect again. So does whoever had
+        too many: it is counted, and costs no more than it did the first time.
+        """
+        assert self._relay is not None
+        inward, outward = self._relay
+        self.refusals.add(f"more than {TOPICS} topics, or a long one, on events_out")
+        self.counters["too_many"] += 1
+        for topic in self._topics:
+            with suppress(zmq.Again):
+                inward.send(b"\0" + topic, zmq.NOBLOCK)
+        self._topics.clear()
+        endpoint = outward.get_string(zmq.LAST_ENDPOINT)
+        self._poller.unregister(outward)
+        if self._gate is not None:
+            self._poller.unregister(self._gate.unwatch(outward))
+        outward.close(linger=0)
+        opened = sockets.watched(self._context, endpoint, self.security.binding("events_out"))
+        self._relay = (inward, opened)
+        self._register("events_out", opened)
+
+
+def _size(frames: Sequence[bytes | memoryview]) -> int:
+    return sum(map(len, frames))
+
+
+def _name(identity: bytes) -> bytes:
+    """An identity without its secret part."""
+    return identity.rpartition(b".")[0] or identity
+
+
+def _drain(socket: zmq.Socket[bytes]) -> None:
+    with suppress(zmq.Again):
+        while True:
+            socket.recv(zmq.NOBLOCK)

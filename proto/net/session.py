@@ -1,0 +1,341 @@
+"""A process's place in the run: it joins, shows that it lives and moves, and hears when to stop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from umbra._version import __version__
+from umbra.proto.deadline import Deadline
+from umbra.proto.errors import (
+    DeadlineError,
+    PeerLostError,
+    RejectedError,
+    StartupError,
+    UmbraError,
+)
+from umbra.proto.messages import (
+    Command,
+    Event,
+    Heartbeat,
+    HeartbeatAck,
+    Join,
+    Leave,
+    Message,
+    Ok,
+    Role,
+    State,
+    Welcome,
+)
+from umbra.proto.net.channel import Channel
+from umbra.proto.net.io_thread import IoThread
+from umbra.proto.net.keys import OPEN, Security
+from umbra.proto.sockets import check_address
+from umbra.services.process.clock import ClockOffset, Offset
+from umbra.services.process.metrics import MetricsFile
+
+GRACE_S = 60.0  # without a sign of the broker: it is gone, or cut off from us
+LEAVE_TIMEOUT_S = 3.0
+SKEW_S = 1.0  # clocks that differ by more are warned of
+OFFSET_CHANGE_S = 0.001  # a smaller one is not noted down
+WATCHED = (
+    "push",
+    "sample",
+    "slow_sample",
+    "life",
+)  # rows of the metrics that go to the watchers, too
+
+log = logging.getLogger(__name__)
+
+
+class Session:
+    """Membership of this process in a run; a context manager that leaves at the end.
+
+    `stopping` is set by whoever wants the process to end: a signal, the broker's drain command, or
+    a lost broker; `stop_reason` says why, and `failure` is set when the end is an error.
+
+    The broker may be away for `grace_s` seconds, to start again say: requests are resent meanwhile.
+    If it has forgotten us by then, we join once more, under the same incarnation.
+    """
+
+    def __init__(
+        self,
+        link: IoThread,
+        control: Channel,
+        hello: Join,
+        welcome: Welcome,
+        stopping: threading.Event,
+        grace_s: float,
+        metrics: MetricsFile,
+        wall: Callable[[], float],
+    ) -> None:
+        self.name = link.name
+        self.incarnation = link.incarnation
+        self.welcome = welcome
+        self.stopping = stopping
+        self.stop_reason = ""
+        self.failure: UmbraError | None = None
+        self.version = 0
+        self._link = link
+        self._control = control
+        self._hello = hello
+        self._grace_s = grace_s
+        self._rejoining = False
+        self._lock = threading.Lock()
+        self._state: State = "ready"
+        self._activity = "starting"
+        self._progress = 0
+        self._moved_at = self._heard_at = self._beat_at = time.monotonic()
+        self._pace_s = welcome.heartbeat_s
+        self._stats: dict[str, float] = {}
+        self._metrics = metrics
+        self._wall = wall
+        self._clock_offset = ClockOffset()
+        self._noted_offset: Offset | None = None  # the last one in the metrics
+        metrics.on_row = self._row
+        self._hub = (welcome.weights, welcome.weights_incarnation)
+        self._weights: Channel | None = None
+        self._data: Channel | None = None
+        self._weights_known = threading.Event()
+        if welcome.weights:
+            self._weights_known.set()
+        link.publish_to(welcome.events_in)
+        link.every(welcome.heartbeat_s, self._beat)
+
+    @classmethod
+    def join(
+        cls,
+        *,
+        role: Role,
+        name: str,
+        broker: str,
+        endpoints: dict[str, str] | None = None,
+        stopping: threading.Event | None = None,
+        deadline_s: float = 60.0,
+        grace_s: float = GRACE_S,
+        security: Security = OPEN,
+        metrics: MetricsFile | None = None,
+        wall: Callable[[], float] = time.time,
+    ) -> Session:
+        """Join the run whose broker is at `broker`.
+
+        What goes to `metrics` is told to those who watch as well; `wall` is the clock of its rows.
+
+        Raises:
+            UsageError: `broker` is no address.
+            StartupError: nobody answers within `deadline_s` seconds.
+            RejectedError: the broker refuses us or our key, or speaks another protocol.
+        """
+        check_address(broker, "--broker")
+        incarnation = uuid.uuid4().hex[:12]
+        link = IoThread(name, incarnation, security=security)
+        hello = Join(
+            role=role,
+            name=name,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            package_version=__version__,
+            endpoints=endpoints or {},
+        )
+        try:
+            control = link.channel(broker, "broker")
+            welcome = control.call(hello, Welcome, timeout_s=deadline_s)
+        except DeadlineError as error:
+            link.close()
+            raise StartupError(
+                f"no broker answers at {broker} within {deadline_s:g} s: check --broker, and that "
+                "`umbra buffer` is running"
+            ) from error
+        except UmbraError:
+            link.close()
+            raise
+        log.info("joined run %s as %s", welcome.run_id, name)
+        stop = stopping or threading.Event()
+        file = metrics or MetricsFile(None, name)
+        return cls(link, control, hello, welcome, stop, grace_s, file, wall)
+
+    @property
+    def data(self) -> Channel:
+        """The channel to the buffer for samples and batches, opened when it is first asked for.
+
+        Not everyone has business there, and the key of who has none does not open it.
+        """
+        if self._data is None:
+            self._data = self._link.channel(self.welcome.data, "buffer", insists=True)
+        return self._data
+
+    def weights(self, *, deadline_s: float) -> Channel:
+        """The channel to the weight hub, once one has joined; it follows a hub that is restarted.
+
+        Raises:
+            DeadlineError: no hub joined within `deadline_s` seconds.
+        """
+        deadline = Deadline(deadline_s, "no weight hub joined the run")
+        while not self._weights_known.wait(0.1):
+            if self.stopping.is_set():
+                raise PeerLostError(f"stopped while waiting for a weight hub: {self.stop_reason}")
+            deadline.check()
+        if self._weights is None:
+            endpoint, _ = self._hub
+            self._weights = self._link.channel(endpoint, "weight hub", server="weight_hub")
+            if self._hub[0] != endpoint:  # restarted meanwhile
+                self._weights.move(self._hub[0])
+        return self._weights
+
+    def progress(self, activity: str, count: int = 1) -> None:
+        """The main loop has moved: `count` more units of work, now busy with `activity`."""
+        with self._lock:
+            self._activity = activity
+            self._progress += count
+            self._moved_at = time.monotonic()
+
+    def waits(self, activity: str) -> None:
+        """The main loop is busy with `activity`, and has not moved."""
+        with self._lock:
+            self._activity = activity
+
+    def stats(self, **values: float) -> None:
+        """Figures for the monitor, sent with the next heartbeats."""
+        with self._lock:
+            self._stats.update(values)
+
+    def emit(self, kind: str, **fields: Any) -> None:
+        """Publish a telemetry event; it may be lost."""
+        self._link.publish(Event(kind=kind, fields=fields))
+
+    def drain(self, reason: str) -> None:
+        """Ask this process to end in an orderly way."""
+        with self._lock:
+            self._state = "draining"
+            self.stop_reason = self.stop_reason or reason
+        self.stopping.set()
+
+    def fail(self, error: UmbraError) -> None:
+        """Ask this process to end because of `error`."""
+        if self.failure is None:
+            self.failure = error
+            log.error("%s", error)
+        self.drain(str(error))
+
+    def leave(self, reason: str) -> None:
+        """Say goodbye and close; what could not be said within a few seconds stays unsaid."""
+        try:
+            self._control.call(Leave(reason=reason), Ok, timeout_s=LEAVE_TIMEOUT_S)
+        except UmbraError as error:
+            log.debug("leaving without an answer: %s", error)
+        self._link.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        failed = error or self.failure
+        self.leave(f"failed: {failed}" if failed else self.stop_reason or "done")
+
+    # -- the link's thread ------------------------------------------------------------------------
+
+    def _beat(self) -> None:
+        self._take_commands()
+        now = time.monotonic()
+        if now < self._beat_at:
+            return  # the broker has asked for fewer
+        self._beat_at = now + self._pace_s - self.welcome.heartbeat_s / 2
+        if now - self._heard_at > self._grace_s:
+            self.fail(PeerLostError(f"{self._control.peer} is silent for {self._grace_s:g} s"))
+            return
+        with self._lock:
+            if self.stopping.is_set():
+                self._state = "draining"
+            offset = self._clock_offset.best
+            beat = Heartbeat(
+                state=self._state,
+                activity=self._activity,
+                progress=self._progress,
+                idle_s=now - self._moved_at,
+                stats=dict(self._stats),
+                shares=self._metrics.spans.shares(),
+                clock_offset_s=offset.seconds if offset else 0.0,
+                clock_error_s=offset.error_s if offset else -1.0,
+            )
+        if spans := self._metrics.spans.take():
+            self.emit("spans", spans=spans)
+        sent = self._wall()
+        self._control.request(beat, timeout_s=self._grace_s, on_done=partial(self._heard, sent))
+
+    def _heard(self, sent: float, future: Future[Message]) -> None:
+        error = future.exception()
+        if isinstance(error, RejectedError) and error.code == "not_member":
+            self._rejoin()
+        elif isinstance(error, RejectedError):
+            self.fail(error)
+        elif error is None and isinstance(ack := future.result(), HeartbeatAck):
+            self._heard_at = time.monotonic()
+            self.version = ack.version
+            self._compare_clocks(sent, ack.received_at)
+            self._pace_s = ack.heartbeat_s or self._pace_s
+            if ack.weights:
+                self._hub_is(ack.weights, ack.weights_incarnation)
+        self._take_commands()
+
+    def _compare_clocks(self, sent: float, read: float) -> None:
+        """The buffer read its clock between the time that a heartbeat was sent and now."""
+        if read:
+            self._clock_offset.measured(sent=sent, read=read, received=self._wall())
+        best, noted = self._clock_offset.best, self._noted_offset
+        if best is None or (noted and abs(best.seconds - noted.seconds) < OFFSET_CHANGE_S):
+            return
+        if abs(best.seconds) - best.error_s > SKEW_S:
+            log.warning(
+                "this machine's clock is %.1f s %s the buffer's: set the clocks (NTP); only times "
+                "in logs and files are affected",
+                abs(best.seconds), "behind" if best.seconds > 0 else "ahead of",
+            )  # fmt: skip
+        self._noted_offset = best
+        self._metrics.write("clock", offset_s=best.seconds, error_s=best.error_s)
+
+    def _row(self, kind: str, fields: dict[str, Any]) -> None:
+        if kind in WATCHED:
+            self.emit(kind, **fields)
+
+    def _hub_is(self, endpoint: str, incarnation: str) -> None:
+        """A heartbeat tells where the hub is."""
+        before, self._hub = self._hub, (endpoint, incarnation)
+        self._weights_known.set()
+        if self._weights is not None and before != self._hub:
+            log.info("the weight hub was restarted at %s", endpoint)
+            self._weights.move(endpoint)
+
+    def _rejoin(self) -> None:
+        """The broker does not know us any more: it has started anew, or had given us up."""
+        if not self._rejoining and not self.stopping.is_set():
+            self._rejoining = True
+            log.warning("%s does not know us any more: joining again", self._control.peer)
+            self._control.request(self._hello, timeout_s=self._grace_s, on_done=self._rejoined)
+
+    def _rejoined(self, future: Future[Message]) -> None:
+        self._rejoining = False
+        error = future.exception()
+        if isinstance(error, RejectedError):
+            self.fail(error)
+        elif error is None and isinstance(welcome := future.result(), Welcome):
+            self._heard_at = time.monotonic()
+            if self._data is not None and welcome.data != self.welcome.data:
+                self._data.move(welcome.data)
+            if welcome.events_in != self.welcome.events_in:
+                self._link.publish_to(welcome.events_in)
+            self.welcome = welcome
+
+    def _take_commands(self) -> None:
+        while not self._control.pushes.empty():
+            message = self._control.pushes.get_nowait()
+            if isinstance(message, Command):
+                log.info("asked to drain: %s", message.reason)
+                self.drain(message.reason)

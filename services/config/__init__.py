@@ -1,0 +1,117 @@
+"""The run's configuration: one typed tree, filled from defaults < TOML file < environment < flags.
+
+Each section belongs to one service, and that service's flags are generated from it (`command.py`),
+so that file, environment and command line can't drift apart. Field descriptions are the
+documentation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from umbra.services.config.base import Section
+from umbra.services.config.buffer import BufferConfig
+from umbra.services.config.generation import (
+    ENVIRONMENT,
+    EnvironmentConfig,
+    EnvWorkerConfig,
+    GeneratorConfig,
+    NamedEnvironment,
+    SamplingConfig,
+    ScorerConfig,
+)
+from umbra.services.config.run import (
+    DataConfig,
+    LogConfig,
+    ModelConfig,
+    RunSection,
+    SecurityConfig,
+)
+from umbra.services.config.training import (
+    CheckpointConfig,
+    CriticConfig,
+    EvalConfig,
+    MetricsConfig,
+    TrainerConfig,
+)
+from umbra.services.config.weights import WeightHubConfig
+
+__all__ = [
+    "BufferConfig",
+    "CheckpointConfig",
+    "CriticConfig",
+    "DataConfig",
+    "EnvWorkerConfig",
+    "EnvironmentConfig",
+    "EvalConfig",
+    "GeneratorConfig",
+    "LogConfig",
+    "MetricsConfig",
+    "ModelConfig",
+    "NamedEnvironment",
+    "RunConfig",
+    "RunSection",
+    "SamplingConfig",
+    "ScorerConfig",
+    "Section",
+    "SecurityConfig",
+    "TrainerConfig",
+    "WeightHubConfig",
+]
+
+
+class RunConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The whole tree: what a run file holds."""
+
+    run: RunSection = RunSection()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
+    environments: tuple[NamedEnvironment, ...] = ()
+    sampling: SamplingConfig = SamplingConfig()
+    buffer: BufferConfig = BufferConfig()
+    generator: GeneratorConfig = GeneratorConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    critic: CriticConfig = CriticConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    weight_hub: WeightHubConfig = WeightHubConfig()
+    scorer: ScorerConfig = ScorerConfig()
+    env_worker: EnvWorkerConfig = EnvWorkerConfig()
+    eval: EvalConfig = EvalConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    security: SecurityConfig = SecurityConfig()
+    log: LogConfig = LogConfig()
+
+    @property
+    def all_environments(self) -> tuple[EnvironmentConfig, ...]:
+        """The several environments, or the one."""
+        return self.environments or (self.environment,)
+
+    def environment_of(self, row: Mapping[str, Any]) -> EnvironmentConfig:
+        """The environment of a prompt's `row`: that of several which it names, or the one."""
+        named = (one for one in self.environments if one.name == row.get(ENVIRONMENT))
+        return next(named, self.environment)
+
+    @property
+    def rewarded_by_groups(self) -> tuple[EnvironmentConfig, ...]:
+        """The environments whose rewards are given to all samples of a prompt at once."""
+        return tuple(one for one in self.all_environments if one.reward_scope == "group")
+
+    @property
+    def rewarded_by_scorers(self) -> tuple[EnvironmentConfig, ...]:
+        """The environments that stage "reward" is for: the one, or of several these."""
+        if "reward" not in self.buffer.stages:
+            return ()
+        return self.rewarded_by_groups if self.environments else (self.environment,)
+
+    def sampling_for(self, environment: EnvironmentConfig) -> SamplingConfig:
+        """How samples of `environment` are drawn: by keys of its own, and the run's others."""
+        return msgspec.structs.replace(self.sampling, **environment.own_sampling)
+
+    @property
+    def longest_turn(self) -> int:
+        """Tokens that a turn has at most, in any environment."""
+        return max(self.sampling_for(one).max_tokens for one in self.all_environments)

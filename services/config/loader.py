@@ -1,0 +1,300 @@
+"""Fills `RunConfig` from TOML, environment and overrides, with errors a person can act on."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import msgspec
+import msgspec.inspect as introspect
+
+from umbra.proto.errors import UsageError
+from umbra.services.config import NamedEnvironment, RunConfig
+from umbra.services.config.foreign_names import FOREIGN, foreign_hint, translate
+
+ENV_PREFIX = "UMBRA_"
+ENVIRONMENTS = "environments"
+"""The one section that is a list of tables."""
+MOVED = {"environment.sampling": "environment.agent_sampling"}
+"""Keys that had another name."""
+SECTIONS: dict[str, dict[str, Any]] = {
+    name: get_type_hints(NamedEnvironment if name == ENVIRONMENTS else section, include_extras=True)
+    for name, section in get_type_hints(RunConfig).items()
+}
+
+
+def load_config(
+    file: str | Path | None = None,
+    *,
+    overrides: Iterable[str] = (),
+    environ: Mapping[str, str] = os.environ,
+) -> RunConfig:
+    """The configuration of `file`, changed by `UMBRA_SECTION__KEY` and `section.key=value`.
+
+    `file` is TOML, or the JSON that `to_json` writes.
+
+    Raises:
+        UsageError: unreadable file, unknown key (with the nearest name), or a bad value.
+    """
+    return msgspec.convert(load_tree(file, overrides=overrides, environ=environ), RunConfig)
+
+
+def load_tree(
+    file: str | Path | None = None,
+    *,
+    overrides: Iterable[str] = (),
+    environ: Mapping[str, str] = os.environ,
+) -> dict[str, Any]:
+    """What `load_config` reads, without the defaults of what was not given.
+
+    Raises:
+        UsageError: as `load_config` does.
+    """
+    tree: dict[str, Any] = {}
+    if file is not None:
+        tree = _check(read_run_file(Path(file)), str(file))
+    for name, text in sorted(environ.items()):
+        if name.startswith(ENV_PREFIX) and "__" in name:
+            path = name.removeprefix(ENV_PREFIX).lower().replace("__", ".")
+            _assign(tree, path, text, f"environment variable {name}")
+    for override in overrides:
+        path, separator, text = override.partition("=")
+        if not separator:
+            raise UsageError(f"--set {override}: write it as section.key=value")
+        _assign(tree, path.strip(), text.strip(), f"--set {override}")
+    return tree
+
+
+def given_keys(tree: Mapping[str, Any]) -> frozenset[str]:
+    """The keys in `tree`, as section.key; those of several environments aside."""
+    tables = ((section, keys) for section, keys in tree.items() if isinstance(keys, Mapping))
+    return frozenset(f"{section}.{key}" for section, keys in tables for key in keys)
+
+
+def config_of(tree: Any, where: str) -> RunConfig:
+    """The configuration in `tree`, as a file of the name `where` would have it.
+
+    Raises:
+        UsageError: unknown key (with the nearest name), or a bad value.
+    """
+    return msgspec.convert(_check(tree, where), RunConfig)
+
+
+def as_dict(config: RunConfig) -> dict[str, Any]:
+    """The whole tree as plain values, for JSON and for `umbra config show`."""
+    tree = msgspec.to_builtins(config)
+    assert isinstance(tree, dict)
+    return tree
+
+
+def to_json(config: RunConfig) -> bytes:
+    """The resolved configuration as indented JSON, which `load_config` reads back."""
+    return msgspec.json.format(msgspec.json.encode(config), indent=2)
+
+
+def read_run_file(path: Path) -> Any:
+    """What is written in a run file, unchecked.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        return msgspec.json.decode(text) if path.suffix == ".json" else tomllib.loads(text)
+    except FileNotFoundError:
+        raise UsageError(f"run file {path} does not exist") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"run file {path} cannot be read: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"run file {path} is not valid TOML: {error}") from error
+    except msgspec.DecodeError as error:
+        raise UsageError(f"run file {path} is not valid JSON: {error}") from error
+
+
+def _check(tree: Any, where: str) -> dict[str, Any]:
+    """`tree` with every name known and every value converted to its type."""
+    if not isinstance(tree, Mapping):
+        raise UsageError(f"{where}: must be an object with a key per section")
+    checked: dict[str, Any] = {}
+    for section, values in tree.items():
+        if section not in SECTIONS:
+            hint = foreign_hint(section) or _hint(section, SECTIONS)
+            raise UsageError(f"{where}: unknown section [{section}]{hint}")
+        if section == ENVIRONMENTS:
+            checked[section] = _check_environments(values, where)
+            continue
+        if not isinstance(values, Mapping):
+            raise UsageError(f"{where}: {section} must be a table, written [{section}]")
+        checked[section] = _check_keys(section, values, where)
+    return checked
+
+
+def _check_keys(section: str, values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    return {
+        key: _convert(section, key, value, where)
+        for key, value in translate(section, values, where).items()
+    }
+
+
+def _check_environments(entries: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
+        raise UsageError(f"{where}: write every one of {ENVIRONMENTS} as [[{ENVIRONMENTS}]]")
+    checked = [_check_environment(entry, where) for entry in entries]
+    names = [entry.get("name") for entry in checked]
+    if None in names:
+        raise UsageError(f"{where}: every one of [[{ENVIRONMENTS}]] needs a name")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UsageError(f"{where}: two of [[{ENVIRONMENTS}]] have the name {twice[0]}")
+    return checked
+
+
+def _check_environment(entry: Mapping[str, Any], where: str) -> dict[str, Any]:
+    checked = _check_keys(ENVIRONMENTS, entry, where)
+    if own := checked.get("sampling"):
+        where = f"{where}: {ENVIRONMENTS}.{checked.get('name')}"
+        if "stop_tokens" in own:
+            raise UsageError(
+                f"{where}: sampling.stop_tokens end turns in all environments: set them in "
+                "[sampling], or texts of its own as stop"
+            )
+        checked["sampling"] = _check_keys("sampling", own, where)
+    return checked
+
+
+def _assign(tree: dict[str, Any], path: str, text: str, where: str) -> None:
+    """Put `text` into `tree` at `path`: a key, or a place inside a key that is a table."""
+    section, _, rest = path.partition(".")
+    if section not in SECTIONS:
+        raise UsageError(f"{where}: unknown section {section!r}{_hint(section, SECTIONS)}")
+    key, *inner = rest.split(".")
+    if section == ENVIRONMENTS:
+        raise UsageError(
+            f"{where}: {section} are several tables: change [[{section}]] in the run file"
+        )
+    if not key:
+        raise UsageError(f"{where}: write it as section.key=value, here {section}.key=value")
+    values = tree.setdefault(section, {})
+    if key in FOREIGN:
+        values |= translate(section, {key: _scalar(text)}, where)
+        return
+    kind = _kind(section, key, where)
+    if not inner:
+        value = text if isinstance(kind, introspect.StrType) else _scalar(text)
+        values[key] = _convert(section, key, value, where)
+        return
+    if not isinstance(kind, introspect.DictType):
+        raise UsageError(f"{where}: {section}.{key} is not a table")
+    table = values.setdefault(key, {})
+    for name in inner[:-1]:
+        table = table.setdefault(name, {})
+        if not isinstance(table, dict):
+            raise UsageError(f"{where}: {name} is not a table")
+    table[inner[-1]] = _scalar(text)
+
+
+def _kind(section: str, key: str, where: str) -> introspect.Type:
+    fields = SECTIONS[section]
+    if key not in fields:
+        moved = MOVED.get(f"{section}.{key}")
+        hint = f"; it is {moved} now" if moved else foreign_hint(key)
+        hint = hint or _hint(key, fields, f"{section}.")
+        raise UsageError(f"{where}: unknown key {section}.{key}{hint}")
+    return bare(introspect.type_info(fields[key]))
+
+
+def bare(kind: introspect.Type) -> introspect.Type:
+    """`kind` without its description, and without the None of a key that may be left out."""
+    if isinstance(kind, introspect.Metadata):
+        kind = kind.type
+    if isinstance(kind, introspect.UnionType):
+        types = [k for k in kind.types if not isinstance(k, introspect.NoneType)]
+        return bare(types[0]) if len(types) == 1 else kind
+    return kind
+
+
+def choices(kind: introspect.Type) -> tuple[str, ...]:
+    """The values that there are of `kind`, as they are written; none if there are any number."""
+    match kind:
+        case introspect.BoolType():
+            return "true", "false"
+        case introspect.LiteralType(values=values):
+            return tuple(map(str, values))
+        case introspect.UnionType(types=types):
+            found = [choices(bare(one)) for one in types]
+            return tuple(choice for some in found for choice in some) if all(found) else ()
+        case _:
+            return ()
+
+
+def _convert(section: str, key: str, value: Any, where: str) -> Any:
+    kind = _kind(section, key, where)
+    try:
+        converted = msgspec.convert(value, SECTIONS[section][key])
+        if not isinstance(converted, float) or math.isfinite(converted):
+            return converted
+    except msgspec.ValidationError:
+        pass  # the error below says it with the name, the value and the source
+    given = json.dumps(value, default=str)
+    near = difflib.get_close_matches(str(value).lower(), choices(kind), n=1, cutoff=0.6)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise UsageError(f"{where}: {section}.{key} must be {expected(kind)}, not {given}{hint}")
+
+
+def _scalar(text: str) -> Any:
+    """`text` as a TOML value, or as the string it is."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _hint(name: str, known: Iterable[str], prefix: str = "") -> str:
+    likely = [f"{section}.{name}" for section, fields in SECTIONS.items() if name in fields]
+    if not likely:
+        close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+        likely = [prefix + match for match in close]
+    return f"; did you mean {' or '.join(likely)}?" if likely else f"; known: {', '.join(known)}"
+
+
+def expected(kind: introspect.Type) -> str:
+    """What a value has to be, in words."""
+    match kind:
+        case introspect.BoolType():
+            return "true or false"
+        case introspect.IntType():
+            return "an integer" + _bounds(kind)
+        case introspect.FloatType():
+            return "a number" + _bounds(kind)
+        case introspect.StrType():
+            if kind.pattern:
+                return f"text like {kind.pattern.strip('^$')}"
+            return "text that is not empty" if kind.min_length else "text"
+        case introspect.LiteralType():
+            return "one of " + ", ".join(choices(kind))
+        case introspect.UnionType(types=kinds):
+            known = choices(kind)
+            if known:
+                return "one of " + ", ".join(known)
+            return " or ".join(expected(bare(one)) for one in kinds)
+        case introspect.ListType(item_type=introspect.LiteralType(values=values)):
+            return f"a list of {', '.join(map(str, values))}"
+        case introspect.ListType(item_type=introspect.IntType() as item):
+            return f"a list of integers{_bounds(item)}"
+        case introspect.ListType(item_type=introspect.StrType()):
+            return "a list of texts"
+        case introspect.TupleType():
+            return f"a list of {len(kind.item_types)} numbers"
+        case _:
+            return "a table"
+
+
+def _bounds(kind: introspect.IntType | introspect.FloatType) -> str:
+    bounds = {">=": kind.ge, ">": kind.gt, "<=": kind.le, "<": kind.lt}
+    texts = [f"{sign} {bound:g}" for sign, bound in bounds.items() if bound is not None]
+    return " " + " and ".join(texts) if texts else ""

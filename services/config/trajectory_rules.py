@@ -1,0 +1,354 @@
+"""What a trajectory must be: one set of rules for all who read one.
+
+The buffer applies them before it acknowledges, so that nothing is stored that a scorer or the
+trainer would refuse; these apply them again to what they are given, since a store may be older than
+a rule. No numpy: the buffer has none, and a look costs it a few microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from umbra.proto.bounds import TOKENS
+from umbra.proto.records import Routing, Sampling, Trajectory, unpack_int32
+from umbra.services.config import NamedEnvironment, RunConfig, SamplingConfig
+
+MOST_VOCABULARY = 1 << 24  # tokens of any model, until that of the run's is known
+MOST_TOKENS = 1 << 22  # of any trajectory
+MOST_REWARD = 1e9  # its square is a float32 still
+MOST_TEMPERATURE, LEAST_TEMPERATURE = 1e6, 1e-6  # logits over it are float32 numbers
+MOST_TURNS = 1_000_000
+MOST_PARTS = 64  # of a reward; each becomes a column of the step's metrics
+MOST_NAME = 100  # characters
+LATEST = 1e12  # seconds since the epoch
+MOST_VERSION = 1 << 31
+MOST_ROUTERS = 1 << 10  # layers that have one
+MOST_EXPERTS = 1 << 15  # of a layer: their numbers are int16 to the trainer
+
+ONES = b"\1" * (64 << 10)
+ZEROS = bytes(64 << 10)
+LANES = 1024  # tokens that are compared at once
+
+_NUMBERS = bytes(range(256))
+# Highest bytes of float32 logprobs that can be. Nothing is above 0 but for rounding (2**-7, as in
+# bfloat16). Nobody samples a token of a probability below e**-128, though a policy may find that
+# of another's token to be as small as it likes: what scorers find goes down to -2**17.
+_ROUNDING = bytes(range(0x3C))
+_SAMPLED = _ROUNDING + bytes(range(0x80, 0xC3))
+_SCORED = _ROUNDING + bytes(range(0x80, 0xC8))
+
+
+RouterKind = tuple[int, int, int]  # layers that have one, experts of a token, experts of a layer
+
+
+@dataclass(slots=True)
+class RunFacts:
+    """What is known of the run's model and of how it samples.
+
+    The buffer learns `vocabulary` and `routers` from the trainer; until then bounds stand in for
+    them.
+    """
+
+    vocabulary: int = MOST_VOCABULARY  # token ids are below it
+    tokens: int = MOST_TOKENS  # prompt and response tokens of a trajectory, at most
+    # What samples to train on are drawn by, for each environment (`samplings_of`); none = anything.
+    samplings: Mapping[str, Sampling] = field(default_factory=dict[str, Sampling])
+    routing: bool | None = None  # whether samples to train on have one; None = either
+    routers: RouterKind | None = None  # of the trainer's model; None = unknown
+
+    @classmethod
+    def of(cls, config: RunConfig, vocabulary: int = MOST_VOCABULARY) -> RunFacts:
+        """The facts in `config`, without the sampling, which may change when a run goes on.
+
+        An environment may say more after the last turn than fits the context, hence the factor.
+        """
+        tokens = min(MOST_TOKENS, 2 * config.generator.max_context)
+        return cls(vocabulary, tokens, routing=config.trainer.router_replay)
+
+    def sampling_of(self, prompt_id: str) -> Sampling | None:
+        """What samples of that prompt are drawn by; None = anything."""
+        # In a run with several environments ids begin with their names (`environment_prefix`).
+        return self.samplings.get(prompt_id.partition("/")[0]) or self.samplings.get("")
+
+    def learn(self, vocabulary: int, routers: RouterKind | None = None) -> None:
+        """The trainer's model has so many tokens, and such routers; 0 and None if it is unsaid."""
+        if 0 < vocabulary <= MOST_VOCABULARY:
+            self.vocabulary = vocabulary
+        if routers is not None:
+            self.routers = routers
+
+
+def sampling_of(config: SamplingConfig, *, greedy: bool = False) -> Sampling:
+    """The wire record of the configured sampling; `greedy` is temperature 0."""
+    return Sampling(
+        temperature=0.0 if greedy else config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        min_p=config.min_p,
+        max_tokens=config.max_tokens,
+    )
+
+
+def samplings_of(config: RunConfig) -> dict[str, Sampling]:
+    """The same of each environment by its name; of the only one, if there is one, by ""."""
+    return {
+        one.name if isinstance(one, NamedEnvironment) else "": sampling_of(config.sampling_for(one))
+        for one in config.all_environments
+    }
+
+
+def find_fault(
+    trajectory: Trajectory,
+    facts: RunFacts,
+    version: int = MOST_VERSION,
+    *,
+    trained: bool = True,
+) -> str | None:
+    """What is wrong with `trajectory`, or with one of its lines; None when it is sound.
+
+    Args:
+        version: newest that there is of the policy.
+        trained: it is to be trained on, and not of an evaluation, which may be greedy.
+    """
+    if trajectory.branches:
+        return _branches_fault(trajectory, facts, version, trained)
+    logprobs = {"logprobs": trajectory.logprobs}
+    if trajectory.ref_logprobs is not None:
+        logprobs["ref_logprobs"] = trajectory.ref_logprobs
+    if trajectory.proximal_logprobs is not None:
+        logprobs["proximal_logprobs"] = trajectory.proximal_logprobs
+    wanted = facts.sampling_of(trajectory.prompt_id) if trained else None
+    return (
+        _length_fault(trajectory, logprobs, facts)
+        or _span_fault(trajectory, version)
+        or _token_fault(trajectory, facts)
+        or _value_fault(trajectory, logprobs)
+        or reward_fault(trajectory.reward, trajectory.reward_parts)
+        or _sampling_fault(trajectory.sampling, wanted, trained)
+        or _plain_fault(trajectory)
+        or _routing_fault(trajectory, facts, trained)
+    )
+
+
+def _branches_fault(
+    trajectory: Trajectory, facts: RunFacts, version: int, trained: bool
+) -> str | None:
+    lines, tokens = trajectory.lines, trajectory.sample_tokens
+    if tokens > TOKENS:
+        return f"its {len(lines)} branches have {tokens} response tokens, {TOKENS} at most"
+    if trajectory.routing is not None:
+        return f"it has {len(lines)} branches and routing, which is that of one"
+    scored = (trajectory.ref_logprobs, trajectory.proximal_logprobs)
+    if any(data is not None and len(data) != 4 * tokens for data in scored):
+        return f"ref_logprobs or proximal_logprobs are not those of {len(lines)} branches"
+    for number, line in enumerate(lines):
+        if fault := find_fault(line, facts, version, trained=trained):
+            return f"branch {number + 1} of {len(lines)}: {fault}"
+    return None
+
+
+def reward_fault(reward: float, parts: dict[str, float]) -> str | None:
+    """What is wrong with a reward and its parts; None when they are sound."""
+    if not -MOST_REWARD <= reward <= MOST_REWARD:  # nor is it where it is NaN
+        return f"reward is {reward}, which is not within {MOST_REWARD:g}"
+    if not parts:
+        return None
+    if len(parts) > MOST_PARTS:
+        return f"reward_parts has {len(parts)} names, {MOST_PARTS} at most are kept"
+    for name, value in parts.items():
+        if not -MOST_REWARD <= value <= MOST_REWARD:
+            return f"reward_parts has {value} for {name[:MOST_NAME]!r}"
+        if not 0 < len(name) <= MOST_NAME or not name.isprintable():
+            return f"reward_parts has the name {name[:MOST_NAME]!r}"
+    return None
+
+
+def scored_fault(logprobs: bytes | None, tokens: int) -> str | None:
+    """What is wrong with the logprobs that a scorer found for `tokens` response tokens."""
+    if logprobs is None or len(logprobs) != 4 * tokens:
+        return f"logprobs have {len(logprobs or b'')} bytes for {tokens} response tokens"
+    return _logprob_fault("logprobs", logprobs, _SCORED)
+
+
+def _length_fault(
+    trajectory: Trajectory, logprobs: dict[str, bytes], facts: RunFacts
+) -> str | None:
+    tokens, rest = divmod(len(trajectory.response_ids), 4)
+    prompt, prompt_rest = divmod(len(trajectory.prompt_ids), 4)
+    if rest or prompt_rest:
+        return "token ids are not whole int32 values"
+    if not tokens:
+        return "no response tokens"
+    if not prompt:
+        return "no prompt tokens"
+    if prompt + tokens > facts.tokens:
+        return f"{prompt + tokens} tokens, {facts.tokens} at most (twice generator.max_context)"
+    if len(trajectory.loss_mask) != tokens:
+        return f"loss_mask has {len(trajectory.loss_mask)} entries for {tokens} response tokens"
+    for name, data in logprobs.items():
+        if len(data) != 4 * tokens:
+            return f"{name} has {len(data)} bytes for {tokens} response tokens"
+    return None
+
+
+def _span_fault(trajectory: Trajectory, version: int) -> str | None:
+    end = 0
+    for span in trajectory.spans:
+        if span.start != end or span.end <= span.start:
+            return f"span [{span.start}, {span.end}) does not follow token {end}"
+        if not 0 <= span.version <= version:
+            return f"span of version {span.version}, but only 0 to {version} exist"
+        end = span.end
+    if end != trajectory.response_tokens:
+        return f"spans end at token {end} of {trajectory.response_tokens}"
+    return None
+
+
+def _token_fault(trajectory: Trajectory, facts: RunFacts) -> str | None:
+    for name, data in (
+        ("prompt_ids", trajectory.prompt_ids),
+        ("response_ids", trajectory.response_ids),
+    ):
+        if not _all_below(data, facts.vocabulary):
+            values = unpack_int32(data)
+            return (
+                f"{name} reach from {min(values)} to {max(values)}, but the model has "
+                f"{facts.vocabulary} tokens: do generator and trainer use the same model?"
+            )
+    return None
+
+
+def _all_below(ids: bytes, bound: int) -> bool:
+    """Whether the int32 `ids` are at least 0 and below `bound`, which is at most 2**24.
+
+    Most are below already by their second highest byte, if the highest is 0; or by the third, of a
+    small vocabulary, if both are 0. Else many are compared at once, as lanes of one large number:
+    what is added to each carries those that are too large to its highest bit, where negative ones
+    have theirs already.
+    """
+    if ZEROS.startswith(ids[3::4]):
+        if bound >> 16:
+            if not ids[2::4].translate(None, _NUMBERS[: bound >> 16]):
+                return True
+        elif ZEROS.startswith(ids[2::4]) and not ids[1::4].translate(None, _NUMBERS[: bound >> 8]):
+            return True
+    return _lanes_below(ids, bound, 32)
+
+
+def _lanes_below(values: bytes, bound: int, bits: int) -> bool:
+    """Whether all numbers of `bits` bits each are below `bound`, which is at most 2**(bits - 1)."""
+    added, highest = _lanes(bound, bits)
+    width = bits // 8 * LANES
+    for start in range(0, len(values), width):
+        number = int.from_bytes(values[start : start + width], "little")
+        if (number | (number + added)) & highest:
+            return False
+    return True
+
+
+@lru_cache(maxsize=8)
+def _lanes(bound: int, bits: int) -> tuple[int, int]:
+    """For each of `LANES` lanes of `bits` bits: what lifts `bound` to the highest bit, and that."""
+    ones = sum(1 << bits * lane for lane in range(LANES))
+    return ones * ((1 << bits - 1) - bound), ones << bits - 1
+
+
+def _value_fault(trajectory: Trajectory, logprobs: dict[str, bytes]) -> str | None:
+    mask = trajectory.loss_mask
+    # Most masks are ones alone, and to compare takes a tenth of the time of the look for others.
+    if not ONES.startswith(mask):
+        if mask.translate(None, b"\0\1"):
+            return "loss_mask has values other than 0 and 1"
+        if 1 not in mask:
+            return "loss_mask has no token to learn from"
+    for name, data in logprobs.items():
+        fault = _logprob_fault(name, data, _SAMPLED if name == "logprobs" else _SCORED)
+        if fault is not None:
+            return fault
+    return None
+
+
+def _logprob_fault(name: str, data: bytes, allowed: bytes) -> str | None:
+    """Sign and exponent, or all but one bit of it, are in the highest byte of a float32."""
+    if not data[3::4].translate(None, allowed):
+        return None
+    low = -(2**7) if allowed is _SAMPLED else -(2**17)
+    return f"{name} has values that are not finite, above 0 or below {low}"
+
+
+@lru_cache(maxsize=64)  # the answers of an environment say the same, nearly always
+def _sampling_fault(given: Sampling, wanted: Sampling | None, trained: bool) -> str | None:
+    temperature = given.temperature
+    if trained and temperature == 0:
+        return "temperature 0 has no logprobs to learn from"
+    if temperature and not LEAST_TEMPERATURE <= temperature <= MOST_TEMPERATURE:
+        return f"temperature is {temperature}"
+    if not (0 < given.top_p <= 1 and 0 <= given.top_k < MOST_VOCABULARY and 0 <= given.min_p <= 1):
+        return f"top_p, top_k or min_p is out of range: {given}"
+    if wanted is None or given.distribution == wanted.distribution:
+        return None
+    return (
+        f"(temperature, top_p, top_k, min_p) are {given.distribution}, the run samples with "
+        f"{wanted.distribution}"
+    )
+
+
+def _plain_fault(trajectory: Trajectory) -> str | None:
+    """What tensors and columns are made of, or a log tells."""
+    if not 0 <= trajectory.turns <= MOST_TURNS:
+        return f"turns is {trajectory.turns}"
+    if not -1 <= trajectory.proximal_version <= MOST_VERSION:
+        return f"proximal_version is {trajectory.proximal_version}"
+    if not (_is_name(trajectory.finish_reason) and _is_name(trajectory.generator)):
+        return "finish_reason or generator is no short name"
+    begin, end = trajectory.started_at, trajectory.finished_at
+    if not (-LATEST <= begin <= LATEST and -LATEST <= end <= LATEST):  # nor is it where it is NaN
+        return f"started_at and finished_at are {(begin, end)}"
+    return None
+
+
+def _routing_fault(trajectory: Trajectory, facts: RunFacts, trained: bool) -> str | None:
+    routing = trajectory.routing
+    if routing is None:
+        if facts.routing and trained:
+            return "it does not say which experts its tokens met (trainer.router_replay)"
+        return None
+    if facts.routing is False:
+        return "it says which experts its tokens met, but trainer.router_replay is off"
+    found = (routing.layers, routing.choices, routing.experts)
+    if facts.routers is not None and found != facts.routers:
+        return (
+            f"(layers, experts of a token, experts of a layer) of its routing are {found}, those "
+            f"of the trainer's model {facts.routers}: do generator and trainer use the same model?"
+        )
+    return _shape_fault(routing) or _covered_fault(trajectory, routing)
+
+
+def _shape_fault(routing: Routing) -> str | None:
+    layers, choices, experts = routing.layers, routing.choices, routing.experts
+    if not (0 < layers <= MOST_ROUTERS and 0 < choices <= experts <= MOST_EXPERTS):
+        return f"routing of {layers} layers to {choices} of {experts} experts"
+    if len(routing.chosen) % routing.token_bytes:
+        return f"routing has {len(routing.chosen)} bytes, no multiple of {routing.token_bytes}"
+    if experts > 256:
+        below = _lanes_below(routing.chosen, experts, 16)
+    else:
+        below = not routing.chosen.translate(None, _NUMBERS[:experts])
+    return None if below else f"routing names experts beyond {experts - 1}"
+
+
+def _covered_fault(trajectory: Trajectory, routing: Routing) -> str | None:
+    """Only what no learned token follows may be without; nobody has read the last token."""
+    covered = len(routing.chosen) // routing.token_bytes
+    prompt = len(trajectory.prompt_ids) // 4
+    least = prompt + trajectory.loss_mask.rfind(1)
+    most = prompt + trajectory.response_tokens - 1
+    if least <= covered <= most:
+        return None
+    return f"routing is of {covered} tokens, {least} to {most} are needed"
+
+
+def _is_name(text: str) -> bool:
+    return len(text) <= MOST_NAME and text.isprintable()

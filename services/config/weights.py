@@ -1,0 +1,116 @@
+"""The weight hub's section."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from umbra.proto.deadline import LEAST_RATE, Pace
+from umbra.services.config.base import Section
+
+START_S = 600.0  # for all processes of a run to start, besides what their weights take
+CONNECTIONS = 2
+
+
+class WeightHubConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Versions, arena and pushes."""
+
+    listen: Annotated[str, Meta(description="address the hub binds; port * picks a free one")] = (
+        "tcp://127.0.0.1:*"
+    )
+    advertise: Annotated[
+        str,
+        Meta(
+            description="host name or address by which others reach the hub, where it is not the "
+            "one that is bound (containers); empty = the bound one, or this host's name"
+        ),
+    ] = ""
+    plane: Annotated[
+        Literal["auto", "shm", "tcp", "nccl", "cuda_ipc"],
+        Meta(description="how weights travel; auto = best that both sides have"),
+    ] = "auto"
+    bucket_bytes: Annotated[
+        int, Meta(description="bytes per bucket (one checksum each)", ge=1024)
+    ] = 4 << 20
+    receive_bucket_bytes: Annotated[
+        int, Meta(description="bytes per message over plane tcp, chosen by the receiver", ge=1024)
+    ] = 4 << 20
+    buckets_listen: Annotated[
+        str,
+        Meta(description="address for plane tcp; empty = any port of the listen address's host"),
+    ] = ""
+    connections: Annotated[
+        int,
+        Meta(
+            description="connections over which a receiver fetches from one source over plane tcp, "
+            "each with a thread at both ends",
+            ge=1,
+            le=16,
+        ),
+    ] = CONNECTIONS
+    connections_listen: Annotated[
+        str,
+        Meta(
+            description="address for these connections; empty = any port of the host of plane tcp"
+        ),
+    ] = ""
+    delta: Annotated[
+        Literal["auto", "always", "off"],
+        Meta(description="plane tcp sends lossless differences: over slow links, over all, never"),
+    ] = "auto"
+    device: Annotated[
+        int, Meta(description="index of the GPU that the hub and each relay use", ge=0)
+    ] = 0
+    chunk_bytes: Annotated[
+        int,
+        Meta(description="bytes per broadcast over plane nccl; two in device memory", ge=1024),
+    ] = 64 << 20
+    slots: Annotated[int, Meta(description="versions held in the arena", ge=2)] = 2
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Meta(description="what is served; auto = bfloat16 from and to GPUs, float32 on CPUs"),
+    ] = "auto"
+    deadline_s: Annotated[
+        float,
+        Meta(
+            description="seconds a receiver may take per phase until it is dropped, besides those "
+            "for its bytes (least_rate)",
+            gt=0,
+        ),
+    ] = 30.0
+    least_rate: Annotated[
+        float,
+        Meta(
+            description="bytes per second at which weights move at the least, over links and in "
+            "memory; all deadlines for moving them grow with their bytes by it",
+            gt=0,
+        ),
+    ] = LEAST_RATE
+
+    @property
+    def pace(self) -> Pace:
+        """How long each phase of a push may take."""
+        return Pace(self.deadline_s, self.least_rate)
+
+    def first_version_s(self, nbytes: int) -> float:
+        """How long a receiver may wait for its first version, if the trainer has yet to start.
+
+        Args:
+            nbytes: of the model, which is read, has `slots` of its size allocated, and is written
+                to one of these and brought to the receiver.
+        """
+        return self.pace.after(START_S).limit_s((3 + self.slots) * nbytes)
+
+    def dtype_on(self, kind: str) -> Literal["float32", "bfloat16", "float16"]:
+        """What a process on a device of that `kind` ("cpu" or "cuda") serves, or is served."""
+        if self.dtype == "auto":
+            return "bfloat16" if kind == "cuda" else "float32"
+        return self.dtype
+
+    def expected_on(self, kind: str) -> str:
+        """The dtype that such a process has to be served; "" if it takes what there is.
+
+        With "auto" trainer and receivers decide each for itself, and may differ.
+        """
+        return self.dtype_on(kind) if self.dtype == "auto" else ""

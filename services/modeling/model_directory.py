@@ -1,0 +1,116 @@
+"""Where a model lies that a key or flag names, and what must lie there; nothing is loaded."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import xxhash
+
+from umbra.proto.errors import UsageError
+from umbra.services.modeling.hub import fetch, is_hub_name, looks_like_name
+from umbra.services.weights.safetensors_file import checksum_of
+
+WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
+READ_SUFFIXES = (".json", ".safetensors", ".model")
+
+
+def directory_of(
+    name: str | Path, source: str = "model.path", *, weights: bool = True, code: bool = False
+) -> Path:
+    """The directory of the model that `name` stands for: itself, or where the hub's cache has it.
+
+    Args:
+        name: a directory, or ORG/NAME[@REVISION] on the hub, which is downloaded if need be.
+        source: the key or flag it came from, for the error.
+        weights: False if they are not read, so that they need not be downloaded.
+        code: whether the Python files that the model brings are needed.
+
+    Raises:
+        UsageError, StartupError: the hub does not give it; see `hub.fetch`.
+    """
+    if is_hub_name(str(name)):
+        return fetch(str(name), source, weights=weights, code=code)
+    return Path(name)
+
+
+def check_model_dir(
+    path: str | Path,
+    source: str = "model.path",
+    *,
+    tokenizer: bool = True,
+    weights: bool = True,
+    code: bool = False,
+) -> Path:
+    """The directory of a model, with config, tokenizer and safetensors weights.
+
+    Args:
+        path: the directory, or a name; this and all else as of `directory_of`.
+        source: the key or flag it came from, for the error.
+        tokenizer: False if it does not need one.
+        weights: False if weights of the hub may be missing; a directory has to have them.
+        code: as there.
+
+    Raises:
+        UsageError: what is missing, and where.
+        StartupError: the hub cannot be reached.
+    """
+    if not str(path):
+        raise UsageError(
+            f"{source} is empty: name a Hugging Face model directory, or a model on the hub"
+        )
+    of_hub = is_hub_name(str(path))
+    directory = directory_of(path, source, weights=weights, code=code)
+    try:
+        files = {file.name for file in directory.iterdir()} if directory.is_dir() else None
+    except OSError as error:
+        raise _unreadable(error, source) from error
+    if files is None:
+        raise UsageError(
+            f"{source}: {directory} is no directory; download the model there, name one on the hub "
+            f"({_on_hub(str(path))}), or make a small one with `umbra make-model`"
+        )
+    for what, names in (
+        ("config", ("config.json",)),
+        *([("tokenizer", TOKENIZER_FILES)] if tokenizer else []),
+        *([("safetensors weights", WEIGHT_FILES)] if weights or not of_hub else []),
+    ):
+        if files.isdisjoint(names):
+            raise UsageError(f"{source}: {directory} has no {what} ({' or '.join(names)})")
+    for name in sorted(files):
+        if name.endswith(READ_SUFFIXES):
+            try:
+                (directory / name).open("rb").close()
+            except OSError as error:
+                raise _unreadable(error, source) from error
+    return directory
+
+
+def _on_hub(path: str) -> str:
+    """How a model on the hub is named where `path` was taken for a directory."""
+    org_and_name = "/".join(Path(path).parts[-2:])
+    is_name = looks_like_name(org_and_name) and "@" not in org_and_name
+    return f"{org_and_name}@main if that was meant" if is_name else "ORG/NAME"
+
+
+def _unreadable(error: OSError, source: str) -> UsageError:
+    """What to say when the operating system refuses to open a file or folder of the model."""
+    remedy = ""
+    if isinstance(error, PermissionError):
+        remedy = f": let the user with uid {os.geteuid()}, as whom this process runs, read it"
+    return UsageError(f"{source}: {error.filename} cannot be read: {error.strerror}{remedy}")
+
+
+def weights_bytes(path: str | Path) -> int:
+    """Size of all weight files of a model that are here; 0 where there are none."""
+    directory = directory_of(path, weights=False)
+    return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+
+
+def weights_checksum(path: str | Path) -> str:
+    """XXH3 over all weight files of a model, in hexadecimal."""
+    checksum = xxhash.xxh3_64()
+    for file in sorted(directory_of(path).glob("*.safetensors")):
+        checksum.update(checksum_of(file).checksum.to_bytes(8))
+    return checksum.hexdigest()

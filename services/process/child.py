@@ -1,0 +1,252 @@
+"""How a child process is started, watched and ended; `parent.py` is what the child does for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from umbra.proto.deadline import Deadline
+from umbra.proto.errors import PeerLostError, UmbraError
+from umbra.services.config.loader import ENV_PREFIX
+from umbra.services.process.parent import PARENT_PID_VARIABLE, READY_FD_VARIABLE
+
+Output: TypeAlias = Path | int | None  # a file to append to, a file descriptor, or as ours
+TUNABLES = "GLIBC_TUNABLES"
+_PAST_THE_CACHE = "glibc.cpu.x86_non_temporal_threshold"
+_LARGE_COPY_BYTES = 1 << 20
+_LOOK_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a process used: wall-clock and CPU seconds (user + system, its children included)."""
+
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(self.wall_s + other.wall_s, self.cpu_s + other.cpu_s)
+
+
+class ChildError(UmbraError):
+    """A child ended badly; it ends us with the same exit code."""
+
+    def __init__(self, reason: str, exit_code: int) -> None:
+        super().__init__(reason)
+        self.exit_code = exit_code
+
+
+class ChildProcess:
+    """A running child. Its stdin is empty, unless `channel` is given.
+
+    The kernel's parent-death signal follows the thread that forked: a child that asks for it
+    (`parent.py`) has to be made in a thread that outlives it, such as the main thread.
+
+    Args:
+        argv: the command.
+        environ: its environment, `child_environ()` if not given; what `parent.py` reads is added.
+        stdout, stderr: where they go.
+        channel: the child's end of a socket pair (`pipe.py`), as its stdin. It says there that it
+            is up. Its stdout is our stderr, because libraries print there.
+        session: whether it leads a session of its own: Ctrl-C in the terminal does not reach it,
+            and all that it started ends with it. Otherwise what ends our process group ends it too.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        environ: Mapping[str, str] | None = None,
+        stdout: Output = None,
+        stderr: Output = None,
+        channel: socket.socket | None = None,
+        session: bool = True,
+    ) -> None:
+        self.returncode: int | None = None
+        self.usage = Usage()
+        self._leads = session
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._started = time.monotonic()
+        self._ready_fd, self._ready_line = -1, b""
+        variables = {
+            **(child_environ() if environ is None else environ),
+            PARENT_PID_VARIABLE: str(os.getpid()),
+            "PYTHONUNBUFFERED": "1",
+        }
+        if channel is not None:
+            variables.pop(READY_FD_VARIABLE, None)
+            self.pid = self._spawn(list(argv), variables, 2, stderr, channel.fileno())
+            return
+        self._ready_fd, child_end = os.pipe()
+        os.set_blocking(self._ready_fd, False)
+        variables[READY_FD_VARIABLE] = str(child_end)
+        try:
+            self.pid = self._spawn(list(argv), variables, stdout, stderr, ready_fd=child_end)
+        except BaseException:
+            os.close(self._ready_fd)
+            raise
+        finally:
+            os.close(child_end)
+
+    def _spawn(
+        self,
+        argv: list[str],
+        environ: dict[str, str],
+        stdout: Output,
+        stderr: Output,
+        stdin: int = subprocess.DEVNULL,
+        ready_fd: int | None = None,
+    ) -> int:
+        """Start the child, with `ready_fd` open; its pid."""
+        with ExitStack() as files:
+            out, err = (
+                files.enter_context(where.open("ab")) if isinstance(where, Path) else where
+                for where in (stdout, stderr)
+            )
+            self._popen = subprocess.Popen(
+                argv,
+                stdin=stdin,
+                stdout=out,
+                stderr=err,
+                env=environ,
+                pass_fds=() if ready_fd is None else (ready_fd,),
+                start_new_session=self._leads,
+            )
+        return self._popen.pid
+
+    def ready(self) -> dict[str, Any] | None:
+        """What the child said when it was up; None before that."""
+        if not self._ready_line.endswith(b"\n") and self._ready_fd >= 0:
+            try:
+                self._ready_line += os.read(self._ready_fd, 65536)
+            except BlockingIOError:
+                return None
+        return json.loads(self._ready_line) if self._ready_line.endswith(b"\n") else None
+
+    def poll(self) -> int | None:
+        """The exit code (negative: the signal that ended it), or None while it runs.
+
+        What is left of its session ends with it.
+        """
+        if self.returncode is None:
+            options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            if os.waitid(os.P_PID, self.pid, options) is None:
+                return None
+            if self._leads:
+                # Before it is reaped: until then its process group id cannot be given to others.
+                self._signal_all(signal.SIGKILL)
+            _, status, used = os.wait4(self.pid, 0)
+            self.returncode = os.waitstatus_to_exitcode(status)
+            if self._popen:
+                self._popen.returncode = self.returncode  # else it would wait for it as well
+            wall_s = time.monotonic() - self._started
+            self.usage = Usage(wall_s, used.ru_utime + used.ru_stime)
+            self._close()
+        return self.returncode
+
+    def wait(self, timeout_s: float) -> int | None:
+        """The exit code, as soon as it has ended; None if it has not in `timeout_s` seconds."""
+        deadline = Deadline(timeout_s)
+        while (code := self.poll()) is None and not deadline.passed:
+            time.sleep(_LOOK_S)
+        return code
+
+    def terminate(self) -> None:
+        """Ask it to drain."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it, and its session, at once."""
+        if self.poll() is None:
+            self._signal_all(signal.SIGKILL)
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        try:
+            (os.killpg if self._leads else os.kill)(self.pid, number)
+        except (ProcessLookupError, PermissionError):
+            pass  # nothing is left of it, or only what is on its way out
+
+    def _close(self) -> None:
+        if self._ready_fd >= 0:
+            self.ready()
+            os.close(self._ready_fd)
+            self._ready_fd = -1
+
+
+def start_worker(
+    argv: Sequence[str], environ: Mapping[str, str] | None = None
+) -> tuple[ChildProcess, socket.socket]:
+    """A child of our session that talks with us over a pair of sockets, and our end (`pipe.py`)."""
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs:
+            return ChildProcess(argv, environ=environ, channel=theirs, session=False), ours
+    except BaseException:
+        ours.close()
+        raise
+
+
+def describe_exit(code: int) -> str:
+    """An exit code in words."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
+
+
+def own_exit_code(code: int) -> int:
+    """What we end with because a child ended with `code`."""
+    if code == 1:
+        return UmbraError.exit_code  # 1 is Python's own, after a traceback
+    return code if code > 0 else PeerLostError.exit_code
+
+
+def child_environ(search: Sequence[Path] = ()) -> dict[str, str]:
+    """The environment of our children.
+
+    `UMBRA_SECTION__KEY` variables are left out: they are part of the resolved configuration already
+    and would outrank what a flag said. `search` is put in front of the module search path.
+    """
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if not (name.startswith(ENV_PREFIX) and "__" in name) and name != READY_FD_VARIABLE
+    }
+    paths = [str(path) for path in search]
+    if before := environ.get("PYTHONPATH"):
+        paths.append(before)
+    if paths:
+        environ["PYTHONPATH"] = os.pathsep.join(paths)
+    return with_fast_copies(environ)
+
+
+def with_fast_copies(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ`, by which the C library writes copies of 1 MiB and more past the cache.
+
+    Otherwise each line of the target is read before it is written, and weights are copied at half
+    the speed. glibc does so beyond a part of the largest cache, which on virtual machines is that
+    of the whole host: larger than any tensor. What a user has set stays.
+    """
+    given = environ.get(TUNABLES, "")
+    if _PAST_THE_CACHE in given:
+        return dict(environ)
+    ours = f"{_PAST_THE_CACHE}={_LARGE_COPY_BYTES:#x}"
+    return {**environ, TUNABLES: f"{given}:{ours}" if given else ours}
+
+
+def umbra_argv(*arguments: str) -> tuple[str, ...]:
+    """The command line of an `umbra` sub-command under this very Python."""
+    return (sys.executable, "-m", "umbra", *arguments)

@@ -1,0 +1,260 @@
+"""The frame of every service's command: flags, configuration, logging, signals, exit codes."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast, get_type_hints
+
+import click
+import msgspec
+
+from umbra.proto.access import KeyRole
+from umbra.proto.errors import UsageError
+from umbra.proto.messages import Role
+from umbra.proto.net.keys import OPEN, Security, open_security
+from umbra.proto.net.session import Session
+from umbra.proto.sockets import check_address
+from umbra.services.config import LogConfig, RunConfig, RunSection
+from umbra.services.config import SecurityConfig as SecurityConfig
+from umbra.services.config.describe import shown_default
+from umbra.services.config.loader import bare, choices, load_config
+from umbra.services.process.logs import setup_logging
+from umbra.services.process.metrics import MetricsFile
+from umbra.services.process.parent import tell_ready
+from umbra.services.process.signals import stop_on_signals
+from umbra.services.process.threads import named_errors
+
+OPEN_FILES = 65_536
+
+
+@dataclass(frozen=True)
+class ServiceContext:
+    """What a service's `run` gets."""
+
+    config: RunConfig
+    name: str
+    broker: str
+    run_dir: Path | None
+    stopping: threading.Event
+    log: logging.Logger
+    metrics: MetricsFile
+    security: Security = OPEN
+    options: Mapping[str, Any] = field(default_factory=dict)  # of this command alone
+
+    def join(self, role: Role, endpoints: dict[str, str] | None = None) -> Session:
+        """Join the run; see `Session.join`."""
+        return Session.join(
+            role=role,
+            name=self.name,
+            broker=self.broker,
+            endpoints=endpoints,
+            stopping=self.stopping,
+            deadline_s=self.config.run.broker_grace_s,
+            grace_s=self.config.run.broker_grace_s,
+            metrics=self.metrics,
+            security=self.security,
+        )
+
+    def ready(self, facts: dict[str, Any]) -> None:
+        """Tell whoever started this process that it is up, and where (one JSON line)."""
+        self.log.info("ready: %s", ", ".join(f"{key} {value}" for key, value in facts.items()))
+        tell_ready(facts)
+
+
+KEYS: dict[str, Any] = {
+    "metavar": "FOLDER",
+    "help": "Keys of the run, from `umbra keys` (security.keys).",
+}
+INSECURE: dict[str, Any] = {
+    "is_flag": True,
+    "default": None,
+    "help": "Bind addresses that other machines can reach without keys (security.insecure).",
+}
+keys_option = click.option("--keys", **KEYS)
+insecure_option = click.option("--insecure", **INSECURE)
+
+
+def keys_of(*roles: KeyRole) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The option --keys of a command that is no service: it gets a `Security` called `security`.
+
+    The key is that of the first of `roles` whose secret half is in the folder.
+    """
+
+    def read(_ctx: click.Context, _param: click.Parameter, value: str | None) -> Security:
+        return open_security(SecurityConfig(keys=value or ""), roles)
+
+    return click.option("--keys", "security", envvar="UMBRA_SECURITY__KEYS", callback=read, **KEYS)
+
+
+def security_overrides(keys: str | None, insecure: bool | None = None) -> list[str]:
+    """What these two options say, as `--set` would."""
+    chosen = [] if keys is None else [f"security.keys={keys}"]
+    return chosen if insecure is None else [*chosen, f"security.insecure={str(insecure).lower()}"]
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A flag with which a service's command does something else than to serve."""
+
+    flag: str
+    help: str
+    run: Callable[[ServiceContext], int]
+
+
+def service_command(
+    section: str,
+    run: Callable[[ServiceContext], int],
+    *,
+    alternative: Alternative | None = None,
+    options: Sequence[click.Option] = (),
+) -> click.Command:
+    """The command of a service: common flags plus one per field of its configuration section.
+
+    What `options` say differs from process to process and is no part of the configuration; `run`
+    finds it in its context.
+    """
+    service = section.replace("_", "-")
+    role = cast(Role, section)
+    cls: type[Any] = get_type_hints(RunConfig)[section]
+    fields = msgspec.structs.fields(cls)
+
+    def invoke(**values: Any) -> None:
+        overrides = list(values.pop("set"))
+        chosen = {field.name: values.pop(field.name) for field in fields}
+        own = {option.name: values.pop(option.name) for option in options if option.name}
+        for key, given in chosen.items():
+            if isinstance(given, tuple):  # a table: KEY=VALUE, any number of times
+                overrides += [f"{section}.{key}.{text}" for text in given]
+            elif given is not None:
+                overrides.append(f"{section}.{key}={given}")
+        for key in ("level", "format"):
+            if (text := values[f"log_{key}"]) is not None:
+                overrides.append(f"log.{key}={text}")
+        if values["broker"] is not None:
+            overrides.append(f"run.broker={values['broker']}")
+        overrides += security_overrides(values["keys"], values["insecure"])
+        config = load_config(values["config"], overrides=overrides)
+        if values["dry_run"]:
+            _print_dry_run(values["name"] or service, section, config, values["run_dir"])
+            return
+        chosen_run = run
+        if alternative is not None and values[alternative.flag]:
+            chosen_run = alternative.run
+        name = values["name"] or service
+        raise SystemExit(_run_service(chosen_run, role, config, name, values["run_dir"], own))
+
+    params: list[click.Parameter] = [
+        click.Option(["--config"], type=str, help="Run file (TOML, or the resolved JSON)."),
+        click.Option(["--set"], multiple=True, metavar="SECTION.KEY=VALUE", help="Override a key."),
+        click.Option(
+            ["--broker"],
+            envvar="UMBRA_BROKER",
+            help=f"Address of the buffer.  [default: {RunSection().broker}]",
+        ),
+        click.Option(["--name"], help="Name in the run.  [default: " + service + "]"),
+        click.Option(["--run-dir"], type=click.Path(path_type=Path), help="Folder for results."),
+        click.Option(
+            ["--log-level"], help=f"debug, info, warning or error.  [default: {LogConfig().level}]"
+        ),
+        click.Option(["--log-format"], help=f"console or json.  [default: {LogConfig().format}]"),
+        click.Option(["--keys"], **KEYS),
+        click.Option(["--insecure"], **INSECURE),
+        click.Option(["--dry-run"], is_flag=True, help="Check flags and keys, print what counts."),
+        *options,
+        *(_flag(field, cls) for field in fields),
+    ]
+    if alternative is not None:
+        params.append(click.Option([f"--{alternative.flag}"], is_flag=True, help=alternative.help))
+    return click.Command(service, params=params, callback=invoke, help=_first_line(cls))
+
+
+def _print_dry_run(name: str, section: str, config: RunConfig, run_dir: Path | None) -> None:
+    """Say as what the service would start; what is given in several places is settled here."""
+    security = open_security(config.security, [cast(Role, section)], run_dir)
+    click.echo(f"name = {name}")
+    click.echo(f"broker = {config.run.broker}")
+    click.echo(f"keys = {'none' if security.keys is None else config.security.keys or run_dir}")
+    for key, value in msgspec.to_builtins(getattr(config, section)).items():
+        click.echo(f"{section}.{key} = {msgspec.json.encode(value).decode()}")
+
+
+def _run_service(
+    run: Callable[[ServiceContext], int],
+    role: Role,
+    config: RunConfig,
+    name: str,
+    run_dir: Path | None,
+    options: Mapping[str, Any],
+) -> int:
+    setup_logging(config.log, name)
+    allow_connections()
+    if role != "buffer":  # which binds it
+        check_address(config.run.broker, "--broker")
+    security = open_security(config.security, [role], run_dir)
+    if run_dir is not None:
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"--run-dir {run_dir} cannot be made: {error.strerror}; name a folder that this "
+                "user may write to"
+            ) from error
+    stopping = threading.Event()
+    metrics = MetricsFile(run_dir / "metrics.jsonl" if run_dir else None, name)
+    with closing(metrics), stop_on_signals(stopping), named_errors(name):
+        return run(
+            ServiceContext(
+                config=config,
+                name=name,
+                broker=config.run.broker,
+                run_dir=run_dir,
+                stopping=stopping,
+                log=logging.getLogger(f"umbra.{name}"),
+                metrics=metrics,
+                security=security,
+                options=options,
+            )
+        )
+
+
+def allow_connections() -> None:
+    """Raise the limit on open files to what is allowed; by default it is 1,024 at most places.
+
+    Each generator takes three connections of the buffer, each stranger who knocks takes one.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if most == resource.RLIM_INFINITY else min(OPEN_FILES, most)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+
+
+def _flag(field: msgspec.structs.FieldInfo, section: type[Any]) -> click.Option:
+    info = msgspec.inspect.type_info(get_type_hints(section, include_extras=True)[field.name])
+    schema = getattr(info, "extra_json_schema", None) or {}
+    shown = shown_default(field)
+    default = f"  [default: {shown}]" if shown else ""
+    kind = bare(info)
+    if isinstance(kind, msgspec.inspect.DictType):
+        return click.Option(
+            [f"--{field.encode_name.replace('_', '-').removesuffix('s')}", field.name],
+            metavar="KEY=VALUE",
+            multiple=True,
+            help=str(schema.get("description", "")) + "; can be repeated",
+        )
+    known = () if isinstance(kind, msgspec.inspect.BoolType) else choices(kind)
+    kinds = [type(one).__name__.removesuffix("Type") for one in getattr(kind, "types", [kind])]
+    metavar = "|".join(known or kinds).replace("Tuple", "List")
+    return click.Option(
+        [f"--{field.encode_name.replace('_', '-')}", field.name],
+        metavar=f"[{metavar}]" if known else metavar.upper(),
+        help=str(schema.get("description", "")) + default,
+    )
+
+
+def _first_line(cls: type[Any]) -> str:
+    return (cls.__doc__ or "").strip().splitlines()[0]

@@ -1,0 +1,63 @@
+"""An asyncio event loop in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar, TypeVarTuple
+
+from umbra.services.process.threads import ends_process, service_thread
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+
+class LoopThread:
+    """Runs until it is closed.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._name = name
+        self._thread = service_thread(self._run, name)
+        self._thread.start()
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing runs here any more."""
+        return self._loop.is_closed()
+
+    def call(self, function: Callable[[*Ts], object], *args: *Ts) -> None:
+        """Call `function` there, soon; never, if it is closed. What it raises ends the process."""
+        if not self.closed:
+            guarded = ends_process(function, f"the thread {self._name}")
+            self._loop.call_soon_threadsafe(guarded, *args)
+
+    def wait(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """Run `coroutine` there to its end, and return its result.
+
+        Raises:
+            TimeoutError: it took longer.
+        """
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
+
+    def close(self) -> None:
+        """End the thread."""
+        if self.closed:
+            return
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+
+def ends_with_it(task: asyncio.Task[None]) -> None:
+    """To be called when `task`, whose result nobody takes, is done: its error ends the process."""
+    if not task.cancelled():
+        ends_process(task.result, task.get_name())()

@@ -1,0 +1,110 @@
+"""`metrics.jsonl` of a run: one JSON object per line, appended by every service on this machine.
+
+No process ends for want of a line of it: what a full disk does not take is left out and counted. A
+line that was cut off so is no JSON, and readers pass over it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from umbra.proto.errors import UNREADABLE
+from umbra.services.process.spans import Span, SpanLog
+
+log = logging.getLogger(__name__)
+
+
+class MetricsFile:
+    """Append-only JSON lines; each is one `write` to an O_APPEND file: processes don't interleave.
+
+    A row that the disk does not take is lost; `lost` counts them, and the log tells of the first
+    and how many there were when there is room again.
+
+    Whoever watches gets the same: `spans` holds the last ones, and `on_row` is called with kind and
+    fields of every other row.
+
+    Args:
+        path: the file, made if missing; None writes nothing.
+        service: stamped on every line.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(
+        self, path: Path | None, service: str, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.service = service
+        self.spans = SpanLog(clock)
+        self.on_row: Callable[[str, dict[str, Any]], None] | None = None
+        self.lost = 0  # rows
+        self._lost_before = 0  # of them, those that the log has told of
+        self._torn = False  # the last row ended somewhere in its middle
+        self._clock = clock
+        self._fd = (
+            None if path is None else os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        )
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Append one row."""
+        if self._fd is not None:
+            row = {"time": self._clock(), "service": self.service, "kind": kind, **fields}
+            self._append(self._fd, json.dumps(row, separators=(",", ":")).encode() + b"\n")
+        if kind == "span":
+            self.spans.add(Span(span_name(fields), fields["start"], fields["end"]))
+        elif self.on_row is not None:
+            self.on_row(kind, fields)
+
+    def _append(self, fd: int, line: bytes) -> None:
+        if self._torn:
+            line = b"\n" + line
+        written, reason = 0, "No space left on device"  # what else makes a write a short one
+        try:
+            written = os.write(fd, line)
+        except OSError as error:
+            reason = error.strerror or str(error)
+        told = self.lost > self._lost_before
+        if written == len(line):
+            self._torn = False
+            if told:
+                log.warning("metrics can be written again; %d rows were lost", self.lost)
+                self._lost_before = self.lost
+            return
+        self._torn = self._torn or written > 0
+        self.lost += 1
+        if not told:
+            log.warning("metrics cannot be written, rows are lost: %s", reason)
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Append a row of kind "span" with `start` and `end` (seconds since the epoch)."""
+        start = self._clock()
+        self.spans.begin(name, start)
+        yield
+        self.write("span", name=name, start=start, end=self._clock())
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+def span_name(row: dict[str, Any]) -> str:
+    """What the span of `row` shows as: its name, with the reason if it has one."""
+    reason = row.get("reason")
+    return f"{row['name']}: {reason}" if reason else str(row["name"])
+
+
+def parse_row(line: str) -> dict[str, Any] | None:
+    """The row in a line of the file; None if it is none, because a crash or a full disk cut it."""
+    try:
+        row = json.loads(line)
+    except UNREADABLE:
+        return None
+    return row if isinstance(row, dict) and "kind" in row else None

@@ -1,0 +1,354 @@
+"""Starts, watches, restarts and stops processes of this machine: a run's, replicas, ranks.
+
+The supervisor does nothing by itself: its owner calls `poll` often. That never blocks, so a live
+view can share its thread, and with injected processes and clock every decision can be tested.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from umbra.proto.deadline import Deadline
+from umbra.proto.errors import DivergedError, FailedSamplesError, RejectedError, UsageError
+from umbra.services.process.child import Usage, describe_exit, own_exit_code
+
+_LOOK_S = 0.02
+# The same would happen again.
+FINAL_CODES = tuple(
+    error.exit_code for error in (UsageError, RejectedError, DivergedError, FailedSamplesError)
+)
+ASKED_CODES = (0, -signal.SIGTERM)  # how a process may end that was asked to
+
+
+class RestartPolicy:
+    """When a process that failed is started again: after a growing pause, and not for ever.
+
+    No clock of its own.
+
+    Args:
+        first_s: seconds until the first restart; doubles with every restart in the window.
+        most_s: the longest pause in seconds.
+        limit: restarts within `window_s` seconds; one more failure is final.
+    """
+
+    def __init__(
+        self,
+        *,
+        first_s: float = 0.5,
+        most_s: float = math.inf,
+        limit: int = 5,
+        window_s: float = 60.0,
+    ) -> None:
+        self.first_s = first_s
+        self.most_s = most_s
+        self.limit = limit
+        self.window_s = window_s
+        self._restarts: deque[float] = deque()
+
+    def failed(self, now: float) -> float | None:
+        """The process failed at `now`: seconds until its restart, or None for never."""
+        while self._restarts and now - self._restarts[0] > self.window_s:
+            self._restarts.popleft()
+        if len(self._restarts) >= self.limit:
+            return None
+        delay = min(self.most_s, self.first_s * 2 ** len(self._restarts))
+        self._restarts.append(now)
+        return delay
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A process to run: stopped in the order of `wave`.
+
+    One that `recovers` is started again when it fails, and can take up its work. The run can do
+    without an `elastic` one, while there is another; the loss of any other ends it. `policy` says
+    how often it is started again, if not as often as others; `environ` is added to its environment.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    wave: int
+    elastic: bool = False
+    recovers: bool = False
+    policy: Callable[[], RestartPolicy] | None = None
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why the run ended badly: one sentence, the program at fault, the exit code to end with."""
+
+    reason: str
+    program: str
+    exit_code: int
+    code: int = 0  # with which the program ended itself; a signal's is negative
+
+
+class Child(Protocol):
+    """What the supervisor needs of a process; `child.ChildProcess` is one."""
+
+    pid: int
+    usage: Usage
+
+    def ready(self) -> dict[str, Any] | None: ...
+    def poll(self) -> int | None: ...
+    def terminate(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Slot:
+    program: Program
+    policy: RestartPolicy
+    child: Child | None = None
+    restart_at: float | None = None
+    restarts: int = 0
+    code: int | None = None
+    killed: bool = False
+    leave_by: float | None = None  # it was asked to leave, and is killed then
+    usage: Usage = field(default_factory=Usage)
+
+
+class Supervisor:
+    """The processes of one run, or of one of its services.
+
+    Args:
+        spawn: starts a program.
+        goal: the program whose orderly exit means that the run is done, if there is such a one.
+        report: gets a line for people at every event.
+        last_line: the last thing that a program said, for the sentence about its end.
+        stop_s: seconds that each wave gets to stop until it is killed (`run.stop_s`).
+        finish_s: seconds from the first orderly exit to the last; twice `stop_s` if not given.
+    """
+
+    def __init__(
+        self,
+        spawn: Callable[[Program], Child],
+        *,
+        goal: str = "",
+        report: Callable[[str], None],
+        last_line: Callable[[str], str] = lambda _name: "",
+        policy: Callable[[], RestartPolicy] = RestartPolicy,
+        stop_s: float = 15.0,
+        finish_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.failure: Failure | None = None
+        self.stopped_badly: Failure | None = None  # the first that did when it was asked to stop
+        self.draining = False
+        self._spawn = spawn
+        self._goal = goal
+        self._report = report
+        self._last_line = last_line
+        self._policy = policy
+        self._stop_s = stop_s
+        self._finish_s = 2 * stop_s if finish_s is None else finish_s
+        self._clock = clock
+        self._slots: dict[str, _Slot] = {}
+        self._waves: list[list[_Slot]] = []
+        self._wave_deadline = 0.0
+        self._finishing_since: float | None = None
+        self._reached = False
+
+    def start(self, program: Program) -> None:
+        """Start `program` and watch it from now on."""
+        slot = self._slots[program.name] = _Slot(program, (program.policy or self._policy)())
+        slot.child = self._spawn(program)
+
+    def retire(self, name: str) -> None:
+        """Ask `name` to leave for good, while the others go on; it is killed after `stop_s`."""
+        slot = self._slots[name]
+        slot.restart_at = None
+        slot.leave_by = self._clock() + self._stop_s
+        if slot.child is not None:
+            slot.child.terminate()
+
+    def ready(self, name: str) -> dict[str, Any] | None:
+        """What `name` said when it was up; None before that."""
+        child = self._slots[name].child
+        return None if child is None else child.ready()
+
+    def poll(self) -> bool:
+        """Take note of what happened and act on it; False once nothing runs and nothing will."""
+        for slot in self._slots.values():
+            if slot.child is not None and (code := slot.child.poll()) is not None:
+                slot.usage += slot.child.usage
+                slot.child, slot.code = None, code
+                self._ended(slot, code)
+        self._restart_due()
+        self._kill_overdue()
+        if self._finishing_since is not None and not self.draining:
+            self._check_finish(self._finishing_since)
+        if self.draining:
+            self._advance_drain()
+        return any(slot.child is not None or slot.restart_at is not None for slot in self._all())
+
+    def drain(self) -> None:
+        """Stop everything in order: each wave is asked, and killed once its deadline has passed."""
+        if self.draining:
+            return
+        self.draining = True
+        for slot in self._all():
+            slot.restart_at = None
+        numbers = sorted({slot.program.wave for slot in self._all()})
+        self._waves = [[s for s in self._all() if s.program.wave == n] for n in numbers]
+        self._begin_wave()
+
+    def kill(self) -> None:
+        """End everything at once."""
+        self.draining = True
+        self._waves = []
+        for slot in self._all():
+            slot.restart_at = None
+            if slot.child is not None:
+                slot.killed = True
+                slot.child.kill()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Poll for so long, or until nothing runs and nothing will; whether that is so."""
+        deadline = Deadline(timeout_s)
+        while (running := self.poll()) and not deadline.passed:
+            time.sleep(_LOOK_S)
+        return not running
+
+    def close(self) -> None:
+        """End what runs still, and wait until it has ended."""
+        if self.poll():
+            self.kill()
+            self.wait(math.inf)
+
+    @property
+    def done(self) -> bool:
+        """Whether the run reached its goal before anyone asked it to stop."""
+        return self._reached and self.failure is None
+
+    def states(self) -> dict[str, str]:
+        """Each program's state, in a word or two."""
+        return {name: self._state(slot) for name, slot in self._slots.items()}
+
+    def usage(self) -> dict[str, Usage]:
+        """Seconds by program, over all its restarts; of those that have ended."""
+        return {name: slot.usage for name, slot in self._slots.items()}
+
+    def restarts(self) -> dict[str, int]:
+        """How often each program was restarted, if it was."""
+        return {name: slot.restarts for name, slot in self._slots.items() if slot.restarts}
+
+    # -- decisions --------------------------------------------------------------------------------
+
+    def _all(self) -> list[_Slot]:
+        return list(self._slots.values())
+
+    def _state(self, slot: _Slot) -> str:
+        if slot.child is not None:
+            leaves = self.draining or slot.leave_by is not None
+            return "stopping" if leaves else "running"
+        if slot.restart_at is not None:
+            return f"restarts in {max(0.0, slot.restart_at - self._clock()):.1f} s"
+        return describe_exit(slot.code) if slot.code else "done"
+
+    def _ended(self, slot: _Slot, code: int) -> None:
+        name, how = slot.program.name, describe_exit(code)
+        if self.draining:
+            if code not in ASKED_CODES and not slot.killed:
+                reason = f"{name} stopped with {how}{self._said(name)}"
+                self._report(reason)
+                failure = Failure(reason, name, own_exit_code(code), code)
+                self.stopped_badly = self.stopped_badly or failure
+        elif slot.leave_by is not None:
+            if code not in ASKED_CODES:
+                self._report(f"{name} left with {how}{self._said(name)}")
+        elif code == 0:
+            self._reached = self._reached or name == self._goal
+            if self._finishing_since is None and not slot.program.elastic:
+                self._finishing_since = self._clock()
+        elif slot.program.elastic or slot.program.recovers:
+            self._restart_or_give_up(slot, code)
+        else:
+            self._fail(slot, f"{name} ended unexpectedly ({how})", code)
+
+    def _restart_or_give_up(self, slot: _Slot, code: int) -> None:
+        name, how = slot.program.name, describe_exit(code)
+        if self._finishing_since is not None and slot.program.elastic:
+            self._report(f"{name} ended with {how} as the run was finishing")
+            return
+        delay = None if code in FINAL_CODES else slot.policy.failed(self._clock())
+        if delay is not None:
+            slot.restart_at = self._clock() + delay
+            self._report(f"{name} ended ({how}): restart {slot.restarts + 1} in {delay:g} s")
+            return
+        again = f" again, after {slot.restarts} restarts" if slot.restarts else ""
+        ended = f"{name} ended{again} ({how})"
+        others = [s for s in self._all() if s.program.elastic and s is not slot]
+        if slot.program.elastic and any(
+            other.child is not None or other.restart_at is not None for other in others
+        ):
+            self._report(f"{ended} and is not restarted{self._said(name)}")
+        else:
+            self._fail(slot, ended, code)
+
+    def _fail(self, slot: _Slot, reason: str, code: int) -> None:
+        name = slot.program.name
+        self.failure = Failure(f"{reason}{self._said(name)}", name, own_exit_code(code), code)
+        self.drain()
+
+    def _said(self, name: str) -> str:
+        line = self._last_line(name)
+        return f": {line}" if line else ""
+
+    def _restart_due(self) -> None:
+        for slot in self._all():
+            if slot.restart_at is not None and self._clock() >= slot.restart_at:
+                slot.restart_at = None
+                slot.restarts += 1
+                slot.child = self._spawn(slot.program)
+
+    def _kill_overdue(self) -> None:
+        for slot in self._all():
+            late = slot.leave_by is not None and self._clock() >= slot.leave_by
+            if late and slot.child is not None and not slot.killed:
+                slot.killed = True
+                slot.child.kill()
+
+    def _check_finish(self, since: float) -> None:
+        for slot in self._all():
+            if not slot.program.recovers:
+                slot.restart_at = None
+        alive = [slot.program.name for slot in self._all() if slot.child is not None]
+        if not alive or self._clock() - since < self._finish_s:
+            return
+        waited = f"{', '.join(alive)} did not leave within {self._finish_s:g} s"
+        if self._reached:
+            self._report(f"the run is done, but {waited}: stopping")
+            self.drain()
+            return
+        gone = next(s for s in self._all() if s.code == 0 and not s.program.elastic)
+        self._fail(gone, f"{gone.program.name} left before the run was done, and {waited}", 0)
+
+    def _begin_wave(self) -> None:
+        self._wave_deadline = self._clock() + self._stop_s
+        for slot in self._waves[0] if self._waves else ():
+            if slot.child is not None:
+                slot.child.terminate()
+
+    def _advance_drain(self) -> None:
+        while self._waves:
+            alive = [slot for slot in self._waves[0] if slot.child is not None]
+            if not alive:
+                self._waves.pop(0)
+                self._begin_wave()
+                continue
+            if self._clock() >= self._wave_deadline:
+                for slot in alive:
+                    if slot.child is not None and not slot.killed:
+                        slot.killed = True
+                        slot.child.kill()
+                        name = slot.program.name
+                        self._report(f"{name} did not stop within {self._stop_s:g} s: killed")
+            return

@@ -1,0 +1,215 @@
+"""Rows of prompts from JSONL or Parquet, here or at a URL, or from a Hugging Face data set."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from umbra.proto.errors import StartupError, UsageError
+from umbra.services.process.jsonl import read_numbered
+from umbra.services.prompts.download import file_of, is_url, pin_url, shown
+from umbra.services.prompts.rows import Prompt, check_row, renamed
+
+DATASETS = "datasets:"
+_PART = re.compile(r":(?![^\[]*\])")  # a slice of a split, "train[:100]", is one part
+
+
+class _Numbered(NamedTuple):
+    """A row, its number in its source, and what to call its place."""
+
+    number: int
+    row: dict[str, Any]
+    where: str
+
+
+def read_source(
+    name: str | Path,
+    prefix: str = "",
+    columns: Mapping[str, str] | None = None,
+    section: str = "data",
+) -> list[Prompt]:
+    """All rows of one source.
+
+    Args:
+        name: a JSONL or Parquet file, a URL of one, or "datasets:NAME[:CONFIG][:SPLIT]".
+        prefix: goes before their ids, so that those of two sources differ.
+        columns: of the source that get another name, as {ours: theirs}.
+        section: whose keys `prompts` and `columns` are, for errors.
+
+    Raises:
+        UsageError: it cannot be read, is empty, or has a row that is no prompt.
+        StartupError: it is elsewhere, and cannot be reached.
+    """
+    if not (name := str(name)):
+        raise UsageError(
+            f"{section}.prompts is not set: name a JSONL file with one prompt per line"
+        )
+    rows, columns = list(_rows(name)), columns or {}
+    if not rows:
+        raise UsageError(f"{shown(name)} has no rows")
+    _, first, where = rows[0]
+    if "prompt" not in columns and "prompt" not in first:
+        raise UsageError(
+            f'{where}: there is no "prompt", only {", ".join(first)}: name the column that holds '
+            f'the prompts, {section}.columns = {{ prompt = "..." }}'
+        )
+    return [
+        Prompt(f"{prefix}{number}", check_row(renamed(row, columns, where), where))
+        for number, row, where in rows
+    ]
+
+
+def is_elsewhere(name: str) -> bool:
+    """Whether a source is no file or folder of this machine."""
+    return is_url(name) or (name.startswith(DATASETS) and not Path(_dataset(name)[0]).exists())
+
+
+def pin_source(name: str) -> str:
+    """`name` so that it stands for the same rows for ever: by a checksum or a commit.
+
+    A data set is left as it is while the hub cannot be asked: its library has its own cache.
+
+    Raises:
+        UsageError: it is not there.
+        StartupError: it cannot be reached.
+    """
+    if is_url(name):
+        return pin_url(name)
+    path, revision, *others = _dataset(name) if name.startswith(DATASETS) else ("", "")
+    if not path or revision or Path(path).exists():
+        return name
+    hub = _load("huggingface_hub", name)
+    errors = _load("huggingface_hub.errors", name)
+    try:
+        commit = hub.HfApi().dataset_info(path).sha
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
+        raise UsageError(
+            f"{name}: there is no folder {path} here, and the hub shows no data set of that name: "
+            "correct it, or set HF_TOKEN if it is a private one"
+        ) from error
+    except (errors.OfflineModeIsEnabled, errors.HTTPError, OSError):
+        return name
+    return ":".join([f"{DATASETS}{path}@{commit}", *(part for part in others if part)])
+
+
+def _rows(name: str) -> Iterator[_Numbered]:
+    if name.startswith(DATASETS):
+        rows = _read_dataset(name)
+    elif is_parquet(name):
+        rows = _read_parquet(name)
+    else:
+        for number, row in read_numbered(file_of(name), shown(name)):
+            yield _Numbered(number, row, f"{shown(name)}, line {number}")
+        return
+    for number, row in enumerate(rows, start=1):
+        yield _Numbered(number, row, f"{shown(name)}, row {number}")
+
+
+def is_parquet(name: str) -> bool:
+    """Whether the file or URL is one, by its name."""
+    return name.partition("#")[0].partition("?")[0].endswith(".parquet")
+
+
+def _read_parquet(name: str) -> list[dict[str, Any]]:
+    parquet = _load("pyarrow.parquet", shown(name))
+    path = file_of(name)
+    if not path.is_file():
+        raise UsageError(f"{shown(name)} cannot be read: there is no such file")
+    try:
+        return parquet.read_table(path).to_pylist()
+    except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
+        told = f"{shown(name)} is no Parquet file that can be read: {_line(error)}"
+        raise UsageError(told) from error
+
+
+def _dataset(name: str) -> tuple[str, str, str, str]:
+    """Path, revision, configuration and split that "datasets:..." names; "" for what it does not.
+
+    One part after the path is a split; before a split, a configuration may be named.
+    """
+    path, *parts = _PART.split(name.removeprefix(DATASETS))
+    if len(parts) > 2:
+        raise UsageError(f"{name}: write it as datasets:NAME, :NAME:SPLIT or :NAME:CONFIG:SPLIT")
+    config, split = ("", "", *parts)[-2:]
+    if Path(path).exists():
+        return path, "", config, split
+    path, _, revision = path.partition("@")
+    return path, revision, config, split
+
+
+def placed(name: str, place: Callable[[str], str]) -> str:
+    """`name` with its file or folder, if it has one here, as `place` gives it.
+
+    Args:
+        name: a source, as `read_source` takes it.
+        place: the absolute path of what a path in a run file stands for.
+
+    Raises:
+        UsageError: a folder's absolute path has a colon, which "datasets:" cannot name.
+    """
+    if not name or is_url(name):
+        return name
+    if not name.startswith(DATASETS):
+        return place(name)
+    path, *parts = _PART.split(name.removeprefix(DATASETS))
+    folder = place(path)
+    if not Path(folder).exists():
+        return name
+    if _PART.search(folder):
+        raise UsageError(f"{name}: the folder is {folder}, which has a colon: give it another name")
+    return DATASETS + ":".join([folder, *parts])
+
+
+def hub_data_set(name: str) -> str:
+    """The data set on the hub that `name` is a part of; "" if it is of none."""
+    return _dataset(name)[0] if name.startswith(DATASETS) and is_elsewhere(name) else ""
+
+
+def _read_dataset(name: str) -> list[dict[str, Any]]:
+    """The rows; NAME is a folder or a name on the hub, SPLIT "train" by default.
+
+    A folder holds data files of any format that `datasets` reads, or is what `save_to_disk` wrote.
+    """
+    datasets = _load("datasets", name)
+    path, revision, config, split = _dataset(name)
+    split = split or "train"
+    saved = [Path(path) / file for file in ("dataset_dict.json", "dataset_info.json")]
+    datasets.disable_progress_bars()
+    if any(file.exists() for file in saved):
+        found = _attempt(name, lambda: datasets.load_from_disk(path))
+        if isinstance(found, datasets.DatasetDict):
+            if split not in found:
+                raise UsageError(f"{name}: there is no split {split}, only {', '.join(found)}")
+            found = found[split]
+    else:
+        given = {"name": config} if config else {}
+        given |= {"revision": revision} if revision else {}
+        found = _attempt(name, lambda: datasets.load_dataset(path, split=split, **given))
+    return [dict(row) for row in found]
+
+
+def _attempt(name: str, read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except ConnectionError as error:
+        raise StartupError(f"{name} cannot be reached: {_line(error)}") from error
+    except Exception as error:
+        raise UsageError(f"{name} cannot be loaded: {_line(error)}") from error
+
+
+def _load(module: str, source: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        raise UsageError(
+            f"{source} needs {package}, which is not installed: pip install 'umbra-rl[tasks]'"
+        ) from error
+
+
+def _line(error: Exception) -> str:
+    """The first line of what a library says."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__

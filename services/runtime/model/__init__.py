@@ -1,1 +1,0 @@
-"""What is known of a model before it is loaded."""

@@ -1,0 +1,361 @@
+"""Shared memory that holds versions of the weights: a file in /dev/shm, divided into slots.
+
+Not `multiprocessing.shared_memory`: its resource tracker is one more process, and it removes
+segments that others still use. Pages are allocated when the arena is made, because the first touch
+of a tmpfs page costs 20 to 60 times a copy, and because a full tmpfs must be an error here and not
+a SIGBUS later.
+
+Where the trainer runs on several hosts, each has the file of the whole layout, of which only the
+bytes of its own ranks have memory: so every byte has the same place on all hosts. The rest is a
+hole, which must not be read: it would take memory.
+
+Mappings outlive the file's name, so that an arena may be removed while somebody still reads it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import re
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from umbra.proto.errors import StartupError
+from umbra.services.process.host_memory import ask_for
+from umbra.services.weights.memory import copy
+
+SHM = Path("/dev/shm")
+PAGE_BYTES = mmap.PAGESIZE
+TOKEN_CHARS = 32
+SMALLER = (
+    'set weight_hub.slots = 2 or weight_hub.dtype = "bfloat16", or use a host with more memory'
+)
+MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python's `mmap`
+
+Ranges = Sequence[tuple[int, int]]
+
+log = logging.getLogger(__name__)
+
+
+def shm_host() -> str:
+    """Names the very /dev/shm that this process sees: the same string means shared memory works.
+
+    A random token in a file there, which the first process of a user makes; arenas are of one user
+    as well. Neither host nor mount would do: containers with a /dev/shm each on one disk have both
+    in common. A process that cannot have the file shares memory with nobody, and says so by a name
+    of its own.
+    """
+    path = SHM / f".umbra-host-{os.geteuid()}"
+    token = secrets.token_hex(TOKEN_CHARS // 2)
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        log.warning("no shared memory with other processes: %s: %s", path, error.strerror)
+        return token
+    try:
+        if os.fstat(fd).st_uid != os.geteuid():
+            log.warning("no shared memory with other processes: %s is another user's", path)
+            return token
+        fcntl.flock(fd, fcntl.LOCK_EX)  # two may be the first at once
+        if len(written := os.pread(fd, TOKEN_CHARS, 0)) == TOKEN_CHARS:
+            return written.decode("ascii")
+        os.pwrite(fd, token.encode("ascii"), 0)
+        return token
+    except (OSError, UnicodeDecodeError) as error:
+        log.warning("no shared memory with other processes: %s: %s", path, error)
+        return token
+    finally:
+        os.close(fd)
+
+
+class Arena:
+    """`slots` slots of `slot_bytes` bytes, mapped writable into this process.
+
+    Made by `create` (the hub, which also unlinks), by `adopt` (a restarted hub, likewise), by
+    `attach` (the trainer, which writes, and receivers, which read), or without a name by
+    `anonymous`, which other processes see by `inherited` alone.
+    """
+
+    def __init__(
+        self, path: Path, fd: int, slot_bytes: int, slots: int, *, populate: bool = True
+    ) -> None:
+        self.path = path
+        self.slot_bytes = slot_bytes
+        self.slots = slots
+        self._fd = fd
+        size = slots * _stride(slot_bytes)
+        has_holes = os.fstat(fd).st_blocks * 512 < size
+        # MAP_POPULATE fills the page table at once; else every page faults at its first write,
+        # and sixteen together at their first read. Holes it would fill with memory.
+        self._map = mmap.mmap(
+            fd,
+            size,
+            flags=mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate and not has_holes else 0),
+            prot=mmap.PROT_READ | mmap.PROT_WRITE,
+        )
+        self._view = memoryview(self._map)
+        if populate and has_holes:
+            self._populate(_extents(fd, size))
+
+    @classmethod
+    def create(
+        cls,
+        run_id: str,
+        suffix: str,
+        *,
+        slot_bytes: int,
+        slots: int,
+        own: Ranges | None = None,
+    ) -> Arena:
+        """A new arena at `/dev/shm/umbra-<run_id>-<suffix>`, mode 0600.
+
+        All of it is allocated, or of each slot the bytes `own` alone.
+
+        Raises:
+            StartupError: /dev/shm has too little room, or the name is taken.
+            ValueError: `suffix` is not made of letters, digits and underscores.
+        """
+        if not re.fullmatch(r"\w+", suffix):
+            raise ValueError(f"suffix {suffix!r} of an arena: letters, digits and _ only")
+        path = SHM / f"{_prefix(run_id)}{suffix}"
+        stride = _stride(slot_bytes)
+        ranges = (
+            list(_pages(own or [], slots, stride)) if own is not None else [(0, slots * stride)]
+        )
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StartupError(f"cannot make shared memory {path}: {error.strerror}") from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)  # for as long as we live: see `remove_leftovers`
+            os.ftruncate(fd, slots * stride)
+            _allocate(fd, ranges)
+            arena = cls(path, fd, slot_bytes, slots)
+            if own is not None:
+                arena._populate(ranges)  # they are no extents yet
+            return arena
+        except BaseException:
+            os.close(fd)
+            os.unlink(path)
+            raise
+
+    @classmethod
+    def adopt(cls, run_id: str, path: str | Path, *, slot_bytes: int) -> Arena:
+        """The arena at `path` that a hub of run `run_id` has left behind, as our own.
+
+        Raises:
+            StartupError: it is not there, not of this run, not one of slots of `slot_bytes` bytes,
+                or its hub still lives.
+        """
+        path = Path(path)
+        if not path.name.startswith(_prefix(run_id)):
+            raise StartupError(f"{path} is no arena of run {run_id}")
+        fd, slots = _open(path, slot_bytes)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return cls(path, fd, slot_bytes, slots)
+        except OSError as error:
+            os.close(fd)
+            raise StartupError(f"another weight hub holds {path}") from error
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def attach(cls, path: str | Path, *, slot_bytes: int, populate: bool = True) -> Arena:
+        """The arena at `path` of another process.
+
+        With `populate` all of it is mapped at once, at the price of a copy of it, for who writes;
+        else as it is used, for who reads.
+
+        Raises:
+            StartupError: it is not there, or not one of slots of `slot_bytes` bytes.
+        """
+        fd, slots = _open(Path(path), slot_bytes)
+        try:
+            return cls(Path(path), fd, slot_bytes, slots, populate=populate)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def anonymous(cls, *, slot_bytes: int, slots: int) -> Arena:
+        """A new arena without a name, all of it allocated: it goes with its last process.
+
+        Raises:
+            StartupError: there is too little memory.
+        """
+        size = slots * _stride(slot_bytes)
+        ask_for(size, "the slots of the weights", SMALLER)
+        fd = os.memfd_create("umbra-weights", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(fd, 0, size)
+            return cls(Path(), fd, slot_bytes, slots)
+        except OSError as error:
+            os.close(fd)
+            raise StartupError(f"cannot allocate {size} bytes: {error.strerror}") from error
+
+    @classmethod
+    def inherited(cls, fd: int, *, slot_bytes: int) -> Arena:
+        """The arena in `fd`, which another process has handed over; `fd` is ours then."""
+        return cls(Path(), fd, slot_bytes, os.fstat(fd).st_size // _stride(slot_bytes))
+
+    def fileno(self) -> int:
+        """The open file, to be handed to another process."""
+        return self._fd
+
+    def slot(self, index: int) -> memoryview:
+        """The bytes of slot `index`, `[slot_bytes]`, writable.
+
+        Raises:
+            IndexError: there is no such slot.
+        """
+        if not 0 <= index < self.slots:
+            raise IndexError(f"slot {index} of an arena with {self.slots} slots")
+        start = index * _stride(self.slot_bytes)
+        return self._view[start : start + self.slot_bytes]
+
+    def read(self, index: int, start: int, into: memoryview) -> None:
+        """Fill `into` from byte `start` of slot `index`, while other threads go on.
+
+        Raises:
+            IndexError: outside of the slot.
+            StartupError: the file has become shorter; to read it all the same would be a SIGBUS.
+            OSError: closed.
+        """
+        if not 0 <= start <= self.slot_bytes - len(into):
+            raise IndexError(f"bytes {start}+{len(into)} of slot {index} are outside of the arena")
+        if os.fstat(self._fd).st_size < len(self._view):
+            raise StartupError("the weight hub's shared memory has become shorter")
+        copy(self.slot(index)[start : start + len(into)], into)
+
+    def close(self) -> None:
+        """Unmap, as soon as the last view of a slot is gone. Does not remove the file."""
+        if self._fd < 0:
+            return
+        os.close(self._fd)
+        self._fd = -1
+        self._view.release()
+        with suppress(BufferError):  # somebody holds a slot: unmapped when that view ends
+            self._map.close()
+
+    def unlink(self) -> None:
+        """Remove the file; once is enough, more does no harm."""
+        self.path.unlink(missing_ok=True)
+
+    def _populate(self, ranges: Iterable[tuple[int, int]]) -> None:
+        with suppress(OSError):  # an older kernel: they are filled as they are used
+            for start, end in ranges:
+                self._map.madvise(MADV_POPULATE_WRITE, start, end - start)
+
+
+def run_and_suffix(path: str) -> tuple[str, str]:
+    """The run id and the suffix from which `Arena.create` makes `path`.
+
+    Raises:
+        StartupError: it makes no such path.
+    """
+    run_id, _, suffix = path.removeprefix(f"{SHM}/umbra-").rpartition("-")
+    if not re.fullmatch(r"\w+", suffix) or path != f"{SHM}/{_prefix(run_id)}{suffix}":
+        raise StartupError(f"{path} is no arena of Umbra's")
+    return run_id, suffix
+
+
+def remove_leftovers(run_id: str) -> list[str]:
+    """Remove the arenas of a run whose hub could not do it (it was killed); their paths.
+
+    A hub holds a lock on its arena while it lives. Those of a living hub are left alone: two runs
+    on one machine may have the same id.
+    """
+    removed: list[str] = []
+    for path in SHM.glob(f"{_prefix(run_id)}*"):
+        if "-" in path.name.removeprefix(_prefix(run_id)):
+            continue  # the arena of another run, whose id begins with ours
+        with suppress(OSError):  # gone already, another user's, or locked
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(fd)
+            removed.append(str(path))
+    return removed
+
+
+def _prefix(run_id: str) -> str:
+    return f"umbra-{re.sub(r'[^A-Za-z0-9._-]', '_', run_id)}-"
+
+
+def _stride(slot_bytes: int) -> int:
+    return -(-slot_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _pages(own: Ranges, slots: int, stride: int) -> Iterator[tuple[int, int]]:
+    """The pages of the bytes `own` of every slot, in order."""
+    begun: tuple[int, int] | None = None
+    for slot in range(slots):
+        for start, end in own:
+            first = slot * stride + start // PAGE_BYTES * PAGE_BYTES
+            last = slot * stride + _stride(end)
+            if begun is not None and first <= begun[1]:
+                begun = begun[0], last
+                continue
+            if begun is not None:
+                yield begun
+            begun = first, last
+    if begun is not None:
+        yield begun
+
+
+def _extents(fd: int, size: int) -> Iterator[tuple[int, int]]:
+    """Where the file has memory that was written."""
+    end = 0
+    with suppress(OSError):  # no more
+        while end < size:
+            start = os.lseek(fd, end, os.SEEK_DATA)
+            end = os.lseek(fd, start, os.SEEK_HOLE)
+            yield start, end
+
+
+def _allocate(fd: int, ranges: Ranges) -> None:
+    size = sum(end - start for start, end in ranges)
+    stats = os.statvfs(fd)
+    free = stats.f_bavail * stats.f_frsize
+    too_small = StartupError(
+        f"{SHM} has {free} bytes free, the weights need {size}: make it larger "
+        "(docker: --shm-size), or set weight_hub.slots = 2 or a smaller weight_hub.dtype"
+    )
+    if size > free:
+        raise too_small
+    ask_for(size, "the slots of the weights in /dev/shm", SMALLER)
+    try:
+        for start, end in ranges:
+            os.posix_fallocate(fd, start, end - start)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.ENOMEM):
+            raise too_small from error
+        raise StartupError(f"cannot allocate {size} bytes in {SHM}: {error.strerror}") from error
+
+
+def _open(path: Path, slot_bytes: int) -> tuple[int, int]:
+    """The open file and its number of slots. The path came over the wire, so it is checked."""
+    if path.parent != SHM or not path.name.startswith("umbra-"):
+        raise StartupError(f"{path} is no arena of Umbra's")
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        raise StartupError(
+            f"cannot open the weight hub's shared memory {path}: {error.strerror}; this process "
+            "and the hub must run on one host, as one user, and share /dev/shm"
+        ) from error
+    size = os.fstat(fd).st_size
+    slots, rest = divmod(size, _stride(slot_bytes)) if slot_bytes > 0 else (0, size)
+    if slots == 0 or rest:
+        os.close(fd)
+        raise StartupError(f"{path} has {size} bytes, which are no slots of {slot_bytes} bytes")
+    return fd, slots

@@ -1,0 +1,193 @@
+"""The process that enters NCCL: `python -m umbra.services.weights.gpu.worker DEVICE`.
+
+It is told what to do over a `Pipe`: each order is a map, each answer too, in the order of the
+orders. NCCL itself prints to stdout as it likes.
+
+    {"op": "facts"}                                        -> {"facts": {...}}
+    {"op": "attach", "slot_bytes": N, "chunk_bytes": N}, with the arena's file descriptor
+    {"op": "unique_id"}                                    -> {"uid": hex}
+    {"op": "join", "epoch": E, "uid": hex, "rank": R, "size": N}
+    {"op": "transfer", "epoch": E, "slot": S, "deadline_s": T}
+    {"op": "export"}                                       -> {"handle": hex}
+    {"op": "upload", "slot": S, "deadline_s": T}
+    {"op": "abort"}
+
+In a transfer rank 0 sends a slot of its arena, the others receive into one of theirs. `export`
+gives a handle of device memory with as many slots as the arena, which `upload` fills. An answer
+with "error" says what went wrong; with "broken", that the process is of no more use, and its owner
+starts another. A thread receives while an order is carried out:
+`abort` works at any time, and the process ends at once when its owner is gone. If it hangs in NCCL,
+its owner kills it.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from umbra.proto.deadline import Deadline
+from umbra.proto.errors import UmbraError, UsageError
+from umbra.services.process.parent import parents_end
+from umbra.services.process.pipe import Pipe
+from umbra.services.process.threads import service_thread
+from umbra.services.weights.arena import Arena
+from umbra.services.weights.gpu import cuda
+from umbra.services.weights.gpu.broadcast import POLL_S, broadcast, chunks
+
+LANES = 2  # device buffers
+
+
+class GpuWorker:
+    """One GPU's end of the communicators, one at a time, or the hub's device memory.
+
+    Args:
+        device: index of the GPU.
+    """
+
+    def __init__(self, device: int) -> None:
+        self._index = device
+        self._device: cuda.Device | None = None
+        self._communicator: cuda.NcclCommunicator | None = None
+        self._epoch = 0
+        self._rank = 0
+        self._arena: Arena | None = None
+        self._chunk_bytes = 0
+        self._pinned: list[int] = []
+        self._ring: list[int] = []
+        self._exported = 0
+        self._orders: dict[str, Callable[..., dict[str, Any]]] = {
+            "facts": self.facts,
+            "unique_id": self.unique_id,
+            "attach": self.attach,
+            "join": self.join,
+            "transfer": self.transfer,
+            "export": self.export,
+            "upload": self.upload,
+        }
+
+    def carry_out(self, order: dict[str, Any], fd: int = -1) -> dict[str, Any]:
+        """Answer one order; whatever goes wrong is in the answer."""
+        arguments = dict(order) if fd < 0 else {**order, "fd": fd}
+        try:
+            act = self._orders.get(str(arguments.pop("op", "")))
+            if act is None:
+                raise UsageError(f"no such order: {order}")
+            return act(**arguments)
+        except cuda.GpuError as error:
+            return {"error": str(error), "broken": True}
+        except UmbraError as error:
+            return {"error": str(error)}
+        except Exception as error:  # noqa: BLE001 - whatever it is, its owner has to hear of it
+            return {"error": repr(error), "broken": True}
+
+    def facts(self) -> dict[str, Any]:
+        """What must agree between all workers; makes the CUDA context on the way."""
+        found = cuda.facts(self._index)
+        self._open()
+        return {"facts": msgspec.to_builtins(found)}
+
+    def unique_id(self) -> dict[str, Any]:
+        """A fresh id for a communicator."""
+        return {"uid": cuda.unique_id().hex()}
+
+    def attach(self, slot_bytes: int, chunk_bytes: int, fd: int) -> dict[str, Any]:
+        """Use the arena in `fd`: pin its slots."""
+        device = self._open()
+        self._arena = Arena.inherited(fd, slot_bytes=slot_bytes)
+        self._chunk_bytes = chunk_bytes
+        self._pinned = [device.pin(self._arena.slot(i)) for i in range(self._arena.slots)]
+        return {}
+
+    def join(self, epoch: int, uid: str, rank: int, size: int) -> dict[str, Any]:
+        """Enter the communicator of `epoch`; blocks until all its ranks do."""
+        self.abort()
+        device = self._open()
+        if not self._ring:
+            largest = min(self._chunk_bytes, self._attached().slot_bytes)
+            self._ring = [device.allocate(largest) for _ in range(LANES)]
+        self._communicator = cuda.NcclCommunicator(device, size, bytes.fromhex(uid), rank)
+        self._epoch, self._rank = epoch, rank
+        return {}
+
+    def transfer(self, epoch: int, slot: int, deadline_s: float) -> dict[str, Any]:
+        """Send or receive one version."""
+        communicator = self._communicator
+        if communicator is None or epoch != self._epoch:
+            raise UsageError(f"this worker is not in the communicator of epoch {epoch}")
+        broadcast(
+            chunks(self._attached().slot_bytes, self._chunk_bytes),
+            self._open(),
+            communicator,
+            host=self._pinned[slot],
+            ring=self._ring,
+            sends=self._rank == 0,
+            deadline_s=deadline_s,
+        )
+        return {}
+
+    def export(self) -> dict[str, Any]:
+        """Make device memory with a place for each slot of the arena."""
+        device, arena = self._open(), self._attached()
+        self._exported = device.allocate(arena.slots * cuda.device_stride(arena.slot_bytes))
+        return {"handle": device.export(self._exported).hex()}
+
+    def upload(self, slot: int, deadline_s: float) -> dict[str, Any]:
+        """Copy a slot of the arena to its place in device memory.
+
+        Raises:
+            DeadlineError: the copy was not done in time.
+        """
+        device, size = self._open(), self._attached().slot_bytes
+        target = self._exported + slot * cuda.device_stride(size)
+        device.to_device(target, self._pinned[slot], size)
+        mark = device.mark_copies()
+        deadline = Deadline(deadline_s, f"slot {slot} was not on the GPU")
+        while not mark.done:
+            deadline.check()
+            time.sleep(POLL_S)
+        return {}
+
+    def abort(self) -> None:
+        """Leave the communicator; if that hangs as well, end the process."""
+        communicator, self._communicator = self._communicator, None
+        if communicator is not None and not communicator.abort():
+            os._exit(UmbraError.exit_code)
+
+    def _open(self) -> cuda.Device:
+        if self._device is None:
+            self._device = cuda.Device(self._index)
+        return self._device
+
+    def _attached(self) -> Arena:
+        if self._arena is None:
+            raise UsageError("no arena is attached")
+        return self._arena
+
+
+def serve(worker: GpuWorker, owner: Pipe[dict[str, Any]]) -> None:
+    """Carry out orders until the owner hangs up."""
+    waiting: queue.SimpleQueue[tuple[dict[str, Any], int]] = queue.SimpleQueue()
+
+    def watch() -> None:
+        try:
+            while (order := owner.receive()) is not None:
+                if order["op"] == "abort":
+                    worker.abort()  # now, and not when the order before it is done
+                waiting.put((order, owner.fd))
+        except EOFError:
+            os._exit(0)  # the owner is gone; there may be a thread in NCCL that never returns
+
+    service_thread(watch, "orders").start()
+    while True:
+        order, fd = waiting.get()
+        owner.send({} if order["op"] == "abort" else worker.carry_out(order, fd))
+
+
+if __name__ == "__main__":
+    serve(GpuWorker(int(sys.argv[1])), Pipe(parents_end(), dict[str, Any]))

@@ -1,0 +1,314 @@
+"""The layout of one version of the weights in memory, and the checksums over it.
+
+Tensors lie in the caller's order (layer by layer), each at a multiple of 64 bytes. Buckets are the
+units of transfer and verification: consecutive byte ranges, cut between tensors and, within a
+tensor that is larger than a bucket, between rows.
+
+Where the trainer runs on several hosts, each bucket has an owner: the host whose ranks write it,
+and whose hub hands it out. No bucket has bytes of two hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TypeVar, cast
+
+import msgspec
+import xxhash
+
+from umbra.proto.bounds import BUCKETS, DIMENSIONS, OWNERS, TENSORS
+from umbra.proto.errors import PeerLostError, UsageError, WireError
+from umbra.proto.records import AdapterFacts, DType, Manifest, TensorEntry
+from umbra.services.weights.gpu.cuda import DeviceMemory
+
+ALIGN_BYTES = 64  # a cache line, and what GPU copies like
+ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+Part = memoryview | DeviceMemory
+"""Consecutive bytes of a version, in memory of this process or on its GPU."""
+
+P = TypeVar("P", bound=Part)
+
+
+RowOwners = Sequence[tuple[int, int]]
+"""Who has the rows of a tensor: `(end, owner)` with ends that ascend up to the number of rows."""
+
+
+def build_manifest(
+    tensors: Iterable[tuple[str, str, Sequence[int]]],
+    bucket_bytes: int,
+    owners: Mapping[str, RowOwners] | None = None,
+    adapter: AdapterFacts | None = None,
+) -> Manifest:
+    """The manifest of `tensors`, given as `(name, dtype, shape)`, in buckets of at most
+    `bucket_bytes`.
+
+    Args:
+        tensors: in the order in which they are to lie.
+        bucket_bytes: of one bucket, at most.
+        owners: by tensor which trainer host has which rows; the others are host 0's.
+        adapter: what the tensors belong to, if they are the factors of one.
+
+    Raises:
+        ValueError: no tensors or too many, a name twice, an unknown dtype, too many dimensions,
+            `bucket_bytes` below 128, or owners of other rows than a tensor has.
+        UsageError: `bucket_bytes` is so small that there are too many buckets.
+    """
+    if bucket_bytes < 2 * ALIGN_BYTES:
+        raise ValueError(f"buckets of {bucket_bytes} bytes are too small")
+    entries: list[TensorEntry] = []
+    names: set[str] = set()
+    offset = 0
+    for name, dtype, shape in tensors:
+        if dtype not in ITEM_BYTES:
+            raise ValueError(f"tensor {name} has dtype {dtype}; known: {', '.join(ITEM_BYTES)}")
+        if name in names:
+            raise ValueError(f"two tensors are named {name}")
+        if len(shape) > DIMENSIONS:
+            raise ValueError(f"tensor {name} has {len(shape)} dimensions, at most {DIMENSIONS}")
+        names.add(name)
+        nbytes = prod(shape) * ITEM_BYTES[dtype]
+        entries.append(
+            TensorEntry(
+                name=name,
+                dtype=cast(DType, dtype),
+                shape=list(shape),
+                offset=offset,
+                nbytes=nbytes,
+            )
+        )
+        offset = _aligned(offset + nbytes)
+    if offset == 0:
+        raise ValueError("a manifest needs at least one tensor that is not empty")
+    if len(entries) > TENSORS:
+        raise ValueError(f"{len(entries)} tensors, at most {TENSORS}")
+    if unknown := sorted(set(owners or ()) - names):
+        raise ValueError(f"owners of {unknown[0]}, which is no tensor of this model")
+    cut = list(_buckets(_stretches(entries, offset, owners or {}), bucket_bytes))
+    if len(cut) > BUCKETS:
+        raise UsageError(
+            f"{len(cut)} buckets of {bucket_bytes} bytes, at most {BUCKETS}: raise "
+            "weight_hub.bucket_bytes"
+            + (", or spread the trainer over fewer hosts" if owners else "")
+        )
+    buckets = [(start, end) for start, end, _ in cut]
+    owned = [owner for _, _, owner in cut]
+    owned = owned if any(owned) else []
+    return Manifest(
+        tensors=entries,
+        buckets=buckets,
+        total_bytes=offset,
+        digest=_digest(entries, buckets, owned, adapter),
+        owners=owned,
+        adapter=adapter,
+    )
+
+
+def check_manifest(manifest: Manifest) -> None:
+    """Check a manifest that came over the wire, in time linear in its size.
+
+    The decoder has bounded its counts, its dimensions and its sizes, and knows no other types.
+
+    Raises:
+        WireError: tensors that are all empty, overlap, leave the slot or do not have the size
+            of their shape, buckets that do not cover the slot in order, owners of other buckets or
+            beyond `OWNERS`, or another layout's digest.
+    """
+    end = 0
+    names: set[str] = set()
+    for entry in manifest.tensors:
+        size = prod(entry.shape) * ITEM_BYTES.get(entry.dtype, -1)
+        is_sized = size == entry.nbytes and min(size, *entry.shape, 0) == 0
+        if not is_sized or entry.offset < end or entry.name in names:
+            raise WireError(f"manifest: bad layout of tensor {entry.name}", path="tensors")
+        end = entry.offset + entry.nbytes
+        names.add(entry.name)
+    covered = 0
+    for start, stop in manifest.buckets:
+        if start != covered or stop <= start:
+            raise WireError(f"manifest: bucket [{start}, {stop}) is out of order", path="buckets")
+        covered = stop
+    if not 0 < end <= manifest.total_bytes == covered:
+        raise WireError("manifest: buckets do not cover the tensors", path="total_bytes")
+    owners = manifest.owners
+    if owners and (len(owners) != len(manifest.buckets) or not 0 < max(owners) < OWNERS):
+        raise WireError(
+            f"manifest: {len(owners)} owners up to {max(owners)} of {len(manifest.buckets)} "
+            f"buckets; each bucket has one below {OWNERS}",
+            path="owners",
+        )
+    if manifest.digest != _digest(manifest.tensors, manifest.buckets, owners, manifest.adapter):
+        raise WireError("manifest: the digest is not that of the layout", path="digest")
+
+
+def owned_buckets(manifest: Manifest) -> dict[int, list[int]]:
+    """The buckets of each owner that has any, in order."""
+    if not manifest.owners:
+        return {0: list(range(len(manifest.buckets)))}
+    owned: dict[int, list[int]] = {}
+    for bucket, owner in enumerate(manifest.owners):
+        owned.setdefault(owner, []).append(bucket)
+    return owned
+
+
+def owned_ranges(manifest: Manifest, owner: int) -> list[tuple[int, int]]:
+    """The bytes `[start, end)` of a version that trainer host `owner` holds, in order."""
+    ranges: list[tuple[int, int]] = []
+    for bucket in owned_buckets(manifest).get(owner, []):
+        start, end = manifest.buckets[bucket]
+        if ranges and ranges[-1][1] == start:
+            start, _ = ranges.pop()
+        ranges.append((start, end))
+    return ranges
+
+
+def held_whole(manifest: Manifest) -> Manifest:
+    """The same layout for who holds whole versions, as a relay does: without owners."""
+    if not manifest.owners:
+        return manifest
+    digest = _digest(manifest.tensors, manifest.buckets, [], manifest.adapter)
+    return msgspec.structs.replace(manifest, owners=[], digest=digest)
+
+
+def check_dtype(manifest: Manifest, dtype: str) -> None:
+    """Check that what `manifest` lays out is served in `dtype`, as `weight_hub.dtype` names it.
+
+    Raises:
+        UsageError: it is not, so that trainer and generators would round differently.
+    """
+    if all(entry.dtype != _NAMES[dtype] for entry in manifest.tensors):
+        raise UsageError(
+            f"the trainer does not serve {dtype}, in which this process computes, because one of "
+            "them is on a GPU and the other on a CPU: set weight_hub.dtype to what both are to use"
+        )
+
+
+def with_starts(manifest: Manifest, parts: Iterable[P]) -> Iterator[tuple[int, P]]:
+    """Each part of a version, and at which byte it begins.
+
+    Raises:
+        PeerLostError: together they are not as long as the version.
+    """
+    end = 0
+    for part in parts:
+        start, end = end, end + len(part)
+        yield start, part
+    if end != manifest.total_bytes:
+        raise PeerLostError(f"{end} bytes came of a version of {manifest.total_bytes}")
+
+
+def checksum(data: memoryview) -> int:
+    """xxh3-64 of one bucket's bytes."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+def wrong_checksum(manifest: Manifest, bucket: int) -> str:
+    """What is said of a bucket whose bytes are not those that were published."""
+    start, end = manifest.buckets[bucket]
+    return f"checksum of bucket {bucket} [{start}, {end}) is wrong"
+
+
+def largest_bucket(manifest: Manifest) -> int:
+    """Bytes of the largest bucket."""
+    return max(end - start for start, end in manifest.buckets)
+
+
+def checksums(manifest: Manifest, view: memoryview) -> list[int]:
+    """The checksum of every bucket of the version in `view`, `[total_bytes]`."""
+    return [checksum(view[start:end]) for start, end in manifest.buckets]
+
+
+def item_bytes(manifest: Manifest) -> list[int]:
+    """By bucket the size of its elements: 4 where all are fp32, else 2."""
+    sizes: list[int] = []
+    index = 0
+    for start, end in manifest.buckets:
+        while manifest.tensors[index].offset + manifest.tensors[index].nbytes <= start:
+            if index + 1 == len(manifest.tensors):
+                break
+            index += 1
+        least, at = ITEM_BYTES["F32"], index
+        while at < len(manifest.tensors) and manifest.tensors[at].offset < end:
+            least = min(least, ITEM_BYTES[manifest.tensors[at].dtype])
+            at += 1
+        sizes.append(least)
+    return sizes
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """Bytes `[start, end)` of one tensor and one owner, padding included."""
+
+    entry: TensorEntry
+    start: int
+    end: int
+    owner: int
+
+
+def _stretches(
+    entries: list[TensorEntry], total: int, owners: Mapping[str, RowOwners]
+) -> Iterator[_Stretch]:
+    """All bytes of the slot, in order.
+
+    Raises:
+        ValueError: owners of other rows than a tensor has.
+    """
+    ends = [*(entry.offset for entry in entries[1:]), total]
+    for entry, end in zip(entries, ends, strict=True):
+        rows = entry.shape[0] if entry.shape else 1
+        given = owners.get(entry.name, [(rows, 0)])
+        row_ends = [row for row, _ in given]
+        if row_ends != sorted(row_ends) or row_ends[-1:] != [rows] or row_ends[0] < 0:
+            raise ValueError(f"owners of rows up to {row_ends} of {entry.name}, which has {rows}")
+        if not all(0 <= owner < OWNERS for _, owner in given):
+            raise ValueError(f"an owner of {entry.name} is not one of 0 to {OWNERS - 1}")
+        start, row_bytes = entry.offset, entry.nbytes // max(1, rows)
+        for row, owner in given:
+            stop = entry.offset + row * row_bytes if row < rows else end
+            if start < stop:
+                yield _Stretch(entry, start, stop, owner)
+                start = stop
+
+
+def _buckets(stretches: Iterable[_Stretch], bound: int) -> Iterator[tuple[int, int, int]]:
+    """Start, end and owner of each bucket."""
+    start = end = owner = 0
+    for stretch in stretches:
+        if start < end and (stretch.owner != owner or stretch.end - start > bound):
+            yield start, end, owner
+            start = end
+        end, owner = stretch.end, stretch.owner
+        if end - start <= bound:
+            continue  # the bucket stays open for what follows
+        step = _step(stretch.entry, bound - ALIGN_BYTES)  # room for the padding after the last row
+        while end - start > bound:
+            yield start, start + step, owner
+            start += step
+    if start < end:
+        yield start, end, owner
+
+
+def _step(entry: TensorEntry, room: int) -> int:
+    """Bytes of a large tensor per bucket: whole rows, or elements where a row is too large."""
+    row = entry.nbytes // entry.shape[0] if entry.shape else entry.nbytes
+    unit = row if row <= room else ITEM_BYTES[entry.dtype]
+    return room // unit * unit
+
+
+def _digest(
+    entries: list[TensorEntry],
+    buckets: list[tuple[int, int]],
+    owners: list[int],
+    adapter: AdapterFacts | None,
+) -> str:
+    layout: list[object] = [entries, buckets]
+    layout += [owners] * bool(owners)
+    layout += [adapter] * (adapter is not None)
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(layout))
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGN_BYTES) * ALIGN_BYTES

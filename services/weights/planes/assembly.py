@@ -1,0 +1,287 @@
+"""Puts a version together out of pieces: in memory that keeps it (`Assembly`), or bucket after
+bucket in the same memory (`SequentialAssembly`). No socket, no thread.
+
+Every bucket is known by its content (xxh3-64), here as on the wire. What a buffer already holds of
+a version, from an attempt that broke off or because it has not changed, is not fetched again, and
+serves as the base of deltas. Whatever the way it came, a bucket counts only after the checksum over
+its own bytes is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from umbra.proto.errors import WireError
+from umbra.proto.messages import FetchBuckets
+from umbra.proto.records import Manifest, Piece
+from umbra.services.weights import delta
+from umbra.services.weights.manifest import checksum, largest_bucket, wrong_checksum
+from umbra.services.weights.memory import copy, private_memory
+
+FAILURES = 3  # of one bucket until a version is given up
+
+
+@dataclass(slots=True)
+class Holdings:
+    """A receiver's buffers, and the content of each bucket in each (0: unknown)."""
+
+    manifest: Manifest
+    buffers: Sequence[memoryview]
+    contents: list[list[int]] = field(default_factory=list[list[int]])
+
+    def __post_init__(self) -> None:
+        self.contents = [[0] * len(self.manifest.buckets) for _ in self.buffers]
+
+
+class Assembly:
+    """One version on its way into buffer `target`.
+
+    Args:
+        holdings: what there is, kept from version to version.
+        target: index of the buffer.
+        wanted: content of every bucket.
+        deltas: whether deltas can be decoded here.
+        buckets: those that it is about; the others are another assembly's. None = all.
+    """
+
+    def __init__(
+        self,
+        holdings: Holdings,
+        target: int,
+        wanted: Sequence[int],
+        *,
+        deltas: bool,
+        buckets: Iterable[int] | None = None,
+    ) -> None:
+        self.manifest = holdings.manifest
+        self.corrupted = 0  # buckets that came with a wrong checksum
+        self._buffers = holdings.buffers
+        self._contents = holdings.contents
+        self._target = target
+        self._wanted = wanted
+        self._deltas = deltas
+        self._filled = [0] * len(wanted)
+        self._failures = [0] * len(wanted)
+        # In the target as far as we know: differs from `_contents` within a chain of deltas.
+        self._now = list(holdings.contents[target])
+        about = range(len(wanted)) if buckets is None else buckets
+        self.missing = {bucket for bucket in about if not self._have(bucket)}
+        self.awaited: set[int] = set()  # ordered and neither complete nor failed
+
+    def order(self, number: int, frame_bytes: int, credit_bytes: int) -> FetchBuckets:
+        """A request for all that is missing."""
+        wanted = sorted(self.missing)
+        self.awaited = set(wanted)
+        for bucket in wanted:
+            self._filled[bucket] = 0
+            self._now[bucket] = self._contents[self._target][bucket]
+        bases = [
+            [0 if self._failures[bucket] else contents[bucket] for bucket in wanted]
+            for contents in self._contents
+        ]
+        return FetchBuckets(
+            number=number,
+            wanted=wanted,
+            contents=[self._wanted[bucket] for bucket in wanted],
+            bases=[held for held in bases if self._deltas and any(held)],
+            frame_bytes=frame_bytes,
+            credit_bytes=credit_bytes,
+        )
+
+    def room(self, piece: Piece, nbytes: int) -> memoryview | None:
+        """Where the next bytes of a bucket belong; None for a delta, or where nothing is awaited.
+
+        They may be written there at once; then `placed` is called.
+
+        Raises:
+            WireError: they are not the next ones.
+        """
+        bucket = piece.bucket
+        if piece.base or bucket not in self.awaited:
+            return None  # a repetition, or what follows a piece that was bad
+        start, end = self.manifest.buckets[bucket]
+        until = piece.offset + nbytes
+        if piece.offset != self._filled[bucket] or until > end - start or not nbytes:
+            raise WireError(f"piece [{piece.offset}, {until}) of bucket {bucket} is out of order")
+        self._contents[self._target][bucket] = 0
+        return self._buffers[self._target][start + piece.offset : start + until]
+
+    def placed(self, piece: Piece, nbytes: int) -> bool:
+        """The bytes of a piece are where `room` said; True when they complete its bucket.
+
+        Raises:
+            WireError: the bucket has come wrong too often.
+        """
+        bucket = piece.bucket
+        start, end = self.manifest.buckets[bucket]
+        self._filled[bucket] += nbytes
+        if self._filled[bucket] < end - start:
+            return False
+        return self._complete(bucket, checksum(self._buffers[self._target][start:end]))
+
+    def take(self, piece: Piece, raw: bytes | memoryview) -> bool:
+        """Add a piece that lies elsewhere; True when it completes its bucket.
+
+        Raises:
+            WireError: it does not belong here, or a bucket has come wrong too often.
+        """
+        bucket = piece.bucket
+        if not piece.base:
+            if (room := self.room(piece, len(raw))) is None:
+                return False
+            copy(raw, room)
+            return self.placed(piece, len(raw))
+        if bucket not in self.awaited:
+            return False
+        start, end = self.manifest.buckets[bucket]
+        area = self._buffers[self._target][start:end]
+        try:
+            self._apply(piece, raw, area)
+        except WireError:
+            return self._failed(bucket)
+        if piece.result != self._wanted[bucket]:
+            return False
+        return self._complete(bucket, checksum(area))
+
+    def _complete(self, bucket: int, actual: int) -> bool:
+        """All of a bucket is in the target, with checksum `actual`."""
+        if actual != self._wanted[bucket]:
+            return self._failed(bucket)
+        self._contents[self._target][bucket] = self._wanted[bucket]
+        self.awaited.discard(bucket)
+        self.missing.discard(bucket)
+        return True
+
+    def _have(self, bucket: int) -> bool:
+        """Whether the target holds the wanted content, or can get it from another buffer."""
+        start, end = self.manifest.buckets[bucket]
+        wanted = self._wanted[bucket]
+        area = self._buffers[self._target][start:end]
+        order = sorted(range(len(self._buffers)), key=lambda index: index != self._target)
+        for index in order:
+            if self._contents[index][bucket] != wanted:
+                continue
+            if index != self._target:
+                self._contents[self._target][bucket] = 0
+                copy(self._buffers[index][start:end], area)
+            if checksum(area) == wanted:
+                self._contents[self._target][bucket] = wanted
+                return True
+            self._contents[index][bucket] = 0
+        return False
+
+    def _apply(self, piece: Piece, raw: bytes | memoryview, area: memoryview) -> None:
+        bucket = piece.bucket
+        if self._now[bucket] != piece.base:
+            start, end = self.manifest.buckets[bucket]
+            for held, buffer in zip(self._contents, self._buffers, strict=True):
+                if held[bucket] == piece.base:
+                    copy(buffer[start:end], area)
+                    break
+            else:
+                raise WireError(f"a delta of bucket {bucket} from a base that is not held")
+        self._contents[self._target][bucket] = 0
+        self._now[bucket] = 0
+        delta.apply(raw, area)
+        self._now[bucket] = piece.result
+
+    def _failed(self, bucket: int) -> bool:
+        """A bucket came wrong: it is ordered again, without a delta."""
+        self.corrupted += 1
+        self._failures[bucket] += 1
+        self.awaited.discard(bucket)
+        self._contents[self._target][bucket] = 0
+        if self._failures[bucket] >= FAILURES:
+            raise WireError(f"{wrong_checksum(self.manifest, bucket)}, again and again")
+        return False
+
+
+class SequentialAssembly:
+    """Puts each bucket of a version together where the one before it was.
+
+    A bucket that comes wrong is ordered again, and all that follow it with it: whoever loads them
+    needs them in order.
+
+    Args:
+        manifest: the layout.
+        wanted: content of every bucket.
+    """
+
+    def __init__(self, manifest: Manifest, wanted: Sequence[int]) -> None:
+        self._manifest = manifest
+        self._wanted = wanted
+        self._memory = private_memory(largest_bucket(manifest))
+        self._next = 0
+        self._filled = 0
+        self._failures = 0
+        self._ordered = False
+
+    @property
+    def missing(self) -> range:
+        """Buckets that have not come yet."""
+        return range(self._next, len(self._wanted))
+
+    @property
+    def awaited(self) -> range:
+        """Those of them that are ordered."""
+        return self.missing if self._ordered else range(0)
+
+    def bucket(self, index: int) -> memoryview:
+        """The memory of bucket `index`; good while it is the one that was completed last."""
+        start, end = self._manifest.buckets[index]
+        return self._memory[: end - start]
+
+    def order(self, number: int, frame_bytes: int, credit_bytes: int) -> FetchBuckets:
+        """A request for all that is missing, whole: there is no base for a delta here."""
+        self._ordered, self._filled = True, 0
+        return FetchBuckets(
+            number=number,
+            wanted=list(self.missing),
+            contents=list(self._wanted[self._next :]),
+            bases=[],
+            frame_bytes=frame_bytes,
+            credit_bytes=credit_bytes,
+        )
+
+    def room(self, piece: Piece, nbytes: int) -> memoryview | None:
+        """See `Assembly.room`."""
+        if not self._ordered:
+            return None  # what follows a bucket that was bad
+        until = piece.offset + nbytes
+        area = self.bucket(piece.bucket) if piece.bucket == self._next else memoryview(b"")
+        if piece.base or piece.offset != self._filled or until > len(area) or not nbytes:
+            raise WireError(
+                f"piece [{piece.offset}, {until}) of bucket {piece.bucket} is out of order"
+            )
+        return area[piece.offset : until]
+
+    def placed(self, piece: Piece, nbytes: int) -> bool:
+        """See `Assembly.placed`."""
+        area = self.bucket(piece.bucket)
+        self._filled += nbytes
+        if self._filled < len(area):
+            return False
+        if checksum(area) != self._wanted[self._next]:
+            return self._failed()
+        self._next += 1
+        self._filled = self._failures = 0
+        return True
+
+    def take(self, piece: Piece, raw: bytes | memoryview) -> bool:
+        """Add a piece that lies elsewhere; True when it completes its bucket.
+
+        Raises:
+            WireError: it is not the next one, or a bucket has come wrong too often.
+        """
+        if (room := self.room(piece, len(raw))) is None:
+            return False
+        copy(raw, room)
+        return self.placed(piece, len(raw))
+
+    def _failed(self) -> bool:
+        self._failures += 1
+        self._ordered = False
+        if self._failures >= FAILURES:
+            raise WireError(f"{wrong_checksum(self._manifest, self._next)}, again and again")
+        return False

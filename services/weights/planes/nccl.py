@@ -1,0 +1,322 @@
+"""Plane `nccl`: a worker process receives into memory that it shares with this one.
+
+A version that everyone waits for comes as a broadcast. What a broadcast did not bring (it broke
+off, or the receiver joined later) is fetched bucket by bucket, as over plane `tcp`, into the same
+memory; so nothing that one receiver lacks ever makes another one wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import suppress
+
+import msgspec
+
+from umbra.proto.deadline import Pace
+from umbra.proto.errors import UmbraError
+from umbra.proto.messages import Prepare, Ready, Subscribe
+from umbra.proto.records import Manifest, NcclRound
+from umbra.services.weights.arena import Arena
+from umbra.services.weights.gpu.cuda import Device, GpuError
+from umbra.services.weights.gpu.worker_process import GpuWorkerProcess, result
+from umbra.services.weights.manifest import wrong_checksum
+from umbra.services.weights.planes.background import Background
+from umbra.services.weights.planes.nccl_rounds import NcclGroup, Round, Rounds
+from umbra.services.weights.planes.plane import (
+    Deliver,
+    GiveUp,
+    HubEnd,
+    Outcome,
+    Receipt,
+    Receiving,
+)
+from umbra.services.weights.planes.tcp import TcpHub, TcpReceiver
+
+PATIENCE = 4  # a phase of a push has room for that many waits
+GATHER_S = 1.0  # at most, for others to be ready for a broadcast
+TRANSFER_DEADLINES = 3  # of a chunk, that a whole transfer may take
+
+log = logging.getLogger(__name__)
+
+
+class NcclHub(HubEnd):
+    """The hub's end: its worker is rank 0, and sends from the hub's arena.
+
+    The worker's orders run on a thread, one round after another: get an id if a communicator is to
+    be built, tell the receivers, enter the communicator, send. What a round does not bring to a
+    receiver, it fetches over the plane `tcp` of this same hub.
+
+    Args:
+        worker: of the hub.
+        chunk_bytes: of device memory, and of a broadcast.
+        pace: of a phase of a push.
+        first_epoch: communicators count from the one after it.
+        tcp: serves those who fetch.
+    """
+
+    plane = "nccl"
+
+    def __init__(
+        self,
+        worker: GpuWorkerProcess,
+        chunk_bytes: int,
+        pace: Pace,
+        first_epoch: int,
+        tcp: TcpHub,
+    ) -> None:
+        self.group = NcclGroup(first_epoch)
+        self._pace = pace
+        self._wait_s = pace.limit_s(chunk_bytes, parts=PATIENCE)
+        self._transfer_s = 0.0  # of a version, known with its layout
+        self._rounds = Rounds(self.group, min(GATHER_S, self._wait_s), self._wait_s)
+        self.worker = worker
+        self._chunk_bytes = chunk_bytes
+        self._tcp = tcp
+        self._thread: Background[bytes] = Background("umbra-nccl")
+        self._uid = b""  # of the communicator made last
+        self._announced: Round | None = None  # the round whose members know of it
+        self._cancelled = threading.Event()  # what the worker does is of no use any more
+        self._outcomes: list[Outcome] = []
+        self._waiting = False
+
+    @property
+    def busy(self) -> bool:
+        return self._waiting or self._thread.busy
+
+    def layout(self, arena: Arena, manifest: Manifest) -> None:
+        current = self._rounds.current
+        self._give_up(current, self._rounds.failed(), "the trainer registered another layout")
+        self._free_worker()
+        self._rounds.ready_at = None
+        nbytes, slots = manifest.total_bytes, arena.slots
+        self._transfer_s = (PATIENCE - 1) * self._pace.limit_s(nbytes, parts=PATIENCE)
+        self._rounds.start_s = self._pace.limit_s(slots * nbytes, parts=PATIENCE)
+        self.worker.use(arena, self._chunk_bytes, self._pace)
+        self._thread.start(self._attach)
+
+    def subscribed(self, name: str, incarnation: str, message: Subscribe) -> None:
+        """A receiver is in the group from the next communicator on."""
+        self.left(name)
+        self._tcp.serves_beside(name, message)
+        self.group.join(name, incarnation)
+
+    def prepare(self, name: str, prepare: Prepare, now: float) -> Iterable[Outcome]:
+        self._rounds.offer(name, prepare, now)
+        self._waiting = True
+        return ()
+
+    def staged(self, name: str, message: Ready) -> None:
+        """A receiver has got its version, or not."""
+        current = self._rounds.current
+        others = self._rounds.reported(name, message.epoch, well=not message.error)
+        self._give_up(current, others, f"{name} could not receive: {message.error}")
+
+    def left(self, name: str) -> None:
+        current = self._rounds.current
+        self._give_up(current, self._rounds.dropped(name), f"{name} has left the broadcast")
+
+    def granted(self, slot: int) -> None:
+        """`slot` will be written anew: nobody waits for what lies there any more."""
+        current = self._rounds.current
+        if current is not None and current.slot == slot:
+            self._give_up(current, self._rounds.failed(), "the version was overtaken")
+
+    def poll(self, now: float) -> list[Outcome]:
+        """Prepares that go out now, and rounds that came to nothing."""
+        done = self._thread.take()
+        if done is not None:
+            self._step_done(done, now)
+        fetching, begun = self._rounds.settle(now, idle=not self._thread.busy)
+        self._outcomes += [Deliver(name, self._tcp.complete(name, held)) for name, held in fetching]
+        if begun is not None:
+            self._begin(begun)
+        self._waiting = self._rounds.next_due() is not None
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def close(self) -> None:
+        """End the worker."""
+        self._free_worker()
+        self._thread.close()
+        self.worker.kill()
+
+    # -- a round ----------------------------------------------------------------------------------
+
+    def _begin(self, begun: Round) -> None:
+        self._cancelled.clear()
+        self._announced = None
+        if begun.communicator.fresh:
+            self._thread.start(self._new_id)
+        else:
+            self._announce(begun)
+
+    def _step_done(self, done: bytes | UmbraError, now: float) -> None:
+        current = self._rounds.current
+        if self._rounds.ready_at is None:
+            self._attached(done, now)
+        elif current is None:
+            log.debug("the hub's worker has left a broadcast: %s", done)
+        elif self._announced is current and isinstance(done, UmbraError):
+            self._give_up(current, self._rounds.failed(), f"the hub's own worker: {done}")
+        elif self._announced is current:
+            self._rounds.sent()
+        elif isinstance(done, UmbraError):
+            self._give_up(current, self._rounds.failed(), f"no id for a communicator: {done}")
+        else:
+            self._uid = done
+            self._announce(current)
+
+    def _attached(self, done: bytes | UmbraError, now: float) -> None:
+        if isinstance(done, UmbraError):
+            self.broken = f"the hub's GPU worker does not work: {done}"
+            log.error("plane nccl: %s; everyone fetches", self.broken)
+        else:
+            self._rounds.ready_at = now
+
+    def _announce(self, current: Round) -> None:
+        self._announced = current
+        communicator = current.communicator
+        for name, prepare in current.prepares.items():
+            if name in current.open:
+                group = NcclRound(
+                    epoch=communicator.epoch,
+                    uid=self._uid,
+                    rank=communicator.ranks[name],
+                    size=communicator.size,
+                    chunk_bytes=self._chunk_bytes,
+                    deadline_s=self._wait_s,
+                )
+                held = msgspec.structs.replace(prepare, round=group)
+                self._outcomes.append(Deliver(name, held))
+        self._thread.start(lambda: self._send(current, self._uid))
+
+    def _give_up(self, current: Round | None, names: Sequence[str], reason: str) -> None:
+        if current is None or not current.failed:
+            return  # there is none, or it goes on, or it went well
+        self._cancelled.set()
+        log.warning("broadcast of epoch %d was given up: %s", current.communicator.epoch, reason)
+        for name in names:
+            self._outcomes.append(GiveUp(name, current.prepares[name], reason))
+
+    def _free_worker(self) -> None:
+        """End what the thread does, so that the worker is ours."""
+        self._cancelled.set()
+        self._thread.wait()
+        self._thread.take()
+
+    # -- on the thread ----------------------------------------------------------------------------
+
+    def _attach(self) -> bytes:
+        result(self.worker.attached())
+        return b""
+
+    def _new_id(self) -> bytes:
+        result(self.worker.attached(), self._cancelled.is_set)
+        return bytes.fromhex(self.worker.call("unique_id", self._wait_s)["uid"])
+
+    def _send(self, current: Round, uid: bytes) -> bytes:
+        communicator = current.communicator
+        try:
+            if communicator.fresh:
+                self.worker.order(
+                    "join", epoch=communicator.epoch, uid=uid.hex(), rank=0, size=communicator.size
+                )
+                result(self.worker.answer(self._wait_s, abortable=False), self._cancelled.is_set)
+            self.worker.order(
+                "transfer",
+                epoch=communicator.epoch,
+                slot=current.slot,
+                deadline_s=self._wait_s,
+            )
+            result(self.worker.answer(self._transfer_s), self._cancelled.is_set)
+        except UmbraError:
+            self.worker.begin()  # if it was killed, so that it is there for the next round
+            raise
+        return uid
+
+
+class NcclReceiver:
+    """Fills the slots of `arena`; the buffers of `pull` are these same slots.
+
+    Args:
+        worker: the process that enters NCCL.
+        arena: what it receives into.
+        chunk_bytes: of device memory, and of a broadcast.
+        pull: fetches what no broadcast brings.
+        pace: of a phase of a push.
+        device: on which this very process loads what it gets; without it, it does not.
+    """
+
+    def __init__(
+        self,
+        worker: GpuWorkerProcess,
+        arena: Arena,
+        chunk_bytes: int,
+        pull: TcpReceiver,
+        pace: Pace,
+        device: Device | None = None,
+    ) -> None:
+        self._pace = pace
+        self.versions = arena.slots
+        self._worker = worker
+        self._arena = arena
+        self._pull = pull
+        self._entered = b""  # unique id of the communicator that the worker is in
+        # What the worker has pinned is pinned for the worker alone.
+        self._device = device
+        self._pinned: list[int] = []
+        if device is not None:
+            self._pinned = [device.pin(arena.slot(slot)) for slot in range(arena.slots)]
+        worker.use(arena, chunk_bytes, pace)
+
+    def receive(self, message: Prepare, target: int) -> Receiving:
+        """Receive a version into slot `target` and verify it there."""
+        if message.round is None:
+            return (yield from self._pull.receive(message, target))
+        began = time.perf_counter()
+        self._pull.overwritten(target)
+        error = ""
+        try:
+            yield from self._broadcast(message.round, target)
+        except UmbraError as problem:
+            log.warning("broadcast of version %d: %s", message.version, problem)
+            error = str(problem)
+            self._worker.begin()  # if it was killed, so that it is there for the next broadcast
+        wire_s = time.perf_counter() - began
+        for bucket, right in self._pull.verify(target, message.checksums):
+            if right:
+                yield bucket
+            elif not error:
+                wrong = wrong_checksum(self._pull.manifest, bucket)
+                error = f"{wrong} after a broadcast"
+        stage_s = time.perf_counter() - began - wire_s
+        data, size = self._arena.slot(target), self._arena.slot_bytes
+        return Receipt(wire_s, stage_s, size, error, parts=lambda: iter((data,)))
+
+    def close(self) -> None:
+        """End the worker, close the sockets and the arena."""
+        self._worker.kill()  # first: it writes into the arena
+        pinned, self._pinned = self._pinned, []
+        if self._device is not None:
+            with suppress(GpuError):  # whoever uses the GPU next hears of it
+                self._device.use()
+                for address in pinned:
+                    self._device.unpin(address)
+        self._pull.close()
+        self._arena.close()
+
+    def _broadcast(self, group: NcclRound, slot: int) -> Generator[None, None, None]:
+        entered, self._entered = self._entered, b""  # if this breaks off, it is in none
+        yield from self._worker.attached()
+        if group.uid != entered:
+            self._worker.order(
+                "join", epoch=group.epoch, uid=group.uid.hex(), rank=group.rank, size=group.size
+            )
+            yield from self._worker.answer(group.deadline_s, abortable=False)
+        self._worker.order("transfer", epoch=group.epoch, slot=slot, deadline_s=group.deadline_s)
+        limit = self._pace.after(TRANSFER_DEADLINES * group.deadline_s)
+        yield from self._worker.answer(limit.limit_s(self._arena.slot_bytes))
+        self._entered = group.uid

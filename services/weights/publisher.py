@@ -1,0 +1,381 @@
+"""The trainer's half of a push: write a version into a slot of the hub's arena, then publish it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from umbra.proto.deadline import LEAST_RATE, Deadline, Pace
+from umbra.proto.errors import DeadlineError, PeerLostError, RejectedError, UmbraError
+from umbra.proto.messages import (
+    AcquireSlot,
+    ArenaReady,
+    HubStatus,
+    HubStatusRequest,
+    Message,
+    Ok,
+    Publish,
+    RegisterManifest,
+    SlotGranted,
+)
+from umbra.proto.net.channel import Channel
+from umbra.proto.records import Manifest
+from umbra.services.process.threads import service_thread
+from umbra.services.weights.arena import Arena
+from umbra.services.weights.manifest import checksum
+from umbra.services.weights.memory import copy
+
+PACE = Pace(30.0, LEAST_RATE)  # of a hub that answers
+RETRY_S = 1.0  # between attempts to bring a restarted hub up to date
+PARTS_S = 0.5  # between questions whether the part hubs of all trainer hosts are there
+PARTS_BACK_S = 60.0  # that a part hub may take to start again, besides what its arena takes
+CHECK_S = 5.0  # between questions whether the hub still has what lies on several hosts
+FORGOTTEN = ("not_registered", "not_granted")  # how a restarted hub answers
+
+M = TypeVar("M", bound=Message)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _ArenaVersion:
+    """A version in an arena: the one being written, or the one published last."""
+
+    arena: Arena
+    slot: int
+    version: int
+
+    @property
+    def data(self) -> memoryview:
+        return self.arena.slot(self.slot)
+
+
+class Publisher:
+    """Publishes versions of one layout.
+
+    Use: `register` once, then for each version `slot`, write all tensors at their offsets, and
+    `publish`. When the hub is restarted, a thread of its own registers again at once, so that the
+    receivers get the newest version also while the trainer waits for data. The new hub takes over
+    the arena of the old one; where it cannot, the version is copied into the new arena.
+
+    Where the trainer runs on several hosts, nothing is published while a part hub is away, and a
+    version cannot be copied to another arena: only a part of it lies here. If the memory of a host
+    is lost, so is the version, and the trainer has to start again from a checkpoint (`check`).
+
+    Args:
+        channel: to the weight hub.
+        manifest: the layout, from `build_manifest`.
+        stopping: once it is set no answer is waited for any longer than a living hub takes, because
+            a hub of the same run may have ended before us.
+        pace: how long the hub may take for an answer, which may have to wait for an arena.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        manifest: Manifest,
+        stopping: threading.Event | None = None,
+        pace: Pace = PACE,
+    ) -> None:
+        self.manifest = manifest
+        self._pace = pace
+        self._stopping = stopping
+        self._channel = channel
+        self._arena: Arena | None = None
+        self._granted: _ArenaVersion | None = None
+        self._sums: list[Future[int]] = []  # of the first buckets of what is being written
+        self._last: tuple[_ArenaVersion, Publish] | None = None
+        self._failure: UmbraError | None = None
+        self._lock = threading.Lock()  # one exchange with the hub at a time
+        self._moved = threading.Event()
+        self._closing = threading.Event()
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="umbra-publish")
+        self._publishing: Future[None] | None = None
+        self._thread = service_thread(self._follow, "umbra-publisher")
+
+    @property
+    def arena(self) -> tuple[str, int]:
+        """Path of the arena and number of its slots.
+
+        Raises:
+            ValueError: `register` comes first.
+        """
+        if self._arena is None:
+            raise ValueError("not registered")
+        return str(self._arena.path), self._arena.slots
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Path of the arena and number of the slot that was acquired last.
+
+        Raises:
+            ValueError: none is acquired.
+        """
+        if self._granted is None:
+            raise ValueError("no slot is acquired")
+        return str(self._granted.arena.path), self._granted.slot
+
+    @property
+    def _answer_s(self) -> float:
+        """Seconds that the hub may take for an answer: a restarted one allocates a new arena."""
+        slots = self._arena.slots if self._arena is not None else 1
+        return self._pace.limit_s(slots * self.manifest.total_bytes)
+
+    @property
+    def _parts_back_s(self) -> float:
+        """Seconds that a part hub may be away."""
+        return PARTS_BACK_S + self._answer_s
+
+    def check(self) -> None:
+        """See whether what was published last can still be pushed.
+
+        Raises:
+            PeerLostError: it is lost: see above.
+        """
+        if self._failure is not None:
+            raise self._failure
+
+    def register(self, timeout_s: float) -> None:
+        """State the layout and attach to the hub's arena.
+
+        Raises:
+            RejectedError: the hub refuses, because /dev/shm has too little room, say, or the part
+                hub of a trainer host is still missing after `timeout_s` seconds.
+            DeadlineError: no answer within `timeout_s` seconds.
+            StartupError: the arena cannot be seen from here.
+        """
+        with self._lock:
+            self._register(timeout_s)
+        if not self._thread.is_alive():
+            self._channel.on_moved = self._moved.set
+            self._thread.start()
+
+    def slot(self, version: int, timeout_s: float) -> memoryview:
+        """Memory to write `version` into, `[manifest.total_bytes]`; waits until a slot is free.
+
+        What is in it before is an older version or nothing: write every tensor.
+
+        Raises:
+            DeadlineError: no slot became free within `timeout_s` seconds, or before we stop.
+            RejectedError: another trainer has registered.
+            PeerLostError: as `check`.
+        """
+        deadline = Deadline(timeout_s)
+        self._join()
+        self.check()
+        with self._lock:
+            try:
+                slot = self._acquire(version, timeout_s)
+            except RejectedError as error:
+                if error.code != "not_registered":
+                    raise
+                # The hub has been restarted and knows nothing of us.
+                self._register(deadline.left_s)
+                slot = self._acquire(version, deadline.left_s)
+            assert self._arena is not None
+            self._granted = _ArenaVersion(self._arena, slot, version)
+            self._sums = []
+            return self._granted.data
+
+    def wrote(self, end: int) -> None:
+        """The first `end` bytes of the slot will not change any more.
+
+        Their checksums are computed in a thread from now on, while they are still in the cache;
+        `publish` computes those of the rest. Nothing is where the version lies on several hosts,
+        each of which computes its own: to read the others' bytes here would take memory.
+
+        Raises:
+            ValueError: no slot is acquired.
+        """
+        place, buckets = self._granted, self.manifest.buckets
+        if place is None:
+            raise ValueError("no slot is acquired")
+        if self.manifest.owners:
+            return
+        while len(self._sums) < len(buckets) and buckets[len(self._sums)][1] <= end:
+            start, stop = buckets[len(self._sums)]
+            self._sums.append(self._executor.submit(checksum, place.data[start:stop]))
+
+    def publish(self, version: int, snapshot_s: float, sums: list[int] | None = None) -> None:
+        """Publish what was written into the slot of `version`; returns before it is pushed.
+
+        Args:
+            version: as given to `slot`.
+            snapshot_s: seconds that writing took, for the records.
+            sums: checksum of every bucket, if they are known already; they have to be where the
+                version lies on several hosts.
+
+        Raises:
+            ValueError: no slot was acquired for `version`, or checksums of other hosts are missing.
+            RejectedError: another trainer has registered, or a part hub is gone and does not come
+                back within `PARTS_BACK_S` seconds and the time for its arena.
+            DeadlineError: the hub does not answer.
+            PeerLostError: as `check`.
+        """
+        with self._lock:
+            place = self._granted
+            if place is None or place.version != version:
+                raise ValueError(f"no slot was acquired for version {version}")
+            sums = self._all_sums(place.data) if sums is None else sums
+            message = Publish(
+                version=version, slot=place.slot, checksums=sums, snapshot_s=snapshot_s
+            )
+            try:
+                self._insist(message, Ok, self._answer_s, Deadline(self._parts_back_s))
+            except RejectedError as error:
+                if error.code not in FORGOTTEN:
+                    raise
+                log.warning("the weight hub was restarted: publishing version %d again", version)
+                self._register(self._answer_s)
+                place, message = self._move(place, message)
+            self._granted = None
+            before, self._last = self._last, (place, message)
+            if before is not None and before[0].arena is not self._arena:
+                before[0].arena.close()
+
+    def publish_soon(self, version: int, snapshot_s: float, sums: list[int] | None = None) -> None:
+        """As `publish`, in a thread: the trainer goes on meanwhile.
+
+        What goes wrong is raised by the next `slot`, which waits for it.
+        """
+        self._join()
+        self._publishing = self._executor.submit(self.publish, version, snapshot_s, sums)
+
+    def _all_sums(self, data: memoryview) -> list[int]:
+        if self.manifest.owners:
+            raise ValueError("the version lies on several hosts: each has checksums of its own")
+        known = [future.result() for future in self._sums]  # submitted before `publish` was
+        rest = self.manifest.buckets[len(known) :]
+        return known + [checksum(data[start:end]) for start, end in rest]
+
+    def _join(self) -> None:
+        publishing, self._publishing = self._publishing, None
+        if publishing is not None:
+            publishing.result()  # has deadlines of its own
+
+    def close(self) -> None:
+        """Publish what is under way, let go of the arena."""
+        try:
+            self._join()
+        except UmbraError as error:
+            log.warning("the last version was not published: %s", error)
+        self._executor.shutdown()
+        self._channel.on_moved = None
+        self._closing.set()
+        self._moved.set()
+        if self._thread.is_alive():
+            self._thread.join()  # ends with its current exchange, which has a deadline
+        if self._last is not None:
+            self._last[0].arena.close()
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+
+    # -- a restarted hub --------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        """Bring every restarted hub up to date. What is being written is `publish`'s matter."""
+        while True:
+            moved = self._moved.wait(CHECK_S if self.manifest.owners else None)
+            self._moved.clear()
+            if not moved and self._is_known():
+                continue
+            while not self._closing.is_set() and not self._restore():
+                self._closing.wait(RETRY_S)
+            if self._closing.is_set():
+                return
+
+    def _is_known(self) -> bool:
+        """Whether the hub still has our layout, or does not answer now."""
+        try:
+            return self._call(HubStatusRequest(), HubStatus, CHECK_S).subscribed
+        except UmbraError:
+            return True  # a restarted one is told of in another way
+
+    def _restore(self) -> bool:
+        with self._lock:
+            if self._granted is not None or self._last is None:
+                return True
+            place, message = self._last
+            try:
+                self._register(self._answer_s)
+                if self._arena is not place.arena:
+                    self._last = self._move(place, message)
+                    place.arena.close()
+            except PeerLostError as error:
+                self._failure = error
+                return True
+            except UmbraError as error:
+                log.warning("cannot tell the weight hub of version %d: %s", place.version, error)
+                return False
+            log.info("the weight hub has version %d again", place.version)
+            return True
+
+    def _move(self, place: _ArenaVersion, message: Publish) -> tuple[_ArenaVersion, Publish]:
+        """Publish what lies in `place` from where the restarted hub wants it.
+
+        Raises:
+            PeerLostError: only a part of it lies here, and the others have lost theirs.
+        """
+        if self.manifest.owners and self._arena is not place.arena:
+            self._failure = PeerLostError(
+                f"version {place.version} is lost with the shared memory of a trainer host: the "
+                "trainer has to start again from its newest checkpoint"
+            )
+            raise self._failure
+        slot = self._acquire(place.version, self._answer_s)
+        assert self._arena is not None
+        there = _ArenaVersion(self._arena, slot, place.version)
+        if there != place:
+            copy(place.data, there.data)
+        message = Publish(
+            version=place.version, slot=slot, checksums=message.checksums, snapshot_s=0.0
+        )
+        self._call(message, Ok, self._answer_s)
+        return there, message
+
+    def _register(self, timeout_s: float) -> None:
+        known = str(self._arena.path) if self._arena is not None else ""
+        published = self._last[1] if self._last is not None else None
+        message = RegisterManifest(manifest=self.manifest, path=known, published=published)
+        ready = self._insist(message, ArenaReady, timeout_s, Deadline(timeout_s))
+        if ready.path != known:
+            # The old one stays mapped: what was published last is in it.
+            self._arena = Arena.attach(ready.path, slot_bytes=self.manifest.total_bytes)
+
+    def _acquire(self, version: int, timeout_s: float) -> int:
+        message = AcquireSlot(version=version)
+        try:
+            return self._call(message, SlotGranted, timeout_s).slot
+        except DeadlineError as error:
+            if self._is_stopping:
+                raise
+            raise DeadlineError(
+                f"no free slot for version {version} within {timeout_s:g} s: receivers are still "
+                "staging the versions before it, or the weight hub is gone"
+            ) from error
+
+    def _insist(self, message: Message, reply: type[M], timeout_s: float, deadline: Deadline) -> M:
+        """Ask until `deadline` as long as a part hub is missing, each time for `timeout_s`."""
+        told = ""
+        while True:
+            try:
+                return self._call(message, reply, min(timeout_s, PARTS_S + deadline.left_s))
+            except RejectedError as error:
+                stopping = self._is_stopping or self._closing.is_set()
+                if error.code != "part_missing" or deadline.passed or stopping:
+                    raise
+                if str(error) != told:
+                    told = str(error)
+                    log.warning("%s", told)
+            self._closing.wait(PARTS_S)
+
+    @property
+    def _is_stopping(self) -> bool:
+        return self._stopping is not None and self._stopping.is_set()
+
+    def _call(self, message: Message, reply: type[M], timeout_s: float) -> M:
+        return self._channel.call(message, reply, timeout_s=timeout_s, stopping=self._stopping)

@@ -1,0 +1,442 @@
+"""A generator's half of a push: stage a version in private memory, verify it, hand it over."""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from umbra.proto.deadline import Deadline
+from umbra.proto.errors import StartupError, UmbraError
+from umbra.proto.messages import (
+    Abort,
+    Commit,
+    Committed,
+    HubStatus,
+    HubStatusRequest,
+    Message,
+    Prepare,
+    Ready,
+    Subscribe,
+    Subscribed,
+)
+from umbra.proto.net.channel import Channel
+from umbra.proto.records import Manifest
+from umbra.services.process.threads import foreseen
+from umbra.services.weights.arena import shm_host
+from umbra.services.weights.manifest import check_dtype, check_manifest
+from umbra.services.weights.planes.choice import GPU_PLANES
+from umbra.services.weights.planes.plane import Parts, Receipt, ReceiverEnd, Receiving
+from umbra.services.weights.planes.receiving import ReceiverPlanes
+from umbra.services.weights.staging import Candidate, Staging
+
+LOOK_S = 0.05  # how soon a stop is heard
+WAKE_S = 0.2  # how soon the thread sees that it should end
+CLOSE_DEADLINE_S = 5.0
+RELAY_SILENT_S = 5.0  # until a relay counts as gone
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StagedVersion:
+    """A complete, verified version; or, where versions are streamed, one that can be read.
+
+    `parts` gives its bytes as `Engine.load` takes them. Staged ones are private, writable, and stay
+    as they are until `Receiver.committed`.
+    """
+
+    version: int
+    manifest: Manifest
+    parts: Parts
+    candidate: Candidate
+
+
+class Receiver:
+    """Gets every new version from the hub; a thread of its own stages while the engine goes on.
+
+    Args:
+        channel: to the weight hub.
+        planes: those that the hub can choose from; closed with this.
+        host: names the /dev/shm of this process; empty = find out (`shm_host`).
+        serves: endpoint at which a relay serves others; stated to the hub.
+        buckets: endpoint at which a relay hands buckets on; stated to the hub.
+        dtype: that versions have to be in, as `weight_hub.dtype` names it; empty = any.
+        check_s: seconds of silence after which it asks the hub whether it is still subscribed.
+        retry_s: seconds between being dropped and subscribing again.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        planes: ReceiverPlanes,
+        host: str = "",
+        *,
+        serves: str = "",
+        buckets: str = "",
+        dtype: str = "",
+        check_s: float = 5.0,
+        retry_s: float = 1.0,
+    ) -> None:
+        self.failure: UmbraError | None = None
+        self.served: StagedVersion | None = None  # if versions are streamed: it can be read again
+        self._channel = channel
+        self._planes = planes
+        self._host = host or shm_host()
+        self._serves = serves
+        self._buckets_endpoint = buckets
+        self._dtype = dtype
+        self._avoided = ""  # a relay that was gone
+        self._relays: dict[str, Channel] = {}
+        self._hub = channel  # `_channel` is a relay's, while there is one on this host
+        self._check_s = check_s
+        self._retry_s = retry_s
+        self._timeout_s = 0.0
+        self._end: ReceiverEnd | None = None
+        self._reply: Subscribed | None = None  # that `_end` is for
+        self._manifest: Manifest | None = None
+        self._waiting: Prepare | None = None  # until the engine has loaded the version before
+        self._receiving: tuple[Candidate, Receiving] | None = None
+        self._newest: StagedVersion | None = None  # of those that were received
+        self._dropped = (
+            ""  # why we are not subscribed any longer, if the thread has not heard of it yet
+        )
+        self._staging = Staging()
+        self._changed = threading.Condition()  # guards _staging, _newest, _dropped, failure
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="umbra-receiver", daemon=True)
+
+    def subscribe(self, timeout_s: float) -> None:
+        """Subscribe; waits until the trainer has registered its layout. Versions then follow.
+
+        Raises:
+            DeadlineError: no answer within `timeout_s` seconds.
+            RejectedError: no plane that the hub and this process have in common.
+            StartupError: the hub's shared memory cannot be seen from here.
+        """
+        self._timeout_s = timeout_s
+        reply = self._channel.call(self._request(), Subscribed, timeout_s=timeout_s)
+        self._subscribed(reply)
+        self._hub.on_moved = self._hub_moved
+        self._thread.start()
+
+    def subscribe_unless(
+        self, stopping: threading.Event, timeout_s: float, waiting: Callable[[], object]
+    ) -> bool:
+        """`subscribe`, and call `waiting` meanwhile; False if `stopping` was set before.
+
+        Then closing the link ends the question.
+        """
+        executor = ThreadPoolExecutor(1, thread_name_prefix="subscribe")
+        try:
+            subscribed = executor.submit(self.subscribe, timeout_s)
+            while not subscribed.done():
+                waiting()
+                if stopping.wait(LOOK_S):
+                    return False
+            subscribed.result()
+            return True
+        finally:
+            executor.shutdown(wait=False)
+
+    def check(self) -> None:
+        """See whether new versions can still come.
+
+        Raises:
+            UmbraError: they can't: the hub is gone, no longer has weights for us, or the thread
+                that stages them has failed.
+        """
+        with self._changed:
+            if self.failure is not None:
+                raise self.failure
+
+    def poll(self) -> StagedVersion | None:
+        """The newest version that the engine should load now; to be followed by `committed`.
+
+        Raises:
+            UmbraError: as `check`.
+        """
+        self.check()
+        with self._changed:
+            return self._newest if self._staging.take() is not None else None
+
+    def committed(self, staged: StagedVersion, commit_s: float, error: str = "") -> None:
+        """The engine serves `staged` after `commit_s` seconds of waiting, or could not load it.
+
+        The memory of `staged` is used again from now on.
+        """
+        with self._changed:
+            self._staging.release(staged.candidate)
+        if self._planes.streamed and not error:
+            self.served = staged
+        self._channel.send(
+            Committed(
+                epoch=staged.candidate.epoch,
+                version=staged.version,
+                commit_s=commit_s,
+                error=error,
+            )
+        )
+
+    def wait_first(self, timeout_s: float, stopping: threading.Event) -> StagedVersion | None:
+        """The first version, when it is there; None if `stopping` was set before.
+
+        Raises:
+            DeadlineError: none came within `timeout_s` seconds.
+            UmbraError: as `poll`.
+        """
+        deadline = Deadline(timeout_s, f"no weights from the {self._channel.peer}")
+        while not stopping.is_set():
+            staged = self.poll()
+            if staged is not None:
+                return staged
+            deadline.check(": has the trainer published its first version?")
+            with self._changed:
+                self._changed.wait(WAKE_S)
+        return None
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until `poll` may have something, for `timeout_s` seconds at most."""
+        with self._changed:
+            self._changed.wait(timeout_s)
+
+    def close(self) -> None:
+        """Stop staging. Versions that were handed out stay valid."""
+        self._hub.on_moved = None
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_DEADLINE_S)
+        if self._end is not None:
+            self._end.close()
+        self._planes.close()
+
+    # -- the thread -------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            self._serve()
+            self._give_up()
+        except BaseException as error:  # noqa: BLE001 - its owner's thread has to hear of it
+            self._fail(foreseen(error, "the receiver of weights"))
+
+    def _serve(self) -> None:
+        check_at = time.monotonic() + self._check_s
+        subscribe_at: float | None = None
+        while not self._closing.is_set() and self.failure is None:
+            message = self._next_message()
+            now = time.monotonic()
+            if message is not None:
+                check_at = now + self._check_s
+                self._handle(message)
+            if dropped := self._take_dropped():
+                log.info("not subscribed any longer: %s", dropped)
+                self._give_up()
+                subscribe_at = now + self._retry_s
+            elif message is None and subscribe_at is not None and now >= subscribe_at:
+                subscribe_at, check_at = None, math.inf  # until there is an answer
+                self._ask(self._request())
+            elif message is None and subscribe_at is None and now >= check_at:
+                # A hub that could not reach us for a moment has dropped us without a word.
+                check_at = math.inf
+                self._ask(HubStatusRequest())
+            self._receive()
+
+    def _next_message(self) -> Message | None:
+        """What arrives next; waits for it if there is nothing else to do."""
+        try:
+            if self._receiving is not None:
+                return self._channel.pushes.get_nowait()
+            return self._channel.pushes.get(timeout=min(WAKE_S, self._retry_s))
+        except queue.Empty:
+            return None
+
+    def _handle(self, message: Message) -> None:
+        match message:
+            case Prepare():
+                self._give_up()  # the hub has given up what was under way
+                if self._end is not None:  # else we have asked for another plane
+                    self._waiting = message
+            case Commit():
+                with self._changed:
+                    if self._staging.commit(message.epoch):
+                        self._changed.notify_all()
+            case Abort():
+                log.info("version %d was aborted: %s", message.version, message.reason)
+                if self._epoch() == message.epoch:
+                    self._give_up()
+                with self._changed:
+                    self._staging.abort(message.epoch)
+                if message.dropped:
+                    self._drop(message.reason)
+            case Subscribed():
+                self._give_up()
+                self._subscribed(message)
+            case HubStatus():
+                if not message.subscribed:
+                    self._drop("the hub does not know us")
+            case _:
+                log.warning("the weight hub pushed an unexpected %s", type(message).__name__)
+
+    def _hub_moved(self) -> None:
+        """The hub was restarted and has forgotten us; on the link's thread."""
+        self._drop("the weight hub was restarted")
+
+    def _drop(self, reason: str) -> None:
+        """We are not subscribed any longer; from any thread."""
+        with self._changed:
+            self._dropped = reason
+
+    def _take_dropped(self) -> str:
+        with self._changed:
+            reason, self._dropped = self._dropped, ""
+        return reason
+
+    def _request(self) -> Subscribe:
+        return Subscribe(
+            host=self._host,
+            planes=self._planes.offered,
+            serves=self._serves,
+            buckets=self._buckets_endpoint,
+            avoid=self._avoided,
+            streamed=self._planes.streamed,
+            gpu=self._planes.facts,
+        )
+
+    def _pass_to(self, endpoint: str) -> None:
+        """The hub says that a relay on this host serves us: ask it, and come back if it is gone."""
+        self._channel = self._relays.get(endpoint) or self._hub.beside(endpoint, "relay", "relay")
+        self._relays[endpoint] = self._channel
+        self._ask(HubStatusRequest())
+
+    def _ask(self, body: Message) -> None:
+        """Send a request whose reply arrives among the pushes, in their order."""
+        channel = self._channel
+        parked = channel is self._hub or isinstance(body, Subscribe)
+        timeout_s = self._timeout_s if parked else min(RELAY_SILENT_S, self._timeout_s)
+
+        def answered(future: Future[Message]) -> None:
+            error = future.exception()
+            if error is None:
+                channel.pushes.put(future.result())
+            elif channel is not self._hub:
+                log.warning("back to the weight hub: %s", error)
+                self._avoided = channel.endpoint
+                self._channel = self._hub
+                self._drop("the relay is gone")
+            else:
+                self._fail(foreseen(error, "the receiver of weights"))
+
+        channel.request(body, timeout_s=timeout_s, on_done=answered)
+
+    def _fail(self, error: UmbraError) -> None:
+        with self._changed:
+            self.failure = error
+            self._changed.notify_all()
+
+    def _epoch(self) -> int:
+        """Of the version that is being received, or waits to be; 0 if there is none."""
+        if self._receiving is not None:
+            return self._receiving[0].epoch
+        return self._waiting.epoch if self._waiting is not None else 0
+
+    def _give_up(self) -> None:
+        """Receive no longer what is being received."""
+        receiving, self._receiving, self._waiting = self._receiving, None, None
+        if receiving is not None:
+            receiving[1].close()
+
+    def _receive(self) -> None:
+        """Go one step with the version that is being received, or begin with the one that waits."""
+        if self._waiting is not None:
+            self._begin(self._waiting)
+        if self._receiving is None:
+            return
+        candidate, steps = self._receiving
+        try:
+            next(steps)
+        except StopIteration as end:
+            self._receiving = None
+            self._received(candidate, end.value)
+
+    def _begin(self, message: Prepare) -> None:
+        assert self._manifest is not None and self._end is not None
+        with self._changed:
+            if not self._staging.has_room:
+                return
+            candidate = self._staging.prepare(message.epoch, message.version)
+        self._waiting = None
+        given, buckets = len(message.checksums), len(self._manifest.buckets)
+        if given == buckets:
+            self._receiving = candidate, self._end.receive(message, candidate.buffer)
+        else:
+            self._received(candidate, Receipt(error=f"{given} checksums for {buckets} buckets"))
+
+    def _received(self, candidate: Candidate, done: Receipt) -> None:
+        """Tell the hub what became of a version."""
+        if not done.error:
+            assert done.parts is not None and self._manifest is not None
+            staged = StagedVersion(candidate.version, self._manifest, done.parts, candidate)
+            with self._changed:
+                self._newest = staged  # as is its candidate: see `Staging.prepare`
+                self._staging.staged(candidate.epoch)
+        self._channel.send(
+            Ready(
+                epoch=candidate.epoch,
+                version=candidate.version,
+                wire_s=done.wire_s,
+                stage_s=done.stage_s,
+                error=done.error,
+                wire_bytes=done.wire_bytes,
+                source_lost=done.source_lost,
+            )
+        )
+        plane = self._reply.plane if self._reply is not None else ""
+        if done.unusable and plane in self._planes.offered:
+            self._go_without(plane, done.error)
+
+    def _go_without(self, plane: str, reason: str) -> bool:
+        """Subscribe anew by another plane; False if there is none."""
+        if plane not in GPU_PLANES or len(self._planes.offered) == 1:
+            return False
+        log.warning("without plane %s from now on: %s", plane, reason)
+        self._planes.offered.remove(plane)
+        self._ask(self._request())
+        return True
+
+    def _subscribed(self, reply: Subscribed) -> None:
+        """Get ready for versions of the layout in `reply`."""
+        if reply.plane == "relay":
+            self._pass_to(reply.path)
+            return
+        check_manifest(reply.manifest)
+        if self._dtype:
+            check_dtype(reply.manifest, self._dtype)
+        if self._end is not None:
+            if _is_same(self._reply, reply):
+                return  # what was received counts still
+            self._end.close()  # first, since it may hold what its successor needs
+            self._end = None
+        try:
+            end = self._planes.open(reply, self._channel.sender, self._channel.security)
+        except StartupError as error:
+            if not self._go_without(reply.plane, str(error)):
+                raise
+            return
+        self._end, self._reply = end, reply
+        with self._changed:
+            # What the engine still loads keeps its memory alive by itself.
+            self._manifest = reply.manifest
+            self._staging = Staging(end.versions)
+
+
+def _is_same(before: Subscribed | None, now: Subscribed) -> bool:
+    """Whether an end for one subscription serves the other; only to shm its hub matters."""
+    if before is None or before.plane != now.plane:
+        return False
+    same_layout = before.manifest.digest == now.manifest.digest
+    return same_layout and (now.plane != "shm" or before.path == now.path)
