@@ -15,7 +15,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 import zmq
-from zmq.auth import load_certificate
+from zmq.auth import load_certificate  # pyright: ignore[reportUnknownVariableType]
 
 from umbra.proto.access import KEY_ROLES, KeyRole
 from umbra.proto.errors import UsageError

@@ -152,4 +152,4 @@ def role_of(frame: zmq.Frame) -> KeyRole | None:
         role = cast(str, frame.get(USER_ID))
     except zmq.ZMQError:
         return None
-    return cast(KeyRole, role) if role in KEY_ROLES else None
+    return role if role in KEY_ROLES else None
