@@ -23,6 +23,12 @@ ENVIRONMENTS = "environments"
 """The one section that is a list of tables."""
 MOVED = {"environment.sampling": "environment.agent_sampling"}
 """Keys that had another name."""
+DROPPED: dict[str, str] = {}
+"""Keys, sections and values of run files that 0.2 has no more, and what to use instead.
+
+Written "section.key", "section" or "section.key=value"; what a key of [environment] says holds for
+[[environments]] too.
+"""
 SECTIONS: dict[str, dict[str, Any]] = {
     name: get_type_hints(NamedEnvironment if name == ENVIRONMENTS else section, include_extras=True)
     for name, section in get_type_hints(RunConfig).items()
@@ -124,6 +130,7 @@ def _check(tree: Any, where: str) -> dict[str, Any]:
     checked: dict[str, Any] = {}
     for section, values in tree.items():
         if section not in SECTIONS:
+            _refuse_dropped(section, where)
             hint = foreign_hint(section) or _hint(section, SECTIONS)
             raise UsageError(f"{where}: unknown section [{section}]{hint}")
         if section == ENVIRONMENTS:
@@ -171,6 +178,7 @@ def _assign(tree: dict[str, Any], path: str, text: str, where: str) -> None:
     """Put `text` into `tree` at `path`: a key, or a place inside a key that is a table."""
     section, _, rest = path.partition(".")
     if section not in SECTIONS:
+        _refuse_dropped(section, where)
         raise UsageError(f"{where}: unknown section {section!r}{_hint(section, SECTIONS)}")
     key, *inner = rest.split(".")
     if section == ENVIRONMENTS:
@@ -201,11 +209,20 @@ def _assign(tree: dict[str, Any], path: str, text: str, where: str) -> None:
 def _kind(section: str, key: str, where: str) -> introspect.Type:
     fields = SECTIONS[section]
     if key not in fields:
+        _refuse_dropped(f"{section}.{key}", where)
         moved = MOVED.get(f"{section}.{key}")
         hint = f"; it is {moved} now" if moved else foreign_hint(key)
         hint = hint or _hint(key, fields, f"{section}.")
         raise UsageError(f"{where}: unknown key {section}.{key}{hint}")
     return bare(introspect.type_info(fields[key]))
+
+
+def _refuse_dropped(path: str, where: str) -> None:
+    """Raise UsageError if `path` was dropped, with what to use instead."""
+    known = path.replace(f"{ENVIRONMENTS}.", "environment.", 1)
+    if instead := DROPPED.get(path) or DROPPED.get(known):
+        said = path.replace("=", " = ")
+        raise UsageError(f"{where}: {said} was dropped in 0.2: {instead}")
 
 
 def bare(kind: introspect.Type) -> introspect.Type:
@@ -240,6 +257,8 @@ def _convert(section: str, key: str, value: Any, where: str) -> Any:
             return converted
     except msgspec.ValidationError:
         pass  # the error below says it with the name, the value and the source
+    if isinstance(value, str):
+        _refuse_dropped(f"{section}.{key}={value}", where)
     given = json.dumps(value, default=str)
     near = difflib.get_close_matches(str(value).lower(), choices(kind), n=1, cutoff=0.6)
     hint = f"; did you mean {near[0]}?" if near else ""

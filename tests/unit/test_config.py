@@ -11,7 +11,7 @@ import msgspec.inspect as introspect
 import pytest
 
 from umbra.proto.errors import UsageError
-from umbra.services.config import NamedEnvironment, RunConfig
+from umbra.services.config import NamedEnvironment, RunConfig, loader
 from umbra.services.config.foreign_names import FOREIGN
 from umbra.services.config.loader import as_dict, load_config, to_json
 from umbra.services.config.presets import PRESETS
@@ -205,6 +205,51 @@ def test_a_bad_file(text: str, told: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         load(text, tmp_path)
     assert str(caught.value).startswith(f"{tmp_path / 'run.toml'}: {told}")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[buffer]\nmin_ess = 0.5", r"buffer.min_ess was dropped in 0.2: use run_ahead"),
+        ("[buffer]\nstraggler = 'race'", r"buffer.straggler = race was dropped in 0.2: use wait"),
+        ("[env_worker]\ncount = 2", r"env_worker was dropped in 0.2: start a runner"),
+        ("[environment]\nrun_on = 1", r"environment.run_on was dropped in 0.2: start a runner"),
+        (
+            "[[environments]]\nname = 'a'\nrun_on = 1",
+            r"environments.run_on was dropped in 0.2: start a runner",
+        ),
+    ],
+)
+def test_what_was_dropped_is_answered_by_what_to_use_instead(
+    text: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropped = {
+        "buffer.min_ess": "use run_ahead",
+        "buffer.straggler=race": "use wait",
+        "env_worker": "start a runner",
+        "environment.run_on": "start a runner",
+    }
+    monkeypatch.setattr(loader, "DROPPED", dropped)
+    for path in dropped:  # here they may still be in use
+        section, _, key = path.partition("=")[0].partition(".")
+        fields = dict(loader.SECTIONS[section]) if section in loader.SECTIONS else {}
+        if "=" not in path:
+            fields.pop(key, None)
+            monkeypatch.setitem(loader.SECTIONS, section, fields)
+        if not key:
+            monkeypatch.delitem(loader.SECTIONS, section)
+    monkeypatch.delitem(loader.SECTIONS["environments"], "run_on", raising=False)
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=told):
+        load_config(file, environ={})
+
+
+def test_nothing_dropped_is_still_a_key() -> None:
+    for path in loader.DROPPED:
+        section, _, key = path.partition(".")
+        kept = loader.SECTIONS.get(section, {})
+        assert "=" in key or (key not in kept if key else section not in loader.SECTIONS), path
 
 
 def test_a_file_that_is_not_toml(tmp_path: Path) -> None:
