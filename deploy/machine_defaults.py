@@ -78,9 +78,6 @@ def choose(
     Args:
         given: keys that the user has set, which stay.
         positions: tokens that the model was made for; 0: unknown.
-
-    Raises:
-        UsageError: a setting is for CPUs only.
     """
     generator, trainer, sampling = config.generator, config.trainer, config.sampling
     count = len(hardware.gpus)
@@ -88,11 +85,6 @@ def choose(
     trains_on_gpu = kind_of(trainer.device, gpu=count > 0) == "cuda"
     engine = generator.engine_on("cuda" if on_gpu else "cpu", vllm=hardware.vllm)
     generator = msgspec.structs.replace(generator, engine=engine)
-    if on_gpu and generator.count == "auto":
-        raise UsageError(
-            'generator.count = "auto" is for CPUs: on GPUs, generator.replicas says how many '
-            "engines share them"
-        )
     if on_gpu and engine != "replay":
         alone = generator.count == generator.replicas == 1
         enough = count >= trainer.ranks + generator.tensor_parallel

@@ -41,7 +41,7 @@ def other_programs(config: RunConfig, folder: RunFolder, broker: str) -> list[Pr
             recovers=durable,
             policy=lambda: RestartPolicy(limit=TRAINER_RESTARTS, window_s=math.inf),
         ),
-        *(generator_program(folder, broker, index) for index in range(config.generator.at_first)),
+        *(generator_program(folder, broker, index) for index in range(config.generator.count)),
         *_scorers(config, folder, connect),
         *_env_workers(config, folder, connect),
     ]

@@ -18,14 +18,12 @@ from umbra.deploy.programs import (
     BUFFER,
     TRAINER,
     buffer_program,
-    generator_program,
     other_programs,
 )
 from umbra.deploy.progress import Progress
 from umbra.deploy.report.command import write_report
 from umbra.deploy.run_folder import RunFolder, last_lines
 from umbra.deploy.shown import command_line
-from umbra.deploy.staffing import Foreman, Staffing
 from umbra.deploy.stage import (
     FORESEEN_CODES,
     StageInterrupted,
@@ -86,7 +84,6 @@ class Up:
         self._evaluate = evaluate and bool(config.eval.prompts)
         self._started = time.monotonic() if started is None else started
         self._outcome: dict[str, Any] = {}
-        self._foreman: Foreman | None = None  # of generators, if their number is to be found
         self._addressed = False  # somebody was told where the buffer is
         self._trained = False  # a step in this life of the run
 
@@ -245,14 +242,6 @@ class Up:
         self._view.say(f"to watch it:\n  {command_line('monitor', self.folder.path)}")
         for program in self._programs(self.config, self.folder, broker):
             supervisor.start(program)
-        if self.config.generator.count == "auto":
-            self._foreman = Foreman(
-                partial(generator_program, self.folder, broker),
-                start=supervisor.start,
-                retire=supervisor.retire,
-                say=self._view.say,
-                staffing=Staffing(),
-            )
 
     def _turn(self, supervisor: Supervisor, progress: Progress) -> None:
         """One turn of the loop: heed signals, show progress, sleep a little."""
@@ -262,8 +251,6 @@ class Up:
             self._view.say("stopping; once more to end at once")
             supervisor.drain()
         progress.poll()
-        if self._foreman is not None and not supervisor.draining:
-            self._foreman.turn(progress.status)
         if progress.status is None:
             self._view.doing("starting", ", ".join(_starting(supervisor.states())))
         self._view.update(progress, supervisor.states())

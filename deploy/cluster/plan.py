@@ -236,11 +236,6 @@ def _generators(config: RunConfig, groups: list[TaskGroup]) -> Iterator[Process]
     """As many as the GPUs of each node allow, or generator.count in all without GPUs."""
     (group,) = (group for group in groups if "generate" in group.tasks)
     if not group.has_gpus:
-        if config.generator.count == "auto":
-            raise UsageError(
-                f'generator.count = "auto" is found by `umbra up` on one machine, and '
-                f"{group.describe()} has no GPUs to be counted: say how many"
-            )
         yield from _dealt(group, "generate", "generator", config.generator.count)
         return
     size = _generator_gpus(config)

@@ -116,13 +116,13 @@ def _generator(config: RunConfig, facts: Facts, *, gpu: bool) -> Need:
         staged = BUFFERS * published(config, sizes, gpu=gpu)
         remedy = "set generator.receive = streamed"
         host.append(Item("staging of a version", staged, AFTER_LOADING, remedy))
-    count = generator.at_first * generator.replicas
+    count = generator.count * generator.replicas
     if kind != "cuda":
         return Need("generator", (), (), (*host, *device), count)
     device.append(Item("CUDA and NCCL", CONTEXT))
     first = first_gpu(generator.device)
     starts = [first + parallel * replica for replica in range(generator.replicas)]
-    gpus = tuple(tuple(range(start, start + parallel)) for start in starts) * generator.at_first
+    gpus = tuple(tuple(range(start, start + parallel)) for start in starts) * generator.count
     return Need("generator", gpus, tuple(device), tuple(host), count)
 
 

@@ -251,13 +251,7 @@ class SamplingConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
 class GeneratorConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The inference side."""
 
-    count: Annotated[
-        Annotated[int, Meta(ge=1)] | Literal["auto"],
-        Meta(
-            description="generator processes that `umbra up` starts; auto = one, and others while "
-            "the trainer waits for them and cores are idle (CPUs only)"
-        ),
-    ] = 1
+    count: Annotated[int, Meta(description="generator processes that `umbra up` starts", ge=1)] = 1
     replicas: Annotated[
         int,
         Meta(
@@ -353,11 +347,6 @@ class GeneratorConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=
         Literal["staged", "streamed"],
         Meta(description="hold new weights beside the old ones, or load them from the hub's host"),
     ] = "staged"
-
-    @property
-    def at_first(self) -> int:
-        """Generator processes that a run starts with."""
-        return 1 if self.count == "auto" else self.count
 
     def engine_on(self, kind: str, *, vllm: bool) -> Literal["torch", "vllm", "replay"]:
         """On a device of that `kind` ("cpu" or "cuda"), where `vllm` is installed or not."""

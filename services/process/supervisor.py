@@ -111,7 +111,6 @@ class _Slot:
     restarts: int = 0
     code: int | None = None
     killed: bool = False
-    leave_by: float | None = None  # it was asked to leave, and is killed then
     usage: Usage = field(default_factory=Usage)
 
 
@@ -161,14 +160,6 @@ class Supervisor:
         slot = self._slots[program.name] = _Slot(program, (program.policy or self._policy)())
         slot.child = self._spawn(program)
 
-    def retire(self, name: str) -> None:
-        """Ask `name` to leave for good, while the others go on; it is killed after `stop_s`."""
-        slot = self._slots[name]
-        slot.restart_at = None
-        slot.leave_by = self._clock() + self._stop_s
-        if slot.child is not None:
-            slot.child.terminate()
-
     def ready(self, name: str) -> dict[str, Any] | None:
         """What `name` said when it was up; None before that."""
         child = self._slots[name].child
@@ -182,7 +173,6 @@ class Supervisor:
                 slot.child, slot.code = None, code
                 self._ended(slot, code)
         self._restart_due()
-        self._kill_overdue()
         if self._finishing_since is not None and not self.draining:
             self._check_finish(self._finishing_since)
         if self.draining:
@@ -247,8 +237,7 @@ class Supervisor:
 
     def _state(self, slot: _Slot) -> str:
         if slot.child is not None:
-            leaves = self.draining or slot.leave_by is not None
-            return "stopping" if leaves else "running"
+            return "stopping" if self.draining else "running"
         if slot.restart_at is not None:
             return f"restarts in {max(0.0, slot.restart_at - self._clock()):.1f} s"
         return describe_exit(slot.code) if slot.code else "done"
@@ -261,9 +250,6 @@ class Supervisor:
                 self._report(reason)
                 failure = Failure(reason, name, own_exit_code(code), code)
                 self.stopped_badly = self.stopped_badly or failure
-        elif slot.leave_by is not None:
-            if code not in ASKED_CODES:
-                self._report(f"{name} left with {how}{self._said(name)}")
         elif code == 0:
             self._reached = self._reached or name == self._goal
             if self._finishing_since is None and not slot.program.elastic:
@@ -308,13 +294,6 @@ class Supervisor:
                 slot.restart_at = None
                 slot.restarts += 1
                 slot.child = self._spawn(slot.program)
-
-    def _kill_overdue(self) -> None:
-        for slot in self._all():
-            late = slot.leave_by is not None and self._clock() >= slot.leave_by
-            if late and slot.child is not None and not slot.killed:
-                slot.killed = True
-                slot.child.kill()
 
     def _check_finish(self, since: float) -> None:
         for slot in self._all():

@@ -110,13 +110,6 @@ def test_with_several_gpus_each_side_has_its_own() -> None:
         assert chosen(FOUR, alone).generator.device == "auto"
 
 
-def test_their_number_is_found_on_cpus_only() -> None:
-    assert chosen(Hardware(), "generator.count=auto").generator.at_first == 1
-    assert chosen(FOUR, "generator.count=auto", "generator.device=cpu").generator.count == "auto"
-    with pytest.raises(UsageError, match=r"generator\.replicas says how many"):
-        chosen(FOUR, "generator.count=auto")
-
-
 def shared(
     model: Path, gpu: float, *settings: str, vllm: bool = True
 ) -> tuple[RunConfig, GpuShares]:

@@ -134,8 +134,6 @@ def test_without_gpus_processes_are_dealt() -> None:
     names = [process.name for process in several.processes if process.task == "generate"]
     assert names == ["generator-b-0", "generator-c-0", "generator-d-0", "generator-b-1"]
     assert by_task(plan_of(0))["generate"] == [("a", ())]
-    with pytest.raises(UsageError, match="say how many"):
-        plan_of(0, 0, 0, 0, overrides=("generator.count=auto",), ratios=[0.25, 0.75])
 
 
 def test_a_node_without_gpus_holds_the_buffer_and_rewards() -> None:

@@ -117,30 +117,6 @@ def test_a_generator_is_restarted_after_a_pause(stage: Stage) -> None:
     assert stage.supervisor.usage()["generator-0"] == Usage(4.0, 2.0)
 
 
-def test_one_that_is_retired_leaves_and_the_others_go_on(stage: Stage) -> None:
-    stage.supervisor.retire("generator-1")
-    assert stage.supervisor.states()["generator-1"] == "stopping"
-    assert stage.at(1)
-    assert stage.log[-1] == "term generator-1"
-    assert stage.at(100)
-    assert len(stage.children["generator-1"]) == 1
-    assert stage.said == []
-    crash_until_given_up(stage, "generator-0")  # it is the last one now
-    assert stage.supervisor.failure is not None
-
-
-def test_one_that_does_not_leave_is_killed(stage: Stage) -> None:
-    stage.children["generator-1"][-1].deaf = True
-    stage.supervisor.retire("generator-1")
-    assert stage.at(9)
-    assert "kill generator-1" not in stage.log
-    assert stage.at(10)
-    assert stage.log[-1] == "kill generator-1"
-    assert stage.at(11)
-    assert stage.said == ["generator-1 left with killed by SIGKILL: last words of generator-1"]
-    assert stage.supervisor.failure is None
-
-
 def crash_until_given_up(stage: Stage, name: str) -> None:
     for _ in range(6):
         stage.end(name, 1)
