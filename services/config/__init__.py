@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 
-from umbra.services.config.base import Section
 from umbra.services.config.buffer import BufferConfig
 from umbra.services.config.generation import (
     ENVIRONMENT,
@@ -23,6 +22,7 @@ from umbra.services.config.generation import (
     SamplingConfig,
     ScorerConfig,
 )
+from umbra.services.config.keys import Section
 from umbra.services.config.run import (
     DataConfig,
     LogConfig,
@@ -63,7 +63,7 @@ __all__ = [
 ]
 
 
-class RunConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RunConfig(Section):
     """The whole tree: what a run file holds."""
 
     run: RunSection = RunSection()

@@ -2,161 +2,108 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from msgspec import Meta
-
-from umbra.services.config.base import Section
-
-Port = Annotated[int, Meta(ge=0, le=65535)]
+from umbra.services.config.keys import Section, key
 
 
-class BufferConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class BufferConfig(Section):
     """The broker: groups, batches, staleness and leases."""
 
-    ports: Annotated[
-        tuple[Port, Port, Port],
-        Meta(description="of data, events in and events out, beside run.broker; 0 = any free one"),
-    ] = (0, 0, 0)
-    advertise: Annotated[
-        str,
-        Meta(
-            description="host name or address by which others reach these ports, where it is not "
-            "the one that is bound (containers); empty = the bound one, or this host's name"
-        ),
-    ] = ""
-    group_size: Annotated[int, Meta(description="samples per prompt", ge=1)] = 8
-    batch_groups: Annotated[int, Meta(description="groups per optimizer step", ge=1)] = 32
-    run_ahead: Annotated[
-        int, Meta(description="batches generation may be ahead; 0 = synchronous", ge=0)
-    ] = 1
-    min_ess: Annotated[
-        float,
-        Meta(
-            description="run_ahead is lowered while the trainer's effective share of samples (ess) "
-            "is below this, and raised again after; 0 = never",
-            ge=0,
-            lt=1,
-        ),
-    ] = 0.0
-    max_staleness: Annotated[
-        int, Meta(description="bound on trainer version - version of a sample's oldest token", ge=0)
-    ] = 2
-    stale_policy: Annotated[
-        Literal["drop", "restart", "wait"],
-        Meta(
-            description="what is past max_staleness: its group is dropped and replaced, its stale "
-            "samples are generated anew, or training waits so that nothing gets there"
-        ),
-    ] = "drop"
-    partial_policy: Annotated[
-        Literal["restart", "drop"],
-        Meta(description="a partial past a limit: its sample starts anew, or its group is dropped"),
-    ] = "restart"
-    partial_max_segments: Annotated[
-        int, Meta(description="times a sample may come back unfinished; 0 = any number", ge=0)
-    ] = 0
-    partial_max_age_s: Annotated[
-        float, Meta(description="seconds from the first token of a partial; 0 = any age", ge=0)
-    ] = 0.0
-    oversample: Annotated[
-        int, Meta(description="groups issued beyond those that batches need", ge=0)
-    ] = 0
-    on_batch: Annotated[
-        Literal["continue", "interrupt", "cut"],
-        Meta(
-            description="samples under way when a batch is full: go on, come back as partials to "
-            "go on later, or (cut) the oversampled groups that lag behind are cancelled"
-        ),
-    ] = "continue"
-    straggler: Annotated[
-        Literal["wait", "survivors"],
-        Meta(description="a group with slow samples waits, or is trained without them"),
-    ] = "wait"
-    straggler_s: Annotated[
-        float, Meta(description="seconds that a group's first sample waits for the rest", gt=0)
-    ] = 60.0
-    min_survivors: Annotated[
-        int, Meta(description="samples without which a group waits nevertheless", ge=1)
-    ] = 2
-    dynamic_sampling: Annotated[
-        bool, Meta(description="replace groups whose rewards are all equal (DAPO)")
-    ] = False
-    max_filtered: Annotated[
-        int, Meta(description="groups replaced in a row until one is trained on anyway", ge=1)
-    ] = 256
-    max_failed_share: Annotated[
-        float,
-        Meta(
-            description="the run ends when more than this share of the samples of the last batches "
-            "failed for reasons of their own (a reward that raises, say); 1 = never",
-            ge=0,
-            le=1,
-        ),
-    ] = 0.5
-    prompt_attempts: Annotated[
-        int,
-        Meta(
-            description="failed or filtered groups of a prompt until it is drawn no more; 0 = any",
-            ge=0,
-        ),
-    ] = 0
-    sampling: Annotated[
-        Literal["fifo", "freshest", "replay"],
-        Meta(
-            description="groups of a batch: first complete first, newest tokens first, or (replay) "
-            "first complete first, filled up with groups that were trained on before"
-        ),
-    ] = "fifo"
-    replay_times: Annotated[
-        int,
-        Meta(description="batches that a group may be in while it is fresh; for replay", ge=2),
-    ] = 2
-    batch_tokens: Annotated[
-        int,
-        Meta(
-            description="response tokens that fill a batch, batch_groups being the most groups; "
-            "0 = always batch_groups",
-            ge=0,
-        ),
-    ] = 0
-    stages: Annotated[
-        list[Literal["reward", "ref_logp", "logp"]],
-        Meta(description="scoring stages between generation and training, in order"),
-    ] = []
-    score_lease_s: Annotated[
-        float, Meta(description="seconds without a renewal until a scorer loses a sample", gt=0)
-    ] = 60.0
-    score_attempts: Annotated[
-        int, Meta(description="attempts to score a sample until it ends as failed", ge=1)
-    ] = 3
-    lease_s: Annotated[
-        float, Meta(description="seconds without a renewal until a sample is taken back", gt=0)
-    ] = 30.0
-    batch_lease_s: Annotated[
-        float, Meta(description="seconds the trainer may hold a batch without a heartbeat", gt=0)
-    ] = 120.0
-    max_attempts: Annotated[
-        int, Meta(description="leases of one sample until it ends as failed", ge=1)
-    ] = 5
-    heartbeat_s: Annotated[
-        float,
-        Meta(
-            description="seconds between heartbeats of a service; longer with many members, "
-            "up to a third of dead_after_s",
-            gt=0,
-        ),
-    ] = 1.0
-    dead_after_s: Annotated[
-        float, Meta(description="seconds of silence until a member counts as dead", gt=0)
-    ] = 15.0
-    stall_s: Annotated[
-        float, Meta(description="seconds without progress until a member counts as stuck", gt=0)
-    ] = 60.0
-    store: Annotated[
-        str,
-        Meta(description='folder of the durable store; empty = <run dir>/store, or "memory"'),
-    ] = ""
-    store_max_bytes: Annotated[
-        int, Meta(description="disk space of the store; no new groups beyond it", ge=64 << 20)
-    ] = 8 << 30
+    ports: tuple[int, int, int] = key(
+        (0, 0, 0),
+        "of data, events in and events out, beside run.broker; 0 = any free one",
+        ge=0,
+        le=65535,
+    )
+    advertise: str = key(
+        "",
+        "host name or address by which others reach these ports, where it is not the one that "
+        "is bound (containers); empty = the bound one, or this host's name",
+    )
+    group_size: int = key(8, "samples per prompt", ge=1)
+    batch_groups: int = key(32, "groups per optimizer step", ge=1)
+    run_ahead: int = key(1, "batches generation may be ahead; 0 = synchronous", ge=0)
+    min_ess: float = key(
+        0.0,
+        "run_ahead is lowered while the trainer's effective share of samples (ess) is below "
+        "this, and raised again after; 0 = never",
+        ge=0,
+        lt=1,
+    )
+    max_staleness: int = key(
+        2, "bound on trainer version - version of a sample's oldest token", ge=0
+    )
+    stale_policy: Literal["drop", "restart", "wait"] = key(
+        "drop",
+        "what is past max_staleness: its group is dropped and replaced, its stale samples are "
+        "generated anew, or training waits so that nothing gets there",
+    )
+    partial_policy: Literal["restart", "drop"] = key(
+        "restart", "a partial past a limit: its sample starts anew, or its group is dropped"
+    )
+    partial_max_segments: int = key(
+        0, "times a sample may come back unfinished; 0 = any number", ge=0
+    )
+    partial_max_age_s: float = key(
+        0.0, "seconds from the first token of a partial; 0 = any age", ge=0
+    )
+    oversample: int = key(0, "groups issued beyond those that batches need", ge=0)
+    on_batch: Literal["continue", "interrupt", "cut"] = key(
+        "continue",
+        "samples under way when a batch is full: go on, come back as partials to go on later, "
+        "or (cut) the oversampled groups that lag behind are cancelled",
+    )
+    straggler: Literal["wait", "survivors"] = key(
+        "wait", "a group with slow samples waits, or is trained without them"
+    )
+    straggler_s: float = key(60.0, "seconds that a group's first sample waits for the rest", gt=0)
+    min_survivors: int = key(2, "samples without which a group waits nevertheless", ge=1)
+    dynamic_sampling: bool = key(False, "replace groups whose rewards are all equal (DAPO)")
+    max_filtered: int = key(256, "groups replaced in a row until one is trained on anyway", ge=1)
+    max_failed_share: float = key(
+        0.5,
+        "the run ends when more than this share of the samples of the last batches failed for "
+        "reasons of their own (a reward that raises, say); 1 = never",
+        ge=0,
+        le=1,
+    )
+    prompt_attempts: int = key(
+        0, "failed or filtered groups of a prompt until it is drawn no more; 0 = any", ge=0
+    )
+    sampling: Literal["fifo", "freshest", "replay"] = key(
+        "fifo",
+        "groups of a batch: first complete first, newest tokens first, or (replay) first "
+        "complete first, filled up with groups that were trained on before",
+    )
+    replay_times: int = key(2, "batches that a group may be in while it is fresh; for replay", ge=2)
+    batch_tokens: int = key(
+        0,
+        "response tokens that fill a batch, batch_groups being the most groups; 0 = always "
+        "batch_groups",
+        ge=0,
+    )
+    stages: list[Literal["reward", "ref_logp", "logp"]] = key(
+        [], "scoring stages between generation and training, in order"
+    )
+    score_lease_s: float = key(
+        60.0, "seconds without a renewal until a scorer loses a sample", gt=0
+    )
+    score_attempts: int = key(3, "attempts to score a sample until it ends as failed", ge=1)
+    lease_s: float = key(30.0, "seconds without a renewal until a sample is taken back", gt=0)
+    batch_lease_s: float = key(
+        120.0, "seconds the trainer may hold a batch without a heartbeat", gt=0
+    )
+    max_attempts: int = key(5, "leases of one sample until it ends as failed", ge=1)
+    heartbeat_s: float = key(
+        1.0,
+        "seconds between heartbeats of a service; longer with many members, up to a third of "
+        "dead_after_s",
+        gt=0,
+    )
+    dead_after_s: float = key(15.0, "seconds of silence until a member counts as dead", gt=0)
+    stall_s: float = key(60.0, "seconds without progress until a member counts as stuck", gt=0)
+    store: str = key("", 'folder of the durable store; empty = <run dir>/store, or "memory"')
+    store_max_bytes: int = key(
+        8 << 30, "disk space of the store; no new groups beyond it", ge=64 << 20
+    )

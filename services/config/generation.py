@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from msgspec import Meta
-
-from umbra.services.config.base import Section
+from umbra.services.config.keys import Section, key
 
 ENVIRONMENT = "environment"
 """The field of a prompt row that names its environment, in a run with several."""
@@ -23,145 +21,96 @@ JUDGED_AT_ONCE = ("exact", "numeric", "math", "reasoning-gym", "reward")
 """Kinds whose one step is the reward."""
 
 
-class EnvironmentConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EnvironmentConfig(Section):
     """What a rollout interacts with, and what rewards it."""
 
-    kind: Annotated[
-        str,
-        Meta(
-            description='"exact", "numeric", "math", "guess", "tools", "reasoning-gym", "reward", '
-            '"agent", "verifiers", "openenv", "trl" or a class as "module:Class"'
-        ),
-    ] = "exact"
-    reward: Annotated[
-        str, Meta(description='reward function as "module:function", for kinds "reward" and "trl"')
-    ] = ""
-    rewards: Annotated[
-        dict[str, float],
-        Meta(
-            description="several such functions, each with its weight, for kinds reward and trl; "
-            "their values are parts of the reward"
-        ),
-    ] = {}
-    reward_scope: Annotated[
-        Literal["sample", "group"],
-        Meta(
-            description="what a function with the parameter completions is called with: one "
-            "sample, or (group; kind reward, scorers do it) all samples of a prompt's group at once"
-        ),
-    ] = "sample"
-    id: Annotated[
-        str,
-        Meta(
-            description='for kind "verifiers": name of the environment or taskset; "openenv": URL '
-            'of a server, or its app as "module:app"; "trl": class as "module:Class"'
-        ),
-    ] = ""
-    agent: Annotated[
-        str,
-        Meta(
-            description='agent as "module:function", for kind "agent"; empty = agents come to '
-            "generator.serve"
-        ),
-    ] = ""
-    run_on: Annotated[
-        Literal["generator", "env_worker"],
-        Meta(
-            description="whose host runs agents and environments of other libraries: the "
-            "generator's, or that of an env-worker"
-        ),
-    ] = "generator"
-    timeout_s: Annotated[
-        float,
-        Meta(
-            description="seconds that one step of the environment may take, or that a program that "
-            "asks for turns may be silent for between two of them",
-            gt=0,
-        ),
-    ] = 30.0
-    reset_s: Annotated[
-        float,
-        Meta(
-            description="seconds that a conversation's opening may take, or a program until it "
-            "asks for its first turn; 0 = timeout_s",
-            ge=0,
-        ),
-    ] = 0.0
-    score_s: Annotated[
-        float,
-        Meta(
-            description="seconds that a reward may take: of kinds that judge at once, and of a "
-            "program that says that it judges; 0 = timeout_s",
-            ge=0,
-        ),
-    ] = 0.0
-    setup_s: Annotated[
-        float,
-        Meta(
-            description="seconds that a process for user code may take to start: its imports, and "
-            "what it loads",
-            gt=0,
-        ),
-    ] = 120.0
-    max_turns: Annotated[int, Meta(description="turns of the model; 0 = any number", ge=0)] = 0
-    max_tokens: Annotated[
-        int,
-        Meta(description="response tokens of all turns, the environment's included; 0 = any", ge=0),
-    ] = 0
-    max_s: Annotated[
-        float, Meta(description="seconds that a sample may take on one generator; 0 = any", ge=0)
-    ] = 0.0
-    workers: Annotated[
-        int,
-        Meta(description="processes that run user code, per generator, scorer or env-worker", ge=1),
-    ] = 4
-    memory_mb: Annotated[
-        int, Meta(description="MiB of address space of such a process; 0 = any", ge=0)
-    ] = 4096
-    sandbox: Annotated[
-        str,
-        Meta(
-            description='where a model\'s code runs: "docker", "podman" or a class as '
-            '"module:Class"; empty = there are no tools that run code'
-        ),
-    ] = ""
-    sandbox_options: Annotated[
-        dict[str, Any],
-        Meta(description="image and limits of its containers, or the class's arguments"),
-    ] = {}
-    agent_sampling: Annotated[
-        Literal["override", "refuse"],
-        Meta(
-            description="an agent that asks for another sampling than the run's gets the run's, "
-            "which is counted, or is refused"
-        ),
-    ] = "override"
-    branches: Annotated[
-        Literal["refuse", "train"],
-        Meta(
-            description="an agent that changes its history, or asks several times at once, is "
-            "refused, or its sample becomes several branches that are trained on with weights that "
-            "sum to one"
-        ),
-    ] = "refuse"
-    max_branches: Annotated[
-        int,
-        Meta(description="branches of a sample, after which changes are refused", ge=2, le=64),
-    ] = 16
-    python: Annotated[
-        str,
-        Meta(
-            description="Python (3.10 or newer) of those processes, of an environment of its own "
-            "in which Umbra need not be installed; empty = this one"
-        ),
-    ] = ""
-    concurrency: Annotated[
-        int, Meta(description="conversations at once, per generator; 0 = any", ge=0)
-    ] = 0
-    options: Annotated[
-        dict[str, Any],
-        Meta(description="arguments of the environment's constructor, agent or loader"),
-    ] = {}
+    kind: str = key(
+        "exact",
+        '"exact", "numeric", "math", "guess", "tools", "reasoning-gym", "reward", "agent", '
+        '"verifiers", "openenv", "trl" or a class as "module:Class"',
+    )
+    reward: str = key("", 'reward function as "module:function", for kinds "reward" and "trl"')
+    rewards: dict[str, float] = key(
+        {},
+        "several such functions, each with its weight, for kinds reward and trl; their values "
+        "are parts of the reward",
+    )
+    reward_scope: Literal["sample", "group"] = key(
+        "sample",
+        "what a function with the parameter completions is called with: one sample, or (group; "
+        "kind reward, scorers do it) all samples of a prompt's group at once",
+    )
+    id: str = key(
+        "",
+        'for kind "verifiers": name of the environment or taskset; "openenv": URL of a server, '
+        'or its app as "module:app"; "trl": class as "module:Class"',
+    )
+    agent: str = key(
+        "", 'agent as "module:function", for kind "agent"; empty = agents come to generator.serve'
+    )
+    run_on: Literal["generator", "env_worker"] = key(
+        "generator",
+        "whose host runs agents and environments of other libraries: the generator's, or that "
+        "of an env-worker",
+    )
+    timeout_s: float = key(
+        30.0,
+        "seconds that one step of the environment may take, or that a program that asks for "
+        "turns may be silent for between two of them",
+        gt=0,
+    )
+    reset_s: float = key(
+        0.0,
+        "seconds that a conversation's opening may take, or a program until it asks for its "
+        "first turn; 0 = timeout_s",
+        ge=0,
+    )
+    score_s: float = key(
+        0.0,
+        "seconds that a reward may take: of kinds that judge at once, and of a program that "
+        "says that it judges; 0 = timeout_s",
+        ge=0,
+    )
+    setup_s: float = key(
+        120.0,
+        "seconds that a process for user code may take to start: its imports, and what it loads",
+        gt=0,
+    )
+    max_turns: int = key(0, "turns of the model; 0 = any number", ge=0)
+    max_tokens: int = key(
+        0, "response tokens of all turns, the environment's included; 0 = any", ge=0
+    )
+    max_s: float = key(0.0, "seconds that a sample may take on one generator; 0 = any", ge=0)
+    workers: int = key(4, "processes that run user code, per generator, scorer or env-worker", ge=1)
+    memory_mb: int = key(4096, "MiB of address space of such a process; 0 = any", ge=0)
+    sandbox: str = key(
+        "",
+        'where a model\'s code runs: "docker", "podman" or a class as "module:Class"; empty = '
+        "there are no tools that run code",
+    )
+    sandbox_options: dict[str, Any] = key(
+        {}, "image and limits of its containers, or the class's arguments"
+    )
+    agent_sampling: Literal["override", "refuse"] = key(
+        "override",
+        "an agent that asks for another sampling than the run's gets the run's, which is "
+        "counted, or is refused",
+    )
+    branches: Literal["refuse", "train"] = key(
+        "refuse",
+        "an agent that changes its history, or asks several times at once, is refused, or its "
+        "sample becomes several branches that are trained on with weights that sum to one",
+    )
+    max_branches: int = key(
+        16, "branches of a sample, after which changes are refused", ge=2, le=64
+    )
+    python: str = key(
+        "",
+        "Python (3.10 or newer) of those processes, of an environment of its own in which Umbra"
+        " need not be installed; empty = this one",
+    )
+    concurrency: int = key(0, "conversations at once, per generator; 0 = any", ge=0)
+    options: dict[str, Any] = key({}, "arguments of the environment's constructor, agent or loader")
 
     @property
     def where(self) -> str:
@@ -188,33 +137,22 @@ class EnvironmentConfig(Section, frozen=True, kw_only=True, forbid_unknown_field
         return self.asks and bool(self.kind != "agent" or self.agent)
 
 
-class NamedEnvironment(EnvironmentConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class NamedEnvironment(EnvironmentConfig):
     """One of several environments in a run: the keys of [environment], and these of its own.
 
     Its prompt rows have its name as "environment".
     """
 
-    name: Annotated[
-        str,
-        Meta(description="its name in rows and metrics", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"),
-    ] = ""
-    weight: Annotated[
-        float, Meta(description="share of the groups, relative to the others'", gt=0)
-    ] = 1.0
-    prompts: Annotated[
-        str,
-        Meta(
-            description="source of its prompts, as data.prompts; empty = the rows of data.prompts "
-            "with its name"
-        ),
-    ] = ""
-    sampling: Annotated[
-        dict[str, Any],
-        Meta(
-            description="keys of [sampling] that are others for its samples, such as "
-            "{ temperature = 0.7, max_tokens = 512 }; all but stop_tokens"
-        ),
-    ] = {}
+    name: str = key("", "its name in rows and metrics", pattern="^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    weight: float = key(1.0, "share of the groups, relative to the others'", gt=0)
+    prompts: str = key(
+        "", "source of its prompts, as data.prompts; empty = the rows of data.prompts with its name"
+    )
+    sampling: dict[str, Any] = key(
+        {},
+        "keys of [sampling] that are others for its samples, such as { temperature = 0.7, "
+        "max_tokens = 512 }; all but stop_tokens",
+    )
 
     @property
     def where(self) -> str:
@@ -225,22 +163,18 @@ class NamedEnvironment(EnvironmentConfig, frozen=True, kw_only=True, forbid_unkn
         return self.sampling
 
 
-class SamplingConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SamplingConfig(Section):
     """How the generators draw tokens."""
 
-    temperature: Annotated[float, Meta(description="softmax temperature", gt=0)] = 1.0
-    top_p: Annotated[float, Meta(description="nucleus mass; 1 = off", gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Meta(description="most likely tokens kept; 0 = all", ge=0)] = 0
-    min_p: Annotated[float, Meta(description="floor relative to the top token", ge=0, le=1)] = 0.0
-    max_tokens: Annotated[int, Meta(description="tokens generated per turn at most", ge=1)] = 256
-    stop_tokens: Annotated[
-        list[str],
-        Meta(description="tokens, as text, that end a turn besides those the model names"),
-    ] = []
-    stop: Annotated[
-        list[Annotated[str, Meta(min_length=1)]],
-        Meta(description="texts that end a turn, of any number of tokens"),
-    ] = []
+    temperature: float = key(1.0, "softmax temperature", gt=0)
+    top_p: float = key(1.0, "nucleus mass; 1 = off", gt=0, le=1)
+    top_k: int = key(0, "most likely tokens kept; 0 = all", ge=0)
+    min_p: float = key(0.0, "floor relative to the top token", ge=0, le=1)
+    max_tokens: int = key(256, "tokens generated per turn at most", ge=1)
+    stop_tokens: list[str] = key(
+        [], "tokens, as text, that end a turn besides those the model names"
+    )
+    stop: list[str] = key([], "texts that end a turn, of any number of tokens", min_length=1)
 
     @property
     def cuts_off(self) -> bool:
@@ -248,105 +182,73 @@ class SamplingConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
-class GeneratorConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GeneratorConfig(Section):
     """The inference side."""
 
-    count: Annotated[int, Meta(description="generator processes that `umbra up` starts", ge=1)] = 1
-    replicas: Annotated[
-        int,
-        Meta(
-            description="engines of one generator process, each a process below it; they share "
-            "the visible GPUs",
-            ge=1,
-        ),
-    ] = 1
-    engine: Annotated[
-        Literal["auto", "torch", "vllm", "replay"],
-        Meta(description="inference engine; auto = vllm on a GPU if it is installed, else torch"),
-    ] = "auto"
-    replay: Annotated[
-        str, Meta(description='file of `umbra replay-model`, for engine "replay"')
-    ] = ""
-    device: Annotated[str, Meta(description="cpu, cuda, cuda:1, ... or auto")] = "auto"
-    slots: Annotated[int, Meta(description="sequences decoded at once", ge=1)] = 128
-    max_context: Annotated[int, Meta(description="prompt + response tokens per slot", ge=8)] = 1024
-    kv_cache_mb: Annotated[
-        int,
-        Meta(
-            description="MiB of keys and values of sequences under way, and of sessions between "
-            "two turns, on each GPU; no more samples are leased than fit; 0 = torch: max_context "
-            "for every slot, on a CPU as much for sessions; vLLM: what its engine arguments say",
-            ge=0,
-        ),
-    ] = 0
-    prefetch: Annotated[
-        int, Meta(description="samples leased ahead of free slots, so that none stays empty", ge=0)
-    ] = 32
-    sessions: Annotated[
-        int,
-        Meta(
-            description="samples under way at once, those that wait for tools included, which take "
-            "no slot; 0 = 4 x slots + prefetch",
-            ge=0,
-        ),
-    ] = 0
-    partial_flush_tokens: Annotated[
-        int,
-        Meta(
-            description="tokens after which what there is of a sample is sent to the buffer, which "
-            "so much is lost of at most; 0 = never",
-            ge=0,
-        ),
-    ] = 512
-    stall_s: Annotated[
-        float,
-        Meta(
-            description="seconds that the engine may be busy without a token, or load one version "
-            "(besides those for its bytes, weight_hub.least_rate), until this generator ends with "
-            "exit code 6",
-            gt=0,
-        ),
-    ] = 600.0
-    threads: Annotated[
-        int, Meta(description="CPU threads of the engine; 0 = torch's choice", ge=0)
-    ] = 0
-    kv_policy: Annotated[
-        Literal["keep", "recompute", "abort", "drain"],
-        Meta(
-            description="sequences under way when new weights come: keep their cache, have it "
-            "recomputed, are aborted and go on as partials, or (drain) end before, on the old ones"
-        ),
-    ] = "keep"
-    tensor_parallel: Annotated[
-        int, Meta(description="GPUs (on CPUs: processes) of one engine; vLLM only", ge=1)
-    ] = 1
-    engine_args: Annotated[
-        dict[str, Any], Meta(description="vLLM's own engine arguments, by their names")
-    ] = {}
-    serve: Annotated[
-        str,
-        Meta(
-            description="address HOST:PORT where agents ask for completions, for environment.kind "
-            '"agent"; a taken port is passed over; empty = a free port for our own agents'
-        ),
-    ] = ""
-    serve_key: Annotated[
-        str,
-        Meta(
-            description="file of the key that agents have to give; empty = variable UMBRA_AGENT_KEY"
-        ),
-    ] = ""
-    serve_advertise: Annotated[
-        str,
-        Meta(
-            description="HOST or HOST:PORT that agents are told instead, if they reach this "
-            "generator by another name (containers, a proxy); without a port: the one it has"
-        ),
-    ] = ""
-    receive: Annotated[
-        Literal["staged", "streamed"],
-        Meta(description="hold new weights beside the old ones, or load them from the hub's host"),
-    ] = "staged"
+    count: int = key(1, "generator processes that `umbra up` starts", ge=1)
+    replicas: int = key(
+        1,
+        "engines of one generator process, each a process below it; they share the visible GPUs",
+        ge=1,
+    )
+    engine: Literal["auto", "torch", "vllm", "replay"] = key(
+        "auto", "inference engine; auto = vllm on a GPU if it is installed, else torch"
+    )
+    replay: str = key("", 'file of `umbra replay-model`, for engine "replay"')
+    device: str = key("auto", "cpu, cuda, cuda:1, ... or auto")
+    slots: int = key(128, "sequences decoded at once", ge=1)
+    max_context: int = key(1024, "prompt + response tokens per slot", ge=8)
+    kv_cache_mb: int = key(
+        0,
+        "MiB of keys and values of sequences under way, and of sessions between two turns, on "
+        "each GPU; no more samples are leased than fit; 0 = torch: max_context for every slot, "
+        "on a CPU as much for sessions; vLLM: what its engine arguments say",
+        ge=0,
+    )
+    prefetch: int = key(32, "samples leased ahead of free slots, so that none stays empty", ge=0)
+    sessions: int = key(
+        0,
+        "samples under way at once, those that wait for tools included, which take no slot; 0 ="
+        " 4 x slots + prefetch",
+        ge=0,
+    )
+    partial_flush_tokens: int = key(
+        512,
+        "tokens after which what there is of a sample is sent to the buffer, which so much is "
+        "lost of at most; 0 = never",
+        ge=0,
+    )
+    stall_s: float = key(
+        600.0,
+        "seconds that the engine may be busy without a token, or load one version (besides "
+        "those for its bytes, weight_hub.least_rate), until this generator ends with exit code "
+        "6",
+        gt=0,
+    )
+    threads: int = key(0, "CPU threads of the engine; 0 = torch's choice", ge=0)
+    kv_policy: Literal["keep", "recompute", "abort", "drain"] = key(
+        "keep",
+        "sequences under way when new weights come: keep their cache, have it recomputed, are "
+        "aborted and go on as partials, or (drain) end before, on the old ones",
+    )
+    tensor_parallel: int = key(1, "GPUs (on CPUs: processes) of one engine; vLLM only", ge=1)
+    engine_args: dict[str, Any] = key({}, "vLLM's own engine arguments, by their names")
+    serve: str = key(
+        "",
+        'address HOST:PORT where agents ask for completions, for environment.kind "agent"; a '
+        "taken port is passed over; empty = a free port for our own agents",
+    )
+    serve_key: str = key(
+        "", "file of the key that agents have to give; empty = variable UMBRA_AGENT_KEY"
+    )
+    serve_advertise: str = key(
+        "",
+        "HOST or HOST:PORT that agents are told instead, if they reach this generator by "
+        "another name (containers, a proxy); without a port: the one it has",
+    )
+    receive: Literal["staged", "streamed"] = key(
+        "staged", "hold new weights beside the old ones, or load them from the hub's host"
+    )
 
     def engine_on(self, kind: str, *, vllm: bool) -> Literal["torch", "vllm", "replay"]:
         """On a device of that `kind` ("cpu" or "cuda"), where `vllm` is installed or not."""
@@ -355,55 +257,40 @@ class GeneratorConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.engine
 
 
-class ScorerConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ScorerConfig(Section):
     """A stage worker: rewards, reference or proximal logprobs."""
 
-    stage: Annotated[
-        Literal["reward", "ref_logp", "logp"], Meta(description="what this process computes")
-    ] = "reward"
-    reward: Annotated[int, Meta(description="reward scorers that `umbra up` starts", ge=0)] = 1
-    ref_logp: Annotated[int, Meta(description="the same for ref_logp", ge=0)] = 1
-    logp: Annotated[int, Meta(description="the same for logp", ge=0)] = 1
-    model: Annotated[
-        str,
-        Meta(
-            description="reference model, a directory or ORG/NAME[@REVISION] on the hub; empty = "
-            "model.path"
-        ),
-    ] = ""
-    capacity: Annotated[int, Meta(description="trajectories leased at once", ge=1)] = 32
-    pack_tokens: Annotated[
-        Annotated[int, Meta(ge=8)] | Literal["auto"],
-        Meta(description="tokens per packed row; auto = room for several samples"),
-    ] = "auto"
-    micro_tokens: Annotated[
-        Annotated[int, Meta(ge=8)] | Literal["auto"],
-        Meta(description="tokens per forward pass; auto = what fits into memory"),
-    ] = "auto"
-    attention: Annotated[
-        Literal["auto", "sdpa", "segments", "flex", "varlen"],
-        Meta(description="backend of attention over packed rows, as of the trainer"),
-    ] = "auto"
-    logits_mib: Annotated[float, Meta(description="MiB of float32 logits at a time", gt=0)] = 256.0
-    device: Annotated[str, Meta(description="cpu, cuda, cuda:1, ... or auto")] = "auto"
-    threads: Annotated[int, Meta(description="CPU threads; 0 = torch's choice", ge=0)] = 0
+    stage: Literal["reward", "ref_logp", "logp"] = key("reward", "what this process computes")
+    reward: int = key(1, "reward scorers that `umbra up` starts", ge=0)
+    ref_logp: int = key(1, "the same for ref_logp", ge=0)
+    logp: int = key(1, "the same for logp", ge=0)
+    model: str = key(
+        "", "reference model, a directory or ORG/NAME[@REVISION] on the hub; empty = model.path"
+    )
+    capacity: int = key(32, "trajectories leased at once", ge=1)
+    pack_tokens: int | Literal["auto"] = key(
+        "auto", "tokens per packed row; auto = room for several samples", ge=8
+    )
+    micro_tokens: int | Literal["auto"] = key(
+        "auto", "tokens per forward pass; auto = what fits into memory", ge=8
+    )
+    attention: Literal["auto", "sdpa", "segments", "flex", "varlen"] = key(
+        "auto", "backend of attention over packed rows, as of the trainer"
+    )
+    logits_mib: float = key(256.0, "MiB of float32 logits at a time", gt=0)
+    device: str = key("auto", "cpu, cuda, cuda:1, ... or auto")
+    threads: int = key(0, "CPU threads; 0 = torch's choice", ge=0)
 
 
-class EnvWorkerConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EnvWorkerConfig(Section):
     """Runs the agents of a run on a machine of their own."""
 
-    count: Annotated[
-        int,
-        Meta(
-            description='env-workers that `umbra up` starts, if environment.run_on = "env_worker"',
-            ge=0,
-        ),
-    ] = 1
-    sessions: Annotated[
-        int,
-        Meta(
-            description="sessions of an env-worker at once; 0 = as many as its processes "
-            "(environment.workers) take",
-            ge=0,
-        ),
-    ] = 0
+    count: int = key(
+        1, 'env-workers that `umbra up` starts, if environment.run_on = "env_worker"', ge=0
+    )
+    sessions: int = key(
+        0,
+        "sessions of an env-worker at once; 0 = as many as its processes (environment.workers) "
+        "take",
+        ge=0,
+    )

@@ -6,12 +6,9 @@ of the same name as a piece changes that piece alone.
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import msgspec
-from msgspec import Meta
 
-from umbra.services.config.base import Section
+from umbra.services.config.keys import Section, key
 from umbra.services.config.presets import (
     PRESETS,
     Advantage,
@@ -30,138 +27,85 @@ from umbra.services.config.presets import (
     Proximal,
 )
 
-Positive = Annotated[float, Meta(gt=0)]
-NotNegative = Annotated[float, Meta(ge=0)]
-Share = Annotated[float, Meta(ge=0, le=1)]
-Count = Annotated[int, Meta(ge=0)]
 
-
-class ObjectiveKeys(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ObjectiveKeys(Section):
     """The preset and the keys that change one of its pieces; None leaves it as in the preset."""
 
-    objective: Annotated[
-        Preset, Meta(description="preset of the policy loss; the keys below change its pieces")
-    ] = "tis_opsm"
-    advantage: Annotated[
-        Advantage | None,
-        Meta(
-            description="reward - group mean; that over the std; reward - mean of the others; "
-            "return or reward - group mean, whitened over the batch; or by a value model (gae)"
-        ),
-    ] = None
-    gamma: Annotated[Share | None, Meta(description="discount per token (reinforce_pp, gae)")] = (
-        None
+    objective: Preset = key(
+        "tis_opsm", "preset of the policy loss; the keys below change its pieces"
     )
-    gae_lambda: Annotated[
-        Share | None, Meta(description="lambda of generalised advantage estimation")
-    ] = None
-    overlong_buffer: Annotated[
-        Count | None,
-        Meta(description="last tokens before response_limit that cost reward (DAPO); 0 = none"),
-    ] = None
-    overlong_factor: Annotated[
-        Positive | None, Meta(description="reward that a response of response_limit tokens loses")
-    ] = None
-    overlong_filter: Annotated[
-        bool | None, Meta(description="leave out what was cut off at the token limit (DAPO)")
-    ] = None
-    ratio_level: Annotated[
-        Level | None, Meta(description="a ratio per token, or the geometric mean of a sequence")
-    ] = None
-    anchor: Annotated[
-        Anchor | None,
-        Meta(
-            description="denominator of the ratio: the policy that sampled, or the trainer's "
-            "before this batch (proximal)"
-        ),
-    ] = None
-    proximal: Annotated[
-        Proximal | None,
-        Meta(
-            description="logprobs of the proximal policy: a forward pass, the scoring stage logp, "
-            "or log-linear between behaviour and current policy"
-        ),
-    ] = None
-    clip: Annotated[
-        Clip | None,
-        Meta(
-            description="PPO's minimum, CISPO's clipped weight, SAPO's soft gate, or the ratio as "
-            "it is"
-        ),
-    ] = None
-    clip_low: Annotated[Positive | None, Meta(description="ratio clip below: 1 - clip_low")] = None
-    clip_high: Annotated[Positive | None, Meta(description="ratio clip above: 1 + clip_high")] = (
-        None
+    advantage: Advantage | None = key(
+        None,
+        "reward - group mean; that over the std; reward - mean of the others; return or reward "
+        "- group mean, whitened over the batch; or by a value model (gae)",
     )
-    dual_clip: Annotated[
-        NotNegative | None,
-        Meta(description="bound of the ratio where the advantage is negative, > 1; 0 = off"),
-    ] = None
-    correction: Annotated[
-        Correction | None,
-        Meta(
-            description="weight proximal / behaviour: none, truncated to is_floor..is_cap, or 0 "
-            "outside"
-        ),
-    ] = None
-    is_level: Annotated[
-        Level | None, Meta(description="that weight per token, or the product of a sequence")
-    ] = None
-    is_floor: Annotated[NotNegative | None, Meta(description="least such weight; 0 = none")] = None
-    is_cap: Annotated[NotNegative | None, Meta(description="largest such weight; 0 = none")] = None
-    mask: Annotated[
-        Mask | None,
-        Meta(
-            description="what is left out: tokens, sequences by product or by geometric mean with "
-            "proximal / behaviour outside mask_low..mask_high; or by a rule with mask_threshold"
-        ),
-    ] = None
-    mask_low: Annotated[NotNegative | None, Meta(description="least ratio that is kept")] = None
-    mask_high: Annotated[Positive | None, Meta(description="largest ratio that is kept")] = None
-    mask_threshold: Annotated[
-        Positive | None,
-        Meta(
-            description="m2po: mean squared log ratio; opsm: mean log ratio of a sequence; "
-            "probability: change of a token's probability"
-        ),
-    ] = None
-    aggregation: Annotated[
-        Aggregation | None,
-        Meta(
-            description="of the token losses: mean over tokens, mean over sequences of their means "
-            "or sums, sum over a constant length, or sum"
-        ),
-    ] = None
-    denominator: Annotated[
-        Denominator | None,
-        Meta(description="samples that a mean counts: those with an advantage, or all"),
-    ] = None
-    kl_coef: Annotated[NotNegative | None, Meta(description="weight of the KL term; 0 = off")] = (
-        None
+    gamma: float | None = key(None, "discount per token (reinforce_pp, gae)", ge=0, le=1)
+    gae_lambda: float | None = key(None, "lambda of generalised advantage estimation", ge=0, le=1)
+    overlong_buffer: int | None = key(
+        None, "last tokens before response_limit that cost reward (DAPO); 0 = none", ge=0
     )
-    kl_estimator: Annotated[
-        KlEstimator | None, Meta(description="estimate of the KL per token")
-    ] = None
-    kl_to: Annotated[
-        KlPolicy | None, Meta(description="KL to the reference model, or to what sampled")
-    ] = None
-    kl_in: Annotated[
-        KlPlace | None, Meta(description="KL as part of the loss, or of the reward")
-    ] = None
-    kl_unbiased: Annotated[
-        bool | None, Meta(description="multiply the KL by the ratio (DeepSeek-V3.2)")
-    ] = None
-    entropy_coef: Annotated[
-        NotNegative | None, Meta(description="weight of the entropy bonus; 0 = off")
-    ] = None
-    response_limit: Annotated[
-        int,
-        Meta(
-            description="tokens of the longest response (aggregation constant, overlong_buffer); "
-            "0 = sampling.max_tokens, the most of any environment",
-            ge=0,
-        ),
-    ] = 0
+    overlong_factor: float | None = key(
+        None, "reward that a response of response_limit tokens loses", gt=0
+    )
+    overlong_filter: bool | None = key(None, "leave out what was cut off at the token limit (DAPO)")
+    ratio_level: Level | None = key(None, "a ratio per token, or the geometric mean of a sequence")
+    anchor: Anchor | None = key(
+        None,
+        "denominator of the ratio: the policy that sampled, or the trainer's before this batch "
+        "(proximal)",
+    )
+    proximal: Proximal | None = key(
+        None,
+        "logprobs of the proximal policy: a forward pass, the scoring stage logp, or log-linear"
+        " between behaviour and current policy",
+    )
+    clip: Clip | None = key(
+        None, "PPO's minimum, CISPO's clipped weight, SAPO's soft gate, or the ratio as it is"
+    )
+    clip_low: float | None = key(None, "ratio clip below: 1 - clip_low", gt=0)
+    clip_high: float | None = key(None, "ratio clip above: 1 + clip_high", gt=0)
+    dual_clip: float | None = key(
+        None, "bound of the ratio where the advantage is negative, > 1; 0 = off", ge=0
+    )
+    correction: Correction | None = key(
+        None, "weight proximal / behaviour: none, truncated to is_floor..is_cap, or 0 outside"
+    )
+    is_level: Level | None = key(None, "that weight per token, or the product of a sequence")
+    is_floor: float | None = key(None, "least such weight; 0 = none", ge=0)
+    is_cap: float | None = key(None, "largest such weight; 0 = none", ge=0)
+    mask: Mask | None = key(
+        None,
+        "what is left out: tokens, sequences by product or by geometric mean with proximal / "
+        "behaviour outside mask_low..mask_high; or by a rule with mask_threshold",
+    )
+    mask_low: float | None = key(None, "least ratio that is kept", ge=0)
+    mask_high: float | None = key(None, "largest ratio that is kept", gt=0)
+    mask_threshold: float | None = key(
+        None,
+        "m2po: mean squared log ratio; opsm: mean log ratio of a sequence; probability: change "
+        "of a token's probability",
+        gt=0,
+    )
+    aggregation: Aggregation | None = key(
+        None,
+        "of the token losses: mean over tokens, mean over sequences of their means or sums, sum"
+        " over a constant length, or sum",
+    )
+    denominator: Denominator | None = key(
+        None, "samples that a mean counts: those with an advantage, or all"
+    )
+    kl_coef: float | None = key(None, "weight of the KL term; 0 = off", ge=0)
+    kl_estimator: KlEstimator | None = key(None, "estimate of the KL per token")
+    kl_to: KlPolicy | None = key(None, "KL to the reference model, or to what sampled")
+    kl_in: KlPlace | None = key(None, "KL as part of the loss, or of the reward")
+    kl_unbiased: bool | None = key(None, "multiply the KL by the ratio (DeepSeek-V3.2)")
+    entropy_coef: float | None = key(None, "weight of the entropy bonus; 0 = off", ge=0)
+    response_limit: int = key(
+        0,
+        "tokens of the longest response (aggregation constant, overlong_buffer); 0 = "
+        "sampling.max_tokens, the most of any environment",
+        ge=0,
+    )
 
     @property
     def chosen(self) -> dict[str, object]:

@@ -2,91 +2,67 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
-
-from msgspec import Meta
+from typing import Literal
 
 from umbra.proto.deadline import LEAST_RATE, Pace
-from umbra.services.config.base import Section
+from umbra.services.config.keys import Section, key
 
 START_S = 600.0  # for all processes of a run to start, besides what their weights take
 CONNECTIONS = 2
 
 
-class WeightHubConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WeightHubConfig(Section):
     """Versions, arena and pushes."""
 
-    listen: Annotated[str, Meta(description="address the hub binds; port * picks a free one")] = (
-        "tcp://127.0.0.1:*"
+    listen: str = key("tcp://127.0.0.1:*", "address the hub binds; port * picks a free one")
+    advertise: str = key(
+        "",
+        "host name or address by which others reach the hub, where it is not the one that is "
+        "bound (containers); empty = the bound one, or this host's name",
     )
-    advertise: Annotated[
-        str,
-        Meta(
-            description="host name or address by which others reach the hub, where it is not the "
-            "one that is bound (containers); empty = the bound one, or this host's name"
-        ),
-    ] = ""
-    plane: Annotated[
-        Literal["auto", "shm", "tcp", "nccl", "cuda_ipc"],
-        Meta(description="how weights travel; auto = best that both sides have"),
-    ] = "auto"
-    bucket_bytes: Annotated[
-        int, Meta(description="bytes per bucket (one checksum each)", ge=1024)
-    ] = 4 << 20
-    receive_bucket_bytes: Annotated[
-        int, Meta(description="bytes per message over plane tcp, chosen by the receiver", ge=1024)
-    ] = 4 << 20
-    buckets_listen: Annotated[
-        str,
-        Meta(description="address for plane tcp; empty = any port of the listen address's host"),
-    ] = ""
-    connections: Annotated[
-        int,
-        Meta(
-            description="connections over which a receiver fetches from one source over plane tcp, "
-            "each with a thread at both ends",
-            ge=1,
-            le=16,
-        ),
-    ] = CONNECTIONS
-    connections_listen: Annotated[
-        str,
-        Meta(
-            description="address for these connections; empty = any port of the host of plane tcp"
-        ),
-    ] = ""
-    delta: Annotated[
-        Literal["auto", "always", "off"],
-        Meta(description="plane tcp sends lossless differences: over slow links, over all, never"),
-    ] = "auto"
-    device: Annotated[
-        int, Meta(description="index of the GPU that the hub and each relay use", ge=0)
-    ] = 0
-    chunk_bytes: Annotated[
-        int,
-        Meta(description="bytes per broadcast over plane nccl; two in device memory", ge=1024),
-    ] = 64 << 20
-    slots: Annotated[int, Meta(description="versions held in the arena", ge=2)] = 2
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
-        Meta(description="what is served; auto = bfloat16 from and to GPUs, float32 on CPUs"),
-    ] = "auto"
-    deadline_s: Annotated[
-        float,
-        Meta(
-            description="seconds a receiver may take per phase until it is dropped, besides those "
-            "for its bytes (least_rate)",
-            gt=0,
-        ),
-    ] = 30.0
-    least_rate: Annotated[
-        float,
-        Meta(
-            description="bytes per second at which weights move at the least, over links and in "
-            "memory; all deadlines for moving them grow with their bytes by it",
-            gt=0,
-        ),
-    ] = LEAST_RATE
+    plane: Literal["auto", "shm", "tcp", "nccl", "cuda_ipc"] = key(
+        "auto", "how weights travel; auto = best that both sides have"
+    )
+    bucket_bytes: int = key(4 << 20, "bytes per bucket (one checksum each)", ge=1024)
+    receive_bucket_bytes: int = key(
+        4 << 20, "bytes per message over plane tcp, chosen by the receiver", ge=1024
+    )
+    buckets_listen: str = key(
+        "", "address for plane tcp; empty = any port of the listen address's host"
+    )
+    connections: int = key(
+        CONNECTIONS,
+        "connections over which a receiver fetches from one source over plane tcp, each with a "
+        "thread at both ends",
+        ge=1,
+        le=16,
+    )
+    connections_listen: str = key(
+        "", "address for these connections; empty = any port of the host of plane tcp"
+    )
+    delta: Literal["auto", "always", "off"] = key(
+        "auto", "plane tcp sends lossless differences: over slow links, over all, never"
+    )
+    device: int = key(0, "index of the GPU that the hub and each relay use", ge=0)
+    chunk_bytes: int = key(
+        64 << 20, "bytes per broadcast over plane nccl; two in device memory", ge=1024
+    )
+    slots: int = key(2, "versions held in the arena", ge=2)
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
+        "auto", "what is served; auto = bfloat16 from and to GPUs, float32 on CPUs"
+    )
+    deadline_s: float = key(
+        30.0,
+        "seconds a receiver may take per phase until it is dropped, besides those for its bytes"
+        " (least_rate)",
+        gt=0,
+    )
+    least_rate: float = key(
+        LEAST_RATE,
+        "bytes per second at which weights move at the least, over links and in memory; all "
+        "deadlines for moving them grow with their bytes by it",
+        gt=0,
+    )
 
     @property
     def pace(self) -> Pace:
