@@ -135,7 +135,7 @@ def vllm_room(config: RunConfig, found: list[Need], machine: Machine) -> tuple[f
     """How many sequences of a whole context vLLM's KV cache has room for, in words too."""
     generator = config.generator
     need = next((need for need in found if need.name == "generator" and need.gpus), None)
-    given = generator.kv_cache_mb
+    given = generator.engine_args.get("kv_cache_memory_bytes")
     if need is None or generator.engine != "vllm" or given or not machine.gpu:
         return None, ""
     weights, cache = need.device[0].bytes, need.device[1].bytes

@@ -95,11 +95,11 @@ def _generator(config: RunConfig, facts: Facts, *, gpu: bool) -> Need:
     cache = Item(
         f"KV cache, {generator.slots} x {generator.max_context:,} tokens",
         cached * sizes.kv_numbers * tokens // parallel,
-        remedy="lower generator.slots or generator.max_context, or set generator.kv_cache_mb",
+        remedy="lower generator.slots or generator.max_context",
     )
-    if generator.kv_cache_mb:
-        remedy = "lower generator.kv_cache_mb"
-        cache = Item("KV cache, generator.kv_cache_mb", generator.kv_cache_mb << 20, remedy=remedy)
+    if given := arguments.get("kv_cache_memory_bytes"):
+        remedy = "lower generator.engine_args.kv_cache_memory_bytes"
+        cache = Item("KV cache", int(given), remedy=remedy)
     device = [Item(f"weights, {dtype}", weights // parallel, remedy=more), cache]
     if config.trainer.lora_publish == "adapter":
         device.append(Item("adapter", sizes.adapter * each))

@@ -65,7 +65,7 @@ def shares(config: RunConfig, given: Collection[str], machine: Machine) -> GpuSh
     room = USABLE * machine.gpu - MARGIN * sum(peak(need.device) for need in beside)
     arguments, slots = generator.engine_args, generator.slots
     if generator.engine == "vllm":
-        if beside and SHARE not in arguments and not generator.kv_cache_mb:  # else it is said
+        if beside and SHARE not in arguments and "kv_cache_memory_bytes" not in arguments:
             share = min(VLLM_SHARE, math.floor(100 * room / machine.gpu) / 100)
             arguments = {**arguments, SHARE: max(share, 0.01)}
     elif "generator.slots" not in given:

@@ -198,13 +198,6 @@ class GeneratorConfig(Section):
     device: str = key("auto", "cpu, cuda, cuda:1, ... or auto")
     slots: int = key(128, "sequences decoded at once", ge=1)
     max_context: int = key(1024, "prompt + response tokens per slot", ge=8)
-    kv_cache_mb: int = key(
-        0,
-        "MiB of keys and values of sequences under way, and of sessions between two turns, on "
-        "each GPU; no more samples are leased than fit; 0 = torch: max_context for every slot, "
-        "on a CPU as much for sessions; vLLM: what its engine arguments say",
-        ge=0,
-    )
     prefetch: int = key(32, "samples leased ahead of free slots, so that none stays empty", ge=0)
     sessions: int = key(
         0,

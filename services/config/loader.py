@@ -23,7 +23,11 @@ ENVIRONMENTS = "environments"
 """The one section that is a list of tables."""
 MOVED = {"environment.sampling": "environment.agent_sampling"}
 """Keys that had another name."""
-DROPPED: dict[str, str] = {}
+DROPPED: dict[str, str] = {
+    "generator.count=auto": "give a number",
+    "generator.kv_cache_mb": "set generator.slots, for vLLM also "
+    "generator.engine_args.kv_cache_memory_bytes",
+}
 """Keys, sections and values of run files that 0.2 has no more, and what to use instead.
 
 Written "section.key", "section" or "section.key=value"; what a key of [environment] says holds for

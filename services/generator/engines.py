@@ -14,7 +14,6 @@ from umbra.services.config import RunConfig
 from umbra.services.generator.engine import Engine
 from umbra.services.generator.replay_engine import ReplayEngine, ReplayTokens
 from umbra.services.generator.replay_model import read_replay_model
-from umbra.services.generator.slots import cache_tokens
 from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.model_directory import check_model_dir
@@ -115,7 +114,6 @@ def _torch(config: RunConfig, name: str) -> OpenEngine:
     if config.generator.threads:
         torch.set_num_threads(config.generator.threads)
     device = pick_device(config.generator.device)
-    memory = config.generator.kv_cache_mb
     dtype = config.weight_hub.dtype_on(device.type)  # it computes in what it is served
     tokenizer = load_tokenizer(config.model.name, trust=config.model.trust_remote_code)
     model = load_model(
@@ -130,7 +128,6 @@ def _torch(config: RunConfig, name: str) -> OpenEngine:
         seed=_seed(config, name),
         tell_routing=config.trainer.router_replay,
         weights=weight_table(model, config),
-        cache_tokens=cache_tokens(model, memory) if memory else 0,
     )
     expected = config.weight_hub.expected_on(device.type)
     chat = Chat.configured(config.model, tokenizer, stops)

@@ -32,11 +32,6 @@ class RecentLengths:
         """Of the last ones."""
         return self._sum / len(self._recent) if self._recent else float(self._most)
 
-    @property
-    def longest(self) -> int:
-        """Of the last ones."""
-        return max(self._recent, default=self._most)
-
     def fitting(self, capacity: int, live: Iterable[int]) -> int:
         """Sequences that `capacity` tokens of cache hold, the live ones included; 1 at least.
 

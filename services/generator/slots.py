@@ -13,41 +13,24 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache
+from transformers import Cache
 
 from umbra.services.modeling.slot_attention import Context
 
 _FIRST_COLUMNS = 64
 
 
-@torch.inference_mode()
-def cache_tokens(model: Any, mebibytes: int) -> int:
-    """Tokens whose keys and values take so much memory: one is read to see."""
-    cache = DynamicCache()
-    model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache)
-    layers: list[Any] = cache.layers
-    each = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
-    return max(1, (mebibytes << 20) // each)  # 1 is less than any sequence needs
-
-
 class SlotCache(Cache):
     """A Transformers cache in which every token is written to a row and a column of its own.
 
-    Call `reserve` and `begin` before each forward pass of the model. Storage grows as sequences do:
-    by doubling up to half of the capacity, by an eighth beyond, so that what is held in reserve
-    leaves room for others. What was needed once is let go when little of it is needed still.
-
-    Args:
-        slots: rows at most.
-        max_context: columns at most.
-        capacity: tokens, rows times columns; at least `max_context`.
+    Call `reserve` and `begin` before each forward pass of the model. Storage doubles as sequences
+    grow, up to `slots` rows of `max_context` columns.
     """
 
-    def __init__(self, slots: int, max_context: int, capacity: int) -> None:
+    def __init__(self, slots: int, max_context: int) -> None:
         super().__init__(layers=[])
         self.slots = slots
         self.max_context = max_context
-        self.capacity = capacity
         self.rows = 0
         self.columns = min(_FIRST_COLUMNS, max_context)
         self._keys: list[torch.Tensor] = []  # per layer [R, C, G, D]
@@ -56,40 +39,19 @@ class SlotCache(Cache):
         self._source: torch.Tensor | None = None  # tokens that they get; None: each in its turn
         self._view: tuple[int, int] = (0, 0)
 
-    def fits(self, rows: int, columns: int) -> bool:
-        """Whether there is room for so many rows, the longest of so many columns."""
-        return rows * columns <= self.capacity
-
-    def plan(self, rows: int, columns: int) -> tuple[int, int]:
-        """Rows and columns of the storage that there is after `reserve` of so many."""
-        enough = rows <= self.rows and columns <= self.columns
-        half, held = self.capacity // 2, self.rows * self.columns
-        if enough and held <= half:
-            return self.rows, self.columns
-        wanted = 2 * self.columns if columns > self.columns else self.columns
-        eighth = columns + max(_FIRST_COLUMNS, columns // 8)
-        most = min(self.max_context, self.capacity // rows)
-        columns = max(columns, min(wanted, most, max(eighth, half // rows)))
-        most = min(self.slots, self.capacity // columns)
-        rows = max(rows, min(2 * rows, most, max(rows + rows // 8, half // columns)))
-        if enough and held < 2 * rows * columns:
-            return self.rows, self.columns  # to copy it would bring little
-        return rows, columns
-
     def reserve(self, rows: int, columns: int) -> None:
-        """Have room for so many rows and columns, which fit; rows `[0, rows)` keep what they hold.
-
-        Rows beyond them may be lost.
-        """
-        planned = self.plan(rows, columns)
-        if planned == (self.rows, self.columns):
+        """Have room for so many rows and columns; rows `[0, rows)` keep what they hold."""
+        if rows <= self.rows and columns <= self.columns:
             return
-        held, kept = min(self.rows, rows), min(self.columns, columns)
-        self.rows, self.columns = planned
+        held, kept = self.rows, self.columns
+        if rows > held:
+            self.rows = max(rows, min(2 * held, self.slots))
+        if columns > kept:
+            self.columns = max(columns, min(2 * kept, self.max_context))
         for stored in (self._keys, self._values):
             for layer, old in enumerate(stored):
-                new = old.new_zeros(*planned, *old.shape[2:])
-                new[:held, :kept] = old[:held, :kept]
+                new = old.new_zeros(self.rows, self.columns, *old.shape[2:])
+                new[:held, :kept] = old
                 stored[layer] = new
 
     def begin(
@@ -118,9 +80,9 @@ class SlotCache(Cache):
             for context, rows in zip(contexts, takers, strict=True):
                 for row in rows:
                     first = row * self.columns
-                    cells += range(first + context.start, first + context.length)
-                    tokens += range(start, start + context.read)
-                start += context.read
+                    cells += range(first, first + context.length)
+                    tokens += range(start, start + context.length)
+                start += context.length
             target = torch.cat((target, torch.tensor(cells, device=device)))
             if any(len(rows) > 1 for rows in takers):
                 self._source = torch.tensor(tokens, device=device)
@@ -155,19 +117,6 @@ class SlotCache(Cache):
         """Copy the first `length` columns of rows `sources` over rows `targets`."""
         for stored in (*self._keys, *self._values):
             stored[list(targets), :length] = stored[list(sources), :length]
-
-    def copy_of(self, row: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values [length, G, D] of each layer, of the first tokens of a row."""
-        pairs = zip(self._keys, self._values, strict=True)
-        return [(k[row, :length].clone(), v[row, :length].clone()) for k, v in pairs]
-
-    def put(
-        self, row: int, states: Sequence[tuple[torch.Tensor, torch.Tensor]], length: int
-    ) -> None:
-        """Row `row` begins with the first `length` tokens of `states`, which `copy_of` made."""
-        for layer, (keys, values) in enumerate(states):
-            self._keys[layer][row, :length] = keys[:length]
-            self._values[layer][row, :length] = values[:length]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns of the current view. The model never asks: positions and masks are given."""

@@ -1,11 +1,10 @@
-"""An engine of our own: continuous batching over KV slots, around an unmodified Transformers model.
+"""The torch engine: continuous batching over KV slots, around an unmodified Transformers model.
 
 A poll fills free slots from the queue and makes one forward pass, which feeds the newest token of
-every live row and samples its next one. A row that has nothing in the cache yet has its context,
-all tokens before the newest, read in the same pass. Rows that finish are replaced by queued ones,
-or by the last live rows, so that the live rows stay `[0, n)` and attention is trimmed to the
-longest of them. What a session's turn leaves in the cache is kept beside it, so that the next turn
-reads what is new.
+every live row and samples its next one. The context of a row that has nothing in the cache yet, all
+tokens before the newest, is read in the same pass. Queued rows, or else the last live ones, take
+the place of rows that finish, so that live rows stay `[0, n)` and attention is trimmed to the
+longest of them.
 """
 
 from __future__ import annotations
@@ -31,8 +30,6 @@ from umbra.services.generator.engine import (
     KvPolicy,
     check_request,
 )
-from umbra.services.generator.kept_sessions import KeptSession, KeptSessions
-from umbra.services.generator.lengths import RecentLengths
 from umbra.services.generator.sampler import Sampler
 from umbra.services.generator.slots import SlotCache
 from umbra.services.modeling.attention import Attention
@@ -106,26 +103,19 @@ class _Row:
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """Tokens that a pass reads for the rows in `slots`, which hold the `start` ones before them."""
+    """A context that a pass reads for the rows in `slots`."""
 
     tokens: tuple[int, ...]
-    start: int
     slots: list[int]
-
-    @property
-    def context(self) -> Context:
-        return Context(self.slots[0], self.start + len(self.tokens), self.start)
 
 
 class TorchEngine:
     """The `Engine` for CPUs, and for GPUs without vLLM. S slots, n live rows, V tokens.
 
-    `weights` says where versions go, if that is not all of `model`. `cache_tokens` limits the cache
-    of keys and values, what is kept of sessions included; 0 = `max_context` for every slot, and on
-    a CPU as much again to be kept.
+    `weights` says where versions go, if that is not all of `model`.
 
     Raises:
-        UsageError: `cache_tokens` does not hold one sequence of `max_context`.
+        UsageError: `tell_routing` of a model without routers, or too many of their choices.
     """
 
     def __init__(
@@ -139,7 +129,6 @@ class TorchEngine:
         version: int = -1,
         tell_routing: bool = False,
         weights: WeightTable | None = None,
-        cache_tokens: int = 0,
     ) -> None:
         self.version = version
         self.slots = slots
@@ -160,17 +149,8 @@ class TorchEngine:
             layers, choices, experts = self._routers.kind
             check_routing_fits(self._routers.kind, max_context)
             self._routing = Routing(layers=layers, choices=choices, experts=experts, chosen=b"")
-        # On a GPU memory is shared out by what sequences under way need.
-        capacity = cache_tokens or slots * max_context * (2 if self._device.type == "cpu" else 1)
-        if capacity < max_context:
-            raise UsageError(
-                f"generator.kv_cache_mb holds {capacity} tokens of this model, fewer than one "
-                f"sequence of generator.max_context = {max_context}: raise it, or lower that"
-            )
-        self._cache = SlotCache(slots, max_context, capacity)
-        self._kept = KeptSessions()
-        self._lengths = RecentLengths(max_context)
-        self._asked_tokens = self._cached_tokens = self._preemptions = 0
+        self._cache = SlotCache(slots, max_context)
+        self._asked_tokens = self._cached_tokens = 0
         self._sampler = Sampler(slots, self._device, seed)
         self._queue: deque[_Row] = deque()
         self._rows: list[_Row] = []  # the live ones, by slot
@@ -191,19 +171,16 @@ class TorchEngine:
 
     @property
     def fits(self) -> int:
-        """Sequences for which there is cache: each takes as much as the longest; see `Engine`."""
-        longest = max(self._longest, self._lengths.longest)
-        return max(1, min(self.slots, self._cache.capacity // longest))
+        """Sequences for which there is cache: one in each slot."""
+        return self.slots
 
     @property
     def cache(self) -> CacheFigures:
-        """Of its keys and values; each live sequence takes as much as the longest."""
-        usage = len(self._rows) * self._longest / self._cache.capacity
+        """Each live sequence takes as much of it as the longest."""
         return CacheFigures(
-            usage=min(1.0, usage),  # more for a moment, before a row makes room for the others
+            usage=len(self._rows) * self._longest / (self.slots * self.max_context),
             asked_tokens=self._asked_tokens,
             cached_tokens=self._cached_tokens,
-            preemptions=self._preemptions,
         )
 
     @property
@@ -241,8 +218,6 @@ class TorchEngine:
         """Serve `version` from the next token on; see `Engine.load`."""
         self._weights.load(manifest, parts)
         self.version = version
-        if kv_policy != "keep":
-            self._kept.clear()
         aborted: list[_Row] = []
         if kv_policy == "abort":
             aborted = [row for row in self._rows if row.tokens]
@@ -261,8 +236,6 @@ class TorchEngine:
             return wanted is None or row.request.request_id in wanted
 
         holes = [slot for slot, row in enumerate(self._rows) if hit(row)]
-        for slot in holes:
-            self._keep(slot)
         aborted = [self._rows[slot].output("abort") for slot in holes]
         aborted += [row.output("abort") for row in self._queue if hit(row)]
         self._queue = deque(row for row in self._queue if not hit(row))
@@ -279,15 +252,13 @@ class TorchEngine:
         ]
 
     def forget(self, session: str) -> None:
-        """No more requests of this session come."""
-        self._kept.forget(session)
+        """Nothing is kept of a session between its turns."""
 
     def close(self) -> None:
         """Free what the engine holds."""
         self._rows.clear()
         self._queue.clear()
-        self._kept = KeptSessions()
-        self._cache = SlotCache(self.slots, self.max_context, self._cache.capacity)
+        self._cache = SlotCache(self.slots, self.max_context)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -301,18 +272,9 @@ class TorchEngine:
                 f"slots in use: {type(error).__name__}: {first}"
             ) from error
 
-    def _admit(self, count: int, leaving: int = 0) -> list[_Row]:
-        """Begin at most `count` queued requests for which there is cache, behind the live rows.
-
-        Of those rows `leaving` are about to go.
-        """
-        rows: list[_Row] = []
-        longest = self._longest if self._queue else 0
-        while self._queue and len(rows) < count:
-            longest = max(longest, self._queue[0].length)
-            if not self._cache.fits(len(self._rows) - leaving + len(rows) + 1, longest):
-                break
-            rows.append(self._queue.popleft())
+    def _admit(self, count: int) -> list[_Row]:
+        """Begin at most `count` queued requests, behind the live rows."""
+        rows = [self._queue.popleft() for _ in range(min(count, len(self._queue)))]
         for row in rows:
             row.serve(self.version)
         self._rows += rows
@@ -320,11 +282,8 @@ class TorchEngine:
 
     def _step(self) -> None:
         """Feed every live row its newest token and sample the next."""
-        self._make_room()
-        count, longest = len(self._rows), self._longest
-        rows, columns = self._cache.plan(count, longest)
-        self._kept.shrink(self._cache.capacity - rows * columns)  # before it is taken
-        self._cache.reserve(count, longest)
+        count = len(self._rows)
+        self._cache.reserve(count, self._longest)
         # The longest by themselves, if they are too much for this pass.
         readings = sorted(self._unread(), key=lambda reading: len(reading.tokens))
         here, room = 0, _PREFILL_TOKENS
@@ -344,21 +303,8 @@ class TorchEngine:
         """Columns that the live rows need."""
         return max((row.length for row in self._rows), default=0)
 
-    @property
-    def _spare(self) -> int:
-        """Tokens of cache beside what rows have reserved."""
-        return max(0, self._cache.capacity - self._cache.rows * self._cache.columns)
-
-    def _make_room(self) -> None:
-        """Put rows back into the queue until the cache holds the others."""
-        while not self._cache.fits(len(self._rows), self._longest):
-            row = self._rows.pop()
-            row.unread = True
-            self._queue.appendleft(row)
-            self._preemptions += 1
-
     def _unread(self) -> list[_Reading]:
-        """What has to be read of contexts; newest tokens are set, and what is kept is put back.
+        """Return the contexts to read, and set the newest tokens of their rows.
 
         Samples of a group begin with equal contexts, which are read once.
         """
@@ -368,55 +314,24 @@ class TorchEngine:
         rows = [self._rows[slot] for slot in slots]
         self._sampler.set(slots, [row.request.sampling for row in rows])
         shared: dict[tuple[int, ...], _Reading] = {}
-        readings: list[_Reading] = []
         newest: list[int] = []
         for slot, row in zip(slots, rows, strict=True):
             *context, last = row.sequence
             newest.append(last)
-            held = self._take_up(slot, context)
-            reading = _Reading(tuple(context[held:]), held, [slot])
-            same = None if held else shared.setdefault(reading.tokens, reading)
-            if not row.tokens:  # else it was counted before it made room for others
+            tokens = tuple(context)
+            reading = shared.setdefault(tokens, _Reading(tokens, []))
+            if not row.tokens:  # else it was counted when it was first read
                 self._asked_tokens += row.length
-                self._cached_tokens += held if same in (None, reading) else len(context)
-            if same is not None and same is not reading:
-                same.slots.append(slot)
-            elif reading.tokens:
-                readings.append(reading)
+                self._cached_tokens += len(tokens) if reading.slots else 0
+            reading.slots.append(slot)
         both = torch.tensor([newest, [row.length - 1 for row in rows]], device=self._device)
         index = torch.tensor(slots, device=self._device)
         self._last_tokens[index], self._positions[index] = both
-        return readings
-
-    def _take_up(self, slot: int, context: list[int]) -> int:
-        """Put what is kept of the row's session into `slot`; how many tokens of it that are."""
-        row = self._rows[slot]
-        kept = self._kept.take(row.request.session)
-        held = kept.shared(context) if kept is not None else 0
-        if kept is not None and held:
-            self._cache.put(slot, kept.states, held)
-            if self._routing is not None and not row.tokens:
-                row.chosen += kept.chosen[: held * self._routing.token_bytes]
-        return held
-
-    def _keep(self, slot: int) -> None:
-        """Keep what `slot` holds for the next turn of its session; this one ends here."""
-        row = self._rows[slot]
-        if row.unread:
-            return
-        self._lengths.ended(row.length)
-        session = row.request.session
-        if not session or not self._kept.ended(session) or row.length - 1 > self._spare:
-            return
-        tokens = row.sequence[:-1]  # the newest one is not in the cache
-        self._kept.take(session)
-        self._kept.shrink(self._spare - len(tokens))  # before it is taken
-        states = self._cache.copy_of(slot, len(tokens))
-        self._kept.keep(session, KeptSession(tokens, states, bytes(row.chosen)), self._spare)
+        return [reading for reading in shared.values() if reading.tokens]
 
     def _pass(self, count: int, readings: Sequence[_Reading]) -> torch.Tensor:
         """Feed the newest tokens of the first `count` rows, and `readings`; logits [count, V]."""
-        contexts = [reading.context for reading in readings]
+        contexts = [Context(reading.slots[0], len(reading.tokens)) for reading in readings]
         newest, positions = self._last_tokens[:count], self._positions[:count]
         columns = self._longest
         takers = [reading.slots for reading in readings]
@@ -433,7 +348,7 @@ class TorchEngine:
             read = torch.tensor(
                 [
                     [token for reading in readings for token in reading.tokens],
-                    [at for context in contexts for at in range(context.start, context.length)],
+                    [at for context in contexts for at in range(context.length)],
                 ],
                 device=self._device,
             )
@@ -495,8 +410,6 @@ class TorchEngine:
                 self._outputs.append(row.output("length"))
                 done.append(slot)
         self.decoded_tokens += len(self._rows)
-        for slot in done:
-            self._keep(slot)
         self._close_holes(done)
 
     def _close_holes(self, holes: Sequence[int]) -> None:
@@ -504,7 +417,7 @@ class TorchEngine:
         if not holes:
             return
         whole = len(self._rows)
-        for slot, row in zip(holes, self._admit(len(holes), len(holes)), strict=False):
+        for slot, row in zip(holes, self._admit(len(holes)), strict=False):
             self._rows[slot] = row
         holes = holes[len(self._rows) - whole :]
         del self._rows[whole:]

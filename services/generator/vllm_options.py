@@ -33,7 +33,6 @@ _KEYS = {
     "max_model_len": "generator.max_context",
     "max_num_seqs": "generator.slots",
     "tensor_parallel_size": "generator.tensor_parallel",
-    "kv_cache_memory_bytes": "generator.kv_cache_mb",
     "data_parallel_size": "generator.count",
 }
 # Quantizations that vLLM computes from full weights, hence anew from those that are published, and
@@ -339,8 +338,6 @@ def engine_arguments(
         "weight_transfer_config": {"backend": BACKEND},
         "disable_log_stats": True,
     }
-    if config.kv_cache_mb:
-        ours["kv_cache_memory_bytes"] = config.kv_cache_mb << 20
     if platform == "cpu":
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
         from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
@@ -351,7 +348,6 @@ def engine_arguments(
         # Compiling takes longer than it saves there, and "90 % of the memory" is too much where
         # trainer and buffer run too.
         ours["enforce_eager"] = True
-        kv_dtype = getattr(torch, dtype)
-        needed = kv_cache_bytes(hf_config, config, kv_dtype)
-        ours.setdefault("kv_cache_memory_bytes", needed)
+        needed = kv_cache_bytes(hf_config, config, getattr(torch, dtype))
+        ours["kv_cache_memory_bytes"] = needed
     return ours | config.engine_args

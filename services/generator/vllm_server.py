@@ -124,7 +124,7 @@ class VllmServer:
         except (RuntimeError, ValueError, OSError) as error:
             raise StartupError(
                 f"vLLM's engine core did not start: {_sentence(error)} (its own lines above say "
-                "more; memory for the KV cache is generator.kv_cache_mb)"
+                "more; memory for the KV cache is generator.engine_args.kv_cache_memory_bytes)"
             ) from error
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="umbra-vllm")

@@ -16,16 +16,10 @@ from torch import Tensor
 
 
 class Context(NamedTuple):
-    """A sequence that is read, from its beginning or from where the cache ends."""
+    """A sequence that is read from its beginning."""
 
     row: int  # of the cache, where it is found
-    length: int  # that it has then
-    start: int = 0  # tokens of it that the cache has already
-
-    @property
-    def read(self) -> int:
-        """Tokens that are read."""
-        return self.length - self.start
+    length: int
 
 
 class Attend(Protocol):
@@ -61,7 +55,7 @@ class SlotMask:
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """As of such a mask."""
-        tokens = len(self.newest) + sum(context.read for context in self.contexts)
+        tokens = len(self.newest) + sum(context.length for context in self.contexts)
         return 1, 1, tokens, self.newest.shape[-1]
 
 
@@ -122,7 +116,7 @@ def slot_attention(
         length, own = context.length, slice(context.row, context.row + 1)
         parts.append(
             attend(
-                query[:, :, start : start + context.read],
+                query[:, :, start : start + context.length],
                 key[own, :, :length],
                 value[own, :, :length],
                 _causal(context, mask.window, query.device),
@@ -131,17 +125,14 @@ def slot_attention(
                 sinks=sinks,
             )
         )
-        start += context.read
+        start += context.length
     return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
 
 
 def _causal(context: Context, window: int | None, device: torch.device) -> Tensor | None:
-    """The mask of a context, [1, 1, read, length]; None: its tokens see all that is before them."""
-    within = window is None or context.length <= window
-    if within and context.start == 0:
+    """Return the mask of a context, [1, 1, length, length]; None: a causal one without window."""
+    if window is None or context.length <= window:
         return None
-    ones = torch.ones(context.read, context.length, dtype=torch.bool, device=device)
-    seen = ones.tril(context.start)
-    if window is not None:
-        seen &= ~ones.tril(context.start - window)
+    ones = torch.ones(context.length, context.length, dtype=torch.bool, device=device)
+    seen = ones.tril() & ~ones.tril(-window)
     return seen[None, None]

@@ -41,7 +41,7 @@ def engine(vllm_model_dir: Path) -> Iterator[Engine]:
         "generator.threads=1",
         f"generator.slots={SLOTS}",
         f"generator.max_context={CONTEXT}",
-        "generator.kv_cache_mb=1",
+        f"generator.engine_args.kv_cache_memory_bytes={1 << 20}",
         "generator.engine_args.block_size=32",
     ]
     opened = open_engine(load_config(overrides=overrides, environ={}), "generator-0")

@@ -13,6 +13,7 @@ from umbra.proto.errors import StartupError, UsageError
 from umbra.services.config import GeneratorConfig, RunConfig
 from umbra.services.config.loader import load_config
 from umbra.services.generator.engines import open_engine
+from umbra.services.generator.lengths import RecentLengths
 from umbra.services.generator.vllm_options import (
     adapter_arguments,
     check_device,
@@ -250,3 +251,17 @@ def test_a_block_of_shared_memory_ends_with_its_last_view() -> None:
     del second
     with pytest.raises(StartupError, match="staging memory"):
         MappedBlocks().view(place[0])
+
+
+def test_how_many_sequences_fit_goes_by_lengths_of_late() -> None:
+    lengths = RecentLengths(most=100)
+    assert lengths.fitting(1000, []) == 10, "nothing is known yet"
+    for length in (10, 30):
+        lengths.ended(length)
+    assert lengths.mean == 20
+    assert lengths.fitting(1000, []) == 50
+    assert lengths.fitting(1000, [1, 19, 400]) == 3 + (1000 - 20 - 20 - 400) // 20
+    assert lengths.fitting(1000, [600, 700]) == 1, "too many already"
+    for _ in range(256):
+        lengths.ended(5)
+    assert lengths.mean == 5
