@@ -26,7 +26,6 @@ from umbra.proto.messages import (
     EndSessions,
     EvalRequest,
     Event,
-    ExportVersion,
     FetchBuckets,
     FinishRun,
     FlushPartials,
@@ -46,7 +45,6 @@ from umbra.proto.messages import (
     PauseRequest,
     PeekBatch,
     Ping,
-    PinVersion,
     Publish,
     Ready,
     RegisterManifest,
@@ -54,13 +52,10 @@ from umbra.proto.messages import (
     RenewLeases,
     ResumeRequest,
     ReturnSamples,
-    RollBack,
     StatusRequest,
     SubmitScores,
     SubmitTrajectories,
     Subscribe,
-    UnpinVersion,
-    VersionsRequest,
 )
 
 # An operator is no process of the run, but a person who may change it from outside.
@@ -111,18 +106,13 @@ SENDERS: dict[type[Message], tuple[KeyRole, ...]] = {
     Ready: RECEIVERS,
     Committed: RECEIVERS,
     HubStatusRequest: ANYONE,
-    VersionsRequest: ANYONE,
-    PinVersion: ("operator",),
-    UnpinVersion: ("operator",),
-    RollBack: ("operator",),
-    ExportVersion: ("operator",),
     FetchBuckets: RECEIVERS,
     Credit: RECEIVERS,
     Event: MEMBERS,
 }
 
 # What is answered from what there is and changes nothing: it may be answered twice.
-QUESTIONS: tuple[type[Message], ...] = (Ping, StatusRequest, HubStatusRequest, VersionsRequest)
+QUESTIONS: tuple[type[Message], ...] = (Ping, StatusRequest, HubStatusRequest)
 
 SOCKETS: dict[str, tuple[type[Message], ...]] = {
     "control": CONTROL,

@@ -74,25 +74,19 @@ from umbra.proto.weights import (
     Commit,
     Committed,
     Credit,
-    ExportVersion,
     FetchBuckets,
     HoldArena,
     HubStatus,
     HubStatusRequest,
     OfferSlot,
     PartState,
-    PinVersion,
     Prepare,
     Publish,
     Ready,
     RegisterManifest,
-    RollBack,
     SlotGranted,
     Subscribe,
     Subscribed,
-    UnpinVersion,
-    Versions,
-    VersionsRequest,
 )
 
 # -- any socket ---------------------------------------------------------------------------------
@@ -452,7 +446,6 @@ WEIGHTS: tuple[type[Message], ...] = (
     RegisterManifest, ArenaReady, AcquireSlot, SlotGranted, Publish,
     PartState, HoldArena, OfferSlot, Subscribe, Subscribed,
     Prepare, Ready, Commit, Committed, Abort, HubStatusRequest, HubStatus,
-    VersionsRequest, Versions, PinVersion, UnpinVersion, RollBack, ExportVersion,
 )  # fmt: skip
 BUCKETS: tuple[type[Message], ...] = (FetchBuckets, Credit, Buckets, BucketPort)
 TELEMETRY: tuple[type[Message], ...] = (Event,)

@@ -376,15 +376,6 @@ class NcclRound(Record, frozen=True, kw_only=True):
     deadline_s: Number  # for entering, and for each chunk
 
 
-class HeldVersion(Told, frozen=True, kw_only=True):
-    """A version that the hub holds, in the arena or in a file of its own."""
-
-    version: int
-    place: Text  # "slot 1", or the file's path
-    pinned: bool = False
-    newest: bool = False  # what receivers are brought to
-
-
 class Ledger(Record, frozen=True, kw_only=True):
     """Where every sample is. `issued == trained + sum(ended) + in_flight` at every moment."""
 

@@ -38,7 +38,6 @@ from umbra.proto.messages import (
     SubmitScores,
     SubmitTrajectories,
     Subscribed,
-    Versions,
 )
 
 HEADER_BYTES = 4 << 10
@@ -77,7 +76,6 @@ LARGE: dict[type[Message], int] = {
     Subscribed: 16 << 20,
     Prepare: 1 << 20,
     HubStatus: 4 << 20,
-    Versions: 1 << 20,
     FetchBuckets: 4 << 20,
     Buckets: 1 << 20,
     Event: 256 << 10,

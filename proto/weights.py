@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from umbra.proto.base import Message, Order
+from umbra.proto.base import Message
 from umbra.proto.bounds import (
     BATCH,
     BUCKETS,
@@ -19,7 +19,7 @@ from umbra.proto.bounds import (
     Size,
     Text,
 )
-from umbra.proto.records import GpuFacts, HeldVersion, Manifest, NcclRound, Piece
+from umbra.proto.records import GpuFacts, Manifest, NcclRound, Piece
 
 # -- weights socket (hub: ROUTER) ---------------------------------------------------------------
 
@@ -189,43 +189,6 @@ class Abort(Message, frozen=True, kw_only=True):
     version: int
     reason: Text
     dropped: bool = False
-
-
-class VersionsRequest(Message, frozen=True, kw_only=True):
-    """Which versions does the hub hold?"""
-
-
-class Versions(Message, frozen=True, kw_only=True):
-    """The versions that the hub holds, oldest first; those that are not pinned may go any time."""
-
-    held: Annotated[list[HeldVersion], Meta(max_length=BATCH)]
-    slots: int  # of the arena
-    slot_bytes: int
-
-
-class PinVersion(Order, frozen=True, kw_only=True):
-    """Keep `version` until it is unpinned."""
-
-    version: int
-
-
-class UnpinVersion(Order, frozen=True, kw_only=True):
-    """`version` need not be kept any longer."""
-
-    version: int
-
-
-class RollBack(Order, frozen=True, kw_only=True):
-    """Push `version` to all receivers now; the trainer's next version follows it as usual."""
-
-    version: int
-
-
-class ExportVersion(Order, frozen=True, kw_only=True):
-    """Write `version` as a Hugging Face directory at `path`, on the hub's host."""
-
-    version: int
-    path: Text
 
 
 class HubStatusRequest(Message, frozen=True, kw_only=True):

@@ -54,7 +54,6 @@ from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.checkpoints.index import NAME as CHECKPOINT
 from umbra.services.trainer.checkpoints.index import read_index
 from umbra.services.trainer.recorded import token_versions
-from umbra.services.weight_hub.pins import PinFile
 from umbra.services.weights import delta
 from umbra.services.weights import manifest as layouts
 from umbra.services.weights.manifest import (
@@ -304,11 +303,8 @@ def files(data: bytes) -> None:
     """A file of a run with any content is read, or refused with a sentence that names it."""
     folder = _folder() / "files"
     folder.mkdir(exist_ok=True)
-    for name in (*OF_RUN, CHECKPOINT, MARK, "arena_pins", "rows.jsonl"):
+    for name in (*OF_RUN, CHECKPOINT, MARK, "rows.jsonl"):
         (folder / name).write_bytes(data)
-    pins = PinFile(folder / "arena")
-    pins.read()
-    pins.remove()
     run = RunFolder(folder)
     read_status(run)
     reading: list[Callable[[], object]] = [

@@ -24,11 +24,8 @@ from umbra.proto.messages import (
     Pong,
     ResumeRequest,
     Role,
-    RollBack,
     Status,
     StatusRequest,
-    Versions,
-    VersionsRequest,
 )
 from umbra.proto.net.channel import Channel
 from umbra.proto.net.io_thread import IoThread
@@ -144,22 +141,6 @@ class StatusClient:
         for member in leaving:
             self.drain(member.name, reason, timeout_s)
         return [member.name for member in leaving]
-
-    def versions(self, hub: str, timeout_s: float) -> Versions:
-        """The versions of the weights that the hub at `hub` holds.
-
-        Raises:
-            UmbraError: the hub does not answer, or refuses.
-        """
-        return self._at_hub(hub).call(VersionsRequest(), Versions, timeout_s=timeout_s)
-
-    def roll_back(self, hub: str, version: int, timeout_s: float) -> None:
-        """Have `version` pushed to all generators.
-
-        Raises:
-            UmbraError: the hub does not answer, or refuses.
-        """
-        self._at_hub(hub).call(RollBack(version=version), Ok, timeout_s=timeout_s)
 
     def subscribe(
         self, endpoint: str, topics: Sequence[bytes], on_event: Callable[[Header, Event], None]

@@ -121,7 +121,7 @@ def monitor(
 ) -> int:
     """Watch a run live: its members, ledger, staleness and what is stuck.
 
-    A screen with keys to pause, drain and roll back on a terminal, one line per look when piped.
+    A screen with keys to pause and drain on a terminal, one line per look when piped.
     Ends with code 0 when the run ends or at Ctrl-C, and with 5 when no buffer answers at the start.
     Any number may watch; none of them changes the run by being there.
     """

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-Action = Literal["pause", "resume", "drain", "rollback", "quit"]
+Action = Literal["pause", "resume", "drain", "quit"]
 
-HELP = "p pause/resume  d drain  r roll back  ? help  q leave (the run goes on)"
+HELP = "p pause/resume  d drain  ? help  q leave (the run goes on)"
 SEQUENCES = {  # what a terminal sends for keys that are no characters
     "\x1b[A": "up", "\x1b[B": "down", "\x1bOA": "up", "\x1bOB": "down", "\x1b[5~": "pageup",
     "\x1b[6~": "pagedown", "\x1b[H": "home", "\x1b[F": "end", "\x1bOH": "home", "\x1bOF": "end",
@@ -67,11 +67,8 @@ class KeyBindings:
             return f"{self.said}  y yes   any other key no"
         return f"{self.said}   {HELP}" if self.said else HELP
 
-    def press(self, key: str, *, paused: bool, rollback_to: int | None) -> Action | None:
-        """A key was pressed; what is to be done now.
-
-        `rollback_to` is the version that a roll-back would push, None if there is none.
-        """
+    def press(self, key: str, *, paused: bool) -> Action | None:
+        """A key was pressed; what is to be done now."""
         if self.asked is not None:
             action, self.asked = self.asked, None
             self.said = ""
@@ -84,10 +81,6 @@ class KeyBindings:
                 self._ask("resume" if paused else "pause", "go on?" if paused else "pause the run?")
             case "d":
                 self._ask("drain", "end the run in order?")
-            case "r" if rollback_to is None:
-                self.said = "the hub holds no earlier version"
-            case "r":
-                self._ask("rollback", f"push version {rollback_to} to all generators again?")
             case _:
                 pass
         return None

@@ -36,7 +36,6 @@ class LiveView:
         self._timeout_s = timeout_s
         self._keys = KeyBindings()
         self._has_keys = sys.stdin.isatty()
-        self._rollback_to: int | None = None
         self._scroll = Scroll()
         self._helping = False
 
@@ -85,19 +84,15 @@ class LiveView:
         if self._keys.asked is None and self._scroll.press(key):
             return None
         try:
-            if key == "r":
-                self._rollback_to = self._earlier_version(look)
-            action = self._keys.press(
-                key, paused=bool(look.status.paused), rollback_to=self._rollback_to
-            )
+            action = self._keys.press(key, paused=bool(look.status.paused))
             if action is not None and action != "quit":
-                self._keys.said = self._do(action, look)
+                self._keys.said = self._do(action)
         except UmbraError as error:
             self._keys.said = str(error)
             return None
         return action
 
-    def _do(self, action: Action, look: Look) -> str:
+    def _do(self, action: Action) -> str:
         client, reason = self._watch.client, "by a key of the monitor"
         match action:
             case "pause":
@@ -106,17 +101,6 @@ class LiveView:
                 client.resume(self._timeout_s)
             case "drain":
                 client.drain("", reason, self._timeout_s)
-            case "rollback":
-                assert self._rollback_to is not None
-                client.roll_back(look.status.weights, self._rollback_to, self._timeout_s)
             case "quit":
                 pass
         return f"{action}: done"
-
-    def _earlier_version(self, look: Look) -> int | None:
-        """The newest version before the one that generators are brought to."""
-        if not look.status.weights:
-            return None
-        held = self._watch.client.versions(look.status.weights, self._timeout_s).held
-        newest = max((one.version for one in held if one.newest), default=0)
-        return max((one.version for one in held if one.version < newest), default=None)

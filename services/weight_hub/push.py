@@ -11,7 +11,7 @@ one receiver; epochs count up and are never used again, so a late answer is told
 - *Newest* is the version published last, not the greatest: a trainer that resumed from a checkpoint
   publishes older numbers again.
 - A slot may be granted to the trainer when it holds neither the newest version nor one that a
-  receiver is staging, and is not kept (pinned, or being copied). A receiver reads its slot from
+  receiver is staging. A receiver reads its slot from
   PREPARE until its READY, or until it is dropped. One that streams reads it until COMMITTED, and
   the slot of the version that it serves too, in case it has to go back to it. Should one that was
   dropped still read while the trainer writes, its checksums fail: they came with PREPARE.
@@ -210,27 +210,6 @@ class PushProtocol:
         self._add(message.version, message.slot, message.checksums, message.snapshot_s, now)
         self.counters["published"] += 1
         self._answer(ticket, Ok())
-        return self._settle(now)
-
-    # -- the registry -----------------------------------------------------------------------------
-
-    def take_slot(self) -> int | None:
-        """A free slot for the hub itself to write into, kept from now on; None if there is none."""
-        slot = self._free_slot()
-        if slot is not None:
-            self.slots.held.pop(slot, None)
-            self.slots.keep(slot)
-        return slot
-
-    def release(self, slot: int, now: float) -> list[Effect]:
-        """`slot` need not be kept any longer."""
-        self.slots.let_go(slot)
-        return self._settle(now)
-
-    def roll_back(self, version: int, slot: int, sums: list[int], now: float) -> list[Effect]:
-        """Push what lies in `slot` to everyone, as if it were published just now."""
-        self._add(version, slot, sums, 0.0, now)
-        self.counters["rolled_back"] += 1
         return self._settle(now)
 
     # -- receivers --------------------------------------------------------------------------------

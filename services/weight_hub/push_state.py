@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
@@ -60,28 +59,13 @@ class Slots:
     def __init__(self, count: int) -> None:
         self.count = count
         self.held: dict[int, Publication] = {}  # until the slot is written again
-        self._kept: Counter[int] = Counter()  # pinned, or being copied: not to be written
-
-    def keep(self, slot: int) -> None:
-        """Let nobody write `slot`; as often as it is kept, it must be let go."""
-        self._kept[slot] += 1
-
-    def let_go(self, slot: int) -> None:
-        """`slot` need not be kept any longer."""
-        self._kept[slot] = max(0, self._kept[slot] - 1)
-
-    def recall(self, publication: Publication) -> None:
-        """A slot holds what it held when another hub had the arena: keep it."""
-        self.held.setdefault(publication.slot, publication)
-        self.keep(publication.slot)
 
     def free(self, taken: Collection[int]) -> int | None:
-        """A slot neither kept nor in `taken`: an empty one, or the one with the oldest content."""
+        """A slot that is not in `taken`: an empty one, or the one with the oldest content."""
         ages = {slot: publication.number for slot, publication in self.held.items()}
-        free = [slot for slot in range(self.count) if not self._kept[slot] and slot not in taken]
+        free = [slot for slot in range(self.count) if slot not in taken]
         return min(free, key=lambda slot: ages.get(slot, 0), default=None)
 
     def clear(self) -> None:
         """All slots are empty."""
         self.held.clear()
-        self._kept.clear()

@@ -31,9 +31,7 @@ def serve(context: ServiceContext) -> int:
     try:
         endpoint = reachable(server.bind(CHANNEL, config.listen, ACCEPTS), config.advertise)
         with context.join("weight_hub", {CHANNEL: endpoint}) as session:
-            hub = WeightHub(
-                server, session.welcome.run_id, config, context.metrics, context.config.model.name
-            )
+            hub = WeightHub(server, session.welcome.run_id, config, context.metrics)
             try:
                 context.ready({CHANNEL: endpoint})
                 _loop(hub, session)

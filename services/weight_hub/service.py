@@ -48,8 +48,6 @@ from umbra.services.weight_hub.hub_planes import HubPlanes
 from umbra.services.weight_hub.lower_bounds import LowerBounds
 from umbra.services.weight_hub.parts import Parts
 from umbra.services.weight_hub.push import PushProtocol
-from umbra.services.weight_hub.registry import ACCEPTS as REGISTRY
-from umbra.services.weight_hub.registry import Registry
 from umbra.services.weights.arena import Arena, remove_leftovers, shm_host
 from umbra.services.weights.manifest import check_manifest, owned_ranges
 from umbra.services.weights.planes.background import Background
@@ -58,13 +56,13 @@ from umbra.services.weights.planes.plane import Deliver, Outcome
 CHANNEL = "weights"
 ACCEPTS: tuple[type[Message], ...] = (
     RegisterManifest, AcquireSlot, Publish, PartState, Subscribe, Ready, Committed,
-    HubStatusRequest, Ping, *REGISTRY,
+    HubStatusRequest, Ping,
 )  # fmt: skip
 # What is done in the name of its sender; the rest is asked by anyone, or by an operator.
 IN_A_NAME = (RegisterManifest, AcquireSlot, Publish, PartState, Subscribe, Ready, Committed)
 POLL_S = 0.2
 NO_MANIFEST = Manifest(tensors=[], buckets=[], total_bytes=0, digest="")
-BUSY_POLL_S = 0.01  # while a copy or an export is under way
+BUSY_POLL_S = 0.01  # while the arena is made, or a plane works
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +75,6 @@ class WeightHub:
         run_id: names the shared memory.
         config: the section `weight_hub`.
         metrics: receives a row "push" per version and receiver.
-        model_dir: where exports take configuration and tokenizer from.
         host: names the /dev/shm of this process; empty = find out.
         clock: monotonic seconds.
     """
@@ -88,7 +85,6 @@ class WeightHub:
         run_id: str,
         config: WeightHubConfig,
         metrics: MetricsFile,
-        model_dir: str = "",
         host: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -122,9 +118,6 @@ class WeightHub:
             server.security,
         )
         self._floors = LowerBounds()
-        self._registry = Registry(
-            self.protocol, run_id, self._token, model_dir, on_write=self._overwritten
-        )
 
     def step(self, timeout_s: float = POLL_S) -> int:
         """Serve what arrives within `timeout_s` seconds; the number of requests."""
@@ -142,7 +135,6 @@ class WeightHub:
                 self._apply(self._subscribe(request, peer, message, self._clock()))
         for request in requests:
             self._apply(self._handle(request))
-        self._apply(self._registry.poll(self._clock()))
         for name in self._parts.tick(self._clock()):
             log.warning("part hub %s is silent", name)
         self._apply(self.protocol.tick(self._clock()))
@@ -153,7 +145,7 @@ class WeightHub:
 
     @property
     def _is_busy(self) -> bool:
-        return self._registry.busy or self.planes.looking or self._making.busy
+        return self.planes.looking or self._making.busy
 
     def stats(self) -> dict[str, float]:
         """Figures for the monitor."""
@@ -170,7 +162,6 @@ class WeightHub:
     def close(self) -> None:
         """Remove the arena; those who have it mapped may go on reading."""
         self.planes.close()
-        self._registry.close()
         self._making.wait()
         if isinstance(made := self._making.take(), Arena):
             made.unlink()
@@ -208,8 +199,6 @@ class WeightHub:
                 return self.protocol.ready(peer, message, now)
             case Committed() as message:
                 return self.protocol.committed(peer, message, now)
-            case body if isinstance(body, REGISTRY):
-                return self._registry.handle(request, body, now)
             case HubStatusRequest():
                 self._server.reply(request, self._status(peer))
             case Ping():
@@ -279,8 +268,6 @@ class WeightHub:
         effects += self.protocol.register(
             peer, manifest.digest, now, published, manifest.total_bytes
         )
-        if published is not None:
-            self._registry.restore(now)
         if is_new:
             self._remove_leftovers()  # now that what is still needed is ours
         ready = ArenaReady(path=str(self._arena.path), slots=self._config.slots)
@@ -386,7 +373,6 @@ class WeightHub:
         )
 
     def _begin_layout(self, arena: Arena, manifest: Manifest) -> None:
-        self._registry.layout(arena, manifest)
         self.planes.layout(arena, manifest)
         self._drop_arena()  # the old layout's; only now, so that a failure left it as it was
         self._arena, self._manifest = arena, manifest

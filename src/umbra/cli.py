@@ -58,10 +58,6 @@ COMMANDS: dict[str, SubCommand] = {
     "weight-hub": SubCommand(
         "umbra.services.weight_hub.command:command", "Push new weights to the generators."
     ),
-    "weights": SubCommand(
-        "umbra.services.weight_hub.weights_command:command",
-        "List, pin, roll back and export versions of the weights.",
-    ),
     "export": SubCommand(
         "umbra.services.trainer.checkpoints.export:command",
         "Write a checkpoint as a Hugging Face model.",
@@ -100,9 +96,6 @@ COMMANDS: dict[str, SubCommand] = {
     "interrupt": SubCommand(
         "umbra.services.monitor.operate:interrupt", "Have unfinished samples handed back."
     ),
-    "rollback": SubCommand(
-        "umbra.services.weight_hub.weights_command:rollback", "Push an earlier version again."
-    ),
     "keep": SubCommand(
         "umbra.deploy.keep_command:command", "Run a command, and again when it fails."
     ),
@@ -136,8 +129,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Models and prompts": ("make-task", "make-model", "sft", "check-model", "replay-model"),
     "Run": ("up", "plan", "keys", "keep"),
     "Watch": ("monitor", "status", "ping"),
-    "Steer": ("pause", "resume", "checkpoint", "interrupt", "drain", "rollback"),
-    "Look back": ("runs", "chat", "samples", "report", "eval", "export", "weights", "store"),
+    "Steer": ("pause", "resume", "checkpoint", "interrupt", "drain"),
+    "Look back": ("runs", "chat", "samples", "report", "eval", "export", "store"),
     "Services": ("buffer", "weight-hub", "trainer", "generator", "scorer", "env-worker"),
 }
 

@@ -21,7 +21,6 @@ from fakes.waiting import until
 
 from umbra.proto.deadline import LEAST_RATE, Pace
 from umbra.proto.errors import PeerLostError, RejectedError
-from umbra.proto.messages import ExportVersion, Ok, PinVersion, RollBack, Versions
 from umbra.proto.net.keys import OPEN, Security
 from umbra.services.process.metrics import MetricsFile
 from umbra.services.weight_hub.part import PartHub
@@ -326,21 +325,6 @@ def test_rank_0_reads_nothing_that_other_hosts_have(start: Start) -> None:
         trainer.publisher.publish(0, 0.0)
     assert Path(path).stat().st_blocks == before
     assert before * 512 < trainer.manifest.total_bytes * 3 / 2, "two slots of a half each"
-
-
-def test_what_only_a_whole_version_allows_is_refused(start: Start) -> None:
-    trainer = start(slots=3)
-    trainer.publish(0)
-    channel = trainer.bench.channel("operator")
-    held = channel.call(PinVersion(version=0), Versions, timeout_s=WAIT_S)
-    assert [one.place for one in held.held if one.pinned] == ["slot 0"]
-    trainer.publish(1)
-    with pytest.raises(RejectedError, match=r"cannot be copied: raise weight_hub\.slots"):
-        channel.call(PinVersion(version=1), Versions, timeout_s=WAIT_S)
-    with pytest.raises(RejectedError, match="in parts on several trainer hosts: take a checkpoint"):
-        channel.call(ExportVersion(version=0, path="/tmp/out"), Ok, timeout_s=WAIT_S)
-    channel.call(RollBack(version=0), Ok, timeout_s=WAIT_S)
-    load(trainer, receiver(trainer.bench, "gen-0"), 0)
 
 
 def test_with_keys_a_part_hub_needs_its_own(start: Start, bench: Bench, keys: Path) -> None:

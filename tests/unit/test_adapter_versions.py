@@ -17,7 +17,7 @@ from fakes.interrupted import teacher_forced
 from fakes.rank_bench import narrow_model
 from fakes.versions import finish, request
 
-from umbra.proto.errors import UmbraError, UsageError, WireError
+from umbra.proto.errors import UsageError, WireError
 from umbra.proto.records import Manifest
 from umbra.services.config import RunConfig
 from umbra.services.config.feasibility import check_feasible
@@ -30,8 +30,7 @@ from umbra.services.modeling.weights import weight_table
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.policy import load_policy
 from umbra.services.trainer.snapshot import tensor_layout
-from umbra.services.weight_hub.export import export_version
-from umbra.services.weights.manifest import build_manifest, check_manifest, checksums
+from umbra.services.weights.manifest import build_manifest, check_manifest
 
 TEMPERATURE = 0.7  # of `teacher_forced`
 
@@ -186,25 +185,3 @@ def test_without_an_adapter_there_is_none_to_publish(directory: Path) -> None:
     with pytest.raises(UsageError, match=r"lora_publish = adapter has no adapter to publish"):
         check_feasible(config_of(directory, "trainer.lora_rank=0"))
     check_feasible(config_of(directory))
-
-
-def test_an_exported_version_is_a_directory_of_peft(directory: Path, tmp_path: Path) -> None:
-    from peft import PeftModel
-
-    config = config_of(directory)
-    learner = trained(config, 1)
-    manifest, slot = publish(learner, config)
-    export_version(manifest, slot, checksums(manifest, slot), directory, tmp_path / "out")
-    model = PeftModel.from_pretrained(load_policy(directory)[0], tmp_path / "out").eval()
-    prompt, ids = [5, 9, 14], list(range(20, 40))
-    expected = teacher_forced(learner.model, prompt, ids)
-    assert_same_logprobs(teacher_forced(model, prompt, ids), expected, learner.model)
-
-
-def test_an_adapter_of_experts_has_no_such_directory(tmp_path: Path) -> None:
-    directory = ARCHITECTURES["qwen3-moe"].write(tmp_path / "model")
-    config = config_of(directory)
-    manifest, slot = publish(trained(config, 1), config)
-    with pytest.raises(UmbraError, match=r"experts.\w+ is of experts, .* `umbra export`"):
-        export_version(manifest, slot, checksums(manifest, slot), directory, tmp_path / "out")
-    assert not (tmp_path / "out").exists()

@@ -44,7 +44,7 @@ def test_every_command_and_flag_is_documented_with_its_default() -> None:
             default = option.get_default(context)
             if isinstance(default, str | float | int) and default != "" and not option.is_flag:
                 assert f"default: {default}" in record[1], f"{name} {option.name}: {default!r}"
-    assert {"buffer", "weight-hub relay", "weights rollback", "config show"} <= told
+    assert {"buffer", "weight-hub relay", "config show"} <= told
 
 
 @pytest.mark.parametrize(

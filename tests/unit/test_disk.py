@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import stat
 from pathlib import Path
 
-import pytest
 from fakes.lossy_disk import LossyDisk, power_cuts
 
 from umbra.services.process.disk import DISK, Disk
-from umbra.services.weight_hub.pins import PinFile, PinRecord
 
 
 def test_a_replaced_file_is_whole_or_as_before(tmp_path: Path) -> None:
@@ -72,31 +69,3 @@ def test_a_write_that_is_cut_short_goes_on(tmp_path: Path) -> None:
     with Slow().opened(tmp_path / "file") as fd:
         Slow().write_all(fd, b"0123456789", 2)
     assert (tmp_path / "file").read_bytes() == b"\0\0" + b"0123456789"
-
-
-PINS = [PinRecord(version=n, sums=[n] * 9, slot=n) for n in range(3)]
-
-
-def test_pins_survive_a_hub_that_is_killed_between_writing_and_cutting_off(tmp_path: Path) -> None:
-    pins = PinFile(tmp_path / "arena")
-    pins.write(PINS)
-    path = tmp_path / "arena_pins"
-    longer = path.read_bytes()
-    pins.write(PINS[:1])
-    shorter = path.read_bytes()
-    path.write_bytes(shorter + longer[len(shorter) :])
-    assert pins.read() == PINS[:1]
-    pins.remove()
-
-
-@pytest.mark.parametrize("left", [b"[{", b'[{"version":1,"sums":[],"path":"\xff"}]', b"[" * 10_000])
-def test_pins_that_make_no_sense_are_told(
-    tmp_path: Path, left: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
-    pins = PinFile(tmp_path / "arena")
-    pins.write(PINS)
-    (tmp_path / "arena_pins").write_bytes(left)
-    with caplog.at_level(logging.WARNING):
-        assert pins.read() == []
-    assert "which versions were pinned is lost" in caplog.text
-    pins.remove()

@@ -25,7 +25,7 @@ from umbra.proto.access import (
     may_send,
 )
 from umbra.proto.errors import UsageError
-from umbra.proto.messages import TYPES, CommitBatch, FinishRun, PartState, Publish, RollBack
+from umbra.proto.messages import TYPES, CommitBatch, FinishRun, PartState, Publish
 from umbra.proto.net.keys import (
     OPEN,
     Keys,
@@ -235,14 +235,13 @@ def test_every_request_has_its_senders() -> None:
 @pytest.mark.parametrize("role", KEY_ROLES)
 def test_what_decides_over_a_run_is_for_one_role(role: KeyRole) -> None:
     assert may_send(role, CommitBatch) == may_send(role, FinishRun) == (role == "trainer")
-    assert may_send(role, RollBack) == (role == "operator")
     assert may_send(role, Publish) == (role == "trainer")
 
 
 def test_a_relay_only_receives_and_hands_on() -> None:
     """Whom it serves fetches from it: that needs nothing that it might send."""
     named = {kind.__name__ for kind in TYPES.values() if may_send("relay", kind)}
-    reads = {"Ping", "StatusRequest", "HubStatusRequest", "VersionsRequest"}
+    reads = {"Ping", "StatusRequest", "HubStatusRequest"}
     member = {"Ok", "Nack", "Join", "Heartbeat", "Leave", "Event"}
     assert named == reads | member | {"Subscribe", "Ready", "Committed", "FetchBuckets", "Credit"}
 
@@ -255,11 +254,11 @@ def test_an_env_worker_only_takes_sessions() -> None:
 
 def test_a_monitor_can_only_look() -> None:
     named = {kind.__name__ for kind in TYPES.values() if may_send("monitor", kind)}
-    reads = {"Ping", "StatusRequest", "HubStatusRequest", "VersionsRequest"}
+    reads = {"Ping", "StatusRequest", "HubStatusRequest"}
     assert named == reads | {"Ok", "Nack", "Join", "Heartbeat", "Leave", "Event"}
 
 
-READS = {"Ping", "StatusRequest", "HubStatusRequest", "VersionsRequest"}
+READS = {"Ping", "StatusRequest", "HubStatusRequest"}
 
 
 def test_a_weight_hub_serves_and_decides_nothing() -> None:
@@ -281,7 +280,7 @@ def test_an_operator_gives_orders_and_is_no_member() -> None:
     named = {kind.__name__ for kind in TYPES.values() if may_send("operator", kind)}
     orders = {
         "DrainRequest", "PauseRequest", "ResumeRequest", "EvalRequest", "CheckpointRequest",
-        "InterruptRequest", "PinVersion", "UnpinVersion", "RollBack", "ExportVersion",
+        "InterruptRequest",
     }  # fmt: skip
     assert named == READS | orders | {"Ok", "Nack"}
 

@@ -133,31 +133,21 @@ def test_spans_are_aligned_to_the_clock_of_the_buffer() -> None:
 def test_actions_have_to_be_confirmed() -> None:
     keys = KeyBindings()
     assert keys.footer == HELP
-    assert keys.press("p", paused=False, rollback_to=None) is None
+    assert keys.press("p", paused=False) is None
     assert "pause the run?" in keys.footer
-    assert keys.press("n", paused=False, rollback_to=None) is None
+    assert keys.press("n", paused=False) is None
     assert keys.footer == HELP
-    keys.press("p", paused=False, rollback_to=None)
-    assert keys.press("y", paused=False, rollback_to=None) == "pause"
-    keys.press("p", paused=True, rollback_to=None)
-    assert keys.press("y", paused=True, rollback_to=None) == "resume"
-    keys.press("d", paused=False, rollback_to=None)
-    assert keys.press("y", paused=False, rollback_to=None) == "drain"
-
-
-def test_a_roll_back_names_its_version() -> None:
-    keys = KeyBindings()
-    assert keys.press("r", paused=False, rollback_to=None) is None
-    assert "no earlier version" in keys.footer
-    assert keys.press("y", paused=False, rollback_to=None) is None
-    keys.press("r", paused=False, rollback_to=39)
-    assert "version 39" in keys.footer
-    assert keys.press("y", paused=False, rollback_to=39) == "rollback"
+    keys.press("p", paused=False)
+    assert keys.press("y", paused=False) == "pause"
+    keys.press("p", paused=True)
+    assert keys.press("y", paused=True) == "resume"
+    keys.press("d", paused=False)
+    assert keys.press("y", paused=False) == "drain"
 
 
 def test_to_leave_needs_no_confirmation() -> None:
-    assert KeyBindings().press("q", paused=False, rollback_to=None) == "quit"
-    assert KeyBindings().press("x", paused=False, rollback_to=None) is None
+    assert KeyBindings().press("q", paused=False) == "quit"
+    assert KeyBindings().press("x", paused=False) is None
 
 
 def test_keys_of_a_terminal() -> None:

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Iterator
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from umbra.proto.deadline import LEAST_RATE, Deadline, Pace
+from umbra.proto.deadline import Pace
 from umbra.proto.messages import (
     ArenaReady,
-    ExportVersion,
     Message,
     Ok,
     Prepare,
     Publish,
     RegisterManifest,
     SlotGranted,
-    Versions,
-    VersionsRequest,
 )
 from umbra.proto.net.channel import Channel
-from umbra.proto.net.io_thread import IoThread
 from umbra.proto.net.keys import OPEN
 from umbra.proto.records import NcclRound
 from umbra.services.config import WeightHubConfig
@@ -34,8 +29,6 @@ from umbra.services.generator import service as generator_service
 from umbra.services.generator.engines import OpenEngine
 from umbra.services.modeling.model_directory import weights_bytes
 from umbra.services.scorer import service as scorer_service
-from umbra.services.weight_hub import weights_command
-from umbra.services.weight_hub.weights_command import HubClient
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.gpu.worker_process import START_S, GpuWorkerProcess, result
 from umbra.services.weights.manifest import build_manifest
@@ -282,24 +275,3 @@ def test_pinning_an_arena_may_take_its_bytes_time(
     finally:
         worker.kill()
     assert limits == [START_S + 200.0]
-
-
-def test_an_operator_waits_for_the_copy_of_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights_command, "Deadline", partial(Deadline, clock=lambda: 0.0))
-    limits: dict[type[Message], float] = {}
-
-    class Hub:
-        def call(self, body: Message, _reply: type[Message], *, timeout_s: float) -> Message:
-            limits[type(body)] = timeout_s
-            if isinstance(body, VersionsRequest):
-                return Versions(held=[], slots=2, slot_bytes=10**9)
-            return Ok()
-
-    class Link:
-        def channel(self, *_args: Any, **_named: Any) -> Hub:
-            return Hub()
-
-    client = HubClient(cast(IoThread, Link()), "", "tcp://hub:1", 60.0)
-    client.move(ExportVersion(version=1, path="/x"), Ok)
-    assert limits[VersionsRequest] == 60.0
-    assert limits[ExportVersion] == 60.0 + 1e9 / LEAST_RATE

@@ -52,8 +52,6 @@ class PushMachine(RuleBasedStateMachine):
         self.publications = 0
         self.contents = 0
         self.held: dict[int, tuple[int, int]] = {}  # slot -> version and content
-        self.kept: list[int] = []  # slots that are pinned, or being copied
-        self.filling: list[int] = []  # slots that the hub itself writes: copies of pins
         self.reading: dict[str, tuple[int, int]] = {}  # receiver -> epoch and slot
         # By receiver that streams: what it serves, to which it may have to go back.
         self.serving: dict[str, tuple[int, int]] = {}  # slot and content
@@ -114,8 +112,8 @@ class PushMachine(RuleBasedStateMachine):
         self.serving.pop(name, None)
 
     def read_slots(self) -> set[int]:
-        """Slots that a receiver reads, or may have to go back to; and those that are kept."""
-        slots = {slot for _, slot in self.reading.values()} | {*self.kept, *self.filling}
+        """Slots that a receiver reads, or may have to go back to."""
+        slots = {slot for _, slot in self.reading.values()}
         for name in self.reading:
             slot, content = self.serving.get(name, (-1, 0))
             if self.held.get(slot, (0, 0))[1] == content:
@@ -136,8 +134,6 @@ class PushMachine(RuleBasedStateMachine):
             self.digest = f"d{self.incarnations}"
             self.granted = self.newest = None
             self.held.clear()
-            self.kept.clear()
-            self.filling.clear()
         self.registered = True
         self.apply(self.hub.register(self.trainer, self.digest, self.now))
 
@@ -168,8 +164,6 @@ class PushMachine(RuleBasedStateMachine):
     def all_is_lost(self) -> None:
         self.granted = self.waiting = self.newest = None
         self.held.clear()
-        self.kept.clear()
-        self.filling.clear()
         self.digest = ""
         self.registered = False
         self.apply(self.hub.withdraw("lost", self.now))
@@ -187,64 +181,6 @@ class PushMachine(RuleBasedStateMachine):
         for effect in self.hub.publish(0, HubPeer("trainer", "old"), message, self.now):
             assert isinstance(effect, HubReply)
             assert not isinstance(effect.message, Ok)
-
-    # -- the registry -----------------------------------------------------------------------------
-
-    @precondition(lambda self: self.held)
-    @rule(data=st.data())
-    def pin(self, data: st.DataObject) -> None:
-        """A slot is pinned, or copied from, as often as one likes."""
-        slot = data.draw(st.sampled_from(sorted(self.held)))
-        self.hub.slots.keep(slot)
-        self.kept.append(slot)
-
-    @precondition(lambda self: self.kept)
-    @rule(data=st.data())
-    def unpin(self, data: st.DataObject) -> None:
-        slot = data.draw(st.sampled_from(sorted(self.kept)))
-        self.kept.remove(slot)
-        self.apply(self.hub.release(slot, self.now))
-
-    @precondition(lambda self: self.held)
-    @rule(data=st.data())
-    def roll_back(self, data: st.DataObject) -> None:
-        """To a version that is still in its slot."""
-        slot = data.draw(st.sampled_from(sorted(self.held)))
-        self.rolled_back(slot, *self.held[slot])
-
-    @precondition(lambda self: self.digest)
-    @rule()
-    def copy_back(self) -> None:
-        """A pin that is a file is to be rolled back to: the hub takes a slot, and fills it."""
-        slot = self.hub.take_slot()
-        if slot is None:
-            granted = self.granted[1] if self.granted else None
-            newest = self.newest[1] if self.newest else None
-            busy = {granted, newest, *self.read_slots()}
-            assert all(other in busy for other in range(self.slots))
-            return
-        assert slot not in self.read_slots()
-        assert self.granted is None or self.granted[1] != slot
-        assert self.newest is None or self.newest[1] != slot
-        self.held.pop(slot, None)
-        self.filling.append(slot)
-
-    @precondition(lambda self: self.filling)
-    @rule(fails=st.booleans())
-    def copied_back(self, fails: bool) -> None:
-        slot = self.filling.pop(0)
-        if not fails:
-            self.contents += 1
-            self.kept.append(slot)  # as the registry does: until the roll-back is said
-            self.rolled_back(slot, 0, self.contents)
-            self.kept.remove(slot)
-        self.apply(self.hub.release(slot, self.now))
-
-    def rolled_back(self, slot: int, version: int, content: int) -> None:
-        self.newest = (version, slot)
-        self.held[slot] = (version, content)
-        self.publications += 1
-        self.apply(self.hub.roll_back(version, slot, [content], self.now))
 
     # -- receivers --------------------------------------------------------------------------------
 
@@ -341,14 +277,14 @@ class PushMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_slots_hold_is_known(self) -> None:
-        """As one may roll back to it: nothing of a slot that is written."""
+        """Nothing of a slot that is written."""
         if hasattr(self, "hub"):
             held = self.hub.slots.held.items()
             assert self.held == {slot: (p.version, *p.checksums) for slot, p in held}
 
     @invariant()
     def nothing_is_left_undone(self) -> None:
-        """The trainer waits only while every other slot is the newest, is read, or is kept."""
+        """The trainer waits only while every other slot is the newest or is read."""
         if not hasattr(self, "hub"):
             return
         if self.waiting is not None:
@@ -374,10 +310,6 @@ class PushMachine(RuleBasedStateMachine):
             if model.alive and model.subscribed:
                 assert version == (self.newest[0] if self.newest else -1)
                 assert self.newest is None or model.serves == self.publications
-        while self.filling:
-            self.copied_back(fails=True)
-        while self.kept:
-            self.apply(self.hub.release(self.kept.pop(), self.now))
         if self.registered:
             self.now += DEADLINE_S
             self.apply(self.hub.tick(self.now))
