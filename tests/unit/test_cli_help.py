@@ -116,7 +116,7 @@ def complete(words: str) -> list[str]:
 
 def test_commands_and_flags_are_completed() -> None:
     assert complete("comp") == ["completion"]
-    assert {"weight-hub", "weights"} <= set(complete("weig"))
+    assert "weight-hub" in complete("weig")
     assert "--learning-rate" in complete("trainer --learn")
     assert "relay" in complete("weight-hub rel")
 

@@ -379,23 +379,6 @@ def test_the_slot_with_the_oldest_content_is_written_next() -> None:
             number=number, version=number, slot=slot, checksums=[], snapshot_s=0.0, at=0.0
         )
     assert [slots.free(taken) for taken in ((), (1,), (1, 2), (0, 1, 2))] == [1, 2, 0, None]
-    taken_over = Slots(2)
-    before = Publication(number=0, version=7, slot=1, checksums=[7], snapshot_s=0.0, at=0.0)
-    taken_over.recall(before)
-    assert taken_over.held == {1: before}
-    assert taken_over.free(()) == 0
-    assert taken_over.free((0,)) is None, "what the hub before had pinned is kept"
-    slots.keep(1)
-    slots.keep(1)
-    slots.let_go(1)
-    assert slots.free(()) == 2, "kept twice, let go once"
-    slots.let_go(1)
-    slots.let_go(1)  # once too often: it counts as never
-    assert slots.free(()) == 1
-    slots.keep(1)
-    assert slots.free(()) == 2
-    slots.clear()
-    assert slots.free(()) == 0
 
 
 def test_a_push_is_timed_from_the_version_or_from_the_subscription() -> None:
