@@ -23,8 +23,8 @@ FOLDERS = ("deploy", "proto", "services", "src/umbra")
 ALLOWED: dict[str, str] = {
     "proto/messages.py: names": "all messages have one door, whichever file holds them",
     "services/environments/guess.py": "one environment a file, to copy from",
-    "services/generator/torch_engine.py: TorchEngine": "what an engine is told at its start",
-    "services/generator/vllm_engine.py: VllmEngine": "what an engine is told at its start, by name",
+    "services/generator/engines/torch_engine.py: TorchEngine": "what an engine gets at its start",
+    "services/generator/vllm/engine.py: VllmEngine": "what an engine is told at its start, by name",
 }
 
 

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from umbra.services.config import RunConfig
-from umbra.services.generator.engine import EngineOutput, EngineRequest
-from umbra.services.generator.engines import OpenEngine, open_replay
+from umbra.services.generator.engines.engine import EngineOutput, EngineRequest
+from umbra.services.generator.engines.opening import OpenEngine, open_replay
 from umbra.services.generator.replay_engine import ReplayEngine
 from umbra.services.generator.service import run
 from umbra.services.process.command import ServiceContext, service_command

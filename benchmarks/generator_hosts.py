@@ -42,7 +42,7 @@ from umbra.proto.messages import (
     Subscribed,
 )
 from umbra.proto.records import Manifest, SampleTask, Sampling, Trajectory, pack_float32, pack_int32
-from umbra.services.generator.engine import EngineOutput, EngineRequest
+from umbra.services.generator.engines.engine import EngineOutput, EngineRequest
 from umbra.services.generator.replay_engine import ReplayEngine, ReplayTokens
 from umbra.services.generator.replay_model import ReplayModel, read_replay_model
 from umbra.services.process.command import allow_connections

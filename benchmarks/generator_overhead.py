@@ -46,13 +46,13 @@ from umbra.services.config import EnvironmentConfig, GeneratorConfig
 from umbra.services.environments.pool import open_pool
 from umbra.services.generator.activity import Activity
 from umbra.services.generator.buffer_client import BufferClient
-from umbra.services.generator.engine import Engine, EngineOutput, EngineRequest
+from umbra.services.generator.engines.engine import Engine, EngineOutput, EngineRequest
+from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.generator.loop import GeneratorLoop
 from umbra.services.generator.rollout import RolloutSettings
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.sample_log import SampleLog
 from umbra.services.generator.stall import StallWatch
-from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_model, load_tokenizer, outline_model
 from umbra.services.modeling.weights import tensors_in
@@ -265,11 +265,11 @@ def make_engine(name: str, path: Path, slots: int) -> Engine:
     if name == "torch":
         model = load_model(path, torch.device("cpu"), torch.float32)
         return TorchEngine(model, stop_ids=(), slots=slots, max_context=CONTEXT, version=0)
-    from umbra.services.generator.vllm_options import set_environment
+    from umbra.services.generator.vllm.options import set_environment
 
     config = GeneratorConfig(engine="vllm", threads=1, slots=slots, max_context=CONTEXT)
     set_environment(config)
-    from umbra.services.generator.vllm_engine import VllmEngine
+    from umbra.services.generator.vllm.engine import VllmEngine
 
     outline = outline_model(path)
     return VllmEngine(path, outline, config, dtype="float32", stop_ids=(), version=0)

@@ -26,8 +26,8 @@ from report import Report
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from umbra.proto.records import Sampling
-from umbra.services.generator.engine import EngineRequest
-from umbra.services.generator.torch_engine import TorchEngine
+from umbra.services.generator.engines.engine import EngineRequest
+from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.modeling.models import load_model, pick_device
 from umbra.services.trainer.make_model import make_model
 

@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
 from umbra.proto.records import Manifest, Sampling, Trajectory, pack_float32, pack_int32
 from umbra.services.config.loader import load_config
-from umbra.services.generator.engine import EngineOutput, EngineRequest
-from umbra.services.generator.torch_engine import TorchEngine
+from umbra.services.generator.engines.engine import EngineOutput, EngineRequest
+from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.snapshot import tensor_layout, write_shards

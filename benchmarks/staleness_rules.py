@@ -39,10 +39,10 @@ from umbra.proto.records import SampleTask, Trajectory
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import load_config
 from umbra.services.config.trajectory_rules import sampling_of
+from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.generator.pools import open_environments
 from umbra.services.generator.rollout import RolloutSettings
 from umbra.services.generator.runner import RolloutRunner
-from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer, stop_ids
 from umbra.services.trainer.batch import make_batch

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from umbra.deploy.model_check.bounds import difference
 from umbra.deploy.model_check.outcome import Row
 from umbra.proto.records import Manifest, Sampling
-from umbra.services.generator.engine import EngineOutput, EngineRequest, KvPolicy
-from umbra.services.generator.torch_engine import TorchEngine
+from umbra.services.generator.engines.engine import EngineOutput, EngineRequest, KvPolicy
+from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.modeling.models import load_model
 from umbra.services.modeling.reference import Expected, Reference
 from umbra.services.trainer.policy import export_policy, load_policy

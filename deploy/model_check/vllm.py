@@ -11,7 +11,7 @@ import torch
 from umbra.deploy.model_check.bounds import vllm_bound
 from umbra.deploy.model_check.outcome import Row
 from umbra.proto.errors import StartupError, UsageError
-from umbra.services.generator import vllm_check
+from umbra.services.generator.vllm import check as vllm_check
 from umbra.services.trainer.snapshot import whole_weights
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 
-from umbra.services.generator.engine import CacheFigures
+from umbra.services.generator.engines.engine import CacheFigures
 from umbra.services.process.metrics import MetricsFile
 
 _LONGEST_SPAN_S = 1.0  # spans are cut here, so that a long one is seen while it lasts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from umbra.proto.errors import PeerLostError
-from umbra.services.generator.engine import Engine, EngineOutput, KvPolicy
+from umbra.services.generator.engines.engine import Engine, EngineOutput, KvPolicy
 from umbra.services.weights.manifest import Part
 from umbra.services.weights.receiver import Receiver, StagedVersion
 

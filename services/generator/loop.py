@@ -17,7 +17,7 @@ from umbra.proto.records import SampleTask
 from umbra.services.config import GeneratorConfig
 from umbra.services.generator.activity import Activity
 from umbra.services.generator.buffer_client import BufferClient
-from umbra.services.generator.engine import EngineError, KvPolicy
+from umbra.services.generator.engines.engine import EngineError, KvPolicy
 from umbra.services.generator.loading import BrokenOffError, WeightLoader
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.sample_log import SampleLog

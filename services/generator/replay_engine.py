@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from umbra.proto.records import Manifest, VersionSpan
-from umbra.services.generator.engine import (
+from umbra.services.generator.engines.engine import (
     CacheFigures,
     EngineOutput,
     EngineRequest,

@@ -13,7 +13,7 @@ from umbra.proto.records import SampleTask, Trajectory
 from umbra.services.environments.pool import EnvironmentPool, EpisodeOutcome
 from umbra.services.environments.protocol import Opening, SampleError, StepResult
 from umbra.services.environments.turn_request import Ask, Begun, RefusedError
-from umbra.services.generator.engine import Engine, EngineOutput
+from umbra.services.generator.engines.engine import Engine, EngineOutput
 from umbra.services.generator.rollout import Phase, Rollout, RolloutSettings
 from umbra.services.generator.turn_log import TurnLog
 

@@ -13,7 +13,7 @@ from umbra.services.config import RunConfig
 from umbra.services.generator.activity import Activity
 from umbra.services.generator.agents.offers import SessionOffers
 from umbra.services.generator.buffer_client import BufferClient
-from umbra.services.generator.engines import OpenEngine, engine_here, open_engine
+from umbra.services.generator.engines.opening import OpenEngine, engine_here, open_engine
 from umbra.services.generator.group_rewards import unrewarded
 from umbra.services.generator.loop import GeneratorLoop
 from umbra.services.generator.pools import open_environments

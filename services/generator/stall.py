@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 
 from umbra.proto.deadline import Pace
 from umbra.proto.net.session import Session
-from umbra.services.generator.engine import EngineError
+from umbra.services.generator.engines.engine import EngineError
 from umbra.services.process.threads import end_process, service_thread
 
 LOOKS = 20  # in the time that is allowed

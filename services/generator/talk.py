@@ -9,8 +9,8 @@ from umbra.services.config import RunConfig
 from umbra.services.config.trajectory_rules import sampling_of
 from umbra.services.environments.protocol import Message
 from umbra.services.environments.response import Said
-from umbra.services.generator.engine import EngineOutput, EngineRequest
-from umbra.services.generator.engines import OpenEngine, open_engine
+from umbra.services.generator.engines.engine import EngineOutput, EngineRequest
+from umbra.services.generator.engines.opening import OpenEngine, open_engine
 from umbra.services.modeling.dialect import Piece
 from umbra.services.modeling.turn_reader import TurnReader
 

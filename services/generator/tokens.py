@@ -18,7 +18,7 @@ from umbra.proto.records import (
 )
 from umbra.services.config.trajectory_rules import RunFacts, find_fault
 from umbra.services.environments.protocol import Opening
-from umbra.services.generator.engine import EngineOutput
+from umbra.services.generator.engines.engine import EngineOutput
 
 
 @dataclass

@@ -19,7 +19,7 @@ from umbra.services.generator.agents.address import bind
 from umbra.services.generator.agents.calls import CallRules
 from umbra.services.generator.agents.offers import SessionOffers
 from umbra.services.generator.agents.pool import AgentPool, AgentSettings
-from umbra.services.generator.engine import Engine
+from umbra.services.generator.engines.engine import Engine
 from umbra.services.generator.rollout import RolloutSettings
 from umbra.services.generator.runner import RolloutRunner
 

@@ -5,7 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from umbra.proto.records import Manifest, VersionSpan
-from umbra.services.generator.engine import CacheFigures, EngineOutput, EngineRequest, KvPolicy
+from umbra.services.generator.engines.engine import (
+    CacheFigures,
+    EngineOutput,
+    EngineRequest,
+    KvPolicy,
+)
 from umbra.services.weights.manifest import Part
 
 

@@ -13,9 +13,9 @@ from fakes.hub_bench import WAIT_S, Bench
 
 from umbra.proto.errors import UmbraError
 from umbra.proto.records import Manifest, Sampling
-from umbra.services.generator.engine import Engine, EngineRequest
+from umbra.services.generator.engines.engine import Engine, EngineRequest
+from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.generator.loading import BrokenOffError, WeightLoader
-from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.modeling.models import load_model
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
 from umbra.services.weights.manifest import build_manifest

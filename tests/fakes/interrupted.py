@@ -12,7 +12,7 @@ from fakes.trajectories import sample
 from umbra.proto.records import Sampling, Trajectory, unpack_float32, unpack_int32
 from umbra.services.environments.pool import InlinePool
 from umbra.services.environments.protocol import StepResult
-from umbra.services.generator.engine import Engine
+from umbra.services.generator.engines.engine import Engine
 from umbra.services.generator.rollout import RolloutSettings
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.modeling.chat import Chat

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from umbra.services.generator.engine import EngineOutput
+from umbra.services.generator.engines.engine import EngineOutput
 
 
 @torch.inference_mode()

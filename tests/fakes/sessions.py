@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from umbra.proto.records import Sampling
-from umbra.services.generator.engine import Engine, EngineOutput, EngineRequest
+from umbra.services.generator.engines.engine import Engine, EngineOutput, EngineRequest
 
 
 class Session:

@@ -8,7 +8,7 @@ import torch
 
 from umbra.proto.errors import PeerLostError
 from umbra.proto.records import Manifest, Sampling
-from umbra.services.generator.engine import Engine, EngineOutput, EngineRequest
+from umbra.services.generator.engines.engine import Engine, EngineOutput, EngineRequest
 from umbra.services.modeling.weights import tensors_in
 from umbra.services.weights.manifest import build_manifest
 

@@ -18,7 +18,7 @@ from fakes.architectures import ARCHITECTURES
 from transformers import AutoModelForCausalLM
 
 from umbra.proto.errors import UmbraError
-from umbra.services.generator.vllm_check import Differences, change, vllm_differences
+from umbra.services.generator.vllm.check import Differences, change, vllm_differences
 from umbra.services.trainer.snapshot import whole_weights
 
 RECORD = Path(__file__).parents[2] / "benchmarks/results/vllm_models.json"

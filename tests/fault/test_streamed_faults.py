@@ -15,7 +15,7 @@ from fault.test_weight_push_faults import PLANES, HubProcess
 
 from umbra.proto.errors import PeerLostError
 from umbra.proto.net.io_thread import IoThread
-from umbra.services.generator.torch_engine import TorchEngine
+from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.trainer.make_model import make_model
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.planes.bucket_store import SMALLEST_FRAME

@@ -9,8 +9,8 @@ import torch
 from fakes.architectures import ARCHITECTURES
 
 from umbra.proto.records import Sampling
-from umbra.services.generator.engine import EngineOutput, EngineRequest
-from umbra.services.generator.torch_engine import TorchEngine
+from umbra.services.generator.engines.engine import EngineOutput, EngineRequest
+from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.modeling.experts import set_experts
 
 pytestmark = pytest.mark.gpu

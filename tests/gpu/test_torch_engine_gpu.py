@@ -8,8 +8,8 @@ import torch
 from fakes.versions import load
 
 from umbra.proto.records import Sampling
-from umbra.services.generator.engine import EngineOutput, EngineRequest
-from umbra.services.generator.torch_engine import TorchEngine
+from umbra.services.generator.engines.engine import EngineOutput, EngineRequest
+from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.modeling.models import load_model
 
 pytestmark = pytest.mark.gpu

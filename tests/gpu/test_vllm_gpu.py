@@ -12,8 +12,8 @@ from fakes.versions import decode, finish, load, prompt, request, weights
 from fakes.vllm_models import quantized
 
 from umbra.services.config.loader import load_config
-from umbra.services.generator.engine import Engine, EngineOutput
-from umbra.services.generator.engines import open_engine
+from umbra.services.generator.engines.engine import Engine, EngineOutput
+from umbra.services.generator.engines.opening import open_engine
 from umbra.services.modeling.models import load_model
 from umbra.services.trainer.make_model import make_model
 

@@ -24,10 +24,10 @@ from fakes.versions import load, other_weights
 
 from umbra.proto.records import Sampling, Trajectory, unpack_float32, unpack_int32
 from umbra.services.config import EnvironmentConfig
-from umbra.services.generator.engine import Engine
+from umbra.services.generator.engines.engine import Engine
+from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.generator.rollout import Limits
 from umbra.services.generator.runner import RolloutRunner
-from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_model, load_tokenizer
 

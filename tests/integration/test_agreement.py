@@ -24,8 +24,8 @@ from transformers import MistralConfig, MistralForCausalLM, Qwen3MoeConfig, Qwen
 from umbra.proto.errors import DivergedError, MismatchError
 from umbra.proto.records import Sampling, Trajectory, VersionSpan, pack_float32
 from umbra.services.config.loader import load_config
-from umbra.services.generator.engine import EngineOutput, EngineRequest
-from umbra.services.generator.torch_engine import TorchEngine
+from umbra.services.generator.engines.engine import EngineOutput, EngineRequest
+from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.modeling.slot_attention import slot_mask
 from umbra.services.trainer.agreement import Agreement
 from umbra.services.trainer.batch import make_batch

@@ -15,9 +15,9 @@ from fakes.vllm_models import write_model
 
 from umbra.proto.errors import UsageError
 from umbra.services.config import RunConfig
-from umbra.services.generator import vllm_options
-from umbra.services.generator.engine import Engine, EngineOutput
-from umbra.services.generator.engines import open_engine
+from umbra.services.generator.engines.engine import Engine, EngineOutput
+from umbra.services.generator.engines.opening import open_engine
+from umbra.services.generator.vllm import options as vllm_options
 from umbra.services.trainer.learner import Learner
 
 pytest.importorskip("vllm", reason="vLLM is not installed (make setup)")

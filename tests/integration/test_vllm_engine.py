@@ -29,13 +29,13 @@ from umbra.proto.errors import PeerLostError, UsageError
 from umbra.proto.records import Sampling, VersionSpan
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import load_config
-from umbra.services.generator.engine import (
+from umbra.services.generator.engines.engine import (
     Engine,
     EngineError,
     EngineOutput,
     EngineRequest,
 )
-from umbra.services.generator.engines import open_engine
+from umbra.services.generator.engines.opening import open_engine
 from umbra.services.modeling.models import load_model
 
 pytest.importorskip("vllm", reason="vLLM is not installed (make setup)")

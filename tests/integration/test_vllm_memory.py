@@ -10,8 +10,8 @@ from fakes.mixed_cache import logprobs_recomputing_cache
 from fakes.versions import finish, load, prompt, request, weights
 
 from umbra.services.config.loader import load_config
-from umbra.services.generator.engine import Engine, EngineOutput
-from umbra.services.generator.engines import open_engine
+from umbra.services.generator.engines.engine import Engine, EngineOutput
+from umbra.services.generator.engines.opening import open_engine
 from umbra.services.modeling.models import load_model
 
 pytest.importorskip("vllm", reason="vLLM is not installed (make setup)")

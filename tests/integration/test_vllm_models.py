@@ -10,7 +10,7 @@ import torch
 from fakes.architectures import ARCHITECTURES
 from fakes.vllm_models import BOUND, examine, quantized, recorded
 
-from umbra.services.generator import vllm_options
+from umbra.services.generator.vllm import options as vllm_options
 
 pytest.importorskip("vllm", reason="vLLM is not installed (make setup)")
 pytestmark = [

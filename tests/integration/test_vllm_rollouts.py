@@ -29,10 +29,10 @@ from fakes.versions import load, weights
 
 from umbra.proto.records import Sampling, unpack_float32, unpack_int32
 from umbra.services.config import EnvironmentConfig, GeneratorConfig
-from umbra.services.generator.engine import Engine
+from umbra.services.generator.engines.engine import Engine
+from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.generator.rollout import RolloutSettings
 from umbra.services.generator.runner import RolloutRunner
-from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_model, load_tokenizer, outline_model
 
@@ -70,7 +70,7 @@ def disturb(model: Any, scale: float, seed: int) -> None:
 @pytest.fixture(scope="module")
 def vllms(vllm_model_dir: Path) -> Iterator[list[Engine]]:
     """Two engines, which draw different numbers; the second one is two workers."""
-    from umbra.services.generator.vllm_options import set_environment
+    from umbra.services.generator.vllm.options import set_environment
 
     configs = [
         GeneratorConfig(
@@ -85,7 +85,7 @@ def vllms(vllm_model_dir: Path) -> Iterator[list[Engine]]:
         for index in range(VLLMS)
     ]
     set_environment(configs[0])
-    from umbra.services.generator.vllm_engine import VllmEngine
+    from umbra.services.generator.vllm.engine import VllmEngine
 
     outline = outline_model(vllm_model_dir)
     opened: list[Engine] = [

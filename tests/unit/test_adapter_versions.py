@@ -21,8 +21,8 @@ from umbra.proto.errors import UsageError, WireError
 from umbra.proto.records import Manifest
 from umbra.services.config import RunConfig
 from umbra.services.config.feasibility import check_feasible
-from umbra.services.generator.engines import open_engine
-from umbra.services.generator.torch_engine import TorchEngine
+from umbra.services.generator.engines.opening import open_engine
+from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.modeling.lora import factors
 from umbra.services.modeling.model_directory import weights_checksum
 from umbra.services.modeling.models import load_model

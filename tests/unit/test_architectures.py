@@ -23,9 +23,9 @@ from umbra.deploy.preflight import check_run
 from umbra.proto.errors import StartupError, UmbraError, UsageError
 from umbra.services.config import DataConfig, RunConfig, ScorerConfig, TrainerConfig
 from umbra.services.config import ModelConfig as ModelSection
-from umbra.services.generator import vllm_check
-from umbra.services.generator.engine import EngineError
-from umbra.services.generator.vllm_check import Differences
+from umbra.services.generator.engines.engine import EngineError
+from umbra.services.generator.vllm import check as vllm_check
+from umbra.services.generator.vllm.check import Differences
 from umbra.services.modeling import attention_backends, models
 from umbra.services.modeling.architectures import (
     PROVEN,

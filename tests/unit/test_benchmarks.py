@@ -19,7 +19,7 @@ from umbra.proto.records import (
     Sampling,
     ScoringTask,
 )
-from umbra.services.generator.engine import EngineRequest
+from umbra.services.generator.engines.engine import EngineRequest
 from umbra.services.generator.replay_model import ReplayModel
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

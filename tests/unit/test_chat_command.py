@@ -15,7 +15,7 @@ from umbra.deploy.chat_command import CONTEXT, TOKENS, command
 from umbra.deploy.run_folder import RunFolder
 from umbra.proto.records import Sampling
 from umbra.services.config import RunConfig
-from umbra.services.generator.engines import OpenEngine
+from umbra.services.generator.engines.opening import OpenEngine
 from umbra.services.generator.talk import Talk
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer

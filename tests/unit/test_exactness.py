@@ -26,8 +26,8 @@ from fakes.versions import load, other_weights
 from transformers import DynamicCache
 
 from umbra.proto.records import Sampling, VersionSpan
-from umbra.services.generator.engine import EngineOutput, EngineRequest
-from umbra.services.generator.torch_engine import TorchEngine
+from umbra.services.generator.engines.engine import EngineOutput, EngineRequest
+from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.modeling.models import load_model
 
 

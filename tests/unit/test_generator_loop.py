@@ -28,7 +28,7 @@ from umbra.proto.messages import (
 from umbra.services.environments.pool import InlinePool
 from umbra.services.environments.response import Said
 from umbra.services.environments.single_turn import ExactMatch
-from umbra.services.generator.engine import CacheFigures, EngineError
+from umbra.services.generator.engines.engine import CacheFigures, EngineError
 
 
 @pytest.fixture

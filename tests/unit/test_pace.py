@@ -26,7 +26,7 @@ from umbra.proto.records import NcclRound
 from umbra.services.config import WeightHubConfig
 from umbra.services.config.loader import load_config
 from umbra.services.generator import service as generator_service
-from umbra.services.generator.engines import OpenEngine
+from umbra.services.generator.engines.opening import OpenEngine
 from umbra.services.modeling.model_directory import weights_bytes
 from umbra.services.scorer import service as scorer_service
 from umbra.services.weights.arena import Arena

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Manifest, Sampling, VersionSpan
 from umbra.services.generator.command import replay_model
-from umbra.services.generator.engine import EngineOutput, EngineRequest
+from umbra.services.generator.engines.engine import EngineOutput, EngineRequest
 from umbra.services.generator.replay_engine import ReplayEngine, ReplayTokens
 from umbra.services.generator.replay_fit import fit
 from umbra.services.generator.replay_model import ReplayDecoder, ReplayModel, read_replay_model

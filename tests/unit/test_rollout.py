@@ -20,9 +20,9 @@ from umbra.services.environments.guess import Guess
 from umbra.services.environments.pool import InlinePool
 from umbra.services.environments.protocol import Opening, StepResult
 from umbra.services.environments.single_turn import ExactMatch
+from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.generator.rollout import Phase, Rollout
 from umbra.services.generator.runner import RolloutRunner
-from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_model, load_tokenizer
 

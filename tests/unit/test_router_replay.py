@@ -23,11 +23,11 @@ from umbra.services.config import ScorerConfig
 from umbra.services.config.feasibility import check_feasible
 from umbra.services.config.loader import load_config
 from umbra.services.config.trajectory_rules import RunFacts, find_fault
-from umbra.services.generator.engine import EngineOutput, EngineRequest
+from umbra.services.generator.engines.engine import EngineOutput, EngineRequest
+from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.generator.rollout import Rollout, RolloutSettings
 from umbra.services.generator.tokens import ResponseTokens, tokens_of
-from umbra.services.generator.torch_engine import TorchEngine
-from umbra.services.generator.vllm_routing import told_routers
+from umbra.services.generator.vllm.routing import told_routers
 from umbra.services.modeling.experts import Routers, chosen_experts
 from umbra.services.modeling.packing import pack
 from umbra.services.modeling.scorer import Scorer

@@ -18,7 +18,7 @@ from umbra.proto.messages import Status, StatusRequest
 from umbra.services.config.feasibility import check_feasible
 from umbra.services.config.loader import load_config
 from umbra.services.generator import stall
-from umbra.services.generator.engine import EngineError
+from umbra.services.generator.engines.engine import EngineError
 from umbra.services.generator.loading import WeightLoader
 from umbra.services.generator.stall import StallWatch, watching
 

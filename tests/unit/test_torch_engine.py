@@ -13,8 +13,8 @@ from fakes.versions import load
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Sampling, VersionSpan
-from umbra.services.generator.engine import EngineError, EngineOutput, EngineRequest
-from umbra.services.generator.torch_engine import TorchEngine
+from umbra.services.generator.engines.engine import EngineError, EngineOutput, EngineRequest
+from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.modeling.models import load_model
 
 STOP = 3

@@ -26,7 +26,7 @@ TOKENS = 200  # before it hangs
 def prepare(file: Path) -> None:
     """Have the engine of this process hang."""
     from umbra.proto.messages import Prepare
-    from umbra.services.generator.torch_engine import TorchEngine
+    from umbra.services.generator.engines.torch_engine import TorchEngine
     from umbra.services.weights.receiver import Receiver
 
     poll, load = TorchEngine.poll, TorchEngine.load

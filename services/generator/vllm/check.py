@@ -16,8 +16,8 @@ import torch
 
 from umbra.proto.records import Manifest, Sampling
 from umbra.services.config import GeneratorConfig
-from umbra.services.generator.engine import Engine, EngineOutput, EngineRequest
-from umbra.services.generator.vllm_options import require_vllm, set_environment
+from umbra.services.generator.engines.engine import Engine, EngineOutput, EngineRequest
+from umbra.services.generator.vllm.options import require_vllm, set_environment
 from umbra.services.modeling.models import outline_model
 from umbra.services.modeling.reference import Reference
 from umbra.services.modeling.weights import tensors_in
@@ -88,7 +88,7 @@ def vllm_differences(
         engine_args=engine_args,
     )
     set_environment(config)
-    from umbra.services.generator.vllm_engine import VllmEngine  # brings vLLM
+    from umbra.services.generator.vllm.engine import VllmEngine  # brings vLLM
 
     outline = outline_model(directory, checked=checked)
     torch.set_num_threads(threads)

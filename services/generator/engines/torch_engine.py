@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Manifest, Routing, VersionSpan
-from umbra.services.generator.engine import (
+from umbra.services.generator.engines.engine import (
     CacheFigures,
     EngineError,
     EngineOutput,
@@ -30,8 +30,8 @@ from umbra.services.generator.engine import (
     KvPolicy,
     check_request,
 )
-from umbra.services.generator.sampler import Sampler
-from umbra.services.generator.slots import SlotCache
+from umbra.services.generator.engines.sampler import Sampler
+from umbra.services.generator.engines.slots import SlotCache
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.experts import NO_ROUTERS, Routers, check_routing_fits
 from umbra.services.modeling.slot_attention import Context, slot_mask

@@ -17,7 +17,7 @@ import torch
 
 from umbra.proto.errors import UsageError
 from umbra.services.config import GeneratorConfig
-from umbra.services.generator.vllm_plugin import ADAPTER_BACKEND, BACKEND, OURS_VARIABLE
+from umbra.services.generator.vllm.plugin import ADAPTER_BACKEND, BACKEND, OURS_VARIABLE
 
 OLDEST = (0, 32)
 _BLOCK_TOKENS = 128  # of vLLM's KV cache on CPUs

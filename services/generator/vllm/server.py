@@ -38,17 +38,17 @@ from umbra.proto.errors import (
     UsageError,
 )
 from umbra.proto.records import VersionSpan
-from umbra.services.generator.engine import (
+from umbra.services.generator.engines.engine import (
     CacheFigures,
     EngineError,
     EngineOutput,
     FinishReason,
     KvPolicy,
 )
-from umbra.services.generator.salts import Salts
-from umbra.services.generator.vllm_figures import CacheLog
-from umbra.services.generator.vllm_plugin import ADAPTER
-from umbra.services.generator.vllm_routing import ToldRouters
+from umbra.services.generator.vllm.figures import CacheLog
+from umbra.services.generator.vllm.plugin import ADAPTER
+from umbra.services.generator.vllm.routing import ToldRouters
+from umbra.services.generator.vllm.salts import Salts
 from umbra.services.process.child import describe_exit
 
 _REPLY_S = 60.0  # of a request's abort
@@ -254,7 +254,7 @@ class VllmServer:
         init = WeightTransferInitRequest(init_info=self._adapter or {})
         await self._llm.init_weight_transfer_engine(init)
         if self._adapter:
-            await self._llm.start_weight_update()  # see `vllm_adapters`
+            await self._llm.start_weight_update()  # see `adapters.py`
         await self._llm.update_weight_version(str(version))
         self._salts.loaded(version, keep=True)
 

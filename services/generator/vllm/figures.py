@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
-from umbra.services.generator.engine import CacheFigures
+from umbra.services.generator.engines.engine import CacheFigures
 
 
 class CacheLog(PrometheusStatLogger):

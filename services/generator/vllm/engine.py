@@ -19,22 +19,22 @@ from umbra.proto.errors import UmbraError
 from umbra.proto.records import AdapterFacts, Manifest, Sampling
 from umbra.services.config import GeneratorConfig
 from umbra.services.config.feasibility import VLLM_COOLEST
-from umbra.services.generator.engine import (
+from umbra.services.generator.engines.engine import (
     CacheFigures,
     EngineOutput,
     EngineRequest,
     KvPolicy,
     check_request,
 )
-from umbra.services.generator.lengths import RecentLengths
-from umbra.services.generator.vllm_names import CheckpointNames
-from umbra.services.generator.vllm_options import (
+from umbra.services.generator.vllm.lengths import RecentLengths
+from umbra.services.generator.vllm.names import CheckpointNames
+from umbra.services.generator.vllm.options import (
     adapter_arguments,
     check_device,
     engine_arguments,
 )
-from umbra.services.generator.vllm_routing import told_routers
-from umbra.services.generator.vllm_server import Job, Pause, VllmServer
+from umbra.services.generator.vllm.routing import told_routers
+from umbra.services.generator.vllm.server import Job, Pause, VllmServer
 from umbra.services.modeling.lora import factors
 from umbra.services.modeling.weights import WeightTable
 from umbra.services.weights.manifest import Part

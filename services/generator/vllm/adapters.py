@@ -20,8 +20,8 @@ from vllm.lora.peft_helper import PEFTHelper
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import AdapterFacts
-from umbra.services.generator.vllm_plugin import ADAPTER
-from umbra.services.generator.vllm_weights import (
+from umbra.services.generator.vllm.plugin import ADAPTER
+from umbra.services.generator.vllm.weights import (
     InitInfo,
     UmbraWeightTransferEngine,
     UpdateInfo,

@@ -11,10 +11,10 @@ import torch
 
 from umbra.proto.errors import UsageError
 from umbra.services.config import RunConfig
-from umbra.services.generator.engine import Engine
+from umbra.services.generator.engines.engine import Engine
+from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.generator.replay_engine import ReplayEngine, ReplayTokens
 from umbra.services.generator.replay_model import read_replay_model
-from umbra.services.generator.torch_engine import TorchEngine
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.model_directory import check_model_dir
 from umbra.services.modeling.models import (
@@ -78,7 +78,7 @@ def engine_here(config: RunConfig) -> str:
 
 
 def _vllm(config: RunConfig, name: str) -> OpenEngine:
-    from umbra.services.generator.vllm_options import require_vllm, set_environment
+    from umbra.services.generator.vllm.options import require_vllm, set_environment
 
     require_vllm()
     tokenizer = load_tokenizer(config.model.name, trust=config.model.trust_remote_code)
@@ -86,7 +86,7 @@ def _vllm(config: RunConfig, name: str) -> OpenEngine:
     stops = stop_ids(outline, tokenizer) | named_tokens(tokenizer, config.sampling.stop_tokens)
     directory = check_model_dir(config.model.name)
     set_environment(config.generator)
-    from umbra.services.generator.vllm_engine import VllmEngine, platform  # brings vLLM
+    from umbra.services.generator.vllm.engine import VllmEngine, platform  # brings vLLM
 
     dtype = config.weight_hub.dtype_on(platform())
     expected = config.weight_hub.expected_on(platform())

@@ -1,0 +1,1 @@
+"""The engine on vLLM. Only this folder imports vLLM."""
