@@ -43,7 +43,6 @@ def other_programs(config: RunConfig, folder: RunFolder, broker: str) -> list[Pr
         ),
         *(generator_program(folder, broker, index) for index in range(config.generator.count)),
         *_scorers(config, folder, connect),
-        *_env_workers(config, folder, connect),
     ]
 
 
@@ -61,17 +60,6 @@ def _scorers(config: RunConfig, folder: RunFolder, connect: tuple[str, ...]) -> 
             name = f"{stage.replace('_', '-')}-{index}"
             argv = _argv("scorer", name, folder, *connect, "--stage", stage)
             yield Program(name, argv, wave=0, elastic=True)
-
-
-def _env_workers(
-    config: RunConfig, folder: RunFolder, connect: tuple[str, ...]
-) -> Iterator[Program]:
-    """Workers that run the agents, if the generators don't."""
-    if all(one.run_on != "env_worker" for one in config.all_environments):
-        return
-    for index in range(config.env_worker.count):
-        name = f"env-worker-{index}"
-        yield Program(name, _argv("env-worker", name, folder, *connect), wave=0, elastic=True)
 
 
 def _argv(command: str, name: str, folder: RunFolder, *more: str) -> tuple[str, ...]:

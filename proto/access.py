@@ -23,7 +23,6 @@ from umbra.proto.messages import (
     Committed,
     Credit,
     DrainRequest,
-    EndSessions,
     EvalRequest,
     Event,
     FetchBuckets,
@@ -36,10 +35,8 @@ from umbra.proto.messages import (
     LeaseBatch,
     LeaseSamples,
     LeaseScoring,
-    LeaseSessions,
     Leave,
     Nack,
-    OfferSessions,
     Ok,
     PartState,
     PauseRequest,
@@ -63,7 +60,7 @@ KeyRole = Role | Literal["operator"]
 KEY_ROLES: tuple[KeyRole, ...] = (*get_args(Role), "operator")
 
 MEMBERS: tuple[KeyRole, ...] = (
-    "generator", "scorer", "env_worker", "trainer", "weight_hub", "part", "relay", "monitor",
+    "generator", "scorer", "trainer", "weight_hub", "part", "relay", "monitor",
 )  # fmt: skip
 ANYONE: tuple[KeyRole, ...] = (*MEMBERS, "operator")
 RECEIVERS: tuple[KeyRole, ...] = ("generator", "scorer", "relay")
@@ -85,13 +82,10 @@ SENDERS: dict[type[Message], tuple[KeyRole, ...]] = {
     LeaseSamples: ("generator",),
     SubmitTrajectories: ("generator",),
     ReturnSamples: ("generator",),
-    RenewLeases: ("generator", "scorer", "env_worker"),
+    RenewLeases: ("generator", "scorer"),
     FlushPartials: ("generator",),
     LeaseScoring: ("scorer",),
     SubmitScores: ("scorer",),
-    OfferSessions: ("generator",),
-    LeaseSessions: ("env_worker",),
-    EndSessions: ("env_worker",),
     LeaseBatch: ("trainer",),
     PeekBatch: ("trainer",),
     RejectSamples: ("trainer",),

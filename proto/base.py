@@ -8,7 +8,7 @@ from umbra.proto.bounds import Name, Number, keep_to_bounds
 from umbra.proto.records import Record
 
 Role = Literal[
-    "buffer", "generator", "scorer", "env_worker", "trainer", "weight_hub", "part", "relay",
+    "buffer", "generator", "scorer", "trainer", "weight_hub", "part", "relay",
     "monitor",
 ]  # fmt: skip
 State = Literal["starting", "joining", "ready", "draining", "stopped", "failed"]

@@ -49,8 +49,6 @@ from umbra.proto.records import (
     SampleTask,
     Score,
     ScoringTask,
-    SessionOffer,
-    SessionTask,
     Told,
     Trajectory,
 )
@@ -274,7 +272,6 @@ class Status(Message, frozen=True, kw_only=True):
     warnings: Annotated[
         list[RunWarning], Meta(max_length=BATCH)
     ] = []  # those that hold, and those that are over
-    sessions: Counts = {}  # of agents on env-workers: waiting, running, workers
 
 
 # -- data socket (buffer: ROUTER) ---------------------------------------------------------------
@@ -386,40 +383,6 @@ class SubmitScores(Message, frozen=True, kw_only=True):
     scores: Annotated[list[Score], Meta(max_length=SUBMITTED)]
 
 
-class OfferSessions(Message, frozen=True, kw_only=True):
-    """A generator has sessions that wait for an agent; repeated offers of one change nothing."""
-
-    url: Name  # of the generator's endpoint
-    key: Name = ""  # that it asks for
-    environment: Name = ""  # what the agent has to be
-    sessions: Annotated[list[SessionOffer], Meta(max_length=SUBMITTED)]
-
-
-class LeaseSessions(Message, frozen=True, kw_only=True):
-    """An env-worker has room for `capacity` more sessions; the answer may wait `wait_s`."""
-
-    environments: Annotated[list[Name], Meta(max_length=PARTS)]  # that it has
-    capacity: int
-    wait_s: Number
-    rooms: Annotated[list[int], Meta(max_length=PARTS)] = []  # of each; none: `capacity`
-
-
-class SessionLeases(Message, frozen=True, kw_only=True):
-    """Sessions to find agents for; empty when none waited within `wait_s`."""
-
-    tasks: Annotated[list[SessionTask], Meta(max_length=BATCH)]
-
-
-class EndSessions(Message, frozen=True, kw_only=True):
-    """An env-worker is done with these `(sample_id, attempt)`: their generators know the outcome.
-
-    Those in `unbegun` were never begun there: another worker may have them.
-    """
-
-    leases: Annotated[list[tuple[Id, int]], Meta(max_length=LEASES)]
-    unbegun: Annotated[list[tuple[Id, int]], Meta(max_length=LEASES)] = []
-
-
 # -- telemetry (PUB -> XSUB/XPUB -> SUB): may be lost, never changes behaviour -------------------
 
 
@@ -438,7 +401,6 @@ CONTROL: tuple[type[Message], ...] = (
 DATA: tuple[type[Message], ...] = (
     LeaseSamples, SampleLeases, SubmitTrajectories, SubmitAck, ReturnSamples, RenewLeases, RenewAck,
     Interrupt, FlushPartials, LeaseScoring, ScoringLeases, SubmitScores,
-    OfferSessions, LeaseSessions, SessionLeases, EndSessions,
     LeaseBatch, PeekBatch, BatchLease, RejectSamples, CommitBatch, CommitAck, CheckpointSaved,
     FinishRun, RunFinished,
 )  # fmt: skip

@@ -240,25 +240,6 @@ class ScoringTask(Record, frozen=True, kw_only=True):
     trajectory: Trajectory
 
 
-class SessionOffer(Record, frozen=True, kw_only=True):
-    """The session of a sample that its generator holds by the lease `(sample_id, attempt)`."""
-
-    sample_id: Id
-    attempt: int
-    session: Id  # its name at the generator's endpoint
-
-
-class SessionTask(Record, frozen=True, kw_only=True):
-    """A session whose agent an env-worker runs, leased to it as `(sample_id, attempt)`."""
-
-    sample_id: Id
-    attempt: int  # of the generator's lease: the sample's next session has another one
-    url: Text  # of the session
-    key: Name = ""  # that its endpoint asks for
-    environment: Name = ""
-    lease_s: Number
-
-
 class Score(Told, Kept, frozen=True, kw_only=True):
     """What a scorer found for one trajectory of T response tokens, or the `error` it ran into.
 

@@ -70,7 +70,7 @@ VOCABULARY = 64
 _kept: list[TemporaryDirectory[str]] = []
 OF_RUN = ("origin.json", "config.json", "buffer.json", "summary.json")
 ROLES = (
-    "generator", "scorer", "env_worker", "trainer", "weight_hub", "part", "relay", "monitor",
+    "generator", "scorer", "trainer", "weight_hub", "part", "relay", "monitor",
 )  # fmt: skip
 TRAJECTORIES = msgspec.msgpack.Decoder(Trajectory)
 

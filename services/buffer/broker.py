@@ -22,7 +22,6 @@ from umbra.proto.messages import (
     Command,
     CommitBatch,
     DrainRequest,
-    EndSessions,
     EvalRequest,
     FinishRun,
     FlushPartials,
@@ -33,11 +32,9 @@ from umbra.proto.messages import (
     LeaseBatch,
     LeaseSamples,
     LeaseScoring,
-    LeaseSessions,
     Leave,
     Message,
     Nack,
-    OfferSessions,
     Ok,
     PauseRequest,
     PeekBatch,
@@ -58,7 +55,6 @@ from umbra.proto.messages import (
 from umbra.proto.net.server import Request
 from umbra.proto.net.zap import Refusals
 from umbra.services.buffer.effects import Effect
-from umbra.services.buffer.endpoints.env_worker import EnvWorkerEndpoint
 from umbra.services.buffer.endpoints.generator import GeneratorEndpoint
 from umbra.services.buffer.endpoints.operator import OperatorRequests
 from umbra.services.buffer.endpoints.scorer import ScorerEndpoint
@@ -137,7 +133,6 @@ class Broker:
         )
         self._rollouts = GeneratorEndpoint(run)
         self._scorers = ScorerEndpoint(run)
-        self._env_workers = EnvWorkerEndpoint(run, interrupts)
         self._training = TrainerEndpoint(
             run, missing=report.missing, formed=interrupts.batch_formed
         )
@@ -211,7 +206,6 @@ class Broker:
         self.pool.expire(now)
         self.run.evals.pool.expire(now)
         self._scorers.expire(now)
-        self._env_workers.expire(now)
         self._rollouts.expire(now)
         self._training.expire(now)
         for warning in self.run.health.look(self.batches.version):
@@ -275,7 +269,7 @@ class Broker:
     def _make_handlers(self) -> dict[type[Message], Handler]:
         """Who answers what. Who may send it, and who must be a member: `proto/access.py`."""
         rollouts, scorers, training = self._rollouts, self._scorers, self._training
-        env_workers, operator = self._env_workers, self._operator
+        operator = self._operator
         return {
             Ok: self._stray,
             Nack: self._stray,
@@ -297,9 +291,6 @@ class Broker:
             RenewLeases: self._renew,
             LeaseScoring: scorers.lease,
             SubmitScores: scorers.submit,
-            OfferSessions: env_workers.offer,
-            LeaseSessions: env_workers.lease,
-            EndSessions: env_workers.end,
             LeaseBatch: training.lease,
             PeekBatch: training.peek,
             RejectSamples: training.reject,
@@ -363,13 +354,8 @@ class Broker:
         self._outbox.reply(request, self._overview.recent(now, finished=self.finished))
 
     def _renew(self, request: Request, body: RenewLeases, now: float) -> None:
-        match self._sender(request).role:
-            case "scorer":
-                self._scorers.renew(request, body, now)
-            case "env_worker":
-                self._env_workers.renew(request, body, now)
-            case _:
-                self._rollouts.renew(request, body, now)
+        scores = self._sender(request).role == "scorer"
+        (self._scorers if scores else self._rollouts).renew(request, body, now)
 
     def _leave(self, request: Request, body: Leave, _now: float) -> None:
         peer = self._sender(request)
@@ -405,7 +391,6 @@ class Broker:
         count = self.pool.take_all_back(peer.name, lost=lost)
         count += self.run.evals.pool.take_all_back(peer.name, lost=lost)
         count += self._scorers.take_back(peer.name, lost=lost)
-        count += self._env_workers.take_back(peer.name, lost=lost)
         if count:
             log.info("took %d samples back from %s", count, peer.name)
             self.counters["taken_back"] += count
@@ -447,7 +432,6 @@ class Broker:
         self._deadline = now + patience_s
         self._rollouts.close()
         self._scorers.close(now)
-        self._env_workers.close(now)
         self._training.close()
         for peer in self.members.peers.values():
             self._outbox.push(peer.identity, Command(kind="drain", reason=reason))
@@ -462,7 +446,6 @@ class Broker:
         self.run.note_ends()
         self._training.serve(now)
         self._scorers.serve(now)
-        self._env_workers.serve(now)
         self._rollouts.serve(now)
         self.run.check()
         if self.state == "ready" and (why := self.run.health.verdict):

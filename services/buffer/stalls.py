@@ -48,7 +48,6 @@ class StallReport:
             *self._samples(now),
             *self._groups(now),
             *self._scoring(now),
-            *self._sessions(now),
             *self._run.evals.stuck(now, self._config.stall_s),
         ]
 
@@ -155,22 +154,6 @@ class StallReport:
                 continue
             holder = ", ".join(sorted(at_work)[:SHOWN]) or "nobody"
             yield Stuck(what=what, holder=holder, age_s=now - since, action=action)
-
-    def _sessions(self, now: float) -> Iterator[Stuck]:
-        """Sessions of agents for which there is no worker, or which have waited for long."""
-        waiting: dict[str, list[float]] = {}
-        for session in self._run.sessions.waiting():
-            waiting.setdefault(session.environment, []).append(now - session.offered_at)
-        for environment, ages in waiting.items():
-            serving = self._run.sessions.serving.items()
-            able = sorted(name for name, has in serving if environment in has)
-            if able and max(ages) <= self._config.stall_s:
-                continue
-            what = f"{len(ages)} sessions wait for {environment}"
-            what += "" if able else ", which no env-worker has"
-            action = f"none: start {'more of ' if able else ''}`umbra env-worker`"
-            holder = ", ".join(able[:SHOWN]) or "nobody"
-            yield Stuck(what=what, holder=holder, age_s=max(ages), action=action)
 
 
 def _taken_back(times: int, lease_s: float) -> str:

@@ -17,7 +17,6 @@ from umbra.services.buffer.endpoints.evaluation import EVAL_PREFIX, Evaluations
 from umbra.services.buffer.endpoints.scoring import Scoring
 from umbra.services.buffer.health import Health
 from umbra.services.buffer.membership import Membership
-from umbra.services.buffer.policy.agent_sessions import AgentSessions
 from umbra.services.buffer.policy.batches import Batches
 from umbra.services.buffer.policy.leases import Leases
 from umbra.services.buffer.policy.replays import Replays
@@ -105,9 +104,6 @@ class RunState:
             lease_s=buffer.score_lease_s,
             max_attempts=buffer.score_attempts,
             counters=self.counters,
-        )
-        self.sessions = AgentSessions(
-            [eval_pool, self.pool], lease_s=buffer.lease_s, counters=self.counters
         )
 
     def _make_pool(

@@ -104,7 +104,6 @@ class StatusPage:
             rates=self._throughput.rates(now),
             health=run.health.figures(),
             warnings=run.health.warnings(),
-            sessions=run.sessions.counts(),
             paused=run.paused,
             ending=self.ending,
             finished=finished,

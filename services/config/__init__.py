@@ -16,7 +16,6 @@ from umbra.services.config.buffer import BufferConfig
 from umbra.services.config.generation import (
     ENVIRONMENT,
     EnvironmentConfig,
-    EnvWorkerConfig,
     GeneratorConfig,
     NamedEnvironment,
     SamplingConfig,
@@ -44,7 +43,6 @@ __all__ = [
     "CheckpointConfig",
     "CriticConfig",
     "DataConfig",
-    "EnvWorkerConfig",
     "EnvironmentConfig",
     "EvalConfig",
     "GeneratorConfig",
@@ -79,7 +77,6 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     weight_hub: WeightHubConfig = WeightHubConfig()
     scorer: ScorerConfig = ScorerConfig()
-    env_worker: EnvWorkerConfig = EnvWorkerConfig()
     eval: EvalConfig = EvalConfig()
     metrics: MetricsConfig = MetricsConfig()
     security: SecurityConfig = SecurityConfig()

@@ -28,13 +28,12 @@ READERS = {
     "checkpoint": "trainer",
     "weight_hub": "weight hub and its relays; trainer and generators for `dtype`",
     "scorer": "scorers",
-    "env_worker": "env-workers",
     "eval": "`umbra up` before and after the run, the buffer within it",
     "metrics": "trainer",
     "security": "all processes",
     "log": "all processes",
 }
-WITH_FLAGS = ("buffer", "generator", "trainer", "weight_hub", "scorer", "env_worker")
+WITH_FLAGS = ("buffer", "generator", "trainer", "weight_hub", "scorer")
 _UNITS = {"_s": "seconds", "_bytes": "bytes", "_mib": "MiB", "_mb": "MiB", "_tokens": "tokens"}
 _ODD_UNITS = {"max_context": "tokens", "least_rate": "bytes per second", "steps": "steps",
               "warmup_steps": "steps"}  # fmt: skip

@@ -111,10 +111,15 @@ def _faults(one: EnvironmentConfig, serve: str) -> Iterator[str]:
             f"{where}.reward_scope = group has no effect: set {where}.kind to reward, whose "
             "functions may take a group, or remove it"
         )
-    if one.run_on == "env_worker" and not one.starts_agents:
+    if not one.workers and not one.asks:
         yield (
-            f"{where}.run_on = env_worker is for agents that the run starts: set {where}.kind to "
-            f"{', '.join(LIBRARIES)}, or to agent and {where}.agent to module:function"
+            f"{where}.workers = 0 is for programs that ask for turns, which `umbra run-agents` "
+            f"runs: set it to 1 or more, or {where}.kind to agent, {', '.join(LIBRARIES)}"
+        )
+    if not one.workers and not serve:
+        yield (
+            f"{where}.workers = 0 leaves the programs to `umbra run-agents`: set generator.serve "
+            "to the HOST:PORT that it comes to"
         )
     if one.score_s and one.kind not in _JUDGE_APART:
         yield (

@@ -48,11 +48,6 @@ class EnvironmentConfig(Section):
     agent: str = key(
         "", 'agent as "module:function", for kind "agent"; empty = agents come to generator.serve'
     )
-    run_on: Literal["generator", "env_worker"] = key(
-        "generator",
-        "whose host runs agents and environments of other libraries: the generator's, or that "
-        "of an env-worker",
-    )
     timeout_s: float = key(
         30.0,
         "seconds that one step of the environment may take, or that a program that asks for "
@@ -81,7 +76,12 @@ class EnvironmentConfig(Section):
         0, "response tokens of all turns, the environment's included; 0 = any", ge=0
     )
     max_s: float = key(0.0, "seconds that a sample may take on one generator; 0 = any", ge=0)
-    workers: int = key(4, "processes that run user code, per generator, scorer or env-worker", ge=1)
+    workers: int = key(
+        4,
+        "processes that run user code, per generator or scorer; 0 = none, since `umbra run-agents` "
+        "runs the environment elsewhere",
+        ge=0,
+    )
     memory_mb: int = key(4096, "MiB of address space of such a process; 0 = any", ge=0)
     sandbox: str = key(
         "",
@@ -133,8 +133,8 @@ class EnvironmentConfig(Section):
 
     @property
     def starts_agents(self) -> bool:
-        """Whether we start these programs; else they come from outside."""
-        return self.asks and bool(self.kind != "agent" or self.agent)
+        """Whether generators start these programs; else they come to generator.serve."""
+        return self.asks and self.workers > 0 and bool(self.kind != "agent" or self.agent)
 
 
 class NamedEnvironment(EnvironmentConfig):
@@ -273,17 +273,3 @@ class ScorerConfig(Section):
     logits_mib: float = key(256.0, "MiB of float32 logits at a time", gt=0)
     device: str = key("auto", "cpu, cuda, cuda:1, ... or auto")
     threads: int = key(0, "CPU threads; 0 = torch's choice", ge=0)
-
-
-class EnvWorkerConfig(Section):
-    """Runs the agents of a run on a machine of their own."""
-
-    count: int = key(
-        1, 'env-workers that `umbra up` starts, if environment.run_on = "env_worker"', ge=0
-    )
-    sessions: int = key(
-        0,
-        "sessions of an env-worker at once; 0 = as many as its processes (environment.workers) "
-        "take",
-        ge=0,
-    )

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from umbra.services.config import EnvironmentConfig, NamedEnvironment, RunConfig
 from umbra.services.config.trajectory_rules import sampling_of
-from umbra.services.environments.agent_workers import offered_name
 from umbra.services.environments.environment_set import EnvironmentSet, LimitedPool
 from umbra.services.environments.pool import EnvironmentPool, open_pool
 from umbra.services.generator.template_check import check_template
 from umbra.services.modeling.chat import Chat
-
-if TYPE_CHECKING:
-    from umbra.services.generator.agents.offers import SessionOffers
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +23,6 @@ def open_environments(
     chat: Chat,
     *,
     wake: Callable[[], None] = lambda: None,
-    offers: Mapping[str, SessionOffers] | None = None,
 ) -> EnvironmentPool:
     """The pool for `environment`; agents find an endpoint at `generator.serve`.
 
@@ -38,8 +31,6 @@ def open_environments(
         environment: what its rollouts talk to, if there is one; else those of `config`.
         chat: knows the tokens that end turns.
         wake: called, from any thread, whenever there may be something to do.
-        offers: lead to the env-workers of the environments that have one (`SessionOffers.of`);
-            agents of all others run beside the engine.
 
     Raises:
         UsageError: environment or agent can't be loaded, the model's chat template can't write its
@@ -50,10 +41,9 @@ def open_environments(
     if config.environments and not isinstance(environment, NamedEnvironment):
         return EnvironmentSet.opened(
             config.environments,
-            lambda one: open_environments(config, one, chat, wake=wake, offers=offers),
+            lambda one: open_environments(config, one, chat, wake=wake),
         )
-    offer = (offers or {}).get(offered_name(environment))
-    pool = _open_one(config, environment, chat, wake, offer)
+    pool = _open_one(config, environment, chat, wake)
     most = environment.concurrency
     return LimitedPool(pool, most) if most else pool
 
@@ -63,13 +53,12 @@ def _open_one(
     environment: EnvironmentConfig,
     chat: Chat,
     wake: Callable[[], None],
-    offers: SessionOffers | None,
 ) -> EnvironmentPool:
     check_template(environment, chat)
     if not environment.asks:
         return open_pool(environment, wake=wake)
     # No other environment needs an HTTP server.
-    from umbra.services.generator.agents.address import bind, read_key, url_for_others, url_of
+    from umbra.services.generator.agents.address import bind, read_key
     from umbra.services.generator.agents.calls import CallRules
     from umbra.services.generator.agents.pool import AgentPool, AgentSettings
 
@@ -82,13 +71,9 @@ def _open_one(
         environment=environment,
     )
     key = read_key(config.generator.serve_key, os.environ)
-    if offers is not None and not key:
-        key = secrets.token_urlsafe(24)  # which env-workers are told
     advertise = config.generator.serve_advertise
     settings = AgentSettings(rules, Path(config.model.path).name, key, advertise)
     bound = bind(config.generator.serve, key)
-    if offers is not None:
-        offers.at(url_of(bound, advertise) if advertise else url_for_others(bound), key)
-    pool = AgentPool(environment, settings, bound, wake=wake, offers=offers)
+    pool = AgentPool(environment, settings, bound, wake=wake)
     log.info("agents are served at %s", pool.url)
     return pool

@@ -11,7 +11,6 @@ from functools import partial
 from umbra.proto.net.session import Session
 from umbra.services.config import RunConfig
 from umbra.services.generator.activity import Activity
-from umbra.services.generator.agents.offers import SessionOffers
 from umbra.services.generator.buffer_client import BufferClient
 from umbra.services.generator.engines.opening import OpenEngine, engine_here, open_engine
 from umbra.services.generator.group_rewards import unrewarded
@@ -42,7 +41,6 @@ def run(
     config = unrewarded(config, config.rewarded_by_scorers)
     opened = make_engine(config, ctx.name)
     wake = threading.Event()
-    offers = SessionOffers.of(config)
     settings = settings_for(config, opened.chat, generator=ctx.name)
     # An eighth early: so much is decoded at most while what is flushed is on its way.
     flush_tokens = config.generator.partial_flush_tokens
@@ -50,12 +48,10 @@ def run(
     with (
         closing(opened.engine) as engine,
         closing(
-            open_environments(config, config.environment, opened.chat, wake=wake.set, offers=offers)
+            open_environments(config, config.environment, opened.chat, wake=wake.set)
         ) as pool,
         ctx.join("generator") as session,
     ):
-        for one in offers.values():
-            one.connect(session.data)
         ctx.ready({"role": "generator", "name": ctx.name})
         turn_log = TurnLog(ctx.metrics, config.log.traced_share)
         receiver = _subscribe(session, config, opened)

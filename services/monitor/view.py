@@ -190,8 +190,6 @@ def plain(status: Status) -> str:
     lines += [f"warning: {name}: {text}" for name, text in holding(status).items()]
     lines.append(f"ledger: {ledger_text(status)}")
     lines.append(f"health: {health_text(status.health)}")
-    if status.sessions:
-        lines.append(f"sessions: {counts(status.sessions)}")
     if evals := evals_text(status):
         lines.append(f"evals: {evals}")
     right = [COLUMNS.index(name) for name in NUMBERS]
@@ -243,8 +241,6 @@ def render(
     facts.add_row("samples", f"{speed_text(status)}   {staleness_text(status.staleness)}")
     facts.add_row("ledger", ledger_text(status))
     facts.add_row("health", health_text(status.health))
-    if status.sessions:
-        facts.add_row("sessions", counts(status.sessions))
     if evals := evals_text(status):
         facts.add_row("evals", evals)
     if counters := counters_text(status):

@@ -65,9 +65,6 @@ COMMANDS: dict[str, SubCommand] = {
     "scorer": SubCommand(
         "umbra.services.scorer.command:command", "Serve a scoring stage of a run."
     ),
-    "env-worker": SubCommand(
-        "umbra.services.env_worker.command:command", "Run a run's agents on a machine of their own."
-    ),
     "monitor": SubCommand("umbra.services.monitor.command:monitor", "Watch a run live."),
     "status": SubCommand("umbra.services.monitor.command:status", "Print the state of a run once."),
     "runs": SubCommand("umbra.deploy.runs_command:command", "List the runs in a folder."),

@@ -17,7 +17,6 @@ from umbra.proto.records import SampleTask, Trajectory
 from umbra.services.config import EnvironmentConfig
 from umbra.services.generator.agents.address import bind
 from umbra.services.generator.agents.calls import CallRules
-from umbra.services.generator.agents.offers import SessionOffers
 from umbra.services.generator.agents.pool import AgentPool, AgentSettings
 from umbra.services.generator.engines.engine import Engine
 from umbra.services.generator.rollout import RolloutSettings
@@ -32,7 +31,6 @@ class AgentWorld:
 
     Args:
         between: called in the driving thread after every step, for what happens between tokens.
-        offers: has the agents run elsewhere.
     """
 
     def __init__(
@@ -46,7 +44,6 @@ class AgentWorld:
         override: bool = False,
         advertise: str = "",
         between: Callable[[RolloutRunner], object] = lambda runner: None,
-        offers: SessionOffers | None = None,
     ) -> None:
         self.failure: Exception | None = None
         self._wake = threading.Event()
@@ -59,7 +56,6 @@ class AgentWorld:
             AgentSettings(rules, "tiny", key, advertise),
             bind("", key),
             wake=self._wake.set,
-            offers=offers,
         )
         self.url = self.pool.url
         self.runner = RolloutRunner(engine, self.pool, settings)

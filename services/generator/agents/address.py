@@ -56,14 +56,6 @@ def url_of(bound: socket.socket, advertise: str = "") -> str:
     return url_at(host, port)
 
 
-def url_for_others(bound: socket.socket) -> str:
-    """The URL at which other machines reach the socket, if any do."""
-    host, port = bound.getsockname()[:2]
-    if ipaddress.ip_address(host).is_unspecified:
-        host = socket.gethostname()
-    return url_at(host, port)
-
-
 def host_of(advertise: str) -> str:
     """The HOST of `generator.serve_advertise`; "" if that is empty."""
     return _split(advertise)[0] if advertise else ""

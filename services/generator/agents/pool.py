@@ -17,7 +17,6 @@ from functools import partial
 
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import UmbraError
-from umbra.proto.records import SessionOffer
 from umbra.services.config import EnvironmentConfig
 from umbra.services.environments.agent_workers import (
     NO_REWARD,
@@ -35,7 +34,6 @@ from umbra.services.environments.worker_pool import END_S
 from umbra.services.generator.agents.address import host_of, url_of
 from umbra.services.generator.agents.calls import Call, CallRules
 from umbra.services.generator.agents.errors import ApiError
-from umbra.services.generator.agents.offers import SessionOffers
 from umbra.services.generator.agents.replies import Answer
 from umbra.services.generator.agents.server import MAX_BODY, Edge, Hear
 from umbra.services.generator.agents.session import AgentSession
@@ -46,7 +44,6 @@ from umbra.services.process.loop_thread import LoopThread, ends_with_it
 
 _SLACK_S = 10.0
 _LOOK_S = 0.2
-_OFFER_AGAIN_S = 10.0  # sessions that wait for an env-worker: a buffer may have forgotten them
 _LONELY_S = 60.0  # samples that nobody takes for so long are worth a warning
 _CONNECTIONS = 4096  # an agent that waits for the model holds one
 
@@ -71,7 +68,6 @@ class AgentPool:
         settings: the rest.
         bound: where to listen; closed in the end.
         wake: called, from any thread, whenever an outcome is there.
-        offers: tells env-workers of sessions, whose agents they run; None: nobody but us is told.
 
     Raises:
         UsageError: the agent can't be loaded.
@@ -85,7 +81,6 @@ class AgentPool:
         bound: socket.socket,
         *,
         wake: Callable[[], None] = lambda: None,
-        offers: SessionOffers | None = None,
     ) -> None:
         self.url = url_of(bound, settings.advertise)
         self._config = config
@@ -96,10 +91,7 @@ class AgentPool:
         self._registry = SessionRegistry(TimeLimits.of(config), branches=config.branches == "train")
         self._arrivals: set[asyncio.Future[None]] = set()  # agents that wait for a sample
         self._stopping = False
-        self._offers = offers
-        self._fresh: list[SessionOffer] = []  # sessions that env-workers are to be told of
-        self._offer_at = 0.0  # when they are told again of those that still wait
-        ours = config.starts_agents and offers is None
+        ours = config.starts_agents
         self._workers = agent_workers(config, self._left, self._began) if ours else None
         self._idle_since = self._clock()
         told = self.url if settings.advertise else ""
@@ -147,7 +139,7 @@ class AgentPool:
         return self._registry.find(session_id)
 
     async def lease(self, wait_s: float) -> AgentSession | None:
-        if self._workers is not None or self._offers is not None:
+        if self._workers is not None:
             raise ApiError(
                 "this run starts its own agents (environment.agent)", status=404, code="no_work"
             )
@@ -161,15 +153,6 @@ class AgentPool:
             self._arrivals.discard(arrival)
         self._taken(session)
         return session
-
-    def begin(self, session: AgentSession) -> None:
-        """The agent of an env-worker begins on `session`; raises ApiError if one has."""
-        if session.over is not None:
-            raise session.over
-        if self._offers is None or session.begun:
-            raise ApiError("this session has an agent", code="session_begun")
-        session.begin(self._clock())
-        self._taken(session)
 
     async def ask(
         self, session: AgentSession, call: Call, *, repeated: bool, hear: Hear | None = None
@@ -221,26 +204,11 @@ class AgentPool:
 
     def _open(self, key: str, row: Row) -> None:
         session = self._registry.open(key, row)
-        if self._offers is not None:
-            if not self._fresh:
-                asyncio.get_running_loop().call_soon(self._offer)
-            self._fresh.append(_offer_of(session))
         if self._workers is not None:
             self._workers.forget(key)  # of the same sample, begun anew
             url = f"{self.url}/sessions/{session.id}"
             start_agent(self._workers, key, row, url, self._key)
         self._rouse()
-
-    def _offer(self) -> None:
-        assert self._offers is not None
-        fresh, self._fresh = self._fresh, []
-        self._offers.send(fresh)
-
-    def _offer_again(self) -> None:
-        now = self._clock()
-        if self._offers is not None and now >= self._offer_at:
-            self._offer_at = now + _OFFER_AGAIN_S
-            self._offers.send([_offer_of(session) for session in self._registry.unbegun()])
 
     def _rouse(self) -> None:
         for arrival in self._arrivals:
@@ -329,7 +297,6 @@ class AgentPool:
                 else:
                     session.abandon(self._silence(session))
                     self._deliver(EpisodeOutcome(session.key, error=session.verdict))
-            self._offer_again()
             self._warn_if_lonely()
 
     def _silence(self, session: AgentSession) -> str:
@@ -344,16 +311,9 @@ class AgentPool:
             self._idle_since = now
         elif now - self._idle_since > _LONELY_S:
             log.warning(
-                "%d samples wait for an agent: none has %s in %.0f s",
+                "%d samples wait for an agent: none has asked %s/sessions for work in %.0f s",
                 self._registry.waiting,
-                f"asked {self.url}/sessions for work"
-                if self._offers is None
-                else f"come from an env-worker (`umbra env-worker`) to {self.url}",
+                self.url,
                 _LONELY_S,
             )
             self._idle_since = now
-
-
-def _offer_of(session: AgentSession) -> SessionOffer:
-    sample_id, _, attempt = session.key.rpartition("/")
-    return SessionOffer(sample_id=sample_id, attempt=int(attempt), session=session.id)

@@ -64,10 +64,6 @@ class Sessions(Protocol):
         """A session for an agent from outside, as soon as there is one."""
         ...
 
-    def begin(self, session: AgentSession) -> None:
-        """An env-worker's agent begins on it; raises ApiError if one has."""
-        ...
-
     async def ask(
         self, session: AgentSession, call: Call, *, repeated: bool, hear: Hear | None = None
     ) -> Answer:
@@ -129,7 +125,6 @@ class Edge:
         routes: list[tuple[str, str, Handler]] = [
             ("POST", "/sessions", self._lease),
             ("DELETE", base, self._give_up),
-            ("POST", base + "/begin", self._begin),
             ("POST", base + "/reward", self._reward),
             ("POST", base + "/v1/reward", self._reward),
             ("POST", base + "/scoring", self._scoring),
@@ -165,11 +160,6 @@ class Edge:
                 f"there is no sample to work on within {wait_s:g} s", status=503, code="no_work"
             )
             return _refusal(error, {"retry-after": "1"})
-        return self._work(request, session)
-
-    async def _begin(self, request: Request) -> Response:
-        session = self._session(request)
-        self._sessions.begin(session)
         return self._work(request, session)
 
     def _work(self, request: Request, session: AgentSession) -> Response:

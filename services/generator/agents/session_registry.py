@@ -41,11 +41,7 @@ class SessionRegistry:
     @property
     def waiting(self) -> int:
         """Samples that no agent has taken."""
-        return len(self.unbegun())
-
-    def unbegun(self) -> list[AgentSession]:
-        """The samples that no agent has taken."""
-        return [session for session in self._by_id.values() if not session.begun]
+        return sum(not session.begun for session in self._by_id.values())
 
     def open(self, key: str, row: dict[str, Any]) -> AgentSession:
         """A session for the sample `key`, which nobody works on yet; an older one of it is over."""

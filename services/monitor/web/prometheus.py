@@ -40,11 +40,6 @@ def prometheus_text(look: Look, *, lost: bool = False) -> bytes:
         "Samples under way, by state.",
         [({"state": state}, count) for state, count in ledger.in_flight.items()],
     )
-    text.gauge(
-        "sessions",
-        "Sessions of agents on env-workers, by state, and the workers.",
-        [({"state": state}, count) for state, count in status.sessions.items()],
-    )
     text.gauge("ledger_balance", "Samples unaccounted for; not 0 is a bug.", [({}, ledger.balance)])
     text.gauge(
         "staleness_steps",

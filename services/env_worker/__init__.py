@@ -1,1 +1,0 @@
-"""Runs the agents of a run on a machine of their own."""
