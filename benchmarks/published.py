@@ -61,7 +61,6 @@ PUBLISHED: dict[str, Publication] = {
     "hostile": Publication("hostile", (), 13),
     "broker_scale": Publication("broker_scale", ("--generators", "1000"), 6),
     "buffer_load": Publication("buffer_load", (), 7),
-    "agent_sessions": Publication("agent_sessions", ("--sessions", "1000", "--factor", "0.5"), 14),
     "generator_overhead": Publication("generator_overhead", ("--passes", "3"), 6, "vLLM"),
     "store": Publication("store", (), 2, "lmdb"),
     "snapshot_memory": Publication("snapshot_memory", (), 1),

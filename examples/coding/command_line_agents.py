@@ -13,7 +13,7 @@ Each is started as it is, in a new folder, and told where to ask for its model. 
     memory_mb = 0            # Node reserves more address space than it uses
 
 They run what the model writes, as the user that they are started by: have them in a container
-(`umbra env-worker` in one, on machines of its own).
+(`umbra run-agents` in one, on machines of its own).
 """
 
 from __future__ import annotations

@@ -27,6 +27,8 @@ DROPPED: dict[str, str] = {
     "generator.count=auto": "give a number",
     "generator.kv_cache_mb": "set generator.slots, for vLLM also "
     "generator.engine_args.kv_cache_memory_bytes",
+    "env_worker": "set environment.workers = 0 and start `umbra run-agents` on any machine",
+    "environment.run_on": "set environment.workers = 0 where `umbra run-agents` runs the programs",
 }
 """Keys, sections and values of run files that 0.2 has no more, and what to use instead.
 

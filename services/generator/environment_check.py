@@ -40,8 +40,8 @@ def check_environment(config: RunConfig, row: dict[str, Any]) -> None:
             that the chat template can't.
     """
     environment = config.environment
-    if environment.kind == "agent" and not environment.agent:
-        return  # its agents come from outside
+    if environment.asks and not environment.starts_agents:
+        return  # its agents come to the generators
     asks = environment.asks  # it asks a model, and there is none yet
     key = "environment.reward" if environment.kind == "reward" else "environment.kind"
     size = config.buffer.group_size if environment.reward_scope == "group" else 1

@@ -47,9 +47,7 @@ def run(
     flush_tokens -= flush_tokens // 8
     with (
         closing(opened.engine) as engine,
-        closing(
-            open_environments(config, config.environment, opened.chat, wake=wake.set)
-        ) as pool,
+        closing(open_environments(config, config.environment, opened.chat, wake=wake.set)) as pool,
         ctx.join("generator") as session,
     ):
         ctx.ready({"role": "generator", "name": ctx.name})

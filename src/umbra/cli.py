@@ -128,7 +128,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Watch": ("monitor", "status", "ping"),
     "Steer": ("pause", "resume", "checkpoint", "interrupt", "drain"),
     "Look back": ("runs", "chat", "samples", "report", "eval", "export", "store"),
-    "Services": ("buffer", "weight-hub", "trainer", "generator", "scorer", "env-worker"),
+    "Services": ("buffer", "weight-hub", "trainer", "generator", "scorer"),
 }
 
 # Optional packages, by the extra of this distribution that installs them.

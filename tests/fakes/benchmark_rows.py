@@ -207,12 +207,5 @@ def rows_of(name: str, load: Any) -> tuple[list[Row], Row]:
             spent = {"seconds": 1.0, "tokens_s": 1.0}
             updates = [spent | {"load": one, "who": name} for one in loads for name in who]
             return [*updates, spent | {"row": 2048, "who": speed.OURS, "mib": 1.0}], {}
-        case "agent_sessions":
-            asked = {"sessions": 2, "waves": 2, "turns": 3}
-            outcome = {"full": 1.0, "trained": 4, "balance": 0, "killed": 1, "sessions_lost": 1}
-            times = {"start": 0.0, "end": 2.0, "turns_per_s": 1.0, "load": asked}
-            sizes = {"buffer": 1.0, "generator": 2.0, "env-worker": 3.0}
-            looks = [{"part": "memory", "time": at, **sizes} for at in (0.5, 1.5)]
-            return [{"part": "run", **outcome, **times}, *looks], {}
         case _:
             raise LookupError(name)

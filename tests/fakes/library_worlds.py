@@ -13,11 +13,9 @@ import pytest
 from fakes.agents import AgentWorld
 from fakes.engine import ScriptedEngine
 from fakes.rollouts import STOP, says, settings
-from fakes.session_offers import KEY, Offers
 
 from umbra.proto.records import Sampling
 from umbra.services.config import EnvironmentConfig
-from umbra.services.env_worker.host import AgentHost
 from umbra.services.generator.rollout import Limits
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
@@ -107,14 +105,14 @@ def library_play(
     """Worlds whose model says given turns, in a working directory with one module of the user's."""
     monkeypatch.chdir(tmp_path)
     tokenizer = load_tokenizer(tiny_model_dir)
-    made: list[AgentWorld | AgentHost] = []
+    made: list[AgentWorld] = []
 
     def make(
         kind: str, source: str, *turns: str, max_context: int = 4096, given: int = 0, **options: Any
     ) -> AgentWorld:
         (tmp_path / "theirs.py").write_text(source)
         limits = {"workers": 1, "timeout_s": 120.0, "setup_s": 300.0, "memory_mb": 0}
-        values: dict[str, Any] = {**limits, "run_on": run_on, **options}
+        values: dict[str, Any] = {**limits, **options}
         environment = EnvironmentConfig(kind=kind, **values)
         branches = environment.max_branches if environment.branches == "train" else 1
         chosen = settings(
@@ -126,15 +124,7 @@ def library_play(
         )
         engine = ScriptedEngine(says(tokenizer, *turns, given=given), max_context=max_context)
         override = environment.agent_sampling == "override"
-        if run_on == "generator":
-            world = AgentWorld(engine, chosen, environment, override=override)
-        else:
-            made.append(host := AgentHost(environment))
-            offers = Offers(host.begin)
-            world = AgentWorld(
-                engine, chosen, environment, key=KEY, override=override, offers=offers
-            )
-            offers.at(world.url, KEY)
+        world = AgentWorld(engine, chosen, environment, override=override)
         made.append(world)
         return world
 

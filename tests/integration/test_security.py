@@ -105,7 +105,7 @@ def served(zmq_context: Context, keys: Path) -> Iterator[Served]:
 
 @pytest.mark.parametrize(
     "role",
-    ["generator", "scorer", "env_worker", "trainer", "weight_hub", "part", "relay", "monitor"],
+    ["generator", "scorer", "trainer", "weight_hub", "part", "relay", "monitor"],
 )
 def test_holders_of_a_key_are_let_in(served: Served, keys: Path, role: KeyRole) -> None:
     channel = served.channel(served.control, of(keys, role))
@@ -209,7 +209,6 @@ def test_telemetry_is_for_members_to_send_and_for_monitors_to_see(
         ("generator", CommitBatch(step=1)),
         ("generator", FinishRun(reason="mine")),
         ("scorer", LeaseSamples(capacity=1, version=0, wait_s=0)),
-        ("env_worker", LeaseSamples(capacity=1, version=0, wait_s=0)),
         ("trainer", LeaseSamples(capacity=1, version=0, wait_s=0)),
     ],
 )

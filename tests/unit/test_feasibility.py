@@ -209,7 +209,11 @@ def test_what_has_no_one_translation_is_explained(text: str, said: str, tmp_path
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"environment": {"run_on": "env_worker"}}, "is for agents that the run starts"),
+        ({"environment": {"workers": 0}}, "is for programs that ask for turns"),
+        (
+            {"environment": {"kind": "agent", "agent": "m:f", "workers": 0}},
+            "workers = 0 leaves the programs to `umbra run-agents`: set generator.serve",
+        ),
         ({"generator": {"sessions": 4, "slots": 8}}, "leaves some of generator.slots = 8 empty"),
     ],
 )

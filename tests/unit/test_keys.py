@@ -246,12 +246,6 @@ def test_a_relay_only_receives_and_hands_on() -> None:
     assert named == reads | member | {"Subscribe", "Ready", "Committed", "FetchBuckets", "Credit"}
 
 
-def test_an_env_worker_only_takes_sessions() -> None:
-    named = {kind.__name__ for kind in TYPES.values() if may_send("env_worker", kind)}
-    own = {"LeaseSessions", "EndSessions", "RenewLeases"}
-    assert named == READS | own | {"Ok", "Nack", "Join", "Heartbeat", "Leave", "Event"}
-
-
 def test_a_monitor_can_only_look() -> None:
     named = {kind.__name__ for kind in TYPES.values() if may_send("monitor", kind)}
     reads = {"Ping", "StatusRequest", "HubStatusRequest"}
@@ -298,7 +292,6 @@ def test_a_trainer_takes_no_samples_and_gives_no_orders() -> None:
     ("role", "sockets"),
     [
         ("generator", {"control", "data", "weights", "buckets", "events_in"}),
-        ("env_worker", {"control", "data", "weights", "events_in"}),
         ("trainer", {"control", "data", "weights", "events_in"}),
         ("weight_hub", {"control", "weights", "events_in"}),
         ("part", {"control", "weights", "events_in"}),
