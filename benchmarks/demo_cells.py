@@ -89,7 +89,7 @@ def run_cell(cell: Cell[Mode], work: Path, steps: int = 0) -> dict[str, Any]:
     # make a step take seconds where there are as many cores as threads of one.
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     summary, folder = run(config, {})
-    count = config.generator.at_first
+    count = config.generator.count
     done = steady(folder, first=WARM, last=config.run.steps, generators=count)
     rewards, times = curve(folder)
     step = reached(rewards)

@@ -107,7 +107,7 @@ def _settings(model: str) -> RunConfig:
         config = _changed(config, "model", path=str(folder.model), revision="")
         config = _changed(config, "trainer", lora_rank=0, router_replay=False)  # it is merged
     context = _context(check_model_dir(config.model.path, "MODEL"))
-    return _changed(config, "generator", slots=1, replicas=1, max_context=context)
+    return _changed(config, "generator", slots=1, max_context=context)
 
 
 def _as_model(name: str) -> str:

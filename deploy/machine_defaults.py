@@ -86,9 +86,8 @@ def choose(
     engine = generator.engine_on("cuda" if on_gpu else "cpu", vllm=hardware.vllm)
     generator = msgspec.structs.replace(generator, engine=engine)
     if on_gpu and engine != "replay":
-        alone = generator.count == generator.replicas == 1
-        enough = count >= trainer.ranks + generator.tensor_parallel
-        if generator.device == "auto" and trains_on_gpu and alone and enough:
+        enough = count >= trainer.ranks + generator.count * generator.tensor_parallel
+        if generator.device == "auto" and trains_on_gpu and enough:
             generator = msgspec.structs.replace(generator, device=f"cuda:{trainer.ranks}")
         if CONTEXT not in given:
             asked = [sampling.max_tokens] if TOKENS in given else []

@@ -41,16 +41,24 @@ def other_programs(config: RunConfig, folder: RunFolder, broker: str) -> list[Pr
             recovers=durable,
             policy=lambda: RestartPolicy(limit=TRAINER_RESTARTS, window_s=math.inf),
         ),
-        *(generator_program(folder, broker, index) for index in range(config.generator.count)),
+        *_generators(config, folder, connect),
         *_scorers(config, folder, connect),
     ]
 
 
-def generator_program(folder: RunFolder, broker: str, index: int) -> Program:
-    """One of the generators, which may come and go."""
-    name = f"generator-{index}"
-    argv = _argv("generator", name, folder, "--broker", broker)
-    return Program(name, argv, wave=0, elastic=True)
+def _generators(
+    config: RunConfig, folder: RunFolder, connect: tuple[str, ...]
+) -> Iterator[Program]:
+    """`generator.count` generators; with device cuda:N each has GPUs of its own, from N on."""
+    generator = config.generator
+    kind, _, first = generator.device.partition(":")
+    for index in range(generator.count):
+        device: tuple[str, ...] = ()
+        if first and index:
+            device = ("--device", f"{kind}:{int(first) + index * generator.tensor_parallel}")
+        name = f"generator-{index}"
+        argv = _argv("generator", name, folder, *connect, *device)
+        yield Program(name, argv, wave=0, elastic=True)
 
 
 def _scorers(config: RunConfig, folder: RunFolder, connect: tuple[str, ...]) -> Iterator[Program]:

@@ -17,10 +17,6 @@ ENVIRONMENT_FILE = "umbra.env"
 KEYS_FOLDER = "keys"
 GRACE = "40s"  # a trainer may have to end its step
 START_PERIOD = "600s"  # large models load for minutes
-# `umbra keep` starts processes again. The policy brings containers back after a reboot: Docker's
-# daemon starts those that have not ended with 0, as none has that was asked to end. Not
-# `unless-stopped`, which would run processes again that are done.
-RESTART = "on-failure:3"
 # Taken from the shell that starts the containers, if they are set there: no secret is in a plan.
 HUB_VARIABLES = ("HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE")
 LOGGING = {"driver": "json-file", "options": {"max-size": "50m", "max-file": "4"}}
@@ -65,11 +61,12 @@ def environment_file(plan: Plan, paths: Paths) -> str:
 def _service(plan: Plan, process: Process, beside: list[Process], paths: Paths) -> dict[str, Any]:
     service: dict[str, Any] = {
         "image": invocation.image(plan, process),
-        "command": invocation.kept_command(plan, process, paths),
+        "command": invocation.command(plan, process, paths),
         "env_file": [ENVIRONMENT_FILE],
         "user": plan.cluster.user,
         "init": True,
-        "restart": RESTART,
+        # Not `unless-stopped`, which would run processes again that are done.
+        "restart": f"on-failure:{invocation.restarts(plan, process)}",
         "stop_grace_period": GRACE,
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges=true"],

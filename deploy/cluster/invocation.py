@@ -11,6 +11,7 @@ from umbra.proto.access import KEY_ROLES, KeyRole
 from umbra.proto.net.keys import PUBLIC, SECRET
 from umbra.services.config import RunConfig
 from umbra.services.modeling.hub import looks_like_name
+from umbra.services.process.child import with_fast_copies
 from umbra.services.prompts.download import is_url
 from umbra.services.prompts.readers import DATASETS, is_parquet
 
@@ -33,7 +34,7 @@ KEYS: dict[Task, KeyRole] = {
     "logp": "scorer",
     "reward": "scorer",
 }
-# How often a process is started again within an hour. A trainer repeats its steps since the last
+# How often the launcher starts a process again. A trainer repeats its steps since the last
 # checkpoint; over several nodes it also has to wait for one that is away.
 TRAINER_RESTARTS = 3
 RESTARTS = 20
@@ -93,16 +94,11 @@ def command(plan: Plan, process: Process, paths: Paths) -> list[str]:
     return [*own, *common]
 
 
-def kept_command(plan: Plan, process: Process, paths: Paths) -> list[str]:
-    """The arguments of `umbra` for `process` in a container, where it is started again."""
-    keep = ["keep", "--restarts", str(restarts(plan, process)), "--name", process.name, "--"]
-    return [*keep, "umbra", *command(plan, process, paths)]
-
-
 def environment(plan: Plan, paths: Paths) -> dict[str, str]:
     """What all processes of a node find in their environment."""
     broker = plan.the("buffer").node.address
     variables = {"UMBRA_BROKER": f"tcp://{broker}:{plan.cluster.port(Port.CONTROL)}"}
+    variables |= with_fast_copies({})
     if paths.keys:
         variables["UMBRA_SECURITY__KEYS"] = paths.keys
     if paths.modules:

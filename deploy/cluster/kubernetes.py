@@ -16,9 +16,7 @@ from umbra.deploy.cluster.invocation import KEYS, Paths, key_files
 from umbra.deploy.cluster.plan import Plan, Process
 from umbra.deploy.cluster.yaml import to_yaml
 from umbra.proto.errors import UsageError
-from umbra.services.process.supervisor import FINAL_CODES
 
-RETRIES = 5  # of a pod all of whose containers have ended; `umbra keep` starts processes again
 GRACE_S = 40
 KEY_MODE = 0o440  # for the group of the pod
 LONGEST = 63  # characters of a label, and of the names that become host names
@@ -91,8 +89,7 @@ def _of_node(plan: Plan, node: Node, paths: Paths, labels: dict[str, str]) -> li
         claimed = _object("v1", "PersistentVolumeClaim", _claim_name(node, claim), own)
         documents.append(claimed | {"spec": storage})
     pod: dict[str, Any] = {
-        # With another policy Kubernetes would not heed exit codes; see `podFailurePolicy` below.
-        "restartPolicy": "Never",
+        "restartPolicy": "OnFailure",  # of each container by itself; a Job counts the restarts
         "hostname": _label(node.name),  # by which `umbra drain --node` finds its processes
         "nodeSelector": {"kubernetes.io/hostname": node.name},
         "terminationGracePeriodSeconds": GRACE_S,
@@ -104,16 +101,7 @@ def _of_node(plan: Plan, node: Node, paths: Paths, labels: dict[str, str]) -> li
     if spec.tolerations:
         pod["tolerations"] = [msgspec.to_builtins(one) for one in spec.tolerations]
     job = {
-        "backoffLimit": RETRIES,
-        "podFailurePolicy": {
-            "rules": [
-                {
-                    "action": "FailJob",
-                    "onExitCodes": {"operator": "In", "values": sorted(FINAL_CODES)},
-                },
-                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]},
-            ]
-        },
+        "backoffLimit": invocation.RESTARTS,
         "ttlSecondsAfterFinished": spec.keep_finished_s,
         "template": {"metadata": {"labels": own}, "spec": pod},
     }
@@ -126,7 +114,7 @@ def _container(plan: Plan, process: Process, paths: Paths) -> dict[str, Any]:
         "name": _label(process.name),
         "image": invocation.image(plan, process),
         "imagePullPolicy": plan.cluster.kubernetes.image_pull_policy,
-        "args": invocation.kept_command(plan, process, paths),
+        "args": invocation.command(plan, process, paths),
         "env": [
             *({"name": name, "value": value} for name, value in variables.items()),
             *([_token(plan)] if invocation.fetches(plan, process) else []),

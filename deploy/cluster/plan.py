@@ -238,13 +238,13 @@ def _generators(config: RunConfig, groups: list[TaskGroup]) -> Iterator[Process]
     if not group.has_gpus:
         yield from _dealt(group, "generate", "generator", config.generator.count)
         return
-    size = _generator_gpus(config)
+    size = config.generator.tensor_parallel
     most = max(map(len, group.gpus))
     if most < size:
         raise UsageError(
-            f"a generator needs {size} GPUs (generator.replicas x tensor_parallel), but "
+            f"a generator needs {size} GPUs (generator.tensor_parallel), but "
             f"{group.describe()} has at most {most} on one node ({group.arithmetic}): raise its "
-            "ratio, or lower them"
+            "ratio, or lower it"
         )
     for node, gpus in zip(group.nodes, group.gpus, strict=True):
         for index in range(len(gpus) // size):
@@ -252,21 +252,17 @@ def _generators(config: RunConfig, groups: list[TaskGroup]) -> Iterator[Process]
             yield Process(f"generator-{node.name}-{index}", "generate", node, own)
 
 
-def _generator_gpus(config: RunConfig) -> int:
-    return config.generator.replicas * config.generator.tensor_parallel
-
-
 def _joining(
     config: RunConfig, nodes: tuple[Node, ...], groups: list[TaskGroup]
 ) -> Iterator[Process]:
     """Generators on all GPUs of the nodes that join, or one where the others have none either."""
     on_gpus = any(group.has_gpus for group in groups if "generate" in group.tasks)
-    size = _generator_gpus(config) if on_gpus else 0
+    size = config.generator.tensor_parallel if on_gpus else 0
     for node in nodes:
         if node.joins and node.gpus < size:
             raise UsageError(
                 f"node {node.name} joins to generate, and a generator needs {size} GPUs "
-                f"(generator.replicas x tensor_parallel): it has {node.gpus}"
+                f"(generator.tensor_parallel): it has {node.gpus}"
             )
         for index in range(node.gpus // size if size else 1) if node.joins else ():
             own = tuple(range(index * size, (index + 1) * size))

@@ -17,6 +17,7 @@ from umbra.deploy.cluster.cluster_file import Node
 from umbra.deploy.cluster.invocation import Paths
 from umbra.deploy.cluster.plan import Plan, Process
 from umbra.proto.errors import UsageError
+from umbra.services.process.supervisor import FINAL_CODES
 
 DRAIN_S = 120  # between SIGTERM and the end of the time limit: a trainer may have to end its step
 FINISH_S = 60  # for the others to leave once the trainer has
@@ -63,11 +64,36 @@ steps=()
 step() {{
     local node=$1 gpus=$2 name=$3 restarts=$4
     shift 4
-    umbra keep --restarts "$restarts" --name "$name" -- \\
+    again "$restarts" "$name" \\
         srun ${{components[node]}} --nodes=1 --ntasks=1 --nodelist="${{hosts[node]}}" --overlap \\
         --mpi=none --cpu-bind=none --output={pattern}/"$name".log --open-mode=append \\
         env CUDA_VISIBLE_DEVICES="$gpus" "$@" &
     steps+=($!)
+}}
+
+# again RESTARTS NAME COMMAND...: runs COMMAND, and so often again within an hour after a pause that
+# doubles from 2 to 64 s. Codes {final} are final: the same would happen again.
+again() {{
+    local most=$1 name=$2 left=$1 pause=2 child="" code began
+    shift 2
+    trap '[ -z "$child" ] || kill "$child" 2>/dev/null || true; wait; exit 143' TERM
+    while :; do
+        began=$SECONDS code=0
+        "$@" &
+        child=$!
+        wait "$child" || code=$?
+        if [ "$((SECONDS - began))" -ge 3600 ]; then left=$most pause=2; fi
+        case $code in {final}) exit "$code" ;; esac
+        if [ "$left" -le 0 ]; then
+            echo "$name ended with exit code $code and is not restarted" >&2
+            exit "$code"
+        fi
+        echo "$name ended with exit code $code: restart in $pause s" >&2
+        sleep "$pause" &
+        child=$!
+        wait "$child"
+        left=$((left - 1)) pause=$((pause < 64 ? 2 * pause : 64))
+    done
 }}
 
 # await SECONDS: waits for the steps to end, but no longer.
@@ -127,6 +153,7 @@ def slurm_script(plan: Plan, paths: Paths, file: str) -> str:
         logs=shlex.quote(logs),
         pattern=shlex.quote(_pattern(logs)),
         kill_wait=KILL_WAIT_S,
+        final="|".join(map(str, (0, *FINAL_CODES))),
     )
     steps = "".join(_step(placed, order, process, paths) for process in placed.processes)
     return head + exports + body + steps + TAIL.format(finish=FINISH_S)

@@ -128,7 +128,7 @@ def gpus(found: GpusSeen, driver_there: bool, needed: int) -> list[Diagnosis]:
     remedy = ""
     if count < needed:
         result, fact = "problem", f"{count} ({names}), the run uses {needed}"
-        remedy = "lower generator.count, generator.replicas or trainer.ranks, or add GPUs"
+        remedy = "lower generator.count or trainer.ranks, or add GPUs"
     elif taken := [i for i, gpu in enumerate(found.gpus) if gpu.free < 0.9 * gpu.total]:
         busy = ", ".join(map(str, taken))
         result, remedy = "warning", f"see with nvidia-smi who has memory of GPU {busy}"

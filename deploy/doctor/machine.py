@@ -271,7 +271,7 @@ def _enough(gpus: Gpus, needed: int) -> Diagnosis:
         return Diagnosis("GPUs of the run", "ok", f"{needed} of {have}")
     return Diagnosis(
         "GPUs of the run", "problem", f"it uses {needed}, {have} are here",
-        "lower generator.count, generator.replicas or trainer.ranks, or add GPUs",
+        "lower generator.count or trainer.ranks, or add GPUs",
     )  # fmt: skip
 
 

@@ -116,13 +116,14 @@ def _generator(config: RunConfig, facts: Facts, *, gpu: bool) -> Need:
         staged = BUFFERS * published(config, sizes, gpu=gpu)
         remedy = "set generator.receive = streamed"
         host.append(Item("staging of a version", staged, AFTER_LOADING, remedy))
-    count = generator.count * generator.replicas
+    count = generator.count
     if kind != "cuda":
         return Need("generator", (), (), (*host, *device), count)
     device.append(Item("CUDA and NCCL", CONTEXT))
     first = first_gpu(generator.device)
-    starts = [first + parallel * replica for replica in range(generator.replicas)]
-    gpus = tuple(tuple(range(start, start + parallel)) for start in starts) * generator.count
+    own = parallel if ":" in generator.device else 0  # device "cuda": all share the first one
+    starts = [first + own * index for index in range(count)]
+    gpus = tuple(tuple(range(start, start + parallel)) for start in starts)
     return Need("generator", gpus, tuple(device), tuple(host), count)
 
 

@@ -48,7 +48,7 @@ GROUPS = (
     ("generator.slots", "generator.sessions", "environment.concurrency"),
     ("trainer.pack_tokens", "trainer.micro_tokens", "trainer.share_prompts"),
     ("trainer.learning_rate", "trainer.schedule", "trainer.warmup_steps", "run.steps"),
-    ("trainer.ranks", "generator.tensor_parallel", "generator.replicas", "generator.count"),
+    ("trainer.ranks", "generator.tensor_parallel", "generator.count"),
     ("trainer.weights", "trainer.moments", "trainer.offload", "trainer.activation_checkpointing"),
     ("buffer.heartbeat_s", "buffer.dead_after_s", "buffer.stall_s", "generator.stall_s"),
     ("environment.timeout_s", "buffer.max_failed_share"),

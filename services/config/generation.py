@@ -185,10 +185,10 @@ class SamplingConfig(Section):
 class GeneratorConfig(Section):
     """The inference side."""
 
-    count: int = key(1, "generator processes that `umbra up` starts", ge=1)
-    replicas: int = key(
+    count: int = key(
         1,
-        "engines of one generator process, each a process below it; they share the visible GPUs",
+        "generator processes that `umbra up` starts; with generator.device = cuda:N each gets "
+        "the next tensor_parallel GPUs, from N on",
         ge=1,
     )
     engine: Literal["auto", "torch", "vllm", "replay"] = key(

@@ -25,6 +25,7 @@ MOVED = {"environment.sampling": "environment.agent_sampling"}
 """Keys that had another name."""
 DROPPED: dict[str, str] = {
     "generator.count=auto": "give a number",
+    "generator.replicas": 'use generator.count with generator.device = "cuda:N"',
     "generator.kv_cache_mb": "set generator.slots, for vLLM also "
     "generator.engine_args.kv_cache_memory_bytes",
     "env_worker": "set environment.workers = 0 and start `umbra run-agents` on any machine",

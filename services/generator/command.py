@@ -34,10 +34,6 @@ if TYPE_CHECKING:
 
 
 def _run(ctx: ServiceContext) -> int:
-    if ctx.config.generator.replicas > 1:
-        from umbra.services.generator.replicas import run_replicas
-
-        return run_replicas(ctx)
     from umbra.services.generator.service import run  # brings torch
 
     return run(ctx)

@@ -1,4 +1,4 @@
-"""Starts, watches, restarts and stops processes of this machine: a run's, replicas, ranks.
+"""Starts, watches, restarts and stops processes of this machine: a run's, or ranks.
 
 The supervisor does nothing by itself: its owner calls `poll` often. That never blocks, so a live
 view can share its thread, and with injected processes and clock every decision can be tested.

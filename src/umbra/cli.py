@@ -93,13 +93,7 @@ COMMANDS: dict[str, SubCommand] = {
     "interrupt": SubCommand(
         "umbra.services.monitor.operate:interrupt", "Have unfinished samples handed back."
     ),
-    "keep": SubCommand(
-        "umbra.deploy.keep_command:command", "Run a command, and again when it fails."
-    ),
     "config": SubCommand("umbra.deploy.command:config", "Check and show a run file."),
-    "completion": SubCommand(
-        "umbra.deploy.completion_command:command", "Print what completes commands in a shell."
-    ),
     "check-model": SubCommand(
         "umbra.deploy.model_check.command:command", "Compare Umbra with Transformers on a model."
     ),
@@ -122,9 +116,9 @@ COMMANDS: dict[str, SubCommand] = {
 
 # How `umbra --help` lists them. A command that is in none is listed last.
 SECTIONS: dict[str, tuple[str, ...]] = {
-    "Begin": ("demo", "init", "config", "doctor", "env", "estimate", "simulate", "completion"),
+    "Begin": ("demo", "init", "config", "doctor", "env", "estimate", "simulate"),
     "Models and prompts": ("make-task", "make-model", "sft", "check-model", "replay-model"),
-    "Run": ("up", "plan", "keys", "keep"),
+    "Run": ("up", "plan", "keys"),
     "Watch": ("monitor", "status", "ping"),
     "Steer": ("pause", "resume", "checkpoint", "interrupt", "drain"),
     "Look back": ("runs", "chat", "samples", "report", "eval", "export", "store"),

@@ -12,7 +12,7 @@ folder for results. The JSON says which hosts there are (`hosts`), which of them
     {"host": NAME, "steps": 3, "back": {"ended": "beta/trainer"}}   back when that one has noticed
 
 A host that is lost falls silent: its link is down, then its processes are killed and its shared
-memory is emptied. What fails is started again, as `umbra keep` would. Prints one JSON object: exit
+memory is emptied. What fails is started again, as a launcher would. Prints one JSON object: exit
 codes by process; what ended with a lost host has none.
 """
 

@@ -78,10 +78,9 @@ ended() { # JOB
 
 # -- the script, with stand-ins for what it starts ------------------------------------------------
 
-# Stands in for all of `umbra` but `umbra keep`. A generator fails once; the trainer waits for all.
+# Stands in for `umbra`. A generator fails once; the trainer waits for all.
 STAND_IN = """\
 #!/bin/bash
-if [ "$1" = keep ]; then exec "$PYTHON" -m umbra "$@"; fi
 echo "host=$(hostname) gpus=$CUDA_VISIBLE_DEVICES broker=$UMBRA_BROKER $*"
 touch "$MARKS/$1"
 case $1 in

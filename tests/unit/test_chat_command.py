@@ -149,7 +149,7 @@ def test_a_run_is_talked_to_as_it_was_trained(
         model={"path": "elsewhere", "chat_template_kwargs": {"thinking": False}},
         sampling={"top_p": 0.5, "max_tokens": 99},
         trainer={"lora_rank": 8},
-        generator={"engine": "vllm", "engine_args": {"x": 1}, "replicas": 3, "device": "cpu"},
+        generator={"engine": "vllm", "engine_args": {"x": 1}, "device": "cpu"},
     )
     for words in ([], [folder.id], [str(folder.path), "--temperature", "0", "--system", "be kind"]):
         assert CliRunner().invoke(command, words, input="").exit_code == 0
@@ -159,7 +159,7 @@ def test_a_run_is_talked_to_as_it_was_trained(
     assert first.model.chat_template_kwargs == {"thinking": False}
     assert (first.sampling.top_p, first.sampling.max_tokens) == (0.5, 99)
     assert (first.generator.engine, first.generator.engine_args) == ("torch", {})
-    assert (first.generator.slots, first.generator.replicas) == (1, 1)
+    assert first.generator.slots == 1
     assert first.trainer.lora_rank == 0  # an exported model has its adapter in it
     assert (options["greedy"], greedy["greedy"], greedy["system"]) == (False, True, "be kind")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -89,14 +88,6 @@ def test_a_ping_to_nobody(
     assert told in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_scripts_for_completion(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if shell == "bash" and shutil.which("bash") is None:
-        pytest.skip("bash is not installed")
-    assert cli.main(["completion", shell]) == 0
-    assert f"_UMBRA_COMPLETE={shell}_complete" in capsys.readouterr().out
-
-
 def complete(words: str) -> list[str]:
     """What bash would be offered after `words`, whose last is unfinished."""
     environ = {
@@ -115,7 +106,7 @@ def complete(words: str) -> list[str]:
 
 
 def test_commands_and_flags_are_completed() -> None:
-    assert complete("comp") == ["completion"]
+    assert complete("repo") == ["report"]
     assert "weight-hub" in complete("weig")
     assert "--learning-rate" in complete("trainer --learn")
     assert "relay" in complete("weight-hub rel")

@@ -22,6 +22,8 @@ from umbra.deploy.machine_defaults import (
     shares_aside,
     this_hardware,
 )
+from umbra.deploy.programs import other_programs
+from umbra.deploy.run_folder import RunFolder
 from umbra.proto.errors import StartupError, UmbraError, UsageError
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import given_keys, load_config, load_tree
@@ -106,8 +108,18 @@ def test_with_several_gpus_each_side_has_its_own() -> None:
     assert chosen(FOUR, "trainer.ranks=2").generator.device == "cuda:2"
     whole = chosen(FOUR, "trainer.ranks=3", "generator.tensor_parallel=2")
     assert whole.generator.device == "auto"  # there are not as many: the run is refused later
-    for alone in ("generator.count=2", "generator.replicas=2", "trainer.device=cpu"):
-        assert chosen(FOUR, alone).generator.device == "auto"
+    assert chosen(FOUR, "trainer.device=cpu").generator.device == "auto"
+    assert chosen(FOUR, "generator.count=3").generator.device == "cuda:1"
+    assert chosen(FOUR, "generator.count=4").generator.device == "auto"
+
+
+def test_generators_get_the_gpus_that_follow_the_first_one(tmp_path: Path) -> None:
+    run = chosen(FOUR, "generator.count=3")
+    programs = other_programs(run, RunFolder(tmp_path), "tcp://127.0.0.1:1")
+    argvs = {one.name: " ".join(one.argv) for one in programs}
+    assert "--device" not in argvs["generator-0"]  # the run file's own, cuda:1
+    assert argvs["generator-1"].endswith("--device cuda:2")
+    assert argvs["generator-2"].endswith("--device cuda:3")
 
 
 def shared(

@@ -154,8 +154,6 @@ def test_an_engine_may_have_several_gpus() -> None:
     plan = plan_of(4, 7, overrides=("generator.tensor_parallel=2",))
     assert by_task(plan)["generate"] == [("b", (0, 1)), ("b", (2, 3)), ("b", (4, 5))]
     assert plan.idle(plan.nodes[1]) == [6]
-    several = ("generator.tensor_parallel=2", "generator.replicas=2")
-    assert by_task(plan_of(4, 4, overrides=several))["generate"] == [("b", (0, 1, 2, 3))]
 
 
 def test_names_are_unique_and_gpus_exist() -> None:
@@ -194,7 +192,7 @@ def test_names_are_unique_and_gpus_exist() -> None:
             (),
             ("generator.tensor_parallel=4",),
             {"ratios": [0.75, 0.25]},
-            "a generator needs 4 GPUs (generator.replicas x tensor_parallel), but group [generate] "
+            "a generator needs 4 GPUs (generator.tensor_parallel), but group [generate] "
             "has at most 2 on one node (ratio 0.25 x 8 GPUs = 2)",
         ),
         ((0,), (), (), {"unit": "gpu"}, "cluster.unit = gpu, but no node has GPUs"),

@@ -83,10 +83,8 @@ def check_manifests(plan: Plan, documents: list[dict[str, Any]]) -> None:
         assert len({container["name"] for container in pod["containers"]}) == len(pod["containers"])
         for container in pod["containers"]:
             assert NAME.fullmatch(container["name"])
-            keep, name, arguments = kept(container["args"])
-            containers.append(name)
-            parse_planned(keep)
-            parse_planned(arguments)
+            containers.append(container["args"][container["args"].index("--name") + 1])
+            parse_planned(container["args"])
             assert {mount["name"] for mount in container["volumeMounts"]} <= set(volumes)
             broker = {e["name"]: e["value"] for e in container["env"]}["UMBRA_BROKER"]
             host = broker.removeprefix("tcp://").rpartition(":")[0]
@@ -99,14 +97,6 @@ def check_manifests(plan: Plan, documents: list[dict[str, Any]]) -> None:
     assert sorted(containers) == sorted(process.name for process in plan.processes)
 
 
-def kept(args: list[str]) -> tuple[list[str], str, list[str]]:
-    """The arguments of `umbra keep`, the name that it uses, and those of what it starts."""
-    split = args.index("--")
-    assert args[0] == "keep"
-    assert args[split + 1] == "umbra"
-    return args[: split + 2], args[args.index("--name") + 1], args[split + 2 :]
-
-
 def check_labels(metadata: dict[str, Any]) -> None:
     for key, value in metadata["labels"].items():
         prefix, _, name = key.rpartition("/")
@@ -116,10 +106,7 @@ def check_labels(metadata: dict[str, Any]) -> None:
 
 
 def check_failure_policy(job: dict[str, Any]) -> None:
-    """Kubernetes takes a policy for pods only whose containers it does not restart itself."""
-    assert job["template"]["spec"]["restartPolicy"] == "Never"
-    rules = {rule["action"]: rule for rule in job["podFailurePolicy"]["rules"]}
-    assert rules["FailJob"]["onExitCodes"] == {"operator": "In", "values": [2, 4, 7, 8]}
+    assert job["template"]["spec"]["restartPolicy"] == "OnFailure"
     assert job["backoffLimit"] > 0
     assert job["ttlSecondsAfterFinished"] > 0
 
@@ -250,13 +237,7 @@ def test_what_kubernetes_cannot_do_is_refused(name: str, told: str) -> None:
 
 # -- SLURM ----------------------------------------------------------------------------------------
 
-# Stand-ins: `umbra keep` starts its command once; the job has hosts by the list's name.
-UMBRA = """\
-#!/bin/sh
-while [ "$1" != -- ]; do shift; done
-shift
-exec "$@"
-"""
+# Stand-ins: the job has hosts by the list's name.
 SCONTROL = """\
 #!/bin/sh
 case "$2" in
@@ -267,7 +248,10 @@ esac
 SRUN = """\
 #!/bin/sh
 printf '%s\\n' "$*" >> "$CALLS"
-case "$*" in *"umbra trainer"*) exit "${TRAINER_EXIT:-0}" ;; esac
+case "$*" in
+    *"umbra trainer"*) exit "${TRAINER_EXIT:-0}" ;;
+    *"umbra generator"*) if [ -n "${FAILS:-}" ] && mkdir "$CALLS.failed" 2>/dev/null; then exit 5; fi ;;
+esac
 """
 
 
@@ -275,7 +259,7 @@ def run_script(plan: Plan, folder: Path, **environ: str) -> tuple[int, list[str]
     """Run the script of `plan` with stand-ins: exit code, calls of srun, errors."""
     script, calls = folder / "run.sbatch", folder / "calls"
     script.write_text(render(plan, "slurm", out=folder)["run.sbatch"], encoding="utf-8")
-    for name, text in {"umbra": UMBRA, "scontrol": SCONTROL, "srun": SRUN}.items():
+    for name, text in {"scontrol": SCONTROL, "srun": SRUN}.items():
         (folder / name).write_text(text, encoding="utf-8")
         (folder / name).chmod(0o755)
     calls.touch()
@@ -307,6 +291,14 @@ def test_the_script_starts_every_step_and_ends_as_the_trainer(tmp_path: Path, co
     # Each node has its own metrics; SLURM would replace the % of the log's name.
     assert f"--run-dir {tmp_path}/runs of 100%/{plan.run_id}/a" in trainer
     assert f"--output={tmp_path}/runs of 100%%/{plan.run_id}/logs/trainer.log" in trainer
+
+
+def test_a_step_that_fails_is_started_again(tmp_path: Path) -> None:
+    plan = plan_of(1, 1, overrides=(f"run.dir={tmp_path}/runs",))
+    ended, calls, said = run_script(plan, tmp_path, FAILS="1", SLURM_JOB_NODELIST="x1,x2")
+    assert ended == 0, said
+    assert "generator-b-0 ended with exit code 5: restart in 2 s" in said
+    assert sum("umbra generator" in call for call in calls) == 2
 
 
 def test_processes_reach_one_another_at_the_addresses_of_the_hosts_that_the_job_got(

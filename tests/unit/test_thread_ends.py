@@ -20,14 +20,12 @@ from umbra.proto.net.io_thread import IoThread
 from umbra.services.buffer.store.committer import Committer
 from umbra.services.config import EnvironmentConfig
 from umbra.services.environments.worker_pool import WorkerPool
-from umbra.services.generator.replicas import Replica
 from umbra.services.http.address import listen
 from umbra.services.http.server import HttpServer
 from umbra.services.process import threads
 from umbra.services.process.command import service_command
 from umbra.services.process.loop_thread import LoopThread
 from umbra.services.process.metrics import MetricsFile
-from umbra.services.process.supervisor import Program
 from umbra.services.weight_hub.relay import Relay
 from umbra.services.weights.planes.bucket_server import BucketServer
 from umbra.services.weights.planes.bucket_store import BucketStore
@@ -162,19 +160,6 @@ def test_the_keeper_of_environment_processes(ends: Ends, monkeypatch: pytest.Mon
 
     asyncio.run(main())
     assert ends() == "the keeper of environment processes failed: KeyError: 7"
-
-
-def test_the_reader_of_a_replicas_log(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Broken:
-        def write(self, _line: str) -> None:
-            raise ValueError("I/O operation on closed file")
-
-    monkeypatch.setattr(sys, "stderr", Broken())
-    argv = (sys.executable, "-c", "import sys; sys.stderr.write('hi\\n')")
-    replica = Replica(Program("gen-1", argv, wave=0))
-    assert ends() == "the thread log gen-1 failed: ValueError: I/O operation on closed file"
-    replica.kill()
-    assert replica.wait(WAIT_S) is not None
 
 
 def test_the_thread_of_a_relay(bench: Bench, ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
