@@ -14,6 +14,7 @@ No container is made: images, users and limits are not tried.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -51,6 +52,8 @@ class Service:
     tries: int  # of its health check, until it counts as unhealthy
     process: subprocess.Popen[bytes] | None = None
     codes: list[int] = field(default_factory=list[int])
+    pause_s: float = 0.1  # doubles up to a minute, as Docker's does
+    due: float = math.inf
 
     def start(self) -> None:
         with self.log.open("ab") as log:
@@ -65,8 +68,12 @@ class Service:
             self.process = None
             if code != 0 and self.restarts_left > 0:
                 self.restarts_left -= 1
-                self.start()
-        return self.process is not None
+                self.due = time.monotonic() + self.pause_s
+                self.pause_s = min(60.0, 2 * self.pause_s)
+        if self.due <= time.monotonic():
+            self.due = math.inf
+            self.start()
+        return self.process is not None or self.due < math.inf
 
     def is_healthy(self, *, keys: bool = True) -> bool:
         """What its health check says; a stranger on the node has no `keys` to ask with."""
@@ -161,8 +168,6 @@ class Node:
         environ = {
             **os.environ,
             PARENT_PID_VARIABLE: str(os.getpid()),
-            # On which `umbra keep` finds `umbra`.
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
         for file in service["env_file"]:
             for line in (folder / file).read_text(encoding="utf-8").splitlines():
@@ -253,7 +258,7 @@ class World:
     def kill(self) -> None:
         for service in self._services():
             if service.process is not None:
-                service.process.terminate()  # `umbra keep` passes it on
+                service.process.terminate()
 
     def _services(self) -> list[Service]:
         return [service for node in self.nodes.values() for service in node.services]

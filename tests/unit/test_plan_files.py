@@ -53,7 +53,6 @@ def test_every_planned_command_is_one_that_exists(
         monkeypatch.setenv(name, value)
     for process in plan.processes:
         parse_planned(invocation.command(plan, process, paths))
-        parse_planned(invocation.kept_command(plan, process, paths))
         parse_planned(invocation.health(plan, process))
 
 
@@ -138,7 +137,7 @@ def check_service(plan: Plan, service: dict[str, Any], name: str, volumes: dict[
     """Everything that a service needs in order to run, and nothing that it should not have."""
     process = next(p for p in plan.processes if p.name == name)
     assert service["restart"].startswith("on-failure:")
-    assert service["command"] == invocation.kept_command(plan, process, PATHS)
+    assert service["command"] == invocation.command(plan, process, PATHS)
     assert "start_interval" not in service["healthcheck"]  # which needs Docker Engine 25
     assert int(service["logging"]["options"]["max-file"]) > 1
     assert service["healthcheck"]["test"][:3] == ["CMD", "umbra", "ping"]

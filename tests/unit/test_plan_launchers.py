@@ -250,7 +250,7 @@ SRUN = """\
 printf '%s\\n' "$*" >> "$CALLS"
 case "$*" in
     *"umbra trainer"*) exit "${TRAINER_EXIT:-0}" ;;
-    *"umbra generator"*) if [ -n "${FAILS:-}" ] && mkdir "$CALLS.failed" 2>/dev/null; then exit 5; fi ;;
+    *"umbra generator"*) [ -z "${FAILS:-}" ] || ! mkdir "$CALLS.failed" 2>/dev/null || exit 5 ;;
 esac
 """
 
