@@ -57,8 +57,6 @@ from umbra.proto.training import (
     CommitBatch,
     FinishRun,
     LeaseBatch,
-    PeekBatch,
-    RejectSamples,
     RunFinished,
 )
 from umbra.proto.weights import (
@@ -112,6 +110,8 @@ class Join(Message, frozen=True, kw_only=True):
     host: Name
     package_version: Name
     endpoints: Annotated[dict[Name, Name], Meta(max_length=16)] = {}
+    vocabulary: int = 0  # trainer: tokens of its model, by which the buffer judges answers
+    routers: tuple[int, int, int] | None = None  # trainer: the same of its experts, if replayed
 
 
 class Welcome(Message, frozen=True, kw_only=True):
@@ -135,8 +135,6 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     idle_s: Number
     stats: Stats = {}
     shares: Stats = {}  # of its recent time, by activity
-    clock_offset_s: Number = 0.0  # add it to a time of the sender to get the buffer's
-    clock_error_s: Number = -1.0  # of the offset, at most; negative = not measured yet
 
 
 class HeartbeatAck(Message, frozen=True, kw_only=True):
@@ -146,7 +144,6 @@ class HeartbeatAck(Message, frozen=True, kw_only=True):
     heartbeat_s: Number = 0.0  # seconds between heartbeats from now on; 0 = as before
     weights: Name = ""
     weights_incarnation: Name = ""  # another one says that the hub was restarted
-    received_at: Number = 0.0  # when the heartbeat came in, by the buffer's clock
 
 
 class Leave(Message, frozen=True, kw_only=True):
@@ -192,8 +189,6 @@ class Member(Told, frozen=True, kw_only=True):
     silent_s: Number  # since its last message
     stats: Stats = {}
     shares: Stats = {}
-    clock_offset_s: Number = 0.0
-    clock_error_s: Number = -1.0
     progress_per_s: Number = 0.0  # units of work as of late
 
 
@@ -399,7 +394,7 @@ CONTROL: tuple[type[Message], ...] = (
 DATA: tuple[type[Message], ...] = (
     LeaseSamples, SampleLeases, SubmitTrajectories, SubmitAck, ReturnSamples, RenewLeases, RenewAck,
     Interrupt, FlushPartials, LeaseScoring, ScoringLeases, SubmitScores,
-    LeaseBatch, PeekBatch, BatchLease, RejectSamples, CommitBatch, CommitAck, CheckpointSaved,
+    LeaseBatch, BatchLease, CommitBatch, CommitAck, CheckpointSaved,
     FinishRun, RunFinished,
 )  # fmt: skip
 WEIGHTS: tuple[type[Message], ...] = (

@@ -364,7 +364,6 @@ class Ledger(Record, frozen=True, kw_only=True):
     trained: int = 0
     ended: Counts = {}  # by reason: stale, filtered, failed, cancelled
     in_flight: Counts = {}  # by state: queued, generating, scoring, ready, training
-    replayed: int = 0  # times that trained samples were trained on once more
 
     @property
     def balance(self) -> int:

@@ -7,25 +7,13 @@ from typing import Annotated
 from msgspec import Meta
 
 from umbra.proto.base import Message
-from umbra.proto.bounds import BATCH, RUN, STAGES, Figures, Id, Name, Number, Text
+from umbra.proto.bounds import BATCH, RUN, STAGES, Figures, Id, Number, Text
 from umbra.proto.errors import WireError
 from umbra.proto.records import EvalReport, Ledger, Score, Trajectory, with_score
 
 
 class LeaseBatch(Message, frozen=True, kw_only=True):
     """The trainer asks for the batch of optimizer step `step` (1-based), waiting up to `wait_s`."""
-
-    step: int
-    wait_s: Number
-    held: Name = ""  # `digest` of what it was given for this step in advance
-    vocabulary: int = 0  # tokens of its model, by which answers are judged from now on; 0 = unsaid
-    routers: tuple[int, int, int] | None = None  # the same of its experts, if it replays routing
-
-
-class PeekBatch(Message, frozen=True, kw_only=True):
-    """The trainer, while it is at the step before, asks for a copy of what the batch of `step` will
-    be, waiting up to `wait_s`. Nothing is leased by it.
-    """
 
     step: int
     wait_s: Number
@@ -45,8 +33,6 @@ class BatchLease(Message, frozen=True, kw_only=True):
     evals: Annotated[
         list[EvalReport], Meta(max_length=BATCH)
     ] = []  # the last ones that are over, for the trainer's curves
-    digest: Name = ""  # of the trajectories, if the trainer only peeked
-    same: bool = False  # the batch is what the trainer holds, and not sent again
     scores: Annotated[
         dict[Id, Annotated[list[Score], Meta(max_length=RUN)]], Meta(max_length=STAGES)
     ] = {}  # by stage in their order: what it found, for each of `trajectories`
@@ -63,15 +49,6 @@ class BatchLease(Message, frozen=True, kw_only=True):
                 raise WireError(f"the scores of stage {stage} are of other samples", path="scores")
             made = [with_score(one, stage, score) for one, score in zip(made, scores, strict=True)]
         return made
-
-
-class RejectSamples(Message, frozen=True, kw_only=True):
-    """The trainer cannot use these samples of the batch of `step`: they end as `rejected`, and the
-    batch is formed anew. Samples that are not in the batch that is leased change nothing.
-    """
-
-    step: int
-    faults: Annotated[dict[Id, Text], Meta(max_length=RUN)]  # by sample, in words
 
 
 class CommitBatch(Message, frozen=True, kw_only=True):

@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-PROTOCOL_MAJOR = 5
+PROTOCOL_MAJOR = 6
 PROTOCOL_MINOR = 0

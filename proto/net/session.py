@@ -8,9 +8,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 from umbra._version import __version__
@@ -39,19 +37,11 @@ from umbra.proto.net.channel import Channel
 from umbra.proto.net.io_thread import IoThread
 from umbra.proto.net.keys import OPEN, Security
 from umbra.proto.sockets import check_address
-from umbra.services.process.clock import ClockOffset, Offset
 from umbra.services.process.metrics import MetricsFile
 
 GRACE_S = 60.0  # without a sign of the broker: it is gone, or cut off from us
 LEAVE_TIMEOUT_S = 3.0
-SKEW_S = 1.0  # clocks that differ by more are warned of
-OFFSET_CHANGE_S = 0.001  # a smaller one is not noted down
-WATCHED = (
-    "push",
-    "sample",
-    "slow_sample",
-    "life",
-)  # rows of the metrics that go to the watchers, too
+WATCHED = ("push", "sample", "slow_sample")  # rows of the metrics that go to the watchers, too
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +65,6 @@ class Session:
         stopping: threading.Event,
         grace_s: float,
         metrics: MetricsFile,
-        wall: Callable[[], float],
     ) -> None:
         self.name = link.name
         self.incarnation = link.incarnation
@@ -97,9 +86,6 @@ class Session:
         self._pace_s = welcome.heartbeat_s
         self._stats: dict[str, float] = {}
         self._metrics = metrics
-        self._wall = wall
-        self._clock_offset = ClockOffset()
-        self._noted_offset: Offset | None = None  # the last one in the metrics
         metrics.on_row = self._row
         self._hub = (welcome.weights, welcome.weights_incarnation)
         self._weights: Channel | None = None
@@ -123,11 +109,13 @@ class Session:
         grace_s: float = GRACE_S,
         security: Security = OPEN,
         metrics: MetricsFile | None = None,
-        wall: Callable[[], float] = time.time,
+        vocabulary: int = 0,
+        routers: tuple[int, int, int] | None = None,
     ) -> Session:
         """Join the run whose broker is at `broker`.
 
-        What goes to `metrics` is told to those who watch as well; `wall` is the clock of its rows.
+        What goes to `metrics` is told to those who watch as well. `vocabulary` and `routers` are
+        those of the trainer's model, by which the buffer judges answers.
 
         Raises:
             UsageError: `broker` is no address.
@@ -144,6 +132,8 @@ class Session:
             host=socket.gethostname(),
             package_version=__version__,
             endpoints=endpoints or {},
+            vocabulary=vocabulary,
+            routers=routers,
         )
         try:
             control = link.channel(broker, "broker")
@@ -160,7 +150,7 @@ class Session:
         log.info("joined run %s as %s", welcome.run_id, name)
         stop = stopping or threading.Event()
         file = metrics or MetricsFile(None, name)
-        return cls(link, control, hello, welcome, stop, grace_s, file, wall)
+        return cls(link, control, hello, welcome, stop, grace_s, file)
 
     @property
     def data(self) -> Channel:
@@ -254,7 +244,6 @@ class Session:
         with self._lock:
             if self.stopping.is_set():
                 self._state = "draining"
-            offset = self._clock_offset.best
             beat = Heartbeat(
                 state=self._state,
                 activity=self._activity,
@@ -262,15 +251,12 @@ class Session:
                 idle_s=now - self._moved_at,
                 stats=dict(self._stats),
                 shares=self._metrics.spans.shares(),
-                clock_offset_s=offset.seconds if offset else 0.0,
-                clock_error_s=offset.error_s if offset else -1.0,
             )
         if spans := self._metrics.spans.take():
             self.emit("spans", spans=spans)
-        sent = self._wall()
-        self._control.request(beat, timeout_s=self._grace_s, on_done=partial(self._heard, sent))
+        self._control.request(beat, timeout_s=self._grace_s, on_done=self._heard)
 
-    def _heard(self, sent: float, future: Future[Message]) -> None:
+    def _heard(self, future: Future[Message]) -> None:
         error = future.exception()
         if isinstance(error, RejectedError) and error.code == "not_member":
             self._rejoin()
@@ -279,27 +265,10 @@ class Session:
         elif error is None and isinstance(ack := future.result(), HeartbeatAck):
             self._heard_at = time.monotonic()
             self.version = ack.version
-            self._compare_clocks(sent, ack.received_at)
             self._pace_s = ack.heartbeat_s or self._pace_s
             if ack.weights:
                 self._hub_is(ack.weights, ack.weights_incarnation)
         self._take_commands()
-
-    def _compare_clocks(self, sent: float, read: float) -> None:
-        """The buffer read its clock between the time that a heartbeat was sent and now."""
-        if read:
-            self._clock_offset.measured(sent=sent, read=read, received=self._wall())
-        best, noted = self._clock_offset.best, self._noted_offset
-        if best is None or (noted and abs(best.seconds - noted.seconds) < OFFSET_CHANGE_S):
-            return
-        if abs(best.seconds) - best.error_s > SKEW_S:
-            log.warning(
-                "this machine's clock is %.1f s %s the buffer's: set the clocks (NTP); only times "
-                "in logs and files are affected",
-                abs(best.seconds), "behind" if best.seconds > 0 else "ahead of",
-            )  # fmt: skip
-        self._noted_offset = best
-        self._metrics.write("clock", offset_s=best.seconds, error_s=best.error_s)
 
     def _row(self, kind: str, fields: dict[str, Any]) -> None:
         if kind in WATCHED:

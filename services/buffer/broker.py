@@ -37,10 +37,8 @@ from umbra.proto.messages import (
     Nack,
     Ok,
     PauseRequest,
-    PeekBatch,
     Ping,
     Pong,
-    RejectSamples,
     RenewLeases,
     ResumeRequest,
     ReturnSamples,
@@ -124,10 +122,8 @@ class Broker:
         report = StallReport(run)
         interrupts = Cancellations(
             run.pool,
-            run.batches,
-            run.policy,
             run.members,
-            on_batch=run.buffer.on_batch,
+            interrupt=run.buffer.on_batch == "interrupt",
             counters=run.counters,
             outbox=run.outbox,
         )
@@ -180,7 +176,6 @@ class Broker:
 
     def handle_all(self, requests: Iterable[Request], now: float) -> list[Effect]:
         """The effects of `requests`, which came together, one after the other."""
-        self.run.lives.now = now
         settled = True
         for request in requests:
             kind = type(request.body)
@@ -198,7 +193,6 @@ class Broker:
 
     def tick(self, now: float) -> list[Effect]:
         """The effects of time: expired leases, dead members, waits that are over."""
-        self.run.lives.now = now
         for peer in self.members.silent(now, self._patience()):
             log.warning("%s is dead: silent for %.1f s", peer.name, now - peer.heard_at)
             self.counters["dead_members"] += 1
@@ -220,7 +214,6 @@ class Broker:
 
     def drain(self, reason: str, now: float) -> list[Effect]:
         """Ask everyone to hand back what they have and to leave."""
-        self.run.lives.now = now
         self._stop(reason, now)
         self._settle(now)
         return self._outbox.take()
@@ -233,7 +226,6 @@ class Broker:
 
     def close(self, now: float) -> list[Effect]:
         """End what is still in flight; the final ledger."""
-        self.run.lives.now = now
         for peer in self.members.working:
             log.warning("%s has not left in time", peer.name)
         self.run.cancel()
@@ -251,7 +243,6 @@ class Broker:
 
     def _resume(self, now: float) -> None:
         """Go on with the run in the store, if there is one."""
-        self.run.lives.now = now
         if not self._recovery.restore(now):
             return
         self.counters["restarts"] += 1
@@ -292,8 +283,6 @@ class Broker:
             LeaseScoring: scorers.lease,
             SubmitScores: scorers.submit,
             LeaseBatch: training.lease,
-            PeekBatch: training.peek,
-            RejectSamples: training.reject,
             CommitBatch: training.commit,
             CheckpointSaved: training.checkpoint,
             FinishRun: self._finish,
@@ -313,6 +302,7 @@ class Broker:
         if before is not None and before.incarnation != peer.incarnation:
             self.counters["superseded"] += 1
             self._take_back(before, lost=True)
+        self.run.facts.learn(body.vocabulary, body.routers)
         log.info("%s has joined (%s, pid %d on %s)", peer.name, peer.role, peer.pid, peer.host)
         weights, incarnation = self.members.hub
         welcome = Welcome(
@@ -375,7 +365,6 @@ class Broker:
             heartbeat_s=self.members.pace_s,
             weights=weights,
             weights_incarnation=incarnation,
-            received_at=request.received_at,
         )
         self._outbox.reply(request, ack)
         reason = "the run is ending" if self.state == "draining" else peer.drained

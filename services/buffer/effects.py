@@ -32,15 +32,7 @@ class Measure(msgspec.Struct, frozen=True):
     fields: dict[str, Any]
 
 
-class Lived(msgspec.Struct, frozen=True):
-    """A row of kind "life": something that took from `start` to `end` of the broker's clock."""
-
-    start: float
-    end: float
-    fields: dict[str, Any]
-
-
-Effect: TypeAlias = Reply | Notify | Measure | Lived
+Effect: TypeAlias = Reply | Notify | Measure
 
 
 class Effects:
@@ -60,10 +52,6 @@ class Effects:
     def measure(self, kind: str, **fields: Any) -> None:
         """Write a row of metrics."""
         self._effects.append(Measure(kind, fields))
-
-    def lived(self, start: float, end: float, **fields: Any) -> None:
-        """Write a row of kind "life"."""
-        self._effects.append(Lived(start, end, fields))
 
     def take(self) -> list[Effect]:
         """All effects since the last call."""

@@ -17,7 +17,6 @@ from umbra.proto.net.server import Request
 from umbra.services.buffer.meter import Meter
 from umbra.services.config import BufferConfig
 
-SKEW_S = 1.0  # clocks that differ by more are pointed out
 DEPARTED_KEPT = 1024  # names and incarnations that are remembered after their end
 BEATS_PER_S = 64  # heartbeats of all members together, about: each costs as much as a trajectory
 BEATS_UNTIL_DEAD = 3  # but so many of a member have to be missing until it counts as dead
@@ -46,8 +45,6 @@ class Participant:
     drained: str = ""  # why it was asked to leave, if so
     stats: dict[str, float] = field(default_factory=dict[str, float])
     shares: dict[str, float] = field(default_factory=dict[str, float])
-    clock_offset_s: float = 0.0
-    clock_error_s: float = -1.0
     meter: Meter | None = None  # of its progress, from its first heartbeat on
 
     @property
@@ -75,8 +72,6 @@ class Participant:
             silent_s=now - self.heard_at,
             stats=dict(self.stats),
             shares=dict(self.shares),
-            clock_offset_s=self.clock_offset_s,
-            clock_error_s=self.clock_error_s,
             progress_per_s=0.0 if self.meter is None else self.meter.rate(now),
         )
 
@@ -199,7 +194,6 @@ class Membership:
         peer.idle_s = body.idle_s
         peer.stats = dict(body.stats)
         peer.shares = dict(body.shares)
-        peer.clock_offset_s, peer.clock_error_s = body.clock_offset_s, body.clock_error_s
 
     def remove(self, peer: Participant, why: str) -> None:
         """`peer` is gone."""
@@ -258,12 +252,6 @@ class Membership:
                 if peer.role == "generator":
                     action = "it ends itself after generator.stall_s"
                 found.append(Stuck(what=what, holder=peer.name, age_s=idle_s, action=action))
-            skew_s = abs(peer.clock_offset_s)
-            if peer.clock_error_s >= 0 and skew_s - peer.clock_error_s > SKEW_S:
-                side = "behind" if peer.clock_offset_s > 0 else "ahead of"
-                what = f"the clock of {peer.host} is {skew_s:.1f} s {side} the buffer's"
-                action = "none: set the clocks (NTP); timelines are aligned anyway"
-                found.append(Stuck(what=what, holder=peer.name, age_s=0.0, action=action))
         return found
 
     def _add(self, peer: Participant) -> None:

@@ -20,14 +20,13 @@ from umbra.proto.net.session import WATCHED
 from umbra.services.buffer.addresses import Addresses
 from umbra.services.buffer.broker import Broker, Endpoints
 from umbra.services.buffer.data.sources import open_prompts
-from umbra.services.buffer.effects import Effect, Lived, Measure, Notify, Reply
+from umbra.services.buffer.effects import Effect, Measure, Notify, Reply
 from umbra.services.buffer.state import RunState
 from umbra.services.buffer.store.api import MemoryStore, Store, StoreFullError
 from umbra.services.buffer.store.committer import Committer
 from umbra.services.buffer.store.run_mark import open_marked, refuse_marked
 from umbra.services.config import BufferConfig
 from umbra.services.config.feasibility import check_feasible
-from umbra.services.process.clock import monotonic_to_epoch
 from umbra.services.process.command import ServiceContext
 from umbra.services.process.disk import DISK, READABLE_MODE
 from umbra.services.prompts.readers import read_source
@@ -251,11 +250,6 @@ class Service:
                     self._server.push(channel, identity, body)
                 case Measure(kind, fields):
                     self._context.metrics.write(kind, **fields)
-                case Lived(start, end, fields):
-                    epoch = monotonic_to_epoch()  # the broker's clock is monotonic
-                    self._context.metrics.write(
-                        "life", **fields, start=epoch + start, end=epoch + end
-                    )
 
     def _tell(self, kind: str, fields: dict[str, Any]) -> None:
         """Rows go to those who watch, as they do from members."""

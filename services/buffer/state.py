@@ -19,12 +19,8 @@ from umbra.services.buffer.health import Health
 from umbra.services.buffer.membership import Membership
 from umbra.services.buffer.policy.batches import Batches
 from umbra.services.buffer.policy.leases import Leases
-from umbra.services.buffer.policy.replays import Replays
-from umbra.services.buffer.policy.run_ahead import RunAhead
-from umbra.services.buffer.policy.selection import BatchRules
 from umbra.services.buffer.policy.staleness import StalenessPolicy
 from umbra.services.buffer.samples.groups import GroupRules
-from umbra.services.buffer.samples.lives import Lives
 from umbra.services.buffer.samples.pool import SamplePool
 from umbra.services.buffer.samples.trajectory_store import TrajectoryStore
 from umbra.services.buffer.store.api import Store
@@ -68,24 +64,14 @@ class RunState:
         self.policy = StalenessPolicy.of(config)
         self.facts = RunFacts.of(config)
         self.facts.samplings = samplings_of(config)
-        self.lives = Lives(config.log.traced_share, self.outbox)
         group_rules = GroupRules.of(config)
         self.pool = self._make_pool(store, group_rules, buffer.stages)
-        self.pool.lives = self.lives if config.log.traced_share else None
         self.journal = Journal(store, self.pool)
-        rules = BatchRules.of(buffer)
-        replays = Replays(self.journal, self.policy, rules.times)
         self.batches = Batches(
-            self.pool,
-            self.policy,
-            rules,
-            Archive(self.journal, replays),
-            replays,
-            restart_stale=buffer.stale_policy == "restart",
+            self.pool, self.policy, Archive(self.journal), wait=buffer.stale_policy == "wait"
         )
-        self.run_ahead = RunAhead(buffer.run_ahead, buffer.min_ess)
         self.leases = Leases(
-            self.pool, self.batches, self.policy, prompts, self.run_ahead, buffer, self.counters
+            self.pool, self.batches, self.policy, prompts, buffer, self.counters
         )
         eval_stages = [stage for stage in buffer.stages if stage == "reward"]
         eval_rules = GroupRules(size=1, together=group_rules.together, only=group_rules.only)

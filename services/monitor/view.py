@@ -162,7 +162,6 @@ def ledger_text(status: Status) -> str:
     ended = counts(dict(sorted(ledger.ended.items())))
     flight = counts(ledger.in_flight)
     text = f"{ledger.issued} issued = {ledger.trained} trained"
-    text += f" (replayed {ledger.replayed} times)" if ledger.replayed else ""
     text += f" + {sum(ledger.ended.values())} ended" + (f" ({ended})" if ended else "")
     text += f" + {sum(ledger.in_flight.values())} in flight"
     text += f" ({flight})" if flight else ""

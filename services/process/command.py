@@ -47,7 +47,9 @@ class ServiceContext:
     security: Security = OPEN
     options: Mapping[str, Any] = field(default_factory=dict)  # of this command alone
 
-    def join(self, role: Role, endpoints: dict[str, str] | None = None) -> Session:
+    def join(
+        self, role: Role, endpoints: dict[str, str] | None = None, **facts: Any
+    ) -> Session:
         """Join the run; see `Session.join`."""
         return Session.join(
             role=role,
@@ -59,6 +61,7 @@ class ServiceContext:
             grace_s=self.config.run.broker_grace_s,
             metrics=self.metrics,
             security=self.security,
+            **facts,
         )
 
     def ready(self, facts: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,15 +17,7 @@ from umbra.services.modeling.micro_batch import Tokens
 
 
 class BatchError(UmbraError):
-    """Trajectories that cannot be trained on; the text names the first of these samples.
-
-    Args:
-        faults: by sample, what is wrong with it.
-    """
-
-    def __init__(self, reason: str, faults: Mapping[str, str] | None = None) -> None:
-        super().__init__(reason)
-        self.faults = dict(faults or {})
+    """Trajectories that cannot be trained on; the text names the first of these samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +86,9 @@ def make_batch(
     samples = trajectories
     if not samples:
         raise BatchError("the batch has no trajectories")
-    faults = {t.sample_id: fault for t in samples if (fault := find_fault(t, facts))}
-    if faults:
-        name, fault = next(iter(faults.items()))
-        maker = next(t.generator for t in samples if t.sample_id == name)
-        raise BatchError(f"sample {name} of {maker or '?'}: {fault}", faults)
+    for sample in samples:
+        if fault := find_fault(sample, facts):
+            raise BatchError(f"sample {sample.sample_id} of {sample.generator or '?'}: {fault}")
     branches = torch.tensor([1 + len(t.branches) for t in samples])
     trajectories = [line for t in samples for line in t.lines]
     ids: list[NDArray[np.int64]] = []

@@ -16,14 +16,12 @@ from umbra.proto.messages import (
     CommitBatch,
     LeaseBatch,
     Ok,
-    RejectSamples,
 )
 from umbra.proto.net.session import Session
-from umbra.proto.records import Trajectory
 from umbra.services.config.trajectory_rules import RunFacts
 from umbra.services.process.command import ServiceContext
 from umbra.services.reporting.numbers import size
-from umbra.services.trainer.batch import BatchError, TrainBatch, make_batch
+from umbra.services.trainer.batch import TrainBatch, make_batch
 from umbra.services.trainer.checkpoints.saver import SaveOutcome, Saver
 from umbra.services.trainer.guard import SkipLimit
 from umbra.services.trainer.learner import Learner
@@ -37,14 +35,12 @@ from umbra.services.trainer.metrics import (
 )
 from umbra.services.trainer.orders import Snapshot, Stop, Train, give
 from umbra.services.trainer.phases import Profile
-from umbra.services.trainer.prefetch import Ahead, Prefetch
 from umbra.services.trainer.rollout_log import RolloutLog
 from umbra.services.trainer.shards import Snapshots
 from umbra.services.trainer.sinks import Sinks
 from umbra.services.trainer.update import Update
 from umbra.services.weights.publisher import Publisher
 
-LEAST_REJECTED = 8
 LEASE_SLICE_S = 1.0  # how long one request for a batch is parked, so that a stop is noticed
 # What the monitor shows of a step.
 SHOWN = {
@@ -98,23 +94,14 @@ class Loop:
         self._rollouts = rollouts
         self._facts = RunFacts.of(context.config, learner.model.config.vocab_size)
         self._facts.routers = learner.replayed
-        # Once the buffer knows these facts, what is unfit is what it had before: so many batches.
-        self._most_rejected = 2 * (context.config.buffer.run_ahead + LEAST_REJECTED)
         self._patience = SkipLimit(context.config.trainer.max_skipped)
         self._row: Row | None = None  # of the last step; None while the weights are of no version
         assert context.run_dir is not None
         steps = context.config.trainer.profile_steps
         self._profile = Profile(context.run_dir / "profile", steps)
-        self._prefetch = Prefetch(
-            session.data,
-            self._make_batch,
-            wait_s=context.config.trainer.batch_wait_s,
-            grace_s=self._grace_s,
-        )
 
     def close(self) -> None:
-        """End the thread that looks at the next batch, and a trace."""
-        self._prefetch.close()
+        """End the profiler's trace."""
         self._profile.end()
 
     def run(self) -> bool:
@@ -126,12 +113,9 @@ class Loop:
         while self.version < self._config.run.steps:
             self._profile.begin(self.version + 1)
             with self._phase("wait_batch"):
-                ahead = self._prefetch.take(self.version + 1)
-                batch = self._lease(ahead)
+                batch = self._lease()
             if batch is None:
                 return False
-            if self.version + 2 <= self._config.run.steps:
-                self._prefetch.begin(self.version + 2)
             with self._phase("train_step"):
                 give(self._learner.ranks, Train(self.version, batch.samples))
                 kept, self._row = self._row, None
@@ -144,7 +128,6 @@ class Loop:
             names = [one.name for one in self._config.environments]
             seen = sample_metrics(batch, self.version)
             row = finite(seen | environment_metrics(batch.samples, names) | learned)
-            row["prefetched"] = float(ahead is not None and batch is ahead.batch)
             with self._phase("commit"):
                 if not self._commit(row):
                     return False
@@ -218,34 +201,23 @@ class Loop:
         self._session.progress(f"training step {self.version + 1}")
         return not self._session.stopping.is_set()
 
-    def _make_batch(self, trajectories: list[Trajectory]) -> TrainBatch:
-        facts = self._facts
-        return make_batch(trajectories, facts.vocabulary, facts.tokens, facts.routers)
-
-    def _lease(self, ahead: Ahead | None) -> TrainBatch | None:
-        """The next batch, which may be the one that came `ahead`; None when asked to stop.
+    def _lease(self) -> TrainBatch | None:
+        """Lease the next batch; None when asked to stop.
 
         Raises:
             DeadlineError: none came within `trainer.batch_wait_s`, while the run was not paused;
                 or another rank is silent.
             PeerLostError: what was published last is lost, so that none may ever come.
-            BatchError: too many in a row had samples that cannot be trained on.
+            BatchError: it has samples that cannot be trained on.
         """
-        step, rejected = self.version + 1, 0
+        step, facts = self.version + 1, self._facts
         deadline = Deadline(self._config.trainer.batch_wait_s, f"no batch for step {step}")
         while not self._session.stopping.is_set():
             self._saved(self._saver.settled())
             self._learner.ranks.check()
             self._outlet.publisher.check()
             self._session.progress(f"waiting for batch {step}", 0)
-            held = ahead.digest if ahead else ""
-            ask = LeaseBatch(
-                step=step,
-                wait_s=LEASE_SLICE_S,
-                held=held,
-                vocabulary=self._facts.vocabulary,
-                routers=self._facts.routers,
-            )
+            ask = LeaseBatch(step=step, wait_s=LEASE_SLICE_S)
             limit = LEASE_SLICE_S + self._grace_s
             try:
                 lease = self._session.data.call(
@@ -258,32 +230,13 @@ class Loop:
             self._sinks.write_evals(lease.evals)
             if lease.checkpoint:
                 self._save_on_request()
-            if lease.same and ahead is not None:
-                return ahead.batch
             if lease.trajectories:
-                try:
-                    return self._make_batch(lease.scored())
-                except BatchError as error:
-                    rejected += 1
-                    if rejected > self._most_rejected:
-                        raise
-                    self._reject(step, error)
-                deadline.restart()
+                return make_batch(lease.scored(), facts.vocabulary, facts.tokens, facts.routers)
             if lease.paused:
                 deadline.restart()
             awaited = lease.waiting_for or "trajectories"
             deadline.check(f" (trainer.batch_wait_s): waiting for {awaited}")
         return None
-
-    def _reject(self, step: int, error: BatchError) -> None:
-        """Give back the samples that cannot be trained on; the buffer replaces them."""
-        self._context.log.warning(
-            "batch %d is given back for %d samples that cannot be trained on: %s",
-            step, len(error.faults), error,
-        )  # fmt: skip
-        self._context.metrics.write("rejected", step=step, samples=error.faults)
-        body = RejectSamples(step=step, faults=error.faults)
-        self._session.data.call(body, Ok, timeout_s=self._grace_s, stopping=self._session.stopping)
 
     def _commit(self, row: Row) -> bool:
         """Tell the buffer that the batch is trained on; from here on the version is one higher.

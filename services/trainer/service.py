@@ -134,7 +134,8 @@ def _lead(
     """What rank 0 does, and alone does towards the run."""
     config = context.config
     assert context.run_dir is not None
-    with context.join("trainer") as session:
+    vocabulary, routers = learner.model.config.vocab_size, learner.replayed
+    with context.join("trainer", vocabulary=vocabulary, routers=routers) as session:
         hub, pace = session.weights(deadline_s=HUB_DEADLINE_S), config.weight_hub.pace
         with (
             closing(Publisher(hub, manifest, session.stopping, pace)) as publisher,

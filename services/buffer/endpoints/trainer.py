@@ -13,13 +13,10 @@ from umbra.proto.messages import (
     LeaseBatch,
     Nack,
     Ok,
-    PeekBatch,
-    RejectSamples,
 )
 from umbra.proto.net.server import Request
 from umbra.services.buffer.endpoints.checkpoint_requests import CheckpointRequests
 from umbra.services.buffer.endpoints.parking import Parked
-from umbra.services.buffer.samples.failure_counts import count_reason
 from umbra.services.buffer.state import RunState
 
 log = logging.getLogger(__name__)
@@ -27,7 +24,7 @@ log = logging.getLogger(__name__)
 
 class TrainerEndpoint:
     """Answers the trainer. A question for a batch that is not full yet is parked; a newer one takes
-    its place. Beside it there may be one for a look at the batch after the one that is leased.
+    its place.
 
     Args:
         missing: tells in words what the batch waits for, at a time.
@@ -48,7 +45,6 @@ class TrainerEndpoint:
         self._missing = missing
         self._formed = formed
         self._question: Parked[LeaseBatch] | None = None
-        self._peek: Parked[PeekBatch] | None = None
 
     def lease(self, request: Request, body: LeaseBatch, now: float) -> None:
         """Hand out the batch of the next step, the same as before if asked again; or park this.
@@ -57,8 +53,6 @@ class TrainerEndpoint:
         checkpoint, and gets the batches of the steps since then once more.
         """
         self._answer_parked("asked again")
-        self._answer_peek()
-        self._run.facts.learn(body.vocabulary, body.routers)
         is_new = request.header.incarnation != self._run.committer
         if is_new and 0 < body.step <= self._batches.version:
             if self._batches.can_rewind(body.step):
@@ -80,13 +74,6 @@ class TrainerEndpoint:
         if self._run.wanted_since is None:
             self._run.wanted_since = now
         self._question = Parked(request, body, now + body.wait_s)
-        self.serve(now)
-        self.expire(now)
-
-    def peek(self, request: Request, body: PeekBatch, now: float) -> None:
-        """Show what the batch after the leased one will be, once that can be told."""
-        self._answer_peek()
-        self._peek = Parked(request, body, now + body.wait_s)
         self.serve(now)
         self.expire(now)
 
@@ -112,15 +99,6 @@ class TrainerEndpoint:
         ledger = self._pool.ledger.snapshot()
         self._outbox.reply(request, CommitAck(version=self._batches.version, ledger=ledger))
 
-    def reject(self, request: Request, body: RejectSamples, _now: float) -> None:
-        """The trainer cannot use some samples; a repetition changes nothing."""
-        found = self._batches.reject(body.faults) if body.step == self._batches.next_step else []
-        self._counters["rejected_samples"] += len(found)
-        for name in found:
-            if count_reason(self._counters, f"rejected: {body.faults[name]}"):
-                log.warning("%s rejects %s: %s", request.header.sender, name, body.faults[name])
-        self._outbox.reply(request, Ok())
-
     def checkpoint(self, request: Request, body: CheckpointSaved, _now: float) -> None:
         """The trainer has saved its state after `body.step`."""
         version = self._batches.version
@@ -140,8 +118,7 @@ class TrainerEndpoint:
             self._answer_parked("a checkpoint is wanted first")
 
     def serve(self, now: float) -> None:
-        """Answer the parked questions if their batches are full."""
-        self._show()
+        """Answer the parked question if its batch is full."""
         question = self._question
         if question is None or self._run.paused:
             return
@@ -156,64 +133,40 @@ class TrainerEndpoint:
             self._outbox.measure(
                 "batch",
                 step=batch.step,
-                groups=len(batch.all_groups),
-                replayed_groups=len(batch.replays),
+                groups=len(batch.groups),
                 samples=batch.staleness.samples,
-                tokens=sum(sample.tokens for group in batch.all_groups for sample in group.samples),
+                tokens=sum(sample.tokens for group in batch.groups for sample in group.samples),
                 wait_s=0.0 if self._run.wanted_since is None else now - self._run.wanted_since,
                 in_flight=self._pool.ledger.snapshot().in_flight,
-                **{f"environment/{n}/share": p for n, p in self._run.prompts.shares().items()},
                 **{f"staleness_{name}": value for name, value in batch.staleness.figures().items()},
             )
         self._question = self._run.wanted_since = None
         packed = self._pool.trajectory_store.batch(batch.sample_ids)
         # Shows, also when it is handed out again, that step and bytes belong together.
         self._outbox.measure("handed_out", step=batch.step, digest=packed.digest)
-        same = packed.digest == question.body.held
         lease = BatchLease(
             step=batch.step,
-            trajectories=[] if same else packed.trajectories,
-            scores={} if same else packed.scores,
-            same=same,
+            trajectories=packed.trajectories,
+            scores=packed.scores,
             checkpoint=self.checkpoint_requests.open,
             evals=self._run.evals.newest,
         )
         self._outbox.reply(question.request, lease)
 
-    def _show(self) -> None:
-        """Answer the parked look at the next batch if there is something to see, or will not be."""
-        question = self._peek
-        if question is None:
-            return
-        leased = self._batches.leased
-        if self.closed or leased is None or question.body.step != leased.step + 1:
-            self._answer_peek()
-            return
-        groups = self._batches.preview() if question.body.step <= self._steps else None
-        if groups is not None:
-            self._peek = None
-            names = [sample.sample_id for group in groups for sample in group.samples]
-            packed = self._pool.trajectory_store.batch(names)
-            lease = BatchLease(step=question.body.step, **packed._asdict())
-            self._outbox.reply(question.request, lease)
-
     def expire(self, now: float) -> None:
-        """Answer the parked questions whose wait is over."""
-        if self._peek is not None and self._peek.deadline <= now:
-            self._answer_peek()
+        """Answer the parked question if its wait is over."""
         if self._question is not None and self._question.deadline <= now:
             self._answer_parked(self._missing(now))
         self.checkpoint_requests.expire(now)
 
     def forget(self) -> None:
         """The trainer is gone; its batch stays leased for the next one."""
-        self._question = self._peek = self._run.wanted_since = None
+        self._question = self._run.wanted_since = None
 
     def close(self) -> None:
         """No more batches."""
         self.closed = True
         self._answer_parked("nothing: the run is ending")
-        self._answer_peek()
         self.checkpoint_requests.close()
         self._run.wanted_since = None
 
@@ -233,23 +186,11 @@ class TrainerEndpoint:
         self._run.health.trained(body.step, body.metrics)
         if body.metrics.get("skipped") == 1.0:
             self._counters["batches_skipped"] += 1
-        ess = body.metrics.get("ess")
-        if self._run.run_ahead.heard(ess, body.step):
-            self._outbox.measure(
-                "run_ahead", step=body.step, ess=ess, run_ahead=self._run.run_ahead.now
-            )
 
     def _answer_parked(self, waiting_for: str) -> None:
         if self._question is not None:
             question, self._question = self._question, None
             self._outbox.reply(question.request, self._nothing(question.body.step, waiting_for))
-
-    def _answer_peek(self) -> None:
-        if self._peek is not None:
-            question, self._peek = self._peek, None
-            self._outbox.reply(
-                question.request, self._nothing(question.body.step, "another question")
-            )
 
     def _nothing(self, step: int, waiting_for: str) -> BatchLease:
         return BatchLease(

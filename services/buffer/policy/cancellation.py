@@ -12,8 +12,6 @@ from umbra.proto.net.portions import portions
 from umbra.proto.net.server import Request
 from umbra.services.buffer.effects import Effects
 from umbra.services.buffer.membership import Membership
-from umbra.services.buffer.policy.batches import Batches
-from umbra.services.buffer.policy.staleness import StalenessPolicy
 from umbra.services.buffer.samples.groups import Sample
 from umbra.services.buffer.samples.pool import SamplePool
 
@@ -24,25 +22,21 @@ class Cancellations:
     """Asks generators to hand samples back. A push that is lost costs nothing but the time saved.
 
     Args:
-        on_batch: `buffer.on_batch`.
+        interrupt: samples under way come back as partials when a batch is full.
     """
 
     def __init__(
         self,
         pool: SamplePool,
-        batches: Batches,
-        policy: StalenessPolicy,
         members: Membership,
         *,
-        on_batch: str,
+        interrupt: bool,
         counters: Counter[str],
         outbox: Effects,
     ) -> None:
         self._pool = pool
-        self._batches = batches
-        self._policy = policy
         self._members = members
-        self._on_batch = on_batch
+        self._interrupts = interrupt
         self._counters = counters
         self._outbox = outbox
 
@@ -53,11 +47,9 @@ class Cancellations:
         self._outbox.reply(request, Interrupted(samples=count))
 
     def batch_formed(self) -> None:
-        """A batch is full: what is still under way may be stopped."""
-        if self._on_batch == "interrupt":
+        """Have the samples still under way handed back, if the run interrupts on full batches."""
+        if self._interrupts:
             self.interrupt(self._under_way(), "the batch is full", turn_end=True)
-        elif self._on_batch == "cut":
-            self._cut_spare()
 
     def _under_way(self, sample_ids: Collection[str] = ()) -> list[Sample]:
         return [
@@ -83,16 +75,3 @@ class Cancellations:
                     self._outbox.push(identity, order, "data")
         self._counters["interrupted"] += len(samples)
         return len(samples)
-
-    def _cut_spare(self) -> None:
-        """Cancel the groups that no batch to come needs: those that are furthest behind."""
-        still_needed = max(
-            self._policy.needed(self._batches.version) - self._policy.batch_groups, 0
-        )
-        spare = len(self._pool.groups) - still_needed
-        behind = [group for group in self._pool.groups.values() if not group.completed]
-        for group in behind[: max(spare, 0)]:
-            under_way = [sample for sample in group.samples if sample.holder]
-            self.interrupt(under_way, "the group is not needed any more")
-            self._counters["groups_cut"] += 1
-            self._pool.end(group, "cancelled")

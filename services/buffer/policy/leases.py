@@ -7,7 +7,6 @@ from collections import Counter
 from umbra.proto.records import SampleTask
 from umbra.services.buffer.data.prompts import Prompts
 from umbra.services.buffer.policy.batches import Batches
-from umbra.services.buffer.policy.run_ahead import RunAhead
 from umbra.services.buffer.policy.staleness import StalenessPolicy
 from umbra.services.buffer.samples.groups import Sample
 from umbra.services.buffer.samples.pool import SamplePool
@@ -27,7 +26,6 @@ class Leases:
         batches: Batches,
         policy: StalenessPolicy,
         prompts: Prompts,
-        run_ahead: RunAhead,
         config: BufferConfig,
         counters: Counter[str],
     ) -> None:
@@ -35,7 +33,6 @@ class Leases:
         self._batches = batches
         self._policy = policy
         self._prompts = prompts
-        self._run_ahead = run_ahead
         self._config = config
         self._counters = counters
 
@@ -49,9 +46,7 @@ class Leases:
         """Groups that may be issued."""
         if self._pool.blocked:
             return 0
-        return self._policy.room(
-            self._batches.untrained, self._batches.version, self._run_ahead.now
-        )
+        return self._policy.room(self._batches.untrained, self._batches.version)
 
     def take(
         self, holder: str, *, version: int, capacity: int, waiting: int, now: float

@@ -9,7 +9,6 @@ Symbols (counted in groups, which are issued whole):
     K     the bound: max_staleness, but 0 if A = 0 (strictly on-policy)
     S     steps of the run
     O     oversample: groups issued beyond those that batches need
-    n     batches that a sample may be in: replay_times, 1 without replay
     u     untrained groups: issued, neither ended nor committed
     b     v + u // B when a group is issued: the version at which it is due to be trained
 
@@ -18,15 +17,13 @@ Rules, each in one method below:
     admission   a group is issued while  u < min(A + 1, S - v) * B + O
     lease       a sample goes to a generator with  g >= max(b, v) - K
     partial     a partial is continued if its oldest token has version >= max(b, v) - K
-    sweep       a sample is stale if any token of it has version < v - K; so at every use
+    sweep       a sample is stale if any token of it has version < v - K
 
 Admission alone bounds only the aggregate, because groups are trained in the order of their
 completion: a straggler can be overtaken for ever. The lease rule keeps old weights out of new
 samples and the sweep is the guarantee. Nothing can deadlock: while no group may be issued to a
 generator with g = v, u >= B, so a whole batch is under way already, and each of its samples may be
 leased at g = v (it was issued under b <= v + K, and v only grows).
-
-With `min_ess` A is lowered and raised while the run goes on, in the admission alone; K stays.
 
 Example: B = 2, A = 1, K = 2, v = 3. 6 groups are trained; admission is open until 4 are not. The
 third of them has b = 4 and needs g >= 2. It is trained at version 4 if nothing overtakes it:
@@ -53,7 +50,6 @@ class StalenessPolicy:
     max_staleness: int
     steps: int  # S
     oversample: int = 0  # O
-    uses: int = 1  # n: batches that a sample may be in
 
     @classmethod
     def of(cls, config: RunConfig) -> StalenessPolicy:
@@ -64,7 +60,6 @@ class StalenessPolicy:
             max_staleness=config.buffer.max_staleness,
             steps=config.run.steps,
             oversample=config.buffer.oversample,
-            uses=config.buffer.replay_times if config.buffer.sampling == "replay" else 1,
         )
 
     @property
@@ -75,16 +70,11 @@ class StalenessPolicy:
     @property
     def typical(self) -> int:
         """Staleness of a sample that nothing overtakes, begun with the newest weights."""
-        return min(self.run_ahead + self.uses - 1, self.bound)
+        return min(self.run_ahead, self.bound)
 
-    def needed(self, version: int, run_ahead: int | None = None) -> int:
-        """Untrained groups that the coming batches need, u <= this + O; `run_ahead` may be less."""
-        ahead = self.run_ahead if run_ahead is None else run_ahead
-        return min(ahead + 1, self.steps - version) * self.batch_groups
-
-    def room(self, untrained: int, version: int, run_ahead: int | None = None) -> int:
-        """Groups that may still be issued, `untrained` being u; `run_ahead` may be less than A."""
-        needed = self.needed(version, run_ahead)
+    def room(self, untrained: int, version: int) -> int:
+        """Groups that may still be issued; `untrained` is u."""
+        needed = min(self.run_ahead + 1, self.steps - version) * self.batch_groups
         return needed + self.oversample - untrained if needed > 0 else 0
 
     def due_version(self, untrained: int, version: int) -> int:

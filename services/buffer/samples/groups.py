@@ -74,7 +74,6 @@ class Group:
     ready: int = 0
     first_ready_at: float = 0.0
     completed: int = 0  # counts complete groups, so that their order is known; 0 = not complete
-    steps: list[int] = field(default_factory=list[int])  # committed batches that it was in
 
     @property
     def oldest(self) -> int | None:

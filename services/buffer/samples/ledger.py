@@ -17,11 +17,10 @@ MOVES = frozenset(
         ("generating", "scoring"),  # answered, and to be scored
         ("queued", "scoring"),  # the same, late
         ("scoring", "ready"),
-        ("scoring", "queued"),  # too old, so it is generated anew
+        ("scoring", "queued"),  # of an evaluation that begins again
         ("ready", "queued"),  # the same
         ("ready", "scoring"),  # scored with a sample that is generated anew
         ("ready", "training"),  # handed to the trainer
-        ("training", "ready"),  # its batch had samples that the trainer rejects
     }
 )
 
@@ -36,7 +35,6 @@ class RunningLedger:
     def __init__(self) -> None:
         self.issued = 0
         self.trained = 0
-        self.replayed = 0  # uses of trained samples in later batches; outside the balance
         self.ended: Counter[str] = Counter()
         self._in_flight: dict[str, int] = dict.fromkeys(IN_FLIGHT, 0)
 
@@ -99,7 +97,6 @@ class RunningLedger:
         return Ledger(
             issued=self.issued,
             trained=self.trained,
-            replayed=self.replayed,
             ended=dict(self.ended),
             in_flight=dict(self._in_flight),
         )

@@ -3,8 +3,6 @@
     queued -> generating -> scoring -> ready -> training -> trained
        ^----------'       any of the first five -> ended(reason)
 
-A batch of which the trainer rejects samples goes back from training to ready without them.
-
 A lease is `(sample_id, attempt)`: `attempt` counts up with every lease of the sample, so that
 answers under an older one are told apart. A sample that is taken back is queued before those that
 nobody has had yet, oldest first, and keeps its last partial. Groups are trained as a whole; they
@@ -25,7 +23,6 @@ from umbra.services.buffer.health import SampleFailure
 from umbra.services.buffer.samples.ages import Ages
 from umbra.services.buffer.samples.groups import Group, GroupRules, Sample, SampleOutcome, State
 from umbra.services.buffer.samples.ledger import RunningLedger
-from umbra.services.buffer.samples.lives import Lives
 from umbra.services.buffer.samples.queueing import Deadlines, Queue
 from umbra.services.buffer.samples.trajectory_store import Packed, TrajectoryStore, pack
 from umbra.services.prompts.rows import Prompt
@@ -74,8 +71,7 @@ class SamplePool:
         self.over: OrderedDict[str, SampleOutcome] = OrderedDict()
         self.group_ends: list[GroupEnd] = []  # since they were taken
         self.failures: list[SampleFailure] = []  # so with these
-        self.lives: Lives | None = None  # hears of all moves
-        self.ages: Ages | None = None  # so does it, where ages are asked for
+        self.ages: Ages | None = None  # hears of all moves, where ages are asked for
         self.openings = 0  # counts whatever may let a waiting generator have work
         self.rules = rules
         self.stages = tuple(stages)
@@ -105,8 +101,6 @@ class SamplePool:
             self.samples[sample.sample_id] = sample
             self._queue.add(sample)
         self.groups[group.group_id] = group
-        if self.lives is not None:
-            self.lives.issued(group)
         self.ledger.issue(size)
         self._touch(group)
         return group
@@ -309,39 +303,15 @@ class SamplePool:
             for sample in group.samples:
                 self.ledger.move(sample.state, State.TRAINING)
                 sample.state = State.TRAINING
-                self._lived(sample)
             del self.groups[group.group_id], self.complete[group.group_id]
             self._age(group)
 
-    def stop_training(self, groups: list[Group]) -> None:
-        """The batch of `groups` is not trained on: they are complete, as they were before."""
-        for group in groups:
-            for sample in group.samples:
-                self._move(sample, State.READY)
-            self.groups[group.group_id] = self.complete[group.group_id] = group
-        in_order = sorted(self.complete.items(), key=lambda item: item[1].completed)
-        self.complete = dict(in_order)
-
-    def reject(self, sample: Sample) -> None:
-        """The trainer cannot use `sample`, which is ready: its group goes on without it, or ends.
-
-        What a batch lacks then is issued anew.
-        """
-        group = sample.group
-        if not self.rules.can_lose(group):
-            self.end(group, "rejected")
-            return
-        group.ready -= 1
-        group.completed = 0
-        self.complete.pop(group.group_id, None)
-        self.cut(group, [sample], "rejected")
-
-    def finish_training(self, groups: list[Group], step: int, *, keep: bool) -> None:
-        """The batch of `step` was committed; its trajectories go, unless they are to be kept."""
+    def finish_training(self, groups: list[Group], *, keep: bool) -> None:
+        """The batch of `groups` was committed; its trajectories go, unless they are to be kept."""
         for group in groups:
             for sample in group.samples:
                 self.ledger.train()
-                self._finish(sample, "trained", step)
+                self._finish(sample, "trained")
                 if not keep:
                     self.trajectory_store.drop(sample.sample_id)
         self.openings += 1
@@ -376,10 +346,6 @@ class SamplePool:
                     sample.deadline = now + self._lease_s
                     self.held[sample.holder][sample.sample_id] = sample
                     self._deadlines.add(sample, self.ledger.count("generating"))
-            if self.lives is not None:
-                self.lives.issued(group)
-                for sample in group.samples:
-                    self._lived(sample)
             self._score_again(group)
             if not any(sample.state is State.TRAINING for sample in group.samples):
                 self.groups[group.group_id] = group
@@ -404,8 +370,6 @@ class SamplePool:
         if sample.stage < len(self.stages):
             if sample.state is not State.SCORING:
                 self._move(sample, State.SCORING)
-            else:
-                self._lived(sample)
             for each in self.scored_with(sample):
                 each.unscored_since = now
                 self.unscored[self.stages[each.stage]].append(each)
@@ -483,17 +447,7 @@ class SamplePool:
     def _move(self, sample: Sample, target: State) -> None:
         self.ledger.move(sample.state, target)
         sample.state = target
-        if self.lives is not None:
-            self._lived(sample)
         self._touch(sample.group)
-
-    def _lived(self, sample: Sample) -> None:
-        """`sample` is in another state, or scoring stage."""
-        if self.lives is not None:
-            scored = sample.state is State.SCORING
-            self.lives.moved(
-                sample, f"scoring {self.stage_of(sample)}" if scored else sample.state.value
-            )
 
     def _release(self, sample: Sample) -> None:
         if sample.holder:
@@ -503,11 +457,9 @@ class SamplePool:
                 del self.held[sample.holder]
             sample.holder = ""
 
-    def _finish(self, sample: Sample, end: str, step: int = 0) -> None:
+    def _finish(self, sample: Sample, end: str) -> None:
         answered = sample.state in (State.SCORING, State.READY, State.TRAINING)
         self._release(sample)
-        if self.lives is not None:
-            self.lives.over(sample, end, step)
         sample.state = State.OVER
         self._touch(sample.group)
         del sample.group  # its group has it: a cycle would keep both until a collection, which

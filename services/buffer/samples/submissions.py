@@ -137,7 +137,7 @@ class Submissions:
         return f"stale: a token of version {oldest}, the trainer is at {version}"
 
     def _give_up(self, sample: Sample) -> None:
-        self._batches.drop_stale(sample)
+        self._pool.end(sample.group, "stale")
 
     def renew(self, sample_id: str, attempt: int, sender: str, now: float) -> bool:
         """Put off a deadline; False if `sender` should stop working on the sample."""

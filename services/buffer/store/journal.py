@@ -13,8 +13,7 @@ not, and most of what a record costs is the same for one sample as for eight.
     t/<sample>      trajectory of a sample, as it came (see `samples.trajectory_store`)
     x/<sample>/<stage>  its score in that stage, as it came
     b/<step>        a batch: formed, or committed and kept for a trainer that starts again
-    p/<group>       a group that was trained on and may be again
-    c/<name>        what came of a prompt, or an environment; an epoch's order by a curriculum
+    c/<name>        how often a prompt failed (buffer.prompt_attempts)
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from typing import TypeAlias
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-SCHEMA = 6  # of the records and of what the broker puts into them
+SCHEMA = 7  # of the records and of what the broker puts into them
 SEGMENT_MAGIC = b"UMBRASTO"
 RECORD_MAGIC = b"\xf5uR\xfa"
 DELETE, END = 1, 2

@@ -43,7 +43,6 @@ class RunRecord(msgspec.Struct, gc=False):
 
     issued: Annotated[int, At("pool.ledger.issued")]
     trained: Annotated[int, At("pool.ledger.trained")]
-    replayed: Annotated[int, At("pool.ledger.replayed")]
     ended: Annotated[dict[str, int], At("pool.ledger.ended")]
     next_group: Annotated[int, At("pool.next_group")]
     next_sample: Annotated[int, At("pool.next_sample")]
@@ -55,7 +54,6 @@ class RunRecord(msgspec.Struct, gc=False):
     staleness: Annotated[StalenessStats, At("batches.trained")]
     last_staleness: Annotated[StalenessStats, At("batches.last")]
     committer: Annotated[str, At("committer")]
-    run_ahead: Annotated[tuple[int, int], At("run_ahead.state")]
     health: Annotated[Shares, At("health.counts")]
     eval_done: Annotated[int, At("evals.done")]
     eval_open: Annotated[OpenEvaluation | None, At("evals.open")]
@@ -65,11 +63,12 @@ class RunRecord(msgspec.Struct, gc=False):
     eval_next_group: Annotated[int, At("evals.pool.next_group")]
     eval_next_sample: Annotated[int, At("evals.pool.next_sample")]
     finished: Annotated[str, At("finished")]
+    finished_of: Annotated[int, At("finished_of")]
     paused: Annotated[str, At("paused")]
     vocabulary: Annotated[int, At("facts.vocabulary")]
+    routers: Annotated[tuple[int, int, int] | None, At("facts.routers")]
     counters: Annotated[dict[str, int], At("counters")]
     prompts: dict[str, Any]  # their position; they seek it with what `c/` has
-    finished_of: Annotated[int, At("finished_of")] = 0  # a store of earlier has none
 
 
 PLACES = {

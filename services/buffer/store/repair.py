@@ -11,8 +11,6 @@ import msgspec
 
 from umbra.proto.errors import UsageError
 from umbra.services.buffer.endpoints.evaluation import EVAL_PREFIX
-from umbra.services.buffer.policy.replays import Replays
-from umbra.services.buffer.policy.staleness import StalenessPolicy
 from umbra.services.buffer.samples.groups import GroupRules
 from umbra.services.buffer.samples.pool import SamplePool
 from umbra.services.buffer.samples.trajectory_store import TrajectoryStore
@@ -105,12 +103,8 @@ def missing_from(store: Store) -> list[str]:
         groups, mended = journal.load(mend=True)
         lost += mended
         if not prefix:
-            any_policy = StalenessPolicy(batch_groups=1, run_ahead=1, max_staleness=1, steps=1)
-            replays = Replays(journal, any_policy, times=2)
-            trajectories = journal.trajectories()
-            lost += replays.load(trajectories)
             live = {group.group_id: group for group in groups}
-            lost += Archive(journal, replays).load(live, trajectories, 0.0)[1]
+            lost += Archive(journal).load(live, journal.trajectories(), 0.0)[1]
     if store_lacks(store, "now"):
         lost.append("the counts of the run: it cannot go on, begin a new one")
     return lost
