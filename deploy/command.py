@@ -30,7 +30,7 @@ from umbra.deploy.toml import to_toml
 from umbra.deploy.trial import try_aside
 from umbra.deploy.up import Up
 from umbra.proto.errors import ERROR_PREFIX, EXIT_DONE, UsageError
-from umbra.services.buffer.data.sources import first_rows
+from umbra.services.buffer.prompts import first_rows
 from umbra.services.config import RunConfig
 from umbra.services.config.cautions import cautions
 from umbra.services.config.feasibility import implied_staleness

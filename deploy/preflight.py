@@ -15,7 +15,7 @@ from umbra.proto.errors import UsageError
 from umbra.proto.messages import Role
 from umbra.proto.net.keys import FOLDER, open_security
 from umbra.proto.sockets import check_address, check_port_free
-from umbra.services.buffer.data.sources import open_prompts
+from umbra.services.buffer.prompts import open_prompts
 from umbra.services.config import RunConfig
 from umbra.services.config.feasibility import check_feasible
 from umbra.services.config.generation import ENVIRONMENT

@@ -38,7 +38,7 @@ class RunOutcome:
 
 def summarise(folder: RunFolder, outcome: RunOutcome) -> dict[str, Any]:
     """The summary of the run in `folder`; what is not known is None."""
-    measured = measure(Recording([folder.path]).aligned_rows() if folder.metrics.exists() else [])
+    measured = measure(Recording([folder.path]).rows() if folder.metrics.exists() else [])
     status = read_status(folder)
     ledger = status.get("ledger")
     last_seen = ledger is None and "ledger" in outcome.seen
@@ -203,8 +203,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
                 + (f" + {ended}" if ended else "")
                 + (f" + {in_flight}" if (in_flight := counts(ledger["in_flight"])) else "")
                 + f", {balance}"
-                + (" when last asked" if summary.get("ledger_last_seen") else "")
-                + (f"; replayed {ledger['replayed']} times" if ledger.get("replayed") else ""),
+                + (" when last asked" if summary.get("ledger_last_seen") else ""),
             )
         )
     if health := summary["health"]:

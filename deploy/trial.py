@@ -10,7 +10,7 @@ import msgspec
 
 from umbra.deploy.run_folder import CHECK, RunFolder
 from umbra.deploy.stage import StageInterrupted, Waiting, run_stage
-from umbra.services.buffer.data.sources import first_rows
+from umbra.services.buffer.prompts import first_rows
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import to_json
 from umbra.services.process.child import ChildError, child_environ

@@ -41,7 +41,6 @@ from umbra.proto.messages import (
     LeaseSamples,
     Message,
     RegisterManifest,
-    RejectSamples,
     ReturnedSample,
     ReturnSamples,
     SubmitTrajectories,
@@ -176,7 +175,6 @@ def _day() -> list[tuple[str, type[Message], bytes]]:
         ("generator", ReturnSamples(samples=[back])),
         ("generator", SubmitTrajectories(trajectories=made[2:])),
         ("trainer", LeaseBatch(step=1, wait_s=0.0)),
-        ("trainer", RejectSamples(step=1, faults={"s-0": "why"})),
         ("trainer", LeaseBatch(step=1, wait_s=0.0)),
         ("trainer", CommitBatch(step=1)),
     ]

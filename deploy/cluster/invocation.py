@@ -13,7 +13,7 @@ from umbra.services.config import RunConfig
 from umbra.services.modeling.hub import looks_like_name
 from umbra.services.process.child import with_fast_copies
 from umbra.services.prompts.download import is_url
-from umbra.services.prompts.readers import DATASETS, is_parquet
+from umbra.services.prompts.readers import DATASETS, is_function, is_parquet
 
 # The ports of what serves others, which needs no torch unless it broadcasts from GPUs.
 PORTS: dict[Task, tuple[Port, ...]] = {
@@ -206,12 +206,7 @@ def _read_by(plan: Plan, process: Process) -> list[str]:
     dialect = config.model.dialect if config.model.dialect.endswith(".json") else ""
     chat = [config.model.path, config.model.chat_template, dialect]
     found: dict[Task, list[str]] = {
-        "buffer": [
-            config.data.prompts,
-            *config.data.sources,
-            *(one.prompts for one in config.environments),
-            config.eval.prompts,
-        ],
+        "buffer": [name for name in _prompts_of(config) if not is_function(name)],
         "relay": [],
         "part": [],
         "train": [config.model.path, config.critic.path],
@@ -224,10 +219,16 @@ def _read_by(plan: Plan, process: Process) -> list[str]:
 
 def modules_of(config: RunConfig, run_file: Path) -> str:
     """The folder of the user's own modules; empty if the run names none."""
-    named = [config.data.curriculum, config.data.environment_weights]
+    named = [name for name in _prompts_of(config) if is_function(name)]
     for one in config.all_environments:
         named += [one.kind, one.reward, *one.rewards, one.agent, one.id]
     return str(run_file.resolve().parent) if any(":" in name for name in named) else ""
+
+
+def _prompts_of(config: RunConfig) -> list[str]:
+    """Every source of prompts that the run file names."""
+    environments = [one.prompts for one in config.environments]
+    return [config.data.prompts, *config.data.sources, *environments, config.eval.prompts]
 
 
 def _hub(plan: Plan) -> str:

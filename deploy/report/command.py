@@ -13,7 +13,7 @@ import click
 from umbra.deploy.report.figures import gather
 from umbra.deploy.report.page import page
 from umbra.deploy.report.recording import Recording
-from umbra.deploy.report.trace import write_lives, write_trace
+from umbra.deploy.report.trace import write_trace
 from umbra.deploy.rollouts import read_rollouts
 from umbra.deploy.run_folder import RunFolder
 from umbra.deploy.summary import read_status, summary_rows, warning_rows
@@ -31,8 +31,7 @@ ROLLOUTS = 8
 def command(run: Path, others: tuple[Path, ...]) -> int:
     """Write RUN/report.html, a page that needs nothing else, and RUN/trace.json for Perfetto.
 
-    With log.traced_share also RUN/lives.jsonl, lines of OTLP. RUN is the folder of a run, which may
-    still be going on.
+    RUN is the folder of a run, which may still be going on.
     """
     for path in write_report(RunFolder(run), others):
         click.echo(str(path))
@@ -40,7 +39,7 @@ def command(run: Path, others: tuple[Path, ...]) -> int:
 
 
 def write_report(folder: RunFolder, others: Sequence[Path] = ()) -> list[Path]:
-    """Write the page, the timeline and the traced lives of the run in `folder`; where they are.
+    """Write the page and the timeline of the run in `folder`; where they are.
 
     Raises:
         UsageError: a folder is not that of a run.
@@ -56,13 +55,10 @@ def write_report(folder: RunFolder, others: Sequence[Path] = ()) -> list[Path]:
         facts=summary_rows(summary) if summary else warning_rows(figures.warnings),
         status=read_status(folder),
         config=_read(folder.config),
-        skews=recording.clocks.worst,
         rollouts=list(deque(read_rollouts(folder), maxlen=ROLLOUTS)),
     )
     report.write_text(text, encoding="utf-8")
-    lives = folder.path / "lives.jsonl"
-    found = write_lives(recording, folder.path.resolve().name, lives)
-    return [report, trace, *([lives] if found else [])]
+    return [report, trace]
 
 
 def _read(path: Path) -> dict[str, Any]:

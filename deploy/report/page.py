@@ -48,7 +48,6 @@ def page(
     facts: Sequence[tuple[str, str]],
     status: Mapping[str, Any],
     config: Mapping[str, Any],
-    skews: Mapping[str, tuple[float, float]],
     rollouts: Sequence[Rollout] = (),
 ) -> str:
     """The report.
@@ -59,7 +58,6 @@ def page(
         status: the last one of the buffer; may be empty.
         config: the resolved configuration; may be empty.
         rollouts: to read.
-        skews: by service, how far its clock was off and the error of that, in seconds.
     """
     style = files("umbra.deploy.report").joinpath("page.css").read_text(encoding="utf-8")
     body = "".join(
@@ -74,7 +72,6 @@ def page(
             _section("Slowest samples", _slowest(figures.slowest)),
             _section("Rollouts of the last steps", _rollouts(rollouts)),
             _section("Samples just finished", "".join(map(_sample, figures.samples))),
-            _section("Clocks", _clocks(skews)),
             _section("Configuration", _config(config)),
         )
     )
@@ -302,11 +299,6 @@ def _rollout(rollout: Rollout) -> str:
     )
     prompt = f'<span class="dim">{escape(rollout["prompt"])}</span>'
     return f"<div>{escape(heading(rollout))}</div><pre>{prompt}{said}</pre>"
-
-
-def _clocks(skews: Mapping[str, tuple[float, float]]) -> str:
-    rows = [(name, 1e3 * offset, 1e3 * error) for name, (offset, error) in sorted(skews.items())]
-    return table(("service", "behind the buffer by at most, ms", "known to within, ms"), rows)
 
 
 def _config(config: Mapping[str, Any]) -> str:

@@ -1,5 +1,4 @@
-"""The timeline of a run in the Trace Event Format, which Perfetto and chrome://tracing open; and
-the lives of traced groups for OpenTelemetry.
+"""The timeline of a run in the Trace Event Format, which Perfetto and chrome://tracing open.
 
 Format: "Trace Event Format" of the Chromium project; times are in microseconds.
 """
@@ -12,9 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from umbra.deploy.report.recording import Recording, ReportSpan
-from umbra.services.monitor.traces import LifeSpan, otlp_json
-
-LINE_SPANS = 512  # of a line of OTLP
 
 
 def write_trace(recording: Recording, path: Path) -> int:
@@ -33,20 +29,6 @@ def write_trace(recording: Recording, path: Path) -> int:
     return count
 
 
-def write_lives(recording: Recording, run_id: str, path: Path) -> int:
-    """Write the lives of traced groups as lines of OTLP in JSON; how many spans. None, no file."""
-    spans = list(recording.lives(run_id))
-    if not spans:
-        return 0
-    part = path.with_suffix(".part")
-    with part.open("w", encoding="utf-8") as file:
-        for at in range(0, len(spans), LINE_SPANS):
-            some: list[LifeSpan] = spans[at : at + LINE_SPANS]
-            file.write(json.dumps(otlp_json(run_id, some), separators=(",", ":")) + "\n")
-    part.replace(path)
-    return len(spans)
-
-
 def _events(recording: Recording) -> Iterator[dict[str, Any]]:
     numbers: dict[tuple[str, str], tuple[int, int]] = {}  # process and thread, as the format wants
     for row in recording.rows():
@@ -55,7 +37,7 @@ def _events(recording: Recording) -> Iterator[dict[str, Any]]:
                 yield from _name(span, numbers)
             yield _complete(span, *numbers[span.service, span.track])
         if row["kind"] == "batch":
-            yield _counter(row, recording)
+            yield _counter(row)
 
 
 def _complete(span: ReportSpan, process: int, thread: int) -> dict[str, Any]:
@@ -86,13 +68,12 @@ def _name(
     yield {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": args}
 
 
-def _counter(row: dict[str, Any], recording: Recording) -> dict[str, Any]:
+def _counter(row: dict[str, Any]) -> dict[str, Any]:
     """Where the samples were when a batch was formed."""
-    at = recording.clocks.align(row["service"], row["time"])
     return {
         "ph": "C",
         "name": "samples in flight",
-        "ts": round(1e6 * at, 1),
+        "ts": round(1e6 * row["time"], 1),
         "pid": 0,
         "args": row["in_flight"],
     }

@@ -24,7 +24,7 @@ from umbra.deploy.simulator.trainer import SimTrainer
 from umbra.proto.errors import DeadlineError
 from umbra.proto.records import SampleTask
 from umbra.services.buffer.broker import Broker, Endpoints
-from umbra.services.buffer.data.prompts import GroupEnd
+from umbra.services.buffer.prompts import GroupEnd
 from umbra.services.buffer.state import RunState
 from umbra.services.buffer.store.api import MemoryStore
 from umbra.services.config import NamedEnvironment

@@ -68,7 +68,6 @@ class Request(msgspec.Struct, frozen=True, gc=False):
     header: Header
     body: Message
     role: KeyRole | None = None
-    received_at: float = 0.0  # seconds since the epoch
     frame: bytes | memoryview = b""  # of the body, as it came
 
     @property
@@ -338,7 +337,7 @@ class Server:
             return None
         if is_kept:
             self._peers[channel.name, identity].asked(header.id)
-        return Request(channel.name, identity, header, envelope.body, role, time.time(), frames[1])
+        return Request(channel.name, identity, header, envelope.body, role, frames[1])
 
     def _check_allowed(
         self, channel: _BoundChannel, header: Header, kind: type[Message], role: KeyRole | None

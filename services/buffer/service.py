@@ -19,8 +19,8 @@ from umbra.proto.net.server import Server
 from umbra.proto.net.session import WATCHED
 from umbra.services.buffer.addresses import Addresses
 from umbra.services.buffer.broker import Broker, Endpoints
-from umbra.services.buffer.data.sources import open_prompts
 from umbra.services.buffer.effects import Effect, Measure, Notify, Reply
+from umbra.services.buffer.prompts import open_prompts
 from umbra.services.buffer.state import RunState
 from umbra.services.buffer.store.api import MemoryStore, Store, StoreFullError
 from umbra.services.buffer.store.committer import Committer

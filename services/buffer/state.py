@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Sequence
 
 from umbra.services.buffer.curves import StepCurves
-from umbra.services.buffer.data.prompts import Prompts
 from umbra.services.buffer.effects import Effects
 from umbra.services.buffer.endpoints.evaluation import EVAL_PREFIX, Evaluations
 from umbra.services.buffer.endpoints.scoring import Scoring
@@ -20,6 +19,7 @@ from umbra.services.buffer.membership import Membership
 from umbra.services.buffer.policy.batches import Batches
 from umbra.services.buffer.policy.leases import Leases
 from umbra.services.buffer.policy.staleness import StalenessPolicy
+from umbra.services.buffer.prompts import Prompts
 from umbra.services.buffer.samples.groups import GroupRules
 from umbra.services.buffer.samples.pool import SamplePool
 from umbra.services.buffer.samples.trajectory_store import TrajectoryStore
@@ -70,9 +70,7 @@ class RunState:
         self.batches = Batches(
             self.pool, self.policy, Archive(self.journal), wait=buffer.stale_policy == "wait"
         )
-        self.leases = Leases(
-            self.pool, self.batches, self.policy, prompts, buffer, self.counters
-        )
+        self.leases = Leases(self.pool, self.batches, self.policy, prompts, buffer, self.counters)
         eval_stages = [stage for stage in buffer.stages if stage == "reward"]
         eval_rules = GroupRules(size=1, together=group_rules.together, only=group_rules.only)
         eval_pool = self._make_pool(store, eval_rules, eval_stages, EVAL_PREFIX)

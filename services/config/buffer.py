@@ -24,20 +24,13 @@ class BufferConfig(Section):
     group_size: int = key(8, "samples per prompt", ge=1)
     batch_groups: int = key(32, "groups per optimizer step", ge=1)
     run_ahead: int = key(1, "batches generation may be ahead; 0 = synchronous", ge=0)
-    min_ess: float = key(
-        0.0,
-        "run_ahead is lowered while the trainer's effective share of samples (ess) is below "
-        "this, and raised again after; 0 = never",
-        ge=0,
-        lt=1,
-    )
     max_staleness: int = key(
         2, "bound on trainer version - version of a sample's oldest token", ge=0
     )
-    stale_policy: Literal["drop", "restart", "wait"] = key(
+    stale_policy: Literal["drop", "wait"] = key(
         "drop",
-        "what is past max_staleness: its group is dropped and replaced, its stale samples are "
-        "generated anew, or training waits so that nothing gets there",
+        "what is past max_staleness: its group is dropped and replaced, or training waits so "
+        "that nothing gets there",
     )
     partial_policy: Literal["restart", "drop"] = key(
         "restart", "a partial past a limit: its sample starts anew, or its group is dropped"
@@ -49,10 +42,9 @@ class BufferConfig(Section):
         0.0, "seconds from the first token of a partial; 0 = any age", ge=0
     )
     oversample: int = key(0, "groups issued beyond those that batches need", ge=0)
-    on_batch: Literal["continue", "interrupt", "cut"] = key(
+    on_batch: Literal["continue", "interrupt"] = key(
         "continue",
-        "samples under way when a batch is full: go on, come back as partials to go on later, "
-        "or (cut) the oversampled groups that lag behind are cancelled",
+        "samples under way when a batch is full: go on, or come back as partials to go on later",
     )
     straggler: Literal["wait", "survivors"] = key(
         "wait", "a group with slow samples waits, or is trained without them"
@@ -70,18 +62,6 @@ class BufferConfig(Section):
     )
     prompt_attempts: int = key(
         0, "failed or filtered groups of a prompt until it is drawn no more; 0 = any", ge=0
-    )
-    sampling: Literal["fifo", "freshest", "replay"] = key(
-        "fifo",
-        "groups of a batch: first complete first, newest tokens first, or (replay) first "
-        "complete first, filled up with groups that were trained on before",
-    )
-    replay_times: int = key(2, "batches that a group may be in while it is fresh; for replay", ge=2)
-    batch_tokens: int = key(
-        0,
-        "response tokens that fill a batch, batch_groups being the most groups; 0 = always "
-        "batch_groups",
-        ge=0,
     )
     stages: list[Literal["reward", "ref_logp", "logp"]] = key(
         [], "scoring stages between generation and training, in order"

@@ -17,17 +17,6 @@ def environment_faults(config: RunConfig) -> Iterator[str]:
     several, serve = config.environments, config.generator.serve
     if several and config.environment != EnvironmentConfig():
         yield "environment and [[environments]] are both set: remove one of them"
-    if (rule := config.data.environment_weights) != "fixed":
-        if not several:
-            yield (
-                f"data.environment_weights = {rule} has no effect without [[environments]]: remove "
-                "it"
-            )
-        elif rule == "learnable" and config.buffer.group_size == 1:
-            yield (
-                "data.environment_weights = learnable compares the rewards of a group: set "
-                "buffer.group_size to 2 or more, or it to fixed"
-            )
     asking = sum(one.asks for one in config.all_environments)
     if serve and not asking:
         kinds = " or ".join(("agent", *LIBRARIES))

@@ -29,30 +29,22 @@ class Staleness:
     """
 
     bound: int  # versions, at most
-    typical: int  # versions, of a sample that nothing overtakes, at its last use
+    typical: int  # versions, of a sample that nothing overtakes
     updates: int  # optimizer updates between the weights of a token and those it trains, at most
-    uses: int = 1  # batches that a sample may be in
 
     def describe(self) -> str:
         """One line for people."""
         text = f"at most {self.bound} versions, typically up to {self.typical}"
         if self.updates != self.bound:
             text += f"; at most {self.updates} optimizer updates, as each batch is several"
-        if self.uses > 1:
-            text += f"; a sample is trained on up to {self.uses} times, within the same bound"
         return text
 
 
 def implied_staleness(config: RunConfig) -> Staleness:
-    """The worst and the typical staleness of `config`: K, min(A + n - 1, K) and K * m + m - 1.
-
-    n is `replay_times`, and 1 without replay: a sample is a version older at every further use.
-    """
+    """Return the worst and the typical staleness of `config`: K, min(A, K) and K * m + m - 1."""
     buffer, updates = config.buffer, config.trainer.updates_per_batch
-    uses = buffer.replay_times if buffer.sampling == "replay" else 1
     bound = buffer.max_staleness if buffer.run_ahead else 0
-    typical = min(buffer.run_ahead + uses - 1, bound)
-    return Staleness(bound, typical, bound * updates + updates - 1, uses)
+    return Staleness(bound, min(buffer.run_ahead, bound), bound * updates + updates - 1)
 
 
 def check_feasible(config: RunConfig) -> None:
@@ -141,38 +133,20 @@ def _groups(config: RunConfig) -> Iterator[str]:
 def _staleness(config: RunConfig) -> Iterator[str]:
     buffer = config.buffer
     bound = implied_staleness(config).bound
-    if buffer.min_ess and not buffer.run_ahead:
-        yield (
-            "buffer.min_ess has nothing to lower with buffer.run_ahead = 0: set run_ahead to 1 or "
-            "more, or leave min_ess out"
-        )
-    if buffer.sampling == "replay" and not bound:
-        yield (
-            "buffer.sampling = replay finds nothing that is fresh enough to train on again: set "
-            "buffer.run_ahead and buffer.max_staleness to 1 or more"
-        )
-    elif buffer.sampling == "replay" and buffer.replay_times > bound + 1:
-        yield (
-            f"buffer.replay_times = {buffer.replay_times} is never reached, as a sample is a "
-            f"version older at every use: set it to {bound + 1} or less, or buffer.max_staleness "
-            f"to {buffer.replay_times - 1} or more"
-        )
     if buffer.on_batch == "interrupt" and bound == 0:
         yield (
             "buffer.on_batch = interrupt cannot continue a partial that is strictly on-policy: set "
-            "buffer.run_ahead and buffer.max_staleness to 1 or more, or buffer.on_batch to cut"
+            "buffer.run_ahead and buffer.max_staleness to 1 or more, or buffer.on_batch to continue"
         )
     if buffer.on_batch == "interrupt" and buffer.partial_max_segments == 1:
         yield (
             "buffer.partial_max_segments = 1 throws away what buffer.on_batch = interrupt brings "
             "back, so that a sample longer than a step never ends: allow 2 or more, or 0"
         )
-    if buffer.on_batch == "cut" and not buffer.oversample:
-        yield "buffer.on_batch = cut needs groups to spare: set buffer.oversample to 1 or more"
-    if buffer.stale_policy == "wait" and buffer.oversample and buffer.on_batch != "cut":
+    if buffer.stale_policy == "wait" and buffer.oversample:
         yield (
             "buffer.stale_policy = wait waits for the spare groups of buffer.oversample as well: "
-            "set buffer.on_batch to cut, or buffer.oversample to 0"
+            "set buffer.oversample to 0, or buffer.stale_policy to drop"
         )
 
 

@@ -30,6 +30,16 @@ DROPPED: dict[str, str] = {
     "generator.engine_args.kv_cache_memory_bytes",
     "env_worker": "set environment.workers = 0 and start `umbra run-agents` on any machine",
     "environment.run_on": "set environment.workers = 0 where `umbra run-agents` runs the programs",
+    "buffer.stale_policy=restart": 'use "wait", which lets nothing get stale, or "drop"',
+    "buffer.on_batch=cut": 'use "interrupt" with buffer.oversample',
+    "buffer.min_ess": "set buffer.run_ahead to what the objective bears",
+    "buffer.sampling": "groups are trained in the order of their completion",
+    "buffer.replay_times": "set trainer.epochs to train on a batch more than once",
+    "buffer.batch_tokens": "a batch is always buffer.batch_groups groups",
+    "data.curriculum": 'order the rows in a function, data.prompts = "module:function", with '
+    "data.shuffle = false",
+    "data.environment_weights": "set the weight of each of [[environments]]",
+    "log.traced_share": "trace.json, from `umbra report`, shows what each process did",
 }
 """Keys, sections and values of run files that 0.2 has no more, and what to use instead.
 

@@ -67,8 +67,8 @@ class DataConfig(Section):
 
     prompts: str = key(
         "",
-        'JSONL or Parquet file, a URL of one, or "datasets:NAME[:CONFIG][:SPLIT]" (Hugging '
-        'Face); every row has a "prompt"',
+        'JSONL or Parquet file, a URL of one, "datasets:NAME[:CONFIG][:SPLIT]" (Hugging Face), or '
+        '"module:function", which returns an iterable of rows; every row has a "prompt"',
     )
     columns: dict[str, str] = key(
         {}, 'columns that have another name in the prompts, ours to theirs: { prompt = "question" }'
@@ -77,17 +77,6 @@ class DataConfig(Section):
         {}, "several sources instead of data.prompts, each with its weight"
     )
     shuffle: bool = key(True, "shuffle anew in every epoch")
-    curriculum: str = key(
-        "",
-        '"module:function" that is called with (rows, epoch, stats) and returns the indices of '
-        "the rows to draw in that epoch, in order; instead of data.shuffle",
-    )
-    environment_weights: str = key(
-        "fixed",
-        'how the weights of [[environments]] change: "fixed", "learnable" (times the share of '
-        "an environment's groups of late whose rewards differ, at least 0.1) or "
-        '"module:function", called with what came of each, by name, and returning factors',
-    )
 
 
 class SecurityConfig(Section):
@@ -111,9 +100,6 @@ class LogConfig(Section):
 
     level: Literal["debug", "info", "warning", "error"] = key("info", "least level")
     format: Literal["console", "json"] = key("console", "one line or one object")
-    traced_share: float = key(
-        0.0, "share of all groups whose lives are traced; 0 = none", ge=0, le=1
-    )
     samples: int = key(
         4,
         "rollouts of each step, from the worst to the best, that are written as text to "

@@ -15,7 +15,6 @@ from umbra.services.environments.protocol import Opening, SampleError, StepResul
 from umbra.services.environments.turn_request import Ask, Begun, RefusedError
 from umbra.services.generator.engines.engine import Engine, EngineOutput
 from umbra.services.generator.rollout import Phase, Rollout, RolloutSettings
-from umbra.services.generator.turn_log import TurnLog
 
 
 class RolloutRunner:
@@ -26,7 +25,6 @@ class RolloutRunner:
         pool: where environments run.
         settings: what all rollouts share.
         flush_tokens: tokens by which a sample grows until `flush` gives a partial of it; 0 = never.
-        turn_log: hears where samples are.
     """
 
     def __init__(
@@ -35,7 +33,6 @@ class RolloutRunner:
         pool: EnvironmentPool,
         settings: RolloutSettings,
         flush_tokens: int = 0,
-        turn_log: TurnLog | None = None,
     ) -> None:
         self.engine = engine
         self._pool = pool
@@ -43,7 +40,6 @@ class RolloutRunner:
         each = (settings, *settings.several.values())
         self._timed = any(one.limits.seconds for one in each)
         self._flush_tokens = flush_tokens
-        self._turn_log = turn_log
         self._rollouts: dict[str, Rollout] = {}
         self._flushed: dict[str, int] = {}  # by sample: its tokens when it was flushed last
         self._due: dict[str, int] = {}  # by sample in the engine: tokens there when it is due again
@@ -226,16 +222,12 @@ class RolloutRunner:
         self._leaving.pop(rollout.task.sample_id, None)
         self._due.pop(rollout.task.sample_id, None)
         self._watched.pop(rollout.task.sample_id, None)
-        if self._turn_log is not None:
-            self._turn_log.gone(rollout.task)
         self._pool.forget(rollout.session)
         for session in rollout.engine_sessions:
             self.engine.forget(session)
 
     def _advance(self, rollout: Rollout) -> None:
         """Do what the rollout waits for."""
-        if self._turn_log is not None:
-            self._turn_log.advanced(rollout.task, rollout.phase)
         match rollout.phase:
             case Phase.RESET:
                 self._pool.play(rollout.session, rollout.task.row, [])

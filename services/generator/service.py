@@ -20,7 +20,6 @@ from umbra.services.generator.rollout_settings import settings_for
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.sample_log import SampleLog
 from umbra.services.generator.stall import StallWatch, watching
-from umbra.services.generator.turn_log import TurnLog
 from umbra.services.modeling.model_directory import weights_bytes
 from umbra.services.process.command import ServiceContext
 from umbra.services.weights.planes.gpu import gpu_for, host_planes
@@ -51,7 +50,6 @@ def run(
         ctx.join("generator") as session,
     ):
         ctx.ready({"role": "generator", "name": ctx.name})
-        turn_log = TurnLog(ctx.metrics, config.log.traced_share)
         receiver = _subscribe(session, config, opened)
         if receiver is None:
             return _end(session)
@@ -62,7 +60,7 @@ def run(
                 session=session,
                 receiver=receiver,
                 buffer=BufferClient(session.data, wake, grace_s=config.run.broker_grace_s),
-                runner=RolloutRunner(engine, pool, settings, flush_tokens, turn_log),
+                runner=RolloutRunner(engine, pool, settings, flush_tokens),
                 config=config.generator,
                 sample_log=SampleLog(ctx.metrics, settings.chat),
                 watch=watch,

@@ -107,7 +107,6 @@ def status(broker: str, security: Security, timeout_s: float, as_json: bool) -> 
     metavar="[HOST]:PORT",
     help="Serve /metrics; stays until Ctrl-C.  [host: 127.0.0.1]",
 )
-@click.option("--otlp", metavar="URL", help="Send to an OpenTelemetry receiver, http://host:4318.")
 def monitor(
     broker: str,
     security: Security,
@@ -117,7 +116,6 @@ def monitor(
     interval_s: float,
     web: str | None,
     prometheus: str | None,
-    otlp: str | None,
 ) -> int:
     """Watch a run live: its members, ledger, staleness and what is stuck.
 
@@ -136,13 +134,7 @@ def monitor(
         ):
             if address is not None:
                 _serve(stack, flag, address, resources)
-        stays = any(one is not None for one in (web, prometheus, otlp))
-        sinks = [board.show]
-        if otlp is not None:
-            from umbra.services.monitor.telemetry import Telemetry  # an extra
-
-            telemetry = stack.enter_context(closing(Telemetry.over_http(look.status.run_id, otlp)))
-            sinks.append(telemetry.show)
+        stays = web is not None or prometheus is not None
         if once:
             _echo_json(look) if as_json else click.echo(plain(look.status))
         elif sys.stdout.isatty() and not as_json and not stays:
@@ -150,7 +142,7 @@ def monitor(
         else:
             show = _echo_json if as_json else _Lines().show
             follow = _Follow(watch, board, interval_s, timeout_s, stays=stays)
-            follow.run(look, stopping, [*sinks, show])
+            follow.run(look, stopping, [board.show, show])
     return EXIT_DONE
 
 

@@ -15,15 +15,13 @@ from msgspec import Meta
 
 from umbra.proto.bounds import PARTS, Name, Number, one_line, printable
 from umbra.proto.messages import Event, Header
-from umbra.services.monitor.traces import LifeRow
 
-TOPICS = (b"push", b"sample", b"slow_sample", b"spans", b"life", b"rollout")
+TOPICS = (b"push", b"sample", b"slow_sample", b"spans", b"rollout")
 PUSHES_KEPT = 24
 SAMPLES_KEPT = 12
 ROLLOUTS_KEPT = 6
 SPANS_KEPT = 1_500  # of each member
 SENDERS_KEPT = 256
-LIVES_KEPT = 20_000  # rows that nobody has taken yet
 
 T = TypeVar("T")
 
@@ -97,21 +95,11 @@ class SpanSeen(NamedTuple):
     end: Number
 
 
-class LifeSeen(NamedTuple):
-    """A row of kind "life" that `sender` sent, or a push, which has been seen so too."""
-
-    sender: str
-    row: LifeRow | PushSeen
-    sent_at: float  # seconds since the epoch by its own clock
-
-
 class Feed:
     """Takes events on one thread, is read on others; what is old goes."""
 
     def __init__(self) -> None:
         self.bad = 0  # events that are not what they should be
-        self.lives_lost = 0  # rows that were not taken in time
-        self._lives: deque[LifeSeen] = deque()
         self._lock = threading.Lock()
         self._pushes: deque[PushSeen] = deque(maxlen=PUSHES_KEPT)
         self._samples: deque[SampleSeen] = deque(maxlen=SAMPLES_KEPT)
@@ -146,13 +134,6 @@ class Feed:
         with self._lock:
             return sorted(self._slow, key=lambda sample: -sample.seconds)
 
-    def take_lives(self) -> list[LifeSeen]:
-        """What came of lives and pushes since the last call, in the order in which it came."""
-        with self._lock:
-            taken = list(self._lives)
-            self._lives.clear()
-            return taken
-
     def spans(self) -> dict[str, list[SpanSeen]]:
         """What members did, by name; by each one's own clock."""
         with self._lock:
@@ -163,7 +144,6 @@ class Feed:
             case "push":
                 push = msgspec.convert(fields, PushSeen, strict=False)
                 self._pushes.append(push)
-                self._lived(header, push)
                 began = header.sent_at - push.total_s
                 self._did(header.sender, [SpanSeen("push", began, header.sent_at)])
             case "sample":
@@ -176,16 +156,8 @@ class Feed:
                 spans = msgspec.convert(fields.get("spans"), list[SpanSeen])
                 spans = [span._replace(name=one_line(span.name)) for span in spans]
                 self._did(header.sender, spans)
-            case "life":
-                self._lived(header, msgspec.convert(fields, LifeRow))
             case _:
                 pass
-
-    def _lived(self, header: Header, row: LifeRow | PushSeen) -> None:
-        self._lives.append(LifeSeen(header.sender, row, header.sent_at))
-        if len(self._lives) > LIVES_KEPT:
-            self._lives.popleft()
-            self.lives_lost += 1
 
     def _did(self, sender: str, spans: list[SpanSeen]) -> None:
         self._spans.setdefault(sender, deque(maxlen=SPANS_KEPT)).extend(spans)

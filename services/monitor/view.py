@@ -207,7 +207,7 @@ def stuck_text(status: Status, index: int) -> str:
 
 
 def _where(stuck: Stuck) -> str:
-    since = f" for {stuck.age_s:.0f} s" if stuck.age_s else ""  # a wrong clock has no age
+    since = f" for {stuck.age_s:.0f} s" if stuck.age_s else ""
     return f"{stuck.what} at {stuck.holder}{since}"
 
 

@@ -13,7 +13,6 @@ from umbra.services.monitor.client import StatusClient
 from umbra.services.monitor.feed import (
     TOPICS,
     Feed,
-    LifeSeen,
     PushSeen,
     RolloutSeen,
     SampleSeen,
@@ -24,7 +23,7 @@ from umbra.services.monitor.view import status_dict
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What is known of a run at one moment. Spans are by the buffer's clock."""
+    """What is known of a run at one moment."""
 
     status: Status
     pushes: list[PushSeen] = field(default_factory=list[PushSeen])
@@ -32,8 +31,6 @@ class Look:
     slow: list[SampleSeen] = field(default_factory=list[SampleSeen])
     rollouts: list[RolloutSeen] = field(default_factory=list[RolloutSeen])
     spans: dict[str, list[SpanSeen]] = field(default_factory=dict[str, list[SpanSeen]])
-    lives: list[LifeSeen] = field(default_factory=list[LifeSeen])  # since the look before
-    lives_lost: int = 0
 
 
 class Watch:
@@ -64,9 +61,7 @@ class Watch:
             samples=self._feed.samples(),
             slow=self._feed.slow(),
             rollouts=self._feed.rollouts(),
-            spans=aligned(self._feed.spans(), status),
-            lives=self._feed.take_lives(),
-            lives_lost=self._feed.lives_lost,
+            spans=self._feed.spans(),
         )
 
     def __enter__(self) -> Watch:
@@ -74,26 +69,6 @@ class Watch:
 
     def __exit__(self, *_raised: object) -> None:
         self.client.close()
-
-
-def aligned(spans: dict[str, list[SpanSeen]], status: Status) -> dict[str, list[SpanSeen]]:
-    """`spans` by the buffer's clock, as far as members have measured how far theirs is off."""
-    offsets = clock_offsets(status)
-    return {
-        name: [
-            SpanSeen(span.name, span.start + offsets[name], span.end + offsets[name])
-            for span in own
-        ]
-        if offsets.get(name)
-        else own
-        for name, own in spans.items()
-    }
-
-
-def clock_offsets(status: Status) -> dict[str, float]:
-    """What to add to times of members, by name, to get the buffer's; of those that have measured
-    it."""
-    return {m.name: m.clock_offset_s for m in status.members if m.clock_error_s >= 0}
 
 
 def look_dict(look: Look) -> dict[str, Any]:

@@ -47,9 +47,7 @@ class ServiceContext:
     security: Security = OPEN
     options: Mapping[str, Any] = field(default_factory=dict)  # of this command alone
 
-    def join(
-        self, role: Role, endpoints: dict[str, str] | None = None, **facts: Any
-    ) -> Session:
+    def join(self, role: Role, endpoints: dict[str, str] | None = None, **facts: Any) -> Session:
         """Join the run; see `Session.join`."""
         return Session.join(
             role=role,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from umbra.services.prompts.download import file_of, is_url, pin_url, shown
 from umbra.services.prompts.rows import Prompt, check_row, renamed
 
 DATASETS = "datasets:"
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _PART = re.compile(r":(?![^\[]*\])")  # a slice of a split, "train[:100]", is one part
 
 
@@ -34,7 +36,8 @@ def read_source(
     """All rows of one source.
 
     Args:
-        name: a JSONL or Parquet file, a URL of one, or "datasets:NAME[:CONFIG][:SPLIT]".
+        name: a JSONL or Parquet file, a URL of one, "datasets:NAME[:CONFIG][:SPLIT]", or
+            "module:function", which returns an iterable of rows.
         prefix: goes before their ids, so that those of two sources differ.
         columns: of the source that get another name, as {ours: theirs}.
         section: whose keys `prompts` and `columns` are, for errors.
@@ -100,12 +103,33 @@ def _rows(name: str) -> Iterator[_Numbered]:
         rows = _read_dataset(name)
     elif is_parquet(name):
         rows = _read_parquet(name)
+    elif is_function(name):
+        rows = _call(name)
     else:
         for number, row in read_numbered(file_of(name), shown(name)):
             yield _Numbered(number, row, f"{shown(name)}, line {number}")
         return
     for number, row in enumerate(rows, start=1):
         yield _Numbered(number, row, f"{shown(name)}, row {number}")
+
+
+def is_function(name: str) -> bool:
+    """True if a source is written as "module:function"."""
+    return bool(_FUNCTION.fullmatch(name)) and not name.startswith(DATASETS)
+
+
+def _call(name: str) -> list[dict[str, Any]]:
+    """Return the rows of "module:function"; modules beside the run file are found."""
+    module, _, function = name.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        made: Iterable[Mapping[str, Any]] = getattr(importlib.import_module(module), function)()
+        return [dict(row) for row in made]
+    except Exception as error:
+        told = f"{name} gave no prompts: {type(error).__name__}: {_line(error)}"
+        raise UsageError(f"{told}; it must return an iterable of rows") from error
 
 
 def is_parquet(name: str) -> bool:
@@ -150,7 +174,7 @@ def placed(name: str, place: Callable[[str], str]) -> str:
     Raises:
         UsageError: a folder's absolute path has a colon, which "datasets:" cannot name.
     """
-    if not name or is_url(name):
+    if not name or is_url(name) or is_function(name):
         return name
     if not name.startswith(DATASETS):
         return place(name)

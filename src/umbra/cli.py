@@ -48,9 +48,6 @@ COMMANDS: dict[str, SubCommand] = {
         "umbra.deploy.estimate.command:command", "Tell how much memory a run needs."
     ),
     "buffer": SubCommand("umbra.services.buffer.command:command", "Serve the buffer (the broker)."),
-    "store": SubCommand(
-        "umbra.services.buffer.store.command:command", "Look into a run's store, or repair it."
-    ),
     "generator": SubCommand(
         "umbra.services.generator.command:command", "Produce rollouts for a run."
     ),
@@ -121,7 +118,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Run": ("up", "plan", "keys"),
     "Watch": ("monitor", "status", "ping"),
     "Steer": ("pause", "resume", "checkpoint", "interrupt", "drain"),
-    "Look back": ("runs", "chat", "samples", "report", "eval", "export", "store"),
+    "Look back": ("runs", "chat", "samples", "report", "eval", "export"),
     "Services": ("buffer", "weight-hub", "trainer", "generator", "scorer"),
 }
 
@@ -137,7 +134,6 @@ EXTRAS: dict[str, str] = {
     "cupy": "nccl",
     "tensorboard": "tensorboard",
     "wandb": "wandb",
-    "opentelemetry": "otel",
     "reasoning_gym": "tasks",
     "math_verify": "tasks",
     "datasets": "tasks",

@@ -31,15 +31,14 @@ from umbra.proto.messages import (
 from umbra.proto.net.server import Request
 from umbra.proto.records import SampleTask, Trajectory, VersionSpan, pack_float32, pack_int32
 from umbra.services.buffer.broker import Broker, Endpoints
-from umbra.services.buffer.data.prompts import GroupEnd
-from umbra.services.buffer.effects import Effect, Lived, Measure, Notify, Reply
+from umbra.services.buffer.effects import Effect, Measure, Notify, Reply
+from umbra.services.buffer.prompts import GroupEnd
 from umbra.services.buffer.state import RunState
 from umbra.services.buffer.store.api import MemoryStore
 from umbra.services.config import (
     BufferConfig,
     EnvironmentConfig,
     EvalConfig,
-    LogConfig,
     NamedEnvironment,
     RunConfig,
     RunSection,
@@ -69,10 +68,6 @@ class EndlessPrompts:
     def ended(self, end: GroupEnd) -> None:
         """Take note."""
         self.ends.append(end)
-
-    def shares(self) -> dict[str, float]:
-        """Of one environment."""
-        return {}
 
     def changes(self) -> dict[str, Any]:
         """Nothing else."""
@@ -132,7 +127,6 @@ class World:
         durable: bool = False,
         eval_config: EvalConfig | None = None,
         eval_prompts: Sequence[Prompt] = (),
-        traced_share: float = 0.0,
         reward_scope: Literal["sample", "group"] = "sample",
         environments: Sequence[NamedEnvironment] = (),
         **buffer: Any,
@@ -142,7 +136,6 @@ class World:
             run=RunSection(steps=steps),
             buffer=BufferConfig(**sizes),
             eval=eval_config or EvalConfig(),
-            log=LogConfig(traced_share=traced_share),
             environment=EnvironmentConfig()
             if environments
             else EnvironmentConfig(kind="reward", reward_scope=reward_scope),
@@ -155,7 +148,6 @@ class World:
         self.late: defaultdict[str, list[Message]] = defaultdict(list)  # replies to parked requests
         self.pushes: list[tuple[str, Message]] = []
         self.rows: list[Measure] = []
-        self.lives: list[Lived] = []
         self.incarnations: dict[str, str] = {}
         self._ids = count(1)
 
@@ -219,10 +211,14 @@ class World:
         for effect in effects:
             self._take(effect)
 
-    def join(self, role: Role, name: str, incarnation: str | None = None) -> Message | None:
+    def join(
+        self, role: Role, name: str, incarnation: str | None = None, **facts: Any
+    ) -> Message | None:
         """A process joins; its later messages carry this incarnation."""
         number = incarnation or f"{name}-1"
-        body = Join(role=role, name=name, pid=1, host="h", package_version="0", endpoints={})
+        body = Join(
+            role=role, name=name, pid=1, host="h", package_version="0", endpoints={}, **facts
+        )
         reply = self.ask(name, body, incarnation=number)
         if isinstance(reply, Welcome):
             self.incarnations[name] = number
@@ -263,8 +259,6 @@ class World:
                 self.pushes.append((identity.decode(), body))
             case Measure():
                 self.rows.append(effect)
-            case Lived():
-                self.lives.append(effect)
 
 
 def world(**options: Any) -> World:

@@ -21,7 +21,6 @@ from umbra.proto.messages import (
     Join,
     LeaseBatch,
     LeaseSamples,
-    PeekBatch,
     RenewLeases,
     ReturnedSample,
     ReturnSamples,
@@ -50,7 +49,6 @@ def seeds() -> list[list[bytes]]:
         ),
         RenewLeases(leases=[("s-1", 1)]),
         LeaseBatch(step=1, wait_s=0.0),
-        PeekBatch(step=2, wait_s=0.0),
         CommitBatch(step=1),
     ]
     return [encoder.encode(body)[1] for body in bodies]

@@ -82,14 +82,11 @@ def test_the_demo_outlives_its_buffer_and_so_do_its_evaluations(
 @pytest.mark.e2e
 @pytest.mark.fault
 @pytest.mark.timeout(180)
-# In the suite batches with replays are the same again in test_buffer_replay.py.
-@pytest.mark.parametrize("sampling", ["fifo", pytest.param("replay", marks=pytest.mark.real)])
 def test_the_demos_trainer_gets_the_same_batches_again(
-    up: Callable[..., UpProcess], sampling: str
+    up: Callable[..., UpProcess],
 ) -> None:
     """Its bytes are told by their checksum, which the buffer notes whenever it hands one out."""
-    settings = (f"buffer.sampling={sampling}", "checkpoint.every=0")
-    process = up(f"run.steps={STEPS}", *settings, flags=("--no-eval",))
+    process = up(f"run.steps={STEPS}", "checkpoint.every=0", flags=("--no-eval",))
     process.broker()
     process.until(lambda: len(process.steps()) >= 8, "step 8")
     kill(process, "trainer")
@@ -106,6 +103,5 @@ def test_the_demos_trainer_gets_the_same_batches_again(
     assert all(len(found) == 1 for found in digests.values())
     assert len({next(iter(found)) for found in digests.values()}) == STEPS
     ledger = summary["ledger"]
-    assert ledger["trained"] + ledger["replayed"] == STEPS * BATCH
-    assert (ledger["replayed"] == 0) == (sampling == "fifo")
+    assert ledger["trained"] == STEPS * BATCH
     assert ledger["balance"] == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
@@ -118,42 +117,6 @@ def test_a_second_trainer(
     assert told.endswith(
         "the run already has the trainer 'trainer' (pid 1 on h): stop it first, or restart it "
         "under its own name"
-    )
-
-
-@pytest.mark.e2e
-def test_clocks_that_differ(buffer: BufferProcess, tmp_path: Path) -> None:
-    """1. A hub's clock is 90 s ahead. Result: its log and `umbra status` say so; it works."""
-    log = tmp_path / "hub.log"
-    path = os.pathsep.join([str(SKEWED), *sys.path])
-    with log.open("wb") as file:
-        hub = subprocess.Popen(
-            [*UMBRA, "weight-hub", "--broker", buffer.broker],
-            env={**os.environ, "PYTHONPATH": path, "SKEW_S": "90"},
-            stdout=file,
-            stderr=file,
-        )
-    try:
-        status = said(
-            lambda: (
-                subprocess.run(
-                    [*UMBRA, "status", "--broker", buffer.broker],
-                    capture_output=True,
-                    text=True,
-                    timeout=WAIT_S,
-                    check=True,
-                ).stdout
-            ),
-            "90.0 s ahead of the buffer's",
-        )
-        said(log.read_text, "this machine's clock is 90.0 s ahead of the buffer's")
-    finally:
-        hub.terminate()
-        assert hub.wait(WAIT_S) == 0
-    (line,) = [line for line in status.splitlines() if line.startswith("stuck: the clock of")]
-    assert line.endswith(
-        "is 90.0 s ahead of the buffer's at weight-hub, none: set the clocks (NTP); timelines are "
-        "aligned anyway"
     )
 
 

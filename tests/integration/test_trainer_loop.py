@@ -33,7 +33,6 @@ from umbra.proto.messages import (
     LeaseBatch,
     Message,
     Ok,
-    PeekBatch,
     RunFinished,
 )
 from umbra.proto.records import EvalReport, Ledger, Manifest
@@ -117,8 +116,6 @@ class World:
                     return BatchLease(step=step, trajectories=[], checkpoint=True)
                 made = rollouts(self.model, step - 1, level=self.level, seed=step)
                 return BatchLease(step=step, trajectories=made, evals=self.evals[:step])
-            case PeekBatch(step=step):
-                return BatchLease(step=step, trajectories=[])
             case CommitBatch(step=step):
                 assert all(isinstance(value, float) for value in body.metrics.values())
                 return CommitAck(version=step, ledger=Ledger())
@@ -181,8 +178,8 @@ class Context(ServiceContext):
 
     world: World
 
-    def join(self, role: str, endpoints: dict[str, str] | None = None) -> Any:
-        assert role == "trainer"
+    def join(self, role: str, endpoints: dict[str, str] | None = None, **facts: Any) -> Any:
+        assert role == "trainer" and facts["vocabulary"] > 0
         return self.world
 
 

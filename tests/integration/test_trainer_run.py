@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from fakes.waiting import until
 from safetensors.torch import load_file
 
 from umbra.proto.records import Trajectory
-from umbra.services.buffer.store.inspect import StoreReader
+from umbra.services.buffer.store.log import LogStore
 from umbra.services.config.loader import load_config
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.learner import Learner
@@ -71,12 +72,10 @@ def pushes(folder: Path) -> list[dict[str, Any]]:
 
 def batch(folder: Path, step: int) -> list[Trajectory]:
     """What was trained on in `step`, out of the run's store."""
-    reader = StoreReader(folder / "store")
-    names = [
-        sample["sample_id"] for g in reader.read(f"b/{step}")["groups"] for sample in g["samples"]
-    ]
-    stored = [reader.get(f"t/{name}") for name in names]
-    return [msgspec.msgpack.decode(one, type=Trajectory) for one in stored if one is not None]
+    with closing(LogStore(folder / "store")) as store:
+        groups = msgspec.msgpack.decode(store.get(f"b/{step}"))["groups"]
+        keys = [f"t/{sample['sample_id']}" for group in groups for sample in group["samples"]]
+        return [msgspec.msgpack.decode(one, type=Trajectory) for one in store.get_all(keys)]
 
 
 @pytest.mark.e2e

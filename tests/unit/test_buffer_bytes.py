@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,8 +26,6 @@ from umbra.proto.records import SampleTask, Score, ScoringTask, pack_float32
 from umbra.services.buffer.effects import Reply
 from umbra.services.buffer.samples import trajectory_store
 from umbra.services.buffer.store.api import StoreError
-from umbra.services.buffer.store.inspect import StoreReader
-from umbra.services.buffer.store.log import LogStore
 
 LOGPROBS = pack_float32([-0.25, -0.75])
 FOUND: Mapping[str, dict[str, Any]] = {  # by the stages, of each sample
@@ -197,20 +194,3 @@ def test_scores_of_other_samples_are_no_batch() -> None:
     mixed = {stage: scores[::-1] for stage, scores in lease.scores.items()}
     with pytest.raises(WireError, match="of other samples"):
         msgspec.structs.replace(lease, scores=mixed).scored()
-
-
-def test_people_are_shown_a_trajectory_with_its_scores(tmp_path: Path) -> None:
-    store = LogStore(tmp_path)
-    kept = trajectory_store.TrajectoryStore(store, ["reward", "ref_logp"])
-    task = SampleTask(
-        sample_id="s-0", group_id="g-0", prompt_id="1", attempt=1, row={}, lease_s=9.0
-    )
-    kept.put("s-0", pack(trajectory(task, 0)))
-    for stage, values in FOUND.items():
-        kept.put_score("s-0", stage, pack(Score(sample_id="s-0", attempt=1, **values)))
-    store.put("run", pack({"buffer.stages": list(FOUND)}))
-    store.commit()
-    store.close()
-    shown = StoreReader(tmp_path).trajectory("s-0")
-    assert (shown["reward"], shown["reward_parts"]) == (1.5, {"late": 0.5})
-    assert (shown["ref_logprobs"], shown["scored"]) == ([-0.25, -0.75], ["reward", "ref_logp"])

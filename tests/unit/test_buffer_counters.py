@@ -107,10 +107,6 @@ def test_cut_groups() -> None:
     run.submit("a", *(trajectory(task, 0) for task in tasks[:2]))
     run.pass_time(11)
     assert counted(run) == {"accepted": 2, "stragglers_cut": 2}
-    run = world(run_ahead=0, oversample=1, on_batch="cut")
-    run.submit("a", *(trajectory(task, 0) for task in run.lease("a", 6, 0)[:4]))
-    run.batch(1)
-    assert counted(run) == {"accepted": 4, "interrupted": 2, "groups_cut": 1}
 
 
 def scoring(run: World, name: str, capacity: int = 9) -> list[ScoringTask]:

@@ -12,7 +12,6 @@ from umbra.proto.messages import (
     DrainRequest,
     EvalBegun,
     EvalRequest,
-    Heartbeat,
     HeartbeatAck,
     Join,
     LeaseBatch,
@@ -176,17 +175,6 @@ def test_many_watchers_cost_one_look() -> None:
 
 def test_a_batch_that_is_not_there_is_not_paused() -> None:
     assert world().get("trainer", LeaseBatch(step=1, wait_s=0), BatchLease).paused is False
-
-
-def test_a_skewed_clock_is_pointed_out() -> None:
-    run = world()
-    fields = {"activity": "x", "progress": 1, "idle_s": 0.0, "clock_error_s": 0.01}
-    run.ask("a", Heartbeat(state="ready", clock_offset_s=-0.2, **fields))
-    assert run.broker.status(run.now).stuck == []
-    run.ask("a", Heartbeat(state="ready", clock_offset_s=-5.0, **fields))
-    (stuck,) = run.broker.status(run.now).stuck
-    assert stuck.what == "the clock of h is 5.0 s ahead of the buffer's"
-    assert "NTP" in stuck.action
 
 
 def test_a_checkpoint_on_request() -> None:

@@ -135,9 +135,9 @@ def test_a_partial_at_no_limit_is_continued() -> None:
 # -- staleness -------------------------------------------------------------------------------------
 
 
-def overtaken(policy: str) -> tuple[World, list[SampleTask]]:
+def overtaken() -> tuple[World, list[SampleTask]]:
     """Version 1 with K = 1; one group has a ready sample of version 0, and one under way."""
-    run = world(run_ahead=1, max_staleness=1, stale_policy=policy)
+    run = world(run_ahead=1, max_staleness=1, stale_policy="wait")
     tasks = run.lease("a", 1000, 0)
     answer(run, "a", tasks[1:5], 0)  # groups 1 and half of 0 and 2
     answer(run, "a", tasks[5:8], 0)
@@ -145,17 +145,8 @@ def overtaken(policy: str) -> tuple[World, list[SampleTask]]:
     return run, tasks
 
 
-def test_what_is_stale_is_generated_anew() -> None:
-    run, tasks = overtaken("restart")
-    run.produce("b", 1)
-    step(run, 2)
-    assert run.broker.counters["stale_restarts"]
-    assert run.pool.samples[tasks[1].sample_id].state == "queued"  # the group lives on
-    assert not run.pool.ledger.ended
-
-
 def test_training_waits_for_what_would_be_stale() -> None:
-    run, tasks = overtaken("wait")
+    run, tasks = overtaken()
     run.produce("b", 1)
     reply = run.batch(2)
     assert not reply.trajectories and "stale_policy = wait" in reply.waiting_for
@@ -163,17 +154,6 @@ def test_training_waits_for_what_would_be_stale() -> None:
     assert tasks[0].sample_id in {t.sample_id for t in run.batch(2).trajectories}
     run.commit(2)
     assert not run.pool.ledger.ended
-
-
-def test_spare_groups_that_lag_behind_are_cut() -> None:
-    run = world(run_ahead=0, oversample=1, on_batch="cut")
-    tasks = run.lease("a", 1000, 0)
-    assert len(tasks) == 6
-    answer(run, "a", tasks[2:], 0)
-    assert {t.group_id for t in run.batch(1).trajectories} == {"g-1", "g-2"}
-    assert run.pool.ledger.ended == {"cancelled": 2}
-    interrupt = run.pushes[-1][1]
-    assert isinstance(interrupt, Interrupt) and interrupt.leases == [("s-0", 1), ("s-1", 1)]
 
 
 # -- groups ----------------------------------------------------------------------------------------
@@ -214,30 +194,6 @@ def test_level_groups_are_filtered_and_replaced_but_not_for_ever() -> None:
     answer(run, "a", run.lease("a", 2, 0), 0, 1.0, 1.0)
     assert run.batch(1).trajectories
     assert run.broker.counters["level_groups_kept"] == 1
-
-
-# -- batches ---------------------------------------------------------------------------------------
-
-
-def test_the_freshest_groups_go_first() -> None:
-    run = world(batch_groups=1, run_ahead=3, max_staleness=3, sampling="freshest")
-    old = run.lease("a", 4, 0)
-    answer(run, "a", old[:2], 0)
-    step(run, 1)
-    new = run.lease("b", 2, 1)
-    answer(run, "a", old[2:], 0)
-    answer(run, "b", new, 1)
-    assert {t.group_id for t in run.batch(2).trajectories} == {new[0].group_id}
-
-
-def test_a_batch_is_full_by_tokens_or_by_groups() -> None:
-    run = world(batch_groups=3, batch_tokens=8)
-    answer(run, "a", run.lease("a", 1000, 0), 0)  # two tokens each
-    assert len(run.batch(1).trajectories) == 4
-    run.commit(1)
-    run = world(batch_groups=1, batch_tokens=1000)
-    answer(run, "a", run.lease("a", 1000, 0), 0)
-    assert len(run.batch(1).trajectories) == 2
 
 
 # -- scoring ---------------------------------------------------------------------------------------

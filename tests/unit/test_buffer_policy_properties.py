@@ -4,7 +4,6 @@ flushed partials and evaluations: the ledger balances, and honest peers can alwa
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import hypothesis.strategies as st
@@ -51,20 +50,17 @@ class PolicyMachine(BrokerMachine):
                 "max_attempts": st.integers(1, 4),
                 "stages": STAGES,
                 "score_attempts": st.integers(1, 3),
-                "stale_policy": st.sampled_from(["drop", "restart", "wait"]),
+                "stale_policy": st.sampled_from(["drop", "wait"]),
                 "partial_policy": st.sampled_from(["drop", "restart"]),
                 "partial_max_segments": st.integers(0, 2),
                 "partial_max_age_s": st.sampled_from([0.0, 20.0]),
                 "oversample": st.integers(0, 1),
-                "on_batch": st.sampled_from(["continue", "interrupt", "cut"]),
+                "on_batch": st.sampled_from(["continue", "interrupt"]),
                 "straggler": st.sampled_from(["wait", "survivors"]),
                 "straggler_s": st.sampled_from([5.0, 40.0]),
                 "min_survivors": st.integers(1, 2),
                 "dynamic_sampling": st.booleans(),
                 "max_filtered": st.integers(1, 3),
-                "sampling": st.sampled_from(["fifo", "freshest", "replay"]),
-                "replay_times": st.integers(2, 3),
-                "batch_tokens": st.sampled_from([0, 0, 4]),
             }
         ),
         every=st.integers(0, 3),
@@ -88,7 +84,6 @@ class PolicyMachine(BrokerMachine):
         )  # fmt: skip
         self.scoring: list[tuple[str, str, ScoringTask]] = []  # all that was ever handed out
         self.uses: dict[int, list[str]] = {}  # by committed step: its samples
-        self.times = policies["replay_times"] if policies["sampling"] == "replay" else 1
         super().start(**sizes)
         for name in SCORERS:
             self.come(name)
@@ -129,9 +124,7 @@ class PolicyMachine(BrokerMachine):
         names = [made.sample_id for made in batch.trajectories]
         assert len(set(names)) == len(names)
         assert self.uses.get(batch.step, names) == names, "the same step, another batch"
-        before = self.used(batch.step)
-        assert all(before[name] < self.times for name in names)
-        assert any(not before[name] for name in names)
+        assert not self.used(batch.step) & set(names)
         for made, sent in zip(batch.scored(), batch.trajectories, strict=True):
             assert self.version - made.oldest_version <= self.bound
             assert made.oldest_version <= max(self.uses, default=0)
@@ -167,9 +160,9 @@ class PolicyMachine(BrokerMachine):
             for task in tasks
         ]
 
-    def used(self, before: int) -> Counter[str]:
-        """How often each sample was trained on in the steps before."""
-        return Counter(name for step, names in self.uses.items() if step < before for name in names)
+    def used(self, before: int) -> set[str]:
+        """The samples that were trained on in the steps before."""
+        return {name for step, names in self.uses.items() if step < before for name in names}
 
     def commit(self) -> None:
         version = self.version
@@ -279,21 +272,11 @@ class PolicyMachine(BrokerMachine):
                 assert found == late[:count]
 
     @invariant()
-    def further_uses_are_counted_apart(self) -> None:
-        ledger = self.broker.pool.ledger.snapshot()
-        assert ledger.replayed == self.used(self.version + 1).total() - ledger.trained
-
-    @invariant()
     def only_live_samples_take_memory(self) -> None:
-        """Live ones, those of kept batches, and those that may be trained on again."""
+        """Live ones, and those of kept batches."""
         batches, store = self.broker.batches, self.world.store
         kept = {name for step in batches.archive.steps for name in self.uses[step]}
-        groups = batches.replays.groups.values()
-        again = {sample.sample_id for group in groups for sample in group.samples}
-        assert {key[2:] for key in store.keys("t/s-")} <= set(
-            self.broker.pool.samples
-        ) | kept | again
-        assert len(store.keys("p/")) == len(groups)
+        assert {key[2:] for key in store.keys("t/s-")} <= set(self.broker.pool.samples) | kept
 
     @invariant()
     def evaluations_have_a_ledger_of_their_own(self) -> None:
@@ -304,8 +287,6 @@ class PolicyMachine(BrokerMachine):
 
     @invariant()
     def generation_is_not_too_far_ahead(self) -> None:
-        if self.policies["batch_tokens"]:
-            return  # batches may be smaller, so the last ones need fewer groups than there are
         gate = min(self.run_ahead + 1, STEPS - self.version) * self.groups
         assert self.broker.batches.untrained <= gate + self.policies["oversample"]
 
@@ -378,16 +359,15 @@ class RestartedPolicyMachine(PolicyMachine):
         self.version = step - 1
         self.batch = None
         self.got(reply)
-        self.trained = set(self.used(step))
+        self.trained = self.used(step)
         self.collect()
 
     @invariant()
     def generation_is_not_too_far_ahead(self) -> None:
         """What waits to be trained on once more counts on top."""
-        if not self.policies["batch_tokens"]:
-            gate = min(self.run_ahead + 1, STEPS - self.version) * self.groups
-            again = sum(len(batch.groups) for batch in self.broker.batches.formed.values())
-            assert self.broker.batches.untrained <= gate + self.policies["oversample"] + again
+        gate = min(self.run_ahead + 1, STEPS - self.version) * self.groups
+        again = sum(len(batch.groups) for batch in self.broker.batches.formed.values())
+        assert self.broker.batches.untrained <= gate + self.policies["oversample"] + again
 
     @invariant()
     def every_sample_is_in_exactly_one_place(self) -> None:

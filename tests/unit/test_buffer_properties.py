@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import hypothesis.strategies as st
-import msgspec
 from fakes.broker_world import World, trajectory
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -18,7 +17,6 @@ from umbra.proto.messages import (
     LeaseSamples,
     Leave,
     Nack,
-    PeekBatch,
     RenewLeases,
     ReturnedSample,
     ReturnSamples,
@@ -60,7 +58,6 @@ class BrokerMachine(RuleBasedStateMachine):
         self.tasks: list[tuple[str, SampleTask]] = []  # every task that was ever handed out
         self.sent: list[tuple[str, Trajectory]] = []
         self.batch: BatchLease | None = None
-        self.ahead: BatchLease | None = None  # what the trainer saw of a batch in advance
         self.version = 0
         self.trained: set[str] = set()
         self.finished = False
@@ -94,16 +91,7 @@ class BrokerMachine(RuleBasedStateMachine):
 
     def leased(self, lease: BatchLease) -> None:
         """An answer to the trainer, in full or not."""
-        if lease.digest:
-            self.ahead = lease
-            oldest = min(made.oldest_version for made in lease.trajectories)
-            assert lease.step - 1 - oldest <= self.bound, "too old for when it will be trained on"
-        elif lease.same:
-            assert self.ahead is not None and not lease.trajectories
-            assert self.ahead.step == lease.step
-            made = self.ahead.trajectories
-            self.got(msgspec.structs.replace(lease, trajectories=made, same=False))
-        elif lease.trajectories:
+        if lease.trajectories:
             self.got(lease)
 
     def got(self, batch: BatchLease) -> None:
@@ -204,23 +192,8 @@ class BrokerMachine(RuleBasedStateMachine):
     @rule(wait_s=st.sampled_from([0.0, 7.0]))
     def lease_batch(self, wait_s: float) -> None:
         self.ensure("trainer")
-        held = self.ahead.digest if self.ahead and self.ahead.step == self.version + 1 else ""
-        ask = LeaseBatch(step=self.version + 1, wait_s=wait_s, held=held)
-        reply = self.world.ask("trainer", ask)
+        reply = self.world.ask("trainer", LeaseBatch(step=self.version + 1, wait_s=wait_s))
         if isinstance(reply, BatchLease):
-            self.leased(reply)
-        self.collect()
-
-    @rule(wait_s=st.sampled_from([0.0, 7.0]), distance=st.sampled_from([2, 2, 2, 1, 3]))
-    def look_ahead(self, wait_s: float, distance: int) -> None:
-        """The next batch is seen before its turn, which changes nothing."""
-        self.ensure("trainer")
-        before = self.broker.pool.ledger.snapshot(), dict(self.broker.batches.formed)
-        ask = PeekBatch(step=self.version + distance, wait_s=wait_s)
-        reply = self.world.ask("trainer", ask)
-        assert (self.broker.pool.ledger.snapshot(), self.broker.batches.formed) == before
-        if isinstance(reply, BatchLease):
-            assert distance == 2 or not reply.trajectories
             self.leased(reply)
         self.collect()
 

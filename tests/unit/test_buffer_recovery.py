@@ -233,15 +233,17 @@ def other(value: Any) -> Any:
 
 
 def test_all_that_is_kept_of_a_run_is_put_back() -> None:
-    run = World(run_ahead=4, min_ess=0.5).broker.run
+    run = World(run_ahead=4).broker.run
     for name, path in PLACES.items():
         place, _, last = path.rpartition(".")
         owner = attrgetter(place)(run) if place else run
         before = getattr(owner, last)
-        made = OpenEvaluation(3, 8, {"failed": 1}, 3) if name == "eval_open" else other(before)
+        made = {"eval_open": OpenEvaluation(3, 8, {"failed": 1}, 3), "routers": (2, 1, 4)}.get(
+            name, other(before)
+        )
         setattr(owner, last, made)
     kept = pack_run(run)
-    fresh = World(run_ahead=4, min_ess=0.5).broker.run
+    fresh = World(run_ahead=4).broker.run
     assert pack_run(fresh) != kept
     put_back(msgspec.msgpack.decode(kept, type=RunRecord), fresh)
     assert pack_run(fresh) == kept

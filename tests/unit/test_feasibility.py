@@ -67,9 +67,8 @@ def test_implied_staleness(
             buffer(straggler="survivors", min_survivors=1, dynamic_sampling=True),
             "buffer.min_survivors to 2",
         ),
-        (buffer(on_batch="interrupt", max_staleness=0), "buffer.on_batch to cut"),
+        (buffer(on_batch="interrupt", max_staleness=0), "buffer.on_batch to continue"),
         (buffer(on_batch="interrupt", partial_max_segments=1), "allow 2 or more"),
-        (buffer(on_batch="cut"), "buffer.oversample to 1"),
         (buffer(stale_policy="wait", oversample=2), "buffer.oversample to 0"),
         (buffer(stages=["reward", "reward"]), "reward twice"),
         (
@@ -148,8 +147,11 @@ def test_what_can_never_work_is_refused(config: RunConfig, to_change: str) -> No
 
 
 def test_all_faults_are_told_at_once() -> None:
-    with pytest.raises(UsageError, match=r"buffer\.oversample to 1.*eval\.prompts"):
-        check_feasible(RunConfig(buffer=BufferConfig(on_batch="cut"), eval=EvalConfig(every=5)))
+    with pytest.raises(UsageError, match=r"buffer\.oversample to 0.*eval\.prompts"):
+        config = RunConfig(
+            buffer=BufferConfig(stale_policy="wait", oversample=1), eval=EvalConfig(every=5)
+        )
+        check_feasible(config)
 
 
 # -- names of other systems ------------------------------------------------------------------------

@@ -201,8 +201,8 @@ def test_a_sample_that_fails_ends_its_group_which_nobody_scores() -> None:
 
 
 def test_rewards_are_void_when_a_sample_of_the_group_is_made_anew() -> None:
-    """Scenario: one of three responses gets too old. Result: the others are rewarded once more."""
-    run = world(batch_groups=1, run_ahead=1, max_staleness=1, stale_policy="restart")
+    """Scenario: one of three responses is made again. Result: the others are rewarded once more."""
+    run = world(batch_groups=1, run_ahead=1, max_staleness=1)
     tasks = run.lease("a", 100, 0)
     answer(run, *tasks)
     give(run, "x", to_score(run), *(float(n) for n in range(6)))

@@ -282,7 +282,7 @@ def test_an_operator_gives_orders_and_is_no_member() -> None:
 def test_a_trainer_takes_no_samples_and_gives_no_orders() -> None:
     named = {kind.__name__ for kind in TYPES.values() if may_send("trainer", kind)}
     training = {
-        "LeaseBatch", "PeekBatch", "RejectSamples", "CommitBatch", "CheckpointSaved", "FinishRun",
+        "LeaseBatch", "CommitBatch", "CheckpointSaved", "FinishRun",
         "RegisterManifest", "AcquireSlot", "Publish",
     }  # fmt: skip
     assert named == READS | training | {"Ok", "Nack", "Join", "Heartbeat", "Leave", "Event"}

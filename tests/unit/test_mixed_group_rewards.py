@@ -116,7 +116,7 @@ def test_other_stages_are_for_all() -> None:
 
 
 def test_a_response_that_is_made_anew_voids_no_rewards_that_were_given_alone() -> None:
-    run = world(batch_groups=3, max_staleness=1, stale_policy="restart")
+    run = world(batch_groups=3, max_staleness=1)
     tasks = run.lease("a", 100, 0)
     answer(run, *tasks[:6])
     give(run, to_score(run))

@@ -15,7 +15,7 @@ from umbra.services.monitor.keys import HELP, KeyBindings, next_key, unbuffered
 from umbra.services.monitor.layout import Scroll
 from umbra.services.monitor.screen import help_screen, screen
 from umbra.services.monitor.view import left_text
-from umbra.services.monitor.watch import Look, aligned, look_dict
+from umbra.services.monitor.watch import Look, look_dict
 
 
 def shown(what: Look, footer: str = "") -> str:
@@ -112,19 +112,6 @@ def test_what_is_kept_is_bounded() -> None:
         feed.heard(header(sender), Event(kind="spans", fields={"spans": spans}))
     assert len(feed.spans()["busy"]) == SPANS_KEPT
     assert len(feed.spans()) <= 256
-
-
-def test_spans_are_aligned_to_the_clock_of_the_buffer() -> None:
-    """One member is 5 s ahead, another has not measured anything yet."""
-    feed = heard(("spans", {"spans": [["decode", 105.0, 106.0]]}), sender="ahead")
-    feed.heard(header("new"), Event(kind="spans", fields={"spans": [["decode", 1.0, 2.0]]}))
-    members = [
-        member("ahead", clock_offset_s=-5.0, clock_error_s=0.01),
-        member("new", clock_offset_s=7.0, clock_error_s=-1.0),
-    ]
-    spans = aligned(feed.spans(), status(members=members))
-    assert tuple(spans["ahead"][0]) == ("decode", 100.0, 101.0)
-    assert tuple(spans["new"][0]) == ("decode", 1.0, 2.0)
 
 
 # -- keys -----------------------------------------------------------------------------------------

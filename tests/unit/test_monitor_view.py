@@ -287,10 +287,3 @@ def test_evaluations_are_shown_while_they_are_under_way() -> None:
     assert "eval" not in headline(status(evals=[done]))
     nothing = EvalReport(version=40, done=False, samples=8)
     assert "0/8 answered, no accuracy yet" in plain(status(evals=[nothing]))
-
-
-def test_replayed_samples_are_shown_beside_the_ledger() -> None:
-    ledger = Ledger(issued=8, trained=8, replayed=4)
-    assert ledger_text(status(ledger=ledger)).startswith(
-        "8 issued = 8 trained (replayed 4 times) + 0 ended"
-    )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from umbra.proto.errors import UsageError
-from umbra.services.buffer.data.sources import open_prompts
+from umbra.services.buffer.prompts import open_prompts
 from umbra.services.config import DataConfig
 from umbra.services.prompts.readers import read_source
 

@@ -14,7 +14,7 @@ from umbra import cli
 from umbra.deploy.command import load_run
 from umbra.deploy.preflight import check_run
 from umbra.proto.errors import StartupError, UsageError
-from umbra.services.buffer.data.sources import first_rows, open_prompts
+from umbra.services.buffer.prompts import first_rows, open_prompts
 from umbra.services.config import DataConfig, EvalConfig, ModelConfig, RunConfig
 from umbra.services.prompts.download import cache_folder, shown, without_secrets
 from umbra.services.prompts.readers import is_elsewhere, pin_source, read_source

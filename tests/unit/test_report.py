@@ -16,27 +16,20 @@ from umbra.deploy.report.figures import SLOWEST, gather
 from umbra.deploy.report.recording import Recording
 from umbra.deploy.report.svg import bar_chart, line_chart
 from umbra.deploy.run_folder import RunFolder
-from umbra.deploy.summary import measure
 from umbra.proto.errors import UsageError
 from umbra.services.reporting.figures import busy
 
 T0 = 1_700_000_000.0
-AHEAD = {"generator-0": 5.0, "trainer": -2.0}  # by how much each clock is ahead of the buffer's
 VOID = {"meta", "br", "input"}
 
 
 def row(service: str, kind: str, at: float, **fields: Any) -> dict[str, Any]:
-    """A row that `service` wrote `at` seconds into the run, by its own clock."""
-    return {"time": T0 + at + AHEAD.get(service, 0.0), "service": service, "kind": kind, **fields}
+    """A row that `service` wrote `at` seconds into the run."""
+    return {"time": T0 + at, "service": service, "kind": kind, **fields}
 
 
 def span(service: str, name: str, start: float, end: float, **fields: Any) -> dict[str, Any]:
-    begin = T0 + AHEAD.get(service, 0.0)
-    return row(service, "span", end, name=name, start=begin + start, end=begin + end, **fields)
-
-
-def clock(service: str, at: float, offset_s: float) -> dict[str, Any]:
-    return row(service, "clock", at, offset_s=offset_s, error_s=0.001)
+    return row(service, "span", end, name=name, start=T0 + start, end=T0 + end, **fields)
 
 
 def sample(kind: str, number: int, seconds: float, **fields: Any) -> dict[str, Any]:
@@ -52,8 +45,6 @@ PUSH = {
     "wire_s": 0.02, "stage_s": 0.03, "commit_s": 0.04, "total_s": 0.5,
 }  # fmt: skip
 ROWS = [
-    clock("generator-0", 0.1, -5.0),
-    clock("trainer", 0.1, 2.0),
     span("generator-0", "decode", 0.0, 1.0, tokens=50, lengths=[1, 2, 3]),
     span("trainer", "wait_batch", 0.0, 1.0),
     span("generator-0", "idle", 1.0, 2.0, reason="work"),
@@ -110,8 +101,7 @@ def complete(folder: RunFolder) -> dict[tuple[str, str], dict[str, Any]]:
     return found
 
 
-def test_the_trace_is_by_one_clock(folder: RunFolder) -> None:
-    """Three machines, two of them with wrong clocks: what took turns still does."""
+def test_the_trace_has_the_spans_of_all_services(folder: RunFolder) -> None:
     write_report(folder)
     spans = complete(folder)
     trained, idle = spans["trainer", "train_step"], spans["generator-0", "idle: work"]
@@ -136,32 +126,6 @@ def test_the_trace_names_its_tracks(folder: RunFolder) -> None:
     assert {(e["pid"], e["tid"]) for e in trace if e["ph"] == "X"} == set(names)
     (counter,) = [event for event in trace if event["ph"] == "C"]
     assert counter["args"] == {"queued": 2, "ready": 6}
-
-
-def test_a_clock_that_drifts_is_followed(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path, "run")
-    rows = [clock("trainer", 1.0, 2.0), clock("trainer", 10.0, 3.0)]
-    folder.metrics.write_text("".join(json.dumps(one) + "\n" for one in rows))
-    clocks = Recording([folder.path]).clocks
-    begin = T0 - 2.0
-    assert clocks.align("trainer", begin + 0.0) == begin + 2.0
-    assert clocks.align("trainer", begin + 5.0) == begin + 7.0
-    assert clocks.align("trainer", begin + 20.0) == begin + 23.0
-    assert clocks.align("buffer", begin) == begin
-    assert clocks.worst == {"trainer": (3.0, 0.001)}
-
-
-def test_the_overlap_is_by_one_clock(tmp_path: Path) -> None:
-    """Generation and training take turns; by their own clocks they would seem to overlap."""
-    folder = RunFolder.create(tmp_path, "run")
-    rows = [clock("generator-0", 0.0, -5.0), clock("trainer", 0.0, 2.0)]
-    for turn in range(6):
-        rows.append(span("generator-0", "decode", 2.0 * turn, 2.0 * turn + 1.0))
-        rows.append(span("trainer", "train_step", 2.0 * turn + 1.0, 2.0 * turn + 2.0))
-    folder.metrics.write_text("".join(json.dumps(one) + "\n" for one in rows))
-    overlap = measure(Recording([folder.path]).aligned_rows())["overlap"]
-    assert overlap["both_busy"] == pytest.approx(0.0, abs=1e-6)
-    assert overlap["generator_busy"] == pytest.approx(6 / 12)
 
 
 def test_figures(folder: RunFolder) -> None:

@@ -10,7 +10,7 @@ from fakes.trajectories import sample, trajectory
 from umbra.deploy.preflight import resolve_paths
 from umbra.deploy.toml import to_toml
 from umbra.proto.errors import UsageError
-from umbra.services.buffer.data.sources import first_rows, open_prompts
+from umbra.services.buffer.prompts import first_rows, open_prompts
 from umbra.services.config import DataConfig, NamedEnvironment, RunConfig
 from umbra.services.config.feasibility import check_feasible
 from umbra.services.config.loader import as_dict, load_config, to_json

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from umbra.proto.errors import UsageError
-from umbra.services.buffer.data.prompts import GroupEnd
-from umbra.services.buffer.data.sources import PromptFeed, open_prompts
+from umbra.services.buffer.prompts import GroupEnd, PromptFeed, open_prompts
 from umbra.services.config import DataConfig
+
+ROWS = """
+def seven():
+    return ({"prompt": f"row {number}"} for number in range(7))
+
+def none():
+    return []
+
+def numbers():
+    return [1, 2]
+"""
 
 
 def write(path: Path, count: int, name: str = "row") -> str:
@@ -47,18 +54,18 @@ def test_every_epoch_has_all_rows_in_another_order_and_the_same_for_the_same_see
     assert draw(open_prompts(data, seed=2), 20) != first
 
 
-@pytest.mark.parametrize("kind", ["one", "mixture", "curriculum"])
+@pytest.mark.parametrize("kind", ["one", "mixture", "function"])
 def test_no_prompt_is_skipped_or_repeated_after_a_restart(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = DataConfig(prompts=write(tmp_path / "p.jsonl", 7))
     if kind == "mixture":
         data = mixed(tmp_path)
-    elif kind == "curriculum":
-        hook = "def easy(rows, epoch, stats): return range(min(len(rows), epoch + 1))\n"
-        (tmp_path / "my_curriculum.py").write_text(hook)
+    elif kind == "function":
+        (tmp_path / "my_rows.py").write_text(ROWS)
         monkeypatch.chdir(tmp_path)
-        data = DataConfig(prompts=data.prompts, curriculum="my_curriculum:easy")
+        monkeypatch.syspath_prepend(tmp_path)
+        data = DataConfig(prompts="my_rows:seven")
     whole = draw(open_prompts(data, seed=1), 60)
     for cut in (0, 1, 7, 20):
         feed = open_prompts(data, seed=1)
@@ -102,7 +109,7 @@ def test_a_prompt_that_keeps_failing_is_drawn_no_more(tmp_path: Path) -> None:
         (DataConfig(), "data.prompts is not set"),
         (DataConfig(prompts="a", sources={"b": 1.0}), "remove one of them"),
         (DataConfig(sources={"b": 0.0}), "weight of b"),
-        (DataConfig(prompts="x", curriculum="no_such_module:f"), "data.curriculum"),
+        (DataConfig(prompts="no_such_module:f"), "no_such_module:f gave no prompts"),
     ],
 )
 def test_mistakes_are_named(data: DataConfig, said: str) -> None:
@@ -117,87 +124,19 @@ def test_a_position_in_other_prompts_is_refused(tmp_path: Path) -> None:
         other.seek(feed.position(), {})
 
 
-# -- curricula -------------------------------------------------------------------------------------
-
-HARDEST_FIRST = """
-seen = []
-
-def hardest_first(rows, epoch, stats):
-    seen.append([(one.groups, one.filtered, one.failed, one.mean_reward) for one in stats])
-    return sorted(range(len(rows)), key=lambda i: stats[i].mean_reward)[: len(rows) - epoch]
-
-def raises(rows, epoch, stats):
-    return rows[9]
-
-def two_arguments(rows, epoch):
-    return [0]
-
-def nonsense(rows, epoch, stats):
-    return [0, 7]
-"""
-
-
-@pytest.fixture
-def hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A module of curricula, importable by its name."""
-    (tmp_path / "my_hooks.py").write_text(HARDEST_FIRST)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield "my_hooks"
-    sys.modules.pop("my_hooks", None)
-
-
-def epoch_of_results(feed: PromptFeed) -> None:
-    """All rows are drawn once; "row 0" is easy, "row 1" level, "row 2" fails."""
-    ids = [next(feed).prompt_id for _ in range(3)]
-    assert sorted(ids) == ["1", "2", "3"]
-    feed.ended(end("1", "complete", 1.0, 1.0, 0.0, 1.0))
-    feed.ended(end("2", "filtered", 0.5, 0.5))
-    feed.ended(end("3", "failed"))
-
-
-def test_a_curriculum_sees_what_came_of_every_prompt(tmp_path: Path, hooks: str) -> None:
-    data = DataConfig(prompts=write(tmp_path / "p.jsonl", 3), curriculum=f"{hooks}:hardest_first")
-    feed = open_prompts(data, seed=0)
-    epoch_of_results(feed)
-    assert draw(feed, 2) == ["row 2", "row 1"]
-    assert sys.modules[hooks].seen == [  # type: ignore[attr-defined]
-        [(0, 0, 0, 0.0)] * 3,
-        [(1, 0, 0, 0.75), (1, 1, 0, 0.5), (1, 0, 1, 0.0)],
-    ]
-
-
-@pytest.mark.parametrize("more", [0, 1, 2])
-def test_the_order_of_an_epoch_outlives_the_buffer(tmp_path: Path, hooks: str, more: int) -> None:
-    """Results that come after the order was made change the next epoch, not this one."""
-    data = DataConfig(prompts=write(tmp_path / "p.jsonl", 3), curriculum=f"{hooks}:hardest_first")
-    feed, kept = open_prompts(data, seed=0), {}
-    epoch_of_results(feed)
-    kept.update(feed.changes())
-    seen = draw(feed, more)
-    feed.ended(end("3", "complete", 9.0))
-    kept.update(feed.changes())
-    position = feed.position()
-    again = open_prompts(data, seed=0)
-    again.seek(position, msgspec.msgpack.decode(msgspec.msgpack.encode(kept)))
-    asked = len(sys.modules[hooks].seen)  # type: ignore[attr-defined]
-    assert draw(again, 3 - more) == draw(feed, 3 - more)
-    expected = ["row 2", "row 1"] if more else ["row 1", "row 0"]
-    assert [*seen, *draw(again, 0)][:1] == (expected[:1] if more else [])
-    epochs = sys.modules[hooks].seen[asked:]  # type: ignore[attr-defined]
-    assert epochs[0] == epochs[-1] and epochs[0][2] == (2, 0, 1, 9.0)
-
-
 @pytest.mark.parametrize(
-    ("hook", "said"),
+    ("name", "said"),
     [
-        ("raises", "failed for epoch 0: IndexError"),
-        ("two_arguments", "failed for epoch 0: TypeError"),
-        ("nonsense", "indices from 0 to 2"),
-        ("nothing", "write it as"),
+        ("none", "my_prompts:none has no rows"),
+        ("numbers", "my_prompts:numbers gave no prompts: TypeError.* an iterable of rows"),
+        ("missing", "my_prompts:missing gave no prompts: AttributeError"),
     ],
 )
-def test_a_bad_curriculum_is_named(tmp_path: Path, hooks: str, hook: str, said: str) -> None:
+def test_a_function_that_returns_no_prompts_is_named(
+    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_prompts.py").write_text(ROWS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UsageError, match=said):
-        next(open_prompts(DataConfig(prompts=write(tmp_path / "p.jsonl", 3),
-                               curriculum=f"{hooks}:{hook}"), seed=0))  # fmt: skip
+        open_prompts(DataConfig(prompts=f"my_prompts:{name}"), seed=0)

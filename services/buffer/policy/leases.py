@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 from umbra.proto.records import SampleTask
-from umbra.services.buffer.data.prompts import Prompts
 from umbra.services.buffer.policy.batches import Batches
 from umbra.services.buffer.policy.staleness import StalenessPolicy
+from umbra.services.buffer.prompts import Prompts
 from umbra.services.buffer.samples.groups import Sample
 from umbra.services.buffer.samples.pool import SamplePool
 from umbra.services.config import BufferConfig

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from umbra.services.buffer.data.prompts import GroupEnd
+from umbra.services.buffer.prompts import GroupEnd
 from umbra.services.config import RunConfig
 from umbra.services.config.generation import ENVIRONMENT
 from umbra.services.prompts.rows import Prompt

@@ -18,8 +18,8 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 
 from umbra.proto.records import SampleTask, Score, Trajectory
-from umbra.services.buffer.data.prompts import GroupEnd
 from umbra.services.buffer.health import SampleFailure
+from umbra.services.buffer.prompts import GroupEnd
 from umbra.services.buffer.samples.ages import Ages
 from umbra.services.buffer.samples.groups import Group, GroupRules, Sample, SampleOutcome, State
 from umbra.services.buffer.samples.ledger import RunningLedger

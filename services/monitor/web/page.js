@@ -142,17 +142,16 @@ function drawServices(look) {
     const version = m.stats.version ?? m.stats.step;
     const idle = Object.entries(m.shares).filter(([name]) => isIdle(name)).sort((a, b) => b[1] - a[1]);
     const why = idle.length ? ` (${idle[0][0].replace(/^(idle: |wait_)/, "")})` : "";
-    const clock = m.clock_error_s < 0 ? "" : `${(1e3 * m.clock_offset_s).toFixed(1)} ± ${(1e3 * m.clock_error_s).toFixed(1)} ms`;
     return [m.name, m.silent_s >= 10 ? `silent ${m.silent_s.toFixed(0)} s` : m.state, m.incarnation,
       version ?? "", version === undefined ? "" : Math.max(0, look.version - version),
       Math.round(m.stats.decoded_per_s ?? m.stats.train_tokens_per_s ?? 0) || "", bar(m.shares, colours(Object.keys(m.shares))),
-      m.busy === null ? "" : (100 * (1 - m.busy)).toFixed(0) + "%" + why, m.activity, m.host, clock];
+      m.busy === null ? "" : (100 * (1 - m.busy)).toFixed(0) + "%" + why, m.activity, m.host];
   });
   for (const [name, why] of Object.entries(look.departed)) {
     rows.push([name, "gone", "", "", "", "", "", "", why, "", ""]);
   }
   table($("services"), ["service", "state", "incarnation", "version", "lag", "tokens/s", "last 10 s", "idle",
-    "activity", "host", "clock"], rows);
+    "activity", "host"], rows);
 }
 
 function drawTimeline(look) {

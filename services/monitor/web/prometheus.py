@@ -131,11 +131,6 @@ def _members(text: _Text, look: Look) -> None:
         ],
     )
     text.gauge(
-        "member_clock_offset_seconds",
-        "Add it to a time of the member to get the buffer's.",
-        [({"member": m.name}, m.clock_offset_s) for m in members if m.clock_error_s >= 0],
-    )
-    text.gauge(
         "member_stat",
         "What members tell of themselves.",
         [

@@ -16,9 +16,9 @@ from umbra.services.buffer.samples.pool import SamplePool
 from umbra.services.buffer.samples.trajectory_store import TrajectoryStore
 from umbra.services.buffer.store.api import Store
 from umbra.services.buffer.store.archive import Archive
-from umbra.services.buffer.store.inspect import value_bytes
 from umbra.services.buffer.store.journal import Journal
 from umbra.services.buffer.store.log import LogStore, store_lock
+from umbra.services.buffer.store.record_format import value_of
 from umbra.services.buffer.store.recovery import REPAIRED
 from umbra.services.buffer.store.segments import Replay, segment_bytes, segment_numbers
 from umbra.services.process.disk import DISK
@@ -69,9 +69,7 @@ def repair(directory: Path) -> Repair:
             data = segment_bytes(directory, number)
             for key, place in image.places.items():
                 if place.segment == number:
-                    record = data[place.offset : place.end]
-                    size = value_bytes(record, len(key.encode()))
-                    store.put(key, bytes(record[len(record) - size :]))
+                    store.put(key, bytes(value_of(data[place.offset : place.end], key)))
             store.commit()
         if image.damages:
             store.put(REPAIRED, b"\xc3")

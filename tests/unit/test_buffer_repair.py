@@ -1,8 +1,7 @@
-"""`umbra store`: what is in a store, and what a repair drops."""
+"""`umbra buffer --repair`: what a repair drops, and how the run goes on."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ from fakes.broker_world import World, trajectory
 from umbra.proto.errors import UsageError
 from umbra.proto.messages import LeaseBatch, Nack
 from umbra.services.buffer.command import command as buffer_command
+from umbra.services.buffer.repair import repair
 from umbra.services.buffer.store.api import StoreError
-from umbra.services.buffer.store.command import command
 from umbra.services.buffer.store.log import LogStore
 from umbra.services.buffer.store.segments import segment_path
 
@@ -62,46 +61,19 @@ def worked(folder: Path) -> StoredWorld:
     return world
 
 
-def run(*arguments: str) -> str:
-    result = CliRunner().invoke(command, arguments, catch_exceptions=False)
-    assert result.exit_code == 0
-    return result.output
-
-
-def test_inspect_counts_and_names_the_oldest(tmp_path: Path) -> None:
-    world = worked(tmp_path / "store")
-    world.stop()
-    found = json.loads(run("inspect", str(world.folder), "--json"))
-    ledger = world.pool.ledger.snapshot()
-    assert (found["issued"], found["trained"]) == (ledger.issued, 4)
-    assert found["in_flight"] == {k: n for k, n in ledger.in_flight.items() if n}
-    assert found["oldest"][0]["state"] == "ready"
-    text = run("inspect", str(world.folder))
-    assert "held by a, attempt 1" in text
-
-
-def test_inspect_shows_a_trajectory(tmp_path: Path) -> None:
-    world = worked(tmp_path / "store")
-    world.stop()
-    shown = json.loads(run("inspect", str(world.folder), "--json", "--sample", "s-4"))
-    assert (shown["sample_id"], shown["response_ids"], shown["logprobs"]) == (
-        "s-4", [7, 7], [-0.5, -0.5],
-    )  # fmt: skip
-    assert "finish_reason:   stop" in run("inspect", str(world.folder), "--sample", "s-4")
-    with pytest.raises(UsageError, match="no trajectory of sample 'x'"):
-        run("inspect", str(world.folder), "--sample", "x")
+def mend(world: StoredWorld) -> str:
+    return "\n".join(repair(world.folder).tell())
 
 
 def test_no_store_is_a_mistake_of_the_user(tmp_path: Path) -> None:
-    for name in ("inspect", "repair"):
-        with pytest.raises(UsageError, match="holds no store"):
-            run(name, str(tmp_path / "none"))
+    with pytest.raises(UsageError, match="holds no store"):
+        repair(tmp_path / "none")
 
 
 def test_a_sound_store_needs_no_repair(tmp_path: Path) -> None:
     world = worked(tmp_path / "store")
     world.stop()
-    assert "nothing to repair" in run("repair", str(world.folder))
+    assert "nothing to repair" in mend(world)
 
 
 def test_a_repair_says_what_it_drops_and_the_run_goes_on(tmp_path: Path) -> None:
@@ -115,7 +87,7 @@ def test_a_repair_says_what_it_drops_and_the_run_goes_on(tmp_path: Path) -> None
     path.write_bytes(data)
     with pytest.raises(StoreError, match="umbra buffer --repair --store"):
         LogStore(world.folder)
-    text = run("repair", str(world.folder))
+    text = mend(world)
     assert text.count("dropped") == 1 and "wrong checksum" in text
     assert (tmp_path / "store.damaged").is_dir()
     world.open()
@@ -138,7 +110,7 @@ def test_what_a_repair_cannot_save_ends_as_lost(tmp_path: Path) -> None:
     at = data.rindex(b"g/g-3")
     data[at + 1] ^= 255
     path.write_bytes(data)
-    run("repair", str(world.folder))
+    mend(world)
     world.open()
     ledger = world.pool.ledger.snapshot()
     assert ledger.balance == 0 and ledger.ended == {"lost": 2}
@@ -160,7 +132,7 @@ def test_a_repair_names_the_samples_that_it_costs(tmp_path: Path) -> None:
     spoil(world.folder, b"t/s-5")
     spoil(world.folder, b"g/g-3")
     spoil(world.folder, b"t/s-0")  # of a committed batch that is kept
-    text = run("repair", str(world.folder))
+    text = mend(world)
     assert text.count("wrong checksum") == 2  # two of them lie side by side
     assert "sample s-5 starts again: its trajectory is gone" in text
     assert "group g-3 ends as lost, with s-6, s-7: its state is gone" in text
@@ -184,7 +156,7 @@ def test_a_batch_that_was_handed_out_goes_on_without_what_is_lost(tmp_path: Path
     world.log.commit()
     world.stop()
     spoil(world.folder, b"t/s-5")
-    assert "the batch of step 2 goes on without 1 groups" in run("repair", str(world.folder))
+    assert "the batch of step 2 goes on without 1 groups" in mend(world)
     world.open()
     assert len(world.batch(2).trajectories) == 2
     world.stop()
@@ -199,7 +171,7 @@ def test_the_counts_are_made_up_for_from_what_they_counted(tmp_path: Path) -> No
     world = trained(tmp_path / "store")
     world.stop()
     spoil(world.folder, b"now")
-    text = run("repair", str(world.folder))
+    text = mend(world)
     assert "wrong checksum" in text
     world.open()
     ledger = world.pool.ledger.snapshot()

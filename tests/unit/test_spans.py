@@ -1,11 +1,9 @@
 """What a process did lately, and how far its clock is from the buffer's."""
 
-import random
 from typing import Any
 
 import pytest
 
-from umbra.services.process.clock import ClockOffset
 from umbra.services.process.metrics import MetricsFile
 from umbra.services.process.spans import KEPT, Span, SpanLog
 
@@ -59,37 +57,3 @@ def test_rows_of_the_metrics_file_are_watched() -> None:
         now = 11.0
     assert rows == [("push", {"version": 3})]
     assert file.spans.take() == [Span("idle: work", 8.0, 9.0), Span("score", 10.0, 11.0)]
-
-
-def test_the_fastest_round_trip_is_believed() -> None:
-    clock = ClockOffset()
-    assert clock.best is None
-    clock.measured(sent=100.0, read=107.0, received=104.0)  # waited on the way back
-    clock.measured(sent=110.0, read=115.01, received=110.02)
-    clock.measured(sent=120.0, read=125.9, received=121.0)
-    assert clock.best is not None
-    assert clock.best.seconds == pytest.approx(5.0)
-    assert clock.best.error_s == pytest.approx(0.01)
-
-
-def test_a_clock_that_was_set_back_is_no_round_trip() -> None:
-    clock = ClockOffset()
-    clock.measured(sent=100.0, read=107.0, received=50.0)
-    assert clock.best is None
-
-
-@pytest.mark.parametrize("skew_s", [-3600.0, -0.5, 0.0, 12.25])
-def test_the_offset_is_right_to_within_its_error(skew_s: float) -> None:
-    """Round trips of 1 to 200 ms, however lopsided, and a buffer that is slow to answer."""
-    draw = random.Random(0)
-    clock, now = ClockOffset(), 1_000.0
-    for _ in range(50):
-        there, stay, back = (draw.uniform(0.0005, 0.07) for _ in range(3))
-        sent, read, received = now, now + there + skew_s, now + there + stay + back
-        clock.measured(sent=sent, read=read, received=received)
-        best = clock.best
-        assert best is not None
-        assert abs(best.seconds - skew_s) <= best.error_s + 1e-9
-        now = received + 2.0
-    assert clock.best is not None
-    assert clock.best.error_s < 0.05

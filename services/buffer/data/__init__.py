@@ -1,1 +1,0 @@
-"""Prompts: where they come from, and in which order."""

@@ -1,0 +1,313 @@
+"""The prompts of a run: one source or a weighted mixture, in epochs without end.
+
+What is drawn n-th depends on the seed, the sources and n alone, so a position is a few numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from umbra.proto.errors import UsageError
+from umbra.services.config import DataConfig, NamedEnvironment
+from umbra.services.config.generation import ENVIRONMENT, environment_prefix
+from umbra.services.prompts.download import shown
+from umbra.services.prompts.readers import read_source
+from umbra.services.prompts.rows import Prompt
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupEnd:
+    """How a group of one prompt ended."""
+
+    prompt_id: str
+    reason: Literal["complete", "filtered", "failed"]
+    rewards: list[float]  # of the samples that got one
+
+
+class Prompts(Protocol):
+    """What the broker draws prompts from; in production a `PromptFeed`."""
+
+    def __next__(self) -> Prompt: ...
+
+    def ended(self, end: GroupEnd) -> None:
+        """Count the end of a group."""
+        ...
+
+    def position(self) -> dict[str, Any]:
+        """Return the place in the sources, in plain values."""
+        ...
+
+    def changes(self) -> dict[str, Any]:
+        """Return what else has to be stored and has changed since the last call, by name."""
+        ...
+
+    def seek(self, position: dict[str, Any], kept: Mapping[str, Any]) -> None:
+        """Continue from `position`; `kept` is all that `changes` returned."""
+        ...
+
+
+def open_prompts(
+    data: DataConfig,
+    *,
+    seed: int,
+    attempts: int = 0,
+    environments: Sequence[NamedEnvironment] = (),
+) -> PromptFeed:
+    """Open the prompts that a configuration asks for.
+
+    Args:
+        data: the section.
+        seed: of all orders.
+        attempts: bad ends of a prompt until it is drawn no more; 0 = any number.
+        environments: several, each drawn from by its weight; ids of their prompts begin with their
+            names (`environment_prefix`).
+
+    Raises:
+        UsageError: no prompts are named, or a source cannot be read; names the key and the place.
+    """
+    if data.prompts and data.sources:
+        raise UsageError("data.prompts and data.sources are both set: remove one of them")
+    if environments:
+        rows = _rows_by_environment(data, environments)
+        weights = {one.name: one.weight for one in environments}
+    elif data.sources:
+        if bad := [name for name, weight in data.sources.items() if weight <= 0]:
+            raise UsageError(f"data.sources: the weight of {shown(bad[0])} must be more than 0")
+        rows = {
+            name: read_source(name, f"{number}/", data.columns)
+            for number, name in enumerate(data.sources)
+        }
+        weights = data.sources
+    else:
+        prompts = read_source(data.prompts, columns=data.columns)
+        return PromptFeed(EpochSource(prompts, data.shuffle, seed), attempts)
+    sources = {
+        name: EpochSource(rows[name], data.shuffle, f"{seed}/{number}")
+        for number, name in enumerate(weights)
+    }
+    return PromptFeed(Mixture(sources, weights, seed), attempts)
+
+
+def first_rows(data: DataConfig, environments: Sequence[NamedEnvironment] = ()) -> dict[str, Any]:
+    """Return the first prompt row of each environment by its name; of a single one by "".
+
+    Raises:
+        UsageError: as of `open_prompts`.
+    """
+    if environments:
+        rows = _rows_by_environment(data, environments)
+        return {name: prompts[0].row for name, prompts in rows.items()}
+    name = next(iter(data.sources), data.prompts)
+    return {"": read_source(name, columns=data.columns)[0].row}
+
+
+def _rows_by_environment(
+    data: DataConfig, environments: Sequence[NamedEnvironment]
+) -> dict[str, list[Prompt]]:
+    """Return the prompts of each environment: its own source, or its rows in data.prompts."""
+    if data.sources:
+        raise UsageError(
+            "data.sources and [[environments]] are both set: environments have weights of their "
+            "own, and each may name its prompts"
+        )
+    shared = [one.name for one in environments if not one.prompts]
+    if bool(shared) != bool(data.prompts):
+        raise UsageError(
+            f"[[environments]] {shared[0]} has no prompts: name a source, or set data.prompts"
+            if shared
+            else "data.prompts is set, but all [[environments]] have their own: remove it"
+        )
+    rows: dict[str, list[Prompt]] = {name: [] for name in shared}
+    for prompt in read_source(data.prompts, columns=data.columns) if shared else ():
+        name = prompt.row.get(ENVIRONMENT)
+        if name not in rows:
+            raise UsageError(
+                f'{shown(data.prompts)}, row {prompt.prompt_id}: "{ENVIRONMENT}" is {name!r}, '
+                f"which is no name of [[environments]] without prompts of their own "
+                f"({', '.join(shared)})"
+            )
+        rows[name].append(Prompt(f"{environment_prefix(name)}{prompt.prompt_id}", prompt.row))
+    if empty := [name for name in shared if not rows[name]]:
+        raise UsageError(f'{shown(data.prompts)} has no row whose "{ENVIRONMENT}" is {empty[0]!r}')
+    for one in environments:
+        if one.prompts:
+            rows[one.name] = [
+                _named(prompt, one)
+                for prompt in read_source(one.prompts, environment_prefix(one.name), data.columns)
+            ]
+    return rows
+
+
+def _named(prompt: Prompt, environment: NamedEnvironment) -> Prompt:
+    given = prompt.row.get(ENVIRONMENT, environment.name)
+    if given != environment.name:
+        raise UsageError(
+            f'{shown(environment.prompts)}, row {prompt.prompt_id}: "{ENVIRONMENT}" is {given!r}, '
+            f"but the file is that of {environment.name!r}"
+        )
+    return Prompt(prompt.prompt_id, {**prompt.row, ENVIRONMENT: environment.name})
+
+
+class EpochSource:
+    """Endless epochs over rows.
+
+    Args:
+        prompts: the rows.
+        shuffle: every epoch has an order of its own, else that of the rows.
+        seed: of the orders.
+    """
+
+    def __init__(self, prompts: list[Prompt], shuffle: bool, seed: int | str) -> None:
+        self.prompts = prompts
+        self._shuffle = shuffle
+        self._seed = seed
+        self._epoch = 0
+        self._index = 0  # in the epoch, of the next prompt
+        self._order: list[int] = []  # of the epoch; empty = not made yet
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def __next__(self) -> Prompt:
+        if not self._order:
+            self._order = list(range(len(self.prompts)))
+            if self._shuffle:
+                random.Random(f"{self._seed}/{self._epoch}").shuffle(self._order)
+        prompt = self.prompts[self._order[self._index]]
+        self._index += 1
+        if self._index == len(self._order):
+            self._epoch, self._index, self._order = self._epoch + 1, 0, []
+        return prompt
+
+    def position(self) -> dict[str, Any]:
+        """Return epoch and index, and the number of rows, which tells this source from others."""
+        return {"epoch": self._epoch, "index": self._index, "rows": len(self.prompts)}
+
+    def seek(self, position: dict[str, Any]) -> None:
+        """Continue from `position`.
+
+        Raises:
+            UsageError: that was in another file.
+        """
+        if position.get("rows") != len(self.prompts):
+            raise UsageError(
+                f"the prompts have {len(self.prompts)} rows, but the run began with "
+                f"{position.get('rows')}: use the same files, or begin a new run"
+            )
+        self._epoch, self._index, self._order = position["epoch"], position["index"], []
+
+
+class Mixture:
+    """Draws from several sources, each with a probability in proportion to its weight.
+
+    Args:
+        sources: by name.
+        weights: by the same names.
+        seed: of the draws.
+    """
+
+    def __init__(
+        self, sources: dict[str, EpochSource], weights: Mapping[str, float], seed: int | str
+    ) -> None:
+        self._sources = sources
+        self._weights = [weights[name] for name in sources]
+        self._seed = seed
+        self._drawn = 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self._sources.values()))
+
+    def __next__(self) -> Prompt:
+        choice = random.Random(f"{self._seed}/mixture/{self._drawn}")
+        (source,) = choice.choices(list(self._sources.values()), self._weights)
+        self._drawn += 1
+        return next(source)
+
+    def position(self) -> dict[str, Any]:
+        """Return how many were drawn, and the position in every source."""
+        places = {name: source.position() for name, source in self._sources.items()}
+        return {"drawn": self._drawn, "sources": places}
+
+    def seek(self, position: dict[str, Any]) -> None:
+        """Continue from `position`.
+
+        Raises:
+            UsageError: that was with other sources.
+        """
+        places = position.get("sources", {})
+        if set(places) != set(self._sources):
+            raise UsageError(
+                f"the run's sources are {', '.join(map(shown, self._sources))}, but it began with "
+                f"{', '.join(map(shown, places)) or 'one file'}: use the same ones, or "
+                "begin a new run"
+            )
+        self._drawn = position["drawn"]
+        for name, place in places.items():
+            self._sources[name].seek(place)
+
+
+class PromptFeed:
+    """What the broker draws from: a stream without the prompts that keep failing.
+
+    Args:
+        stream: of all prompts.
+        attempts: bad ends of a prompt (its group failed or was filtered) until it is drawn no
+            more; 0 = any number.
+    """
+
+    def __init__(self, stream: EpochSource | Mixture, attempts: int = 0) -> None:
+        self._stream = stream
+        self._attempts = attempts
+        self._bad: dict[str, int] = {}  # ends by prompt, where they are counted
+        self._changed: set[str] = set()
+
+    @property
+    def withdrawn(self) -> int:
+        """Prompts that are drawn no more."""
+        return sum(count >= self._attempts for count in self._bad.values())
+
+    def __len__(self) -> int:
+        return len(self._stream)
+
+    def __next__(self) -> Prompt:
+        if not self._attempts:
+            return next(self._stream)
+        # Weights may show a good one late: a bad streak this long means none is left.
+        for _ in range(10 * len(self._stream)):
+            prompt = next(self._stream)
+            if self._bad.get(prompt.prompt_id, 0) < self._attempts:
+                return prompt
+        log.warning("all prompts have failed buffer.prompt_attempts times: they start over")
+        self._changed |= self._bad.keys()
+        self._bad.clear()
+        return next(self._stream)
+
+    def ended(self, end: GroupEnd) -> None:
+        """Count a bad end of the group's prompt."""
+        if self._attempts and end.reason != "complete":
+            self._bad[end.prompt_id] = self._bad.get(end.prompt_id, 0) + 1
+            self._changed.add(end.prompt_id)
+
+    def position(self) -> dict[str, Any]:
+        """Return the place in the stream."""
+        return self._stream.position()
+
+    def changes(self) -> dict[str, Any]:
+        """Return the counts of bad ends that have changed since the last call, by prompt."""
+        changed, self._changed = self._changed, set()
+        return {name: self._bad.get(name, 0) for name in changed}
+
+    def seek(self, position: dict[str, Any], kept: Mapping[str, Any]) -> None:
+        """Continue from `position`; `kept` is all that `changes` returned.
+
+        Raises:
+            UsageError: that was with other prompts.
+        """
+        self._stream.seek(position)
+        self._bad.update(kept)
