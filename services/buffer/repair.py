@@ -69,7 +69,9 @@ def repair(directory: Path) -> Repair:
             data = segment_bytes(directory, number)
             for key, place in image.places.items():
                 if place.segment == number:
-                    store.put(key, bytes(value_of(data[place.offset : place.end], key)))
+                    value = value_of(data[place.offset : place.end], key)
+                    assert not isinstance(value, str)  # else it would have no place
+                    store.put(key, bytes(value))
             store.commit()
         if image.damages:
             store.put(REPAIRED, b"\xc3")
