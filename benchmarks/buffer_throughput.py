@@ -24,11 +24,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import peers
+import buffer_peers as peers
+from buffer_clients import Consumer, Producer
 from report import Report, percentile_ms
-from traffic import Consumer, Producer
 
 PRODUCERS = 2
 OURS = "buffer, durable"
@@ -84,16 +82,6 @@ class BufferProcess:
         """CPU seconds used so far."""
         fields = Path(f"/proc/{self.popen.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS
-
-    def rss_mb(self) -> float:
-        """Resident memory now, MB."""
-        pages = int(Path(f"/proc/{self.popen.pid}/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
-
-    def disk_mb(self) -> float:
-        """Size of the store now, MB."""
-        files = (self.folder / "run" / "store").glob("*.seg")
-        return sum(path.stat().st_size for path in files) / 1e6
 
     def kill(self) -> None:
         """End it."""
@@ -197,38 +185,8 @@ def measure_buffer(
             "cpu_s_per_1k": 1e3 * (buffer_cpu + clients) / acked,
             "ack": [latency for one in produced for latency in one[1]],
             "end": consumed[1],
-            "rss_mb": buffer.rss_mb(),
-            "disk_mb": buffer.disk_mb(),
         }
     finally:
-        buffer.kill()
-
-
-def measure_memory(folder: Path, trajectories: int) -> tuple[float, float, float]:
-    """Resident MB after 70 % and after all of `trajectories`, and the most MB on the disk.
-
-    Not earlier, because the broker remembers what became of the last 65,536 samples.
-    """
-    buffer = BufferProcess(folder, group_size=8, batch_groups=32, run_ahead=4)
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    arguments = (theirs, buffer.broker, ["generator-0", "generator-1"], 600.0, 0.0, 64, 16)
-    process = context.Process(target=produce, args=arguments, daemon=True)
-    try:
-        process.start()
-        ours.recv()
-        ours.send("go")
-        consumer = Consumer(buffer.broker)
-        disk = 0.0
-        early = 0.0
-        for tenth in range(1, 11):
-            consumer.run(trajectories=trajectories * tenth // 10)
-            early = buffer.rss_mb() if tenth == 7 else early
-            disk = max(disk, buffer.disk_mb())
-        consumer.close()
-        return early, buffer.rss_mb(), disk
-    finally:
-        process.kill()
         buffer.kill()
 
 
@@ -277,16 +235,6 @@ def show_scale(report: Report, args: argparse.Namespace, folder: Path) -> None:
         report.add(part="scale", what=f"{generators}", buffer_us=values)
 
 
-def show_memory(report: Report, args: argparse.Namespace, folder: Path) -> None:
-    """Memory and disk while many trajectories pass, and with many generators flat out."""
-    early, late, disk = measure_memory(folder / "memory", args.trajectories)
-    many = measure_buffer(folder / "many", generators=MANY, seconds=args.seconds)
-    report.add(
-        part="memory", what=f"{args.trajectories}", mb=late, more_mb=late - early, disk_mb=disk,
-        many_mb=many["rss_mb"],
-    )  # fmt: skip
-
-
 def summarise(report: Report) -> None:
     """Medians, and goals. Ratios are medians of those of the rounds, since what else the machine
     does concerns all of a round.
@@ -320,13 +268,6 @@ def summarise(report: Report) -> None:
         report.figure("few_us", statistics.median(few))
         report.figure("many_us", statistics.median(many))
         report.goal(f"cost at {MANY} / cost at {FEW} generators", ratio(many, few), "<=", 1.2)
-    for row in parts.get("memory", []):
-        report.figure("memory_mb", row["mb"])
-        report.figure("disk_mb", row["disk_mb"])
-        report.figure("many_mb", row["many_mb"])
-        name = f"MB that the last 30 % of {int(row['what']):,} trajectories add"
-        report.goal(name, row["more_mb"], "<", 20)
-        report.goal("MB on the disk", row["disk_mb"], "<=", STORE_MAX_BYTES / 1e6)
 
 
 def ratio(ours: list[float], theirs: list[float]) -> float:
@@ -338,7 +279,6 @@ PARTS = {
     "transports": show_transports,
     "latency": show_latency,
     "scale": show_scale,
-    "memory": show_memory,
 }
 
 
@@ -349,7 +289,6 @@ def main() -> int:
     parser.add_argument("--ray", action="store_true", help="also an actor queue (needs ray)")
     parser.add_argument("--seconds", type=float, default=8.0, help="per measurement")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--trajectories", type=int, default=100_000, help="of the memory test")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts")
     parser.add_argument("--dir", type=Path, help="where the stores go  [default: a new folder]")
     args = parser.parse_args()

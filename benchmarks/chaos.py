@@ -5,10 +5,11 @@
 
 The sorting demo with its rewards in a scoring stage, `umbra up` on one node and workers that join
 from a second one, first undisturbed, then again and again until it was disturbed for so long. Acts
-are drawn from the seed; what they meet depends on the machine. With --dir, what was done before
-counts: a soak that was broken off, or a longer one, goes on there (its other options must be the
-same). Each run is audited in the end by what its generators and trainers have noted (`noted.py`):
-every sample that the buffer acknowledged must have been trained on once, unless a rule ended it.
+are drawn from the seed; what they meet depends on the machine. With --dir, rounds that
+were done before count: a soak that was broken off, or a longer one, goes on there (its other
+options must be the same). `chaos_audit.py` audits each run at the end by the records of its
+generators and trainers: every sample that the buffer acknowledged must have been trained on once,
+unless a rule ended it.
 
 What it doesn't do: a trainer is killed at most TRAINER_KILLS times between two ends of the whole
 run, for a fourth time ends a run, and no process more than KILLS_PER_MINUTE times a minute, for the

@@ -1,33 +1,100 @@
-"""What became of every sample of a run, by the notes of its clients (`noted.py`)."""
+"""Audit of every sample of a run by the records of its clients, not by the buffer's ledger.
+
+    UMBRA_BENCH_NOTES=FOLDER python benchmarks/chaos_audit.py COMMAND [its arguments]
+
+runs an `umbra` command that writes records: a generator each sample whose delivery the buffer has
+acknowledged, a trainer the samples of each batch that it has trained on; `up` starts all of its
+processes in this way. A record is in the file before anything follows from it, so a process that is
+killed in between has recorded less, never more.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from noted import read_notes
-
+VARIABLE = "UMBRA_BENCH_NOTES"
 STRETCHES = 10  # of a reward curve
-KEPT = ("stale", "filtered", "cancelled")  # ends that a rule or the run's own end gives a sample
+RULES = ("stale", "filtered", "cancelled")  # ends that a rule or the run's own end gives a sample
+
+
+def note(file: str, line: str) -> None:
+    """Append a line to a file of the folder that the environment names, if it does."""
+    if folder := os.environ.get(VARIABLE):
+        place = os.open(Path(folder) / file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        os.write(place, f"{line}\n".encode())
+        os.close(place)
+
+
+def noting_client() -> type[Any]:
+    """Return a `BufferClient` that records what is acknowledged."""
+    from umbra.proto.messages import Message, SubmitAck, SubmitTrajectories
+    from umbra.services.generator.buffer_client import BufferClient
+
+    class NotingClient(BufferClient):
+        def _send(
+            self,
+            body: Message,
+            handle: Callable[[Future[Message]], object],
+            timeout_s: float | None = None,
+        ) -> None:
+            if not isinstance(body, SubmitTrajectories):
+                return super()._send(body, handle, timeout_s)
+            samples = [one.sample_id for one in body.trajectories]
+
+            def stored(future: Future[Message]) -> None:
+                handle(future)
+                answer = future.result()
+                if isinstance(answer, SubmitAck):
+                    kept = " ".join(name for name in samples if name not in answer.refused)
+                    if kept:
+                        note(f"acknowledged-{os.getpid()}.txt", kept)
+
+            return super()._send(body, stored, timeout_s)
+
+    return NotingClient
+
+
+def noting(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `make_update` whose updates record what they have trained on."""
+
+    def make_noting(*arguments: Any) -> Any:
+        inner = make(*arguments)
+
+        def update(batch: Any, version: int, keep_going: Callable[[], bool]) -> Any:
+            row = inner(batch, version, keep_going)
+            if row is not None:
+                samples = [one.sample_id for one in batch.trajectories]
+                note("trained.jsonl", json.dumps({"step": version + 1, "samples": samples}))
+            return row
+
+        return update
+
+    return make_noting
 
 
 @dataclass(frozen=True)
 class Audit:
-    """Samples of one run, as its generators and trainers noted them.
+    """Samples of one run, as its generators and trainers recorded them.
 
     Attributes:
-        acknowledged: samples whose delivery some generator was told is kept.
-        trained: samples that the trainer has learned from, in the batches that count.
+        acknowledged: samples whose delivery a generator was told is stored.
+        trained: samples in the batches that count.
         untrained: acknowledged, and in none of these batches.
-        ended: what the buffer says it has ended by a rule; alone this is its own word.
-        lost: more than that are untrained.
+        lost: untrained, more than the buffer says it has ended by a rule.
         twice: samples in more than one place of the batches.
-        repeated: batches that a trainer trained on again after it was killed.
-        changed: of these, those that were not what they were.
+        ended: samples that the buffer says it has ended, by reason.
+        repeated: batches that were trained again after a kill.
+        changed: repeated batches with other samples.
+        steps: steps that were trained.
     """
 
     acknowledged: int
@@ -42,26 +109,39 @@ class Audit:
 
 
 def audit(folder: Path, notes: Path) -> Audit:
-    """Look through a run that has ended, and through the notes of its clients."""
+    """Compare the records in `notes` of a run that has ended with the summary in its `folder`."""
     status = json.loads((folder / "buffer.json").read_text(encoding="utf-8"))
     ended = {reason: count for reason, count in status["ledger"]["ended"].items() if count}
-    found = read_notes(notes)
-    untrained = len(found.untrained)
+    acknowledged: set[str] = set()
+    for file in notes.glob("acknowledged-*.txt"):
+        acknowledged.update(file.read_text(encoding="utf-8").split())
+    batches: dict[int, list[str]] = {}  # of a step that was repeated, the last one
+    repeated = changed = 0
+    trained_file = notes / "trained.jsonl"
+    lines = trained_file.read_text(encoding="utf-8").splitlines() if trained_file.exists() else ()
+    for row in map(json.loads, lines):
+        before = batches.get(row["step"])
+        if before is not None:
+            repeated += 1
+            changed += before != row["samples"]
+        batches[row["step"]] = row["samples"]
+    trained = Counter(name for batch in batches.values() for name in batch)
+    untrained = len(acknowledged - trained.keys())
     return Audit(
-        acknowledged=len(found.acknowledged),
-        trained=len(found.trained),
+        acknowledged=len(acknowledged),
+        trained=len(trained),
         untrained=untrained,
-        lost=max(0, untrained - sum(ended.get(reason, 0) for reason in KEPT)),
-        twice=found.twice,
+        lost=max(0, untrained - sum(ended.get(reason, 0) for reason in RULES)),
+        twice=sum(count > 1 for count in trained.values()),
         ended=ended,
-        repeated=found.repeated,
-        changed=found.changed,
-        steps=sorted(found.batches),
+        repeated=repeated,
+        changed=changed,
+        steps=sorted(batches),
     )
 
 
 def curve(folder: Path) -> list[float]:
-    """Mean reward in each tenth of the steps; of a step that was repeated, the last counts."""
+    """Return the mean reward in each tenth of the steps; of a repeated step the last counts."""
     rewards = {row["step"]: float(row["reward/mean"]) for row in rows(folder, "step")}
     values = [rewards[step] for step in sorted(rewards)]
     edges = [len(values) * index // STRETCHES for index in range(STRETCHES + 1)]
@@ -69,8 +149,35 @@ def curve(folder: Path) -> list[float]:
 
 
 def rows(folder: Path, kind: str) -> Iterable[dict[str, Any]]:
-    """The rows of one kind in the metrics; a line that a crash has cut off is left out."""
+    """Yield the rows of one kind in the metrics, without a line that a crash has cut off."""
     with (folder / "metrics.jsonl").open(encoding="utf-8", errors="replace") as file:
         for line in file:
             if line.endswith("\n") and f'"kind":"{kind}"' in line:
                 yield json.loads(line)
+
+
+def main() -> int:
+    """Run the `umbra` command of the command line, with records."""
+    from umbra.cli import main as umbra
+    from umbra.deploy import programs
+
+    programs.umbra_argv = lambda *arguments: (sys.executable, __file__, *arguments)
+    if sys.argv[1:2] == ["generator"]:
+        from umbra.services.generator import service as generator
+
+        generator.BufferClient = noting_client()
+    if sys.argv[1:2] == ["trainer"]:
+        from umbra.services.process.command import service_command
+        from umbra.services.trainer.service import run
+        from umbra.services.trainer.update import PolicyUpdate
+
+        command = service_command("trainer", lambda given: run(given, None, noting(PolicyUpdate)))
+        command.main(sys.argv[2:], prog_name="umbra trainer")
+    return umbra() or 0
+
+
+if __name__ == "__main__":
+    from umbra.services.process.parent import die_with_parent
+
+    die_with_parent()
+    sys.exit(main())

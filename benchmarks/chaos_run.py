@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import noted
+import chaos_audit
 
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import UmbraError
@@ -29,7 +29,7 @@ from umbra.services.process.child import child_environ
 from umbra.services.process.parent import PARENT_PID_VARIABLE
 
 UMBRA = (sys.executable, "-m", "umbra")
-NOTED = (sys.executable, str(Path(noted.__file__)))
+AUDITED = (sys.executable, str(Path(chaos_audit.__file__)))
 LOOK_S = 0.5
 RESTART_S = 0.5
 # For everything to end after `umbra up` has: who joins as the buffer goes looks for it for a minute
@@ -165,7 +165,7 @@ class DemoRun:
         self.lives += 1
         with (self.home / "up.log").open("ab") as log:
             self._up = subprocess.Popen(
-                [*NOTED, "up", what, "--no-eval", *more],
+                [*AUDITED, "up", what, "--no-eval", *more],
                 cwd=self.home,
                 env=self._environ(),
                 stdin=subprocess.DEVNULL,
@@ -192,14 +192,14 @@ class DemoRun:
         else:
             own = [kind] if kind == "generator" else [kind, "--stage", "reward"]
         enter = [] if self._node is None else self._node.enter
-        argv = [*enter, *NOTED, *own, *common]
+        argv = [*enter, *AUDITED, *own, *common]
         worker = Worker(name, argv, self.folder / "logs" / f"{name}.log", self._environ())
         worker.start()
         self.workers[name] = worker
         return name
 
     def _environ(self) -> dict[str, str]:
-        own = {PARENT_PID_VARIABLE: str(os.getpid()), noted.VARIABLE: str(self.notes)}
+        own = {PARENT_PID_VARIABLE: str(os.getpid()), chaos_audit.VARIABLE: str(self.notes)}
         return {**child_environ(), **own}
 
     def poll(self) -> int | None:

@@ -20,9 +20,9 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from demo_cells import WARM, curve
+from end_to_end import WARM
 from report import Report, text
-from whole_runs import steady
+from whole_runs import curve, steady
 
 from umbra.deploy.demo import RECIPES
 from umbra.deploy.run_folder import RunFolder

@@ -1,23 +1,123 @@
-"""What the plots of docs/ share: rows of a benchmark in, one SVG out. `render.py` draws them."""
+"""Draw the plots of docs/ as SVG from rows of results; `figures.py` writes them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from statistics import mean
 from typing import Any
 
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 430, 280, 50, 16, 34, 34  # of a panel, and its margins
+COLOURS = ("#1a7f37", "#0969da", "#cf222e", "#9a6700", "#8250df", "#57606a", "#bf3989", "#1b7c83")
 STYLE = (
     "text{font-family:system-ui,sans-serif;font-size:12px;fill:#1b1f24}"
     ".title{font-weight:600;font-size:14px}.axis{stroke:#d0d7de}.line{fill:none;stroke-width:2}"
-    ".ideal{stroke:#1b1f24;stroke-dasharray:4 3}"
 )
-Rows = list[dict[str, Any]]
+SMOOTH = 10  # steps that a point of a reward curve averages
+
+Rows = Sequence[Mapping[str, Any]]
+Lines = Mapping[str, Sequence[tuple[float, float]]]
 
 
-def svg(width: int, height: int, parts: Iterable[str]) -> str:
-    """A whole SVG file on a white ground."""
+def panel(title: str, lines: Lines, number: int, unit: str = "", *, log: bool = False) -> str:
+    """Draw panel `number` of two columns: a line through the points (x, y) of each name.
+
+    With `log` both axes are logarithmic, else y reaches from 0 to 1.
+    """
+    x0, y0 = number % 2 * WIDTH, number // 2 * HEIGHT
+    points = [point for line in lines.values() for point in line]
+    scale: Callable[[float], float] = math.log10 if log else float
+    low_x, high_x = (scale(pick(x for x, _ in points)) for pick in (min, max))
+    low_y, high_y = 0.0, 1.0
+    if log:
+        low_y = math.floor(min(scale(y) for _, y in points))
+        high_y = math.ceil(max(scale(y) for _, y in points))
+    left, right = x0 + LEFT, x0 + WIDTH - RIGHT
+    top, bottom = y0 + TOP, y0 + HEIGHT - BOTTOM
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = (scale(x) - low_x) / (high_x - low_x)
+        return left + (right - left) * across, bottom - (bottom - top) * (scale(y) - low_y) / (
+            high_y - low_y
+        )
+
+    parts = [f'<text class="title" x="{left}" y="{y0 + 20}">{escape(title)}</text>']
+    ticks = (
+        [10.0**n for n in range(int(low_y), int(high_y) + 1)] if log else [0, 0.25, 0.5, 0.75, 1]
+    )
+    for tick in ticks:
+        y = place(points[0][0], tick)[1]
+        parts.append(
+            f'<line class="axis" x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>'
+        )
+    for x in sorted({x for x, _ in points}) if log else (min, max):
+        value = x if isinstance(x, int | float) else x(x for x, _ in points)
+        at = place(value, ticks[0])[0]
+        parts.append(
+            f'<text x="{at:.1f}" y="{bottom + 18}" text-anchor="middle">{value:,.0f}{unit}</text>'
+        )
+    for n, (name, line) in enumerate(lines.items()):
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in line))
+        parts.append(
+            f'<polyline class="line" stroke="{COLOURS[n]}" points="{path}"/>'
+            f'<circle fill="{COLOURS[n]}" cx="{right - 160}" cy="{bottom - 12 - 15 * n}" r="5"/>'
+            f'<text x="{right - 150}" y="{bottom - 8 - 15 * n}">{escape(name)}</text>'
+        )
+    return "".join(parts)
+
+
+def svg(panels: Sequence[str]) -> str:
+    """Return an SVG file with `panels` in two columns on a white ground."""
+    width, height = min(2, len(panels)) * WIDTH, (len(panels) + 1) // 2 * HEIGHT
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">'
         f'<style>{STYLE}</style><rect width="100%" height="100%" fill="#fff"/>'
-        + "".join(parts)
+        + "".join(panels)
         + "</svg>\n"
     )
+
+
+def end_to_end(rows: Rows) -> str:
+    """Reward over seconds of each task and mode: the seed with the median time to the accuracy."""
+    panels: list[str] = []
+    for number, task in enumerate(dict.fromkeys(row["mix"] for row in rows)):
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for mode in dict.fromkeys(row["mode"] for row in rows if row["mix"] == task):
+            some = [row for row in rows if (row["mix"], row["mode"]) == (task, mode)]
+            some.sort(key=lambda row: row["to_accuracy_s"] or math.inf)
+            curve = some[(len(some) - 1) // 2]["curve"]
+            lines[mode] = [
+                (curve[n - 1][0], mean(reward for _, reward in curve[n - SMOOTH : n]))
+                for n in range(SMOOTH, len(curve) + 1)
+            ]
+        panels.append(panel(f"reward on {task}, two cores", lines, number, " s"))
+    return svg(panels)
+
+
+def staleness(rows: Rows) -> str:
+    """Held-out accuracy over staleness, a line for each objective: means of the seeds."""
+    panels: list[str] = []
+    places = dict.fromkeys((row["task"], row["minibatches"]) for row in rows)
+    names = list(dict.fromkeys(row["objective"] for row in rows if row["staleness"]))
+    for number, (task, updates) in enumerate(sorted(places, reverse=True)):
+        found: dict[str, dict[int, list[float]]] = {name: {} for name in names}
+        for row in rows:
+            if (row["task"], row["minibatches"]) == (task, updates):
+                found[row["objective"]].setdefault(row["staleness"], []).append(row["accuracy"])
+        shared = found["naive"].get(0, [])  # on-policy most objectives share their runs
+        lines = {
+            name: [(k, mean(values)) for k, values in sorted(({0: shared} | some).items())]
+            for name, some in found.items()
+        }
+        panels.append(panel(f"{task}, {updates} minibatch(es) per version", lines, number))
+    return svg(panels)
+
+
+def scale(rows: Rows) -> str:
+    """Samples/s over generators by mode, and shares of the time of the asynchronous runs."""
+    rates: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        rates.setdefault(row["mode"], []).append((row["generators"], row["samples_per_s"]))
+    return svg([panel("samples/s by generators (simulated)", rates, 0, log=True)])

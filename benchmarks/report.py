@@ -1,8 +1,8 @@
-"""What every benchmark shares: rows, the figures, tables and goals made of them, one JSON file.
+"""Rows of a benchmark, and the figures, tables and goals that follow from them, in one JSON file.
 
-A script that measures something adds rows as it goes and has a function `summarise(report)`, which
-states everything that is published from the rows alone: so a file that is continued is judged as a
-whole, and a test makes the figures of every file in `benchmarks/results/` again from its rows.
+A script adds rows as it measures, and its `summarise(report)` states everything that is published
+from the rows alone: so a file can be continued, and a test computes the figures of every file in
+`benchmarks/results/` again.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import operator
 import os
 import platform
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -29,19 +30,19 @@ _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
     "<=": operator.le,
 }
-_ORIGIN = ("date", "command", "hardware", "load")
+_ORIGIN = ("date", "commit", "command", "hardware", "load")
 Table = dict[str, list[Any]]  # "columns": names; "rows": lists of cells
 
 
 @dataclass
 class Report:
-    """Rows of one benchmark, and what follows from them.
+    """Rows of one benchmark, and its results.
 
     Attributes:
-        rows: what was measured, a dict each.
-        figures: single values that documents name, by name.
-        tables: what documents show, by name; cells are text as it is published.
-        goals: what was hoped for, and whether it came true.
+        rows: the measurements, a dict each.
+        figures: single values that documents name.
+        tables: tables that documents show; cells are text.
+        goals: a value, its bound, and whether it was met.
         facts: of the run as a whole, such as its options.
     """
 
@@ -56,12 +57,12 @@ class Report:
 
     @staticmethod
     def begin(benchmark: str, file: Path | None) -> Report:
-        """The report in `file`, to be continued; an empty one if there is none."""
+        """Return the report in `file`, to be continued; an empty one if there is none."""
         return Report.read(file) if file is not None and file.exists() else Report(benchmark)
 
     @staticmethod
     def read(file: Path) -> Report:
-        """The rows and facts of a file; its figures, tables and goals are left to be made again."""
+        """Read rows and facts of a file; `restate` makes its figures, tables and goals again."""
         content = json.loads(file.read_text(encoding="utf-8"))
         report = Report(content["benchmark"], rows=content["rows"], facts=content.get("facts", {}))
         report._load = content.get("load", []) + report._load
@@ -69,13 +70,13 @@ class Report:
         return report
 
     def add(self, **row: Any) -> None:
-        """One line of the table."""
+        """Add a measurement."""
         self.rows.append(row)
         self._load.append(os.getloadavg()[0])
         self._origin = None
 
     def goal(self, name: str, value: float, op: str, goal: float) -> None:
-        """State what was hoped for: `value op goal`, with op one of > >= < <=."""
+        """State the goal `value op goal`, with op one of > >= < <=."""
         met = _OPERATORS[op](value, goal)
         self.goals.append({"name": name, "value": value, "op": op, "goal": goal, "met": met})
 
@@ -89,12 +90,12 @@ class Report:
         self.tables[name] = {"columns": list(columns), "rows": cells}
 
     def restate(self, summarise: Callable[[Report], None]) -> None:
-        """Make figures, tables and goals anew from the rows."""
+        """Compute figures, tables and goals from the rows."""
         self.goals, self.figures, self.tables = [], {}, {}
         summarise(self)
 
     def show(self, file: Path | None = None) -> bool:
-        """Print everything, write `file`; whether all goals are met."""
+        """Print everything, write `file`; return whether all goals are met."""
         print(f"{self.benchmark} ({hardware()})")
         tables = self.tables or {"": _as_table(self.rows)}
         for name, table in tables.items():
@@ -108,13 +109,10 @@ class Report:
         return all(goal["met"] for goal in self.goals)
 
     def write(self, file: Path) -> None:
-        """Write what there is so far.
-
-        `load` is the machine's load, the least and the most while it was measured: beside other
-        work, ratios within a run say more than rates.
-        """
+        """Write the rows and results so far, with the least and highest load of the machine."""
         origin = self._origin or {
             "date": time.strftime("%Y-%m-%d"),
+            "commit": commit(),
             "command": _command(sys.argv),
             "hardware": hardware(),
             "load": [round(min(self._load), 1), round(max(self._load), 1)],
@@ -132,8 +130,16 @@ class Report:
         file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
+def commit() -> str:
+    """Return the short hash of the commit that is measured; with + where files were changed."""
+    root = Path(__file__).parent
+    git = ("git", "-C", str(root), "describe", "--always", "--dirty=+", "--exclude=*")
+    done = subprocess.run(git, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
 def _command(argv: Sequence[str]) -> str:
-    """How the script was called, but for where its results go."""
+    """Return the command line without `--json FILE`."""
     words = list(argv[1:])
     if "--json" in words:
         at = words.index("--json")
@@ -142,13 +148,13 @@ def _command(argv: Sequence[str]) -> str:
 
 
 def goal_text(goal: dict[str, Any]) -> str:
-    """A goal in words: what came of it, and what was hoped for."""
+    """Return a goal as a line: value, bound, met or missed."""
     verdict = "met" if goal["met"] else "MISSED"
     return f"{goal['name']}: {text(goal['value'])} {goal['op']} {text(goal['goal'])}: {verdict}"
 
 
 def hardware() -> str:
-    """The machine in words: processor, cores this process may use, Python."""
+    """Return processor, cores that this process may use, and version of Python."""
     processor = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -161,20 +167,20 @@ def hardware() -> str:
 
 
 def text(value: Any) -> str:
-    """A value as it is published: numbers with three digits, thousands apart; "-" for none."""
+    """Format a value as it is published: numbers with three digits; "-" for None."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return number(value) if is_number or value is None else str(value)
 
 
 def percentile_ms(seconds: Sequence[float], share: float) -> float:
-    """A percentile of `seconds`, in milliseconds; NaN without values."""
+    """Return a percentile of `seconds` in milliseconds; NaN without values."""
     if not seconds:
         return math.nan
     return 1e3 * sorted(seconds)[min(len(seconds) - 1, int(share * len(seconds)))]
 
 
 def spread(values: Sequence[float], form: str = "") -> str:
-    """Mean [least-largest], as it is published; of a single value, that."""
+    """Format as mean [least-largest]; a single value alone."""
     write = (lambda value: format(value, form)) if form else text
     if len(values) < 2:
         return write(values[0]) if values else "-"

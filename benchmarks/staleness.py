@@ -1,13 +1,13 @@
-"""Final accuracy versus staleness, for several objectives, in real asynchronous runs.
+"""Held-out accuracy by staleness, for several objectives, in real asynchronous runs.
 
-    python benchmarks/staleness.py --json FILE --jobs 2              the whole grid: hours
+    python benchmarks/staleness.py --json FILE                       the whole grid: hours
     python benchmarks/staleness.py --json FILE --seeds 0 --tasks sort --staleness 0 8 --minutes 20
 
-Every cell is a whole run (`umbra up`: buffer, hub, generator, trainer as processes), which has a
-core to itself; `--jobs` is how many there are at once. FILE is written after each; cells that are
-in it already are skipped, so the grid can be made in slices: go on with a copy of
-`benchmarks/results/staleness.json`. What staleness a run really had is measured and stands in its
-row next to what it was meant to have.
+A cell is a run of `umbra up` with one thread per process; `--jobs` is how many run at once, at most
+one for two cores. FILE is written after each, and cells that it has are skipped. The staleness that
+a run really had is measured and stands in its row beside the intended one. With run_ahead =
+max_staleness = k and a generator that is faster than the trainer the queue is full: a sample waits
+for k commits after the weights that made it, no more (`stale_policy = "wait"`) and no fewer.
 """
 
 from __future__ import annotations
@@ -15,83 +15,110 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
-from multiprocessing import get_context
-from multiprocessing.queues import SimpleQueue
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from report import Report
-from staleness_cells import CLAIM, DEFAULT, OBJECTIVES, Cell, cells
-from staleness_tables import summarise
-from warm_process import warm_up
+from report import Report, spread
+from whole_runs import base_model, umbra
 
-from umbra.deploy import stage
-from umbra.deploy.demo import DEMOS, HELDOUT, RECIPES
-from umbra.services.process.child import umbra_argv
+from umbra.deploy.demo import DEMOS
 
-RUN_LIMIT_S = 900.0
 SAMPLES = 2048  # of an accuracy: a standard error of 0.01
+CLAIM = 0.5  # versions by which the measured mean may differ from the intended staleness
+POINTS = 2.0  # of accuracy that staleness may cost
+# The same advantages and the same mean for all, so that only the correction differs.
+SAME = ("advantage=dr_grpo", "aggregation=token_mean", "denominator=trained")
+
+OBJECTIVES: dict[str, tuple[str, ...]] = {
+    "naive": ("objective=naive",),
+    "ppo": ("objective=ppo",),
+    "tis": ("objective=tis",),
+    "tis_opsm": ("objective=tis_opsm",),
+    "decoupled": ("objective=decoupled",),
+    "icepop": ("objective=icepop",),
+    "m2po": ("objective=m2po",),
+    "cispo": ("objective=cispo",),
+    "gspo": ("objective=gspo",),
+    "prime_rl": ("objective=prime_rl",),
+}
+DEFAULT = ("naive", "ppo", "tis", "decoupled", "m2po", "tis_opsm")
+# On-policy the proximal policy is the sampling policy: one run stands for all of these.
+ALIKE = ("naive", "ppo", "tis", "decoupled", "icepop", "m2po")
+BASE, CHOSEN = "naive", "tis_opsm"
+ORDER = [CHOSEN, "ppo", "tis", "m2po", "decoupled", BASE]
+PANELS = [(task, updates) for task in ("sort", "guess") for updates in (1, 4)]
+STEPS = 60
+# Chosen on-policy and then left alone. Constant rates, so that a late step hurts as much as an
+# early one.
+RATES = {"sort": 3e-4, "guess": 2e-3}
+MINIBATCH_RATE = 0.5  # of the rate, where a version is several updates
 
 
-def umbra(log: Path, *arguments: str) -> str:
-    """Run an `umbra` command; its standard output.
+@dataclass(frozen=True)
+class Cell:
+    """One run."""
 
-    Raises:
-        RuntimeError: it failed, or took too long; with the end of what it said.
+    task: str
+    objective: str
+    staleness: int
+    minibatches: int
+    seed: int
+
+    @property
+    def key(self) -> str:
+        """Name the cell in files."""
+        return f"{self.task}-{self.objective}-k{self.staleness}-m{self.minibatches}-s{self.seed}"
+
+    def overrides(self) -> list[str]:
+        """Return the settings that differ from the demo's."""
+        rate = RATES[self.task] * (MINIBATCH_RATE if self.minibatches > 1 else 1.0)
+        return [
+            *(f"trainer.{key}" for key in (*OBJECTIVES[self.objective], *SAME)),
+            f"trainer.minibatches={self.minibatches}",
+            f"trainer.learning_rate={rate:g}",
+            "trainer.schedule=constant",
+            "trainer.max_grad_norm=1",
+            f"run.steps={STEPS}",
+            f"run.seed={self.seed}",
+            f"buffer.run_ahead={self.staleness}",
+            f"buffer.max_staleness={self.staleness}",
+            "buffer.stale_policy=wait",
+            "buffer.store=memory",
+            "generator.slots=256",
+        ]
+
+
+def cells(
+    tasks: Sequence[str],
+    objectives: Sequence[str],
+    levels: Sequence[int],
+    minibatches: Sequence[int],
+    seeds: Sequence[int],
+) -> Iterator[Cell]:
+    """Yield all combinations, seeds outermost, so that a slice of the grid is a grid.
+
+    Equal runs are made once: on-policy every objective has the same gradient with one update, and
+    those that are `ALIKE` with several.
     """
-    out = log.with_suffix(".out")
-    log.write_text("")
-    out.write_text("")
-    process = stage.ChildProcess(
-        umbra_argv(*arguments), stdout=out, stderr=log
-    )  # a `WarmProcess` in a worker
-    deadline = time.monotonic() + RUN_LIMIT_S
-    while (code := process.poll()) is None:
-        if time.monotonic() > deadline:
-            process.kill()
-        time.sleep(0.02)
-    if code:
-        raise RuntimeError(f"umbra {arguments[0]} failed: {log.read_text().strip()[-2000:]}")
-    return out.read_text()
-
-
-def base_model(work: Path, task: str, seed: int) -> Path:
-    """A folder with the task's data and the warm-started model, made once per task and seed."""
-    folder = work / f"{task}-s{seed}"
-    if (folder / "base" / "config.json").exists():
-        return folder
-    folder.mkdir(parents=True, exist_ok=True)
-    log = folder / "made.log"
-    recipe = RECIPES[task]
-    counts = ("--prompts", str(recipe.prompts), "--heldout", str(HELDOUT))
-    umbra(
-        log,
-        *("make-task", task, "--out", str(folder), "--seed", str(seed)),
-        *(*counts, "--demos", str(recipe.demos)),
-    )
-    if not (folder / "random").exists():
-        umbra(log, "make-model", str(folder / "random"), "--seed", str(seed))
-    umbra(
-        log,
-        *("sft", str(folder / "random"), "--data", str(folder / "demos.jsonl")),
-        *("--out", str(folder / "base"), "--steps", str(recipe.sft_steps)),
-        *("--schedule", recipe.sft_schedule, "--seed", str(seed)),
-        *("--threads", "1", "--device", "cpu"),
-    )
-    return folder
+    for seed, level, task, updates in product(seeds, levels, tasks, minibatches):
+        same = [one for one in objectives if level == 0 and (updates == 1 or one in ALIKE)]
+        for objective in objectives:
+            if objective not in same[1:]:
+                yield Cell(task, objective, level, updates, seed)
 
 
 def run_cell(cell: Cell, work: Path) -> dict[str, Any]:
-    """Do the run; its row. Nothing of it is left."""
+    """Run a cell, remove its folder, and return its row."""
     folder = base_model(work, cell.task, cell.seed)
-    log = work / f"{cell.key}.log"
     paths = (
         f"run.dir={work / 'runs'}",
         f"run.name={cell.key}",
@@ -102,19 +129,16 @@ def run_cell(cell: Cell, work: Path) -> dict[str, Any]:
     chosen = [item for one in (*paths, *cell.overrides()) for item in ("--set", one)]
     began = time.monotonic()
     run_file = str(DEMOS / f"{cell.task}.toml")
-    summary = json.loads(umbra(log, "up", run_file, *chosen, "--no-eval", "--json"))
+    summary = json.loads(umbra("up", run_file, *chosen, "--no-eval", "--json"))
     run = work / "runs" / summary["run_id"]
-    accuracy = measure(log, summary["model"], run / "config.json", folder)
-    seconds = time.monotonic() - began
-    if not (before := folder / "before.json").exists():
-        first = measure(log, str(folder / "base"), run / "config.json", folder)
-        before.write_text(json.dumps(first))
-    rows = steps_of(run / "metrics.jsonl")
+    accuracy = measure(summary["model"], run / "config.json", folder)
+    before = measure(str(folder / "base"), run / "config.json", folder)
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if row["kind"] == "step"]
     shutil.rmtree(run)
     # The first k batches are all made by version 0: staleness rises to k there.
     steady = [row for row in rows if row["step"] > 2 * cell.staleness]
-    late = rows[-len(rows) // 4 :]
-    row = {
+    return {
         "cell": cell.key,
         "task": cell.task,
         "objective": cell.objective,
@@ -122,114 +146,136 @@ def run_cell(cell: Cell, work: Path) -> dict[str, Any]:
         "minibatches": cell.minibatches,
         "seed": cell.seed,
         "accuracy": accuracy,
-        "before": json.loads(before.read_text()),
-        "curve": " ".join(f"{mean(one):.2f}" for one in tenths([r["reward/mean"] for r in rows])),
-        "reward_best": max(
-            mean(r["reward/mean"] for r in rows[i : i + 5]) for i in range(len(rows) - 4)
-        ),
+        "before": before,
         "measured": mean(row["staleness/total/mean"] for row in steady),
         "measured_max": max(row["staleness/total/max"] for row in rows),
-        "ess": average(late, "ess"),
-        "k3": average(late, "mismatch/k3"),
-        "clip": average(late, "clip_fraction"),
-        "masked": average(late, "mask_fraction"),
-        "ratio_max": max((row["ratio/max"] or 0.0) for row in rows if "ratio/max" in row),
-        "skipped": sum(row["skipped"] or 0.0 for row in rows if "skipped" in row),
-        "seconds": seconds,
-        "cpu_s": sum(one["cpu"] for one in summary["seconds"]["services"].values()),
+        "seconds": time.monotonic() - began,
     }
-    return {name: round(v, 5) if isinstance(v, float) else v for name, v in row.items()}
 
 
-def measure(log: Path, model: str, config: Path, folder: Path) -> float:
-    """Accuracy of a model on held-out prompts, sampled at temperature 1."""
-    text = umbra(
-        log,
-        *("eval", model, "--config", str(config), "--json"),
-        *("--prompts", str(folder / "heldout.jsonl"), "--samples", str(SAMPLES)),
-    )
-    return json.loads(text)["accuracy"]
+def measure(model: str, config: Path, folder: Path) -> float:
+    """Return the accuracy of `model` on the held-out prompts in `folder`."""
+    argv = ("eval", model, "--config", str(config), "--samples", str(SAMPLES), "--json")
+    return json.loads(umbra(*argv, "--prompts", str(folder / "heldout.jsonl")))["accuracy"]
 
 
-def steps_of(metrics: Path) -> list[dict[str, Any]]:
-    """The rows of kind "step"."""
-    rows = map(json.loads, metrics.read_text(encoding="utf-8").splitlines())
-    return [row for row in rows if row["kind"] == "step"]
+# -- figures ---------------------------------------------------------------------------------------
+
+Accuracies = Mapping[tuple[str, int, str, int], list[float]]
 
 
-def tenths(values: list[float]) -> list[list[float]]:
-    """Ten slices of nearly the same length; fewer of fewer values."""
-    ends = [len(values) * n // 10 for n in range(11)]
-    return [values[a:b] for a, b in pairwise(ends) if b > a]
+def summarise(report: Report) -> None:
+    """State accuracies, losses in points, and the staleness that the runs really had.
+
+    A loss is the accuracy on-policy less that at a staleness, against the objective's own on-policy
+    runs and against those of `naive`. A star marks cells that missed the intended staleness.
+    """
+    found: dict[tuple[str, int, str, int], list[float]] = defaultdict(list)
+    for row in report.rows:
+        found[_place(row)].append(row["accuracy"])
+    off = [row for row in report.rows if abs(row["measured"] - row["staleness"]) > CLAIM]
+    starred = {_place(row) for row in off}
+    names = {row["objective"] for row in report.rows if row["staleness"]}
+    objectives = [one for one in ORDER if one in names] + sorted(names - set(ORDER))
+    levels = sorted({level for *_, level in found} - {0})
+    for task, updates in PANELS:
+        rows = [row for row in report.rows if (row["task"], row["minibatches"]) == (task, updates)]
+        if not rows:
+            continue
+        name = f"{task}_{updates}"
+        lines = [
+            [f"`{objective}`", spread(_on_policy(found, task, updates, objective), ".3f")]
+            + [
+                spread(found.get(place, []), ".3f") + (" *" if place in starred else "")
+                for place in ((task, updates, objective, level) for level in levels)
+            ]
+            for objective in objectives
+        ]
+        report.table(name, ["objective", "on-policy", *(f"staleness {k}" for k in levels)], lines)
+        report.figure(f"{name}_before", mean(row["before"] for row in rows))
+    _losses(report, found, objectives, levels)
+    report.figure("runs", len(report.rows))
+    report.figure("runs_as_meant", len(report.rows) - len(off))
+    gaps = [abs(row["measured"] - row["staleness"]) for row in report.rows]
+    report.goal("staleness of every run, versions from the intended", max(gaps), "<=", CLAIM)
 
 
-def average(rows: list[dict[str, Any]], name: str) -> float:
-    """The mean of a column where it has numbers; 0 where it has none."""
-    values = [row[name] for row in rows if row.get(name) is not None]
-    return mean(values) if values else 0.0
+def _place(row: Mapping[str, Any]) -> tuple[str, int, str, int]:
+    return row["task"], row["minibatches"], row["objective"], row["staleness"]
 
 
-def run_all(
-    grid: Sequence[Cell], work: Path, jobs: int, deadline: float
-) -> Iterator[dict[str, Any]]:
-    """The rows of the cells that could be begun before the deadline, as they come."""
-    cores = sorted(os.sched_getaffinity(0))
-    context = get_context("fork")
-    free = context.SimpleQueue()
-    for job in range(jobs):
-        free.put(cores[job % len(cores)])
-    tasks = [(cell, work, deadline) for cell in grid]
-    with context.Pool(jobs, initializer=begin, initargs=(free,)) as pool:
-        bases = sorted({(work, cell.task, cell.seed) for cell in grid})
-        pool.starmap(base_model, bases, chunksize=1)
-        yield from filter(None, pool.imap_unordered(run_in_time, tasks))
+def _losses(
+    report: Report, found: Accuracies, objectives: Sequence[str], levels: Sequence[int]
+) -> None:
+    rows: list[list[Any]] = []
+    for objective in objectives:
+        own_losses: list[float] = []
+        base_losses: list[float] = []
+        for (task, updates), level in product(PANELS, levels):
+            values = found.get((task, updates, objective, level))
+            own = _on_policy(found, task, updates, objective)
+            base = found.get((task, updates, BASE, 0))
+            if values and own and base:
+                own_losses.append(100 * (mean(own) - mean(values)))
+                base_losses.append(100 * (mean(base) - mean(values)))
+        if not own_losses:
+            continue
+        met = sum(loss <= POINTS for loss in own_losses)
+        rows.append(
+            [
+                f"`{objective}`",
+                f"{mean(own_losses):.1f} ({max(own_losses):.1f})",
+                f"{mean(base_losses):.1f} ({max(base_losses):.1f})",
+                f"{met} of {len(own_losses)}",
+            ]
+        )
+        report.figure(f"{objective}_loss", round(mean(own_losses), 1))
+        report.figure(f"{objective}_loss_most", round(max(own_losses), 1))
+        report.figure("cells", len(own_losses))
+        if objective == CHOSEN:
+            report.goal(f"largest loss of `{objective}`, points", max(own_losses), "<=", POINTS)
+    columns = ["objective", "its own on-policy runs", f"those of `{BASE}`", "within 2 points"]
+    report.table("losses", columns, rows)
 
 
-def begin(free: SimpleQueue[int]) -> None:
-    """A worker has a core and a session to itself, and everything imported."""
-    os.setsid()
-    os.sched_setaffinity(0, {free.get()})
-    warm_up()
-
-
-def run_in_time(task: tuple[Cell, Path, float]) -> dict[str, Any] | None:
-    """The row of a cell, unless it is too late."""
-    cell, work, deadline = task
-    return run_cell(cell, work) if time.monotonic() < deadline else None
+def _on_policy(found: Accuracies, task: str, updates: int, objective: str) -> list[float]:
+    own = found.get((task, updates, objective, 0))
+    return own or found.get((task, updates, BASE, 0), [])
 
 
 def main() -> int:
-    """Run what is missing, print tables."""
+    """Run what is missing, print the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, required=True, help="rows; continued if it exists")
-    parser.add_argument("--work", type=Path, default=Path("runs/staleness"), help="models and runs")
-    parser.add_argument("--tasks", nargs="+", default=["sort", "guess"], choices=list(RECIPES))
+    parser.add_argument("--work", type=Path, default=Path("runs/staleness"), help="models, runs")
+    parser.add_argument("--tasks", nargs="+", default=list(RATES), choices=list(RATES))
     parser.add_argument("--objectives", nargs="+", default=list(DEFAULT), choices=list(OBJECTIVES))
     parser.add_argument("--staleness", nargs="+", type=int, default=[0, 1, 2, 4, 8])
     parser.add_argument("--minibatches", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--minutes", type=float, default=0.0, help="start no run later; 0 = all")
-    parser.add_argument("--retry", action="store_true", help="again what missed its staleness")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at once, a core each")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start no run later")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once, two cores each")
     args = parser.parse_args()
     report = Report.begin("staleness", args.json)
-    if args.retry:
-        report.rows = [r for r in report.rows if abs(r["measured"] - r["staleness"]) <= CLAIM]
     done = {row["cell"] for row in report.rows}
     grid = cells(args.tasks, args.objectives, args.staleness, args.minibatches, args.seeds)
     missing = [cell for cell in grid if cell.key not in done]
-    deadline = time.monotonic() + 60 * args.minutes if args.minutes else math.inf
+    until = time.monotonic() + 60 * args.minutes
     work = args.work.resolve()
-    (work / "runs").mkdir(parents=True, exist_ok=True)
-    for number, row in enumerate(run_all(missing, work, args.jobs, deadline), 1):
-        report.add(**row)
-        report.restate(summarise)
-        report.write(args.json)
-        print(
-            f"{number}/{len(missing)} {row['cell']}: accuracy {row['accuracy']:.3f}, staleness "
-            f"{row['measured']:.2f} of {row['staleness']}, {row['seconds']:.0f} s",
-            flush=True,
-        )
+    for cell in missing:
+        base_model(work, cell.task, cell.seed)
+
+    def one(cell: Cell) -> dict[str, Any] | None:
+        return run_cell(cell, work) if time.monotonic() < until else None
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for cell, row in zip(missing, pool.map(one, missing), strict=True):
+            if row is None:
+                continue
+            report.add(**row)
+            report.restate(summarise)
+            report.write(args.json)
+            print(f"{cell.key}: accuracy {row['accuracy']:.3f}", flush=True)
     report.restate(summarise)
     report.show(args.json)
     return 0

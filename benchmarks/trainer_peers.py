@@ -81,18 +81,18 @@ class PlainPacked(_Plain):
 class PlainPadded(_Plain):
     """Plain torch, a sequence in each row, padded to the longest of its micro-batch."""
 
-    def __init__(self, model: PreTrainedModel, batch: TrainBatch, rows: int = ROWS) -> None:
+    def __init__(self, model: PreTrainedModel, batch: TrainBatch) -> None:
         super().__init__(model, batch)
         sequences = batch.tokens.ids.split(batch.tokens.lengths.tolist())
         offset = batch.tokens.lengths.cumsum(0) - batch.tokens.lengths
         self._parts: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]] = []
-        for first in range(0, len(sequences), rows):
-            part = sequences[first : first + rows]
+        for first in range(0, len(sequences), ROWS):
+            part = sequences[first : first + ROWS]
             ids = torch.nn.utils.rnn.pad_sequence(list(part), batch_first=True)
             lengths = torch.tensor([len(one) for one in part])
             mask = torch.arange(ids.shape[1]) < lengths[:, None]
             owner = batch.tokens.owner
-            source = ((owner >= first) & (owner < first + rows)).nonzero().squeeze(1)
+            source = ((owner >= first) & (owner < first + ROWS)).nonzero().squeeze(1)
             learned = batch.tokens.learned[source]
             within = learned - offset[owner[source]] - 1
             index = (owner[source] - first) * ids.shape[1] + within
@@ -111,9 +111,7 @@ class PlainPadded(_Plain):
 class TrlStep:
     """TRL's GRPOTrainer: its loss on given samples, backward, clipping and its optimizer."""
 
-    def __init__(
-        self, directory: Path, load: list[Trajectory], out: Path, rows: int = ROWS
-    ) -> None:
+    def __init__(self, directory: Path, load: list[Trajectory], out: Path) -> None:
         from datasets import Dataset
         from trl.trainer.grpo_config import GRPOConfig
         from trl.trainer.grpo_trainer import GRPOTrainer
@@ -145,7 +143,7 @@ class TrlStep:
         self._trainer.create_optimizer()
         self._model = model.train()
         self._parts = [
-            self._inputs(load[first : first + rows]) for first in range(0, len(load), rows)
+            self._inputs(load[first : first + ROWS]) for first in range(0, len(load), ROWS)
         ]
         self._trainer.current_gradient_accumulation_steps = len(self._parts)
 

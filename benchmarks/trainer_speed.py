@@ -1,6 +1,6 @@
 """Tokens per second of an update of the policy, against plain torch and TRL on the same samples.
 
-    python benchmarks/trainer_speed.py [--json FILE] [--threads 1] [--passes 3] [--rows 2048 ...]
+    python benchmarks/trainer_speed.py [--json FILE] [--threads 1] [--passes 3]
     python benchmarks/trainer_speed.py --device cuda [--hidden 1024 --layers 28 ...] [--json FILE]
 
 Three loads of groups of eight: one with a long tail of response lengths, one of long prompts and
@@ -10,11 +10,6 @@ after one that warms up; rows take turns, so that a noisy moment hits all of the
 those of the samples, prompts included, however they are fed. `trainer` is everything that the
 trainer does with a leased batch: checks, advantages, packing, loss, metrics, step.
 
-Then tokens per second and memory by length: two sequences of `--rows` tokens, each a row and a pass
-of its own, each case in a process of its own. Memory is how far the kernel's peak of the resident
-set rises above what was there with the weights; with a vocabulary of 101 tokens it is that of
-layers, not of logits (which `logits_memory.py` measures).
-
 On a GPU the model is a Qwen3 with random weights (0.6 B by default) in bf16, TRL is left out, and
 `mfu` is the model's floating-point operations per second over those of a large matrix product on
 the same GPU, both as `services/trainer/operations.py` counts them.
@@ -23,10 +18,7 @@ the same GPU, both as `services/trainer/operations.py` counts them.
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -35,7 +27,6 @@ from typing import Any
 
 import torch
 from report import Report
-from snapshot_memory import memory, reset_peak
 from trainer_peers import PlainPacked, PlainPadded, TrlStep
 from transformers import (
     PreTrainedModel,
@@ -60,7 +51,6 @@ GROUP = 8
 OURS, UNSHARED = "trainer", "trainer, prompts not shared"
 PLAIN, PADDED = "plain torch, the same packed rows", "plain torch, padded"
 TRL = "TRL `GRPOTrainer`"
-LONG_ROWS = 2  # sequences of a case by length
 SPEED_GOAL, MFU_GOAL, SHARED_GOAL = 0.95, 0.45, 1.9
 
 
@@ -178,11 +168,6 @@ def on_cpu(args: argparse.Namespace, report: Report) -> None:
             for name, load in loads.items():
                 kind = "" if path == dense else "MoE, "
                 compare(args, report, path, kind + name, load)
-    for tokens in args.rows:
-        for who in (OURS, PADDED, TRL):
-            argv = [sys.executable, __file__, "--case", str(tokens), who]
-            done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True)
-            report.add(row=tokens, who=who, **json.loads(done.stdout.splitlines()[-1]))
 
 
 def compare(
@@ -210,48 +195,16 @@ def compare(
         report.add(load=name, who=who, tokens=tokens, seconds=spent, tokens_s=tokens / spent)
 
 
-def long_rows(tokens: int, who: str) -> dict[str, float]:
-    """Two updates on two sequences of `tokens`, each a pass: the faster one, and their memory."""
-    torch.set_num_threads(2)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model"
-        make_model(path, hidden=64, layers=2, heads=4, kv_heads=2, context=tokens)
-        model = load_policy(path)[0]
-        vocab = model.config.vocab_size
-        load = make_load(1, 64, 1000 * tokens, tokens - 64, vocab, LONG_ROWS)
-        batch = make_batch(load, vocab)
-        keys = {"device": "cpu", "threads": 2, "pack_tokens": tokens, "micro_tokens": tokens}
-        overrides = [f"trainer.{key}={value}" for key, value in keys.items()]
-        config = load_config(overrides=[*overrides, "trainer.share_prompts=false"], environ={})
-        makers: dict[str, Callable[[], Callable[[], None]]] = {
-            OURS: lambda: TrainerStep(model, config, load),
-            PADDED: lambda: PlainPadded(model, batch, rows=1),
-            TRL: lambda: TrlStep(path, load, Path(folder), rows=1),
-        }
-        step = makers[who]()
-        before, best = reset_peak(), float("inf")
-        for _ in range(2):
-            begin = time.perf_counter()
-            step()
-            best = min(best, time.perf_counter() - begin)
-        fed = float(batch.tokens.lengths.sum())
-        grown = (memory("VmHWM") - before) / 2**20
-        return {"tokens": fed, "seconds": best, "tokens_s": fed / best, "mib": grown}
-
-
 def summarise(report: Report) -> None:
     """The table, ratios of seconds, and goals."""
     spent: dict[str, dict[str, float]] = {}
-    updates = [row for row in report.rows if "load" in row]
-    for row in updates:
+    speeds: dict[str, dict[str, float]] = {}
+    for row in report.rows:
         spent.setdefault(row["load"], {})[row["who"]] = row["seconds"]
-    rows = [[row[key] for key in ("load", "who", "seconds", "tokens_s")] for row in updates]
-    report.table("updates", ["load", "who", "seconds", "tokens/s"], rows)
-    by_length = [row for row in report.rows if "row" in row]
-    if by_length:
-        keys = ("row", "who", "seconds", "tokens_s", "mib")
-        columns = ["tokens a row", "who", "seconds", "tokens/s", "MiB"]
-        report.table("rows", columns, [[row[key] for key in keys] for row in by_length])
+        speeds.setdefault(row["load"], {})[row["who"]] = row["tokens_s"]
+    peers = dict.fromkeys(row["who"] for row in report.rows)
+    lines = [[load, *(found.get(who) for who in peers)] for load, found in speeds.items()]
+    report.table("updates", ["tokens/s", *peers], lines)
     for load, seconds in spent.items():
         name = load.replace(",", "").replace(" ", "_")
         shared, own, rows_alike = (seconds[one] for one in (OURS, UNSHARED, PLAIN))
@@ -262,7 +215,7 @@ def summarise(report: Report) -> None:
         if PADDED in seconds:
             report.figure(f"{name}_packed", seconds[PADDED] / rows_alike)
             report.figure(f"{name}_over_trl", seconds[TRL] / shared)
-    for row in updates:
+    for row in report.rows:
         if row["load"] == "full rows" and row["who"] == UNSHARED:
             report.goal("full rows: MFU", row["mfu"], ">=", MFU_GOAL)
 
@@ -340,8 +293,6 @@ def main() -> None:
     parser.add_argument("--pack-tokens", type=int)
     parser.add_argument("--micro-tokens", type=int)
     parser.add_argument("--longest", type=int, default=2000, help="of a long response")
-    parser.add_argument("--rows", nargs="*", type=int, default=[2048, 8192, 32768])
-    parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--hidden", type=int, default=1024)
@@ -351,9 +302,6 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=151_936)
     parser.add_argument("--check", action="store_true", help="begin nothing; on any machine")
     args = parser.parse_args()
-    if args.case:
-        print(json.dumps(long_rows(int(args.case[0]), args.case[1])))
-        return
     if args.check:
         return
     on_gpu = args.device == "cuda"

@@ -1,12 +1,9 @@
-"""TRL's GRPOTrainer on our tasks: same model, prompts, batches, optimizer and schedule.
+"""TRL's GRPOTrainer on the demo's tasks, for `end_to_end.py`.
 
-`end_to_end.py --form trl` runs it on the demo's sort task, `mixture.py` on its mixture. The rows
-stand beside those of its real runs: the time to the same accuracy by the same rule, from the
-beginning of the first generation. On the guess task, of several turns, its generation is called
-once a turn for all games that are not over (`Games`, by its `rollout_func`). It generates and
-trains in turns with all the threads it is given; the better number of threads is what counts. It
-differs in what it cannot be told: a loss is the mean over all tokens of a batch, not over those
-with an advantage.
+Model, prompts, batches, optimizer and schedule are the demo's; the clock starts with the first
+generation. On the guess task, of several turns, `Games` calls its generation once a turn for all
+games that are not over (`rollout_func`). It differs in what it has no setting for: the loss is the
+mean over all tokens of a batch, not over those with an advantage.
 
 TRL's AsyncGRPOTrainer does not run on CPUs. Of TRL 1.16, its constructor asks CUDA for the name of
 the device (`get_peak_flops_per_device`), its forward pass has one attention, the FlashAttention-3
@@ -19,18 +16,17 @@ from __future__ import annotations
 import json
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
-from demo_cells import FORM, LAST, TrlMode, reached
-from staleness import base_model
+from end_to_end import learning, reached
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
-from whole_runs import Cell
+from whole_runs import base_model
 
 from umbra.deploy.demo import DEMOS
 from umbra.services.config import RunConfig
@@ -45,19 +41,12 @@ LIMIT_S = 400.0
 
 
 class Watch(TrainerCallback):
-    """Notes reward and time of each step; stops when it is told to, or when the time is over.
+    """Notes reward and time of each step; stops at the accuracy, or after LIMIT_S."""
 
-    Args:
-        limit_s: seconds that it may take.
-        enough: whether these rewards of the steps so far are.
-    """
-
-    def __init__(self, limit_s: float, enough: Callable[[Sequence[float]], bool]) -> None:
+    def __init__(self) -> None:
         self.rewards: list[float] = []
         self.times: list[float] = []
         self.lengths: list[float] = []
-        self._limit_s = limit_s
-        self._enough = enough
         self._began = 0.0
 
     def on_train_begin(
@@ -80,7 +69,7 @@ class Watch(TrainerCallback):
         self.rewards.append(float(logs["reward"]))
         self.lengths.append(float(logs["completions/mean_length"]))
         self.times.append(time.monotonic() - self._began)
-        if self._enough(self.rewards) or self.times[-1] > self._limit_s:
+        if reached(self.rewards) is not None or self.times[-1] > LIMIT_S:
             control.should_training_stop = True
 
 
@@ -142,78 +131,65 @@ def winnings(completions: list[Any], won: list[float], **_: Any) -> list[float |
     return list(won)
 
 
-def run_cell(cell: Cell[TrlMode], work: Path, steps: int = 0) -> dict[str, Any]:
-    """Train, for `steps` steps if not the task's own or until the accuracy; the row."""
-    work, seed = work.resolve(), cell.seed
-    base = base_model(work, cell.mix, seed)
-    config = load_config(DEMOS / f"{cell.mix}.toml")
+def train_task(task: str, seed: int, work: Path, steps: int, threads: int) -> dict[str, Any]:
+    """Train until the accuracy, or for `steps` steps (0 = the task's own); return the row."""
+    base = base_model(work, task, seed)
+    config = load_config(DEMOS / f"{task}.toml")
     rows = [json.loads(line) for line in (base / "prompts.jsonl").read_text().splitlines()]
-    data = [{"prompt": row["prompt"], "answer": row["answer"]} for row in rows]
-    watch = Watch(LIMIT_S, lambda rewards: reached(rewards) is not None)
-    out = work / "trl"
-    reward = winnings if config.environment.kind == "guess" else solved
-    train(base / "base", data, reward, config, watch, out, cell.mode.threads, seed, steps)
+    watch = Watch()
+    train(base / "base", rows, config, watch, work / "trl", threads, seed, steps)
     samples = config.buffer.batch_groups * config.buffer.group_size
-    step = reached(watch.rewards)
     done, seconds = len(watch.times), watch.times[-1]
     return {
-        "cell": cell.key,
-        "form": FORM,
-        "mode": cell.mode.name,
-        "mix": cell.mix,
-        "seed": seed,
-        "to_accuracy_s": None if step is None else watch.times[step - 1],
-        "to_accuracy_steps": step,
-        "final_reward": sum(watch.rewards[-LAST:]) / len(watch.rewards[-LAST:]),
+        **learning(watch.rewards, watch.times),
         "samples_per_s": samples * done / seconds,
         "tokens_per_s": samples * sum(watch.lengths) / seconds,
         "step_s": seconds / done,
         "staleness": 0.0,
         "staleness_max": 0.0,
-        "curve": [
-            [round(t, 2), round(r, 4)] for t, r in zip(watch.times, watch.rewards, strict=True)
-        ],
     }
 
 
 def train(
     base: Path,
     rows: Sequence[dict[str, str]],
-    reward: Callable[..., list[float | None]],
     config: RunConfig,
     watch: Watch,
     out: Path,
     threads: int,
     seed: int,
-    steps: int = 0,
+    steps: int,
 ) -> None:
-    """Train the model in `base` on rows with a "prompt" by TRL, as `config` says."""
+    """Train the model in `base` on rows with "prompt" and "answer", as `config` says."""
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
     warnings.simplefilter("ignore")
     model, tokenizer = load_policy(str(base))
-    games, told = None, ()
+    games = None
     if config.environment.kind == "guess":
         chat = Chat(tokenizer, stop_ids(model, tokenizer))
-        games, told = Games(chat, config.environment.options["tries"]), ("answer",)
-    data = Dataset.from_list([{**row, "prompt": [_message(row, told)]} for row in rows])
+        games = Games(chat, config.environment.options["tries"])
+    data = [
+        {
+            "prompt": [{"role": "user", "content": row["prompt"], "answer": row["answer"]}]
+            if games
+            else [{"role": "user", "content": row["prompt"]}],
+            "answer": row["answer"],
+        }
+        for row in rows
+    ]
     samples = config.buffer.batch_groups * config.buffer.group_size
     trainer: Any = GRPOTrainer(
         model,
-        reward_funcs=reward,
+        reward_funcs=winnings if games else solved,
         args=grpo_config(config, out, samples, seed, steps),
-        train_dataset=data,
+        train_dataset=Dataset.from_list(data),
         processing_class=tokenizer,
         callbacks=[watch],
         rollout_func=games,
         optimizers=optimizer_of(model, config, steps),
     )
     trainer.train()
-
-
-def _message(row: dict[str, str], told: Sequence[str]) -> dict[str, str]:
-    more = {name: row[name] for name in told}
-    return {"role": "user", "content": row["prompt"], **more}
 
 
 def grpo_config(config: RunConfig, out: Path, samples: int, seed: int, steps: int) -> GRPOConfig:

@@ -33,20 +33,17 @@ class Model(nn.Module):
 
     Args:
         learns: float32 parameters that can learn; else bf16 ones that are filled.
-        share: the parameters lie in memory for this part of them (1 in `share`), one over the
-            other: a version is as large, and its two ends fit into a small machine. 8 at most.
     """
 
-    def __init__(
-        self, total_bytes: int, *, learns: bool = False, share: int = 1, seed: int = 0
-    ) -> None:
+    def __init__(self, total_bytes: int, *, learns: bool = False) -> None:
         super().__init__()
-        self.size, self.share = total_bytes, share
-        torch.manual_seed(seed)
+        self.size = total_bytes
+        torch.manual_seed(0)
         weights = [24.0 if i == 0 else (0.002 if i % 3 == 0 else 1.0) for i in range(TENSORS)]
         unit = total_bytes / 2 / sum(weights) / 256
         self._shapes = [(max(1, round(unit * weight)), 256) for weight in weights]
-        tensors, self._memory = self._allocate(torch.float32 if learns else torch.bfloat16)
+        tensors = self._allocate(torch.float32 if learns else torch.bfloat16)
+        self._memory = [tensor.view(-1) for tensor in tensors]
         for index, tensor in enumerate(tensors):
             self.register_parameter(f"layer{index}", nn.Parameter(tensor, requires_grad=False))
         if learns:
@@ -57,21 +54,8 @@ class Model(nn.Module):
         self._served: Sequence[torch.Tensor] = ()
         self._twins: Sequence[torch.Tensor] = ()
 
-    def _allocate(
-        self, dtype: torch.dtype
-    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """Memory for all tensors, flat, and the tensors that lie in it."""
-        if self.share == 1:
-            tensors = [torch.zeros(shape, dtype=dtype) for shape in self._shapes]
-            return tensors, [tensor.view(-1) for tensor in tensors]
-        sizes = [rows * columns for rows, columns in self._shapes]
-        memory = torch.zeros(max(sum(sizes) // self.share, max(sizes)), dtype=dtype)
-        tensors, used = list[torch.Tensor](), 0
-        for shape, size in zip(self._shapes, sizes, strict=True):
-            used = used if used + size <= len(memory) else 0
-            tensors.append(memory[used : used + size].view(shape))
-            used += size
-        return tensors, [memory]
+    def _allocate(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        return [torch.zeros(shape, dtype=dtype) for shape in self._shapes]
 
     def manifest(self, bucket_bytes: int) -> Manifest:
         """The layout of its versions."""
@@ -96,14 +80,12 @@ class Model(nn.Module):
         return changed / sum(len(flat) for flat in self._memory)
 
     def touch(self) -> None:
-        """Change a value in every bucket, to what no version before had: enough where all bytes
-        are sent, and faster than to learn.
-        """
+        """Change a value in every bucket: enough where all bytes are sent, and faster."""
         for flat in self._memory:
             flat[::TOUCHED].mul_(1.02)  # more than half a unit of bf16's last place
 
     def write(self, manifest: Manifest, slot: memoryview, wrote: Callable[[int], None]) -> None:
-        """Cast all tensors to their places, as the trainer does; `wrote` is told how far it is."""
+        """Cast all tensors into `slot`, as the trainer does."""
         write_shards(self, manifest, slot, wrote=wrote)
 
     def load(self, manifest: Manifest, data: memoryview) -> None:
@@ -111,7 +93,7 @@ class Model(nn.Module):
         self._table.load(manifest, [data])
 
     def equals(self, manifest: Manifest, data: memoryview) -> bool:
-        """Whether `data` holds the same bits."""
+        """Return whether `data` holds the same bits."""
         held = dict(self.named_parameters())
         return all(
             torch.equal(tensor.view(torch.int16), held[name].view(torch.int16))
@@ -123,23 +105,18 @@ class Model(nn.Module):
         return {name: tensor.to(torch.bfloat16) for name, tensor in self.named_parameters()}
 
     def cast_seconds(self) -> float:
-        """Seconds of casting all tensors into memory that is in use, one thread: what a snapshot
-        does at the least. Measured beside each, because a shared machine is slower at one moment
-        than at another.
-        """
-        self._served = self._served or self._allocate(torch.bfloat16)[0]
+        """Measure a cast of all tensors into memory in use by one thread: a snapshot's floor."""
+        self._served = self._served or self._allocate(torch.bfloat16)
         began = time.perf_counter()
         for target, source in zip(self._served, self.parameters(), strict=True):
             target.copy_(source)
         return time.perf_counter() - began
 
     def copy_seconds(self) -> float:
-        """Seconds of the C library's copies of a version, likewise: what a commit does at the
-        least.
-        """
+        """Measure the C library's copies of a version: a commit's floor."""
         if not self._served:
             self.cast_seconds()
-        self._twins = self._twins or self._allocate(torch.bfloat16)[0]
+        self._twins = self._twins or self._allocate(torch.bfloat16)
         began = time.perf_counter()
         for target, source in zip(self._twins, self._served, strict=True):
             ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)

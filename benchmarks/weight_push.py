@@ -1,247 +1,289 @@
-"""How long a version of the weights takes from the trainer's tensors to the generators' tensors.
+"""Seconds of a version of the weights from the trainer's tensors to the generators' tensors.
 
-    python benchmarks/weight_push.py [--json FILE] [--quick] [--only links,relays]
+    python benchmarks/weight_push.py [--json FILE] [--quick] [--only METHOD ...]
 
-Umbra's planes beside what others do (gloo broadcast in 64 MiB buckets; safetensors files in
-/dev/shm); all in one run, passes of a method in a row after two that warm it up, medians. Everyone
-starts from float32 tensors and ends with bf16 ones. The trainer's end is `write_shards`, the
-generator's the torch engine's load; beside them stand the floors, one cast and one copy of the same
-tensors, and the receivers' own loads from memory, all at once. The hub has its default settings but
-for plane and delta. `push_s` goes from the first byte that the trainer copies to the last
-receiver's last loaded tensor. `snapshot_s` is the part of it for which the trainer waits,
-`commit_s` that for which a generator waits.
-
-In parts: one host; 1 to 8 receivers; a large version, whose parameters share memory at both ends so
-that it fits (left out where it does not); links of 1 and 10 Gbit/s, and relays in chains and trees
-over 1 Gbit/s, which need root's rights: network namespaces joined by a bridge, shaped with
-`tc ... tbf`.
+Planes `shm` and `tcp` beside a gloo broadcast in 64 MiB buckets and safetensors files in /dev/shm,
+with 1 and 3 receivers on one host; medians of consecutive pushes after two that warm up. Everyone
+starts from float32 tensors and ends with bf16 ones: the trainer's end is `write_shards`, the
+generator's the torch engine's load. Beside them stand the floors: one cast and one copy of the same
+tensors, and the receivers' own loads from memory, all at once. `push_s` goes from the first byte
+that the trainer copies to the last receiver's last loaded tensor; the trainer waits for
+`snapshot_s` of it, a generator for `commit_s`.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import socket
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
+import uuid
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from report import Report
-from weight_links import Links, why_not
+import torch.distributed as dist
+import weight_roles as roles
+from report import Report, text
+from safetensors.torch import save_file
 from weight_model import Model
-from weight_peers import push_files, push_gloo, send_plainly
-from weight_processes import serve
-from weight_pushes import Pushed, Relays, chain, push_umbra
-from weight_roles import ROLES
-from weight_tables import (
-    CHAIN,
-    DELTA_5,
-    DELTA_6,
-    DENSE,
-    FAST,
-    FILES,
-    GBIT,
-    GLOO,
-    LARGE,
-    LINKS,
-    LOCAL,
-    MIB,
-    ONE_HOST,
-    RECEIVERS,
-    RELAYS,
-    SHM,
-    SLOW,
-    SOCKET,
-    TREE,
-    summarise,
-)
+from weight_roles import Role
 
+from umbra.proto.deadline import Deadline
+from umbra.proto.net.io_thread import IoThread
+from umbra.proto.net.keys import OPEN
 from umbra.services.process.child import TUNABLES, with_fast_copies
-from umbra.services.process.host_memory import available_bytes
+from umbra.services.weights.publisher import Publisher
 
+MIB = 1 << 20
+DEADLINE_S = 600.0
+WARM_UPS = 2  # versions before those that count, of every method
+BUCKET_BYTES = 4 << 20
+SHM, DENSE = "`shm`", "`tcp`, all bytes"
+DELTA_6, DELTA_5 = "`tcp`, deltas, lr 1e-6", "`tcp`, deltas, lr 1e-5"
+GLOO, FILES = "gloo broadcast, 64 MiB buckets", "safetensors in /dev/shm"
+# Plane, setting of deltas, and the rate at which the model learns between versions.
 OURS: dict[str, tuple[str, str, float | None]] = {
     SHM: ("shm", "off", None),
     DENSE: ("tcp", "off", None),
     DELTA_6: ("tcp", "always", 1e-6),
     DELTA_5: ("tcp", "always", 1e-5),
 }
-PEERS = {GLOO: push_gloo, FILES: push_files}
-SHARE = 8  # parameters of a large version in one place
-TREE_OF = {4: (-1, 0, 0, 1), 3: (-1, 0, 0)}  # whom each relay asks: 0 the hub, 1 and 2 it, 3 then 1
+METHODS = (*OURS, GLOO, FILES)
 
 
-@dataclass(frozen=True)
-class Form:
-    """One row: what is pushed by which method to how many, over what."""
+@dataclass
+class Pushed:
+    """One push: seconds, and bytes on the wire to the first receiver."""
 
-    part: str
-    method: str
-    count: int
-    mib: int
-    passes: int
-    push: Callable[[Form, Model, Links | None], list[Pushed]]
-    link: str = LOCAL
-    share: int = 1
-    relays: Relays | None = None
-
-    @property
-    def label(self) -> str:
-        """What `--only` is compared with: of one host the method alone."""
-        return self.method if self.part == ONE_HOST else f"{self.part}: {self.method}"
-
-    @property
-    def nodes(self) -> int:
-        """Namespaces that it needs."""
-        return 1 + max(self.count, 1) if self.relays is None else 1 + len(self.relays.above)
+    push_s: float
+    snapshot_s: float
+    commit_s: float
+    wire_bytes: int
+    changed: float = 0.0  # share of the values
+    load_floor_s: float | None = None
 
 
-def _ours(form: Form, model: Model, links: Links | None) -> list[Pushed]:
-    name = next(method for method in OURS if form.method.startswith(method))
-    plane, delta, lr = OURS[name]
-    if links is not None and lr is not None:
-        delta = "auto"
-    return push_umbra(
-        model, plane, delta, lr, form.count, form.passes, links=links, relays=form.relays
-    )
+def push_umbra(
+    model: Model, plane: str, delta: str, lr: float | None, count: int, passes: int
+) -> list[Pushed]:
+    """Push `passes` versions to `count` receivers."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        metrics = folder / "metrics.jsonl"
+        hub = stack.enter_context(closing(Role(roles.hub, plane, delta, metrics)))
+        endpoint = hub.hear()["endpoint"]
+        link = IoThread("trainer", uuid.uuid4().hex, security=OPEN)
+        stack.callback(link.close)
+        channel = link.channel(endpoint, "weight hub", server="weight_hub")
+        publisher = Publisher(channel, model.manifest(BUCKET_BYTES))
+        stack.callback(publisher.close)
+        publisher.register(DEADLINE_S)
+        receivers: list[Role] = []
+        for index in range(count):
+            given = (f"gen-{index}", endpoint, plane, model.size, passes + WARM_UPS)
+            receivers.append(stack.enter_context(closing(Role(roles.receiver, *given))))
+        for receiver in receivers:
+            receiver.hear()
+        runs = [_push(model, publisher, receivers, n, lr) for n in range(passes + WARM_UPS)]
+        for version, sent in _sent(metrics, len(runs)).items():
+            runs[version].wire_bytes = sent
+        return runs[WARM_UPS:]
 
 
-def _gloo(form: Form, model: Model, links: Links | None) -> list[Pushed]:
-    return push_gloo(model, form.count, form.passes, links)
+def _push(
+    model: Model, publisher: Publisher, receivers: list[Role], version: int, lr: float | None
+) -> Pushed:
+    changed = change(model, lr) if version else 0.0
+    began = time.monotonic()
+    slot = publisher.slot(version, DEADLINE_S)
+    model.write(publisher.manifest, slot, publisher.wrote)
+    publisher.publish_soon(version, time.monotonic() - began)
+    snapshot_s = time.monotonic() - began
+    heard = [receiver.hear() for receiver in receivers]
+    assert all(line["version"] == version and line["whole"] for line in heard), heard
+    push_s = max(line["done_at"] for line in heard) - began
+    for receiver in receivers:
+        receiver.tell("load")
+    load_s = max(receiver.hear()["load_s"] for receiver in receivers)
+    commit_s = max(line["commit_s"] for line in heard)
+    return Pushed(push_s, snapshot_s, commit_s, 0, changed, load_s)
 
 
-def _files(form: Form, model: Model, _: Links | None) -> list[Pushed]:
-    return push_files(model, form.count, form.passes)
+def change(model: Model, lr: float | None) -> float:
+    """Change the model between two versions; return the share of values that changed."""
+    if lr is not None:
+        return model.learn(lr)
+    model.touch()
+    return 0.0
 
 
-def _socket(form: Form, model: Model, links: Links | None) -> list[Pushed]:
-    assert links is not None
-    return send_plainly(model, form.passes, links)
+def _sent(metrics: Path, count: int) -> dict[int, int]:
+    """Wait until the hub has rows of `count` versions; return their bytes to the first receiver."""
+    deadline = Deadline(DEADLINE_S, "no rows of all versions from the hub")
+    while True:
+        rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+        sent = {r["version"]: r["wire_bytes"] for r in rows if r["receiver"].endswith("-0")}
+        if len(sent) == count:
+            return sent
+        deadline.check()
+        time.sleep(0.01)
 
 
-HOW = {GLOO: _gloo, FILES: _files, SOCKET: _socket}
+def push_gloo(model: Model, count: int, passes: int) -> list[Pushed]:
+    """Broadcast `passes` versions to `count` receivers in 64 MiB buckets."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    with ExitStack() as stack:
+        receivers = [
+            stack.enter_context(closing(Role(roles.gloo, rank, count + 1, address, model.size)))
+            for rank in range(1, count + 1)
+        ]
+        init = f"tcp://{address}"
+        dist.init_process_group("gloo", init_method=init, rank=0, world_size=count + 1)
+        stack.callback(dist.destroy_process_group)
+        bucket = torch.zeros(roles.GLOO_BUCKET // 2, dtype=torch.bfloat16)
+        for receiver in receivers:
+            receiver.hear()
+        runs: list[Pushed] = []
+        for version in range(passes + WARM_UPS):
+            change(model, None)
+            began = time.monotonic()
+            dist.broadcast(torch.tensor([version]), 0)
+            roles.broadcast_model(model, bucket, source=True)
+            sent_s = time.monotonic() - began
+            done = max(receiver.hear()["done_at"] for receiver in receivers)
+            runs.append(Pushed(done - began, sent_s, done - began, model.nbytes))
+        dist.broadcast(torch.tensor([-1]), 0)
+        return runs[WARM_UPS:]
 
 
-def forms(options: argparse.Namespace) -> Iterator[Form]:
-    """All of them; those of one model one after the other, the largest last."""
-    passes, few = options.passes, min(options.passes, 3)
-
-    def form(part: str, method: str, count: int, mib: int, passes: int, **more: Any) -> Form:
-        return Form(part, method, count, mib, passes, HOW.get(method, _ours), **more)
-
-    for count in options.receivers:
-        for method in (*OURS, *PEERS):
-            if count == min(options.receivers) or method not in (DELTA_6, DELTA_5):
-                yield form(ONE_HOST, method, count, options.size_mib, passes)
-    for method in (SOCKET, DENSE, GLOO):
-        yield form(LINKS, method, 1, options.size_mib, few, link=FAST)
-    small = options.small_mib
-    for method in (SOCKET, DENSE, GLOO, DELTA_6, DELTA_5):
-        yield form(LINKS, method, 1, small, few, link=SLOW)
-    for count in options.scale:
-        for method in (SHM, DENSE, GLOO, FILES):
-            yield form(RECEIVERS, method, count, small, few)
-    most = options.relays
-    for relays in (chain(1), chain(most), chain(most, engines=2), Relays(TREE_OF[most])):
-        method = TREE if max(relays.above) >= 0 else CHAIN
-        count = len(relays.above) * relays.engines
-        yield form(RELAYS, method, count, small, min(few, 2), link=SLOW, relays=relays)
-    for method in (SHM, DENSE, GLOO):
-        yield form(LARGE, method, 1, options.large_mib, min(few, 2), share=SHARE)
+def push_files(model: Model, count: int, passes: int) -> list[Pushed]:
+    """Write one safetensors file per version in /dev/shm, read by `count` receivers."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
+        receivers = [
+            stack.enter_context(closing(Role(roles.files, model.size))) for _ in range(count)
+        ]
+        for receiver in receivers:
+            receiver.hear()
+        runs: list[Pushed] = []
+        for version in range(passes + WARM_UPS):
+            path = folder / f"{version}.safetensors"
+            change(model, None)
+            began = time.monotonic()
+            save_file(model.cast(), path)
+            saved_s = time.monotonic() - began
+            for receiver in receivers:
+                receiver.tell(str(path))
+            done = max(receiver.hear()["done_at"] for receiver in receivers)
+            path.unlink()
+            runs.append(Pushed(done - began, saved_s, done - began - saved_s, model.nbytes))
+        return runs[WARM_UPS:]
 
 
-def lacking(form: Form) -> str:
-    """Why this machine cannot have a large version; empty if it can.
+def push(method: str, model: Model, count: int, passes: int) -> list[Pushed]:
+    """Push by one method."""
+    if method in OURS:
+        return push_umbra(model, *OURS[method], count, passes)
+    return (push_gloo if method == GLOO else push_files)(model, count, passes)
 
-    Two slots and a staged version; of a `share` of it the float32 tensors, those that are cast and
-    copied as floors, and the engine's; and 1 GiB for the processes.
-    """
-    size = form.mib * MIB
-    need = 3 * size + 5 * size // form.share + 1024 * MIB
-    free = available_bytes()
-    if form.part != LARGE or need <= free:
-        return ""
-    return f"it needs {need / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} are free"
+
+# -- figures ---------------------------------------------------------------------------------------
+
+Row = dict[str, Any]
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "method": lambda r: r["method"],
+    "receivers": lambda r: text(r["receivers"]),
+    "seconds": lambda r: f"{r['push_s']:.2f}",
+    "trainer waits": lambda r: _seconds(r["snapshot_s"]),
+    "one cast": lambda r: _seconds(r["cast_floor_s"]),
+    "generator waits": lambda r: _seconds(r["commit_s"]),
+    "own loads, all at once": lambda r: _seconds(r["load_floor_s"]),
+    "one copy": lambda r: _seconds(r["copy_floor_s"]),
+    "MB on the wire": lambda r: text(r["wire_bytes"] / 1e6) if "`tcp`" in r["method"] else "-",
+}
+
+
+def _seconds(value: float | None) -> str:
+    return f"{value:.3f}" if value else "-"
+
+
+def summarise(report: Report) -> None:
+    """State the table, floors and goals."""
+    rows = report.rows
+    report.figure("mib", round(rows[0]["nbytes"] / MIB))
+    report.table("pushes", list(COLUMNS), [[cell(r) for cell in COLUMNS.values()] for r in rows])
+    for count in sorted({row["receivers"] for row in rows}):
+        found = {row["method"]: row for row in rows if row["receivers"] == count}
+        name = f"{count} receiver{'s' if count > 1 else ''}"
+        if shm := found.get(SHM):
+            waits = shm["snapshot_s"] / shm["cast_floor_s"]
+            report.goal(f"{name}: trainer waits / one cast", waits, "<=", 1.3)
+            waits = shm["commit_s"] / shm["load_floor_s"]
+            report.goal(f"{name}: generator waits / own load", waits, "<=", 1.3)
+            least = shm["cast_floor_s"] + 2 * shm["load_floor_s"]
+            report.figure(f"shm_{count}_floor_s", least)
+            report.figure(f"shm_{count}_over_floor", shm["push_s"] / least)
+            if peers := [found[one]["push_s"] for one in (GLOO, FILES) if one in found]:
+                over, goal = min(peers) / shm["push_s"], 2.0 if count == 3 else 1.5
+                report.goal(f"{name}: `shm` over the best peer, bytes/s", over, ">=", goal)
+        if DENSE in found and GLOO in found:
+            over = found[GLOO]["push_s"] / found[DENSE]["push_s"]
+            report.goal(f"{name}: `tcp` over gloo, bytes/s", over, ">=", 1.0)
+        if DENSE in found and DELTA_6 in found:
+            fewer = found[DENSE]["wire_bytes"] / found[DELTA_6]["wire_bytes"]
+            report.goal("deltas at lr 1e-6: times fewer bytes", fewer, ">=", 50)
 
 
 def measure(report: Report, options: argparse.Namespace) -> None:
-    """All forms that are wanted and possible; a line for each as it is done."""
-    wanted = [
-        form for form in forms(options)
-        if not options.only or any(form.label.startswith(start) for start in options.only)
-    ]  # fmt: skip
-    no_links = why_not() if any(form.link != LOCAL for form in wanted) else ""
-    began = time.monotonic()
-    model: Model | None = None
-    for number, form in enumerate(wanted, 1):
-        reason = lacking(form) or (no_links if form.link != LOCAL else "")
-        if reason:
-            print(f"skipped: {form.label}, {form.mib} MiB ({reason})", flush=True)
-            continue
-        size = form.mib * MIB
-        if model is None or (model.size, model.share) != (size, form.share):
-            model = None  # its memory goes first
-            model = Model(size, learns=True, share=form.share)
-        with ExitStack() as stack:
-            links = None
-            if form.link != LOCAL:
-                links = stack.enter_context(Links(form.nodes, GBIT[form.link]))
-            add(report, form, form.push(form, model, links))
-        found, elapsed = report.rows[-1], time.monotonic() - began
-        print(
-            f"{elapsed:5.0f} s  {number}/{len(wanted)}  {form.label}, {form.link}, "
-            f"{form.count} receivers, {form.mib} MiB: {found['push_s']:.2f} s",
-            flush=True,
-        )
-
-
-def add(report: Report, form: Form, runs: list[Pushed]) -> None:
-    """Add the medians of `runs`."""
-    names = ("push_s", "snapshot_s", "commit_s", "cast_floor_s", "copy_floor_s")
-    loads = [run.load_floor_s for run in runs if run.load_floor_s is not None]
-    report.add(
-        part=form.part,
-        method=form.method,
-        link=form.link,
-        relays=len(form.relays.above) if form.relays else 0,
-        receivers=form.count,
-        pushes=len(runs),
-        nbytes=runs[0].nbytes,
-        wire_bytes=median(run.wire_bytes for run in runs),
-        changed=median(run.changed for run in runs),
-        best_s=min(run.push_s for run in runs),
-        load_floor_s=median(loads) if loads else None,
-        **{name: median(getattr(run, name) for run in runs) for name in names},
-    )
+    """Push by all methods that are wanted, and print a line for each."""
+    model = Model(options.size_mib * MIB, learns=True)
+    for count in options.receivers:
+        for method in METHODS:
+            wanted = not options.only or any(method.startswith(one) for one in options.only)
+            if not wanted or (count > min(options.receivers) and method in (DELTA_6, DELTA_5)):
+                continue
+            runs = push(method, model, count, options.passes)
+            loads = [run.load_floor_s for run in runs if run.load_floor_s is not None]
+            names = ("push_s", "snapshot_s", "commit_s", "wire_bytes", "changed")
+            medians = {name: median(asdict(run)[name] for run in runs) for name in names}
+            report.add(
+                part="one host",
+                method=method,
+                receivers=count,
+                pushes=len(runs),
+                nbytes=model.nbytes,
+                best_s=min(run.push_s for run in runs),
+                load_floor_s=median(loads) if loads else None,
+                cast_floor_s=median(model.cast_seconds() for _ in runs),
+                copy_floor_s=median(model.copy_seconds() for _ in runs),
+                **medians,
+            )
+            print(f"{method}, {count} receivers: {medians['push_s']:.2f} s", flush=True)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The options, those of `--quick` filled in."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--size-mib", type=int, default=1024, help="on one host, and at 10 Gbit/s")
-    parser.add_argument("--small-mib", type=int, default=256, help="else")
-    parser.add_argument("--large-mib", type=int, default=4096)
+    parser.add_argument("--size-mib", type=int, default=1024)
     parser.add_argument("--passes", type=int, default=5)
-    parser.add_argument("--receivers", type=_numbers, default=[1, 3], help="on one host")
-    parser.add_argument("--scale", type=_numbers, default=[1, 2, 4, 8], help="of the small version")
-    parser.add_argument("--relays", type=int, default=4, choices=sorted(TREE_OF))
-    parser.add_argument(
-        "--only",
-        type=lambda text: text.split(","),
-        default=[],
-        help="beginnings of part and method",
-    )
-    parser.add_argument("--quick", action="store_true", help="every form, with toy sizes")
+    parser.add_argument("--receivers", type=int, nargs="+", action="extend", help="[default: 1 3]")
+    parser.add_argument("--only", nargs="+", action="extend", help="beginnings of methods")
+    parser.add_argument("--quick", action="store_true", help="every method, with toy sizes")
     options = parser.parse_args(argv)
+    options.receivers = options.receivers or ([1] if options.quick else [1, 3])
     if options.quick:
-        options.size_mib = options.small_mib = 8
-        options.large_mib, options.passes, options.relays = 32, 1, 3
-        options.receivers, options.scale = [1], [2]
+        options.size_mib, options.passes = 8, 1
     return options
 
 
@@ -249,22 +291,15 @@ def main() -> int:
     """Run all; 0 even if goals are missed, since they are printed."""
     options = parse(sys.argv[1:])
     torch.set_num_threads(1)
-    report = Report("weight push: from the trainer's tensors to every receiver's tensors")
+    report = Report("weight_push")
     measure(report, options)
     report.restate(summarise)
     report.show(options.json)
     return 0
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
 if __name__ == "__main__":
-    if sys.argv[1:] == ["nursery"]:
-        serve(ROLES)
-    else:
-        environ = with_fast_copies(os.environ)  # as `umbra up` and `umbra keep` start processes
-        if environ[TUNABLES] != os.environ.get(TUNABLES):
-            os.execve(sys.executable, [sys.executable, *sys.argv], environ)
-        raise SystemExit(main())
+    environ = with_fast_copies(os.environ)  # as `umbra up` starts processes
+    if environ[TUNABLES] != os.environ.get(TUNABLES):
+        os.execve(sys.executable, [sys.executable, *sys.argv], environ)
+    raise SystemExit(main())

@@ -1,82 +1,71 @@
-"""Whole runs for benchmarks, in-process supervisor and all, and what they say about themselves."""
+"""Whole runs of the demo's tasks for benchmarks, and what their metrics say."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import subprocess
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
+from umbra.deploy.demo import HELDOUT, RECIPES
 from umbra.deploy.live import QuietView
 from umbra.deploy.overlap import Interval, clip, merge, total
-from umbra.deploy.programs import other_programs
 from umbra.deploy.run_folder import RunFolder, read_rows
 from umbra.deploy.up import Up
 from umbra.services.config import RunConfig
+from umbra.services.process.child import umbra_argv
 from umbra.services.process.signals import SignalCounter
-from umbra.services.process.supervisor import Program
 
-HERE = Path(__file__).parent
-
-
-class Named(Protocol):
-    """What a mode has at least."""
-
-    @property
-    def name(self) -> str: ...
+RUN_LIMIT_S = 900.0
 
 
-M = TypeVar("M", bound=Named)
-Scripts = Mapping[str, Sequence[str]]  # by command of umbra: script here, and its own arguments
+def umbra(*arguments: str) -> str:
+    """Run an `umbra` command and return its standard output.
+
+    Raises:
+        RuntimeError: it failed; with the end of its standard error.
+    """
+    done = subprocess.run(
+        umbra_argv(*arguments), capture_output=True, text=True, timeout=RUN_LIMIT_S, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"umbra {arguments[0]} failed: {done.stderr.strip()[-2000:]}")
+    return done.stdout
 
 
-@dataclass(frozen=True)
-class Cell(Generic[M]):
-    """One run of a comparison: how, on what (a mix of lengths, or a task), with which seed."""
-
-    form: str
-    mode: M
-    mix: str
-    seed: int
-
-    @property
-    def key(self) -> str:
-        """Names the cell in files."""
-        return f"{self.form}/{self.mode.name}/{self.mix}/{self.seed}"
-
-
-def cells(
-    form: str, modes: Sequence[M], mixes: Sequence[str], seeds: Sequence[int], chosen: Sequence[str]
-) -> Iterator[Cell[M]]:
-    """All combinations, seeds outermost, of the modes that are named; of all, if none is."""
-    for seed in seeds:
-        for mix in mixes:
-            for mode in modes:
-                if not chosen or mode.name in chosen:
-                    yield Cell(form, mode, mix, seed)
+def base_model(work: Path, task: str, seed: int) -> Path:
+    """Return a folder with the task's data and warm-started model, made once per task and seed."""
+    folder = work / f"{task}-s{seed}"
+    if (folder / "base" / "config.json").exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    recipe = RECIPES[task]
+    counts = ("--prompts", str(recipe.prompts), "--heldout", str(HELDOUT))
+    umbra(
+        *("make-task", task, "--out", str(folder), "--seed", str(seed)),
+        *(*counts, "--demos", str(recipe.demos)),
+    )
+    umbra("make-model", str(folder / "random"), "--seed", str(seed))
+    umbra(
+        *("sft", str(folder / "random"), "--data", str(folder / "demos.jsonl")),
+        *("--out", str(folder / "base"), "--steps", str(recipe.sft_steps)),
+        *("--schedule", recipe.sft_schedule, "--seed", str(seed)),
+        *("--threads", "1", "--device", "cpu"),
+    )
+    return folder
 
 
-def run(config: RunConfig, scripts: Scripts, *, evaluate: bool = False) -> tuple[Any, RunFolder]:
-    """Run `config` to its end, with `scripts` instead of the commands of those names.
-
-    Returns:
-        The summary, and the folder with everything else.
+def run(config: RunConfig) -> tuple[Any, RunFolder]:
+    """Run `config` to its end; return the summary and the run's folder.
 
     Raises:
         RuntimeError: the run failed.
     """
     folder = RunFolder.create(config.run.dir, config.run.name)
-
-    def programs(config: RunConfig, folder: RunFolder, broker: str) -> list[Program]:
-        return [instead(one, scripts) for one in other_programs(config, folder, broker)]
-
     with SignalCounter() as interrupts:
-        view = QuietView()
-        up = Up(
-            config, folder, view=view, interrupts=interrupts, evaluate=evaluate, programs=programs
-        )
+        up = Up(config, folder, view=QuietView(), interrupts=interrupts, evaluate=False)
         summary = up.run()
     if interrupts.count:
         raise KeyboardInterrupt
@@ -85,34 +74,20 @@ def run(config: RunConfig, scripts: Scripts, *, evaluate: bool = False) -> tuple
     return summary, folder
 
 
-def instead(program: Program, scripts: Scripts) -> Program:
-    """`program`, by a script of ours if there is one for its command."""
-    # argv is: python -m umbra COMMAND ...
-    script = scripts.get(program.argv[3])
-    if script is None:
-        return program
-    name, *arguments = script
-    argv = (sys.executable, str(HERE / name), *arguments, *program.argv[4:])
-    return replace(program, argv=argv)
-
-
 @dataclass(frozen=True, slots=True)
 class Steady:
     """What happened between the commits of two steps.
 
-    Idle shares are 1 - the share of the time in which a service was at work: a generator while it
-    decodes anything (mean over generators), the trainer while it updates, the others by CPU time.
+    Idle shares are 1 - the share of the time in which a service worked: a generator while it
+    decodes anything (mean over generators), the trainer while it updates.
     """
 
     steps: int
     seconds: float
     samples: int
     tokens: float  # of responses
-    prompt_tokens: float
-    reward: float
     staleness: float
     staleness_max: float
-    decoded: float  # response tokens that generators made in that time
     generator_idle: float
     trainer_idle: float
 
@@ -123,7 +98,7 @@ class Steady:
 
 
 def steady(folder: RunFolder, *, first: int, last: int, generators: int) -> Steady:
-    """What the run in `folder` did from the end of step `first` to that of step `last`."""
+    """Measure the run in `folder` from the end of step `first` to that of step `last`."""
     rows = list(read_rows(folder.metrics))
     steps = {row["step"]: row for row in rows if row["kind"] == "step"}
     window = (steps[first]["time"], steps[last]["time"])
@@ -132,38 +107,30 @@ def steady(folder: RunFolder, *, first: int, last: int, generators: int) -> Stea
     decodes = [row for row in spans if row["name"] == "decode"]
     seconds = window[1] - window[0]
     busy = [
-        total(clip(merge(_intervals(one for one in decodes if one["service"] == name)), window))
+        _busy((one for one in decodes if one["service"] == name), window)
         for name in {row["service"] for row in decodes}
     ]
-    trained = total(clip(merge(_intervals(r for r in spans if r["name"] == "train_step")), window))
-    samples = sum(row["samples"] for row in inside)
-    tokens = sum(row["samples"] * row["response_length/mean"] for row in inside)
+    trained = _busy((row for row in spans if row["name"] == "train_step"), window)
     return Steady(
         steps=last - first,
         seconds=seconds,
-        samples=int(samples),
-        tokens=tokens,
-        prompt_tokens=sum(row["tokens"] for row in inside) - tokens,
-        reward=mean(row["reward/mean"] for row in inside),
+        samples=int(sum(row["samples"] for row in inside)),
+        tokens=sum(row["samples"] * row["response_length/mean"] for row in inside),
         staleness=mean(row["staleness/total/mean"] for row in inside),
         staleness_max=max(row["staleness/total/max"] for row in inside),
-        decoded=sum(row["tokens"] * _share(row, window) for row in decodes),
         generator_idle=1 - sum(busy) / generators / seconds,
         trainer_idle=1 - trained / seconds,
     )
 
 
-def cpu_idle(summary: Mapping[str, Any], name: str) -> float:
-    """Share of its life in which the service called `name` used no CPU."""
-    used = summary["seconds"]["services"][name]
-    return 1 - used["cpu"] / used["wall"]
+def _busy(spans: Iterable[Mapping[str, Any]], window: Interval) -> float:
+    """Seconds of `window` in which one of `spans` was under way."""
+    return total(clip(merge([(row["start"], row["end"]) for row in spans]), window))
 
 
-def _intervals(rows: Iterable[Mapping[str, Any]]) -> list[Interval]:
-    return [(row["start"], row["end"]) for row in rows]
-
-
-def _share(row: Mapping[str, Any], window: Interval) -> float:
-    """How much of a span lies within `window`."""
-    length = row["end"] - row["start"]
-    return total(clip([(row["start"], row["end"])], window)) / length if length > 0 else 0.0
+def curve(folder: RunFolder) -> tuple[list[float], list[float]]:
+    """Return each step's mean reward, and its seconds from the first decoding to its commit."""
+    rows = list(read_rows(folder.metrics))
+    began = min(r["start"] for r in rows if r["kind"] == "span" and r["name"] == "decode")
+    steps = sorted((row for row in rows if row["kind"] == "step"), key=lambda row: row["step"])
+    return [row["reward/mean"] for row in steps], [row["time"] - began for row in steps]

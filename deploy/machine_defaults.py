@@ -85,7 +85,7 @@ def choose(
     trains_on_gpu = kind_of(trainer.device, gpu=count > 0) == "cuda"
     engine = generator.engine_on("cuda" if on_gpu else "cpu", vllm=hardware.vllm)
     generator = msgspec.structs.replace(generator, engine=engine)
-    if on_gpu and engine != "replay":
+    if on_gpu:
         enough = count >= trainer.ranks + generator.count * generator.tensor_parallel
         if generator.device == "auto" and trains_on_gpu and enough:
             generator = msgspec.structs.replace(generator, device=f"cuda:{trainer.ranks}")
@@ -139,7 +139,7 @@ def this_hardware() -> Hardware:
 def _may_need_room(config: RunConfig) -> bool:
     """Whether memory of a GPU is divided: with the trainer, or the torch engine's into slots."""
     generator, trainer = config.generator, config.trainer
-    if kind_of(generator.device, gpu=True) != "cuda" or generator.engine == "replay":
+    if kind_of(generator.device, gpu=True) != "cuda":
         return False
     shared = kind_of(trainer.device, gpu=True) == "cuda"
     return generator.engine == "torch" or (shared and first_gpu(generator.device) < trainer.ranks)

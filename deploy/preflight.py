@@ -104,7 +104,6 @@ def resolve_paths(
         scorer=replace(config.scorer, model=model(config.scorer.model, "scorer.model")),
         generator=replace(
             config.generator,
-            replay=file(config.generator.replay),
             serve_key=file(config.generator.serve_key),
         ),
         critic=replace(config.critic, path=model(config.critic.path, "critic.path")),

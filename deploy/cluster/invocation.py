@@ -210,7 +210,7 @@ def _read_by(plan: Plan, process: Process) -> list[str]:
         "relay": [],
         "part": [],
         "train": [config.model.path, config.critic.path],
-        "generate": [*chat, config.generator.replay, config.generator.serve_key],
+        "generate": [*chat, config.generator.serve_key],
         "reward": chat,
         "ref_logp": [config.model.path, config.scorer.model],
     }

@@ -59,11 +59,11 @@ def _filled(tokens: int, width: int, *, packed: bool) -> Iterator[RowShape]:
 
 def needs(config: RunConfig, facts: Facts, *, gpu: bool) -> list[Need]:
     """Of each kind of process of a run that needs much, on a machine with or without GPUs."""
-    found = [trainer_need(config, facts, gpu=gpu)]
-    if config.generator.engine != "replay":
-        found.append(_generator(config, facts, gpu=gpu))
-    found += _scorers(config, facts, gpu=gpu)
-    return found
+    return [
+        trainer_need(config, facts, gpu=gpu),
+        _generator(config, facts, gpu=gpu),
+        *_scorers(config, facts, gpu=gpu),
+    ]
 
 
 def published(config: RunConfig, sizes: ModelSizes, *, gpu: bool) -> int:

@@ -71,7 +71,7 @@ def trainer_need(config: RunConfig, facts: Facts, *, gpu: bool) -> Need:
     if config.checkpoint.every:
         state = 4 * trained + moments(trainer, sizes)
         host.append(Item("copy for checkpoints", state, AFTER_LOADING, "set checkpoint.every = 0"))
-    if trainer.mismatch_every and config.buffer.run_ahead and config.generator.engine != "replay":
+    if trainer.mismatch_every and config.buffer.run_ahead:
         aside = _weight_bytes(trainer) * trained
         host.append(Item("weights kept aside", aside, TRAINING, "set trainer.mismatch_every = 0"))
     if kind == "cuda" or ranks > 1 or trainer.lora_rank:

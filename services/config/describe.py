@@ -74,7 +74,6 @@ GROUPS = (
     ("buffer.score_lease_s", "buffer.score_attempts", "buffer.stages"),
     ("buffer.store", "buffer.store_max_bytes"),
     ("generator.engine", "generator.engine_args", "generator.tensor_parallel", "generator.device"),
-    ("generator.engine", "generator.replay"),
     ("generator.serve", "generator.serve_key", "generator.serve_advertise"),
     ("generator.receive", "weight_hub.slots"),
     ("generator.kv_policy", "buffer.max_staleness"),

@@ -191,10 +191,9 @@ class GeneratorConfig(Section):
         "the next tensor_parallel GPUs, from N on",
         ge=1,
     )
-    engine: Literal["auto", "torch", "vllm", "replay"] = key(
+    engine: Literal["auto", "torch", "vllm"] = key(
         "auto", "inference engine; auto = vllm on a GPU if it is installed, else torch"
     )
-    replay: str = key("", 'file of `umbra replay-model`, for engine "replay"')
     device: str = key("auto", "cpu, cuda, cuda:1, ... or auto")
     slots: int = key(128, "sequences decoded at once", ge=1)
     max_context: int = key(1024, "prompt + response tokens per slot", ge=8)
@@ -243,7 +242,7 @@ class GeneratorConfig(Section):
         "staged", "hold new weights beside the old ones, or load them from the hub's host"
     )
 
-    def engine_on(self, kind: str, *, vllm: bool) -> Literal["torch", "vllm", "replay"]:
+    def engine_on(self, kind: str, *, vllm: bool) -> Literal["torch", "vllm"]:
         """On a device of that `kind` ("cpu" or "cuda"), where `vllm` is installed or not."""
         if self.engine == "auto":
             return "vllm" if kind == "cuda" and vllm else "torch"

@@ -28,6 +28,8 @@ DROPPED: dict[str, str] = {
     "generator.replicas": 'use generator.count with generator.device = "cuda:N"',
     "generator.kv_cache_mb": "set generator.slots, for vLLM also "
     "generator.engine_args.kv_cache_memory_bytes",
+    "generator.engine=replay": "use torch; benchmarks/simulator runs the broker without a model",
+    "generator.replay": "remove it; benchmarks/simulator runs the broker without a model",
     "env_worker": "set environment.workers = 0 and start `umbra run-agents` on any machine",
     "environment.run_on": "set environment.workers = 0 where `umbra run-agents` runs the programs",
     "buffer.stale_policy=restart": 'use "wait", which lets nothing get stale, or "drop"',

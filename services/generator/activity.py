@@ -29,7 +29,7 @@ class Activity:
     A row is `{"kind": "span", "name", "start", "end", ...}`, in seconds since the epoch. "idle" has
     `reason`: "weights", "work" or "environment". "decode" has `tokens` sampled, `steps` (of about
     so many forward passes), `prompt_tokens` given to read and the `lengths` of the turns that
-    ended, in tokens: what a replay model is fitted to; `cached_tokens`, `preemptions` and the
+    ended, in tokens; `cached_tokens`, `preemptions` and the
     highest `cache_usage` of the engine's `CacheFigures` meanwhile. "load_weights" has `version`.
 
     Args:

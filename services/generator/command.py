@@ -1,4 +1,4 @@
-"""The commands of this service: `umbra generator`, `make-task`, `eval` and `replay-model`."""
+"""The commands of this service: `umbra generator`, `make-task` and `eval`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-import msgspec
 
 from umbra.proto.errors import UsageError
 from umbra.proto.messages import EvalBegun, EvalRequest
@@ -188,25 +187,6 @@ def _ask_run(broker: str | None, security: Security) -> None:
         buffer = link.channel(broker, "buffer")
         begun = buffer.call(EvalRequest(), EvalBegun, timeout_s=ANSWER_S)
     click.echo(f"evaluation of version {begun.version} begins: {begun.samples} samples")
-
-
-@click.command("replay-model")
-@click.argument("run", type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="File to write.")
-def replay_model(run: Path, out: Path) -> None:
-    """Fit a model of speed and lengths to the measured run in folder RUN, for engine "replay"."""
-    from umbra.services.generator.replay_fit import fit_run  # brings numpy
-
-    model = fit_run(run)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_bytes(msgspec.json.format(msgspec.json.encode(model), indent=2) + b"\n")
-    error = model.error or 0.0
-    click.echo(
-        f"{out}: a step takes {1e3 * model.step_s:.3g} ms, {1e6 * model.token_s:.3g} us more per "
-        f"sequence and {1e6 * model.prompt_token_s:.3g} us per prompt token; weights "
-        f"{1e3 * model.pause_s:.3g} ms; turns of {model.length(0.5)} tokens (p50), "
-        f"{model.length(0.99)} (p99); {error:.1%} off on the half that was left out"
-    )
 
 
 # Which key of the configuration a flag of `umbra eval` sets.

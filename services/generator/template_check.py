@@ -42,8 +42,6 @@ def open_chat(config: RunConfig) -> Chat:
 
     tokenizer = load_tokenizer(config.model.name, trust=config.model.trust_remote_code)
     named = named_tokens(tokenizer, config.sampling.stop_tokens)
-    if config.generator.engine == "replay":
-        return Chat.configured(config.model, tokenizer, named | {tokenizer.eos_token_id})
     stops = named | stop_ids(outline_model(config.model.name), tokenizer)
     return Chat.configured(config.model, tokenizer, stops)
 

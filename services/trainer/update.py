@@ -29,9 +29,8 @@ from umbra.services.trainer.rewards import rewarded
 
 
 def guarded_update(config: RunConfig, learner: Learner, critic: ValueLoss | None) -> PolicyUpdate:
-    """An update before which generators and trainer are compared; a replay engine has no model."""
-    known = config.generator.engine != "replay"
-    return PolicyUpdate(config, learner, critic, Agreement(config, learner) if known else None)
+    """Return an update before which generators and trainer are compared."""
+    return PolicyUpdate(config, learner, critic, Agreement(config, learner))
 
 
 # Learns from a batch at a version, for as long as it is told to keep going; what it measured.

@@ -41,9 +41,6 @@ COMMANDS: dict[str, SubCommand] = {
     "plan": SubCommand(
         "umbra.deploy.cluster.command:command", "Plan a run over several machines, render files."
     ),
-    "simulate": SubCommand(
-        "umbra.deploy.simulator.command:command", "Predict a run on machines that are not there."
-    ),
     "estimate": SubCommand(
         "umbra.deploy.estimate.command:command", "Tell how much memory a run needs."
     ),
@@ -106,15 +103,12 @@ COMMANDS: dict[str, SubCommand] = {
     "eval": SubCommand(
         "umbra.services.generator.command:evaluate", "Measure a model on held-out prompts."
     ),
-    "replay-model": SubCommand(
-        "umbra.services.generator.command:replay_model", "Fit a replay model to a measured run."
-    ),
 }
 
 # How `umbra --help` lists them. A command that is in none is listed last.
 SECTIONS: dict[str, tuple[str, ...]] = {
-    "Begin": ("demo", "init", "config", "doctor", "env", "estimate", "simulate"),
-    "Models and prompts": ("make-task", "make-model", "sft", "check-model", "replay-model"),
+    "Begin": ("demo", "init", "config", "doctor", "env", "estimate"),
+    "Models and prompts": ("make-task", "make-model", "sft", "check-model"),
     "Run": ("up", "plan", "keys"),
     "Watch": ("monitor", "status", "ping"),
     "Steer": ("pause", "resume", "checkpoint", "interrupt", "drain"),

@@ -53,7 +53,6 @@ def expect_usage_error(project: Path, *overrides: str, code: int = 2) -> str:
         ("environment.reward=tiny_reward:raises", ["raises", "ValueError", "no such thing"]),
         ("environment.reward=tiny_reward:says_so", ["says_so", "very good"]),
         ("run.dir=run.toml", ["run.dir"]),
-        ("generator.engine=replay", ["generator.replay", "umbra replay-model"]),
         ("sampling.temperature=-1", ["sampling.temperature must be a number > 0, not -1"]),
         ("sampling.top_p=1.5", ["sampling.top_p must be a number > 0 and <= 1, not 1.5"]),
         ("sampling.top_k=-3", ["sampling.top_k must be an integer >= 0, not -3"]),

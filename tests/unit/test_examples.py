@@ -23,8 +23,7 @@ from umbra.services.prompts.readers import read_source
 
 ROOT = Path(__file__).parents[2]
 CLUSTERS = sorted((ROOT / "examples" / "cluster").glob("*.toml"))
-SIMULATED = (ROOT / "examples" / "simulated").glob("*.toml")  # test_simulator_command has it
-RUN_FILES = sorted(set((ROOT / "examples").rglob("*.toml")) - {*CLUSTERS, *SIMULATED})
+RUN_FILES = sorted(set((ROOT / "examples").rglob("*.toml")) - {*CLUSTERS})
 
 
 @pytest.mark.parametrize("path", RUN_FILES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -13,8 +13,6 @@ from umbra.proto.errors import UsageError
 from umbra.services.config import RunConfig
 from umbra.services.generator.engines.engine import Engine
 from umbra.services.generator.engines.torch_engine import TorchEngine
-from umbra.services.generator.replay_engine import ReplayEngine, ReplayTokens
-from umbra.services.generator.replay_model import read_replay_model
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.model_directory import check_model_dir
 from umbra.services.modeling.models import (
@@ -49,8 +47,8 @@ def open_engine(config: RunConfig, name: str) -> OpenEngine:
     """The engine of the generator called `name`.
 
     Raises:
-        UsageError: a model, tokenizer or replay model that can't be used, or settings that the
-            engine does not have.
+        UsageError: a model or tokenizer that can't be used, or settings that the engine does not
+            have.
         StartupError: vLLM's processes did not come up.
     """
     generator = config.generator
@@ -65,7 +63,7 @@ def open_engine(config: RunConfig, name: str) -> OpenEngine:
             raise UsageError(
                 f'generator.{key} is for vLLM: leave it out, or set generator.engine = "vllm"'
             )
-    return open_replay(config) if engine == "replay" else _torch(config, name)
+    return _torch(config, name)
 
 
 def engine_here(config: RunConfig) -> str:
@@ -132,29 +130,3 @@ def _torch(config: RunConfig, name: str) -> OpenEngine:
     expected = config.weight_hub.expected_on(device.type)
     chat = Chat.configured(config.model, tokenizer, stops)
     return OpenEngine(engine, chat, str(device), dtype=expected)
-
-
-def open_replay(config: RunConfig, kind: type[ReplayEngine] = ReplayEngine) -> OpenEngine:
-    """The replay engine, or a `kind` of it.
-
-    Raises:
-        UsageError: a tokenizer or replay model that can't be used.
-    """
-    model = read_replay_model(config.generator.replay)
-    tokenizer = load_tokenizer(config.model.name, trust=config.model.trust_remote_code)
-    if tokenizer.eos_token_id is None:
-        raise UsageError(f"{config.model.name}: the tokenizer names no eos token to end turns with")
-    stops = {tokenizer.eos_token_id} | named_tokens(tokenizer, config.sampling.stop_tokens)
-    special = stops | set(tokenizer.all_special_ids)
-    engine = kind(
-        model,
-        ReplayTokens(
-            vocabulary=len(tokenizer),
-            filler=next(token for token in range(len(tokenizer)) if token not in special),
-            stop=tokenizer.eos_token_id,
-        ),
-        slots=config.generator.slots,
-        max_context=config.generator.max_context,
-        seed=config.run.seed,
-    )
-    return OpenEngine(engine, Chat.configured(config.model, tokenizer, stops), "cpu")

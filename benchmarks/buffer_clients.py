@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 import zmq
-from bench_keys import security_of
 
 from umbra.proto import sockets
 from umbra.proto.codec import Encoder, decode
@@ -132,8 +131,7 @@ class Wire:
 def join(context: zmq.Context[zmq.Socket[bytes]], broker: str, role: str, name: str) -> Wire:
     """Take part in the run at `broker`."""
     encoder = Encoder(name, uuid.uuid4().hex[:12])
-    curve = security_of(role).connecting("buffer")  # type: ignore[arg-type]
-    control = sockets.dealer(context, broker, name.encode(), curve)
+    control = sockets.dealer(context, broker, name.encode())
     hello = Join(role=role, name=name, pid=1, host="bench", package_version="0")  # type: ignore[arg-type]
     control.send_multipart(encoder.encode(hello)[1])
     if not control.poll(60_000):
@@ -141,7 +139,7 @@ def join(context: zmq.Context[zmq.Socket[bytes]], broker: str, role: str, name: 
     welcome = decode(control.recv_multipart()).body
     if not isinstance(welcome, Welcome):
         raise TypeError(f"{name} was refused: {welcome}")
-    data = sockets.dealer(context, welcome.data, name.encode(), curve)
+    data = sockets.dealer(context, welcome.data, name.encode())
     return Wire(name, encoder, control, data, welcome.heartbeat_s)
 
 

@@ -28,7 +28,7 @@ from typing import Any
 import msgpack
 import msgspec
 import zmq
-from traffic import template
+from buffer_clients import template
 
 from umbra.proto.records import unpack_float32, unpack_int32
 
