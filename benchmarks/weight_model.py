@@ -90,7 +90,7 @@ class Model(nn.Module):
 
     def load(self, manifest: Manifest, data: memoryview) -> None:
         """Copy all tensors from their places, as the torch engine does."""
-        self._table.load(manifest, [data])
+        self._table.load(manifest, data)
 
     def equals(self, manifest: Manifest, data: memoryview) -> bool:
         """Return whether `data` holds the same bits."""

@@ -105,7 +105,7 @@ def receiver(
     for _ in range(versions):
         staged = taker.wait_first(DEADLINE_S, ended)
         assert staged is not None
-        (data,) = staged.parts()
+        data = staged.data
         assert isinstance(data, memoryview)
         began = time.monotonic()
         model.load(staged.manifest, data)

@@ -114,7 +114,6 @@ class Subscribe(Message, frozen=True, kw_only=True):
     serves: Name = ""  # endpoint of its weights socket
     buckets: Name = ""  # endpoint of its buckets socket
     avoid: Name = ""  # endpoint of a relay that did not answer
-    streamed: bool = False  # it stages nothing: its slot must stay until Committed
     gpu: GpuFacts | None = None  # for planes "nccl" and "cuda_ipc"
 
 

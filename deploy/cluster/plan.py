@@ -114,14 +114,6 @@ def make_plan(file: ClusterFile, config: RunConfig, run_id: str) -> Plan:
     home = training.nodes[0]
     ranks = _ranks_per_node(config, training)
     config = _spread_config(config, training, ranks, file.cluster)
-    (generating,) = (group for group in groups if "generate" in group.tasks)
-    streamed = config.generator.receive == "streamed"
-    if streamed and len(training.nodes) > 1 and home in generating.nodes:
-        raise UsageError(
-            f"generator.receive = streamed reads weights where they are whole, and on {home.name} "
-            "they are not, as the trainer has several nodes: leave it on staged, or give train and "
-            "generate groups of their own"
-        )
     processes = [
         Process("buffer", "buffer", broker),
         Process("weight-hub", "weight_hub", home, _first_gpu(file, config, home)),

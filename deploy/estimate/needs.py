@@ -26,7 +26,6 @@ from umbra.deploy.estimate.items import (
 from umbra.deploy.estimate.rank import trainer_need
 from umbra.deploy.estimate.sizes import ModelSizes, RowShape
 from umbra.services.config import RunConfig
-from umbra.services.weights.staging import BUFFERS
 
 
 def fullest(config: RunConfig) -> list[RowShape]:
@@ -112,10 +111,7 @@ def _generator(config: RunConfig, facts: Facts, *, gpu: bool) -> Need:
     host = [Item("process", GPU_PROCESS if kind == "cuda" else PROCESS)]
     if generator.engine == "torch" and kind == "cuda":
         host.append(Item("the whole model while it is read", version, (LOADING,)))
-    if generator.receive == "staged":
-        staged = BUFFERS * published(config, sizes, gpu=gpu)
-        remedy = "set generator.receive = streamed"
-        host.append(Item("staging of a version", staged, AFTER_LOADING, remedy))
+    host.append(Item("staging of a version", published(config, sizes, gpu=gpu), AFTER_LOADING))
     count = generator.count
     if kind != "cuda":
         return Need("generator", (), (), (*host, *device), count)
@@ -145,7 +141,7 @@ def _scorers(config: RunConfig, facts: Facts, *, gpu: bool) -> Iterator[Need]:
         if kind == "cuda":
             host.append(Item("the whole model while it is read", version, (LOADING,)))
         if stage == "logp":
-            staged = BUFFERS * published(config, facts.sizes, gpu=gpu)
+            staged = published(config, facts.sizes, gpu=gpu)
             host.append(Item("staging of a version", staged, AFTER_LOADING))
         name = f"scorer {stage}"
         if kind == "cuda":

@@ -102,7 +102,7 @@ def compare_publishing(
         model = load_model(directory, _CPU, getattr(torch, dtype), "PATH", checked)
         engine = TorchEngine(model, stop_ids=(), slots=1, max_context=_CONTEXT)
         sent = publish(policy, dtype)
-        engine.load(sent.manifest, [sent.memory], 1, "keep")
+        engine.load(sent.manifest, sent.memory, 1, "keep")
         yield _same(f"weights published in {dtype}", policy.state_dict(), model.state_dict())
 
 
@@ -139,7 +139,7 @@ def _generate(
         EngineRequest(str(index), prompt, sampling, _TOKENS) for index, prompt in enumerate(prompts)
     )
     outputs = [output for _ in range(_STEPS) for output in engine.poll()]
-    engine.load(new.manifest, [new.memory], engine.version + 1, policy)
+    engine.load(new.manifest, new.memory, engine.version + 1, policy)
     while engine.busy:
         outputs += engine.poll()
     return sorted(outputs, key=lambda output: int(output.request_id))

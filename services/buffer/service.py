@@ -30,7 +30,7 @@ from umbra.services.config.feasibility import check_feasible
 from umbra.services.process.command import ServiceContext
 from umbra.services.process.disk import DISK, READABLE_MODE
 from umbra.services.prompts.readers import read_source
-from umbra.services.weights.malloc_tuning import Freed
+from umbra.services.weights.memory import HeapTrimmer
 
 POLL_S = 0.1  # how late a deadline may be noticed
 TICK_S = 0.05
@@ -179,7 +179,7 @@ class Service:
 
     def run(self) -> None:
         """Serve until the run is over."""
-        drained, ticked_at, freed = False, 0.0, Freed()
+        drained, ticked_at, freed = False, 0.0, HeapTrimmer()
         with closing(self._committer):
             while True:
                 if self._committer.under_way and self._store.waiting_bytes > WAITING_BYTES:

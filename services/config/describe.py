@@ -75,7 +75,6 @@ GROUPS = (
     ("buffer.store", "buffer.store_max_bytes"),
     ("generator.engine", "generator.engine_args", "generator.tensor_parallel", "generator.device"),
     ("generator.serve", "generator.serve_key", "generator.serve_advertise"),
-    ("generator.receive", "weight_hub.slots"),
     ("generator.kv_policy", "buffer.max_staleness"),
     ("trainer.objective", "trainer.advantage", "buffer.group_size"),
     ("trainer.clip", "trainer.clip_low", "trainer.clip_high", "trainer.dual_clip"),

@@ -79,14 +79,6 @@ def check_feasible(config: RunConfig) -> None:
             'to false, or generator.engine to "torch" or "vllm"'
         )
     evaluation = config.eval
-    if (evaluation.within and evaluation.mode == "concurrent") and (
-        config.generator.receive == "streamed"
-    ):
-        faults.append(
-            "generator.receive = streamed reads new weights where the trainer has to write the "
-            "next ones, so they cannot wait for an evaluation: set eval.mode = pause, or "
-            "generator.receive = staged"
-        )
     batch = config.buffer.group_size * config.buffer.batch_groups
     if config.trainer.minibatches > batch:
         faults.append(

@@ -238,9 +238,6 @@ class GeneratorConfig(Section):
         "HOST or HOST:PORT that agents are told instead, if they reach this generator by "
         "another name (containers, a proxy); without a port: the one it has",
     )
-    receive: Literal["staged", "streamed"] = key(
-        "staged", "hold new weights beside the old ones, or load them from the hub's host"
-    )
 
     def engine_on(self, kind: str, *, vllm: bool) -> Literal["torch", "vllm"]:
         """On a device of that `kind` ("cpu" or "cuda"), where `vllm` is installed or not."""

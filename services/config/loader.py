@@ -26,6 +26,7 @@ MOVED = {"environment.sampling": "environment.agent_sampling"}
 DROPPED: dict[str, str] = {
     "generator.count=auto": "give a number",
     "generator.replicas": 'use generator.count with generator.device = "cuda:N"',
+    "generator.receive": "leave it out: a version is always held whole before it is loaded",
     "generator.kv_cache_mb": "set generator.slots, for vLLM also "
     "generator.engine_args.kv_cache_memory_bytes",
     "generator.engine=replay": "use torch; benchmarks/simulator runs the broker without a model",

@@ -18,7 +18,6 @@ from umbra.services.config import GeneratorConfig
 from umbra.services.generator.activity import Activity
 from umbra.services.generator.buffer_client import BufferClient
 from umbra.services.generator.engines.engine import EngineError, KvPolicy
-from umbra.services.generator.loading import BrokenOffError, WeightLoader
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.sample_log import SampleLog
 from umbra.services.generator.stall import StallWatch
@@ -75,7 +74,6 @@ class GeneratorLoop:
         self._most = config.sessions or _MOST_ACTIVE * runner.engine.slots + config.prefetch
         self._sample_log = sample_log
         self._watch = watch
-        self._loader = WeightLoader(runner.engine, receiver, watch.moved)
         self._activity = activity
         self._clock = activity.clock
         self._finished = 0
@@ -183,12 +181,11 @@ class GeneratorLoop:
         start = self._clock()
         self._watch.waits(f"loading version {staged.version}", self._engine.live)
         try:
-            aborted = self._loader.load(staged, self._kv_policy)
+            self._watch.moved(staged.manifest.total_bytes)
+            aborted = self._runner.engine.load(
+                staged.manifest, staged.data, staged.version, self._kv_policy
+            )
             self._watch.moved()
-        except BrokenOffError as error:
-            self._receiver.committed(staged, self._clock() - start, error=str(error))
-            log.warning("%s", error)
-            return
         except UmbraError as error:
             self._receiver.committed(staged, self._clock() - start, error=str(error))
             raise

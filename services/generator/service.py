@@ -23,7 +23,7 @@ from umbra.services.generator.stall import StallWatch, watching
 from umbra.services.modeling.model_directory import weights_bytes
 from umbra.services.process.command import ServiceContext
 from umbra.services.weights.planes.gpu import gpu_for, host_planes
-from umbra.services.weights.planes.receiving import ReceiverPlanes, StagedPlanes, StreamedPlanes
+from umbra.services.weights.planes.receiving import StagedPlanes
 from umbra.services.weights.receiver import Receiver
 
 log = logging.getLogger(__name__)
@@ -80,10 +80,8 @@ def _end(session: Session) -> int:
     return 0
 
 
-def _planes(config: RunConfig, opened: OpenEngine) -> ReceiverPlanes:
+def _planes(config: RunConfig, opened: OpenEngine) -> StagedPlanes:
     hub = config.weight_hub
-    if config.generator.receive == "streamed":
-        return StreamedPlanes(host_planes(hub.plane), hub.receive_bucket_bytes, hub.pace)
     return StagedPlanes(
         host_planes(hub.plane),
         gpu=gpu_for(hub, opened.device),

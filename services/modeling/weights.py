@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from umbra.proto.errors import UsageError
+from umbra.proto.errors import PeerLostError, UsageError
 from umbra.proto.records import AdapterFacts, Manifest, TensorEntry
 from umbra.services.config import RunConfig
 from umbra.services.modeling.lora import adapter_facts, add_adapter, factors
 from umbra.services.modeling.model_directory import weights_checksum
 from umbra.services.weights.gpu.cuda import DeviceMemory
-from umbra.services.weights.manifest import Part, with_starts
+from umbra.services.weights.manifest import Part
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NAMES_SHOWN = 3
@@ -31,32 +31,6 @@ def tensors_in(manifest: Manifest, data: Part) -> Iterator[tuple[str, torch.Tens
         dtype = _dtype(entry)
         flat = _elements(data, dtype, entry.offset, entry.nbytes // dtype.itemsize)
         yield entry.name, flat.view(entry.shape)
-
-
-def pieces_in(manifest: Manifest, parts: Iterable[Part]) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """Name, first element and elements (flat) of what each part of a version has of each tensor.
-
-    Args:
-        manifest: the layout.
-        parts: as `Engine.load` takes them; writable.
-
-    Raises:
-        UsageError: a dtype that the engine does not know.
-        PeerLostError: the parts end before the version does.
-    """
-    entries = iter(manifest.tensors)
-    entry = next(entries, None)
-    for start, part in with_starts(manifest, parts):
-        end = start + len(part)
-        while entry is not None and entry.offset < end:
-            dtype = _dtype(entry)
-            first, last = max(start, entry.offset), min(end, entry.offset + entry.nbytes)
-            if first < last:
-                piece = _elements(part, dtype, first - start, (last - first) // dtype.itemsize)
-                yield entry.name, (first - entry.offset) // dtype.itemsize, piece
-            if entry.offset + entry.nbytes > end:
-                break  # the rest is in the next part
-            entry = next(entries, None)
 
 
 def _fill(place: torch.Tensor, piece: torch.Tensor) -> None:
@@ -112,25 +86,23 @@ class WeightTable:
                 self._aliases.setdefault(id(place), []).append(name)
 
     @torch.no_grad()
-    def load(self, manifest: Manifest, parts: Iterable[Part]) -> None:
-        """Copy a version in place, part by part; see `Engine.load`.
+    def load(self, manifest: Manifest, data: Part) -> None:
+        """Copy a version in place.
 
         Raises:
             UsageError: a name is missing or unknown, a shape differs, or a dtype is not known;
                 nothing was changed then.
-            UmbraError: `parts` broke off; the weights are part old, part new then.
+            PeerLostError: `data` is not as long as the version; nothing was changed then.
         """
         self.check(manifest)
         devices: set[torch.device] = set()
-        for name, first, piece in pieces_in(manifest, parts):
-            place = self._places[name].detach()
-            if len(piece) == place.numel():
-                _fill(place, piece.view(place.shape))
-            else:
-                _fill(place.view(-1)[first : first + len(piece)], piece)
-            if piece.is_cuda:
-                devices.add(piece.device)
-        # Copies inside of a GPU are only begun by then, and the memory of `parts` is used again.
+        if len(data) != manifest.total_bytes:
+            raise PeerLostError(f"{len(data)} bytes came of a version of {manifest.total_bytes}")
+        for name, tensor in tensors_in(manifest, data):
+            _fill(self._places[name].detach(), tensor)
+            if tensor.is_cuda:
+                devices.add(tensor.device)
+        # Copies inside of a GPU are only begun by then, and the memory of `data` is used again.
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
 

@@ -104,7 +104,7 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
             nonlocal staged, version
             staged = staged or receiver.poll()
             if staged is not None:
-                table.load(staged.manifest, staged.parts())
+                table.load(staged.manifest, staged.data)
                 receiver.committed(staged, 0.0)
                 version, staged = staged.version, None
             return version

@@ -253,13 +253,10 @@ def check_offer(message: Subscribe) -> None:
     Raises:
         RejectedError: it cannot.
     """
-    why = "it offers no plane tcp"
-    if message.streamed:
-        why = "it streams its weights, which takes them from one host"
-    elif "tcp" in message.planes:
+    if "tcp" in message.planes:
         return
     raise RejectedError(
-        f"no way to push weights to this receiver: they lie on several trainer hosts, and {why}; "
-        "start a relay on its host (`umbra weight-hub relay`), which has them whole",
+        "no way to push weights to this receiver: they lie on several trainer hosts, and it offers "
+        "no plane tcp; start a relay on its host (`umbra weight-hub relay`), which has them whole",
         code="no_plane",
     )

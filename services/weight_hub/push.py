@@ -11,10 +11,9 @@ one receiver; epochs count up and are never used again, so a late answer is told
 - *Newest* is the version published last, not the greatest: a trainer that resumed from a checkpoint
   publishes older numbers again.
 - A slot may be granted to the trainer when it holds neither the newest version nor one that a
-  receiver is staging. A receiver reads its slot from
-  PREPARE until its READY, or until it is dropped. One that streams reads it until COMMITTED, and
-  the slot of the version that it serves too, in case it has to go back to it. Should one that was
-  dropped still read while the trainer writes, its checksums fail: they came with PREPARE.
+  receiver is staging. A receiver reads its slot from PREPARE until its READY, or until it is
+  dropped. Should one that was dropped still read while the trainer writes, its checksums fail: they
+  came with PREPARE.
 - The trainer does not wait for the deadline of a receiver that reads the slot it needs, where
   others serve the newest version: such a receiver is dropped when the trainer has waited for eight
   times as long as the longest staging took, and for five seconds at least. The next one is given
@@ -94,7 +93,7 @@ class PushProtocol:
         self._halved_at = 0.0
         self._receivers: dict[str, ReceiverState] = {}
         # Those that subscribed before there was a layout.
-        self._lobby: dict[str, tuple[HubPeer, Ticket, bool]] = {}
+        self._lobby: dict[str, tuple[HubPeer, Ticket]] = {}
         self._epoch = first_epoch
         self._publications = 0
         self._effects: list[Effect] = []
@@ -122,12 +121,11 @@ class PushProtocol:
     @property
     def waiting(self) -> dict[str, Ticket]:
         """The subscriptions that wait for a layout, by receiver."""
-        return {name: ticket for name, (_, ticket, _) in self._lobby.items()}
+        return {name: ticket for name, (_, ticket) in self._lobby.items()}
 
     def readers(self, slot: int) -> list[str]:
-        """Receivers that read `slot`, or may have to."""
-        held = self.slots.held.get(slot)
-        return [name for name, r in self._receivers.items() if r.reads(slot, held)]
+        """Receivers that read `slot`."""
+        return [name for name, r in self._receivers.items() if r.reads(slot)]
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do at the latest; None while nothing is under way."""
@@ -159,8 +157,8 @@ class PushProtocol:
             self._deadline_s = self._pace.limit_s(nbytes)
             if published is not None:
                 self._add(published.version, published.slot, published.checksums, 0.0, now)
-        for peer, ticket, streamed in self._lobby.values():
-            self._admit(peer, ticket, now, streamed)
+        for peer, ticket in self._lobby.values():
+            self._admit(peer, ticket, now)
         self._lobby.clear()
         return self._settle(now)
 
@@ -214,14 +212,12 @@ class PushProtocol:
 
     # -- receivers --------------------------------------------------------------------------------
 
-    def subscribe(
-        self, ticket: Ticket, peer: HubPeer, now: float, *, streamed: bool = False
-    ) -> list[Effect]:
+    def subscribe(self, ticket: Ticket, peer: HubPeer, now: float) -> list[Effect]:
         """A receiver wants every new version; a second subscription starts it afresh."""
         if self.digest:
-            self._admit(peer, ticket, now, streamed)
+            self._admit(peer, ticket, now)
         else:
-            self._lobby[peer.name] = (peer, ticket, streamed)
+            self._lobby[peer.name] = (peer, ticket)
         return self._settle(now)
 
     def ready(self, peer: HubPeer, message: Ready, now: float) -> list[Effect]:
@@ -298,8 +294,8 @@ class PushProtocol:
             at=now,
         )
 
-    def _admit(self, peer: HubPeer, ticket: Ticket, now: float, streamed: bool) -> None:
-        self._receivers[peer.name] = ReceiverState(peer, now, streamed)
+    def _admit(self, peer: HubPeer, ticket: Ticket, now: float) -> None:
+        self._receivers[peer.name] = ReceiverState(peer, now)
         self._effects.append(Admit(ticket, peer.name))
 
     def _may_write(self, ticket: Ticket, publisher: HubPeer) -> bool:
@@ -428,12 +424,8 @@ class PushProtocol:
             return []
         if not any(receiver.served is newest for receiver in self._receivers.values()):
             return []
-        older = [(slot, held) for slot, held in self.slots.held.items() if slot != newest.slot]
-        return [
-            receiver
-            for receiver in self._receivers.values()
-            if any(receiver.reads(slot, held) for slot, held in older)
-        ]
+        older = [slot for slot in self.slots.held if slot != newest.slot]
+        return [r for r in self._receivers.values() if any(r.reads(slot) for slot in older)]
 
     @property
     def _patience_s(self) -> float:

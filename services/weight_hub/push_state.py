@@ -28,21 +28,14 @@ class ReceiverState:
 
     peer: HubPeer
     since: float
-    streamed: bool
     push: PushInProgress | None = None
     served: Publication | None = None  # what it serves of what this hub pushed
     offered: int = 0  # number of the last publication that was pushed to it
 
-    def reads(self, slot: int, held: Publication | None) -> bool:
-        """Whether it reads `slot`, which holds `held`, or may have to, for the push under way."""
-        if self.push is None:
-            return False
-        if self.push.publication.slot == slot:
-            return self.push.phase == "staging" or self.streamed
-        if not self.streamed or self.served is None or held is None:
-            return False
-        # Not the publication itself: one that was rolled back to is published anew.
-        return (self.served.slot, self.served.checksums) == (slot, held.checksums)
+    def reads(self, slot: int) -> bool:
+        """Return whether it is staging the version in `slot`."""
+        push = self.push
+        return push is not None and push.publication.slot == slot and push.phase == "staging"
 
 
 @dataclass(slots=True)

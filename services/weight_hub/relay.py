@@ -35,6 +35,7 @@ from umbra.services.weights.arena import Arena
 from umbra.services.weights.manifest import held_whole
 from umbra.services.weights.planes.bucket_store import BucketStore, Delta
 from umbra.services.weights.planes.gpu import GpuReceiving
+from umbra.services.weights.planes.nccl import NcclReceiver
 from umbra.services.weights.planes.plane import Receipt, ReceiverEnd, Receiving
 from umbra.services.weights.planes.tcp import TcpHub, TcpReceiver
 from umbra.services.weights.publisher import Publisher
@@ -62,10 +63,9 @@ class RelayReceiver:
         publisher: Publisher,
         store: BucketStore,
         arena: Arena,
-        end: ReceiverEnd,
+        end: TcpReceiver | NcclReceiver,
         deadline_s: float,
     ) -> None:
-        self.versions = 2
         self._publisher = publisher
         self._store = store
         self._arena = arena
@@ -73,7 +73,7 @@ class RelayReceiver:
         self._deadline_s = deadline_s
         self._staged: tuple[int, Sequence[int]] = (-1, [])  # version and contents
 
-    def receive(self, message: Prepare, target: int) -> Receiving:
+    def receive(self, message: Prepare) -> Receiving:
         """Fetch a version; the next relay may fetch it from here at the same time."""
         began = time.perf_counter()
         try:
@@ -124,8 +124,6 @@ class RelayPlanes:
         gpu: receives broadcasts, if the relay has one; closed with this.
     """
 
-    streamed = False
-
     def __init__(
         self, config: WeightHubConfig, hub: Channel, tcp: TcpHub, gpu: GpuReceiving | None
     ) -> None:
@@ -160,7 +158,7 @@ class RelayPlanes:
             security,
             self._config.connections,
         )
-        end: ReceiverEnd = pull
+        end: TcpReceiver | NcclReceiver = pull
         if self._gpu is not None and reply.plane == "nccl":
             end = self._gpu.broadcasts(arena, pull)
         self.end = RelayReceiver(publisher, store, arena, end, pace.limit_s(nbytes))

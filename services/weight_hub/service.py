@@ -424,7 +424,7 @@ class WeightHub:
             return []
         self._identities[peer.name] = request.identity
         self._peers[peer.name] = peer
-        return self.protocol.subscribe(request, peer, now, streamed=message.streamed)
+        return self.protocol.subscribe(request, peer, now)
 
     def _status(self, peer: HubPeer) -> HubStatus:
         newest = self.protocol.newest

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from umbra.proto.errors import StartupError
 from umbra.services.process.host_memory import ask_for
-from umbra.services.weights.memory import copy
+from umbra.services.weights.memory import copy, share
 
 SHM = Path("/dev/shm")
 PAGE_BYTES = mmap.PAGESIZE
@@ -195,7 +195,9 @@ class Arena:
         fd = os.memfd_create("umbra-weights", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(fd, 0, size)
-            return cls(Path(), fd, slot_bytes, slots)
+            arena = cls(Path(), fd, slot_bytes, slots)
+            share(arena._map, size, fd)
+            return arena
         except OSError as error:
             os.close(fd)
             raise StartupError(f"cannot allocate {size} bytes: {error.strerror}") from error

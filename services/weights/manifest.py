@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TypeVar, cast
+from typing import cast
 
 import msgspec
 import xxhash
 
 from umbra.proto.bounds import BUCKETS, DIMENSIONS, OWNERS, TENSORS
-from umbra.proto.errors import PeerLostError, UsageError, WireError
+from umbra.proto.errors import UsageError, WireError
 from umbra.proto.records import AdapterFacts, DType, Manifest, TensorEntry
 from umbra.services.weights.gpu.cuda import DeviceMemory
 
@@ -29,9 +29,6 @@ _NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 Part = memoryview | DeviceMemory
 """Consecutive bytes of a version, in memory of this process or on its GPU."""
-
-P = TypeVar("P", bound=Part)
-
 
 RowOwners = Sequence[tuple[int, int]]
 """Who has the rows of a tensor: `(end, owner)` with ends that ascend up to the number of rows."""
@@ -184,20 +181,6 @@ def check_dtype(manifest: Manifest, dtype: str) -> None:
             f"the trainer does not serve {dtype}, in which this process computes, because one of "
             "them is on a GPU and the other on a CPU: set weight_hub.dtype to what both are to use"
         )
-
-
-def with_starts(manifest: Manifest, parts: Iterable[P]) -> Iterator[tuple[int, P]]:
-    """Each part of a version, and at which byte it begins.
-
-    Raises:
-        PeerLostError: together they are not as long as the version.
-    """
-    end = 0
-    for part in parts:
-        start, end = end, end + len(part)
-        yield start, part
-    if end != manifest.total_bytes:
-        raise PeerLostError(f"{end} bytes came of a version of {manifest.total_bytes}")
 
 
 def checksum(data: memoryview) -> int:

@@ -29,44 +29,89 @@ from umbra.proto.net.channel import Channel
 from umbra.proto.records import Manifest
 from umbra.services.process.threads import foreseen
 from umbra.services.weights.arena import shm_host
-from umbra.services.weights.manifest import check_dtype, check_manifest
+from umbra.services.weights.manifest import Part, check_dtype, check_manifest
 from umbra.services.weights.planes.choice import GPU_PLANES
-from umbra.services.weights.planes.plane import Parts, Receipt, ReceiverEnd, Receiving
+from umbra.services.weights.planes.plane import Receipt, ReceiverEnd, Receiving
 from umbra.services.weights.planes.receiving import ReceiverPlanes
-from umbra.services.weights.staging import Candidate, Staging
 
-LOOK_S = 0.05  # how soon a stop is heard
-WAKE_S = 0.2  # how soon the thread sees that it should end
+LOOK_S = 0.05  # how soon a stop is noticed
+WAKE_S = 0.2  # how soon the thread notices that it should end
 CLOSE_DEADLINE_S = 5.0
 RELAY_SILENT_S = 5.0  # until a relay counts as gone
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class StagedVersion:
-    """A complete, verified version; or, where versions are streamed, one that can be read.
-
-    `parts` gives its bytes as `Engine.load` takes them. Staged ones are private, writable, and stay
-    as they are until `Receiver.committed`.
-    """
+    """A complete, verified version: private, writable, unchanged until `Receiver.committed`."""
 
     version: int
+    epoch: int
     manifest: Manifest
-    parts: Parts
-    candidate: Candidate
+    data: Part  # `[manifest.total_bytes]`
+    is_committed: bool = False
+
+
+class Staging:
+    """The staged version and the one that the engine loads; there is memory for one of them.
+
+    Only a version that was verified and that the hub committed is ever taken. Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._staged: StagedVersion | None = None
+        self._loading: StagedVersion | None = None
+
+    @property
+    def has_room(self) -> bool:
+        """Return whether the memory may be written."""
+        return self._loading is None
+
+    def clear(self) -> None:
+        """Forget the staged version: its memory is written again."""
+        self._staged = None
+
+    def stage(self, staged: StagedVersion) -> None:
+        """Add a version whose bytes are complete and verified."""
+        self._staged = staged
+
+    def commit(self, epoch: int) -> bool:
+        """Mark the staged version as committed; False if it is not the one of `epoch`."""
+        if self._staged is None or self._staged.epoch != epoch:
+            return False
+        self._staged.is_committed = True
+        return True
+
+    def abort(self, epoch: int) -> None:
+        """Forget the staged version if it is the one of `epoch`; a load under way goes on."""
+        if self._staged is not None and self._staged.epoch == epoch:
+            self._staged = None
+
+    def take(self) -> StagedVersion | None:
+        """Return the version to load now; None if there is none or a load is under way."""
+        staged = self._staged
+        if self._loading is not None or staged is None or not staged.is_committed:
+            return None
+        self._staged, self._loading = None, staged
+        return staged
+
+    def release(self, staged: StagedVersion) -> None:
+        """End the load of `staged`."""
+        if self._loading is staged:
+            self._loading = None
 
 
 class Receiver:
-    """Gets every new version from the hub; a thread of its own stages while the engine goes on.
+    """Gets every new version from the hub; a thread of its own stages while the engine decodes.
 
     Args:
         channel: to the weight hub.
         planes: those that the hub can choose from; closed with this.
         host: names the /dev/shm of this process; empty = find out (`shm_host`).
-        serves: endpoint at which a relay serves others; stated to the hub.
-        buckets: endpoint at which a relay hands buckets on; stated to the hub.
-        dtype: that versions have to be in, as `weight_hub.dtype` names it; empty = any.
+        serves: endpoint at which a relay serves others; told to the hub.
+        buckets: endpoint at which a relay hands out buckets; told to the hub.
+        dtype: required of versions, as `weight_hub.dtype` names it; empty = any.
         check_s: seconds of silence after which it asks the hub whether it is still subscribed.
         retry_s: seconds between being dropped and subscribing again.
     """
@@ -84,7 +129,6 @@ class Receiver:
         retry_s: float = 1.0,
     ) -> None:
         self.failure: UmbraError | None = None
-        self.served: StagedVersion | None = None  # if versions are streamed: it can be read again
         self._channel = channel
         self._planes = planes
         self._host = host or shm_host()
@@ -93,21 +137,17 @@ class Receiver:
         self._dtype = dtype
         self._avoided = ""  # a relay that was gone
         self._relays: dict[str, Channel] = {}
-        self._hub = channel  # `_channel` is a relay's, while there is one on this host
+        self._hub = channel  # `_channel` is a relay's while there is one on this host
         self._check_s = check_s
         self._retry_s = retry_s
         self._timeout_s = 0.0
         self._end: ReceiverEnd | None = None
         self._reply: Subscribed | None = None  # that `_end` is for
-        self._manifest: Manifest | None = None
         self._waiting: Prepare | None = None  # until the engine has loaded the version before
-        self._receiving: tuple[Candidate, Receiving] | None = None
-        self._newest: StagedVersion | None = None  # of those that were received
-        self._dropped = (
-            ""  # why we are not subscribed any longer, if the thread has not heard of it yet
-        )
+        self._receiving: tuple[Prepare, Receiving] | None = None
+        self._dropped = ""  # why we were unsubscribed, until the thread has seen it
         self._staging = Staging()
-        self._changed = threading.Condition()  # guards _staging, _newest, _dropped, failure
+        self._changed = threading.Condition()  # guards _staging, _dropped, failure
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._main, name="umbra-receiver", daemon=True)
 
@@ -116,21 +156,21 @@ class Receiver:
 
         Raises:
             DeadlineError: no answer within `timeout_s` seconds.
-            RejectedError: no plane that the hub and this process have in common.
+            RejectedError: the hub and this process have no plane in common.
             StartupError: the hub's shared memory cannot be seen from here.
         """
         self._timeout_s = timeout_s
         reply = self._channel.call(self._request(), Subscribed, timeout_s=timeout_s)
         self._subscribed(reply)
-        self._hub.on_moved = self._hub_moved
+        self._hub.on_moved = lambda: self._drop("the weight hub was restarted")
         self._thread.start()
 
     def subscribe_unless(
         self, stopping: threading.Event, timeout_s: float, waiting: Callable[[], object]
     ) -> bool:
-        """`subscribe`, and call `waiting` meanwhile; False if `stopping` was set before.
+        """`subscribe`, calling `waiting` meanwhile; False if `stopping` was set before.
 
-        Then closing the link ends the question.
+        Then closing the link ends the request.
         """
         executor = ThreadPoolExecutor(1, thread_name_prefix="subscribe")
         try:
@@ -145,10 +185,10 @@ class Receiver:
             executor.shutdown(wait=False)
 
     def check(self) -> None:
-        """See whether new versions can still come.
+        """Check that new versions can still come.
 
         Raises:
-            UmbraError: they can't: the hub is gone, no longer has weights for us, or the thread
+            UmbraError: they cannot: the hub is gone, no longer has weights for us, or the thread
                 that stages them has failed.
         """
         with self._changed:
@@ -156,35 +196,28 @@ class Receiver:
                 raise self.failure
 
     def poll(self) -> StagedVersion | None:
-        """The newest version that the engine should load now; to be followed by `committed`.
+        """Return the version that the engine should load now; to be followed by `committed`.
 
         Raises:
             UmbraError: as `check`.
         """
         self.check()
         with self._changed:
-            return self._newest if self._staging.take() is not None else None
+            return self._staging.take()
 
     def committed(self, staged: StagedVersion, commit_s: float, error: str = "") -> None:
-        """The engine serves `staged` after `commit_s` seconds of waiting, or could not load it.
+        """Report that the engine serves `staged` after waiting `commit_s` seconds, or why not.
 
         The memory of `staged` is used again from now on.
         """
         with self._changed:
-            self._staging.release(staged.candidate)
-        if self._planes.streamed and not error:
-            self.served = staged
+            self._staging.release(staged)
         self._channel.send(
-            Committed(
-                epoch=staged.candidate.epoch,
-                version=staged.version,
-                commit_s=commit_s,
-                error=error,
-            )
+            Committed(epoch=staged.epoch, version=staged.version, commit_s=commit_s, error=error)
         )
 
     def wait_first(self, timeout_s: float, stopping: threading.Event) -> StagedVersion | None:
-        """The first version, when it is there; None if `stopping` was set before.
+        """Wait for the first version; None if `stopping` was set before.
 
         Raises:
             DeadlineError: none came within `timeout_s` seconds.
@@ -196,8 +229,7 @@ class Receiver:
             if staged is not None:
                 return staged
             deadline.check(": has the trainer published its first version?")
-            with self._changed:
-                self._changed.wait(WAKE_S)
+            self.wait(WAKE_S)
         return None
 
     def wait(self, timeout_s: float) -> None:
@@ -221,7 +253,7 @@ class Receiver:
         try:
             self._serve()
             self._give_up()
-        except BaseException as error:  # noqa: BLE001 - its owner's thread has to hear of it
+        except BaseException as error:  # noqa: BLE001 - its owner's thread raises it
             self._fail(foreseen(error, "the receiver of weights"))
 
     def _serve(self) -> None:
@@ -241,13 +273,13 @@ class Receiver:
                 subscribe_at, check_at = None, math.inf  # until there is an answer
                 self._ask(self._request())
             elif message is None and subscribe_at is None and now >= check_at:
-                # A hub that could not reach us for a moment has dropped us without a word.
+                # A hub that could not reach us for a moment has dropped us without a message.
                 check_at = math.inf
                 self._ask(HubStatusRequest())
             self._receive()
 
     def _next_message(self) -> Message | None:
-        """What arrives next; waits for it if there is nothing else to do."""
+        """Return what arrives next; waits for it if there is nothing else to do."""
         try:
             if self._receiving is not None:
                 return self._channel.pushes.get_nowait()
@@ -267,7 +299,8 @@ class Receiver:
                         self._changed.notify_all()
             case Abort():
                 log.info("version %d was aborted: %s", message.version, message.reason)
-                if self._epoch() == message.epoch:
+                under_way = self._receiving[0] if self._receiving is not None else self._waiting
+                if under_way is not None and under_way.epoch == message.epoch:
                     self._give_up()
                 with self._changed:
                     self._staging.abort(message.epoch)
@@ -282,12 +315,8 @@ class Receiver:
             case _:
                 log.warning("the weight hub pushed an unexpected %s", type(message).__name__)
 
-    def _hub_moved(self) -> None:
-        """The hub was restarted and has forgotten us; on the link's thread."""
-        self._drop("the weight hub was restarted")
-
     def _drop(self, reason: str) -> None:
-        """We are not subscribed any longer; from any thread."""
+        """Note that we are unsubscribed; from any thread."""
         with self._changed:
             self._dropped = reason
 
@@ -303,15 +332,8 @@ class Receiver:
             serves=self._serves,
             buckets=self._buckets_endpoint,
             avoid=self._avoided,
-            streamed=self._planes.streamed,
             gpu=self._planes.facts,
         )
-
-    def _pass_to(self, endpoint: str) -> None:
-        """The hub says that a relay on this host serves us: ask it, and come back if it is gone."""
-        self._channel = self._relays.get(endpoint) or self._hub.beside(endpoint, "relay", "relay")
-        self._relays[endpoint] = self._channel
-        self._ask(HubStatusRequest())
 
     def _ask(self, body: Message) -> None:
         """Send a request whose reply arrives among the pushes, in their order."""
@@ -338,56 +360,51 @@ class Receiver:
             self.failure = error
             self._changed.notify_all()
 
-    def _epoch(self) -> int:
-        """Of the version that is being received, or waits to be; 0 if there is none."""
-        if self._receiving is not None:
-            return self._receiving[0].epoch
-        return self._waiting.epoch if self._waiting is not None else 0
-
     def _give_up(self) -> None:
-        """Receive no longer what is being received."""
+        """Stop receiving the version under way."""
         receiving, self._receiving, self._waiting = self._receiving, None, None
         if receiving is not None:
             receiving[1].close()
 
     def _receive(self) -> None:
-        """Go one step with the version that is being received, or begin with the one that waits."""
+        """Take one step of receiving, or begin with the version that waits."""
         if self._waiting is not None:
             self._begin(self._waiting)
         if self._receiving is None:
             return
-        candidate, steps = self._receiving
+        message, steps = self._receiving
         try:
             next(steps)
         except StopIteration as end:
             self._receiving = None
-            self._received(candidate, end.value)
+            self._received(message, end.value)
 
     def _begin(self, message: Prepare) -> None:
-        assert self._manifest is not None and self._end is not None
+        assert self._reply is not None and self._end is not None
         with self._changed:
             if not self._staging.has_room:
                 return
-            candidate = self._staging.prepare(message.epoch, message.version)
+            self._staging.clear()
         self._waiting = None
-        given, buckets = len(message.checksums), len(self._manifest.buckets)
+        given, buckets = len(message.checksums), len(self._reply.manifest.buckets)
         if given == buckets:
-            self._receiving = candidate, self._end.receive(message, candidate.buffer)
+            self._receiving = message, self._end.receive(message)
         else:
-            self._received(candidate, Receipt(error=f"{given} checksums for {buckets} buckets"))
+            self._received(message, Receipt(error=f"{given} checksums for {buckets} buckets"))
 
-    def _received(self, candidate: Candidate, done: Receipt) -> None:
-        """Tell the hub what became of a version."""
+    def _received(self, message: Prepare, done: Receipt) -> None:
+        """Report the outcome of a version to the hub."""
+        assert self._reply is not None
         if not done.error:
-            assert done.parts is not None and self._manifest is not None
-            staged = StagedVersion(candidate.version, self._manifest, done.parts, candidate)
+            assert done.data is not None
+            manifest = self._reply.manifest
+            staged = StagedVersion(message.version, message.epoch, manifest, done.data)
             with self._changed:
-                self._newest = staged  # as is its candidate: see `Staging.prepare`
-                self._staging.staged(candidate.epoch)
+                self._staging.stage(staged)
         self._channel.send(
             Ready(
-                epoch=candidate.epoch,
-                version=candidate.version,
+                epoch=message.epoch,
+                version=message.version,
                 wire_s=done.wire_s,
                 stage_s=done.stage_s,
                 error=done.error,
@@ -395,30 +412,35 @@ class Receiver:
                 source_lost=done.source_lost,
             )
         )
-        plane = self._reply.plane if self._reply is not None else ""
-        if done.unusable and plane in self._planes.offered:
-            self._go_without(plane, done.error)
+        if done.unusable:
+            self._go_without(self._reply.plane, done.error)
 
     def _go_without(self, plane: str, reason: str) -> bool:
-        """Subscribe anew by another plane; False if there is none."""
-        if plane not in GPU_PLANES or len(self._planes.offered) == 1:
+        """Subscribe again without `plane`; False if there is no other."""
+        offered = self._planes.offered
+        if plane not in GPU_PLANES or plane not in offered or len(offered) == 1:
             return False
         log.warning("without plane %s from now on: %s", plane, reason)
-        self._planes.offered.remove(plane)
+        offered.remove(plane)
         self._ask(self._request())
         return True
 
     def _subscribed(self, reply: Subscribed) -> None:
-        """Get ready for versions of the layout in `reply`."""
+        """Prepare for versions of the layout in `reply`, or ask the relay that it names."""
         if reply.plane == "relay":
-            self._pass_to(reply.path)
+            endpoint = reply.path
+            self._channel = self._relays.get(endpoint) or self._hub.beside(
+                endpoint, "relay", "relay"
+            )
+            self._relays[endpoint] = self._channel
+            self._ask(HubStatusRequest())
             return
         check_manifest(reply.manifest)
         if self._dtype:
             check_dtype(reply.manifest, self._dtype)
         if self._end is not None:
             if _is_same(self._reply, reply):
-                return  # what was received counts still
+                return  # what was received still counts
             self._end.close()  # first, since it may hold what its successor needs
             self._end = None
         try:
@@ -429,13 +451,11 @@ class Receiver:
             return
         self._end, self._reply = end, reply
         with self._changed:
-            # What the engine still loads keeps its memory alive by itself.
-            self._manifest = reply.manifest
-            self._staging = Staging(end.versions)
+            self._staging = Staging()  # a load under way keeps its memory alive by itself
 
 
 def _is_same(before: Subscribed | None, now: Subscribed) -> bool:
-    """Whether an end for one subscription serves the other; only to shm its hub matters."""
+    """Return whether an end for one subscription serves the other; the path matters to shm only."""
     if before is None or before.plane != now.plane:
         return False
     same_layout = before.manifest.digest == now.manifest.digest

@@ -13,9 +13,8 @@ from fakes.hub_bench import WAIT_S, Bench
 
 from umbra.proto.errors import UmbraError
 from umbra.proto.records import Manifest, Sampling
-from umbra.services.generator.engines.engine import Engine, EngineRequest
+from umbra.services.generator.engines.engine import EngineRequest
 from umbra.services.generator.engines.torch_engine import TorchEngine
-from umbra.services.generator.loading import BrokenOffError, WeightLoader
 from umbra.services.modeling.models import load_model
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
 from umbra.services.weights.manifest import build_manifest
@@ -70,7 +69,6 @@ class Generating:
 
     Args:
         receiver: subscribed.
-        loads_by: stands for the engine when weights are loaded.
         loading: called before each load.
     """
 
@@ -79,16 +77,13 @@ class Generating:
         policy: Policy,
         model_dir: Path,
         receiver: Receiver,
-        loads_by: Callable[[TorchEngine], Engine] = lambda engine: engine,
         loading: Callable[[], None] = lambda: None,
     ) -> None:
         self.model = load_model(model_dir, CPU, DTYPE)
         self.engine = TorchEngine(self.model, stop_ids=set(), slots=2, max_context=64, seed=0)
         self.failure: Exception | None = None
-        self.restored = 0
         self._policy = policy
         self._receiver = receiver
-        self._loader = WeightLoader(loads_by(self.engine), receiver, lambda _: None)
         self._loading = loading
         self._changed = threading.Condition()
         self._stop = threading.Event()
@@ -141,20 +136,16 @@ class Generating:
         self.engine.poll(0.0)
 
     def _load(self, staged: StagedVersion) -> None:
-        error = ""
         self._loading()
         try:
-            self._loader.load(staged, "keep")
-        except BrokenOffError as problem:
-            self.restored += 1
-            error = str(problem)
+            self.engine.load(staged.manifest, staged.data, staged.version, "keep")
         except UmbraError as problem:
             self._receiver.committed(staged, 0.0, str(problem))
             raise
         if self.engine.version >= 0:
             held = checksum_of(self.model, self._policy.manifest)
             assert held == self._policy.checksums[self.engine.version], "not the trainer's weights"
-        self._receiver.committed(staged, 0.0, error)
+        self._receiver.committed(staged, 0.0)
 
 
 def publisher_of(bench: Bench, policy: Policy) -> Publisher:

@@ -156,7 +156,7 @@ def publish(publisher: Publisher, version: int) -> None:
 
 def whole(staged: StagedVersion) -> bytes:
     """All bytes of a version."""
-    return b"".join(map(bytes, staged.parts()))
+    return bytes(staged.data)
 
 
 def take(receiver: Receiver) -> StagedVersion:

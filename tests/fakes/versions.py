@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from umbra.proto.errors import PeerLostError
 from umbra.proto.records import Manifest, Sampling
 from umbra.services.generator.engines.engine import Engine, EngineOutput, EngineRequest
 from umbra.services.modeling.weights import tensors_in
@@ -88,22 +87,4 @@ def load(
 ) -> list[EngineOutput]:
     """Have `engine` serve these tensors, in one part."""
     manifest, data = in_memory({name: tensor.detach() for name, tensor in tensors})
-    return engine.load(manifest, [data], version, kv_policy)
-
-
-class Hub:
-    """Versions in buckets that cut tensors; after `good` of them the source is gone."""
-
-    def __init__(self, models: dict[int, Any]) -> None:
-        self._models = models
-        self.manifest, _ = in_memory(dict(weights(models, 0)))
-        assert len(self.manifest.buckets) > len(self.manifest.tensors)
-
-    def buckets(self, version: int, good: int = 1_000_000) -> Iterator[memoryview]:
-        _, memory = in_memory(dict(weights(self._models, version)))
-        lane = memoryview(bytearray(4096))
-        for index, (start, end) in enumerate(self.manifest.buckets):
-            if index == good:
-                raise PeerLostError("the hub is gone")
-            lane[: end - start] = memory[start:end]
-            yield lane[: end - start]
+    return engine.load(manifest, data, version, kv_policy)

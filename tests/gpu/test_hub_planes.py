@@ -93,7 +93,7 @@ class Engine:
         """Load versions until the newest; then all weights are the trainer's, bit for bit."""
         while True:
             staged = take(self.receiver)
-            self._table.load(staged.manifest, staged.parts())
+            self._table.load(staged.manifest, staged.data)
             torch.cuda.synchronize()
             self.receiver.committed(staged, 0.0)
             if staged.version == self._models.version:

@@ -191,7 +191,7 @@ class Stale(TorchEngine):
 
     def _put(self, weights: Mapping[str, Tensor]) -> None:
         manifest, data = in_memory(weights)
-        self._weights.load(manifest, [data])
+        self._weights.load(manifest, data)
 
 
 def renumbered(ids: list[int]) -> list[int]:

@@ -28,7 +28,7 @@ def test_on_one_gpu_versions_are_copied_from_the_hubs_device_memory(gpu_world: G
         publish(publisher, version)
         for receiver in receivers:
             staged = take(receiver)
-            (memory,) = staged.parts()
+            memory = staged.data
             assert isinstance(memory, DeviceMemory)
             assert bytes(memory) == content(version)
             receiver.committed(staged, 0.0)

@@ -60,7 +60,7 @@ def test_one_while_memory_is_pinned_costs_the_plane(
     monkeypatch.setattr(runtime, "hostRegister", refuse)
     receiver = gpu_world.receiver("gen-0", "auto", ("shm", "tcp"))
     publish(publisher, 0)
-    assert isinstance(next(take(receiver).parts()), memoryview)
+    assert isinstance(take(receiver).data, memoryview)
 
 
 def test_an_agent_whose_cuda_is_broken_is_another_one_the_next_time(gpu_world: GpuWorld) -> None:

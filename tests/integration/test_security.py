@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from fakes.hub_bench import PACE, Bench, content, load, publish, take, whole
+from fakes.hub_bench import Bench, load, publish
 from fakes.keys import of
 from fakes.slowness import seconds
 from fakes.waiting import until
@@ -45,7 +45,7 @@ from umbra.proto.net.io_thread import IoThread
 from umbra.proto.net.keys import OPEN, Security, load_keys
 from umbra.proto.net.server import Server
 from umbra.proto.net.zap import AllowList, Refusals
-from umbra.services.weights.planes.receiving import StagedPlanes, StreamedPlanes
+from umbra.services.weights.planes.receiving import StagedPlanes
 from umbra.services.weights.receiver import Receiver
 
 Context = zmq.Context[zmq.Socket[bytes]]
@@ -292,18 +292,6 @@ def test_weights_travel_over_sockets_with_keys(
         publish(publisher, version)
         load(receiver, version)
     assert bench.hub.stats()["refused"] == 0
-
-
-def test_streamed_weights_travel_over_sockets_with_keys(
-    bench: Bench, hub: Callable[[str, KeyRole], Channel], keys: Path
-) -> None:
-    publisher = bench.publisher(channel=hub("trainer", "trainer"))
-    channel = hub("gen-0", "generator")
-    receiver = Receiver(channel, StreamedPlanes(["tcp"], 1024, PACE))
-    bench.closers.append(receiver.close)
-    receiver.subscribe(WAIT_S)
-    publish(publisher, 0)
-    assert whole(take(receiver)) == content(0)
 
 
 @pytest.mark.parametrize(

@@ -49,10 +49,8 @@ def versions_of(config: RunConfig) -> dict[int, Learner]:
 
 
 def load(engine: Engine, config: RunConfig, learner: Learner, version: int, policy: Any) -> None:
-    """The version 1 in buckets, as it is streamed; others whole."""
     manifest, slot = publish(learner, config)
-    parts = [slot[start:end] for start, end in manifest.buckets] if version == 1 else [slot]
-    assert engine.load(manifest, parts, version, policy) == []
+    assert engine.load(manifest, slot, version, policy) == []
 
 
 @contextmanager

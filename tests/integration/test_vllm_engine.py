@@ -14,7 +14,6 @@ import torch
 from fakes.mixed_cache import logprobs_keeping_cache, logprobs_recomputing_cache
 from fakes.sessions import Session, differences
 from fakes.versions import (
-    Hub,
     decode,
     finish,
     in_memory,
@@ -25,7 +24,7 @@ from fakes.versions import (
     worst,
 )
 
-from umbra.proto.errors import PeerLostError, UsageError
+from umbra.proto.errors import UsageError
 from umbra.proto.records import Sampling, VersionSpan
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import load_config
@@ -37,6 +36,7 @@ from umbra.services.generator.engines.engine import (
 )
 from umbra.services.generator.engines.opening import open_engine
 from umbra.services.modeling.models import load_model
+from umbra.services.weights import memory
 
 pytest.importorskip("vllm", reason="vLLM is not installed (make setup)")
 pytestmark = [
@@ -328,11 +328,11 @@ def test_staged_weights_are_read_where_they_lie(
     config: RunConfig, served: Engine, models: dict[int, Any]
 ) -> None:
     """As the receiver does it: a version in one block of the engine's shared memory."""
-    memory = served.memory  # type: ignore[attr-defined]
-    manifest, block = in_memory(dict(weights(models, 2)), allocate=memory.allocate)
-    before = len(memory._blocks)
-    served.load(manifest, [block], 2, "keep")
-    assert len(memory._blocks) == before  # no copy was made
+    manifest, block = in_memory(dict(weights(models, 2)), allocate=memory.shared_memory)
+    blocks = memory._blocks  # pyright: ignore[reportPrivateUsage]
+    before = len(blocks)
+    served.load(manifest, block, 2, "keep")
+    assert len(blocks) == before  # no copy was made
     check_served(served, models, 2)
 
 
@@ -344,49 +344,15 @@ def check_served(engine: Engine, models: dict[int, Any], version: int) -> None:
     assert output.logprobs == pytest.approx(again, abs=TOLERANCE)
 
 
-def test_streamed_weights_come_bucket_by_bucket(served: Engine, models: dict[int, Any]) -> None:
-    hub = Hub(models)
-    served.submit([request(i) for i in range(8)])
-    decode(served, 40)
-    served.part_bytes = 0  # type: ignore[attr-defined] - so that layers come in several parts
-    assert served.load(hub.manifest, hub.buckets(3), 3, "keep") == []
-    assert all(o.spans[-1].version in (0, 3) for o in finish(served))
-    check_served(served, models, 3)
-
-
-def test_a_streamed_load_that_breaks_off_is_undone_by_the_next(
-    served: Engine, models: dict[int, Any]
-) -> None:
-    hub = Hub(models)
-    served.part_bytes = 0  # type: ignore[attr-defined] - so that it breaks off within the version
-    served.submit([request(i, 100) for i in range(SLOTS)])
-    early = decode(served, SLOTS * 5)
-    for good in (1, len(hub.manifest.buckets) // 2):
-        with pytest.raises(PeerLostError, match="the hub is gone"):
-            served.load(hub.manifest, hub.buckets(1, good), 1, "keep")
-    assert served.load(hub.manifest, hub.buckets(0), 0, "keep") == []
-    outputs = {int(o.request_id[1:]): o for o in early + finish(served)}
-    assert len(outputs) == SLOTS
-    assert {span.version for o in outputs.values() for span in o.spans} == {0}
-    assert worst(logprobs_keeping_cache, models, outputs) < TOLERANCE
-
-
 def test_it_ends_with_a_reason(served: Engine, models: dict[int, Any]) -> None:
-    """The last test: its core is killed while it loads, when vLLM itself waits for an answer."""
-    hub = Hub(models)
-
-    def deadly() -> Iterator[memoryview]:
-        for number, bucket in enumerate(hub.buckets(1)):
-            for core in cores() if number == 1 else ():
-                os.kill(core.pid, signal.SIGKILL)
-            yield bucket
-
-    served.part_bytes = 0  # type: ignore[attr-defined] - so that it loads when the core is killed
+    """The last test: its core is killed, and then given a version."""
     served.submit([request(i) for i in range(8)])
     done = decode(served, 8)  # one may end early
+    for core in cores():
+        os.kill(core.pid, signal.SIGKILL)
     reason = r"core died \(EngineCore killed by SIGKILL"
     with pytest.raises(EngineError, match=reason):
-        served.load(hub.manifest, deadly(), 1, "keep")
+        load(served, weights(models, 1), 1)
     with pytest.raises(EngineError, match=reason):
         while True:
             done += served.poll(0.05)

@@ -63,8 +63,7 @@ def test_logprobs_of_every_version_are_the_trainers(
             "A.weight",
             "B.weight",
         }
-        parts = [slot[start:end] for start, end in manifest.buckets]
-        opened.engine.load(manifest, parts if version == 2 else [slot], version, "keep")
+        opened.engine.load(manifest, slot, version, "keep")
         outputs = sampled(opened.engine)
         for index, (tokens, logprobs) in outputs.items():
             prompt = request(index).prompt_ids
@@ -168,7 +167,7 @@ def test_a_generator_with_another_base_or_adapter_is_refused(
     manifest, _ = publish(trained(config, 1), config)
     opened = open_engine(change(directory, tmp_path), "generator-0")
     with pytest.raises(UsageError, match=says):
-        opened.engine.load(manifest, iter(()), 0, "keep")
+        opened.engine.load(manifest, memoryview(b""), 0, "keep")
     assert opened.engine.version == -1
 
 
@@ -178,7 +177,7 @@ def test_whole_weights_are_refused_where_an_adapter_is_expected(directory: Path)
     engine = open_engine(config_of(directory), "generator-0").engine
     assert isinstance(engine, TorchEngine)
     with pytest.raises(UsageError, match=r"lora_publish = merged and this process adapter"):
-        engine.load(manifest, [slot], 0, "keep")
+        engine.load(manifest, slot, 0, "keep")
 
 
 def test_without_an_adapter_there_is_none_to_publish(directory: Path) -> None:

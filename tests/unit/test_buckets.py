@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from umbra.proto.deadline import LEAST_RATE, Pace
 from umbra.proto.errors import WireError
 from umbra.proto.messages import Credit, FetchBuckets, Prepare
-from umbra.proto.net.keys import OPEN
 from umbra.proto.records import Piece
 from umbra.services.weights import delta
 from umbra.services.weights.gpu import worker_process
@@ -273,34 +271,6 @@ def test_small_frames_of_a_large_bucket_are_made_one_by_one() -> None:
     assert message is not None
     assert len(message[1]) == 1
     assert made == 2  # what was sent, and a look at the next
-
-
-@pytest.mark.parametrize(("relayed", "role"), [(False, "weight_hub"), (True, "relay")])
-def test_a_stream_asks_its_source_for_the_key_of_what_it_is(
-    monkeypatch: pytest.MonkeyPatch, relayed: bool, role: str
-) -> None:
-    asked: list[tuple[str, str]] = []
-
-    class Source:
-        connected = True
-
-        def __init__(self, *_: Any) -> None: ...
-
-        def connect(self, endpoint: str, server: str) -> None:
-            asked.append((endpoint, server))
-
-        def close(self) -> None: ...
-
-    monkeypatch.setattr(tcp, "BucketSource", Source)
-    monkeypatch.setattr(tcp.Transfer, "run", lambda _self: iter(()))
-    stream = tcp.TcpStream("gen-0", LAYOUT, 1024, Pace(1.0, LEAST_RATE), OPEN)
-    sums = [0] * len(LAYOUT.buckets)
-    prepare = Prepare(
-        epoch=1, version=0, slot=0, checksums=sums, source="tcp://there:1", relayed=relayed
-    )
-    receipt = worker_process.result(stream.receive(prepare, 0))
-    assert receipt.parts is not None and list(receipt.parts()) == []
-    assert asked == [("tcp://there:1", role)] * 2
 
 
 SHARED = build_manifest([("a", "F32", [6, 64])], 512, {"a": [(2, 0), (4, 1), (6, 2)]})

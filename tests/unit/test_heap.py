@@ -9,7 +9,7 @@ from fakes.slowness import seconds
 
 PROGRAM = """
 import resource
-from umbra.services.weights.malloc_tuning import keep_freed_memory
+from umbra.services.weights.memory import keep_freed_memory
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -21,7 +21,6 @@ from umbra.proto.messages import (
     SlotGranted,
 )
 from umbra.proto.net.channel import Channel
-from umbra.proto.net.keys import OPEN
 from umbra.proto.records import NcclRound
 from umbra.services.config import WeightHubConfig
 from umbra.services.config.loader import load_config
@@ -32,7 +31,7 @@ from umbra.services.scorer import service as scorer_service
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.gpu.worker_process import START_S, GpuWorkerProcess, result
 from umbra.services.weights.manifest import build_manifest
-from umbra.services.weights.planes import nccl, tcp
+from umbra.services.weights.planes import nccl
 from umbra.services.weights.planes.cuda_ipc import IpcHub
 from umbra.services.weights.planes.tcp import TcpHub, TcpReceiver
 from umbra.services.weights.publisher import Publisher
@@ -146,30 +145,6 @@ def test_a_publisher_waits_for_a_hub_that_allocates(arena: Arena) -> None:
     publisher.close()
     assert hub.limits[RegisterManifest] == 1.0, "as its caller says"
     assert hub.limits[Publish] == 230.0, "it may have been restarted, and allocates all slots"
-
-
-def test_a_streamed_load_may_take_its_bytes_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits: list[float] = []
-
-    class Noted(tcp.Deadline):
-        def __init__(self, seconds: float, *_: Any) -> None:
-            limits.append(seconds)
-            super().__init__(seconds)
-
-    class Source:
-        connected = True
-
-        def __init__(self, *_: Any) -> None: ...
-        def connect(self, *_: Any) -> None: ...
-        def close(self) -> None: ...
-
-    monkeypatch.setattr(tcp, "Deadline", Noted)
-    monkeypatch.setattr(tcp, "BucketSource", Source)
-    monkeypatch.setattr(tcp.Transfer, "run", lambda _self: iter(()))
-    stream = tcp.TcpStream("gen-0", LAYOUT, 1024, PACE, OPEN)
-    receipt = result(stream.receive(_prepare(), 0))
-    assert receipt.parts is not None and list(receipt.parts()) == []
-    assert limits == [tcp.LOST_S, 130.0]
 
 
 def _prepare(**values: Any) -> Prepare:

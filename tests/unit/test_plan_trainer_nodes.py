@@ -173,12 +173,6 @@ def test_the_table_and_json_show_it() -> None:
             "weight_hub.plane = nccl sends from one host, and the trainer's weights are on 2",
         ),
         (
-            (8, 8),
-            ("generator.receive=streamed",),
-            {"groups": [["train", "generate"]]},
-            "generator.receive = streamed reads weights where they are whole, and on a they are",
-        ),
-        (
             (8, 8, 8, 8),
             ("trainer.rendezvous=h:1",),
             {},

@@ -25,7 +25,6 @@ class Model:
     alive: bool = True
     subscribed: bool = False
     inbox: list[Prepare | Commit | Abort] = field(default_factory=list)
-    streamed: bool = False
     staged: set[int] = field(default_factory=set)  # epochs that it reported as staged
     serves: int | None = None  # number of the publication
 
@@ -53,13 +52,11 @@ class PushMachine(RuleBasedStateMachine):
         self.contents = 0
         self.held: dict[int, tuple[int, int]] = {}  # slot -> version and content
         self.reading: dict[str, tuple[int, int]] = {}  # receiver -> epoch and slot
-        # By receiver that streams: what it serves, to which it may have to go back.
-        self.serving: dict[str, tuple[int, int]] = {}  # slot and content
         self.receivers = {name: Model(HubPeer(name, "0")) for name in NAMES}
         if not early:
             self.register(restart=False, change=1)
         for name in NAMES:
-            self.subscribe(name, restart=True, streamed=name == "c")
+            self.subscribe(name, restart=True)
 
     # -- what the hub asks for --------------------------------------------------------------------
 
@@ -109,16 +106,9 @@ class PushMachine(RuleBasedStateMachine):
 
     def stops_reading(self, name: str) -> None:
         self.reading.pop(name, None)
-        self.serving.pop(name, None)
 
     def read_slots(self) -> set[int]:
-        """Slots that a receiver reads, or may have to go back to."""
-        slots = {slot for _, slot in self.reading.values()}
-        for name in self.reading:
-            slot, content = self.serving.get(name, (-1, 0))
-            if self.held.get(slot, (0, 0))[1] == content:
-                slots.add(slot)
-        return slots
+        return {slot for _, slot in self.reading.values()}
 
     # -- the trainer ------------------------------------------------------------------------------
 
@@ -184,18 +174,18 @@ class PushMachine(RuleBasedStateMachine):
 
     # -- receivers --------------------------------------------------------------------------------
 
-    @rule(name=st.sampled_from(NAMES), restart=st.booleans(), streamed=st.booleans())
-    def subscribe(self, name: str, restart: bool, streamed: bool) -> None:
+    @rule(name=st.sampled_from(NAMES), restart=st.booleans())
+    def subscribe(self, name: str, restart: bool) -> None:
         model = self.receivers[name]
         if restart or not model.alive:
             self.incarnations += 1
-            model = Model(HubPeer(name, str(self.incarnations)), streamed=streamed)
+            model = Model(HubPeer(name, str(self.incarnations)))
             self.receivers[name] = model
         if self.hub.digest:
             self.stops_reading(name)
         model.serves = None
         self.tickets += 1
-        self.apply(self.hub.subscribe(self.tickets, model.peer, self.now, streamed=model.streamed))
+        self.apply(self.hub.subscribe(self.tickets, model.peer, self.now))
 
     @rule(name=st.sampled_from(NAMES), fails=st.lists(st.booleans(), min_size=1, max_size=4))
     def act(self, name: str, fails: list[bool]) -> None:
@@ -215,30 +205,16 @@ class PushMachine(RuleBasedStateMachine):
                     epoch=epoch, version=message.version, wire_s=0, stage_s=0, error=error
                 )
                 under_way = self.reading.get(name, (0, 0))[0] == epoch
-                if under_way and (error or not model.streamed):
+                if under_way:
                     del self.reading[name]
                 self.apply(self.hub.ready(model.peer, ready, self.now))
             case Commit():
                 if not error:
                     model.serves = self.published[epoch]
-                if model.streamed and self.reading.get(name, (0, 0))[0] == epoch:
-                    _, slot = self.reading.pop(name)
-                    # One that broke off has gone back: what it serves has not been written.
-                    assert not error or name not in self.serving or self.may_go_back(name)
-                    if not error:
-                        self.serving[name] = (slot, self.held[slot][1])
                 done = Committed(epoch=epoch, version=message.version, commit_s=0, error=error)
                 self.apply(self.hub.committed(model.peer, done, self.now))
             case Abort():
                 pass
-
-    def may_go_back(self, name: str) -> bool:
-        """Whether the slot of what a streaming receiver serves can be read, or was free to go
-        before its push began: then the receiver has to leave.
-        """
-        slot, content = self.serving[name]
-        granted = self.granted[1] if self.granted else None
-        return self.held.get(slot, (0, 0))[1] != content or slot != granted
 
     @rule(name=st.sampled_from(NAMES))
     def die(self, name: str) -> None:

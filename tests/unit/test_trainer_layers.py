@@ -264,7 +264,7 @@ def test_generators_get_the_policy_with_the_adapter_merged(
     assert [name for name in sent if name in before] == list(before), "and buffers"
     slot = memoryview(bytearray(manifest.total_bytes))
     write_shards(learner.model, manifest, slot)
-    WeightTable(untouched.model).load(manifest, [slot])
+    WeightTable(untouched.model).load(manifest, slot)
     assert_same_logprobs(logprobs(untouched), trained, untouched.model)
 
     export_policy(learner.model, tokenizer, tmp_path / "out", learner.weights())

@@ -24,7 +24,7 @@ from umbra.services.generator.vllm.options import (
     require_vllm,
     visible_devices,
 )
-from umbra.services.weights.shared_memory import MappedBlocks, SharedMemory
+from umbra.services.weights.memory import MappedBlocks, locate, shared_memory
 
 MODEL = SimpleNamespace(
     model_type="qwen3",
@@ -213,10 +213,9 @@ def test_what_only_vllm_has_is_refused_by_the_torch_engine(generator: GeneratorC
 
 
 def test_another_process_sees_what_is_written_into_shared_memory() -> None:
-    memory = SharedMemory()
-    block = memory.allocate(10_000)
+    block = shared_memory(10_000)
     tensor = torch.frombuffer(block, dtype=torch.float32, count=10, offset=64)
-    place = memory.locate(block[64:104])
+    place = locate(block[64:104])
     assert place is not None
     path, offset = place
     view = MappedBlocks().view(path)
@@ -225,26 +224,26 @@ def test_another_process_sees_what_is_written_into_shared_memory() -> None:
         torch.frombuffer(view, dtype=torch.float32, count=10, offset=offset).tolist() == [3.0] * 10
     )
     program = (
-        "import sys; from umbra.services.weights.shared_memory import MappedBlocks; "
+        "import sys; from umbra.services.weights.memory import MappedBlocks; "
         "print(bytes(MappedBlocks().view(sys.argv[1])[64:68]).hex())"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, path], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "00004040"
-    assert memory.locate(memoryview(bytearray(10))) is None
+    assert locate(memoryview(bytearray(10))) is None
 
 
 def test_a_block_of_shared_memory_ends_with_its_last_view() -> None:
-    memory, blocks = SharedMemory(), MappedBlocks()
-    first = memory.allocate(4096)
-    place = memory.locate(first)
+    blocks = MappedBlocks()
+    first = shared_memory(4096)
+    place = locate(first)
     assert place is not None
     first[0] = 1
     assert blocks.view(place[0])[0] == 1
     del first
-    second = memory.allocate(8192)  # the kernel gives it the same number again
-    other = memory.locate(second)
+    second = shared_memory(8192)  # the kernel gives it the same number again
+    other = locate(second)
     assert other is not None
     assert other[0] == place[0]
     assert len(blocks.view(other[0])) == 8192

@@ -7,21 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.versions import DTYPES, in_memory
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from fakes.versions import in_memory
 from torch import nn
 
 from umbra.proto.errors import PeerLostError, UsageError
 from umbra.proto.records import Manifest, TensorEntry
-from umbra.services.modeling.weights import WeightTable, pieces_in, tensors_in
+from umbra.services.modeling.weights import WeightTable, tensors_in
 
 Tensors = dict[str, torch.Tensor]
-
-
-def in_buckets(manifest: Manifest, data: memoryview) -> Iterator[memoryview]:
-    for start, stop in manifest.buckets:
-        yield data[start:stop]
 
 
 class Tied(nn.Module):
@@ -41,29 +34,6 @@ def version(model: nn.Module, *left_out: str) -> Tensors:
     return {n: t.clone() for n, t in model.state_dict().items() if n not in left_out}
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(
-    shapes=st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=6),
-    dtypes=st.lists(st.sampled_from(list(DTYPES)), min_size=6, max_size=6),
-    bucket_bytes=st.integers(128, 400),
-)
-def test_pieces_are_all_of_all_tensors(
-    shapes: list[list[int]], dtypes: list[torch.dtype], bucket_bytes: int
-) -> None:
-    shapes = [[1], *shapes]  # a manifest has something in it
-    tensors = {f"t{n}": torch.rand(shape).to(dtypes[n - 1]) for n, shape in enumerate(shapes)}
-    manifest, data = in_memory(tensors, bucket_bytes)
-    found = {name: torch.full_like(tensor, -1).view(-1) for name, tensor in tensors.items()}
-    reached = dict.fromkeys(tensors, 0)
-    for name, first, piece in pieces_in(manifest, in_buckets(manifest, data)):
-        assert first == reached[name], "in order, nothing twice"
-        assert len(piece) > 0
-        reached[name] = first + len(piece)
-        found[name][first : first + len(piece)] = piece
-    for name, tensor in tensors.items():
-        assert torch.equal(found[name].view(tensor.shape), tensor), name
-
-
 @pytest.fixture(params=[1, 2])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     """Who copies: the C library, or torch's threads."""
@@ -80,20 +50,19 @@ def test_a_place_that_is_no_plain_memory_is_filled_all_the_same() -> None:
     model.head = nn.Linear(7, 11, bias=False).to(torch.bfloat16)
     source = {**version(Tied(1)), "head.weight": torch.rand(11, 7)}
     manifest, data = in_memory(source)
-    WeightTable(model).load(manifest, [data])
+    WeightTable(model).load(manifest, data)
     assert torch.equal(model.norm, source["norm"])
     assert torch.equal(model.head.weight, source["head.weight"].bfloat16())
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("parts", ["one", "buckets"])
 @pytest.mark.parametrize("left_out", [(), ("head.weight",), ("embed.weight", "table")])
-def test_a_version_fills_the_model(parts: str, left_out: tuple[str, ...]) -> None:
+def test_a_version_fills_the_model(left_out: tuple[str, ...]) -> None:
     source, model = Tied(1), Tied(2)
     kept = model.state_dict()["table"].clone()
     manifest, data = in_memory(version(source, *left_out), 128)
     table = WeightTable(model)
-    table.load(manifest, [data] if parts == "one" else in_buckets(manifest, data))
+    table.load(manifest, data)
     expected = version(source) | ({"table": kept} if "table" in left_out else {})
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, expected[name]), name
@@ -121,17 +90,15 @@ def test_what_does_not_fit_is_named_and_changes_nothing(change: dict[str, Any], 
     given_ = {n: t for n, t in {**version(Tied(1)), **change}.items() if t is not None}
     manifest, data = in_memory(given_)
     with pytest.raises(UsageError) as caught:
-        WeightTable(model).load(manifest, [data])
+        WeightTable(model).load(manifest, data)
     assert said in str(caught.value)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 def test_a_version_that_ends_early_is_not_loaded_as_if_it_were_whole() -> None:
     manifest, data = in_memory(version(Tied(1)), 128)
-    parts = list(in_buckets(manifest, data))
-    for some in (parts[:-1], [*parts, parts[0]], [data[:-1]]):
-        with pytest.raises(PeerLostError, match=f"bytes came of a version of {len(data)}"):
-            WeightTable(Tied(2)).load(manifest, some)
+    with pytest.raises(PeerLostError, match=f"bytes came of a version of {len(data)}"):
+        WeightTable(Tied(2)).load(manifest, data[:-1])
 
 
 def test_names_that_a_version_leaves_out_share_a_place_with_one_it_has() -> None:

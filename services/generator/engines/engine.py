@@ -128,23 +128,19 @@ class Engine(Protocol):
         ...
 
     def load(
-        self, manifest: Manifest, parts: Iterable[Part], version: int, kv_policy: KvPolicy
+        self, manifest: Manifest, data: Part, version: int, kv_policy: KvPolicy
     ) -> list[EngineOutput]:
         """Serve `version` from the next token on; returns what was aborted under policy "abort".
 
         Args:
             manifest: the layout.
-            parts: the bytes of the version, cut anywhere between two elements. A version that is
-                staged is one part, one that is streamed has many; each is good until the next one
-                is asked for.
+            data: the bytes of the version, `[manifest.total_bytes]`.
             version: of the weights.
             kv_policy: what becomes of sequences under way. Under "keep", what was read for a
                 session stays good for its own later requests, and for no other's.
 
         Raises:
             UsageError: the version does not fit the model; the old one is served, whole.
-            PeerLostError: `parts` broke off; the engine must not be used until it has loaded a
-                version whole.
         """
         ...
 

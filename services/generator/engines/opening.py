@@ -24,7 +24,7 @@ from umbra.services.modeling.models import (
     stop_ids,
 )
 from umbra.services.modeling.weights import put_adapter, weight_table
-from umbra.services.weights.memory import private_memory
+from umbra.services.weights.memory import private_memory, shared_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def _vllm(config: RunConfig, name: str) -> OpenEngine:
     )
     engine.pace = config.weight_hub.pace.after(config.generator.stall_s)
     chat = Chat.configured(config.model, tokenizer, stops)
-    return OpenEngine(engine, chat, "cpu", engine.memory.allocate, expected)
+    return OpenEngine(engine, chat, "cpu", shared_memory, expected)
 
 
 def _seed(config: RunConfig, name: str) -> int:

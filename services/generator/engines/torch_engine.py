@@ -213,10 +213,10 @@ class TorchEngine:
 
     @torch.inference_mode()
     def load(
-        self, manifest: Manifest, parts: Iterable[Part], version: int, kv_policy: KvPolicy
+        self, manifest: Manifest, data: Part, version: int, kv_policy: KvPolicy
     ) -> list[EngineOutput]:
         """Serve `version` from the next token on; see `Engine.load`."""
-        self._weights.load(manifest, parts)
+        self._weights.load(manifest, data)
         self.version = version
         aborted: list[_Row] = []
         if kv_policy == "abort":

@@ -102,7 +102,7 @@ class AdapterTransferEngine(UmbraWeightTransferEngine):
         self._manager.add_adapter(adapter)
         self._manager.activate_adapter(ADAPTER)
 
-    def _load(self, tensors: Iterable[tuple[str, torch.Tensor]], memory: memoryview) -> None:
+    def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         # Copies: the memory is used again, and vLLM multiplies B by the scale where it lies.
         self._came |= {_PREFIX + name: tensor.clone() for name, tensor in tensors}
 

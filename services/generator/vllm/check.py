@@ -7,7 +7,7 @@ after one of others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,8 +63,7 @@ def vllm_differences(
 ) -> Differences:
     """Compare vLLM with Transformers on the model in `directory`; starts and ends a vLLM.
 
-    The same weights go to vLLM as a whole, as a receiver stages them, the changed ones in buckets,
-    as it streams them.
+    First the same weights go to vLLM as a receiver stages them, then changed ones.
 
     Args:
         directory: of the model, with its tokenizer.
@@ -99,14 +98,14 @@ def vllm_differences(
         prompts = _prompts(model.config.get_text_config().vocab_size)
         from_disk = _difference(engine, reference, prompts)
         manifest, memory = _version(model, publish, getattr(torch, dtype))
-        engine.load(manifest, [memory], 1, "keep")
+        engine.load(manifest, memory, 1, "keep")
         same = _difference(engine, reference, prompts)
         outputs = _sample(engine, prompts)
         before = _logprobs(reference, prompts, outputs)
         change(model, getattr(torch, dtype))
         moved = float((_logprobs(reference, prompts, outputs) - before).abs().mean())
         manifest, memory = _version(model, publish, getattr(torch, dtype))
-        engine.load(manifest, _buckets(manifest, memory), 2, "keep")
+        engine.load(manifest, memory, 2, "keep")
         changed = _difference(engine, reference, prompts)
     finally:
         engine.close()
@@ -175,7 +174,3 @@ def _version(model: Any, publish: Publish, dtype: torch.dtype) -> tuple[Manifest
     for name, place in tensors_in(manifest, memory):
         place.copy_(given[name])
     return manifest, memory
-
-
-def _buckets(manifest: Manifest, memory: memoryview) -> Iterator[memoryview]:
-    return (memory[start:end] for start, end in manifest.buckets)

@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from umbra.proto.deadline import LEAST_RATE, Pace
-from umbra.proto.errors import UmbraError
+from umbra.proto.errors import UmbraError, UsageError
 from umbra.proto.records import AdapterFacts, Manifest, Sampling
 from umbra.services.config import GeneratorConfig
 from umbra.services.config.feasibility import VLLM_COOLEST
@@ -38,7 +38,7 @@ from umbra.services.generator.vllm.server import Job, Pause, VllmServer
 from umbra.services.modeling.lora import factors
 from umbra.services.modeling.weights import WeightTable
 from umbra.services.weights.manifest import Part
-from umbra.services.weights.shared_memory import PART_BYTES, SharedMemory, shared
+from umbra.services.weights.memory import copy, locate, shared_memory
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +46,14 @@ log = logging.getLogger(__name__)
 def platform() -> str:
     """What the vLLM that is installed was built for: "cpu", "cuda", ..."""
     return current_platform.device_type
+
+
+def _moved(manifest: Manifest, by: int) -> Manifest:
+    """The same layout, beginning at byte `by`."""
+    entries = [
+        msgspec.structs.replace(entry, offset=entry.offset + by) for entry in manifest.tensors
+    ]
+    return msgspec.structs.replace(manifest, tensors=entries)
 
 
 class VllmEngine:
@@ -85,8 +93,6 @@ class VllmEngine:
         self.slots = config.slots
         self.max_context = config.max_context
         self.pause: Pause | None = None  # of the last change of weights
-        self.memory = SharedMemory()  # versions that are staged here need no copy
-        self.part_bytes = PART_BYTES  # of others
         self.pace = Pace(config.stall_s, LEAST_RATE)  # of a load
         self._fit = WeightTable(outline, adapter)
         self._checkpoint = CheckpointNames(outline) if adapter is None else None
@@ -177,28 +183,34 @@ class VllmEngine:
         return self._take()
 
     def load(
-        self, manifest: Manifest, parts: Iterable[Part], version: int, kv_policy: KvPolicy
+        self, manifest: Manifest, data: Part, version: int, kv_policy: KvPolicy
     ) -> list[EngineOutput]:
         """Serve `version` from the next token on; see `Engine.load`.
 
-        A version that lies in `memory` is read there by the workers, any other is copied first.
-        Decoding goes on until its first part is ready to be loaded.
+        The workers map a version that lies in shared memory; any other is copied there first.
 
         Raises:
-            UsageError: as there.
-            PeerLostError: `parts` broke off; another load has to follow.
+            UsageError: as there, or the version is in GPU memory.
             EngineError: vLLM died, or the load broke off.
         """
         self._fit.check(manifest)
         # A version has tied tensors once, but vLLM packs them for each layer.
         tied = self._fit.left_out({entry.name for entry in manifest.tensors})
-        updates = (
-            {"path": path, "manifest": msgspec.msgpack.encode(self._named_as_stored(layout, tied))}
-            for path, layout in shared(manifest, parts, self.memory, self.part_bytes)
-        )
+        if not isinstance(data, memoryview):
+            raise UsageError(
+                "weights for vLLM have to be in host memory: set weight_hub.plane to another plane"
+            )
+        if (place := locate(data)) is None:
+            whole = shared_memory(len(data))
+            copy(data, whole)
+            data, place = whole, locate(whole)
+            assert place is not None
+        path, start = place
+        layout = self._named_as_stored(_moved(manifest, start), tied)
+        update = {"path": path, "manifest": msgspec.msgpack.encode(layout)}
         under_way = set(self._open)
         self.pause = self._server.update(
-            updates, version, kv_policy, self.pace.limit_s(manifest.total_bytes)
+            [update], version, kv_policy, self.pace.limit_s(manifest.total_bytes)
         )
         log.debug("version %d: %s", version, self.pause)
         self.version = version

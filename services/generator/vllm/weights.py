@@ -6,9 +6,9 @@ own loader, which copies the worker's part, and fuses and packs it, layer by lay
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import torch
@@ -27,13 +27,13 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
-from vllm.model_executor.model_loader.reload.layerwise import LayerReloadingInfo, get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Manifest
 from umbra.services.modeling.weights import tensors_in
-from umbra.services.weights.shared_memory import MappedBlocks
+from umbra.services.weights.memory import MappedBlocks
 
 _NAMES_SHOWN = 3
 _OUTPUT = "lm_head.weight"
@@ -48,8 +48,7 @@ class InitInfo(WeightTransferInitInfo):
 class UpdateInfo(WeightTransferUpdateInfo):
     """Where tensors of a version lie, verified: in a block of the generator's shared memory.
 
-    They lie there until the update has been answered, and no longer: the next ones may take their
-    place.
+    They lie there until the whole update is finished.
 
     Without a path: forget those that came before, the version begins anew; or, of an adapter, it
     is `complete` and to be served.
@@ -76,7 +75,6 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def start_weight_update(self) -> None:
         """Bring the model back to how it was before its weights were packed for the kernels."""
         initialize_layerwise_reload(self.model)
-        self._layers = [get_layerwise_info(layer) for layer in self.model.modules()]
         self._loaded = set()
 
     def update_weights(self, update_info: dict[str, object]) -> None:
@@ -86,7 +84,7 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load these tensors; layers that are not complete yet copy what has come of them.
+        """Load these tensors.
 
         Raises:
             StartupError: they are not where they should be.
@@ -96,17 +94,15 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             return
         manifest = msgspec.msgpack.decode(update_info.manifest, type=Manifest)
         memory = self._blocks.view(update_info.path)
-        self._load(tensors_in(manifest, memory), memory)
+        self._load(tensors_in(manifest, memory))
 
-    def _load(self, tensors: Iterable[tuple[str, torch.Tensor]], memory: memoryview) -> None:
-        """Load `tensors`, which lie in `memory`."""
+    def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         # Some models have no output layer besides a tied embedding, and refuse one by its name.
         loaded = self.model.load_weights(
             (name, tensor)
             for name, tensor in tensors
             if name != _OUTPUT or hasattr(self.model, "lm_head") or not self._tied
         )
-        keep_waiting(self._layers, memory)
         if loaded is None or self._loaded is None:
             self._loaded = None
         else:
@@ -141,26 +137,6 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             info.loaded_weights.clear()
             info.load_numel = 0
         self.start_weight_update()
-
-
-def keep_waiting(layers: Sequence[LayerReloadingInfo], memory: memoryview) -> None:
-    """Copy the tensors in `memory` that wait until their layer is complete: it is filled anew."""
-    start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-
-    def kept(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            here = value.device.type == "cpu" and 0 <= value.data_ptr() - start < len(memory)
-            return value.clone() if here else value
-        if isinstance(value, tuple):  # *args of a loader, and its **kwargs
-            return tuple(map(kept, cast("tuple[Any, ...]", value)))
-        if isinstance(value, dict):
-            return {name: kept(held) for name, held in cast("dict[str, Any]", value).items()}
-        return value
-
-    for layer in layers:
-        for _, call in layer.loaded_weights:
-            for name, value in call.arguments.items():
-                call.arguments[name] = kept(value)
 
 
 def not_reached(model: torch.nn.Module, tied: bool) -> list[str]:

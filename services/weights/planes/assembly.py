@@ -1,5 +1,4 @@
-"""Puts a version together out of pieces: in memory that keeps it (`Assembly`), or bucket after
-bucket in the same memory (`SequentialAssembly`). No socket, no thread.
+"""Puts a version together out of pieces. No socket, no thread.
 
 Every bucket is known by its content (xxh3-64), here as on the wire. What a buffer already holds of
 a version, from an attempt that broke off or because it has not changed, is not fetched again, and
@@ -16,8 +15,8 @@ from umbra.proto.errors import WireError
 from umbra.proto.messages import FetchBuckets
 from umbra.proto.records import Manifest, Piece
 from umbra.services.weights import delta
-from umbra.services.weights.manifest import checksum, largest_bucket, wrong_checksum
-from umbra.services.weights.memory import copy, private_memory
+from umbra.services.weights.manifest import checksum, wrong_checksum
+from umbra.services.weights.memory import copy
 
 FAILURES = 3  # of one bucket until a version is given up
 
@@ -194,94 +193,4 @@ class Assembly:
         self._contents[self._target][bucket] = 0
         if self._failures[bucket] >= FAILURES:
             raise WireError(f"{wrong_checksum(self.manifest, bucket)}, again and again")
-        return False
-
-
-class SequentialAssembly:
-    """Puts each bucket of a version together where the one before it was.
-
-    A bucket that comes wrong is ordered again, and all that follow it with it: whoever loads them
-    needs them in order.
-
-    Args:
-        manifest: the layout.
-        wanted: content of every bucket.
-    """
-
-    def __init__(self, manifest: Manifest, wanted: Sequence[int]) -> None:
-        self._manifest = manifest
-        self._wanted = wanted
-        self._memory = private_memory(largest_bucket(manifest))
-        self._next = 0
-        self._filled = 0
-        self._failures = 0
-        self._ordered = False
-
-    @property
-    def missing(self) -> range:
-        """Buckets that have not come yet."""
-        return range(self._next, len(self._wanted))
-
-    @property
-    def awaited(self) -> range:
-        """Those of them that are ordered."""
-        return self.missing if self._ordered else range(0)
-
-    def bucket(self, index: int) -> memoryview:
-        """The memory of bucket `index`; good while it is the one that was completed last."""
-        start, end = self._manifest.buckets[index]
-        return self._memory[: end - start]
-
-    def order(self, number: int, frame_bytes: int, credit_bytes: int) -> FetchBuckets:
-        """A request for all that is missing, whole: there is no base for a delta here."""
-        self._ordered, self._filled = True, 0
-        return FetchBuckets(
-            number=number,
-            wanted=list(self.missing),
-            contents=list(self._wanted[self._next :]),
-            bases=[],
-            frame_bytes=frame_bytes,
-            credit_bytes=credit_bytes,
-        )
-
-    def room(self, piece: Piece, nbytes: int) -> memoryview | None:
-        """See `Assembly.room`."""
-        if not self._ordered:
-            return None  # what follows a bucket that was bad
-        until = piece.offset + nbytes
-        area = self.bucket(piece.bucket) if piece.bucket == self._next else memoryview(b"")
-        if piece.base or piece.offset != self._filled or until > len(area) or not nbytes:
-            raise WireError(
-                f"piece [{piece.offset}, {until}) of bucket {piece.bucket} is out of order"
-            )
-        return area[piece.offset : until]
-
-    def placed(self, piece: Piece, nbytes: int) -> bool:
-        """See `Assembly.placed`."""
-        area = self.bucket(piece.bucket)
-        self._filled += nbytes
-        if self._filled < len(area):
-            return False
-        if checksum(area) != self._wanted[self._next]:
-            return self._failed()
-        self._next += 1
-        self._filled = self._failures = 0
-        return True
-
-    def take(self, piece: Piece, raw: bytes | memoryview) -> bool:
-        """Add a piece that lies elsewhere; True when it completes its bucket.
-
-        Raises:
-            WireError: it is not the next one, or a bucket has come wrong too often.
-        """
-        if (room := self.room(piece, len(raw))) is None:
-            return False
-        copy(raw, room)
-        return self.placed(piece, len(raw))
-
-    def _failed(self) -> bool:
-        self._failures += 1
-        self._ordered = False
-        if self._failures >= FAILURES:
-            raise WireError(f"{wrong_checksum(self._manifest, self._next)}, again and again")
         return False

@@ -20,7 +20,7 @@ from umbra.proto.net.keys import OPEN, Security
 from umbra.proto.net.server import Request, Server
 from umbra.proto.records import Manifest
 from umbra.services.process.threads import service_thread
-from umbra.services.weights.malloc_tuning import keep_freed_memory
+from umbra.services.weights.memory import keep_freed_memory
 from umbra.services.weights.planes.bucket_door import BucketDoor, Errand
 from umbra.services.weights.planes.bucket_records import seal_of
 from umbra.services.weights.planes.bucket_store import SMALLEST_FRAME, BucketStore, Outbox, Part

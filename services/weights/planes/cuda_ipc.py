@@ -167,8 +167,6 @@ class IpcReceiver:
         StartupError: there is no such GPU, or too little of its memory.
     """
 
-    versions = 1
-
     def __init__(self, manifest: Manifest, device: int) -> None:
         self._manifest = manifest
         self._device = Device(device)
@@ -182,7 +180,7 @@ class IpcReceiver:
         self._handle = b""
         self._mapped = 0
 
-    def receive(self, message: Prepare, target: int) -> Receiving:
+    def receive(self, message: Prepare) -> Receiving:
         """Copy a version inside of the GPU and verify the copy."""
         began = copied = time.perf_counter()
         size, error, unusable = self._manifest.total_bytes, "", False
@@ -205,15 +203,7 @@ class IpcReceiver:
             # Mapping fails for good where the hub's process is in another container, say.
             error, unusable = str(problem), isinstance(problem, StartupError)
         stage_s = time.perf_counter() - copied
-        memory = self._memory
-        return Receipt(
-            copied - began,
-            stage_s,
-            size,
-            error,
-            unusable=unusable,
-            parts=lambda: iter((memory,)),
-        )
+        return Receipt(copied - began, stage_s, size, error, unusable=unusable, data=self._memory)
 
     def close(self) -> None:
         """Unmap the hub's memory."""

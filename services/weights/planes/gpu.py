@@ -24,7 +24,6 @@ from umbra.services.weights.planes.cuda_ipc import IpcReceiver
 from umbra.services.weights.planes.nccl import NcclReceiver
 from umbra.services.weights.planes.plane import ReceiverEnd
 from umbra.services.weights.planes.tcp import TcpReceiver
-from umbra.services.weights.staging import BUFFERS
 
 GpuPlane = Literal["nccl", "cuda_ipc"]
 REASONS: dict[GpuPlane, Callable[[], str | None]] = {
@@ -73,12 +72,11 @@ class GpuReceiving:
         if reply.plane == "cuda_ipc":
             self._check_share(manifest.total_bytes)
             return IpcReceiver(manifest, self._device)
-        arena = Arena.anonymous(slot_bytes=manifest.total_bytes, slots=BUFFERS)
-        buffers = [arena.slot(index) for index in range(BUFFERS)]
+        arena = Arena.anonymous(slot_bytes=manifest.total_bytes, slots=1)
         pull = TcpReceiver(
             name,
             manifest,
-            buffers,
+            [arena.slot(0)],
             frame_bytes,
             security=security,
             connections=self._config.connections,

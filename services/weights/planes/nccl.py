@@ -260,7 +260,6 @@ class NcclReceiver:
         device: Device | None = None,
     ) -> None:
         self._pace = pace
-        self.versions = arena.slots
         self._worker = worker
         self._arena = arena
         self._pull = pull
@@ -272,7 +271,7 @@ class NcclReceiver:
             self._pinned = [device.pin(arena.slot(slot)) for slot in range(arena.slots)]
         worker.use(arena, chunk_bytes, pace)
 
-    def receive(self, message: Prepare, target: int) -> Receiving:
+    def receive(self, message: Prepare, target: int = 0) -> Receiving:
         """Receive a version into slot `target` and verify it there."""
         if message.round is None:
             return (yield from self._pull.receive(message, target))
@@ -294,7 +293,7 @@ class NcclReceiver:
                 error = f"{wrong} after a broadcast"
         stage_s = time.perf_counter() - began - wire_s
         data, size = self._arena.slot(target), self._arena.slot_bytes
-        return Receipt(wire_s, stage_s, size, error, parts=lambda: iter((data,)))
+        return Receipt(wire_s, stage_s, size, error, data=data)
 
     def close(self) -> None:
         """End the worker, close the sockets and the arena."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,14 +11,12 @@ from umbra.proto.records import Manifest
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.manifest import Part
 
-Parts = Callable[[], Iterator[Part]]
-
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
     """What became of one version: seconds of transfer and of verifying, and what went wrong.
 
-    `parts` gives its bytes, as an engine loads them. `unusable`: this plane will never work between
+    `data`: its bytes, as an engine loads them. `unusable`: this plane will never work between
     the hub and us.
     """
 
@@ -28,7 +26,7 @@ class Receipt:
     error: str = ""
     source_lost: bool = False
     unusable: bool = False
-    parts: Parts | None = None
+    data: Part | None = None
 
 
 Receiving = Generator[int | None, None, Receipt]
@@ -42,11 +40,8 @@ Closing it gives the version up: nothing is written any more when `close` return
 class ReceiverEnd(Protocol):
     """The receiver's end of a plane, for one layout. Used by one thread."""
 
-    versions: int
-    """How many it can hold: with one, nothing is received while the engine loads."""
-
-    def receive(self, message: Prepare, target: int) -> Receiving:
-        """Bring the version that `message` names into place `target`, below `versions`.
+    def receive(self, message: Prepare) -> Receiving:
+        """Receive the version that `message` names, in place of the one before.
 
         What goes wrong is in the receipt.
 

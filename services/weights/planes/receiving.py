@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from umbra.proto.deadline import Pace
 from umbra.proto.messages import Subscribed
 from umbra.proto.net.keys import Security
 from umbra.proto.records import GpuFacts
@@ -14,16 +13,12 @@ from umbra.services.process.host_memory import ask_for
 from umbra.services.weights.memory import private_memory
 from umbra.services.weights.planes.gpu import GpuReceiving
 from umbra.services.weights.planes.plane import ReceiverEnd
-from umbra.services.weights.planes.shm import ShmReceiver, ShmStream
-from umbra.services.weights.planes.tcp import TcpReceiver, TcpStream
-from umbra.services.weights.staging import BUFFERS
+from umbra.services.weights.planes.shm import ShmReceiver
+from umbra.services.weights.planes.tcp import TcpReceiver
 
 FRAME_BYTES = 4 << 20
 STAGED = "versions that are staged until they are loaded"
-REMEDY = (
-    'set generator.receive = "streamed" for generators, which holds none, or weight_hub.dtype = '
-    '"bfloat16", or use a host with more memory'
-)
+REMEDY = 'set weight_hub.dtype = "bfloat16", or use a host with more memory'
 
 
 class ReceiverPlanes(Protocol):
@@ -33,8 +28,6 @@ class ReceiverPlanes(Protocol):
     """Names, best first."""
     facts: GpuFacts | None
     """Of the GPU, where there is a plane for it."""
-    streamed: bool
-    """Versions are not held: the hub keeps the slot of one until it is loaded."""
 
     def open(self, reply: Subscribed, name: str, security: Security) -> ReceiverEnd:
         """The end for the layout and plane in `reply`.
@@ -65,8 +58,6 @@ class StagedPlanes:
         allocate: gives the memory to hold them, so many writable bytes.
     """
 
-    streamed = False
-
     def __init__(
         self,
         planes: Sequence[str] = ("shm",),
@@ -88,52 +79,20 @@ class StagedPlanes:
         if self._gpu is not None and reply.plane in self._gpu.planes:
             return self._gpu.open(reply, name, self._frame_bytes, security)
         manifest = reply.manifest
-        ask_for(BUFFERS * manifest.total_bytes, STAGED, REMEDY)
-        buffers = [self._allocate(manifest.total_bytes) for _ in range(BUFFERS)]
+        ask_for(manifest.total_bytes, STAGED, REMEDY)
+        data = self._allocate(manifest.total_bytes)
         if reply.plane == "tcp":
             return TcpReceiver(
                 name,
                 manifest,
-                buffers,
+                [data],
                 self._frame_bytes,
                 security=security,
                 connections=self._connections,
             )
-        return ShmReceiver(reply, buffers)
+        return ShmReceiver(reply, data)
 
     def close(self) -> None:
         """End the GPU's worker."""
         if self._gpu is not None:
             self._gpu.close()
-
-
-class StreamedPlanes:
-    """Versions are read from where they lie when the engine loads them: for lack of memory.
-
-    Loading goes bucket by bucket through a few buckets of memory, each verified before the engine
-    sees it, the next ones being read meanwhile. So the pause contains the transfer, and a load that
-    breaks off leaves weights that are neither the old version nor the new one: then the version
-    before is loaded again from where it lay (the hub keeps that slot too until the push is over).
-
-    Args:
-        planes: to be offered.
-        frame_bytes: of one message, at most, over plane `tcp`.
-        pace: how long a load over plane `tcp` may take.
-    """
-
-    streamed = True
-    facts: GpuFacts | None = None
-
-    def __init__(self, planes: Sequence[str], frame_bytes: int, pace: Pace) -> None:
-        self.offered = list(planes)
-        self._frame_bytes = frame_bytes
-        self._pace = pace
-
-    def open(self, reply: Subscribed, name: str, security: Security) -> ReceiverEnd:
-        """See `ReceiverPlanes.open`."""
-        if reply.plane == "tcp":
-            return TcpStream(name, reply.manifest, self._frame_bytes, self._pace, security)
-        return ShmStream(reply)
-
-    def close(self) -> None:
-        """Nothing is open."""

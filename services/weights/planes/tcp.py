@@ -6,12 +6,10 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
 
 import msgspec
 
-from umbra.proto.deadline import Deadline, Pace
-from umbra.proto.errors import PeerLostError, StartupError, UsageError, WireError
+from umbra.proto.errors import StartupError, UsageError, WireError
 from umbra.proto.messages import Prepare, Ready, Role, Subscribe
 from umbra.proto.net.address import reachable
 from umbra.proto.net.keys import OPEN, Security
@@ -21,14 +19,12 @@ from umbra.services.process.host_memory import ask_for
 from umbra.services.weights import delta
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.manifest import checksum, owned_buckets
-from umbra.services.weights.planes.assembly import Assembly, Holdings, SequentialAssembly
+from umbra.services.weights.planes.assembly import Assembly, Holdings
 from umbra.services.weights.planes.bucket_server import BucketServer
 from umbra.services.weights.planes.bucket_store import BucketStore
 from umbra.services.weights.planes.encoder import DeltaEncoder
 from umbra.services.weights.planes.plane import Deliver, HubEnd, Receipt, Receiving
 from umbra.services.weights.planes.transfer import (
-    LOOK_S,
-    LOST_S,
     BucketSource,
     DeltaCame,
     SourceLostError,
@@ -286,7 +282,6 @@ class TcpReceiver:
         connections: int = 1,
     ) -> None:
         self.manifest = manifest
-        self.versions = len(buffers)
         self._holdings = Holdings(manifest, buffers)
         self._frame_bytes = frame_bytes
         self._delta_came = delta_came
@@ -296,7 +291,7 @@ class TcpReceiver:
         self._connections = connections
         self._sources: dict[tuple[int, int], BucketSource] = {}  # by owner of the buckets, and lane
 
-    def receive(self, message: Prepare, target: int) -> Receiving:
+    def receive(self, message: Prepare, target: int = 0) -> Receiving:
         """Fetch what is missing of a version into buffer `target`, of each owner from its source.
 
         Each lane to an owner has every so manieth of its buckets, and a transfer of its own.
@@ -342,7 +337,7 @@ class TcpReceiver:
         wire_s = max(0.0, time.perf_counter() - began - stage_s)
         wire_bytes = sum(transfer.wire_bytes for _, transfer in transfers)
         data = self._holdings.buffers[target]
-        return Receipt(wire_s, stage_s, wire_bytes, error, lost, parts=lambda: iter((data,)))
+        return Receipt(wire_s, stage_s, wire_bytes, error, lost, data=data)
 
     def _connected(self, owner: int, lane: int, message: Prepare) -> BucketSource:
         """The source of the buckets of `owner`, connected or about to be.
@@ -379,68 +374,6 @@ class TcpReceiver:
         """Close the sockets."""
         for source in self._sources.values():
             source.close()
-
-
-class TcpStream:
-    """Fetches versions when they are loaded, bucket by bucket, and holds none.
-
-    Args:
-        name: of the receiver.
-        manifest: the layout.
-        frame_bytes: of one message, at most; about ten of them are in memory.
-        pace: how long a load may take.
-        security: keys of this process.
-    """
-
-    versions = 2
-
-    def __init__(
-        self, name: str, manifest: Manifest, frame_bytes: int, pace: Pace, security: Security
-    ) -> None:
-        self._name = name
-        self._manifest = manifest
-        self._frame_bytes = frame_bytes
-        self._load_s = pace.limit_s(manifest.total_bytes)
-        self._security = security
-
-    def receive(self, message: Prepare, target: int) -> Receiving:
-        """See whether the source is there: a version must not travel twice."""
-        deadline = Deadline(LOST_S)
-        with closing(BucketSource(f"{self._name}/probe", self._security)) as source:
-            try:
-                source.connect(message.source, _server(message))
-            except UsageError as error:
-                return Receipt(error=str(error))
-            while not source.connected:
-                source.poll(LOOK_S)
-                if deadline.passed:
-                    return Receipt(error=f"{message.source} is gone", source_lost=True)
-                yield None
-        nbytes = self._manifest.total_bytes
-        return Receipt(wire_bytes=nbytes, parts=lambda: self._buckets(message))
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-    def _buckets(self, message: Prepare) -> Iterator[memoryview]:
-        """The buckets of a version in order; each is good until the next one is asked for.
-
-        Raises:
-            PeerLostError: the version is not there any more.
-        """
-        lane = SequentialAssembly(self._manifest, message.checksums)
-        deadline = Deadline(self._load_s)
-        with closing(BucketSource(f"{self._name}/load", self._security)) as source:
-            try:
-                source.connect(message.source, _server(message))
-                for index in Transfer(source, lane, self._frame_bytes).run():
-                    if index is not None:
-                        yield lane.bucket(index)
-                    elif lane.missing and deadline.passed:
-                        what = f"{len(lane.missing)} of {len(message.checksums)} buckets"
-                        raise PeerLostError(f"{what} are missing after {self._load_s:.4g} s")
-            except (WireError, UsageError) as error:
-                raise PeerLostError(str(error)) from error
 
 
 def _server(message: Prepare) -> Role:

@@ -12,9 +12,8 @@ import secrets
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from typing import Protocol
 
 import msgspec
 import zmq
@@ -24,10 +23,11 @@ from umbra.proto import sockets
 from umbra.proto.bounds import KEY_BYTES
 from umbra.proto.codec import Encoder, decode
 from umbra.proto.errors import PeerLostError, UsageError, WireError
-from umbra.proto.messages import BucketPort, Buckets, Credit, FetchBuckets, Message, Nack, Role
+from umbra.proto.messages import BucketPort, Buckets, Credit, Message, Nack, Role
 from umbra.proto.net.keys import OPEN, Security
 from umbra.proto.records import Piece
-from umbra.services.weights.malloc_tuning import keep_freed_memory
+from umbra.services.weights.memory import keep_freed_memory
+from umbra.services.weights.planes.assembly import Assembly
 from umbra.services.weights.planes.bucket_connection import BrokenError, BucketConnection, Came
 from umbra.services.weights.planes.bucket_records import seal_of
 
@@ -171,48 +171,6 @@ class BucketSource:
         self.endpoint, self.connected = "", False
 
 
-class Gathering(Protocol):
-    """Puts the pieces of a version together."""
-
-    @property
-    def missing(self) -> Collection[int]:
-        """Buckets that are not complete."""
-        ...
-
-    @property
-    def awaited(self) -> Collection[int]:
-        """Buckets that are ordered and neither complete nor failed."""
-        ...
-
-    def order(self, number: int, frame_bytes: int, credit_bytes: int) -> FetchBuckets:
-        """A request for all that is missing."""
-        ...
-
-    def room(self, piece: Piece, nbytes: int) -> memoryview | None:
-        """Where the next bytes of a bucket belong, to be written there; None if nowhere.
-
-        Raises:
-            WireError: they are not the next ones.
-        """
-        ...
-
-    def placed(self, piece: Piece, nbytes: int) -> bool:
-        """Bytes are where `room` said; True when they complete their bucket.
-
-        Raises:
-            WireError: a bucket has come wrong too often.
-        """
-        ...
-
-    def take(self, piece: Piece, raw: bytes | memoryview) -> bool:
-        """Add a piece that lies elsewhere; True when it completes its bucket.
-
-        Raises:
-            WireError: it does not belong here, or a bucket has come wrong too often.
-        """
-        ...
-
-
 class Transfer:
     """Fetches what a gathering lacks.
 
@@ -226,7 +184,7 @@ class Transfer:
     def __init__(
         self,
         source: BucketSource,
-        gathering: Gathering,
+        gathering: Assembly,
         frame_bytes: int,
         delta_came: DeltaCame | None = None,
     ) -> None:
