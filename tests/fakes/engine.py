@@ -27,7 +27,7 @@ class ScriptedEngine:
     slots: int = 4
     max_context: int = 256
     decoded_tokens: int = 0
-    loads: list[tuple[int, str, list[bytes]]] = field(default_factory=list)
+    loads: list[tuple[int, str, bytes]] = field(default_factory=list)
     requests: list[EngineRequest] = field(default_factory=list)
     cache: CacheFigures = field(default_factory=CacheFigures)
     holds: int = 1000  # sequences for which there is cache
@@ -69,10 +69,10 @@ class ScriptedEngine:
         return done
 
     def load(
-        self, manifest: Manifest, parts: Iterable[Part], version: int, kv_policy: KvPolicy
+        self, manifest: Manifest, data: Part, version: int, kv_policy: KvPolicy
     ) -> list[EngineOutput]:
         del manifest
-        self.loads.append((version, kv_policy, [bytes(part) for part in parts]))
+        self.loads.append((version, kv_policy, bytes(data)))
         self.version = version
         return self.abort(None) if kv_policy == "abort" else []
 

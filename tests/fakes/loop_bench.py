@@ -103,9 +103,6 @@ class FakeStaged:
     manifest: Manifest
     data: memoryview
 
-    def parts(self) -> Iterator[memoryview]:
-        yield self.data
-
 
 @dataclass
 class FakeReceiver:

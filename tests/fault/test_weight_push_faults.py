@@ -118,13 +118,13 @@ class Watched(StagedPlanes):
 
 class _WatchedEnd:
     def __init__(self, real: ReceiverEnd, arrived: Callable[[], None]) -> None:
-        self.versions, self.close = real.versions, real.close
+        self.close = real.close
         self._real = real
         self._arrived = arrived
 
-    def receive(self, message: Prepare, target: int) -> Receiving:
+    def receive(self, message: Prepare) -> Receiving:
         self._arrived()
-        steps = self._real.receive(message, target)
+        steps = self._real.receive(message)
         while True:
             try:
                 bucket = next(steps)
@@ -152,7 +152,6 @@ class Detour(StagedPlanes):
         real = super().open(reply, name, security)
         assert isinstance(real, TcpReceiver)
         self._real = real
-        self.versions = self._real.versions
         source = self._real._sources[0, 0] = BucketSource(name, security)
         connect = source.open
 
@@ -164,14 +163,14 @@ class Detour(StagedPlanes):
         source.open = detour  # type: ignore[method-assign]
         return self
 
-    def receive(self, message: Prepare, target: int) -> Receiving:
+    def receive(self, message: Prepare) -> Receiving:
         if not self._apart:
             port = self._through(message.source.removeprefix("tcp://"))
             message = msgspec.structs.replace(message, source=f"tcp://127.0.0.1:{port}")
             source = self._real._sources[0, 0]
             source.connect(message.source)
             source.apart = False
-        self.taken.append((yield from self._real.receive(message, target)))
+        self.taken.append((yield from self._real.receive(message)))
         return self.taken[-1]
 
     def _through(self, target: str) -> int:

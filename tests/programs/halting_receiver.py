@@ -45,15 +45,15 @@ class HaltingEnd:
     """One of them."""
 
     def __init__(self, real: ReceiverEnd) -> None:
-        self.versions, self.close = real.versions, real.close
+        self.close = real.close
         self._real = real
 
-    def receive(self, message: Prepare, target: int) -> Receiving:
+    def receive(self, message: Prepare) -> Receiving:
         """Receive a version."""
         halts = message.version >= int(last)
         if halts and phase == "prepared":
             halt()
-        steps = self._real.receive(message, target)
+        steps = self._real.receive(message)
         while True:
             try:
                 bucket = next(steps)

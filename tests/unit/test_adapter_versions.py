@@ -18,7 +18,6 @@ from fakes.rank_bench import narrow_model
 from fakes.versions import finish, request
 
 from umbra.proto.errors import UsageError, WireError
-from umbra.proto.records import Manifest
 from umbra.services.config import RunConfig
 from umbra.services.config.feasibility import check_feasible
 from umbra.services.generator.engines.opening import open_engine
@@ -91,7 +90,7 @@ def test_small_factors_are_not_rounded_away(directory: Path) -> None:
         model = load_model(directory, torch.device("cpu"), torch.bfloat16)
         table = weight_table(model, config)
         model.float()  # what was rounded stays so; what is computed with it is exact
-        table.load(*version_of(publish(learner, config, "bfloat16")))
+        table.load(*publish(learner, config, "bfloat16"))
         rounded = load_model(directory, torch.device("cpu"), torch.bfloat16).float()
         return teacher_forced(model, prompt, ids) - teacher_forced(rounded, prompt, ids)
 
@@ -102,11 +101,6 @@ def test_small_factors_are_not_rounded_away(directory: Path) -> None:
     }
     assert off["adapter"] < 0.1 * float(moved.norm())
     assert off["merged"] > 3 * off["adapter"]
-
-
-def version_of(published: tuple[Manifest, memoryview]) -> tuple[Manifest, list[memoryview]]:
-    manifest, slot = published
-    return manifest, [slot]
 
 
 def test_an_adapter_is_a_small_part_of_the_weights(directory: Path) -> None:

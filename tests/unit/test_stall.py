@@ -19,7 +19,6 @@ from umbra.services.config.feasibility import check_feasible
 from umbra.services.config.loader import load_config
 from umbra.services.generator import stall
 from umbra.services.generator.engines.engine import EngineError
-from umbra.services.generator.loading import WeightLoader
 from umbra.services.generator.stall import StallWatch, watching
 
 
@@ -132,30 +131,6 @@ def test_tokens_weights_and_having_nothing_to_do_are_progress(bench: Bench) -> N
         watch.look()
         bench.turns(1)
         assert watch.look() < 0.1  # since the turn
-
-
-def test_each_part_of_a_version_is_progress() -> None:
-    seen: list[str] = []
-
-    class Engine:
-        version = -1
-
-        def load(self, _manifest: Any, parts: Any, *_rest: Any) -> list[Any]:
-            seen.extend(bytes(part).decode() for part in parts)
-            return []
-
-    class Staged:
-        version = 0
-        manifest = None
-
-        def parts(self) -> Iterator[memoryview]:
-            yield from (memoryview(b"a"), memoryview(b"bc"))
-
-    loader = WeightLoader(
-        cast(Any, Engine()), cast(Any, None), lambda nbytes: seen.append(str(nbytes))
-    )
-    loader.load(cast(Any, Staged()), "keep")
-    assert seen == ["1", "a", "2", "bc", "0"]
 
 
 def test_the_loop_ends_when_the_receiver_has_failed_whatever_it_waits_for(bench: Bench) -> None:
