@@ -77,9 +77,6 @@ def resolve_paths(
         """One by a path is looked up as files are, but no link of it is followed."""
         return str(found(python).absolute()) if "/" in python else python
 
-    def dialect(name: str) -> str:
-        return file(name) if name.endswith(".json") else name
-
     replace = msgspec.structs.replace
     return replace(
         config,
@@ -94,7 +91,6 @@ def resolve_paths(
             if is_pinned(config.model)  # whatever has come to lie there since
             else model(config.model.path, "model.path", config.model.revision),
             chat_template=file(config.model.chat_template),
-            dialect=dialect(config.model.dialect),
         ),
         data=replace(
             config.data,

@@ -203,8 +203,7 @@ def _is_elsewhere(name: str) -> bool:
 def _read_by(plan: Plan, process: Process) -> list[str]:
     """The models, prompts and other files of the run file that `process` reads."""
     config = plan.config
-    dialect = config.model.dialect if config.model.dialect.endswith(".json") else ""
-    chat = [config.model.path, config.model.chat_template, dialect]
+    chat = [config.model.path, config.model.chat_template]
     found: dict[Task, list[str]] = {
         "buffer": [name for name in _prompts_of(config) if not is_function(name)],
         "relay": [],

@@ -24,6 +24,7 @@ ENVIRONMENTS = "environments"
 MOVED = {"environment.sampling": "environment.agent_sampling"}
 """Keys that had another name."""
 DROPPED: dict[str, str] = {
+    "model.dialect": "leave it out, or name a parser in model.parser",
     "generator.count=auto": "give a number",
     "generator.replicas": 'use generator.count with generator.device = "cuda:N"',
     "generator.receive": "leave it out: a version is always held whole before it is loaded",

@@ -48,11 +48,10 @@ class ModelConfig(Section):
     chat_template_kwargs: dict[str, Any] = key(
         {}, "variables of the chat template, such as enable_thinking = false"
     )
-    dialect: str = key(
+    parser: str = key(
         "auto",
-        "how reasoning and tool calls are read: auto (found from the chat template), none, "
-        "trl/NAME, vllm/TOOLS, vllm/TOOLS+REASONING or a .json file with a response template of"
-        " Transformers",
+        "how reasoning and tool calls are read: auto (by the chat template's family), none, a "
+        "family's name, vllm/TOOLS or vllm/TOOLS+REASONING",
         min_length=1,
     )
 

@@ -67,7 +67,7 @@ def _open_one(
         [*config.sampling.stop_tokens, *map(chat.piece, sorted(chat.stop_ids))],
         override=environment.agent_sampling == "override",
         template_options=config.model.chat_template_kwargs,
-        reads_calls=chat.dialect.calls or config.model.dialect == "none",
+        reads_calls=chat.parser.calls or config.model.parser == "none",
         environment=environment,
     )
     key = read_key(config.generator.serve_key, os.environ)

@@ -30,8 +30,7 @@ from umbra.services.environments.response import Said
 from umbra.services.environments.turn_request import Ask, RefusedError, Turn
 from umbra.services.generator.engines.engine import EngineOutput, EngineRequest
 from umbra.services.generator.tokens import Line, ResponseTokens, shortened, tokens_of
-from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.turn_reader import TurnReader
+from umbra.services.modeling.chat import Chat, TurnReader
 
 
 class Phase(enum.Enum):

@@ -11,8 +11,8 @@ from umbra.services.environments.protocol import Message
 from umbra.services.environments.response import Said
 from umbra.services.generator.engines.engine import EngineOutput, EngineRequest
 from umbra.services.generator.engines.opening import OpenEngine, open_engine
-from umbra.services.modeling.dialect import Piece
-from umbra.services.modeling.turn_reader import TurnReader
+from umbra.services.modeling.chat import TurnReader
+from umbra.services.modeling.parsers import Piece
 
 POLL_S = 0.1
 

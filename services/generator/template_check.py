@@ -20,8 +20,8 @@ _TOOLS = Opening([], [schema(calculator)])
 
 UNREAD = "nothing here reads the tool calls that the model's chat template writes"
 REMEDY = (
-    "set model.dialect to what does (docs/agents.md, Dialects), or model.chat_template to a "
-    "template whose calls are read"
+    "name one that does in model.parser (docs/agents.md, Parsers), or set model.chat_template to "
+    "a template whose calls are read"
 )
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ def check_template(environment: EnvironmentConfig, chat: Chat) -> None:
                 _check(chat, roles, opening)
             except UsageError as error:
                 log.warning("a sample fails if it needs this: %s", error)
-        if not chat.dialect.calls:
+        if not chat.parser.calls:
             log.warning("%s: agents that name tools are refused; %s", UNREAD, REMEDY)
 
 
@@ -109,5 +109,5 @@ def _check_readable(chat: Chat) -> None:
     Raises:
         UsageError: nothing here reads them.
     """
-    if not chat.dialect.calls:
+    if not chat.parser.calls:
         raise UsageError(f"{UNREAD}: {REMEDY}")

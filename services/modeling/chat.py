@@ -15,12 +15,21 @@ from umbra.services.config import ModelConfig
 from umbra.services.environments.protocol import Message, Opening
 from umbra.services.environments.response import Said
 from umbra.services.modeling.chat_template import ChatTemplate, Finding, Kind, TurnsError
-from umbra.services.modeling.dialect import PLAIN, Dialect, Reading, Tools, read
-from umbra.services.modeling.dialect_search import find_dialect
+from umbra.services.modeling.parser_choice import choose_parser
+from umbra.services.modeling.parsers import (
+    PLAIN,
+    Parser,
+    Piece,
+    Reading,
+    Tools,
+    feed_slowly,
+    read,
+)
 
 _PLAIN = Opening([])  # no system message, no tools
 _CACHED_CHARS = 16_384  # what tools read out may be long, and is not read twice
 _CUE_TOKENS = 256  # at the end of a prompt, in which a template may have begun the model's turn
+_BROKEN = "\ufffd"  # what an incomplete character decodes to
 _SPARE = 8  # tokens before those that may hold a stop string, for characters of several tokens
 
 
@@ -34,7 +43,7 @@ class Chat:
         tokenizer: a Hugging Face tokenizer; one without a chat template takes plain-text prompts.
         stop_ids: the tokens that end a model's turn.
         options: more variables of the template (`model.chat_template_kwargs`).
-        dialect: how turns are read, as in `model.dialect`.
+        parser: name of what reads turns, as in `model.parser`.
     """
 
     def __init__(
@@ -42,14 +51,14 @@ class Chat:
         tokenizer: Any,
         stop_ids: Iterable[int],
         options: Mapping[str, Any] | None = None,
-        dialect: str = "auto",
+        parser: str = "auto",
     ) -> None:
         self._tokenizer = tokenizer
         self.stop_ids = frozenset(stop_ids)
         self._template: ChatTemplate | None = None
         if tokenizer.chat_template is not None:
             self._template = ChatTemplate(tokenizer, self.stop_ids, options)
-        self._dialect = dialect
+        self._parser = parser
         # The samples of a group have one prompt, and environments say few different things.
         self._prompt = functools.lru_cache(maxsize=4096)(self._encode_prompt)
         self._tail = functools.lru_cache(maxsize=4096)(self._encode_tail)
@@ -61,7 +70,7 @@ class Chat:
         """The chat of the run's model, with the chat template that `config` names.
 
         Raises:
-            UsageError: the file of the template can't be read, or there is no such dialect.
+            UsageError: the file of the template can't be read, or there is no such parser.
         """
         if config.chat_template:
             try:
@@ -71,8 +80,8 @@ class Chat:
                     f"model.chat_template: {config.chat_template} cannot be read: {error}"
                 ) from error
             tokenizer.chat_template = text
-        chat = cls(tokenizer, stop_ids, config.chat_template_kwargs, config.dialect)
-        log.info("the model's turns are read as dialect %s", chat.dialect.name)
+        chat = cls(tokenizer, stop_ids, config.chat_template_kwargs, config.parser)
+        log.info("the model's turns are read by parser %s", chat.parser.name)
         return chat
 
     def prompt_ids(
@@ -141,13 +150,13 @@ class Chat:
         return self._template is not None
 
     @functools.cached_property
-    def dialect(self) -> Dialect:
-        """How the model's turns are read.
+    def parser(self) -> Parser:
+        """What reads the model's turns.
 
         Raises:
-            UsageError: `model.dialect` names none, or one that this machine does not have.
+            UsageError: `model.parser` names none, or one that this machine does not have.
         """
-        return find_dialect(self._dialect, self._tokenizer, self._template)
+        return choose_parser(self._parser, self._tokenizer, self._template)
 
     def text_ids(self, text: str) -> list[int]:
         """Tokens of plain text, without a template."""
@@ -177,13 +186,13 @@ class Chat:
         """
         ids, stop = self.split_stop(token_ids)
         text, found = cut(self._decode(ids), stops)
-        dialect = PLAIN if words else self.dialect
-        said = read(dialect, self._cue(before), text, tools, stop)
+        parser = PLAIN if words else self.parser
+        said = read(parser, self._cue(before), text, tools, stop)
         return replace(said, stop=found) if found else said
 
     def begin(self, before: Sequence[int], tools: Tools, *, words: bool = False) -> Reading:
         """Read a turn while it is made; arguments as of `said`."""
-        return (PLAIN if words else self.dialect).begin(self._cue(before), tools)
+        return (PLAIN if words else self.parser).begin(self._cue(before), tools)
 
     def split_stop(self, token_ids: Sequence[int]) -> tuple[list[int], str]:
         """A turn without its end token, and the text of that; "" if there is none."""
@@ -218,7 +227,7 @@ class Chat:
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(
             list(token_ids),
-            skip_special_tokens=not self.dialect.marked,
+            skip_special_tokens=not self.parser.marked,
             clean_up_tokenization_spaces=False,
         )
 
@@ -263,6 +272,55 @@ class Chat:
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+class TurnReader:
+    """Reads a turn while the model speaks, token by token; arguments as of `Chat.said`."""
+
+    def __init__(
+        self,
+        chat: Chat,
+        before: Sequence[int],
+        tools: Tools,
+        stops: Sequence[str] = (),
+        *,
+        words: bool = False,
+    ) -> None:
+        self._chat = chat
+        self._reading = chat.begin(before, tools, words=words)
+        self._stops = stops
+        self._held = max((len(stop) - 1 for stop in stops), default=0)
+        self._window = self._read = 0  # tokens before the last ones that were read; all read ones
+        self._text = ""  # all of it
+        self._fed = 0  # characters of it that were passed on
+
+    def feed(self, token_ids: Sequence[int]) -> list[Piece]:
+        """What is new, now that the turn has the tokens `token_ids`, all of them."""
+        ids = list(token_ids)
+        known = self._chat.pieces(ids[self._window : self._read])
+        text = self._chat.pieces(ids[self._window :])
+        if len(text) <= len(known) or text.endswith(_BROKEN):
+            return []
+        self._text += text[len(known) :]
+        self._window, self._read = self._read, len(ids)
+        # A stop string may have begun.
+        return self._pass_on(len(self._text) - self._held)
+
+    def end(self, token_ids: Sequence[int]) -> Said:
+        """The whole turn, which is over; what `feed` gave is part of it."""
+        ids, stop = self._chat.split_stop(token_ids)
+        known = self._chat.pieces(ids[self._window : self._read])
+        self._text += self._chat.pieces(ids[self._window :])[len(known) :]
+        self._text, found = cut(self._text, self._stops)
+        self._pass_on(len(self._text))
+        return replace(self._reading.end(stop), stop=found)
+
+    def _pass_on(self, end: int) -> list[Piece]:
+        new = self._text[self._fed : end]
+        if not new:
+            return []
+        self._fed += len(new)
+        return feed_slowly(self._reading, new)
 
 
 def cut(text: str, stops: Sequence[str]) -> tuple[str, str]:

@@ -48,7 +48,7 @@ class AgentWorld:
         self.failure: Exception | None = None
         self._wake = threading.Event()
         self._settings = settings
-        calls = settings.chat.dialect.calls
+        calls = settings.chat.parser.calls
         rules = CallRules(settings.sampling, stop_tokens, override=override, reads_calls=calls)
         self.rules = rules
         self.pool = AgentPool(

@@ -16,7 +16,7 @@ from umbra.services.generator.agents.replies import Answer
 from umbra.services.generator.agents.responses_api import response_id
 from umbra.services.generator.agents.session import AgentSession
 from umbra.services.generator.agents.session_tree import News
-from umbra.services.modeling.dialect import TOLD, ResponseTemplateDialect, read
+from umbra.services.modeling.parsers import TOLD, ResponseTemplateParser, read
 
 TIMEOUT_S = 10.0
 LIMITS = TimeLimits.of(EnvironmentConfig(kind="agent", timeout_s=TIMEOUT_S))
@@ -54,8 +54,8 @@ class BranchingAgent:
         self.session.ask(call, hear, self.news.append, repeated=repeated)
 
     def hear(self, text: str) -> None:
-        dialect = ResponseTemplateDialect("told", TOLD, told=True)
-        turn = Turn(read(dialect, "", text, [{}]), [1], [0.0], [], 4, True, 0)
+        parser = ResponseTemplateParser("told", TOLD, told=True)
+        turn = Turn(read(parser, "", text, [{}]), [1], [0.0], [], 4, True, 0)
         self.session.answered(turn, 1.0)
 
     def talk(self, *messages: Message, **fields: Any) -> News:

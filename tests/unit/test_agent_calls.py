@@ -17,7 +17,7 @@ from umbra.services.generator.agents.calls import (
 )
 from umbra.services.generator.agents.errors import ApiError
 from umbra.services.generator.agents.replies import Completions, ReplyHead, answer_of
-from umbra.services.modeling.dialect import TOLD, ResponseTemplateDialect, read
+from umbra.services.modeling.parsers import TOLD, ResponseTemplateParser, read
 
 RULES = CallRules(Sampling(temperature=0.7, top_k=20), ["<|end|>"])
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
@@ -35,7 +35,7 @@ def text(**fields: Any) -> Call:
 def turn(said: str, *, complete: bool = True, tools: Any = TOOLS) -> Turn:
     pieces = list(said)
     ids = list(range(len(said)))
-    reader = ResponseTemplateDialect("told", TOLD, told=True)
+    reader = ResponseTemplateParser("told", TOLD, told=True)
     return Turn(read(reader, "", said, tools), ids, [-0.5] * len(ids), pieces, 7, complete, 3)
 
 
@@ -241,7 +241,7 @@ def test_a_sampling_of_its_own_is_overridden_if_the_run_says_so(
 
 
 def test_tools_whose_calls_nothing_reads_are_refused() -> None:
-    with pytest.raises(ApiError, match=r"nothing here reads the tool calls.*model\.dialect"):
+    with pytest.raises(ApiError, match=r"nothing here reads the tool calls.*model\.parser"):
         read_chat(
             json.dumps({"messages": [USER], "tools": TOOLS}).encode(),
             CallRules(Sampling(), reads_calls=False),

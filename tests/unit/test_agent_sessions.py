@@ -16,14 +16,14 @@ from umbra.services.generator.agents.replies import Answer
 from umbra.services.generator.agents.session import AgentSession
 from umbra.services.generator.agents.session_registry import SessionRegistry
 from umbra.services.generator.agents.session_tree import News
-from umbra.services.modeling.dialect import TOLD, ResponseTemplateDialect, read
+from umbra.services.modeling.parsers import TOLD, ResponseTemplateParser, read
 
 TIMEOUT_S = 10.0
 LIMITS = TimeLimits.of(EnvironmentConfig(kind="agent", timeout_s=TIMEOUT_S))
 
 
 def turn(text: str) -> Turn:
-    said = read(ResponseTemplateDialect("told", TOLD, told=True), "", text, [{}])
+    said = read(ResponseTemplateParser("told", TOLD, told=True), "", text, [{}])
     return Turn(said, [1], [0.0], [], 4, True, 0)
 
 

@@ -12,7 +12,7 @@ from umbra.services.generator.agents.errors import ApiError
 from umbra.services.generator.agents.messages_api import read_messages
 from umbra.services.generator.agents.replies import ReplyHead, answer_of
 from umbra.services.generator.agents.responses_api import Responses, read_responses
-from umbra.services.modeling.dialect import TOLD, ResponseTemplateDialect, read
+from umbra.services.modeling.parsers import TOLD, ResponseTemplateParser, read
 
 STRICT = CallRules(Sampling())
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -35,7 +35,7 @@ def test_functions_of_a_namespace_have_its_name_for_the_model_and_theirs_for_the
     assert call.tools[1]["function"]["parameters"] == PARAMETERS
     said = '<tool_call>{"name": "agents__add", "arguments": {"a": 1}}</tool_call>'
     said += said.replace("agents__", "")
-    reader = ResponseTemplateDialect("told", TOLD, told=True)
+    reader = ResponseTemplateParser("told", TOLD, told=True)
     ids = list(range(len(said)))
     turn = Turn(read(reader, "", said, call.tools), ids, [-0.5] * len(ids), list(said), 7, True, 3)
     answer = answer_of(turn, call, 0)

@@ -224,7 +224,7 @@ def calls_read(name: str) -> str:
         found = read_back(name, said(0, 1, ""))
     except UsageError:
         return "no"
-    if found is None or not chat.dialect.calls:
+    if found is None or not chat.parser.calls:
         return "no"
     wanted = call(0, 0)["function"]
     assert [called["function"] for called in found.tool_calls] == [wanted]
@@ -232,7 +232,7 @@ def calls_read(name: str) -> str:
     words = read_back(name, said(0, 0, ""))
     assert words is not None
     assert (words.content.strip(), words.tool_calls) == ("Words0.", [])
-    return "as text" if not Whole(name).tells_tools else chat.dialect.name
+    return "as text" if not Whole(name).tells_tools else chat.parser.name
 
 
 def reasoning_read(name: str) -> str:

@@ -26,7 +26,7 @@ from umbra.services.environments.turn_request import Turn
 from umbra.services.generator.agents.calls import Call
 from umbra.services.generator.agents.errors import ApiError
 from umbra.services.generator.agents.session import AgentSession
-from umbra.services.modeling.dialect import TOLD, ResponseTemplateDialect, read
+from umbra.services.modeling.parsers import TOLD, ResponseTemplateParser, read
 
 CODE = """
 import asyncio, os, time
@@ -201,7 +201,7 @@ def test_a_program_of_ours_says_when_it_judges(monkeypatch: pytest.MonkeyPatch) 
 
 
 def turn() -> Turn:
-    said = read(ResponseTemplateDialect("told", TOLD, told=True), "", "b", [{}])
+    said = read(ResponseTemplateParser("told", TOLD, told=True), "", "b", [{}])
     return Turn(said, [1], [0.0], [], 4, True, 0)
 
 

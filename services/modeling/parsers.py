@@ -1,9 +1,8 @@
-"""How a model's turn is read: where its reasoning ends, and which tools it calls.
+"""Parsers of a model's turn: where its reasoning ends, and which tools it calls.
 
-Models write calls each in their own way. A `Dialect` is one such way, and reads a turn piece by
-piece, so that it can be passed on while the model speaks. Most are *response templates* of
-Transformers, which models bring along with their chat templates; vLLM's parsers are in
-`vllm_dialect`, and `dialect_search` finds out which one fits a chat template.
+A parser reads a turn piece by piece, so that it can be passed on while the model speaks. Most are
+*response templates* of Transformers; `vllm_parsers.py` has vLLM's, and `parser_choice.py` finds the
+one for a model.
 """
 
 from __future__ import annotations
@@ -61,33 +60,33 @@ class Reading(Protocol):
         ...
 
 
-class Dialect(Protocol):
+class Parser(Protocol):
     """A way of writing reasoning and calls."""
 
     name: str
     calls: bool
-    """Whether it reads calls of tools."""
+    """It reads calls of tools."""
     marked: bool
-    """Whether it needs the special tokens in a turn's text."""
+    """It needs the special tokens in a turn's text."""
 
     def begin(self, prompt: str, tools: Tools) -> Reading:
         """Read a turn.
 
         Args:
-            prompt: the end of what stands before it; a template may have begun the reasoning there.
-            tools: those the model was told of. Without any, nothing is taken for a call.
+            prompt: the end of the text before it; a template may have begun the reasoning there.
+            tools: those that the prompt describes. Without any, nothing is taken for a call.
         """
         ...
 
 
-def read(dialect: Dialect, prompt: str, text: str, tools: Tools, stop: str = "") -> Said:
-    """The whole turn `text`, which the end token `stop` follows."""
-    reading = dialect.begin(prompt, tools)
+def read(parser: Parser, prompt: str, text: str, tools: Tools, stop: str = "") -> Said:
+    """Read the whole turn `text`, which the end token `stop` follows."""
+    reading = parser.begin(prompt, tools)
     reading.feed(text)
     said = reading.end(stop)
     if not said.problem:
         return said
-    reading = dialect.begin(prompt, tools)
+    reading = parser.begin(prompt, tools)
     feed_slowly(reading, text)
     return reading.end(stop)
 
@@ -101,8 +100,8 @@ def feed_slowly(reading: Reading, text: str) -> list[Piece]:
     return [piece for at in steps for piece in reading.feed(text[at : at + _STEP])]
 
 
-class PlainDialect:
-    """Of a model that nothing more is known of: all that it says are words."""
+class PlainParser:
+    """All of a turn is words."""
 
     name = "none"
     calls = False
@@ -126,14 +125,14 @@ class _PlainReading:
         return Said(text=self._text, content=self._text)
 
 
-PLAIN = PlainDialect()
+PLAIN = PlainParser()
 
 
-class ResponseTemplateDialect:
+class ResponseTemplateParser:
     """A response template of Transformers.
 
     Args:
-        name: as in `model.dialect`.
+        name: as in `model.parser`.
         template: the response template.
         told: whether calls are read as a system message has told the model to write them.
 

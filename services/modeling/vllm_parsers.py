@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
 from umbra.services.environments.response import Said
-from umbra.services.modeling.dialect import Piece, Reading, Tools
+from umbra.services.modeling.parsers import Piece, Reading, Tools
 
 PREFIX = "vllm/"
 
@@ -19,24 +18,7 @@ def is_installed() -> bool:
     return find_spec("vllm") is not None
 
 
-@cache
-def tool_parsers() -> tuple[str, ...]:
-    """The names of vLLM's parsers of tool calls."""
-    from vllm.tool_parsers import ToolParserManager
-
-    # "hf" reads the tokenizer's own response template, as Transformers does itself.
-    return tuple(name for name in ToolParserManager.list_registered() if name != "hf")
-
-
-@cache
-def reasoning_parsers() -> tuple[str, ...]:
-    """The names of vLLM's parsers of reasoning."""
-    from vllm.reasoning import ReasoningParserManager
-
-    return tuple(ReasoningParserManager.list_registered())
-
-
-class VllmDialect:
+class VllmParser:
     """A parser of tool calls of vLLM's, and one of reasoning.
 
     Args:

@@ -1,6 +1,5 @@
 """How turns are read: calls, reasoning, what is broken, and the same piece by piece as at once."""
 
-import json
 import string
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,7 @@ from umbra.proto.errors import UsageError
 from umbra.services.config import ModelConfig
 from umbra.services.environments.response import Response, Said
 from umbra.services.environments.tools import ToolCall, ToolCallError, parse_tool_calls
-from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.turn_reader import TurnReader
+from umbra.services.modeling.chat import Chat, TurnReader
 
 WEATHER = {
     "type": "function",
@@ -166,11 +164,21 @@ def test_a_stop_string_is_found_at_its_first_token(words: str, stops: list[str])
         assert words.startswith(said.content + said.stop)
 
 
-def test_a_dialect_is_named(tmp_path: Path) -> None:
+def test_a_parser_is_named() -> None:
     call = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call><|im_end|>'
-    assert read("qwen3", call, dialect="none").tool_calls == []
-    assert arguments(read("qwen3", call, dialect="trl/qwen3")) == [{}]
-    own = {
+    assert read("qwen3", call, parser="none").tool_calls == []
+    assert arguments(read("qwen3", call, parser="qwen3")) == [{}]
+    for parser, why in (
+        ("hermes", "use auto, none, qwen3, "),
+        ("vllm/nobody", "model.parser = vllm/nobody"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            Chat(*chat_tokenizer("qwen3"), parser=parser).parser  # noqa: B018
+
+
+def test_a_model_may_bring_its_own_response_template() -> None:
+    tokenizer, stops = chat_tokenizer("qwen3")
+    tokenizer.response_template = {
         "start_anchor": "<|im_start|>assistant\n",
         "fields": {
             "tool_calls": {
@@ -186,21 +194,10 @@ def test_a_dialect_is_named(tmp_path: Path) -> None:
             "content": {"content": "text"},
         },
     }
-    file = tmp_path / "mine.json"
-    file.write_text(json.dumps(own))
-    assert arguments(read("qwen3", '@weather{"days": 1};<|im_end|>', dialect=str(file))) == [
-        {"days": 1}
-    ]
-    file.write_text("{}")
-    for dialect, why in (
-        ("hermes", "use auto, none, trl/NAME"),
-        ("trl/qwen9", "TRL has trl/"),
-        ("vllm/nobody", "model.dialect = vllm/nobody"),
-        (str(file), "is no response template"),
-        (str(tmp_path / "none.json"), "cannot be read"),
-    ):
-        with pytest.raises(UsageError, match=why):
-            Chat(*chat_tokenizer("qwen3"), dialect=dialect).dialect  # noqa: B018
+    chat = Chat(tokenizer, stops)
+    ids = chat.text_ids('@weather{"days": 1};<|im_end|>')
+    said = chat.said(ids, chat.prompt_ids(USER, [WEATHER]), [WEATHER])
+    assert arguments(said) == [{"days": 1}]
 
 
 def test_variables_and_files_of_chat_templates(tmp_path: Path) -> None:

@@ -1,0 +1,146 @@
+"""Which parser reads a model's turns: the one that `model.parser` names, or its family's."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import tomllib
+import warnings
+from pathlib import Path
+from typing import Any
+
+from umbra.proto.errors import UsageError
+from umbra.services.environments.protocol import Message
+from umbra.services.environments.response import Said
+from umbra.services.modeling import vllm_parsers
+from umbra.services.modeling.chat_template import ChatTemplate, TurnsError
+from umbra.services.modeling.parsers import PLAIN, TOLD, Parser, ResponseTemplateParser, read
+
+VLLM = vllm_parsers.PREFIX
+FAMILIES = (
+    ("<arg_key>", "glm4moe"),
+    ("<function=", "qwen3_5"),
+    ("<|tool_call>call:", "gemma4"),
+    ("<|channel|>", "gptoss"),
+    ("<|tool_call_start|>", f"{VLLM}lfm2"),
+    ("[TOOL_CALLS]", f"{VLLM}mistral"),
+    ("<｜Assistant｜><think>", "deepseek_r1"),
+    ("<｜tool▁calls▁begin｜>", f"{VLLM}deepseek_v3"),
+    ("<tool_call>", "qwen3"),
+    ('"parameters": ', "llama3"),
+)
+"""A text in the chat templates of a family of models, and the name of its parser."""
+_WORDS = "Well, f(x) is 1 (or 2), and so on."  # which some take for a call
+_CALLED = {"name": "umbratool", "arguments": {"place": "Lund 4", "days": 3}}
+_SCHEMA: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": _CALLED["name"],
+        "description": "Marks.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "place": {"type": "string", "description": "a place"},
+                "days": {"type": "integer", "description": "a number"},
+            },
+            "required": ["place", "days"],
+        },
+    },
+}
+
+log = logging.getLogger(__name__)
+
+
+def choose_parser(wanted: str, tokenizer: Any, template: ChatTemplate | None) -> Parser:
+    """Return the parser that `model.parser` names, or with "auto" that of the model's family.
+
+    Without a family whose parser reads back what `template` writes, turns are words.
+
+    Raises:
+        UsageError: there is none of that name here.
+    """
+    if wanted == "none" or (wanted == "auto" and template is None):
+        return PLAIN
+    if wanted == "auto":
+        assert template is not None
+        return _of_family(tokenizer, template)
+    found = _named(wanted, tokenizer)
+    if template is not None and template.writes_calls and not _reads_back(found, template):
+        log.warning("model.parser = %s does not read the calls of %s", wanted, template.name)
+    return found
+
+
+@functools.cache
+def response_templates() -> dict[str, dict[str, Any]]:
+    """Response templates of Transformers by the name of their family."""
+    return tomllib.loads(
+        Path(__file__).with_name("response_templates.toml").read_text(encoding="utf-8")
+    )
+
+
+def _of_family(tokenizer: Any, template: ChatTemplate) -> Parser:
+    own = getattr(tokenizer, "response_template", None)
+    if isinstance(own, dict) and (template.writes_calls or not template.tells_tools):
+        return ResponseTemplateParser("model", own, told=not template.tells_tools)
+    text = str(tokenizer.chat_template)
+    names = [name for mark, name in FAMILIES if mark in text]
+    if not template.tells_tools:  # calls are in plain text, as a system message says
+        known = response_templates()
+        name = next((name for name in names if name in known), "told")
+        return ResponseTemplateParser(name, known.get(name, TOLD), told=True)
+    if not template.writes_calls:
+        return PLAIN
+    for name in names:
+        try:
+            parser = _named(name, tokenizer)
+        except UsageError as error:
+            log.warning("%s", error)
+            continue
+        if _reads_back(parser, template):
+            return parser
+    return PLAIN
+
+
+def _named(wanted: str, tokenizer: Any) -> Parser:
+    key = f"model.parser = {wanted}"
+    if (known := response_templates().get(wanted)) is not None:
+        return ResponseTemplateParser(wanted, known)
+    if not wanted.startswith(VLLM):
+        raise UsageError(
+            f"{key} is unknown; use auto, none, {', '.join(response_templates())}, or {VLLM}TOOLS "
+            f"or {VLLM}TOOLS+REASONING (parsers of vLLM)"
+        )
+    if not vllm_parsers.is_installed():
+        raise UsageError(f'{key} needs vLLM: pip install "umbra-rl[vllm]"')
+    calls, _, reasoning = wanted.removeprefix(VLLM).partition("+")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what vLLM imports
+            return vllm_parsers.VllmParser(tokenizer, calls, reasoning)
+    except Exception as error:
+        raise UsageError(f"{key}: vLLM says: {error}") from error
+
+
+def _reads_back(parser: Parser, template: ChatTemplate) -> bool:
+    """Whether `parser` reads a call and plain words as `template` writes them."""
+    call = {"id": "call00000", "type": "function", "function": _CALLED}
+    called = _read(parser, template, {"role": "assistant", "content": "", "tool_calls": [call]})
+    words = _read(parser, template, {"role": "assistant", "content": _WORDS})
+    return (
+        called is not None
+        and [each["function"] for each in called.tool_calls] == [_CALLED]
+        and words is not None
+        and not words.tool_calls
+        and words.content.strip() == _WORDS
+    )
+
+
+def _read(parser: Parser, template: ChatTemplate, said: Message) -> Said | None:
+    try:
+        prompt, text, stop = template.turn_text(said, [_SCHEMA])
+        return read(parser, prompt, text, [_SCHEMA], stop)
+    except TurnsError:
+        return None
+    except Exception as error:  # noqa: BLE001 - a parser of another family may fail anyhow
+        log.debug("%s: %s", parser.name, error)
+        return None
