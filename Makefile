@@ -115,11 +115,10 @@ test-cluster: $(DEV_STAMP) ## Run a plan on SLURM, on Docker and in pods, where 
 	@$(BIN)/python -m pytest -m cluster tests/real $(PYTEST_OPTIONS)
 
 .PHONY: lint
-lint: $(DEV_STAMP) ## Check style, formatting, file lengths and structure
+lint: $(DEV_STAMP) ## Check style, formatting and the budget of lines
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/python .ci/file_lengths.py
-	@$(BIN)/python .ci/structure.py
+	@$(BIN)/python .ci/budget.py
 
 .PHONY: types
 types: $(DEV_STAMP) ## Check types
