@@ -25,9 +25,9 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "services/buffer": (7_750, 125),
     "services/config": (3_150, 65),
     "services/environments": (4_000, 100),
-    "services/generator": (9_150, 140),
+    "services/generator": (9_050, 135),
     "services/http": (400, 10),
-    "services/modeling": (6_000, 115),
+    "services/modeling": (5_800, 110),
     "services/monitor": (2_200, 65),
     "services/process": (1_950, 55),
     "services/prompts": (550, 20),
@@ -35,11 +35,11 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "services/scorer": (550, 10),
     "services/trainer": (9_050, 205),
     "services/weight_hub": (2_600, 30),
-    "services/weights": (7_350, 120),
-    "deploy": (11_850, 270),
+    "services/weights": (6_750, 115),
+    "deploy": (11_800, 270),
     "src": (750, 10),
     "benchmarks": (5_500, 155),
-    "tests": (65_750, 3600),
+    "tests": (64_900, 3565),
 }
 
 
