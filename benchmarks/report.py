@@ -21,8 +21,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from umbra.services.reporting.numbers import number
-from umbra.services.reporting.tables import aligned
+from umbra.services.reporting.tables import aligned, number
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,

@@ -40,7 +40,7 @@ from umbra.services.config.objective_rules import implied
 from umbra.services.modeling.hub import is_hub_name, missing_bytes
 from umbra.services.process.signals import SignalCounter
 from umbra.services.prompts.download import shown
-from umbra.services.reporting.numbers import size
+from umbra.services.reporting.tables import size
 
 SIGNALLED = 128  # exit codes above it are of signals
 

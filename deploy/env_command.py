@@ -14,7 +14,7 @@ import click
 
 from umbra._version import __version__
 from umbra.proto.errors import EXIT_DONE
-from umbra.proto.version import PROTOCOL_MAJOR, PROTOCOL_MINOR
+from umbra.proto.records import PROTOCOL_MAJOR, PROTOCOL_MINOR
 from umbra.services.reporting.tables import facts
 from umbra.services.weights.arena import SHM
 from umbra.services.weights.planes.choice import PLANES

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from umbra.deploy.run_folder import RunFolder, read_rows
-from umbra.services.reporting.numbers import number
+from umbra.services.reporting.tables import number
 
 Rollout = dict[str, Any]
 

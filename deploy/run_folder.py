@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from umbra.proto.errors import UNREADABLE, UsageError
-from umbra.services.process.folder_lock import NAME as LOCK
-from umbra.services.process.folder_lock import HeldError, folder_lock
+from umbra.services.process.files import LOCK, HeldError, folder_lock
 from umbra.services.process.metrics import parse_row
 
 LAST_LINES_BYTES = 16 << 10

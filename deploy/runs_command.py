@@ -16,10 +16,9 @@ import click
 from umbra.deploy.run_folder import RunFolder
 from umbra.proto.errors import EXIT_DONE, UNREADABLE, UsageError
 from umbra.services.config import RunSection
-from umbra.services.process.folder_lock import is_held
+from umbra.services.process.files import is_held
 from umbra.services.process.metrics import parse_row
-from umbra.services.reporting.numbers import size
-from umbra.services.reporting.tables import aligned
+from umbra.services.reporting.tables import aligned, size
 
 TAIL_BYTES = 1 << 20  # of the metrics, in which a run without a summary has its last steps
 RECENT = 10  # steps, of which the mean reward is shown

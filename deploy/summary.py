@@ -15,9 +15,9 @@ from umbra.deploy.run_folder import RunFolder
 from umbra.proto.errors import UNREADABLE
 from umbra.services.monitor.view import health_text
 from umbra.services.process.child import Usage
-from umbra.services.process.disk import DISK, READABLE_MODE
+from umbra.services.process.files import DISK, READABLE_MODE
 from umbra.services.reporting.figures import PHASES, is_idle
-from umbra.services.reporting.numbers import counts, number
+from umbra.services.reporting.tables import counts, number
 
 JOIN_S = 0.001  # spans that are closer are one
 

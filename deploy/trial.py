@@ -14,7 +14,7 @@ from umbra.services.buffer.prompts import first_rows
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import to_json
 from umbra.services.process.child import ChildError, child_environ
-from umbra.services.process.disk import DISK, READABLE_MODE
+from umbra.services.process.files import DISK, READABLE_MODE
 from umbra.services.process.signals import SignalCounter
 
 

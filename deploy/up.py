@@ -40,7 +40,7 @@ from umbra.services.buffer.command import NEW_ADDRESS
 from umbra.services.config import RunConfig
 from umbra.services.monitor.run_address import RunAddress
 from umbra.services.process.child import ChildError, ChildProcess, child_environ
-from umbra.services.process.disk import DISK, READABLE_MODE
+from umbra.services.process.files import DISK, READABLE_MODE
 from umbra.services.process.signals import SignalCounter
 from umbra.services.process.supervisor import Program, Supervisor
 from umbra.services.weights.arena import remove_leftovers

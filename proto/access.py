@@ -1,7 +1,9 @@
-"""Who may send what: one table from messages to the keys whose holders may send them.
+"""Who may send which message, and how large it may be: the tables that a server looks at first.
 
-Where a run has keys, its servers refuse everything else. Without keys they go by the role that a
-member has joined under.
+Where a run has keys, its servers refuse all that the key of a connection does not allow. Without
+keys they go by the role that a member has joined under. A server refuses what is too large before
+it decodes anything; ZeroMQ ends the connection of a peer that sends a frame larger than all
+messages to that socket may be.
 """
 
 from __future__ import annotations
@@ -9,7 +11,6 @@ from __future__ import annotations
 from functools import cache
 from typing import Literal, get_args
 
-from umbra.proto.base import Message, Role
 from umbra.proto.messages import (
     BUCKETS,
     CONTROL,
@@ -17,6 +18,8 @@ from umbra.proto.messages import (
     TELEMETRY,
     WEIGHTS,
     AcquireSlot,
+    BatchLease,
+    Buckets,
     CheckpointRequest,
     CheckpointSaved,
     CommitBatch,
@@ -29,7 +32,10 @@ from umbra.proto.messages import (
     FinishRun,
     FlushPartials,
     Heartbeat,
+    HoldArena,
+    HubStatus,
     HubStatusRequest,
+    Interrupt,
     InterruptRequest,
     Join,
     LeaseBatch,
@@ -37,21 +43,31 @@ from umbra.proto.messages import (
     LeaseScoring,
     Leave,
     Nack,
+    OfferSlot,
     Ok,
     PartState,
     PauseRequest,
     Ping,
+    Prepare,
     Publish,
     Ready,
     RegisterManifest,
+    RenewAck,
     RenewLeases,
     ResumeRequest,
     ReturnSamples,
+    RunFinished,
+    SampleLeases,
+    ScoringLeases,
+    Status,
     StatusRequest,
+    SubmitAck,
     SubmitScores,
     SubmitTrajectories,
     Subscribe,
+    Subscribed,
 )
+from umbra.proto.records import Message, Role
 
 # An operator is no process of the run, but a person who may change it from outside.
 KeyRole = Role | Literal["operator"]
@@ -131,3 +147,63 @@ def may_connect(role: KeyRole, socket: str) -> bool:
     if socket == "events_out":
         return role in WATCHERS
     return any(may_send(role, kind) for kind in SOCKETS.get(socket, ()))
+
+
+HEADER_BYTES = 4 << 10
+COMMON_BYTES = 64 << 10
+SUBMIT_BYTES = 32 << 20  # one trajectory of the most tokens fits, and thousands of usual ones
+SUBSCRIPTION_BYTES = 1 << 10  # what a handshake needs; a topic is far shorter
+RAW_BYTES = 64 << 20  # a raw frame
+LEASE_BYTES = 256 << 20  # what a client is given to work on
+MOST_BYTES = 1 << 30  # any frame: a batch, whose tokens may have hundreds of bytes of routing each
+
+# Messages that may be larger than `COMMON_BYTES`.
+LARGE: dict[type[Message], int] = {
+    Status: 64 << 20,
+    SampleLeases: LEASE_BYTES,
+    SubmitTrajectories: SUBMIT_BYTES,
+    SubmitAck: LEASE_BYTES,
+    ReturnSamples: SUBMIT_BYTES,
+    RenewLeases: 1 << 20,
+    RenewAck: 1 << 20,
+    Interrupt: 1 << 20,
+    InterruptRequest: 1 << 20,
+    FlushPartials: SUBMIT_BYTES,
+    ScoringLeases: LEASE_BYTES,
+    SubmitScores: SUBMIT_BYTES,
+    BatchLease: MOST_BYTES,
+    CommitBatch: 256 << 10,
+    RunFinished: 16 << 20,
+    RegisterManifest: 16 << 20,
+    Publish: 1 << 20,
+    HoldArena: 16 << 20,
+    OfferSlot: 1 << 20,
+    Subscribed: 16 << 20,
+    Prepare: 1 << 20,
+    HubStatus: 4 << 20,
+    FetchBuckets: 4 << 20,
+    Buckets: 1 << 20,
+    Event: 256 << 10,
+}
+
+
+def body_bytes(kind: type[Message]) -> int:
+    """Bytes that the body of such a message may have at most."""
+    return LARGE.get(kind, COMMON_BYTES)
+
+
+def allowed_bytes(kind: type[Message], role: KeyRole | None) -> int:
+    """The same for a server's peer whose key is of `role`: 0 for what that may not send.
+
+    Without keys (`role` None) it is what some role may send.
+    """
+    allowed = kind in SENDERS if role is None else may_send(role, kind)
+    return body_bytes(kind) if allowed else 0
+
+
+def socket_bytes(socket: str) -> int:
+    """Bytes of the largest frame that anybody may send to a server's `socket`."""
+    if socket == "events_out":
+        return SUBSCRIPTION_BYTES
+    kinds = SOCKETS.get(socket, ())
+    return max((body_bytes(kind) for kind in kinds if kind in SENDERS), default=COMMON_BYTES)

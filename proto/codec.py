@@ -9,21 +9,24 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 import msgspec.inspect
 
+from umbra.proto.access import HEADER_BYTES, RAW_BYTES, SUBMIT_BYTES, body_bytes
+from umbra.proto.bounds import SUBMITTED
 from umbra.proto.errors import LimitError, WireError
 from umbra.proto.messages import TYPES, Header, Message, Nack
-from umbra.proto.sizes import HEADER_BYTES, RAW_BYTES, body_bytes
-from umbra.proto.version import PROTOCOL_MAJOR, PROTOCOL_MINOR
+from umbra.proto.records import PROTOCOL_MAJOR, PROTOCOL_MINOR
 
+FILL_BYTES = SUBMIT_BYTES // 4  # of a portion: what is in it besides arrays comes on top
 REASON_CHARS = 200  # of a refusal; enough to recognise what was sent
 Frame: TypeAlias = bytes | memoryview
 S = TypeVar("S", bound=msgspec.Struct)
+T = TypeVar("T")
 _PLACE = re.compile(r"(.*) - at `(?:key` in `)?\$\.?([^`]*)`", re.DOTALL)
 
 
@@ -246,3 +249,20 @@ def _refusal(cls: type[msgspec.Struct], text: str) -> WireError:
     if " of length <= " in reason:
         return LimitError(f"{place}: {reason}", path=path or "$")
     return WireError(f"{place}: {reason}", path=path or "$")
+
+
+def portions(
+    items: Sequence[T], size: Callable[[T], int], most: int = SUBMITTED, fill: int = FILL_BYTES
+) -> Iterator[list[T]]:
+    """Split `items` into lists that fit into a message: at most `most`, of about `fill` bytes."""
+    portion: list[T] = []
+    filled = 0
+    for item in items:
+        length = size(item)
+        if portion and (len(portion) == most or filled + length > fill):
+            yield portion
+            portion, filled = [], 0
+        portion.append(item)
+        filled += length
+    if portion:
+        yield portion

@@ -12,14 +12,13 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from umbra.proto.base import Header as Header
-from umbra.proto.base import Message, Role, State
 from umbra.proto.bounds import (
     BATCH,
     FIGURES,
     LEASES,
     MEMBERS,
     RUN,
+    STAGES,
     SUBMITTED,
     Figures,
     Id,
@@ -29,36 +28,23 @@ from umbra.proto.bounds import (
     Stats,
     Text,
 )
-from umbra.proto.operator import (
-    CheckpointMade,
-    CheckpointRequest,
-    DrainRequest,
-    EvalBegun,
-    EvalRequest,
-    Interrupted,
-    InterruptRequest,
-    PauseRequest,
-    ResumeRequest,
-)
+from umbra.proto.errors import WireError
 from umbra.proto.records import (
     EvalReport,
     Ledger,
+    Message,
+    Order,
     Record,
+    Role,
     SampleTask,
     Score,
     ScoringTask,
+    State,
     Told,
     Trajectory,
+    with_score,
 )
-from umbra.proto.training import (
-    BatchLease,
-    CheckpointSaved,
-    CommitAck,
-    CommitBatch,
-    FinishRun,
-    LeaseBatch,
-    RunFinished,
-)
+from umbra.proto.records import Header as Header
 from umbra.proto.weights import (
     Abort,
     AcquireSlot,
@@ -384,6 +370,131 @@ class Event(Message, frozen=True, kw_only=True):
 
     kind: Name
     fields: Row = {}
+
+
+class DrainRequest(Order, frozen=True, kw_only=True):
+    """Have `member` hand back what it holds and leave; if it is empty, end the run in order."""
+
+    member: Name = ""
+    reason: Text = ""
+
+
+class PauseRequest(Order, frozen=True, kw_only=True):
+    """Hand out no samples and no batches until `ResumeRequest`."""
+
+    reason: Text = ""
+
+
+class ResumeRequest(Order, frozen=True, kw_only=True):
+    """Hand out samples and batches again."""
+
+
+class EvalRequest(Order, frozen=True, kw_only=True):
+    """Evaluate the policy as it is now, on the run's held-out prompts."""
+
+
+class EvalBegun(Message, frozen=True, kw_only=True):
+    """The evaluation of `version`, or of a later one, begins; `Status.evals` tells how it goes."""
+
+    version: int
+    samples: int
+
+
+class CheckpointRequest(Order, frozen=True, kw_only=True):
+    """Have the trainer save its state as it is now, or after the step that it is in."""
+
+
+class CheckpointMade(Message, frozen=True, kw_only=True):
+    """The trainer can start again after `step`."""
+
+    step: int
+
+
+class InterruptRequest(Order, frozen=True, kw_only=True):
+    """Have `samples` (empty: all) come back as partials from where they are being generated."""
+
+    samples: Annotated[list[Id], Meta(max_length=BATCH)] = []
+    reason: Text = ""
+
+
+class Interrupted(Message, frozen=True, kw_only=True):
+    """How many samples their generators were asked to hand back."""
+
+    samples: int
+
+
+class LeaseBatch(Message, frozen=True, kw_only=True):
+    """The trainer asks for the batch of optimizer step `step` (1-based), waiting up to `wait_s`."""
+
+    step: int
+    wait_s: Number
+
+
+class BatchLease(Message, frozen=True, kw_only=True):
+    """The batch, whole groups in order; empty when it could not be filled within `wait_s`.
+
+    `waiting_for` says in words what is missing.
+    """
+
+    step: int
+    trajectories: Annotated[list[Trajectory], Meta(max_length=RUN)]
+    waiting_for: Text = ""
+    paused: bool = False  # it is not late: the run was paused
+    checkpoint: bool = False  # save the state of now before anything else
+    evals: Annotated[
+        list[EvalReport], Meta(max_length=BATCH)
+    ] = []  # the last ones that are over, for the trainer's curves
+    scores: Annotated[
+        dict[Id, Annotated[list[Score], Meta(max_length=RUN)]], Meta(max_length=STAGES)
+    ] = {}  # by stage in their order: what it found, for each of `trajectories`
+
+    def scored(self) -> list[Trajectory]:
+        """`trajectories` with what all stages have found.
+
+        Raises:
+            WireError: the scores are not those of the trajectories.
+        """
+        made = self.trajectories
+        for stage, scores in self.scores.items():
+            if [score.sample_id for score in scores] != [one.sample_id for one in made]:
+                raise WireError(f"the scores of stage {stage} are of other samples", path="scores")
+            made = [with_score(one, stage, score) for one, score in zip(made, scores, strict=True)]
+        return made
+
+
+class CommitBatch(Message, frozen=True, kw_only=True):
+    """The batch of `step` has been trained on. A repeated commit is a no-op."""
+
+    step: int
+    metrics: Figures = {}
+
+
+class CommitAck(Message, frozen=True, kw_only=True):
+    """Committed; the ledger after it."""
+
+    version: int
+    ledger: Ledger
+
+
+class CheckpointSaved(Message, frozen=True, kw_only=True):
+    """The trainer can start again after `step`: batches up to it need not be kept any more."""
+
+    step: int
+    newest: int = -1  # step of the newest checkpoint, on which the trainer need not rely alone
+    error: Text = ""  # why the last one that was tried is not there
+
+
+class FinishRun(Message, frozen=True, kw_only=True):
+    """The trainer is done: what is in flight ends as `cancelled`, everyone drains."""
+
+    reason: Text
+
+
+class RunFinished(Message, frozen=True, kw_only=True):
+    """The final ledger; nothing is in flight any more."""
+
+    ledger: Ledger
+    evals: Annotated[list[EvalReport], Meta(max_length=BATCH)] = []  # the last ones that are over
 
 
 CONTROL: tuple[type[Message], ...] = (

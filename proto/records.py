@@ -39,6 +39,9 @@ from umbra.proto.bounds import (
     keep_to_bounds,
 )
 
+PROTOCOL_MAJOR = 6
+PROTOCOL_MINOR = 0
+
 
 class Record(msgspec.Struct, kw_only=True, frozen=True):
     """Base of all records: immutable, keyword-only, unknown fields are skipped when decoded."""
@@ -208,6 +211,23 @@ class Trajectory(Kept, frozen=True, kw_only=True):
         if not self.branches:
             return self.spans
         return [*self.spans, *(span for one in self.branches for span in one.spans)]
+
+
+def array_bytes(trajectory: Trajectory | None) -> int:
+    """Bytes of all arrays of a trajectory, those of its branches included."""
+    if trajectory is None:
+        return 0
+    arrays = (
+        trajectory.prompt_ids, trajectory.response_ids, trajectory.loss_mask, trajectory.logprobs,
+        trajectory.ref_logprobs or b"", trajectory.proximal_logprobs or b"",
+        trajectory.routing.chosen if trajectory.routing is not None else b"",
+    )  # fmt: skip
+    lines = (
+        len(array)
+        for one in trajectory.branches
+        for array in (one.prompt_ids, one.response_ids, one.loss_mask, one.logprobs)
+    )
+    return sum(map(len, arrays)) + sum(lines)
 
 
 class SampleTask(Record, frozen=True, kw_only=True):
@@ -417,3 +437,38 @@ def _from_bytes(typecode: str, data: bytes) -> array[Any]:
     if sys.byteorder == "big":
         values.byteswap()
     return values
+
+
+Role = Literal[
+    "buffer", "generator", "scorer", "trainer", "weight_hub", "part", "relay",
+    "monitor",
+]  # fmt: skip
+State = Literal["starting", "joining", "ready", "draining", "stopped", "failed"]
+
+
+class Header(Record, frozen=True, kw_only=True):
+    """First frame of every message."""
+
+    major: int
+    minor: int
+    type: Name
+    id: int  # counts up per sender and incarnation; a resend keeps its id
+    sender: Name
+    incarnation: Name  # changes at every start of a process: a new one supersedes the old
+    reply_to: int | None = None
+    sent_at: Number = 0.0  # seconds since the epoch
+
+
+class Message(Record, frozen=True, kw_only=True):
+    """Base of all message bodies; the class-level tag is the header's `type`."""
+
+    def __post_init__(self) -> None:
+        keep_to_bounds(self)
+
+    def raw_frames(self) -> int:
+        """How many raw frames follow the body."""
+        return 0
+
+
+class Order(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of what an operator orders: a misspelt field is refused, as its default acts on all."""

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 
 import zmq
 
+from umbra.proto.access import MOST_BYTES, socket_bytes
 from umbra.proto.errors import StartupError, UmbraError, UsageError
-from umbra.proto.sizes import MOST_BYTES, socket_bytes
 
 LINGER_MS = 1_000
 HEARTBEAT_INTERVAL_MS = 10_000  # two connections of each member: a server of many notices

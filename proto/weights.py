@@ -6,7 +6,6 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from umbra.proto.base import Message
 from umbra.proto.bounds import (
     BATCH,
     BUCKETS,
@@ -19,7 +18,7 @@ from umbra.proto.bounds import (
     Size,
     Text,
 )
-from umbra.proto.records import GpuFacts, Manifest, NcclRound, Piece
+from umbra.proto.records import GpuFacts, Manifest, Message, NcclRound, Piece
 
 # -- weights socket (hub: ROUTER) ---------------------------------------------------------------
 

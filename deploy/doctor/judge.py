@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 import msgspec
 
 from umbra.deploy.doctor.diagnosis import Diagnosis, Result, unmade
-from umbra.services.reporting.numbers import size
+from umbra.services.reporting.tables import size
 
 GIB = 1 << 30
 MIB = 1 << 20

@@ -17,8 +17,7 @@ from umbra.deploy.estimate.share import shares_if_any
 from umbra.deploy.machine_defaults import Hardware, for_hardware, this_hardware
 from umbra.proto.errors import EXIT_DONE, UsageError
 from umbra.services.config.loader import given_keys, load_tree
-from umbra.services.reporting.numbers import size
-from umbra.services.reporting.tables import aligned
+from umbra.services.reporting.tables import aligned, size
 
 
 @click.command()

@@ -18,7 +18,7 @@ from umbra.deploy.estimate.items import (
 )
 from umbra.deploy.estimate.needs import arena, needs
 from umbra.services.config import RunConfig
-from umbra.services.reporting.numbers import size
+from umbra.services.reporting.tables import size
 
 USABLE = 0.95  # of a GPU: its allocator leaves gaps
 

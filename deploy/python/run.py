@@ -19,7 +19,7 @@ from umbra.proto.deadline import Deadline
 from umbra.proto.errors import UsageError
 from umbra.services.monitor.run_address import RunAddress, find_run
 from umbra.services.process.child import ChildError, child_environ
-from umbra.services.process.folder_lock import is_held
+from umbra.services.process.files import is_held
 from umbra.services.process.metrics import parse_row
 from umbra.services.prompts.readers import is_elsewhere
 

@@ -24,7 +24,7 @@ from umbra.proto.errors import UmbraError, UsageError
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import config_of, read_run_file, to_json
 from umbra.services.environments.protocol import Tool
-from umbra.services.process.disk import DISK, READABLE_MODE
+from umbra.services.process.files import DISK, READABLE_MODE
 
 Prompts: TypeAlias = str | Path | Iterable[str | Mapping[str, Any]]
 """What `data.prompts` takes: a file, a URL, "datasets:NAME"; or rows, texts or mappings."""

@@ -14,7 +14,7 @@ from umbra.deploy.report.svg import bar_chart, gantt, line_chart, stacked_chart
 from umbra.deploy.rollouts import Rollout, heading, pieces
 from umbra.services.prompts.download import shown
 from umbra.services.reporting.figures import PHASES, busy, idle_causes, is_idle
-from umbra.services.reporting.numbers import number
+from umbra.services.reporting.tables import number
 
 OLD = 4  # steps of staleness, from which on all looks the same
 CHARTS: dict[str, tuple[tuple[str, str], ...]] = {  # title -> (label, column) of each line

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
-from umbra.services.reporting.numbers import compact
+from umbra.services.reporting.tables import compact
 
 WIDTH, HEIGHT = 420, 160
 RIGHT, TOP, BOTTOM = 8, 8, 20

@@ -13,12 +13,10 @@ import zmq
 
 from umbra.proto import sockets
 from umbra.proto.codec import Encoder, decode
-from umbra.proto.errors import DeadlineError, RejectedError, UsageError, WireError
+from umbra.proto.errors import DeadlineError, RejectedError, UsageError, WireError, service_thread
 from umbra.proto.messages import Event, Header, Role
-from umbra.proto.net.channel import Channel
-from umbra.proto.net.handshake import Handshake
+from umbra.proto.net.channel import Channel, Handshake
 from umbra.proto.net.keys import OPEN, Security
-from umbra.services.process.threads import service_thread
 
 CLOSE_DEADLINE_S = 5.0
 HEARD_AT_ONCE = 256  # events taken from one subscription before the others get their turn

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Protocol
 
 import zmq
 from zmq.auth import load_certificate  # pyright: ignore[reportUnknownVariableType]
@@ -21,12 +22,21 @@ from umbra.proto.access import KEY_ROLES, KeyRole
 from umbra.proto.errors import UsageError
 from umbra.proto.messages import Role
 from umbra.proto.sockets import Curve
-from umbra.services.config import SecurityConfig as SecurityConfig
-from umbra.services.process.disk import DISK
 
 PUBLIC, SECRET = ".key", ".key_secret"
 FOLDER = "keys"  # inside of a run's folder, or beside the folders of runs
 KEY_CHARACTERS = 40  # 32 bytes in Z85
+
+
+class Settings(Protocol):
+    """Section `[security]` of a run file."""
+
+    @property
+    def keys(self) -> str: ...
+    @property
+    def insecure(self) -> bool: ...
+    @property
+    def encrypt_weights(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +173,7 @@ def load_keys(folder: Path, role: KeyRole) -> Keys:
 
 
 def open_security(
-    config: SecurityConfig, roles: Sequence[KeyRole], run_dir: Path | None = None
+    config: Settings, roles: Sequence[KeyRole], run_dir: Path | None = None
 ) -> Security:
     """What `[security]` says, for a process that may have the key of any of `roles`, best first.
 
@@ -208,8 +218,11 @@ def _forbidden(path: Path) -> UsageError:
 
 def _write(path: Path, keys: Mapping[str, bytes]) -> None:
     lines = [f'    {name} = "{key.decode()}"\n' for name, key in keys.items()]
-    path.with_name(f"{path.name}.part").unlink(missing_ok=True)  # with whatever mode it has
-    DISK.replace(path, "".join(["metadata\n", "curve\n", *lines]).encode())
+    part = path.with_name(f"{path.name}.part")
+    part.unlink(missing_ok=True)  # with whatever mode it has
+    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.writelines(["metadata\n", "curve\n", *lines])
+    part.rename(path)
 
 
 def _read(path: Path, *, secret: bool = False) -> tuple[bytes, bytes]:

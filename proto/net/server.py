@@ -21,14 +21,13 @@ import msgspec
 import zmq
 
 from umbra.proto import sockets
-from umbra.proto.access import QUESTIONS, KeyRole
+from umbra.proto.access import QUESTIONS, KeyRole, allowed_bytes, socket_bytes
 from umbra.proto.bounds import MEMBERS
 from umbra.proto.codec import Encoder, decode_body, decode_header, kind_of, nack
 from umbra.proto.errors import WireError
 from umbra.proto.messages import ANY, Event, Header, Message, Ok
 from umbra.proto.net.keys import OPEN, Security
 from umbra.proto.net.zap import Refusals, ZapGate, role_of
-from umbra.proto.sizes import allowed_bytes, socket_bytes
 
 # Senders whose resends are known, the last ones, as names cost a stranger nothing. Each member is
 # one on two sockets: if fewer were kept, all would be forgotten in turn, each before it speaks.

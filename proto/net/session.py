@@ -8,8 +8,9 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 from umbra._version import __version__
 from umbra.proto.deadline import Deadline
@@ -37,13 +38,28 @@ from umbra.proto.net.channel import Channel
 from umbra.proto.net.io_thread import IoThread
 from umbra.proto.net.keys import OPEN, Security
 from umbra.proto.sockets import check_address
-from umbra.services.process.metrics import MetricsFile
 
 GRACE_S = 60.0  # without a sign of the broker: it is gone, or cut off from us
 LEAVE_TIMEOUT_S = 3.0
 WATCHED = ("push", "sample", "slow_sample")  # rows of the metrics that go to the watchers, too
 
 log = logging.getLogger(__name__)
+
+
+class Spans(Protocol):
+    """The time of this process: `services.process.metrics.SpanLog`."""
+
+    def shares(self) -> dict[str, float]: ...
+    def take(self) -> Sequence[tuple[str, float, float]]: ...
+
+
+class Metrics(Protocol):
+    """The rows and spans that this process writes: `services.process.metrics.MetricsFile`."""
+
+    on_row: Callable[[str, dict[str, Any]], None] | None
+
+    @property
+    def spans(self) -> Spans: ...
 
 
 class Session:
@@ -64,7 +80,7 @@ class Session:
         welcome: Welcome,
         stopping: threading.Event,
         grace_s: float,
-        metrics: MetricsFile,
+        metrics: Metrics | None,
     ) -> None:
         self.name = link.name
         self.incarnation = link.incarnation
@@ -86,7 +102,8 @@ class Session:
         self._pace_s = welcome.heartbeat_s
         self._stats: dict[str, float] = {}
         self._metrics = metrics
-        metrics.on_row = self._row
+        if metrics is not None:
+            metrics.on_row = self._row
         self._hub = (welcome.weights, welcome.weights_incarnation)
         self._weights: Channel | None = None
         self._data: Channel | None = None
@@ -108,7 +125,7 @@ class Session:
         deadline_s: float = 60.0,
         grace_s: float = GRACE_S,
         security: Security = OPEN,
-        metrics: MetricsFile | None = None,
+        metrics: Metrics | None = None,
         vocabulary: int = 0,
         routers: tuple[int, int, int] | None = None,
     ) -> Session:
@@ -149,8 +166,7 @@ class Session:
             raise
         log.info("joined run %s as %s", welcome.run_id, name)
         stop = stopping or threading.Event()
-        file = metrics or MetricsFile(None, name)
-        return cls(link, control, hello, welcome, stop, grace_s, file)
+        return cls(link, control, hello, welcome, stop, grace_s, metrics)
 
     @property
     def data(self) -> Channel:
@@ -250,9 +266,9 @@ class Session:
                 progress=self._progress,
                 idle_s=now - self._moved_at,
                 stats=dict(self._stats),
-                shares=self._metrics.spans.shares(),
+                shares=self._metrics.spans.shares() if self._metrics else {},
             )
-        if spans := self._metrics.spans.take():
+        if self._metrics and (spans := self._metrics.spans.take()):
             self.emit("spans", spans=spans)
         self._control.request(beat, timeout_s=self._grace_s, on_done=self._heard)
 

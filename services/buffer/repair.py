@@ -21,7 +21,7 @@ from umbra.services.buffer.store.log import LogStore, store_lock
 from umbra.services.buffer.store.record_format import value_of
 from umbra.services.buffer.store.recovery import REPAIRED
 from umbra.services.buffer.store.segments import Replay, segment_bytes, segment_numbers
-from umbra.services.process.disk import DISK
+from umbra.services.process.files import DISK
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from umbra.services.buffer.store.run_mark import open_marked, refuse_marked
 from umbra.services.config import BufferConfig
 from umbra.services.config.feasibility import check_feasible
 from umbra.services.process.command import ServiceContext
-from umbra.services.process.disk import DISK, READABLE_MODE
+from umbra.services.process.files import DISK, READABLE_MODE
 from umbra.services.prompts.readers import read_source
 from umbra.services.weights.memory import HeapTrimmer
 

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TypeVar
 
 from umbra.proto.bounds import LEASES
+from umbra.proto.codec import portions
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import DeadlineError
 from umbra.proto.messages import (
@@ -27,8 +28,7 @@ from umbra.proto.messages import (
     SubmitTrajectories,
 )
 from umbra.proto.net.channel import Channel
-from umbra.proto.net.portions import array_bytes, portions
-from umbra.proto.records import SampleTask, Trajectory
+from umbra.proto.records import SampleTask, Trajectory, array_bytes
 
 WAIT_S = 1.0  # how long the buffer may keep a question for work open
 GRACE_S = 60.0  # without an answer for so long, the buffer is gone

@@ -21,9 +21,9 @@ from umbra.services.config.loader import load_config
 from umbra.services.generator.library_tasks import VERIFIERS
 from umbra.services.generator.tasks import GYM, Library, task_named, write_task
 from umbra.services.process.command import ServiceContext, keys_of, service_command
-from umbra.services.process.jsonl import read_jsonl
+from umbra.services.process.files import read_jsonl
 from umbra.services.prompts.readers import placed, read_source
-from umbra.services.reporting.eval_scores import telling
+from umbra.services.reporting.figures import telling
 
 ANSWER_S = 10.0
 DEMOS = 22_400

@@ -27,7 +27,7 @@ from umbra.services.modeling.models import (
     pick_device,
     stop_ids,
 )
-from umbra.services.reporting.eval_scores import eval_scores
+from umbra.services.reporting.figures import eval_scores
 
 
 @dataclass(frozen=True, slots=True)

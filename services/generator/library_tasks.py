@@ -12,7 +12,7 @@ from typing import Any
 from umbra.proto.errors import UsageError
 from umbra.services.environments.python_apart import apart
 from umbra.services.process.child import own_exit_code
-from umbra.services.process.jsonl import read_jsonl
+from umbra.services.process.files import read_jsonl
 
 VERIFIERS = "verifiers:"
 _MODULE = "umbra.services.environments.kinds.task_rows"

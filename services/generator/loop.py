@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from umbra.proto.errors import UmbraError
+from umbra.proto.errors import UmbraError, foreseen
 from umbra.proto.messages import ReturnedSample
 from umbra.proto.net.session import Session
 from umbra.proto.records import SampleTask
@@ -21,7 +21,6 @@ from umbra.services.generator.engines.engine import EngineError, KvPolicy
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.sample_log import SampleLog
 from umbra.services.generator.stall import StallWatch
-from umbra.services.process.threads import foreseen
 from umbra.services.weights.receiver import Receiver, StagedVersion
 
 DRAIN_S = 10.0  # to hand back what is unfinished

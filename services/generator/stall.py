@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from umbra.proto.deadline import Pace
+from umbra.proto.errors import end_process, service_thread
 from umbra.proto.net.session import Session
 from umbra.services.generator.engines.engine import EngineError
-from umbra.services.process.threads import end_process, service_thread
 
 LOOKS = 20  # in the time that is allowed
 LONGEST_LOOK_S = 1.0

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from umbra.proto.net.keys import is_loopback
 from umbra.proto.net.zap import Refusals
-from umbra.services.reporting.numbers import size
+from umbra.services.reporting.tables import size
 
 
 class Objection(NamedTuple):

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from umbra.proto.errors import StartupError, UsageError
-from umbra.services.reporting.numbers import size
+from umbra.services.reporting.tables import size
 
 SMALL = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 """Files of a model besides its weights: configuration, chat template and tokenizer."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from umbra.proto.messages import Member, Status
 from umbra.services.reporting.figures import busy, idle_causes
-from umbra.services.reporting.numbers import number
+from umbra.services.reporting.tables import number
 
 SLOW_S = 10.0  # idle or silent for longer than this is pointed out
 INCARNATION_SHOWN = 6  # characters, enough to see that it is another one

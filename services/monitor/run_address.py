@@ -9,7 +9,7 @@ from pathlib import Path
 
 from umbra.proto.errors import UNREADABLE, UsageError
 from umbra.services.config import RunSection
-from umbra.services.process.disk import DISK, READABLE_MODE
+from umbra.services.process.files import DISK, READABLE_MODE
 
 FILE = "address.json"
 

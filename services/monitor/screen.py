@@ -29,8 +29,7 @@ from umbra.services.monitor.view import (
 )
 from umbra.services.monitor.watch import Look
 from umbra.services.reporting.figures import PHASES
-from umbra.services.reporting.numbers import clock, number
-from umbra.services.reporting.tables import rich_table
+from umbra.services.reporting.tables import clock, number, rich_table
 
 CURVES = ("reward/mean", "loss", "response_length/mean", "staleness/total/mean", "entropy")
 PUSHES_SHOWN = 6

@@ -17,10 +17,8 @@ from umbra.proto.messages import Status, Stuck
 from umbra.proto.records import EvalReport
 from umbra.services.monitor.layout import ByWidth
 from umbra.services.monitor.members import MemberRow, member_rows, most_telling
-from umbra.services.reporting.eval_scores import telling
-from umbra.services.reporting.figures import busy
-from umbra.services.reporting.numbers import clock, counts, number
-from umbra.services.reporting.tables import aligned, rich_table
+from umbra.services.reporting.figures import busy, telling
+from umbra.services.reporting.tables import aligned, clock, counts, number, rich_table
 
 BARS = "▁▂▃▄▅▆▇█"
 COLUMNS = (

@@ -15,7 +15,7 @@ import click
 import msgspec
 
 from umbra.proto.access import KeyRole
-from umbra.proto.errors import UsageError
+from umbra.proto.errors import UsageError, named_errors
 from umbra.proto.messages import Role
 from umbra.proto.net.keys import OPEN, Security, open_security
 from umbra.proto.net.session import Session
@@ -28,7 +28,6 @@ from umbra.services.process.logs import setup_logging
 from umbra.services.process.metrics import MetricsFile
 from umbra.services.process.parent import tell_ready
 from umbra.services.process.signals import stop_on_signals
-from umbra.services.process.threads import named_errors
 
 OPEN_FILES = 65_536
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar, TypeVarTuple
 
-from umbra.services.process.threads import ends_process, service_thread
+from umbra.proto.errors import ends_process, service_thread
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")

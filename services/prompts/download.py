@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from umbra.proto.errors import StartupError, UsageError
-from umbra.services.reporting.numbers import size
+from umbra.services.reporting.tables import size
 
 SCHEMES = ("http://", "https://")
 CHECKSUM = "#sha256="

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from umbra.proto.errors import StartupError, UsageError
-from umbra.services.process.jsonl import read_numbered
+from umbra.services.process.files import read_numbered
 from umbra.services.prompts.download import file_of, is_url, pin_url, shown
 from umbra.services.prompts.rows import Prompt, check_row, renamed
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from umbra.proto.bounds import LEASES
+from umbra.proto.codec import portions
 from umbra.proto.messages import (
     LeaseScoring,
     RenewAck,
@@ -13,7 +14,6 @@ from umbra.proto.messages import (
     SubmitAck,
     SubmitScores,
 )
-from umbra.proto.net.portions import portions
 from umbra.proto.net.session import Session
 from umbra.proto.records import Score
 from umbra.services.process.metrics import MetricsFile

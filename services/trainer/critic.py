@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from umbra.services.config import RunConfig
 from umbra.services.modeling.packing import Cost, pack
 from umbra.services.modeling.row_sizes import RowSizes
-from umbra.services.process.disk import DISK
+from umbra.services.process.files import DISK
 from umbra.services.trainer.batch import TrainBatch
 from umbra.services.trainer.checkpoints.parts import CheckpointPart, OptimizerState, Weights
 from umbra.services.trainer.learner import Learner

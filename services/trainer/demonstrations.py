@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from umbra.proto.errors import UsageError
 from umbra.services.modeling.micro_batch import Tokens
-from umbra.services.process.jsonl import read_jsonl
+from umbra.services.process.files import read_jsonl
 
 Message = dict[str, str]
 

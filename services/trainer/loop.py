@@ -20,7 +20,7 @@ from umbra.proto.messages import (
 from umbra.proto.net.session import Session
 from umbra.services.config.trajectory_rules import RunFacts
 from umbra.services.process.command import ServiceContext
-from umbra.services.reporting.numbers import size
+from umbra.services.reporting.tables import size
 from umbra.services.trainer.batch import TrainBatch, make_batch
 from umbra.services.trainer.checkpoints.saver import SaveOutcome, Saver
 from umbra.services.trainer.guard import SkipLimit

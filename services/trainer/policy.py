@@ -25,7 +25,7 @@ from umbra.proto.errors import UmbraError
 from umbra.services.modeling.model_directory import check_model_dir
 from umbra.services.modeling.models import load_tokenizer, outline_weights, read_weights
 from umbra.services.modeling.weight_files import NotByRowsError, WeightFiles
-from umbra.services.process.disk import DISK
+from umbra.services.process.files import DISK
 
 log = logging.getLogger(__name__)
 

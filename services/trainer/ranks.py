@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import EXIT_DONE, PeerLostError, UmbraError, UsageError
-from umbra.proto.net.interface import interface_towards
+from umbra.proto.net.address import interface_towards
 from umbra.services.config import TrainerConfig
 from umbra.services.process.supervisor import FINAL_CODES
 from umbra.services.trainer.pulse import POLL_S, Pulse

@@ -14,6 +14,7 @@ import click
 
 from umbra.proto.access import KeyRole
 from umbra.proto.bounds import OWNERS
+from umbra.proto.errors import named_errors
 from umbra.proto.messages import Role
 from umbra.proto.net.keys import Security, open_security
 from umbra.proto.net.session import Session
@@ -31,7 +32,6 @@ from umbra.services.process.logs import setup_logging
 from umbra.services.process.metrics import MetricsFile
 from umbra.services.process.parent import die_with_parent, tell_ready
 from umbra.services.process.signals import stop_on_signals
-from umbra.services.process.threads import named_errors
 
 
 def _run(context: ServiceContext) -> int:

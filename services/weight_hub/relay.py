@@ -18,7 +18,7 @@ from contextlib import ExitStack, closing
 import msgspec
 import zmq
 
-from umbra.proto.errors import RejectedError, UmbraError
+from umbra.proto.errors import RejectedError, UmbraError, service_thread
 from umbra.proto.messages import Prepare, Subscribed
 from umbra.proto.net.address import reachable
 from umbra.proto.net.channel import Channel
@@ -29,7 +29,6 @@ from umbra.proto.net.session import Session
 from umbra.proto.records import Piece
 from umbra.services.config import WeightHubConfig as WeightHubConfig
 from umbra.services.process.metrics import MetricsFile
-from umbra.services.process.threads import service_thread
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.manifest import held_whole

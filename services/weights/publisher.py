@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from umbra.proto.deadline import LEAST_RATE, Deadline, Pace
-from umbra.proto.errors import DeadlineError, PeerLostError, RejectedError, UmbraError
+from umbra.proto.errors import (
+    DeadlineError,
+    PeerLostError,
+    RejectedError,
+    UmbraError,
+    service_thread,
+)
 from umbra.proto.messages import (
     AcquireSlot,
     ArenaReady,
@@ -23,7 +29,6 @@ from umbra.proto.messages import (
 )
 from umbra.proto.net.channel import Channel
 from umbra.proto.records import Manifest
-from umbra.services.process.threads import service_thread
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.manifest import checksum
 from umbra.services.weights.memory import copy

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from umbra.proto.deadline import Deadline
-from umbra.proto.errors import StartupError, UmbraError
+from umbra.proto.errors import StartupError, UmbraError, foreseen
 from umbra.proto.messages import (
     Abort,
     Commit,
@@ -27,7 +27,6 @@ from umbra.proto.messages import (
 )
 from umbra.proto.net.channel import Channel
 from umbra.proto.records import Manifest
-from umbra.services.process.threads import foreseen
 from umbra.services.weights.arena import shm_host
 from umbra.services.weights.manifest import Part, check_dtype, check_manifest
 from umbra.services.weights.planes.choice import GPU_PLANES

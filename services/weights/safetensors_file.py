@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from umbra.services.process.disk import DISK, Disk
+from umbra.services.process.files import DISK, Disk
 
 HEADER_ALIGN = 8
 PIECE_BYTES = 8 << 20

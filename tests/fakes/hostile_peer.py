@@ -12,12 +12,11 @@ import zmq
 from fakes.slowness import seconds
 
 from umbra.proto import sockets
-from umbra.proto.access import KeyRole
+from umbra.proto.access import KeyRole, allowed_bytes
 from umbra.proto.codec import Encoder, decode
 from umbra.proto.messages import FinishRun, Leave, Message, Nack, Role, SubmitAck
 from umbra.proto.net.keys import Security, load_keys
-from umbra.proto.sizes import allowed_bytes
-from umbra.proto.version import PROTOCOL_MAJOR, PROTOCOL_MINOR
+from umbra.proto.records import PROTOCOL_MAJOR, PROTOCOL_MINOR
 
 WAIT_S = seconds(30.0)
 GRACE_S = 0.1  # for the answer to what was thrown; not everything is answered

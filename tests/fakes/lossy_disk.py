@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-from umbra.services.process.disk import FILE_MODE, Disk
+from umbra.services.process.files import FILE_MODE, Disk
 
 NOTHING, ALL = -1, -2  # seeds: only what was synced survives; all does
 SECTOR = 512  # bytes that a disk writes as one

@@ -29,7 +29,7 @@ from umbra.proto.net import server as server_module
 from umbra.proto.net.io_thread import IoThread
 from umbra.proto.net.server import Request, Server
 from umbra.proto.net.session import Session
-from umbra.proto.version import PROTOCOL_MAJOR
+from umbra.proto.records import PROTOCOL_MAJOR
 
 Context = zmq.Context[zmq.Socket[bytes]]
 ANY_PORT = "tcp://127.0.0.1:*"

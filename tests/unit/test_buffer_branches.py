@@ -18,7 +18,6 @@ from umbra.proto.messages import (
     SubmitAck,
     SubmitScores,
 )
-from umbra.proto.net.portions import array_bytes
 from umbra.proto.records import (
     Branch,
     SampleTask,
@@ -26,6 +25,7 @@ from umbra.proto.records import (
     ScoringTask,
     Trajectory,
     VersionSpan,
+    array_bytes,
     pack_float32,
     pack_int32,
     unpack_float32,

@@ -14,7 +14,7 @@ from fakes.lossy_disk import LossyDisk, power_cuts
 from torch import Tensor
 
 from umbra.services.config import CheckpointConfig
-from umbra.services.process.disk import Disk
+from umbra.services.process.files import Disk
 from umbra.services.trainer.checkpoints.folder import CheckpointFolder
 from umbra.services.trainer.checkpoints.index import check_files, read_index
 from umbra.services.trainer.checkpoints.reading import SavedPart

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fakes.lossy_disk import LossyDisk, power_cuts
 
-from umbra.services.process.disk import DISK, Disk
+from umbra.services.process.files import DISK, Disk
 
 
 def test_a_replaced_file_is_whole_or_as_before(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from umbra.cli import main
 from umbra.services.config.loader import load_config
 from umbra.services.environments.loading import load_environment
 from umbra.services.environments.protocol import StepResult
-from umbra.services.process.jsonl import read_jsonl
+from umbra.services.process.files import read_jsonl
 from umbra.services.trainer.make_model import CHARACTERS
 
 FOLDER = Path(__file__).parents[2] / "examples" / "reasoning-gym"

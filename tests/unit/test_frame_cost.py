@@ -8,12 +8,11 @@ import msgpack
 import pytest
 from fakes.costly_frames import costly_bodies
 
-from umbra.proto.access import SENDERS
+from umbra.proto.access import SENDERS, body_bytes
 from umbra.proto.codec import decode
 from umbra.proto.errors import WireError
 from umbra.proto.messages import Message
-from umbra.proto.sizes import body_bytes
-from umbra.proto.version import PROTOCOL_MAJOR, PROTOCOL_MINOR
+from umbra.proto.records import PROTOCOL_MAJOR, PROTOCOL_MINOR
 
 SPARE = 16 << 20
 TIMES = 3  # and the frame itself, which makes four

@@ -17,8 +17,8 @@ from umbra.services.buffer.store.head import NAME as HEAD
 from umbra.services.buffer.store.log import LogStore
 from umbra.services.buffer.store.record_format import HEAD_BYTES, SEGMENT_HEADER_BYTES
 from umbra.services.buffer.store.segments import segment_numbers, segment_path
-from umbra.services.process import folder_lock
-from umbra.services.process.disk import Disk
+from umbra.services.process import files
+from umbra.services.process.files import Disk
 
 SMALL = 4096  # bytes of a segment here
 
@@ -343,7 +343,7 @@ def test_a_full_disk_does_not_keep_it_shut(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(errno.ENOSPC, "No space left on device")
 
     LogStore(tmp_path).close()
-    monkeypatch.setattr(folder_lock.os, "write", full)
+    monkeypatch.setattr(files.os, "write", full)
     store = LogStore(tmp_path)
     with pytest.raises(StoreError, match="is in use by another process"):
         LogStore(tmp_path)

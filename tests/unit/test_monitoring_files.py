@@ -15,8 +15,8 @@ from fakes.broker_world import world
 from fakes.looks import look, member, status
 from fakes.slowness import seconds
 
-from umbra.proto.base import Role, State
 from umbra.proto.messages import Rates
+from umbra.proto.records import Role, State
 from umbra.services.buffer.curves import SHOWN
 from umbra.services.buffer.health import NAMES
 from umbra.services.monitor.watch import Look

@@ -6,8 +6,16 @@ import math
 
 import pytest
 
-from umbra.services.reporting.numbers import clock, compact, counts, number, size
-from umbra.services.reporting.tables import aligned, facts, markdown
+from umbra.services.reporting.tables import (
+    aligned,
+    clock,
+    compact,
+    counts,
+    facts,
+    markdown,
+    number,
+    size,
+)
 
 
 @pytest.mark.parametrize(

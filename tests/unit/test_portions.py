@@ -8,8 +8,8 @@ from fakes.trajectories import trajectory
 from hypothesis import given
 from hypothesis import strategies as st
 
-from umbra.proto.net.portions import FILL_BYTES, array_bytes, portions
-from umbra.proto.records import pack_float32
+from umbra.proto.codec import FILL_BYTES, portions
+from umbra.proto.records import array_bytes, pack_float32
 
 
 @given(sizes=st.lists(st.integers(0, 12)), most=st.integers(1, 4), fill=st.integers(1, 20))

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Meta
 
+from umbra.proto.access import COMMON_BYTES, HEADER_BYTES, RAW_BYTES, body_bytes
 from umbra.proto.bounds import (
     BATCH,
     FIGURES,
@@ -41,6 +42,8 @@ from umbra.proto.messages import (
     Welcome,
 )
 from umbra.proto.records import (
+    PROTOCOL_MAJOR,
+    PROTOCOL_MINOR,
     Record,
     SampleTask,
     Trajectory,
@@ -50,8 +53,6 @@ from umbra.proto.records import (
     unpack_float32,
     unpack_int32,
 )
-from umbra.proto.sizes import COMMON_BYTES, HEADER_BYTES, RAW_BYTES, body_bytes
-from umbra.proto.version import PROTOCOL_MAJOR, PROTOCOL_MINOR
 
 HEADER: dict[str, Any] = {
     "major": PROTOCOL_MAJOR,

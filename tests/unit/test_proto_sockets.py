@@ -13,9 +13,9 @@ from fakes.slowness import seconds
 from zmq.utils.monitor import recv_monitor_message
 
 from umbra.proto import sockets
+from umbra.proto.access import MOST_BYTES, socket_bytes
 from umbra.proto.errors import StartupError, UsageError
-from umbra.proto.net.handshake import EVENTS
-from umbra.proto.sizes import MOST_BYTES, socket_bytes
+from umbra.proto.net.channel import EVENTS
 
 Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]

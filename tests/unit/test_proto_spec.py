@@ -13,7 +13,7 @@ import msgspec
 import msgspec.inspect as introspect
 import pytest
 
-from umbra.proto import bounds, errors, messages, records, sizes, sockets
+from umbra.proto import access, bounds, errors, messages, records, sockets
 from umbra.proto.access import KEY_ROLES, SENDERS, may_send
 from umbra.proto.messages import (
     ANY,
@@ -26,7 +26,7 @@ from umbra.proto.messages import (
     Header,
     Message,
 )
-from umbra.proto.version import PROTOCOL_MAJOR, PROTOCOL_MINOR
+from umbra.proto.records import PROTOCOL_MAJOR, PROTOCOL_MINOR
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = (ROOT / "proto" / "README.md").read_text(encoding="utf-8")
@@ -152,7 +152,9 @@ def test_every_message_class_is_known_by_its_name() -> None:
     defined = {
         cls
         for cls in vars(messages).values()
-        if isinstance(cls, type) and issubclass(cls, Message) and cls is not Message
+        if isinstance(cls, type)
+        and issubclass(cls, Message)
+        and cls not in (Message, records.Order)
     }
     assert {TYPES[cls.__name__] for cls in defined} == defined
     assert sum(len(group) for group in CHAPTERS.values()) == len(TYPES) == len(defined)
@@ -232,20 +234,20 @@ def test_lengths_of_texts(chars: int, pattern: str | None) -> None:
 def test_limits() -> None:
     stated = {row[0].strip("`"): int(row[1]) for row in rows(section("Limits", 3))}
     assert stated == {
-        "header": sizes.HEADER_BYTES,
-        "raw frame": sizes.RAW_BYTES,
-        **{cls.__name__: limit for cls, limit in sizes.LARGE.items()},
-        "any other body": sizes.COMMON_BYTES,
-        "to `events out": sizes.socket_bytes("events_out"),
+        "header": access.HEADER_BYTES,
+        "raw frame": access.RAW_BYTES,
+        **{cls.__name__: limit for cls, limit in access.LARGE.items()},
+        "any other body": access.COMMON_BYTES,
+        "to `events out": access.socket_bytes("events_out"),
     }
 
 
 @pytest.mark.parametrize("role", KEY_ROLES)
 def test_a_role_may_send_no_byte_of_what_it_must_not(role: Any) -> None:
     for cls in TYPES.values():
-        allowed = sizes.allowed_bytes(cls, role)
-        assert allowed == (sizes.body_bytes(cls) if may_send(role, cls) else 0)
-        assert bool(sizes.allowed_bytes(cls, None)) == (cls in SENDERS)
+        allowed = access.allowed_bytes(cls, role)
+        assert allowed == (access.body_bytes(cls) if may_send(role, cls) else 0)
+        assert bool(access.allowed_bytes(cls, None)) == (cls in SENDERS)
 
 
 def test_socket_options() -> None:

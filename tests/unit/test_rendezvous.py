@@ -19,7 +19,7 @@ from fakes.slowness import seconds
 
 from umbra.deploy.preflight import check_one_machine
 from umbra.proto.errors import DeadlineError, PeerLostError, StartupError, UsageError
-from umbra.proto.net.interface import interface_towards
+from umbra.proto.net.address import interface_towards
 from umbra.services.config import RunConfig, TrainerConfig
 from umbra.services.trainer.launch import launch
 from umbra.services.trainer.pulse import Pulse

@@ -11,7 +11,7 @@ from umbra.deploy.preflight import check_run
 from umbra.proto.errors import UsageError
 from umbra.services.config.loader import config_of
 from umbra.services.monitor.run_address import RunAddress, find_address, find_run
-from umbra.services.process.folder_lock import NAME, folder_lock, is_held
+from umbra.services.process.files import LOCK, folder_lock, is_held
 
 
 def made(name: str, begun: float, broker: str = "") -> Path:
@@ -66,5 +66,5 @@ def test_whether_a_folder_is_held_is_seen_without_taking_it(tmp_path: Path) -> N
     with folder_lock(tmp_path):
         assert is_held(tmp_path)
     assert not is_held(tmp_path)
-    with (tmp_path / NAME).open() as file:
+    with (tmp_path / LOCK).open() as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # is_held has let go of it

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from umbra.services.process.metrics import MetricsFile
-from umbra.services.process.spans import KEPT, Span, SpanLog
+from umbra.services.process.metrics import KEPT, MetricsFile, Span, SpanLog
 
 
 def test_shares_of_the_last_seconds() -> None:

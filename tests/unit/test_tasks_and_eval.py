@@ -17,7 +17,7 @@ from umbra.services.environments.tools import ToolUse
 from umbra.services.generator import tasks
 from umbra.services.generator.command import evaluate, make_task
 from umbra.services.generator.tasks import write_task
-from umbra.services.process.jsonl import read_jsonl
+from umbra.services.process.files import read_jsonl
 
 COUNTS: dict[str, Any] = {"prompts": 300, "heldout": 100, "demos": 300}
 

@@ -15,6 +15,7 @@ from fakes.hub_bench import LAYOUT, WAIT_S, Bench, publish
 from fakes.slowness import seconds
 from starlette.responses import Response
 
+from umbra.proto import errors
 from umbra.proto.errors import UmbraError
 from umbra.proto.net.io_thread import IoThread
 from umbra.services.buffer.store.committer import Committer
@@ -22,7 +23,6 @@ from umbra.services.config import EnvironmentConfig
 from umbra.services.environments.worker_pool import WorkerPool
 from umbra.services.http.address import listen
 from umbra.services.http.server import HttpServer
-from umbra.services.process import threads
 from umbra.services.process.command import service_command
 from umbra.services.process.loop_thread import LoopThread
 from umbra.services.process.metrics import MetricsFile
@@ -47,7 +47,7 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
         assert there.wait(WAIT_S), "no thread has ended the process"
         return str(found[0])
 
-    monkeypatch.setattr(threads, "end_process", end)
+    monkeypatch.setattr(errors, "end_process", end)
     yield wait
 
 
@@ -67,7 +67,7 @@ def test_it_ends_with_sentence_and_code(raised: str, code: int, said: str) -> No
     program = f"""
 from threading import Event
 from umbra.proto.errors import RejectedError
-from umbra.services.process.threads import service_thread
+from umbra.proto.errors import service_thread
 def main():
     raise {raised}
 service_thread(main, "io").start()

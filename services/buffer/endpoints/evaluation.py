@@ -36,7 +36,7 @@ from umbra.services.buffer.samples.submissions import Submissions
 from umbra.services.buffer.store.journal import Journal
 from umbra.services.config import EvalConfig
 from umbra.services.prompts.rows import Prompt
-from umbra.services.reporting.eval_scores import eval_scores
+from umbra.services.reporting.figures import eval_scores
 
 EVAL_PREFIX = "e"  # of the ids of eval samples
 REPORTS_KEPT = 100

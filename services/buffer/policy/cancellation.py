@@ -7,8 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 
 from umbra.proto.bounds import LEASES
+from umbra.proto.codec import portions
 from umbra.proto.messages import Interrupt, Interrupted, InterruptRequest
-from umbra.proto.net.portions import portions
 from umbra.proto.net.server import Request
 from umbra.services.buffer.effects import Effects
 from umbra.services.buffer.membership import Membership

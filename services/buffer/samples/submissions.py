@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from umbra.proto.messages import ReturnedSample
-from umbra.proto.net.portions import array_bytes
-from umbra.proto.records import Trajectory
+from umbra.proto.records import Trajectory, array_bytes
 from umbra.services.buffer.policy.batches import Batches
 from umbra.services.buffer.policy.staleness import StalenessPolicy
 from umbra.services.buffer.samples.failure_counts import count_reason

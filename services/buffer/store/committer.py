@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from umbra.services.process.threads import service_thread
+from umbra.proto.errors import service_thread
 
 
 class Committer:

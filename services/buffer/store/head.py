@@ -18,7 +18,7 @@ from pathlib import Path
 from xxhash import xxh3_64_intdigest
 
 from umbra.services.buffer.store.record_format import SCHEMA
-from umbra.services.process.disk import Disk
+from umbra.services.process.files import Disk
 
 NAME = "head"
 MAGIC = b"UMBRAHED"

@@ -45,8 +45,7 @@ from umbra.services.buffer.store.segments import (
     refuse_damage,
     segment_path,
 )
-from umbra.services.process.disk import DISK, Disk
-from umbra.services.process.folder_lock import HeldError, folder_lock
+from umbra.services.process.files import DISK, Disk, HeldError, folder_lock
 
 SEGMENT_BYTES = 16 << 20
 SLACK_SEGMENTS = 3

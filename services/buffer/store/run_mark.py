@@ -12,7 +12,7 @@ import msgspec
 from umbra.proto.errors import UNREADABLE
 from umbra.services.buffer.store.api import StoreError
 from umbra.services.buffer.store.log import LogStore
-from umbra.services.process.disk import DISK
+from umbra.services.process.files import DISK
 
 NAME = "store.json"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from umbra.services.config import CheckpointConfig
-from umbra.services.process.disk import DISK, Disk
+from umbra.services.process.files import DISK, Disk
 from umbra.services.trainer.checkpoints.index import NAME, NODE, DamagedError, Index, read_index
 
 SCRATCH = ".writing-"

@@ -16,7 +16,7 @@ from umbra.proto.errors import UNREADABLE, StartupError, UsageError
 from umbra.services.config import RunConfig
 from umbra.services.modeling.hub import HubName, is_hub_name, looks_like_name
 from umbra.services.prompts.readers import hub_data_set
-from umbra.services.reporting.numbers import number
+from umbra.services.reporting.tables import number
 
 SUMMARY = "summary.json"
 CARD = "README.md"

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from umbra.services.process.disk import DISK, FILE_MODE, Disk
+from umbra.services.process.files import DISK, FILE_MODE, Disk
 from umbra.services.trainer.checkpoints.index import FileInfo, TensorInfo, file_name
 from umbra.services.trainer.checkpoints.parts import CheckpointPart
 from umbra.services.trainer.checkpoints.reading import NAMES

@@ -32,10 +32,9 @@ from typing import Any
 import msgspec
 
 from umbra.proto.deadline import Deadline
-from umbra.proto.errors import UmbraError, UsageError
+from umbra.proto.errors import UmbraError, UsageError, service_thread
 from umbra.services.process.parent import parents_end
 from umbra.services.process.pipe import Pipe
-from umbra.services.process.threads import service_thread
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.gpu import cuda
 from umbra.services.weights.gpu.broadcast import POLL_S, broadcast, chunks

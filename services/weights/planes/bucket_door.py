@@ -17,11 +17,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from umbra.proto.deadline import Deadline, Pace
-from umbra.proto.errors import WireError
+from umbra.proto.errors import WireError, service_thread
 from umbra.proto.messages import Credit
 from umbra.proto.net.zap import Refusals
 from umbra.proto.sockets import HANDSHAKE_MS, tcp_listener
-from umbra.services.process.threads import service_thread
 from umbra.services.weights.planes.bucket_records import (
     KERNELS_BYTES,
     TICKET_BYTES,

@@ -21,10 +21,10 @@ from collections.abc import Sequence
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from umbra.proto.access import RAW_BYTES
 from umbra.proto.bounds import KEY_BYTES
 from umbra.proto.errors import WireError
 from umbra.proto.records import Piece
-from umbra.proto.sizes import RAW_BYTES
 
 HEAD = struct.Struct("<IQQQI")
 TAG_BYTES = 16

@@ -14,12 +14,11 @@ import msgspec
 import zmq
 
 from umbra.proto.deadline import LEAST_RATE, Pace
-from umbra.proto.errors import WireError
+from umbra.proto.errors import WireError, service_thread
 from umbra.proto.messages import BucketPort, Credit, FetchBuckets, Nack
 from umbra.proto.net.keys import OPEN, Security
 from umbra.proto.net.server import Request, Server
 from umbra.proto.records import Manifest
-from umbra.services.process.threads import service_thread
 from umbra.services.weights.memory import keep_freed_memory
 from umbra.services.weights.planes.bucket_door import BucketDoor, Errand
 from umbra.services.weights.planes.bucket_records import seal_of

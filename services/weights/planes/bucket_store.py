@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from umbra.proto.access import RAW_BYTES
 from umbra.proto.errors import WireError
 from umbra.proto.messages import Buckets, Credit, FetchBuckets
 from umbra.proto.records import Manifest, Piece
-from umbra.proto.sizes import RAW_BYTES
 
 ENCODED_TOGETHER = 8  # small deltas share a message
 DELTA_SHARE = 0.5  # of a bucket's size: deltas that are larger together do not pay

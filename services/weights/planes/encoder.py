@@ -13,8 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from umbra.proto.errors import ends_process
 from umbra.proto.records import Manifest
-from umbra.services.process.threads import ends_process
 from umbra.services.weights import delta
 from umbra.services.weights.manifest import item_bytes
 from umbra.services.weights.memory import copy, private_memory

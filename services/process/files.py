@@ -1,4 +1,4 @@
-"""Changes of files that have to outlive the machine.
+"""Files: changes that outlive the machine, a lock on a folder, and JSON lines.
 
 A disk that loses its power keeps what was synced, and any part of the rest in any order: the data
 of a file counts after `sync`, its name after `sync_directory` of the folder that it is in. All that
@@ -8,14 +8,21 @@ forgets what it may (`tests/fakes/lossy_disk.py`).
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from umbra.proto.errors import UNREADABLE, UsageError
 
 FILE_MODE = 0o600  # what a run keeps is its owner's
 READABLE_MODE = 0o644  # of what other users of the machine may look at
 FOLDER_MODE = 0o700
+LOCK = "lock"  # the file that a process locks in its folder
 
 
 class Disk:
@@ -119,3 +126,78 @@ class Disk:
 
 
 DISK = Disk()
+
+
+class HeldError(Exception):
+    """Another process has the lock; `pid` is its id, 0 if it did not say."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(f"process {pid}" if pid else "another process")
+        self.pid = pid
+
+
+@contextmanager
+def folder_lock(folder: Path) -> Iterator[None]:
+    """Hold the lock of `folder` for the block; the kernel takes it from a process that is killed.
+
+    Raises:
+        HeldError: another process holds it.
+        OSError: the folder cannot be written to.
+    """
+    fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            said = os.read(fd, 32)
+            raise HeldError(int(said) if said.isdigit() else 0) from error
+        os.ftruncate(fd, 0)
+        with suppress(OSError):  # a full disk: the lock holds, and names nobody
+            os.write(fd, str(os.getpid()).encode())
+        yield
+    finally:
+        os.close(fd)
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a process has the lock of `folder`. A shared lock is tried, for some microseconds."""
+    try:
+        fd = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
+    """The objects of `path`, one per line; blank lines are skipped.
+
+    Raises:
+        UsageError: unreadable, empty, or a line that is no JSON object.
+    """
+    return [row for _, row in read_numbered(path)]
+
+
+def read_numbered(path: str | Path, called: str = "") -> list[tuple[int, dict[str, Any]]]:
+    """`read_jsonl` with the line number (1-based) of every object; errors say `called`."""
+    called = called or str(path)
+    try:
+        lines = Path(path).read_bytes().splitlines()
+    except OSError as error:
+        raise UsageError(f"{called} cannot be read: {error.strerror}") from error
+    rows: list[tuple[int, dict[str, Any]]] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            rows.append((number, msgspec.json.decode(line, type=dict[str, Any])))
+        except UNREADABLE as error:
+            raise UsageError(f"{called}, line {number}: not a JSON object ({error})") from error
+    if not rows:
+        raise UsageError(f"{called} is empty: it needs one JSON object per line")
+    return rows
