@@ -57,13 +57,11 @@ from umbra.services.buffer.endpoints.generator import GeneratorEndpoint
 from umbra.services.buffer.endpoints.operator import OperatorRequests
 from umbra.services.buffer.endpoints.scorer import ScorerEndpoint
 from umbra.services.buffer.endpoints.trainer import TrainerEndpoint
-from umbra.services.buffer.membership import Participant
-from umbra.services.buffer.policy.cancellation import Cancellations
-from umbra.services.buffer.stalls import StallReport
+from umbra.services.buffer.members import Participant
+from umbra.services.buffer.persistence import DiskQuota, Recovery
+from umbra.services.buffer.samples.leases import Cancellations
 from umbra.services.buffer.state import RunState
-from umbra.services.buffer.status import StatusPage
-from umbra.services.buffer.store.quota import DiskQuota
-from umbra.services.buffer.store.recovery import Recovery
+from umbra.services.buffer.status import StallReport, StatusPage
 
 FINISH_S = 10.0  # what members get to leave after FinishRun
 STOP_S = 8.0  # the same after a signal: supervisors kill after 10 s

@@ -1,8 +1,9 @@
-"""What the broker wants done: messages to send and rows to write, in order."""
+"""What the broker wants done, in order; and requests that are answered later."""
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 
@@ -57,3 +58,55 @@ class Effects:
         """All effects since the last call."""
         effects, self._effects = self._effects, []
         return effects
+
+
+B = TypeVar("B", bound=Message)
+
+
+@dataclass(frozen=True, slots=True)
+class Parked(Generic[B]):
+    """A request that waits until `deadline`, seconds of the broker's clock."""
+
+    request: Request
+    body: B
+    deadline: float
+
+    @property
+    def name(self) -> str:
+        """Of the member that asks."""
+        return self.request.header.sender
+
+
+class ParkedRequests(Generic[B]):
+    """Requests of one kind, one per member, oldest first."""
+
+    def __init__(self) -> None:
+        self._parked: dict[str, Parked[B]] = {}
+
+    def __len__(self) -> int:
+        return len(self._parked)
+
+    def park(self, parked: Parked[B]) -> None:
+        """Let it wait; the member has no other."""
+        self._parked[parked.name] = parked
+
+    def all(self) -> list[Parked[B]]:
+        """Those that wait; any of them may be taken meanwhile."""
+        return list(self._parked.values())
+
+    def take(self, name: str) -> Parked[B] | None:
+        """The request of `name`, which waits no longer."""
+        return self._parked.pop(name, None)
+
+    def take_overdue(self, now: float) -> list[Parked[B]]:
+        """Those whose wait is over."""
+        overdue = [parked for parked in self._parked.values() if parked.deadline <= now]
+        for parked in overdue:
+            del self._parked[parked.name]
+        return overdue
+
+    def take_all(self) -> list[Parked[B]]:
+        """Those that wait, which wait no longer."""
+        parked = self.all()
+        self._parked.clear()
+        return parked

@@ -10,16 +10,15 @@ from pathlib import Path
 import msgspec
 
 from umbra.proto.errors import UsageError
-from umbra.services.buffer.endpoints.evaluation import EVAL_PREFIX
+from umbra.services.buffer.persistence import REPAIRED
+from umbra.services.buffer.samples.evaluation import EVAL_PREFIX
 from umbra.services.buffer.samples.groups import GroupRules
+from umbra.services.buffer.samples.journal import Archive, Journal
 from umbra.services.buffer.samples.pool import SamplePool
-from umbra.services.buffer.samples.trajectory_store import TrajectoryStore
+from umbra.services.buffer.samples.trajectories import TrajectoryStore
 from umbra.services.buffer.store.api import Store
-from umbra.services.buffer.store.archive import Archive
-from umbra.services.buffer.store.journal import Journal
 from umbra.services.buffer.store.log import LogStore, store_lock
-from umbra.services.buffer.store.record_format import value_of
-from umbra.services.buffer.store.recovery import REPAIRED
+from umbra.services.buffer.store.records import value_of
 from umbra.services.buffer.store.segments import Replay, segment_bytes, segment_numbers
 from umbra.services.process.files import DISK
 

@@ -1,30 +1,30 @@
-"""The socket loop around the broker."""
+"""The socket loop around the broker: requests in, one commit, then replies out."""
 
 from __future__ import annotations
 
 import gc
 import time
 import uuid
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, NamedTuple
 
 import msgspec
 import zmq
 
-from umbra.proto.errors import EXIT_DONE, FailedSamplesError, UsageError
+from umbra.proto.errors import EXIT_DONE, FailedSamplesError, UsageError, service_thread
 from umbra.proto.messages import CONTROL, DATA, Event, Welcome
 from umbra.proto.net.address import reachable
 from umbra.proto.net.server import Server
 from umbra.proto.net.session import WATCHED
-from umbra.services.buffer.addresses import Addresses
 from umbra.services.buffer.broker import Broker, Endpoints
 from umbra.services.buffer.effects import Effect, Measure, Notify, Reply
 from umbra.services.buffer.prompts import open_prompts
 from umbra.services.buffer.state import RunState
 from umbra.services.buffer.store.api import MemoryStore, Store, StoreFullError
-from umbra.services.buffer.store.committer import Committer
-from umbra.services.buffer.store.run_mark import open_marked, refuse_marked
+from umbra.services.buffer.store.mark import open_marked, refuse_marked
 from umbra.services.config import BufferConfig
 from umbra.services.config.feasibility import check_feasible
 from umbra.services.process.command import ServiceContext
@@ -275,3 +275,102 @@ def _write_status(run_dir: Path | None, broker: Broker) -> None:
         target = run_dir / "buffer.json"
         text = msgspec.json.format(msgspec.json.encode(status), indent=2) + b"\n"
         DISK.replace(target, text, mode=READABLE_MODE)
+
+
+KEY = "addresses"
+
+
+class Bound(NamedTuple):
+    """What to bind; the port may be `*`, which picks a free one."""
+
+    control: str
+    data: str
+    events_in: str
+    events_out: str
+
+
+class Addresses:
+    """The addresses in `store`."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def before(self, host: str, port: str, ports: Sequence[int]) -> Bound:
+        """Where the buffer was on `host`, if it was there and nothing else is asked for.
+
+        `port` is that of control, `ports` those of the others; 0 is any.
+        """
+        others = (f"tcp://{host}:{number or '*'}" for number in ports)
+        fresh = Bound(f"tcp://{host}:{port}", *others)
+        try:
+            record = msgspec.msgpack.decode(self._store.get(KEY))
+        except KeyError:
+            return fresh
+        bound = Bound(*record["endpoints"])
+        if record["host"] != host or (port not in ("*", "0") and not bound.control.endswith(port)):
+            return fresh
+        pairs = zip(fresh[1:], bound[1:], strict=True)
+        return Bound(bound.control, *(old if new.endswith("*") else new for new, old in pairs))
+
+    def forget(self) -> None:
+        """Bind as a buffer that was nowhere yet."""
+        self._store.delete(KEY)
+
+    def keep(self, host: str, endpoints: list[str]) -> None:
+        """Remember them for the next start."""
+        record = {"host": host, "endpoints": endpoints}
+        self._store.put(KEY, msgspec.msgpack.encode(record))
+
+
+class Committer:
+    """A thread and two queues: an executor's future costs as much as several trajectories.
+
+    Args:
+        wake: called from the thread at the end of each commit.
+    """
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self.under_way = False  # a commit was begun, and its end was not taken note of
+        self._wake = wake
+        self._writes: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._ends: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._thread = service_thread(self._run, "commit")
+        self._thread.start()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing has to be waited for before the next commit."""
+        return not self.under_way or not self._ends.empty()
+
+    def begin(self, write: Callable[[], None]) -> None:
+        """Have `write` called on the thread."""
+        assert not self.under_way
+        self.under_way = True
+        self._writes.put(write)
+
+    def end(self) -> OSError | None:
+        """Wait until the commit under way is over; what the disk said, if it failed.
+
+        Raises:
+            BaseException: whatever else it has raised.
+        """
+        error = self._ends.get()
+        self.under_way = False
+        if error is not None and not isinstance(error, OSError):
+            raise error
+        return error
+
+    def close(self) -> None:
+        """End the thread, after the commit under way."""
+        self._writes.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (write := self._writes.get()) is not None:
+            error: BaseException | None = None
+            try:
+                write()
+            except BaseException as raised:  # noqa: BLE001 - the loop's thread has to hear of it
+                error = raised
+            self._ends.put(error)
+            self._wake()

@@ -10,22 +10,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from umbra.services.buffer.curves import StepCurves
 from umbra.services.buffer.effects import Effects
-from umbra.services.buffer.endpoints.evaluation import EVAL_PREFIX, Evaluations
-from umbra.services.buffer.endpoints.scoring import Scoring
+from umbra.services.buffer.figures import StepCurves
 from umbra.services.buffer.health import Health
-from umbra.services.buffer.membership import Membership
-from umbra.services.buffer.policy.batches import Batches
-from umbra.services.buffer.policy.leases import Leases
-from umbra.services.buffer.policy.staleness import StalenessPolicy
+from umbra.services.buffer.members import Membership
 from umbra.services.buffer.prompts import Prompts
+from umbra.services.buffer.samples.batches import Batches
+from umbra.services.buffer.samples.evaluation import EVAL_PREFIX, Evaluations
 from umbra.services.buffer.samples.groups import GroupRules
+from umbra.services.buffer.samples.journal import Archive, Journal
+from umbra.services.buffer.samples.leases import Leases
 from umbra.services.buffer.samples.pool import SamplePool
-from umbra.services.buffer.samples.trajectory_store import TrajectoryStore
+from umbra.services.buffer.samples.scoring import Scoring
+from umbra.services.buffer.samples.staleness import StalenessPolicy
+from umbra.services.buffer.samples.trajectories import TrajectoryStore
 from umbra.services.buffer.store.api import Store
-from umbra.services.buffer.store.archive import Archive
-from umbra.services.buffer.store.journal import Journal
 from umbra.services.config import RunConfig
 from umbra.services.config.trajectory_rules import RunFacts, samplings_of
 from umbra.services.prompts.rows import Prompt

@@ -1,18 +1,184 @@
-"""The state of the whole run, for those who watch it."""
+"""The state of the whole run for those who watch it: what a batch waits for, what is overdue."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from msgspec.structs import replace
 
-from umbra.proto.messages import State, Status
+from umbra.proto.messages import State, Status, Stuck
 from umbra.proto.net.zap import Refusals
-from umbra.services.buffer.meter import Throughput
-from umbra.services.buffer.stalls import StallReport
+from umbra.services.buffer.figures import Throughput
+from umbra.services.buffer.persistence import DiskQuota
+from umbra.services.buffer.samples.groups import Group, Sample, State
 from umbra.services.buffer.state import RunState
-from umbra.services.buffer.store.quota import DiskQuota
+
+SHOWN = 20  # overdue samples named at once, the oldest of each kind
+
+
+class StallReport:
+    """Looks at a broker; changes nothing."""
+
+    def __init__(self, run: RunState) -> None:
+        self._run = run
+        self._members = run.members
+        self._config = run.buffer
+
+    def missing(self, now: float) -> str:
+        """Why the batch is not there, in words: how much of it is, and what it waits for."""
+        run, wanted = self._run, self._config.batch_groups
+        complete = len(run.pool.complete)
+        text = f"{min(complete, wanted)} of {wanted} groups complete; "
+        if run.paused:
+            return text + f"the run is paused ({run.paused}): `umbra resume`"
+        if run.evals.pausing:
+            return text + "training waits for an evaluation (eval.mode = pause)"
+        late = run.batches.waits_for()
+        if late and complete >= wanted:
+            text += f"group {late[0].group_id} would be stale after it (stale_policy = wait); "
+            return text + self._open_sample(_oldest_open(late[0]), now)
+        for group in run.pool.groups.values():
+            if not group.completed:
+                return text + self._open_sample(_oldest_open(group), now)
+        if not any(peer.role == "generator" for peer in self._members.peers.values()):
+            return text + "no generator has joined"
+        if run.pool.filtered_in_a_row:
+            return text + f"the last {run.pool.filtered_in_a_row} groups were filtered"
+        return text + "no generator has asked for the next samples with new enough weights"
+
+    def stuck(self, now: float) -> list[Stuck]:
+        """All that is overdue in samples, scoring, evaluations and batches."""
+        return [
+            *self._batches(now),
+            *self._samples(now),
+            *self._groups(now),
+            *self._scoring(now),
+            *self._run.evals.stuck(now, self._config.stall_s),
+        ]
+
+    def _open_sample(self, sample: Sample, now: float) -> str:
+        match sample.state:
+            case State.GENERATING:
+                age_s = now - sample.leased_at
+                return (
+                    f"waiting for sample {sample.sample_id} held by {sample.holder} for "
+                    f"{age_s:.1f} s"
+                )
+            case State.SCORING:
+                stage = self._run.pool.stage_of(sample)
+                if missing := _awaited(sample, self._run):
+                    return f"stage {stage} waits for all of its group: " + self._open_sample(
+                        missing, now
+                    )
+                lease = self._run.scoring.leases.get(sample.sample_id)
+                if lease is None:
+                    return f"sample {sample.sample_id} waits for a scorer of stage {stage}"
+                return (
+                    f"waiting for sample {sample.sample_id} in stage {stage}, held by "
+                    f"{lease.holder} for {now - lease.leased_at:.1f} s"
+                )
+            case _:
+                if not any(peer.role == "generator" for peer in self._members.peers.values()):
+                    return "no generator has joined"
+                version = max(self._run.leases.required_version(sample), 0)
+                return (
+                    f"sample {sample.sample_id} is queued for a generator that has room and "
+                    f"serves version {version} or newer"
+                )
+
+    def _batches(self, now: float) -> Iterator[Stuck]:
+        batches, since = self._run.batches, self._run.wanted_since
+        trainer = self._members.find("trainer")
+        name = trainer.name if trainer is not None else "nobody"
+        paused = bool(self._run.paused)
+        if since is not None and now - since > self._config.stall_s and not paused:
+            what = f"batch of step {batches.next_step}: {self.missing(now)}"
+            yield Stuck(what=what, holder=name, age_s=now - since, action="none: it waits")
+        batch = batches.leased
+        if batch is not None and now - batch.formed_at > self._config.batch_lease_s:
+            action = f"{name} gets it again when it asks"
+            what, age_s = f"batch of step {batch.step}, not committed", now - batch.formed_at
+            yield Stuck(what=what, holder=name, age_s=age_s, action=action)
+
+    def _samples(self, now: float) -> Iterator[Stuck]:
+        """Samples that were held, and renewed, for more than two leases."""
+        lease_s = self._config.lease_s
+        pools = (self._run.pool, self._run.evals.pool)
+        held = [s for pool in pools for own in pool.held.values() for s in own.values()]
+        overdue = [sample for sample in held if now - sample.leased_at > 2 * lease_s]
+        for sample in sorted(overdue, key=lambda sample: sample.leased_at)[:SHOWN]:
+            yield Stuck(
+                what=f"sample {sample.sample_id} of group {sample.group.group_id}, "
+                f"attempt {sample.attempt}",
+                holder=sample.holder,
+                age_s=now - sample.leased_at,
+                action=_taken_back(sample.lost, lease_s),
+            )
+
+    def _groups(self, now: float) -> Iterator[Stuck]:
+        """Groups whose first sample has waited long for the others."""
+        config = self._config
+        overdue = [
+            group
+            for group in self._run.pool.groups.values()
+            if group.ready and not group.completed and now - group.first_ready_at > config.stall_s
+        ]
+        for group in overdue[:SHOWN]:
+            waits = config.straggler == "wait" or group.ready < config.min_survivors
+            yield Stuck(
+                what=f"group {group.group_id}: {group.ready} of {len(group.samples)} samples ready",
+                holder=", ".join(sorted({s.holder for s in group.samples if s.holder})) or "nobody",
+                age_s=now - group.first_ready_at,
+                action="none: it waits for all (buffer.straggler, buffer.min_survivors)"
+                if waits
+                else f"goes on without the others after {config.straggler_s:g} s",
+            )
+
+    def _scoring(self, now: float) -> Iterator[Stuck]:
+        """Scoring that takes more than two leases, and stages that nobody serves."""
+        lease_s = self._config.score_lease_s
+        leases = self._run.scoring.all_leases()
+        overdue = [lease for lease in leases if now - lease.leased_at > 2 * lease_s]
+        for lease in overdue[:SHOWN]:
+            yield Stuck(
+                what=f"{lease.what} in stage {lease.stage}, attempt {lease.attempt}",
+                holder=lease.holder,
+                age_s=now - lease.leased_at,
+                action=_taken_back(lease.samples[0].score_losses, lease_s),
+            )
+        for stage in self._config.stages:
+            since = self._run.scoring.waiting_since(stage)
+            if since is None:
+                continue
+            at_work = [name for name, at in self._run.scoring.serving.items() if at == stage]
+            what = f"stage {stage}: {self._run.scoring.waiting(stage)} samples wait"
+            action = f"none: start {'more of ' if at_work else ''}`umbra scorer --stage {stage}`"
+            if not at_work:
+                what += ", but no scorer of it has joined"
+            elif now - since <= self._config.stall_s:
+                continue
+            holder = ", ".join(sorted(at_work)[:SHOWN]) or "nobody"
+            yield Stuck(what=what, holder=holder, age_s=now - since, action=action)
+
+
+def _taken_back(times: int, lease_s: float) -> str:
+    """What was done about a lease that takes long, and what will be."""
+    before = "" if not times else f"leases lost before: {times}; "
+    return f"{before}goes to another after {lease_s:g} s without a renewal"
+
+
+def _awaited(sample: Sample, run: RunState) -> Sample | None:
+    """Of the group of `sample`, which is being scored, one that it waits for to be scored with."""
+    if run.pool.scored_with(sample):
+        return None
+    group, stage = sample.group.samples, sample.stage
+    return next(s for s in group if s.state is not State.SCORING or s.stage != stage)
+
+
+def _oldest_open(group: Group) -> Sample:
+    return next(sample for sample in group.samples if sample.state is not State.READY)
+
 
 FRESH_S = 0.2  # all who ask within this time get the same: any number may watch
 
@@ -37,7 +203,7 @@ class StatusPage:
         wire_counters: Mapping[str, int],
         refusals: Refusals,
     ) -> None:
-        self.state: State = "ready"
+        self.state: ServiceState = "ready"
         self.ending = ""  # why the run ends, once it does
         self._run = run
         self._members = run.members

@@ -30,7 +30,7 @@ from umbra.proto.records import (
     pack_int32,
     unpack_float32,
 )
-from umbra.services.buffer.samples.trajectory_store import pack, size_fault
+from umbra.services.buffer.samples.trajectories import pack, size_fault
 from umbra.services.config import ScorerConfig
 from umbra.services.config.trajectory_rules import RunFacts, find_fault
 from umbra.services.generator.tokens import tokens_of

@@ -28,8 +28,8 @@ from umbra.proto.messages import (
     SubmitTrajectories,
     Welcome,
 )
-from umbra.services.buffer import membership
-from umbra.services.buffer.membership import BEATS_PER_S, BEATS_UNTIL_DEAD
+from umbra.services.buffer import members
+from umbra.services.buffer.members import BEATS_PER_S, BEATS_UNTIL_DEAD
 
 # -- staleness -------------------------------------------------------------------------------------
 
@@ -278,7 +278,7 @@ def test_pings_and_status_need_no_membership(role: Role) -> None:
 def test_of_those_that_have_left_the_last_ones_are_remembered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(membership, "DEPARTED_KEPT", 2)
+    monkeypatch.setattr(members, "DEPARTED_KEPT", 2)
     run = world()
     for number in range(5):
         run.join("monitor", f"m{number}")

@@ -24,7 +24,7 @@ from umbra.proto.messages import (
 from umbra.proto.net.server import Request
 from umbra.proto.records import SampleTask, Score, ScoringTask, pack_float32
 from umbra.services.buffer.effects import Reply
-from umbra.services.buffer.samples import trajectory_store
+from umbra.services.buffer.samples import trajectories
 from umbra.services.buffer.store.api import StoreError
 
 LOGPROBS = pack_float32([-0.25, -0.75])
@@ -89,7 +89,7 @@ def score_all(run: World) -> None:
 
 
 def test_what_came_is_what_is_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(trajectory_store, "_decode")  # nobody needs to look at it again
+    monkeypatch.delattr(trajectories, "_decode")  # nobody needs to look at it again
     run = scored_world()
     tasks = run.lease("a", 2, 0)
     made = [trajectory(task, 0, reward=0.25, reward_parts={}) for task in tasks]
@@ -176,7 +176,7 @@ def test_a_score_that_is_gone_shows() -> None:
     tasks = run.lease("a", 2, 0)
     submit(run, tasks, [unusual(trajectory(task, 0)) for task in tasks])
     score_all(run)
-    run.store.delete(trajectory_store.score_key(tasks[0].sample_id, "reward"))
+    run.store.delete(trajectories.score_key(tasks[0].sample_id, "reward"))
     with pytest.raises(StoreError, match="its trajectory is gone"):
         run.restart_broker()
     run.store.put("repaired", b"\xc3")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from umbra.services.buffer.curves import KEPT, StepCurves
-from umbra.services.buffer.policy.staleness import StalenessStats
+from umbra.services.buffer.figures import KEPT, StepCurves
+from umbra.services.buffer.samples.staleness import StalenessStats
 
 
 def test_every_step_is_a_point_at_first() -> None:

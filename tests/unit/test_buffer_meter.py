@@ -4,7 +4,7 @@ import pytest
 from fakes.broker_world import world
 
 from umbra.proto.messages import Heartbeat
-from umbra.services.buffer.meter import RESOLUTION_S, WINDOW_S, Meter
+from umbra.services.buffer.figures import RESOLUTION_S, WINDOW_S, Meter
 
 
 def test_a_batch_a_minute() -> None:

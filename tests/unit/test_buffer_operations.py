@@ -28,8 +28,8 @@ from umbra.proto.messages import (
     Welcome,
 )
 from umbra.proto.net.server import Request
-from umbra.services.buffer.endpoints.checkpoint_requests import WAIT_S
-from umbra.services.buffer.endpoints.parking import Parked, ParkedRequests
+from umbra.services.buffer.effects import Parked, ParkedRequests
+from umbra.services.buffer.endpoints.trainer import WAIT_S
 from umbra.services.config import EvalConfig
 from umbra.services.prompts.rows import Prompt
 

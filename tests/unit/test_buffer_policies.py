@@ -26,7 +26,7 @@ from umbra.proto.messages import (
     SubmitScores,
 )
 from umbra.proto.records import SampleTask, Score, ScoringTask, pack_float32
-from umbra.services.buffer.samples.failure_counts import REASONS_KEPT
+from umbra.services.buffer.samples.ledger import REASONS_KEPT
 
 
 def world(**options: Any) -> World:

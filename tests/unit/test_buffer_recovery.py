@@ -28,11 +28,11 @@ from umbra.proto.messages import (
     RunFinished,
 )
 from umbra.proto.records import EvalReport
-from umbra.services.buffer.endpoints.evaluation import OpenEvaluation
-from umbra.services.buffer.policy.staleness import StalenessStats
+from umbra.services.buffer.persistence import PLACES, RunRecord, pack_run, put_back
+from umbra.services.buffer.samples.evaluation import OpenEvaluation
 from umbra.services.buffer.samples.pool import State
+from umbra.services.buffer.samples.staleness import StalenessStats
 from umbra.services.buffer.store.api import StoreError
-from umbra.services.buffer.store.recovery import PLACES, RunRecord, pack_run, put_back
 
 
 class RestartMachine(BrokerMachine):

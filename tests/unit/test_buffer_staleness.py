@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from umbra.services.buffer.policy.staleness import StalenessPolicy, split
+from umbra.services.buffer.samples.staleness import StalenessPolicy, split
 
 
 def policy(run_ahead: int, max_staleness: int, steps: int = 100) -> StalenessPolicy:

@@ -7,7 +7,7 @@ import threading
 import pytest
 from fakes.slowness import seconds
 
-from umbra.services.buffer.store.committer import Committer
+from umbra.services.buffer.service import Committer
 
 
 def test_an_end_is_told_and_errors_of_the_disk_are_handed_over() -> None:

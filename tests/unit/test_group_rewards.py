@@ -18,7 +18,7 @@ from umbra.proto.messages import (
     SubmitScores,
 )
 from umbra.proto.records import SampleTask, Score, ScoringTask
-from umbra.services.buffer.stalls import StallReport
+from umbra.services.buffer.status import StallReport
 from umbra.services.config import (
     BufferConfig,
     EnvironmentConfig,

@@ -11,12 +11,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from umbra.services.buffer.store import record_format as frames
+from umbra.services.buffer.store import records as frames
 from umbra.services.buffer.store.api import StoreError, StoreFullError
-from umbra.services.buffer.store.head import NAME as HEAD
 from umbra.services.buffer.store.log import LogStore
-from umbra.services.buffer.store.record_format import HEAD_BYTES, SEGMENT_HEADER_BYTES
-from umbra.services.buffer.store.segments import segment_numbers, segment_path
+from umbra.services.buffer.store.records import HEAD_BYTES, SEGMENT_HEADER_BYTES
+from umbra.services.buffer.store.segments import HEAD, segment_numbers, segment_path
 from umbra.services.process import files
 from umbra.services.process.files import Disk
 

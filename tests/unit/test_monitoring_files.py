@@ -17,7 +17,7 @@ from fakes.slowness import seconds
 
 from umbra.proto.messages import Rates
 from umbra.proto.records import Role, State
-from umbra.services.buffer.curves import SHOWN
+from umbra.services.buffer.figures import SHOWN
 from umbra.services.buffer.health import NAMES
 from umbra.services.monitor.watch import Look
 from umbra.services.monitor.web.prometheus import prometheus_text

@@ -15,11 +15,10 @@ from fakes.lossy_disk import QuickDisk
 from umbra.services.buffer.repair import repair
 from umbra.services.buffer.service import open_store
 from umbra.services.buffer.store.api import StoreError
-from umbra.services.buffer.store.head import NAME as HEAD
 from umbra.services.buffer.store.log import LogStore
-from umbra.services.buffer.store.run_mark import NAME as MARK
-from umbra.services.buffer.store.run_mark import open_marked, refuse_marked
-from umbra.services.buffer.store.segments import segment_name, segment_numbers, segment_path
+from umbra.services.buffer.store.mark import NAME as MARK
+from umbra.services.buffer.store.mark import open_marked, refuse_marked
+from umbra.services.buffer.store.segments import HEAD, segment_name, segment_numbers, segment_path
 from umbra.services.config import BufferConfig, RunConfig
 from umbra.services.process.command import ServiceContext
 

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from umbra.proto import errors
 from umbra.proto.errors import UmbraError
 from umbra.proto.net.io_thread import IoThread
-from umbra.services.buffer.store.committer import Committer
+from umbra.services.buffer.service import Committer
 from umbra.services.config import EnvironmentConfig
 from umbra.services.environments.worker_pool import WorkerPool
 from umbra.services.http.address import listen

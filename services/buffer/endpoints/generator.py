@@ -17,10 +17,10 @@ from umbra.proto.messages import (
 )
 from umbra.proto.net.server import Request
 from umbra.proto.records import SampleTask
-from umbra.services.buffer.endpoints.evaluation import EVAL_PREFIX, EvalAnswers
-from umbra.services.buffer.endpoints.parking import Parked, ParkedRequests
-from umbra.services.buffer.samples.submissions import Submissions
-from umbra.services.buffer.samples.trajectory_store import as_arrived
+from umbra.services.buffer.effects import Parked, ParkedRequests
+from umbra.services.buffer.samples.evaluation import EVAL_PREFIX, EvalAnswers
+from umbra.services.buffer.samples.submit import Submissions
+from umbra.services.buffer.samples.trajectories import as_arrived
 from umbra.services.buffer.state import RunState
 
 NOTHING = SampleLeases(tasks=[])

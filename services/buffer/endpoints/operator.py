@@ -19,7 +19,7 @@ from umbra.proto.messages import (
     ResumeRequest,
 )
 from umbra.proto.net.server import Request
-from umbra.services.buffer.policy.cancellation import Cancellations
+from umbra.services.buffer.samples.leases import Cancellations
 from umbra.services.buffer.state import RunState
 
 log = logging.getLogger(__name__)

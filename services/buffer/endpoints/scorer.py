@@ -13,8 +13,8 @@ from umbra.proto.messages import (
     SubmitScores,
 )
 from umbra.proto.net.server import Request
-from umbra.services.buffer.endpoints.parking import Parked, ParkedRequests
-from umbra.services.buffer.samples.trajectory_store import as_arrived
+from umbra.services.buffer.effects import Parked, ParkedRequests
+from umbra.services.buffer.samples.trajectories import as_arrived
 from umbra.services.buffer.state import RunState
 
 NOTHING = ScoringLeases(tasks=[])

@@ -1,10 +1,13 @@
-"""Samples, the groups they form, and the rules by which a group is complete.
+"""Samples, the groups they form, and the order in which they are looked at.
 
 All plain fields of `Sample` and `Group` survive a restart of the buffer, the times excepted.
 """
 
 from __future__ import annotations
 
+import heapq
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
@@ -155,3 +158,99 @@ class GroupRules:
             and self.min_survivors <= group.ready < len(group.samples)
             and now - group.first_ready_at >= self.straggler_s
         )
+
+
+SLACK = 1024  # outdated deadlines that are no matter
+
+
+class Queue:
+    """Queued samples, the first issued first."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, Sample]] = []
+
+    def add(self, sample: Sample) -> None:
+        """`sample` is queued now."""
+        heapq.heappush(self._heap, (sample.serial, sample))
+
+    def first(self) -> Sample | None:
+        """The one that is next, left where it is."""
+        while self._heap:
+            sample = self._heap[0][1]
+            if sample.state is State.QUEUED:
+                return sample
+            heapq.heappop(self._heap)
+        return None
+
+    def take(self, sample: Sample) -> None:
+        """Take away `sample`, the first."""
+        entry = heapq.heappop(self._heap)
+        assert entry[1] is sample
+
+
+class Deadlines:
+    """Ends of leases. A lease that is renewed stays where it is until its old deadline comes up."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, int, Sample]] = []  # serial, attempt: ties
+
+    def add(self, sample: Sample, leases: int) -> None:
+        """`sample` was leased; `leases` are out in all."""
+        heapq.heappush(self._heap, (sample.deadline, sample.serial, sample.attempt, sample))
+        if len(self._heap) > 2 * leases + SLACK:  # a deadline may be far, and answers come fast
+            self._heap = [entry for entry in self._heap if _is_open(entry[3], entry[2])]
+            heapq.heapify(self._heap)
+
+    def expired(self, now: float) -> Iterator[Sample]:
+        """Samples whose lease is over; the caller takes each back before it asks for the next."""
+        while self._heap and self._heap[0][0] <= now:
+            _, serial, attempt, sample = heapq.heappop(self._heap)
+            if not _is_open(sample, attempt):
+                continue
+            if sample.deadline > now:  # renewed meanwhile
+                heapq.heappush(self._heap, (sample.deadline, serial, attempt, sample))
+            else:
+                yield sample
+
+
+def _is_open(sample: Sample, attempt: int) -> bool:
+    return sample.state is State.GENERATING and sample.attempt == attempt
+
+
+class Ages:
+    """The age of each of `groups`, which others add to and take from.
+
+    A group of which something has moved is looked at when the next question comes, once for all
+    that has moved since the last.
+    """
+
+    def __init__(self, groups: Mapping[str, Group]) -> None:
+        self._groups = groups
+        self._moved: dict[str, Group] = dict(groups)
+        self._ages: dict[str, int] = {}
+        self._by_age: defaultdict[int, dict[str, Group]] = defaultdict(dict)
+
+    def moved(self, group: Group) -> None:
+        """`group` or one of its samples is elsewhere, or has other tokens."""
+        self._moved[group.group_id] = group
+
+    def first(self, count: int, is_late: Callable[[int], bool]) -> list[Group]:
+        """At most `count` groups whose oldest token's version `is_late`, in order of issue."""
+        for name, group in self._moved.items():
+            self._place(name, group)
+        self._moved.clear()
+        late = (g for age, there in self._by_age.items() if is_late(age) for g in there.values())
+        return heapq.nsmallest(count, late, key=lambda group: group.samples[0].serial)
+
+    def _place(self, name: str, group: Group) -> None:
+        """Put `group` where it belongs now."""
+        age = group.oldest if name in self._groups else None
+        before = self._ages.pop(name, None)
+        if before is not None:
+            there = self._by_age[before]
+            del there[name]
+            if not there:
+                del self._by_age[before]
+        if age is not None:
+            self._ages[name] = age
+            self._by_age[age][name] = group

@@ -20,11 +20,18 @@ from collections.abc import Sequence
 from umbra.proto.records import SampleTask, Score, Trajectory
 from umbra.services.buffer.health import SampleFailure
 from umbra.services.buffer.prompts import GroupEnd
-from umbra.services.buffer.samples.ages import Ages
-from umbra.services.buffer.samples.groups import Group, GroupRules, Sample, SampleOutcome, State
+from umbra.services.buffer.samples.groups import (
+    Ages,
+    Deadlines,
+    Group,
+    GroupRules,
+    Queue,
+    Sample,
+    SampleOutcome,
+    State,
+)
 from umbra.services.buffer.samples.ledger import RunningLedger
-from umbra.services.buffer.samples.queueing import Deadlines, Queue
-from umbra.services.buffer.samples.trajectory_store import Packed, TrajectoryStore, pack
+from umbra.services.buffer.samples.trajectories import Packed, TrajectoryStore, pack
 from umbra.services.prompts.rows import Prompt
 
 REMEMBERED = 65_536  # finished samples whose late answers are still told apart

@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from umbra.services.buffer.store.api import StoreError, StoreFullError
-from umbra.services.buffer.store.head import Head, HeadFile
-from umbra.services.buffer.store.record_format import (
+from umbra.services.buffer.store.records import (
     MAX_VALUE_BYTES,
     SEGMENT_HEADER_BYTES,
     SegmentHeader,
@@ -38,6 +37,8 @@ from umbra.services.buffer.store.record_format import (
 )
 from umbra.services.buffer.store.segments import (
     Extent,
+    Head,
+    HeadFile,
     Image,
     Place,
     Replay,

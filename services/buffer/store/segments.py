@@ -1,21 +1,22 @@
-"""The segment files of a store: finding them, and reading back what they hold."""
+"""The segment files of a store and its head: finding them, and reading back what they hold."""
 
 from __future__ import annotations
 
 import logging
 import os
 import re
+import struct
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeAlias
 
 import msgspec
+from xxhash import xxh3_64_intdigest
 
 from umbra.services.buffer.store.api import StoreError
-from umbra.services.buffer.store.head import NAME as HEAD
-from umbra.services.buffer.store.head import Head, read_head
-from umbra.services.buffer.store.record_format import (
+from umbra.services.buffer.store.records import (
+    SCHEMA,
     SEGMENT_HEADER_BYTES,
     Entry,
     SegmentHeader,
@@ -24,13 +25,94 @@ from umbra.services.buffer.store.record_format import (
     scan,
     value_of,
 )
+from umbra.services.process.files import Disk
+
+log = logging.getLogger(__name__)
+
+HEAD = "head"
+MAGIC = b"UMBRAHED"
+SLOT_BYTES = 512  # a sector, so that one slot's write cannot touch the other
+_HEAD = struct.Struct("<8sI7Q")
+_CHECKSUM = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What the store holds, up to what was acknowledged."""
+
+    store: int  # id of the store, in the header of each of its segments too
+    turn: int = 0
+    oldest: int = 0  # the first segment that counts
+    segment: int = 0  # where the newest group is
+    end: int = 0  # of it, in that segment; 0 until the segment is there
+    commit: int = 0  # its number
+    chain: int = 0  # checksum over it and all groups before it
+
+    def pack(self) -> bytes:
+        """One slot."""
+        data = _HEAD.pack(
+            MAGIC, SCHEMA, self.store, self.turn, self.oldest, self.segment, self.end, self.commit,
+            self.chain,
+        )  # fmt: skip
+        return data + _CHECKSUM.pack(xxh3_64_intdigest(data))
+
+
+def read_head(directory: Path) -> Head | str:
+    """The head of the store in `directory`, or what is wrong with it."""
+    try:
+        data = (directory / HEAD).read_bytes()
+    except FileNotFoundError:
+        return "the file is missing"
+    found = [head for slot in (0, 1) if (head := _unpack(data[slot * SLOT_BYTES :])) is not None]
+    return max(found, key=lambda head: head.turn, default="it holds nothing sound")
+
+
+def _unpack(data: bytes) -> Head | None:
+    body = data[: _HEAD.size]
+    if len(data) < _HEAD.size + _CHECKSUM.size:
+        return None
+    magic, schema, *numbers = _HEAD.unpack(body)
+    (checksum,) = _CHECKSUM.unpack_from(data, _HEAD.size)
+    if magic != MAGIC or schema != SCHEMA or checksum != xxh3_64_intdigest(body):
+        return None
+    return Head(*numbers)
+
+
+class HeadFile:
+    """Writes the head.
+
+    Args:
+        head: what the file holds now; turn 0 if there is none.
+    """
+
+    def __init__(self, directory: Path, head: Head, disk: Disk) -> None:
+        if not head.turn:
+            head = replace(head, turn=2)  # of the first slot
+            disk.replace(directory / HEAD, head.pack())
+        self.head = head
+        self._disk = disk
+        self._fd = disk.open(directory / HEAD)
+
+    def write(self, head: Head) -> None:
+        """Return when the disk has `head`.
+
+        Raises:
+            OSError: what the disk says; the head of before counts.
+        """
+        head = replace(head, turn=self.head.turn + 1)
+        self._disk.write_all(self._fd, head.pack(), head.turn % 2 * SLOT_BYTES)
+        self._disk.sync(self._fd)
+        self.head = head
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
 
 READ_BYTES = 256 << 10  # read at once, about
 GAP_BYTES = 8 << 10  # of other records between two that are read at once
 Extent: TypeAlias = tuple[int, int, int, str]  # segment, begin and end of a record, and its key
 _NAME = re.compile(r"(\d{8})\.seg")
-
-log = logging.getLogger(__name__)
 
 
 def segment_path(directory: Path, number: int) -> Path:

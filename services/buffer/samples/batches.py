@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from umbra.services.buffer.policy.staleness import StalenessPolicy, StalenessStats
-from umbra.services.buffer.samples.ages import Ages
-from umbra.services.buffer.samples.groups import Group, State
+from umbra.services.buffer.samples.groups import Ages, Group, State
+from umbra.services.buffer.samples.journal import Archive, StoredBatch
 from umbra.services.buffer.samples.pool import SamplePool
-from umbra.services.buffer.store.archive import Archive, StoredBatch
+from umbra.services.buffer.samples.staleness import StalenessPolicy, StalenessStats
 
 
 class Batches:

@@ -14,7 +14,7 @@ from typing import Any
 from umbra.proto.bounds import MEMBERS
 from umbra.proto.messages import Heartbeat, Join, Member, Nack, Role, State, Stuck
 from umbra.proto.net.server import Request
-from umbra.services.buffer.meter import Meter
+from umbra.services.buffer.figures import Meter
 from umbra.services.config import BufferConfig
 
 DEPARTED_KEPT = 1024  # names and incarnations that are remembered after their end

@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 from umbra.proto.messages import ReturnedSample
 from umbra.proto.records import Trajectory, array_bytes
-from umbra.services.buffer.policy.batches import Batches
-from umbra.services.buffer.policy.staleness import StalenessPolicy
-from umbra.services.buffer.samples.failure_counts import count_reason
+from umbra.services.buffer.samples.batches import Batches
 from umbra.services.buffer.samples.groups import Sample, State
+from umbra.services.buffer.samples.ledger import count_reason
 from umbra.services.buffer.samples.pool import SamplePool
-from umbra.services.buffer.samples.trajectory_store import MORE_BYTES, Packed, pack, size_fault
+from umbra.services.buffer.samples.staleness import StalenessPolicy
+from umbra.services.buffer.samples.trajectories import MORE_BYTES, Packed, pack, size_fault
 from umbra.services.config.generation import ENVIRONMENT, environment_prefix
 from umbra.services.config.trajectory_rules import RunFacts, find_fault
 

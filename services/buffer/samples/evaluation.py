@@ -28,12 +28,12 @@ from umbra.proto.errors import RejectedError
 from umbra.proto.messages import Stuck
 from umbra.proto.records import EvalReport, SampleTask, Trajectory
 from umbra.services.buffer.effects import Effects
-from umbra.services.buffer.membership import Membership
-from umbra.services.buffer.policy.batches import Batches
+from umbra.services.buffer.members import Membership
+from umbra.services.buffer.samples.batches import Batches
 from umbra.services.buffer.samples.groups import Sample, State
+from umbra.services.buffer.samples.journal import Journal
 from umbra.services.buffer.samples.pool import SamplePool
-from umbra.services.buffer.samples.submissions import Submissions
-from umbra.services.buffer.store.journal import Journal
+from umbra.services.buffer.samples.submit import Submissions
 from umbra.services.config import EvalConfig
 from umbra.services.prompts.rows import Prompt
 from umbra.services.reporting.figures import eval_scores

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from umbra.proto.records import Score, ScoringTask
-from umbra.services.buffer.samples.failure_counts import count_reason
 from umbra.services.buffer.samples.groups import Sample, State
+from umbra.services.buffer.samples.ledger import count_reason
 from umbra.services.buffer.samples.pool import SamplePool
-from umbra.services.buffer.samples.trajectory_store import Packed, size_fault
+from umbra.services.buffer.samples.trajectories import Packed, size_fault
 from umbra.services.config.trajectory_rules import MOST_VERSION, reward_fault, scored_fault
 
 log = logging.getLogger(__name__)

@@ -1,1 +1,0 @@
-"""The rules: staleness, admission, which groups make a batch, what is cancelled."""
