@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 
 from msgspec.structs import replace
 
-from umbra.proto.messages import State, Status, Stuck
+from umbra.proto.messages import State as ServiceState
+from umbra.proto.messages import Status, Stuck
 from umbra.proto.net.zap import Refusals
 from umbra.services.buffer.figures import Throughput
 from umbra.services.buffer.persistence import DiskQuota
