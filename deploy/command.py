@@ -58,7 +58,7 @@ def load_run(run_file: Path, overrides: tuple[str, ...]) -> RunConfig:
         StartupError: a model or prompts are elsewhere, and cannot be reached.
     """
     config = load_config(run_file, overrides=overrides)
-    return pinned(resolve_paths(config, run_file, _note), _note, asked=config.model.path)
+    return pinned(resolve_paths(config, run_file, _note), _note)
 
 
 def _note(text: str) -> None:

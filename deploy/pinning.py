@@ -13,18 +13,17 @@ import msgspec
 
 from umbra.proto.errors import UsageError
 from umbra.services.config import ModelConfig, RunConfig
-from umbra.services.modeling.hub import HubName, in_cache, is_hub_name, looks_like_name, pin
+from umbra.services.modeling.hub import HubName, is_hub_name, looks_like_name, pin
 from umbra.services.prompts.download import shown
 from umbra.services.prompts.readers import is_elsewhere, pin_source
 
 
-def pinned(config: RunConfig, say: Callable[[str], None], *, asked: str = "") -> RunConfig:
+def pinned(config: RunConfig, say: Callable[[str], None]) -> RunConfig:
     """`config` with all names pinned; one that was pinned before stays as it is.
 
     Args:
         config: with absolute paths, so that a model's path that is none is a name on the hub.
         say: is told what names stand for.
-        asked: `model.path` as the user wrote it.
 
     Raises:
         UsageError: there is nothing of such a name, or this machine may not read it.
@@ -45,7 +44,7 @@ def pinned(config: RunConfig, say: Callable[[str], None], *, asked: str = "") ->
 
     return replace(
         config,
-        model=_pinned_model(config, say, asked),
+        model=_pinned_model(config, say),
         scorer=replace(config.scorer, model=model(config.scorer.model, "scorer.model")),
         critic=replace(config.critic, path=model(config.critic.path, "critic.path")),
         data=replace(
@@ -65,7 +64,7 @@ def is_pinned(model: ModelConfig) -> bool:
     return looks_like_name(model.path) and HubName.of(model.name).pinned
 
 
-def _pinned_model(config: RunConfig, say: Callable[[str], None], asked: str) -> ModelConfig:
+def _pinned_model(config: RunConfig, say: Callable[[str], None]) -> ModelConfig:
     model = config.model
     if is_pinned(model):
         return model
@@ -75,8 +74,6 @@ def _pinned_model(config: RunConfig, say: Callable[[str], None], asked: str) -> 
                 f"model.revision = {model.revision} is for models on the hub, and model.path is "
                 f"the directory {model.path}: remove it"
             )
-        if looks_like_name(asked) and in_cache(asked):
-            say(f"model.path: {model.path} is a directory, so {asked} of the hub is not taken")
         return model
     if "@" in model.path and model.revision:
         raise UsageError(

@@ -27,7 +27,6 @@ from umbra.services.modeling.architectures import (
 )
 from umbra.services.modeling.hub import (
     is_hub_name,
-    mend_cache,
     missing_bytes,
     refuse_misspelt,
 )
@@ -155,11 +154,8 @@ def check_run(config: RunConfig, *, download: bool = True) -> None:
 
 def _model_dir(name: str, key: str, *, tokenizer: bool = True, download: bool) -> Path:
     """The directory of a model; without `download` the weights need only be on the hub."""
-    of_hub = is_hub_name(name)
-    if of_hub and download:
-        mend_cache(name, key)
     directory = check_model_dir(name, key, tokenizer=tokenizer, weights=download)
-    if of_hub and not download:
+    if is_hub_name(name) and not download:
         missing_bytes(name, key)
     return directory
 

@@ -99,7 +99,7 @@ def train(
         given = config_of(tree, "umbra.train")
         say = print if show else _ignore
         found = resolve_paths(given, Path.cwd() / "run.toml", say)
-        resolved = pinned(found, say, asked=given.model.path)
+        resolved = pinned(found, say)
         check_one_machine(resolved)
         check_run(resolved)
         resolved, chosen = for_this_machine(resolved, tree)

@@ -1,4 +1,4 @@
-"""Files at a URL: downloaded once, and kept by their checksum, so that a run reads the same rows.
+"""Files at a URL: downloaded once and kept by their checksum, so that a run reads the same rows.
 
 A pinned URL ends with `#sha256=...`. The process that starts a run pins; any process, here or on
 another machine, then reads these very bytes, or refuses what the URL gives by then.
@@ -7,39 +7,30 @@ another machine, then reads these very bytes, or refuses what the URL gives by t
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import re
+import shutil
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from functools import cache
-from http import HTTPStatus
 from http.client import HTTPException, InvalidURL
 from pathlib import Path
 from typing import Any, cast
 
 from umbra.proto.errors import StartupError, UsageError
-from umbra.services.reporting.tables import size
 
-SCHEMES = ("http://", "https://")
 CHECKSUM = "#sha256="
 _SILENCE_S = 60.0  # until a server that sends nothing more is given up
-_CHUNK = 1 << 20
 _DIGEST = re.compile("[0-9a-f]{64}")
 _PRIVATE = re.compile(r"(https?://)(?:[^\s/?#@\"]*@)?([^\s?#\"]*)(?:\?[^\s#\"]*)?")
 
-log = logging.getLogger(__name__)
-
 
 def is_url(name: str) -> bool:
-    """Whether `name` is to be downloaded."""
-    return name.startswith(SCHEMES)
+    return name.startswith(("http://", "https://"))
 
 
 def shown(text: str) -> str:
-    """`text`, a URL or with some in it, without what may be secret in them: query and account."""
+    """Return `text`, a URL or with some in it, without what may be secret: query and account."""
     if not is_url(text):
         return _PRIVATE.sub(_public, text)
     url, mark, checksum = text.partition(CHECKSUM)
@@ -52,39 +43,34 @@ def _public(found: re.Match[str]) -> str:
 
 
 def without_secrets(value: Any) -> Any:
-    """`value`, made of dicts and lists, with each URL in it as `shown`."""
+    """Return `value`, made of dicts and lists, with each URL in it as `shown`."""
     if isinstance(value, str):
         return shown(value)
     if isinstance(value, dict):
         items = cast(dict[Any, Any], value).items()
         return {without_secrets(key): without_secrets(one) for key, one in items}
-    return (
-        [without_secrets(one) for one in cast(list[Any], value)]
-        if isinstance(value, list)
-        else value
-    )
+    if isinstance(value, list):
+        return [without_secrets(one) for one in cast(list[Any], value)]
+    return value
 
 
 def cache_folder() -> Path:
-    """Where downloads are kept."""
+    """Return where downloads are kept."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "umbra" / "prompts"
 
 
 def pin_url(url: str) -> str:
-    """`url` with the checksum of what it gives now; itself, if it has one.
+    """Return `url` with the checksum of what it gives now; unchanged if it has one.
 
     Raises:
         UsageError, StartupError: it gives nothing.
     """
-    if CHECKSUM in url:
-        _pinned(url)
-        return url
-    return url + CHECKSUM + _download(url).name
+    return url if _pinned(url)[1] else f"{url}{CHECKSUM}{_download(url).name}"
 
 
 def file_of(name: str) -> Path:
-    """The file: `name` itself, or what was downloaded from that URL.
+    """Return the file: `name` itself, or what was downloaded from that URL.
 
     Raises:
         UsageError: there is nothing at the URL, or something else than its checksum says.
@@ -94,10 +80,8 @@ def file_of(name: str) -> Path:
         return Path(name)
     url, checksum = _pinned(name)
     kept = cache_folder() / checksum
-    if checksum and kept.is_file():
-        if _is_whole(kept, kept.stat().st_mtime_ns):
-            return kept
-        log.warning("%s is not what was downloaded any more: downloading it again", kept)
+    if checksum and kept.is_file() and _digest(kept) == checksum:
+        return kept
     found = _download(url)
     if checksum and found.name != checksum:
         raise UsageError(
@@ -107,18 +91,13 @@ def file_of(name: str) -> Path:
     return found
 
 
-@cache
-def _is_whole(kept: Path, changed: int) -> bool:
-    """Whether a download still has its checksum; read again if it has `changed`."""
-    try:
-        with kept.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest() == kept.name
-    except OSError:
-        return False
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _pinned(name: str) -> tuple[str, str]:
-    """URL and checksum, "" if there is none."""
+    """Return URL and checksum, "" if there is none."""
     url, mark, checksum = name.partition(CHECKSUM)
     if mark and not _DIGEST.fullmatch(checksum):
         raise UsageError(
@@ -129,47 +108,35 @@ def _pinned(name: str) -> tuple[str, str]:
 
 
 def _download(url: str) -> Path:
-    """The file with what is at `url`, named by its checksum."""
-    folder, checksum = cache_folder(), hashlib.sha256()
+    """Return the file with what is at `url`, named by its checksum."""
+    folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor, scratch = tempfile.mkstemp(dir=folder, prefix=".")
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".") as scratch:
+            part = Path(scratch) / "part"
+            _read(url, part)
+            return part.replace(folder / _digest(part))
     except OSError as error:
         raise UsageError(
-            f"{shown(url)} cannot be kept in {folder}: {error.strerror}; set XDG_CACHE_HOME to "
-            "a folder that can be written to"
+            f"{shown(url)} cannot be kept in {folder}: {error.strerror}; set XDG_CACHE_HOME to a "
+            "folder that can be written to"
         ) from error
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            for part in _parts(url):
-                checksum.update(part)
-                file.write(part)
-            log.info("downloaded %s: %s", shown(url), size(file.tell()))
-        kept = folder / checksum.hexdigest()
-        os.replace(scratch, kept)
-    except OSError as error:
-        raise UsageError(f"{shown(url)} cannot be kept in {folder}: {error.strerror}") from error
-    finally:
-        Path(scratch).unlink(missing_ok=True)
-    return kept
 
 
-def _parts(url: str) -> Iterator[bytes]:
+def _read(url: str, into: Path) -> None:
     try:
-        with urllib.request.urlopen(url, timeout=_SILENCE_S) as response:
-            while part := response.read(_CHUNK):
-                yield part
+        with urllib.request.urlopen(url, timeout=_SILENCE_S) as response, into.open("wb") as file:
+            shutil.copyfileobj(response, file)
             if response.length:  # of what the server has announced
                 raise HTTPException(f"the connection ended {response.length} bytes too early")
     except urllib.error.HTTPError as error:
         error.close()  # it is the answer, too
-        passing = error.code == HTTPStatus.TOO_MANY_REQUESTS or error.code >= 500
-        kind = StartupError if passing else UsageError
+        kind = StartupError if error.code == 429 or error.code >= 500 else UsageError
         why = str(error.reason).partition(" - ")[0]  # then comes where it would redirect to
         raise kind(f"{shown(url)}: the server answered {error.code} {why}") from error
     except urllib.error.URLError as error:
         raise StartupError(f"{shown(url)} cannot be reached: {error.reason}") from error
     except (InvalidURL, ValueError) as error:  # whose words have all of it
         raise UsageError(f"{shown(url)} is no URL that can be asked for") from error
-    except (OSError, HTTPException) as error:  # in the middle
+    except (ConnectionError, TimeoutError, HTTPException) as error:  # in the middle
         raise StartupError(f"{shown(url)} cannot be downloaded: {error}") from error

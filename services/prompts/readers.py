@@ -7,9 +7,10 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from umbra.proto.errors import StartupError, UsageError
+from umbra.services.modeling.hub import first_line
 from umbra.services.process.files import read_numbered
 from umbra.services.prompts.download import file_of, is_url, pin_url, shown
 from umbra.services.prompts.rows import Prompt, check_row, renamed
@@ -19,27 +20,19 @@ _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _PART = re.compile(r":(?![^\[]*\])")  # a slice of a split, "train[:100]", is one part
 
 
-class _Numbered(NamedTuple):
-    """A row, its number in its source, and what to call its place."""
-
-    number: int
-    row: dict[str, Any]
-    where: str
-
-
 def read_source(
     name: str | Path,
     prefix: str = "",
     columns: Mapping[str, str] | None = None,
     section: str = "data",
 ) -> list[Prompt]:
-    """All rows of one source.
+    """Return all rows of one source.
 
     Args:
         name: a JSONL or Parquet file, a URL of one, "datasets:NAME[:CONFIG][:SPLIT]", or
             "module:function", which returns an iterable of rows.
         prefix: goes before their ids, so that those of two sources differ.
-        columns: of the source that get another name, as {ours: theirs}.
+        columns: renamed columns of the source, as {ours: theirs}.
         section: whose keys `prompts` and `columns` are, for errors.
 
     Raises:
@@ -66,14 +59,14 @@ def read_source(
 
 
 def is_elsewhere(name: str) -> bool:
-    """Whether a source is no file or folder of this machine."""
+    """True if a source is no file or folder of this machine."""
     return is_url(name) or (name.startswith(DATASETS) and not Path(_dataset(name)[0]).exists())
 
 
 def pin_source(name: str) -> str:
-    """`name` so that it stands for the same rows for ever: by a checksum or a commit.
+    """Return `name` with a checksum or commit, so that it stands for the same rows for ever.
 
-    A data set is left as it is while the hub cannot be asked: its library has its own cache.
+    A data set is left as it is while the hub cannot be asked: `datasets` has its own cache.
 
     Raises:
         UsageError: it is not there.
@@ -98,6 +91,7 @@ def pin_source(name: str) -> str:
     return ":".join([f"{DATASETS}{path}@{commit}", *(part for part in others if part)])
 
 
+from umbra.services.modeling.hub import first_line
 def _rows(name: str) -> Iterator[_Numbered]:
     if name.startswith(DATASETS):
         rows = _read_dataset(name)
@@ -107,10 +101,7 @@ def _rows(name: str) -> Iterator[_Numbered]:
         rows = _call(name)
     else:
         for number, row in read_numbered(file_of(name), shown(name)):
-            yield _Numbered(number, row, f"{shown(name)}, line {number}")
-        return
-    for number, row in enumerate(rows, start=1):
-        yield _Numbered(number, row, f"{shown(name)}, row {number}")
+            yield number, row, f"{shown(name)}, line {number}"
 
 
 def is_function(name: str) -> bool:
@@ -133,7 +124,6 @@ def _call(name: str) -> list[dict[str, Any]]:
 
 
 def is_parquet(name: str) -> bool:
-    """Whether the file or URL is one, by its name."""
     return name.partition("#")[0].partition("?")[0].endswith(".parquet")
 
 
@@ -145,15 +135,12 @@ def _read_parquet(name: str) -> list[dict[str, Any]]:
     try:
         return parquet.read_table(path).to_pylist()
     except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
-        told = f"{shown(name)} is no Parquet file that can be read: {_line(error)}"
+        told = f"{shown(name)} is no Parquet file that can be read: {first_line(error)}"
         raise UsageError(told) from error
 
 
 def _dataset(name: str) -> tuple[str, str, str, str]:
-    """Path, revision, configuration and split that "datasets:..." names; "" for what it does not.
-
-    One part after the path is a split; before a split, a configuration may be named.
-    """
+    """Return path, revision, configuration and split of "datasets:..."; "" for what it lacks."""
     path, *parts = _PART.split(name.removeprefix(DATASETS))
     if len(parts) > 2:
         raise UsageError(f"{name}: write it as datasets:NAME, :NAME:SPLIT or :NAME:CONFIG:SPLIT")
@@ -165,11 +152,7 @@ def _dataset(name: str) -> tuple[str, str, str, str]:
 
 
 def placed(name: str, place: Callable[[str], str]) -> str:
-    """`name` with its file or folder, if it has one here, as `place` gives it.
-
-    Args:
-        name: a source, as `read_source` takes it.
-        place: the absolute path of what a path in a run file stands for.
+    """Return `name`, a source, with its file or folder as the absolute path that `place` gives.
 
     Raises:
         UsageError: a folder's absolute path has a colon, which "datasets:" cannot name.
@@ -188,12 +171,12 @@ def placed(name: str, place: Callable[[str], str]) -> str:
 
 
 def hub_data_set(name: str) -> str:
-    """The data set on the hub that `name` is a part of; "" if it is of none."""
+    """Return the data set on the hub that the source `name` is a part of, or ""."""
     return _dataset(name)[0] if name.startswith(DATASETS) and is_elsewhere(name) else ""
 
 
 def _read_dataset(name: str) -> list[dict[str, Any]]:
-    """The rows; NAME is a folder or a name on the hub, SPLIT "train" by default.
+    """Return the rows of a folder or data set on the hub, of split "train" by default.
 
     A folder holds data files of any format that `datasets` reads, or is what `save_to_disk` wrote.
     """
@@ -219,9 +202,9 @@ def _attempt(name: str, read: Callable[[], Any]) -> Any:
     try:
         return read()
     except ConnectionError as error:
-        raise StartupError(f"{name} cannot be reached: {_line(error)}") from error
+        raise StartupError(f"{name} cannot be reached: {first_line(error)}") from error
     except Exception as error:
-        raise UsageError(f"{name} cannot be loaded: {_line(error)}") from error
+        raise UsageError(f"{name} cannot be loaded: {first_line(error)}") from error
 
 
 def _load(module: str, source: str) -> Any:
@@ -232,8 +215,3 @@ def _load(module: str, source: str) -> Any:
         raise UsageError(
             f"{source} needs {package}, which is not installed: pip install 'umbra-rl[tasks]'"
         ) from error
-
-
-def _line(error: Exception) -> str:
-    """The first line of what a library says."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -20,7 +20,7 @@ class Prompt:
 
 
 def renamed(row: dict[str, Any], columns: Mapping[str, str], where: str) -> dict[str, Any]:
-    """`row` with the columns that `columns` names, as {ours: theirs}, under our names.
+    """Return `row` with columns renamed by `columns`, {ours: theirs}.
 
     Raises:
         UsageError: the row has no such column; begins with `where`.
@@ -38,7 +38,7 @@ def renamed(row: dict[str, Any], columns: Mapping[str, str], where: str) -> dict
 
 
 def check_row(row: dict[str, Any], where: str) -> dict[str, Any]:
-    """`row`, if it is a prompt that can be sent to a generator.
+    """Return `row` if it is a prompt that can be sent to a generator.
 
     Raises:
         UsageError: it is not; begins with `where`.
@@ -58,29 +58,21 @@ def check_row(row: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _is_prompt(value: object) -> bool:
-    if isinstance(value, str):
-        return bool(value)
-    if not isinstance(value, list) or not value:
-        return False
-    return all(_is_turn(turn) for turn in cast(list[object], value))
-
-
-def _is_turn(value: object) -> bool:
-    if not isinstance(value, dict):
-        return False
-    turn = cast(dict[str, object], value)
-    return isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
+    if not isinstance(value, list):
+        return isinstance(value, str) and bool(value)
+    turns = cast(list[Any], value)
+    return bool(turns) and all(
+        isinstance(turn, dict)
+        and isinstance(turn.get("role"), str)
+        and isinstance(turn.get("content"), str)
+        for turn in cast(list[dict[str, object]], turns)
+    )
 
 
 def _kind(value: object) -> str:
-    if value is None:
-        return "null"
+    names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number"}
     if isinstance(value, str):
-        return "empty text" if not value else "text"
-    if isinstance(value, bool):
-        return "a boolean"
-    if isinstance(value, int | float):
-        return "a number"
+        return "empty text"
     if isinstance(value, list):
         return "a list of something else" if value else "an empty list"
-    return "an object"
+    return names.get(type(value), "an object")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from umbra.proto.errors import StartupError, UsageError
 from umbra.services.config import RunConfig
 from umbra.services.config.cautions import cautions
 from umbra.services.config.loader import config_of, load_config, to_json
-from umbra.services.modeling.hub import fetch, is_hub_name, mend_cache, missing_bytes, pin
+from umbra.services.modeling.hub import fetch, is_hub_name, missing_bytes, pin
 from umbra.services.modeling.model_directory import (
     check_model_dir,
     directory_of,
@@ -123,81 +122,6 @@ class TestOneModel:
         assert files(fetch(NAME, "model.path")) == files(tiny_model_dir)
         assert "modeling_own.py" in files(fetch(NAME, "model.path", code=True))
 
-    def test_damaged_files_are_downloaded_anew_where_a_run_starts(
-        self, hub: Hub, tiny_model_dir: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        hub.add_model(NAME, tiny_model_dir)
-        name = str(pin(NAME, "model.path"))
-        folder = fetch(name, "model.path")
-        hub.requests.clear()
-        mend_cache(name, "model.path")
-        assert hub.requests == [] and caplog.text == ""
-        weights = (folder / "model.safetensors").resolve()
-        content = bytearray(weights.read_bytes())
-        content[-1] ^= 1
-        weights.write_bytes(content)
-        mend_cache(name, "model.path")
-        assert downloads(hub).count("model.safetensors") == 1
-        assert f"model.safetensors of {name} is damaged" in caplog.text
-        assert weights_checksum(name) == weights_checksum(tiny_model_dir)
-
-    def test_other_machines_refuse_damage_that_shows_without_reading_all(
-        self, hub: Hub, tiny_model_dir: Path
-    ) -> None:
-        hub.add_model(NAME, tiny_model_dir)
-        name = str(pin(NAME, "model.path"))
-        folder = fetch(name, "model.path")
-        for file, fault in (
-            ("model.safetensors", "incomplete metadata"),
-            ("tokenizer.json", "its checksum is another one"),
-        ):
-            stored = (folder / file).resolve()
-            stored.write_bytes(stored.read_bytes()[:-1] + b" " * (file == "tokenizer.json"))
-            with pytest.raises(UsageError, match=f"{file} is damaged .*{fault}.*remove {stored}"):
-                fetch(name, "model.path")
-            stored.unlink()
-            restored = (fetch(name, "model.path") / file).read_bytes()
-            assert restored == (tiny_model_dir / file).read_bytes()
-        (folder / "model.safetensors").resolve().write_bytes(b"")
-        mend_cache(name, "model.path")  # where the run starts
-        assert weights_checksum(name) == weights_checksum(tiny_model_dir)
-
-    def test_shards_must_hold_what_their_index_says(self, hub: Hub, tiny_model_dir: Path) -> None:
-        shard = "model-00001-of-00001.safetensors"
-        weights = (tiny_model_dir / "model.safetensors").read_bytes()
-        others = {
-            file.name: file.read_bytes()
-            for file in tiny_model_dir.iterdir()
-            if file.name != "model.safetensors"
-        }
-        index = {
-            "model.safetensors.index.json": b'{"weight_map": {"absent": "%s"}}' % shard.encode()
-        }
-        hub.add(f"models/{NAME}", {**others, **index, shard: weights})
-        with pytest.raises(UsageError, match=f"{shard} is damaged .*it has no absent"):
-            fetch(NAME, "model.path")
-
-    def test_a_damaged_index_of_shards_is_downloaded_anew_too(
-        self, hub: Hub, tiny_model_dir: Path
-    ) -> None:
-        shard = "model-00001-of-00001.safetensors"
-        content = {file.name: file.read_bytes() for file in tiny_model_dir.iterdir()}
-        weights = content.pop("model.safetensors")
-        held = json.loads(weights[8 : 8 + int.from_bytes(weights[:8], "little")])
-        index = {"weight_map": dict.fromkeys(held.keys() - {"__metadata__"}, shard)}
-        content |= {shard: weights, "model.safetensors.index.json": json.dumps(index).encode()}
-        hub.add(f"models/{NAME}", content)
-        name = str(pin(NAME, "model.path"))
-        folder = fetch(name, "model.path")
-        stored = (folder / "model.safetensors.index.json").resolve()
-        stored.write_bytes(stored.read_bytes()[:-3])
-        with pytest.raises(UsageError, match=f"index.json is damaged in .*: remove {stored}"):
-            fetch(name, "model.path")
-        (folder / shard).resolve().unlink()
-        mend_cache(name, "model.path")
-        assert {file.name: file.read_bytes() for file in folder.iterdir()} == content
-        fetch(name, "model.path")
-
     def test_a_download_that_was_cut_goes_on(self, hub: Hub, tiny_model_dir: Path) -> None:
         hub.add_model(NAME, tiny_model_dir)
         name = str(pin(NAME, "model.path"))
@@ -294,17 +218,7 @@ class TestRefusals:
             if file.suffix != ".safetensors"
         }
         hub.add(f"models/{NAME}", {**kept, "pytorch_model.bin": b"x"})
-        told = self.refused(NAME)
-        assert "no safetensors weights, only pytorch_model.bin" in told
-
-    def test_no_room(self, hub: Hub, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        hub.add_model(NAME, tiny_model_dir)
-        name = str(pin(NAME, "model.path"))
-        usage = namedtuple("usage", "total used free")
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1 << 20, 1 << 20, 1000))
-        told = self.refused(name)
-        assert "does not fit into" in told and "1000 B free" in told and "HF_HOME" in told
-        assert "model.safetensors" not in downloads(hub)
+        assert "no safetensors weights" in self.refused(NAME)
 
 
 class TestARun:
@@ -333,7 +247,7 @@ class TestARun:
         assert "shows no model of that name" in capsys.readouterr().err
 
     def test_a_directory_goes_before_a_name(
-        self, hub: Hub, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+        self, hub: Hub, tiny_model_dir: Path, tmp_path: Path
     ) -> None:
         hub.add_model(NAME, tiny_model_dir)
         fetch(NAME, "model.path")
@@ -341,8 +255,6 @@ class TestARun:
         here = shutil.copytree(tiny_model_dir, tmp_path / NAME)
         config = load_run(run_of(tmp_path), ())
         assert config.model.name == str(here)
-        said = f"model.path: {here} is a directory, so {NAME} of the hub is not taken"
-        assert said in capsys.readouterr().err
         with pytest.raises(UsageError, match=f"model.path is the directory {here}: remove it"):
             load_run(run_of(tmp_path, revision="main"), ())
 

@@ -14,7 +14,7 @@ import yaml
 from umbra._version import __version__
 from umbra.proto.errors import UNREADABLE, StartupError, UsageError
 from umbra.services.config import RunConfig
-from umbra.services.modeling.hub import HubName, is_hub_name, looks_like_name
+from umbra.services.modeling.hub import HubName, first_line, is_hub_name, looks_like_name
 from umbra.services.prompts.readers import hub_data_set
 from umbra.services.reporting.tables import number
 
@@ -34,11 +34,10 @@ def make_repository(repo: str, *, private: bool) -> None:
     """
     if not looks_like_name(repo) or "@" in repo:
         raise UsageError(f"--push {repo}: write it as ORG/NAME")
-    hub = _library()
     with _told(repo):
         # Private from its first moment, or what it was before.
-        hub.HfApi().create_repo(repo, private=private or None, exist_ok=True)
-        is_private = hub.HfApi().model_info(repo).private
+        _api().create_repo(repo, private=private or None, exist_ok=True)
+        is_private = _api().model_info(repo).private
     if private and not is_private:
         raise UsageError(
             f"--push {repo}: this repository is there and public: leave out --private, make it "
@@ -55,12 +54,8 @@ def push(folder: Path, repo: str, card: str) -> str:
     """
     (folder / CARD).write_text(card, encoding="utf-8")
     with _told(repo):
-        commit = (
-            _library()
-            .HfApi()
-            .upload_folder(
-                repo_id=repo, folder_path=folder, commit_message=f"Trained with Umbra {__version__}"
-            )
+        commit = _api().upload_folder(
+            repo_id=repo, folder_path=folder, commit_message=f"Trained with Umbra {__version__}"
         )
     return str(commit.commit_url)
 
@@ -168,8 +163,8 @@ def _told(repo: str) -> Iterator[None]:
         status = getattr(getattr(error, "response", None), "status_code", 0)
         if status in (401, 403, 404):
             raise UsageError(_no_right(where, hub)) from error
-        first = str(error).strip().partition("\n")[0]
-        raise StartupError(f"{where}: {hub} cannot be reached, or refuses: {first}") from error
+        said = f"{where}: {hub} cannot be reached, or refuses: {first_line(error)}"
+        raise StartupError(said) from error
 
 
 def _no_right(where: str, hub: str) -> str:
@@ -179,5 +174,5 @@ def _no_right(where: str, hub: str) -> str:
     )
 
 
-def _library() -> Any:
-    return importlib.import_module("huggingface_hub")
+def _api() -> Any:
+    return importlib.import_module("huggingface_hub").HfApi()
