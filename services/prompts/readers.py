@@ -91,17 +91,15 @@ def pin_source(name: str) -> str:
     return ":".join([f"{DATASETS}{path}@{commit}", *(part for part in others if part)])
 
 
-from umbra.services.modeling.hub import first_line
-def _rows(name: str) -> Iterator[_Numbered]:
-    if name.startswith(DATASETS):
-        rows = _read_dataset(name)
-    elif is_parquet(name):
-        rows = _read_parquet(name)
-    elif is_function(name):
-        rows = _call(name)
-    else:
+def _rows(name: str) -> Iterator[tuple[int, dict[str, Any], str]]:
+    """Yield number and content of each row, and what errors call its place."""
+    read = next((read for fits, read in _READERS if fits(name)), None)
+    if read is None:
         for number, row in read_numbered(file_of(name), shown(name)):
             yield number, row, f"{shown(name)}, line {number}"
+        return
+    for number, row in enumerate(read(name), start=1):
+        yield number, row, f"{shown(name)}, row {number}"
 
 
 def is_function(name: str) -> bool:
@@ -119,7 +117,7 @@ def _call(name: str) -> list[dict[str, Any]]:
         made: Iterable[Mapping[str, Any]] = getattr(importlib.import_module(module), function)()
         return [dict(row) for row in made]
     except Exception as error:
-        told = f"{name} gave no prompts: {type(error).__name__}: {_line(error)}"
+        told = f"{name} gave no prompts: {type(error).__name__}: {first_line(error)}"
         raise UsageError(f"{told}; it must return an iterable of rows") from error
 
 
@@ -215,3 +213,10 @@ def _load(module: str, source: str) -> Any:
         raise UsageError(
             f"{source} needs {package}, which is not installed: pip install 'umbra-rl[tasks]'"
         ) from error
+
+
+_READERS: tuple[tuple[Callable[[str], bool], Callable[[str], list[dict[str, Any]]]], ...] = (
+    (lambda name: name.startswith(DATASETS), _read_dataset),
+    (is_parquet, _read_parquet),
+    (is_function, _call),
+)
