@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from umbra.proto.errors import StartupError, UsageError
-from umbra.services.modeling.hub import first_line
 from umbra.services.process.files import read_numbered
 from umbra.services.prompts.download import file_of, is_url, pin_url, shown
 from umbra.services.prompts.rows import Prompt, check_row, renamed
@@ -117,7 +116,7 @@ def _call(name: str) -> list[dict[str, Any]]:
         made: Iterable[Mapping[str, Any]] = getattr(importlib.import_module(module), function)()
         return [dict(row) for row in made]
     except Exception as error:
-        told = f"{name} gave no prompts: {type(error).__name__}: {first_line(error)}"
+        told = f"{name} gave no prompts: {type(error).__name__}: {_line(error)}"
         raise UsageError(f"{told}; it must return an iterable of rows") from error
 
 
@@ -133,7 +132,7 @@ def _read_parquet(name: str) -> list[dict[str, Any]]:
     try:
         return parquet.read_table(path).to_pylist()
     except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
-        told = f"{shown(name)} is no Parquet file that can be read: {first_line(error)}"
+        told = f"{shown(name)} is no Parquet file that can be read: {_line(error)}"
         raise UsageError(told) from error
 
 
@@ -200,9 +199,9 @@ def _attempt(name: str, read: Callable[[], Any]) -> Any:
     try:
         return read()
     except ConnectionError as error:
-        raise StartupError(f"{name} cannot be reached: {first_line(error)}") from error
+        raise StartupError(f"{name} cannot be reached: {_line(error)}") from error
     except Exception as error:
-        raise UsageError(f"{name} cannot be loaded: {first_line(error)}") from error
+        raise UsageError(f"{name} cannot be loaded: {_line(error)}") from error
 
 
 def _load(module: str, source: str) -> Any:
@@ -213,6 +212,11 @@ def _load(module: str, source: str) -> Any:
         raise UsageError(
             f"{source} needs {package}, which is not installed: pip install 'umbra-rl[tasks]'"
         ) from error
+
+
+def _line(error: Exception) -> str:
+    """Return the first line of a library's error."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 _READERS: tuple[tuple[Callable[[str], bool], Callable[[str], list[dict[str, Any]]]], ...] = (
