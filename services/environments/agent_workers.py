@@ -1,4 +1,4 @@
-"""The processes of a run's agents, whoever runs them: a generator or an env-worker."""
+"""The processes of a run's agents, whoever runs them: a generator or a runner."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NO_KEY = "none"  # the client insists on one
 
 
 def offered_name(environment: EnvironmentConfig) -> str:
-    """What generators and env-workers call it when they look for each other."""
+    """Return what generators and runners call the environment."""
     several = isinstance(environment, NamedEnvironment)
     return environment.name if several else name_of(environment)
 

@@ -15,7 +15,7 @@ from umbra.services.environments.environment_host import Delivered, EnvironmentH
 from umbra.services.environments.loading import load_environment, runs_inline
 from umbra.services.environments.protocol import EnvironmentFactory, Row, SampleError
 from umbra.services.environments.response import Said
-from umbra.services.environments.turn_request import Ask, Begun
+from umbra.services.environments.turn_request import Ask, Begun, Lost
 from umbra.services.environments.worker_pool import END_S, WorkerPool
 from umbra.services.process.loop_thread import LoopThread
 
@@ -29,7 +29,7 @@ class EpisodeOutcome:
     """What a play ended with: an answer, or the reason why there is none. Agents ask in between."""
 
     key: str
-    value: Delivered | Ask | Begun | None = None
+    value: Delivered | Ask | Begun | Lost | None = None
     error: str = ""
 
 

@@ -45,6 +45,11 @@ class Begun:
 
 
 @dataclass(frozen=True, slots=True)
+class Lost:
+    """The agent of the sample is gone: the sample begins again, for another one."""
+
+
+@dataclass(frozen=True, slots=True)
 class Ask:
     """An agent's wish for one turn of the model.
 

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from umbra.proto.errors import UmbraError, UsageError
 from umbra.proto.records import SampleTask, Trajectory
-from umbra.services.config import RunConfig
+from umbra.services.config import EnvironmentConfig, RunConfig
 from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.generator.group_rewards import reward_groups, unrewarded
 from umbra.services.generator.pools import open_environments
@@ -81,7 +82,7 @@ def evaluate_model(
     )
     chat = Chat.configured(config.model, tokenizer, stops)
     prompts = drawn(rows, config, samples)
-    played = unrewarded(config, config.rewarded_by_groups)
+    played = _with_processes(unrewarded(config, config.rewarded_by_groups))
     # Agents may name the run's sampling, however their answers are drawn here.
     pool = open_environments(played, played.environment, chat)
     runner = RolloutRunner(engine, pool, settings_for(config, chat, greedy=greedy))
@@ -152,6 +153,20 @@ def _run(runner: RolloutRunner, tasks: list[SampleTask]) -> tuple[list[Trajector
         if runner.active and not runner.busy:
             time.sleep(0.001)  # all wait for their environments, each with a deadline
     return finished, failures
+
+
+def _with_processes(config: RunConfig) -> RunConfig:
+    """Return `config` with processes for the agents that a run leaves to `umbra run-agents`."""
+
+    def own(one: Any) -> Any:
+        workers = one.workers or EnvironmentConfig().workers
+        return msgspec.structs.replace(one, workers=workers)
+
+    return msgspec.structs.replace(
+        config,
+        environment=own(config.environment),
+        environments=[own(one) for one in config.environments],
+    )
 
 
 def _task(index: int, prompt: int, row: dict[str, Any]) -> SampleTask:

@@ -58,9 +58,10 @@ def _open_one(
     if not environment.asks:
         return open_pool(environment, wake=wake)
     # No other environment needs an HTTP server.
-    from umbra.services.generator.agents.address import bind, read_key
+    from umbra.services.generator.agents.address import bind
     from umbra.services.generator.agents.calls import CallRules
     from umbra.services.generator.agents.pool import AgentPool, AgentSettings
+    from umbra.services.http import read_key
 
     rules = CallRules(
         sampling_of(config.sampling_for(environment)),

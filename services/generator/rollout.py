@@ -178,6 +178,14 @@ class Rollout:
         self.ask, self._reader = ask, None
         self._continue_turn()
 
+    def begin_again(self) -> None:
+        """The agent is gone: the next one gets the recorded turns again if it asks the same."""
+        partial = self.partial() if self.task.pinned_version < 0 else None
+        tokens = tokens_of(partial, self._settings.sampling) if partial is not None else None
+        self._restart()
+        if partial is not None and tokens is not None:
+            self._resume(partial, tokens)
+
     def turn(self) -> Turn:
         """What the model said last, for the agent that asked for it (phase STEP)."""
         replayed = [said for said, _ in self._replay]

@@ -12,7 +12,7 @@ from umbra.proto.messages import ReturnedSample
 from umbra.proto.records import SampleTask, Trajectory
 from umbra.services.environments.pool import EnvironmentPool, EpisodeOutcome
 from umbra.services.environments.protocol import Opening, SampleError, StepResult
-from umbra.services.environments.turn_request import Ask, Begun, RefusedError
+from umbra.services.environments.turn_request import Ask, Begun, Lost, RefusedError
 from umbra.services.generator.engines.engine import Engine, EngineOutput
 from umbra.services.generator.rollout import Phase, Rollout, RolloutSettings
 
@@ -287,6 +287,8 @@ class RolloutRunner:
                 case _, Begun():
                     rollout.begun = True
                     return
+                case _, Lost():
+                    self._begin_again(rollout)
                 case Phase.RESET, Opening() as opening:
                     rollout.reset_done(opening)
                 case Phase.STEP, StepResult() as result:
@@ -311,6 +313,15 @@ class RolloutRunner:
                 self._moved += self._hand_back([rollout], reason)
             else:
                 self._advance(rollout)
+
+    def _begin_again(self, rollout: Rollout) -> None:
+        name = rollout.task.sample_id
+        for output in self.engine.abort([name]):
+            rollout.generated(output)
+        self._due.pop(name, None)
+        self._watched.pop(name, None)
+        rollout.begin_again()
+        self._flushed[name] = min(self._flushed[name], rollout.tokens)
 
     def _expire(self) -> None:
         """End the samples whose time is over."""

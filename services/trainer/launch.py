@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from umbra.proto.errors import PeerLostError, UsageError
 from umbra.services.config import TrainerConfig
 from umbra.services.config.loader import to_json
-from umbra.services.http.address import listen
+from umbra.services.http import listen
 from umbra.services.process.child import ChildProcess, child_environ, umbra_argv
 from umbra.services.process.command import ServiceContext
 from umbra.services.process.supervisor import Program, Supervisor

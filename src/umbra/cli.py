@@ -48,6 +48,9 @@ COMMANDS: dict[str, SubCommand] = {
     "generator": SubCommand(
         "umbra.services.generator.command:command", "Produce rollouts for a run."
     ),
+    "run-agents": SubCommand(
+        "umbra.services.environments.runner:command", "Run a run's agents on any machine."
+    ),
     "trainer": SubCommand("umbra.services.trainer.command:command", "Train the policy of a run."),
     "weight-hub": SubCommand(
         "umbra.services.weight_hub.command:command", "Push new weights to the generators."
@@ -113,7 +116,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Watch": ("monitor", "status", "ping"),
     "Steer": ("pause", "resume", "checkpoint", "interrupt", "drain"),
     "Look back": ("runs", "chat", "samples", "report", "eval", "export"),
-    "Services": ("buffer", "weight-hub", "trainer", "generator", "scorer"),
+    "Services": ("buffer", "weight-hub", "trainer", "generator", "scorer", "run-agents"),
 }
 
 # Optional packages, by the extra of this distribution that installs them.

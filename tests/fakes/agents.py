@@ -45,6 +45,7 @@ class AgentWorld:
         advertise: str = "",
         between: Callable[[RolloutRunner], object] = lambda runner: None,
     ) -> None:
+        self.environment = environment
         self.failure: Exception | None = None
         self._wake = threading.Event()
         self._settings = settings

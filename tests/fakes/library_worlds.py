@@ -1,5 +1,6 @@
 """Python environments with other libraries in them, made once; and worlds that play theirs."""
 
+import asyncio
 import os
 import shlex
 import shutil
@@ -9,16 +10,20 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from fakes.agents import AgentWorld
 from fakes.engine import ScriptedEngine
 from fakes.rollouts import STOP, says, settings
+from fakes.slowness import seconds
 
 from umbra.proto.records import Sampling
 from umbra.services.config import EnvironmentConfig
+from umbra.services.environments.runner import Generators, run_agents
 from umbra.services.generator.rollout import Limits
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
+from umbra.services.process.loop_thread import LoopThread
 
 REQUIREMENTS = {
     "verifiers-v0": ("verifiers==0.3.1", "mcp<2"),
@@ -45,6 +50,7 @@ _UNREACHABLE = (
     "EAI_AGAIN",
     "ETIMEDOUT",
 )
+KEY = "only for runners"
 LibraryPlay = Callable[..., AgentWorld]
 
 
@@ -92,26 +98,56 @@ def _install(command: list[str], folder: Path, wanted: Sequence[str]) -> None:
     (folder / ".installed").write_text("\n".join(wanted))
 
 
+class BackgroundRunner:
+    """`umbra run-agents` with one process, in an event loop of its own thread."""
+
+    def __init__(self, environments: EnvironmentConfig | list[EnvironmentConfig], url: str) -> None:
+        given = environments if isinstance(environments, list) else [environments]
+        one_each = [msgspec.structs.replace(one, workers=1) for one in given]
+        self.ended = False
+        self._stop = asyncio.Event()
+        self._generators = Generators([url], KEY)
+        self._thread = LoopThread("runner")
+        self._ran = asyncio.run_coroutine_threadsafe(self._run(one_each), self._thread._loop)
+
+    def close(self) -> None:
+        """Stop it in order."""
+        if not self._thread.closed:
+            self._thread.call(self._stop.set)
+            self._ran.result(seconds(60.0))
+            self._thread.close()
+            self._generators.close()
+
+    async def _run(self, environments: list[EnvironmentConfig]) -> None:
+        await run_agents(environments, self._generators, self._stop)
+        self.ended = True
+
+
 @pytest.fixture
-def run_on() -> str:
-    """`environment.run_on` of `library_play`; a test that has worlds elsewhere parametrises it."""
+def place() -> str:
+    """Where `library_play` has its worlds: "generator" or "runner"."""
     return "generator"
 
 
 @pytest.fixture
 def library_play(
-    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, run_on: str
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> Iterator[LibraryPlay]:
     """Worlds whose model says given turns, in a working directory with one module of the user's."""
     monkeypatch.chdir(tmp_path)
     tokenizer = load_tokenizer(tiny_model_dir)
-    made: list[AgentWorld] = []
+    made: list[AgentWorld | BackgroundRunner] = []
 
     def make(
         kind: str, source: str, *turns: str, max_context: int = 4096, given: int = 0, **options: Any
     ) -> AgentWorld:
         (tmp_path / "theirs.py").write_text(source)
-        limits = {"workers": 1, "timeout_s": 120.0, "setup_s": 300.0, "memory_mb": 0}
+        limits = {
+            "workers": int(place == "generator"),
+            "timeout_s": 120.0,
+            "setup_s": 300.0,
+            "memory_mb": 0,
+        }
         values: dict[str, Any] = {**limits, **options}
         environment = EnvironmentConfig(kind=kind, **values)
         branches = environment.max_branches if environment.branches == "train" else 1
@@ -124,12 +160,15 @@ def library_play(
         )
         engine = ScriptedEngine(says(tokenizer, *turns, given=given), max_context=max_context)
         override = environment.agent_sampling == "override"
-        world = AgentWorld(engine, chosen, environment, override=override)
+        key = KEY if place == "runner" else ""
+        world = AgentWorld(engine, chosen, environment, key=key, override=override)
         made.append(world)
+        if place == "runner":
+            made.append(BackgroundRunner(environment, world.url))
         return world
 
     yield make
-    for each in made:
+    for each in reversed(made):
         each.close()
 
 

@@ -22,9 +22,10 @@ from fakes.waiting import until
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Sampling, unpack_int32
 from umbra.services.config import EnvironmentConfig
-from umbra.services.generator.agents.address import bind, read_key, url_of
+from umbra.services.generator.agents.address import bind, url_of
 from umbra.services.generator.agents.server import MAX_BODY
 from umbra.services.generator.rollout import Limits
+from umbra.services.http import read_key
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
 

@@ -1,7 +1,7 @@
 """The packages that environments come from, each as the index has it, in an environment of its own.
 
 None of them is changed; their environments are those of `fakes.library_environments`. Each is
-played beside the generator, and by an env-worker's host.
+played beside the generator, and by a runner.
 """
 
 import json
@@ -17,7 +17,7 @@ from umbra.services.generator.tasks import Library, write_task
 pytestmark = [
     pytest.mark.real,
     pytest.mark.timeout(1200),
-    pytest.mark.parametrize("run_on", ["generator", "env_worker"]),
+    pytest.mark.parametrize("place", ["generator", "runner"]),
 ]
 
 

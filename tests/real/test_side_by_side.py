@@ -9,6 +9,8 @@ from fakes.fixtures import UMBRA
 from fakes.library_environments import AGENT, OPENENV, TRL, VERIFIERS_V0, VERIFIERS_V1
 from fakes.library_worlds import library_python
 from fakes.slowness import seconds
+from fakes.waiting import until
+from fault.test_runner_kill import endpoints as urls_of
 
 STEPS = 6
 RUN = """
@@ -27,6 +29,7 @@ batch_groups = 5
 lease_s = 120.0
 dead_after_s = 120.0
 [generator]
+{serve}
 device = "cpu"
 threads = 1
 slots = 20
@@ -40,8 +43,7 @@ entropy_coef = 1e-3  # some worlds reward a random model always alike, which alo
 batch_wait_s = 1800.0
 """
 LIMITS = """
-run_on = "{run_on}"
-workers = 1
+workers = {workers}
 memory_mb = 0
 setup_s = 900.0
 timeout_s = 600.0
@@ -57,33 +59,34 @@ WORLDS: dict[str, tuple[str, str, dict[str, str]]] = {
 }
 
 
-def environment(run_on: str, name: str, **keys: str) -> str:
+def environment(place: str, name: str, **keys: str) -> str:
     lines = [f"{key} = {json.dumps(value)}" for key, value in keys.items()]
     head = f'[[environments]]\nname = "{name}"\nprompts = "{name}.jsonl"'
-    return "\n".join([head, *lines]) + LIMITS.format(run_on=run_on)
+    return "\n".join([head, *lines]) + LIMITS.format(workers=int(place == "generator"))
 
 
 @pytest.mark.real
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize(
-    ("run_on", "names"),
+    ("place", "names"),
     [
         ("generator", list(WORLDS)),
-        ("env_worker", list(WORLDS)),
-        *(("env_worker", [name]) for name in WORLDS),
+        ("runner", list(WORLDS)),
+        *(("runner", [name]) for name in WORLDS),
     ],
-    ids=["generator", "env_worker", *WORLDS],
+    ids=["generator", "runner", *WORLDS],
 )
 def test_worlds_train_side_by_side_and_alone(
-    tmp_path: Path, tiny_model: Path, run_on: str, names: list[str]
+    tmp_path: Path, tiny_model: Path, place: str, names: list[str]
 ) -> None:
     (tmp_path / "model").symlink_to(tiny_model)
-    text = RUN.format(steps=STEPS, stops=json.dumps(list("abcdefghijklmn")))
+    serve = "" if place == "generator" else 'serve = "127.0.0.1:0"'
+    text = RUN.format(serve=serve, steps=STEPS, stops=json.dumps(list("abcdefghijklmn")))
     for name in names:
         source, library, keys = WORLDS[name]
         (tmp_path / f"{name}.py").write_text(source)
         python = {"python": library_python(library)} if library else {}
-        text += environment(run_on, name, **keys, **python)
+        text += environment(place, name, **keys, **python)
         if keys["kind"] == "verifiers":
             umbra(
                 tmp_path, "make-task", f"verifiers:{name}", "--out", name, "--heldout", "1",
@@ -94,7 +97,10 @@ def test_worlds_train_side_by_side_and_alone(
             rows = [{"prompt": f"play {n}", "target": n} for n in range(8)]
             (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "run.toml").write_text(text)
-    umbra(tmp_path, "up", "run.toml")
+    if place == "generator":
+        umbra(tmp_path, "up", "run.toml")
+    else:
+        up_with_runner(tmp_path, len(names))
     (folder,) = (tmp_path / "runs").iterdir()
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["kind"] == "step"]
@@ -109,6 +115,25 @@ def test_worlds_train_side_by_side_and_alone(
     assert summary["ledger"]["balance"] == 0
     assert summary["ledger"]["trained"] == STEPS * 20
     assert not summary["ledger"]["ended"].get("failed"), summary["ledger"]
+
+
+def up_with_runner(folder: Path, endpoints: int) -> None:
+    """`umbra up`, and a runner for all endpoints of its generator."""
+    run = subprocess.Popen([*UMBRA, "up", "run.toml"], cwd=folder)
+    try:
+        until(
+            lambda: len(urls_of(folder / "runs")) == endpoints,
+            lambda: urls_of(folder / "runs"),
+            limit_s=seconds(900),
+        )
+        urls = [part for url in urls_of(folder / "runs") for part in ("--generator", url)]
+        runner = subprocess.Popen([*UMBRA, "run-agents", "--config", "run.toml", *urls], cwd=folder)
+        assert run.wait(seconds(2400)) == 0
+        runner.terminate()
+        assert runner.wait(seconds(60)) == 0
+    finally:
+        run.kill()
+        run.wait()
 
 
 def umbra(folder: Path, *arguments: str) -> None:

@@ -15,8 +15,8 @@ from umbra.services.generator.agents.calls import (
     read_reply,
     read_text,
 )
-from umbra.services.generator.agents.errors import ApiError
 from umbra.services.generator.agents.replies import Completions, ReplyHead, answer_of
+from umbra.services.http import ApiError
 from umbra.services.modeling.parsers import TOLD, ResponseTemplateParser, read
 
 RULES = CallRules(Sampling(temperature=0.7, top_k=20), ["<|end|>"])

@@ -8,10 +8,10 @@ import pytest
 from umbra.proto.records import Sampling
 from umbra.services.environments.turn_request import Turn
 from umbra.services.generator.agents.calls import Call, CallRules, read_chat
-from umbra.services.generator.agents.errors import ApiError
 from umbra.services.generator.agents.messages_api import read_messages
 from umbra.services.generator.agents.replies import ReplyHead, answer_of
 from umbra.services.generator.agents.responses_api import Responses, read_responses
+from umbra.services.http import ApiError
 from umbra.services.modeling.parsers import TOLD, ResponseTemplateParser, read
 
 STRICT = CallRules(Sampling())

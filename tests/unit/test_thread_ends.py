@@ -21,8 +21,7 @@ from umbra.proto.net.io_thread import IoThread
 from umbra.services.buffer.service import Committer
 from umbra.services.config import EnvironmentConfig
 from umbra.services.environments.worker_pool import WorkerPool
-from umbra.services.http.address import listen
-from umbra.services.http.server import HttpServer
+from umbra.services.http import HttpServer, listen
 from umbra.services.process.command import service_command
 from umbra.services.process.loop_thread import LoopThread
 from umbra.services.process.metrics import MetricsFile
@@ -141,7 +140,7 @@ def test_what_is_called_in_an_event_loop(ends: Ends) -> None:
 
 
 def test_an_http_server(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = HttpServer(Response(), listen("127.0.0.1:0", "--web"), connections=1)
+    server = HttpServer(Response(), listen("127.0.0.1:0", "--web"), requests=1)
     monkeypatch.setattr(server._server, "on_tick", breaks)
     loop = LoopThread("http")
     loop.wait(server.start(), WAIT_S)

@@ -24,8 +24,8 @@ from umbra.services.environments.rewards import Rewards
 from umbra.services.environments.time_limits import TimeLimits
 from umbra.services.environments.turn_request import Turn
 from umbra.services.generator.agents.calls import Call
-from umbra.services.generator.agents.errors import ApiError
 from umbra.services.generator.agents.session import AgentSession
+from umbra.services.http import ApiError
 from umbra.services.modeling.parsers import TOLD, ResponseTemplateParser, read
 
 CODE = """

@@ -260,7 +260,7 @@ def _v1_result(episode: Any, said: str) -> StepResult:
 def _key_variable(endpoint: Mapping[str, str]) -> str:
     """The environment variable with the key of `endpoint`; verifiers reads keys from there only.
 
-    Each key has its own: an env-worker plays for several generators at once.
+    Each key has its own: endpoints may have different ones.
     """
     key = endpoint["api_key"]
     name = _KEY_VARIABLE + hashlib.sha256(key.encode()).hexdigest()[:16]

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from umbra.proto.errors import UsageError
-from umbra.services.http.address import is_local, listen, url_at
+from umbra.services.http import KEY_VARIABLE, is_local, listen, url_at
 
-KEY_VARIABLE = "UMBRA_AGENT_KEY"
 _PORTS_TRIED = 64
 _ANY_PORT = "127.0.0.1:0"
 
@@ -67,20 +64,3 @@ def _split(advertise: str) -> tuple[str, int]:
         if parts.hostname and parts.netloc == advertise and "@" not in advertise:
             return parts.hostname, parts.port or 0
     raise UsageError(f"generator.serve_advertise = {advertise}: write it as HOST or HOST:PORT")
-
-
-def read_key(file: str, environ: Mapping[str, str]) -> str:
-    """The key that agents have to give: what `file` holds, else the environment variable's.
-
-    Raises:
-        UsageError: `file` can't be read or is empty.
-    """
-    if not file:
-        return environ.get(KEY_VARIABLE, "")
-    try:
-        key = Path(file).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"generator.serve_key: {file} cannot be read: {error}") from error
-    if not key:
-        raise UsageError(f"generator.serve_key: {file} is empty: write a key into it")
-    return key

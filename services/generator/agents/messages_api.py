@@ -18,7 +18,6 @@ from umbra.services.generator.agents.calls import (
     readable,
     stops_of,
 )
-from umbra.services.generator.agents.errors import ApiError
 from umbra.services.generator.agents.replies import (
     Answer,
     Pieces,
@@ -28,6 +27,7 @@ from umbra.services.generator.agents.replies import (
     unsaid,
     usage,
 )
+from umbra.services.http import ApiError
 
 _IGNORED = ("metadata", "service_tier", "cache_control", "container", "inference_geo")
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"tool_choice": ({"type": "auto"},)}

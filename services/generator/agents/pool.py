@@ -11,6 +11,7 @@ import logging
 import queue
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +23,7 @@ from umbra.services.environments.agent_workers import (
     NO_REWARD,
     PLAYED_TWICE,
     agent_workers,
+    offered_name,
     start_agent,
 )
 from umbra.services.environments.environment_host import Delivered
@@ -29,23 +31,23 @@ from umbra.services.environments.pool import EpisodeOutcome, taken
 from umbra.services.environments.protocol import Row, StepResult
 from umbra.services.environments.response import Said
 from umbra.services.environments.time_limits import TimeLimits
-from umbra.services.environments.turn_request import Ask, Begun, Turn
+from umbra.services.environments.turn_request import Ask, Begun, Lost, Turn
 from umbra.services.environments.worker_pool import END_S
 from umbra.services.generator.agents.address import host_of, url_of
 from umbra.services.generator.agents.calls import Call, CallRules
-from umbra.services.generator.agents.errors import ApiError
 from umbra.services.generator.agents.replies import Answer
 from umbra.services.generator.agents.server import MAX_BODY, Edge, Hear
 from umbra.services.generator.agents.session import AgentSession
-from umbra.services.generator.agents.session_registry import SessionRegistry
+from umbra.services.generator.agents.session_registry import SessionRegistry, over
 from umbra.services.generator.agents.session_tree import News
-from umbra.services.http.server import HttpServer
+from umbra.services.http import ApiError, HttpServer
 from umbra.services.process.loop_thread import LoopThread, ends_with_it
 
 _SLACK_S = 10.0
 _LOOK_S = 0.2
 _LONELY_S = 60.0  # samples that nobody takes for so long are worth a warning
-_CONNECTIONS = 4096  # an agent that waits for the model holds one
+MOST_LOSSES = 5  # agents of one sample, after which it fails: it may be what ends them
+_REQUESTS = 4096  # an agent that waits for the model holds one
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +92,7 @@ class AgentPool:
         self._outcomes: queue.SimpleQueue[EpisodeOutcome] = queue.SimpleQueue()
         self._registry = SessionRegistry(TimeLimits.of(config), branches=config.branches == "train")
         self._arrivals: set[asyncio.Future[None]] = set()  # agents that wait for a sample
+        self._losses: Counter[str] = Counter()  # agents lost, by sample
         self._stopping = False
         ours = config.starts_agents
         self._workers = agent_workers(config, self._left, self._began) if ours else None
@@ -101,7 +104,7 @@ class AgentPool:
             bound,
             key=settings.key,
             max_body=MAX_BODY,
-            connections=_CONNECTIONS,
+            requests=_REQUESTS,
             name=host_of(settings.advertise),
         )
         self._watch: asyncio.Task[None] | None = None
@@ -138,13 +141,19 @@ class AgentPool:
     def find(self, session_id: str) -> AgentSession:
         return self._registry.find(session_id)
 
-    async def lease(self, wait_s: float) -> AgentSession | None:
+    async def lease(self, wait_s: float, lease_s: float, environment: str) -> AgentSession | None:
         if self._workers is not None:
             raise ApiError(
                 "this run starts its own agents (environment.agent)", status=404, code="no_work"
             )
+        if environment and environment != (own := offered_name(self._config)):
+            raise ApiError(
+                f"this endpoint serves {own}, not {environment}",
+                status=404,
+                code="other_environment",
+            )
         deadline = Deadline(wait_s, clock=self._clock)
-        while (session := self._registry.lease(self._clock())) is None:
+        while (session := self._registry.lease(self._clock(), lease_s)) is None:
             if deadline.passed or self._stopping:
                 return None
             arrival: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -153,6 +162,9 @@ class AgentPool:
             self._arrivals.discard(arrival)
         self._taken(session)
         return session
+
+    def renew(self, session_ids: Sequence[str], lease_s: float) -> list[str]:
+        return self._registry.renew(session_ids, self._clock(), lease_s)
 
     async def ask(
         self, session: AgentSession, call: Call, *, repeated: bool, hear: Hear | None = None
@@ -217,6 +229,7 @@ class AgentPool:
 
     def _close(self, key: str) -> None:
         self._registry.close(key)
+        self._losses.pop(key, None)
         if self._workers is not None:
             self._workers.forget(key)
 
@@ -297,7 +310,20 @@ class AgentPool:
                 else:
                     session.abandon(self._silence(session))
                     self._deliver(EpisodeOutcome(session.key, error=session.verdict))
+            for session in self._registry.expired(self._clock()):
+                self._lose(session.key)
             self._warn_if_lonely()
+
+    def _lose(self, key: str) -> None:
+        """Begin the sample again: whoever ran its agent has not renewed the lease."""
+        self._registry.close(key, over("its lease was not renewed in time"))
+        self._losses[key] += 1
+        log.info("sample %s: its agent is lost, its lease was not renewed", key)
+        if self._losses[key] < MOST_LOSSES:
+            self._deliver(EpisodeOutcome(key, Lost()))
+        else:
+            lost = f"its agents were lost {MOST_LOSSES} times: their leases were not renewed"
+            self._deliver(EpisodeOutcome(key, error=lost))
 
     def _silence(self, session: AgentSession) -> str:
         refused = f"; its last request was refused: {session.refusal}" if session.refusal else ""

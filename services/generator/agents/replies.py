@@ -12,7 +12,7 @@ import msgspec
 from umbra.services.environments.protocol import Message
 from umbra.services.environments.turn_request import Turn
 from umbra.services.generator.agents.calls import Call
-from umbra.services.generator.agents.errors import ApiError
+from umbra.services.http import ApiError
 
 Pieces = Sequence[tuple[str, str]]  # ("content" or "reasoning", text)
 

@@ -21,7 +21,6 @@ from umbra.services.generator.agents.calls import (
     read_message,
     readable,
 )
-from umbra.services.generator.agents.errors import ApiError
 from umbra.services.generator.agents.replies import (
     Answer,
     Pieces,
@@ -31,6 +30,7 @@ from umbra.services.generator.agents.replies import (
     unsaid,
     usage,
 )
+from umbra.services.http import ApiError
 
 _IGNORED = (
     *IGNORED,

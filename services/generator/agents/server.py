@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
+from msgspec import Meta
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from umbra.proto.bounds import Name
+from umbra.proto.bounds import LEASES, Name
 from umbra.proto.errors import UNREADABLE
 from umbra.services.environments.protocol import StepResult
 from umbra.services.generator.agents.calls import Call, CallRules, read_chat, read_text
-from umbra.services.generator.agents.errors import ApiError
 from umbra.services.generator.agents.messages_api import Messages, read_messages
 from umbra.services.generator.agents.replies import (
     Answer,
@@ -33,14 +33,14 @@ from umbra.services.generator.agents.replies import (
 )
 from umbra.services.generator.agents.responses_api import Responses, read_responses
 from umbra.services.generator.agents.session import AgentSession
-from umbra.services.http.address import url_at
-from umbra.services.http.door import too_large
+from umbra.services.http import ApiError, url_at
 
 MAX_BODY = 32 << 20
 _MAX_WAIT_S = 60.0
 _EVENTS = "text/event-stream"
 _REPEATED = "x-stainless-retry-count"  # what the openai clients send; not "0" in a repetition
 
+LeaseSeconds = Annotated[float, Meta(ge=0, le=3600)]
 Handler = Callable[[Request], Awaitable[Response]]
 Hear = Callable[[Pieces], None]
 Read = Callable[[bytes, CallRules], Call]
@@ -60,8 +60,15 @@ class Sessions(Protocol):
         """The session; raises ApiError if there is none."""
         ...
 
-    async def lease(self, wait_s: float) -> AgentSession | None:
-        """A session for an agent from outside, as soon as there is one."""
+    async def lease(self, wait_s: float, lease_s: float, environment: str) -> AgentSession | None:
+        """A session for an agent from outside, as soon as there is one.
+
+        Raises ApiError if this is not the endpoint of `environment`; "" = any.
+        """
+        ...
+
+    def renew(self, session_ids: Sequence[str], lease_s: float) -> list[str]:
+        """Renew the leases of these sessions; return those that are over."""
         ...
 
     async def ask(
@@ -86,8 +93,15 @@ class Sessions(Protocol):
         ...
 
 
-class _Wait(msgspec.Struct):
+class _Lease(msgspec.Struct):
     wait_s: float = 30.0
+    lease_s: LeaseSeconds | None = None  # None: the session is its agent's until that is silent
+    environment: str = ""
+
+
+class _Renewal(msgspec.Struct, forbid_unknown_fields=True):
+    ids: Annotated[list[Name], Meta(max_length=LEASES)]
+    lease_s: LeaseSeconds
 
 
 class _Reward(msgspec.Struct, forbid_unknown_fields=True):
@@ -124,6 +138,7 @@ class Edge:
         base = "/sessions/{session}"
         routes: list[tuple[str, str, Handler]] = [
             ("POST", "/sessions", self._lease),
+            ("POST", "/sessions/renew", self._renew),
             ("DELETE", base, self._give_up),
             ("POST", base + "/reward", self._reward),
             ("POST", base + "/v1/reward", self._reward),
@@ -147,22 +162,19 @@ class Edge:
                 return await run(request)
             except ApiError as error:
                 return _refusal(error)
-            except ClientDisconnect:
-                return Response(status_code=400)  # nobody reads it
 
         return handle
 
     async def _lease(self, request: Request) -> Response:
-        wait_s = min(max(_read(await _body(request) or b"{}", _Wait).wait_s, 0.0), _MAX_WAIT_S)
-        session = await self._sessions.lease(wait_s)
+        asked = _read(await request.body() or b"{}", _Lease)
+        wait_s = min(max(asked.wait_s, 0.0), _MAX_WAIT_S)
+        lease_s = math.inf if asked.lease_s is None else asked.lease_s
+        session = await self._sessions.lease(wait_s, lease_s, asked.environment)
         if session is None:
             error = ApiError(
                 f"there is no sample to work on within {wait_s:g} s", status=503, code="no_work"
             )
             return _refusal(error, {"retry-after": "1"})
-        return self._work(request, session)
-
-    def _work(self, request: Request, session: AgentSession) -> Response:
         # Where it came in, and never what it says of that.
         here = self._url or url_at(*request.scope["server"])
         url = f"{here}/sessions/{session.id}"
@@ -177,13 +189,17 @@ class Edge:
             201,
         )
 
+    async def _renew(self, request: Request) -> Response:
+        asked = _read(await request.body(), _Renewal)
+        return JSONResponse({"lost": self._sessions.renew(asked.ids, asked.lease_s)})
+
     async def _complete(
         self, read: Read, form_of: Callable[[ReplyHead], Form], request: Request
     ) -> Response:
         form = form_of(ReplyHead(request.path_params["session"], self._model, self._created))
         try:
             session = self._session(request)
-            call = read(await _body(request), self._rules)
+            call = read(await request.body(), self._rules)
             repeated = request.headers.get(_REPEATED, "0") != "0"
             if call.stream:
                 return await self._stream(form, session, call, repeated)
@@ -218,7 +234,7 @@ class Edge:
         return StreamingResponse(_events(stream, first, heard, asked), media_type=_EVENTS)
 
     async def _reward(self, request: Request) -> Response:
-        given = _read(await _body(request), _Reward)
+        given = _read(await request.body(), _Reward)
         if not all(map(math.isfinite, (given.reward, *given.parts.values()))):
             raise ApiError("reward must be a finite number", param="reward")
         session = self._session(request)
@@ -232,7 +248,7 @@ class Edge:
         return JSONResponse({"id": session.id, "score_s": session.limits.scoring.seconds})
 
     async def _give_up(self, request: Request) -> Response:
-        reason = _read(await _body(request) or b"{}", _Reason).reason
+        reason = _read(await request.body() or b"{}", _Reason).reason
         session = self._session(request)
         self._sessions.give_up(session, reason)
         return JSONResponse({"id": session.id, "deleted": True})
@@ -278,16 +294,6 @@ async def _events(
         yield stream.end(await asked)
     except ApiError as error:
         yield stream.broken(error)
-
-
-async def _body(request: Request) -> bytes:
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY:  # of a length that it did not say
-            status, code, reason = too_large(MAX_BODY)
-            raise ApiError(reason, status=status, code=code)
-    return bytes(body)
 
 
 def _read(body: bytes, kind: type[Any]) -> Any:

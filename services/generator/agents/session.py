@@ -23,9 +23,9 @@ from umbra.services.environments.protocol import StepResult
 from umbra.services.environments.time_limits import TimeLimit, TimeLimits
 from umbra.services.environments.turn_request import RefusedError, Turn
 from umbra.services.generator.agents.calls import Call
-from umbra.services.generator.agents.errors import ApiError
 from umbra.services.generator.agents.replies import Answer, answer_of
 from umbra.services.generator.agents.session_tree import News, SessionTree
+from umbra.services.http import ApiError
 
 _ANSWERS = 16  # the newest, kept for calls that come again: so many may have come at once
 
@@ -68,6 +68,7 @@ class AgentSession:
         self.limits = limits
         self.limit = limits.opening  # which of them the deadline is by
         self.deadline = math.inf  # by when the agent has to say something
+        self.leased_until = math.inf  # by when whoever runs the agent has to renew
         self.over: ApiError | None = None
         self.reward: StepResult | None = None
         self.refusal = ""  # why the last request got nothing
@@ -95,9 +96,10 @@ class AgentSession:
         """Turns that the model has given."""
         return self._tree.turns
 
-    def begin(self, now: float) -> None:
-        """An agent has taken it."""
+    def begin(self, now: float, lease_s: float = math.inf) -> None:
+        """An agent has taken it, for `lease_s` seconds unless it renews."""
         self._begun = True
+        self.leased_until = now + lease_s
         self._wait(self.limits.opening, now)
 
     def ask(

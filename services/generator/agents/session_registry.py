@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from umbra.services.environments.time_limits import TimeLimits
-from umbra.services.generator.agents.errors import ApiError
 from umbra.services.generator.agents.session import AgentSession
+from umbra.services.http import ApiError
 
 _REMEMBERED = 4096  # sessions that are over, so that late requests learn why
 
@@ -45,18 +46,18 @@ class SessionRegistry:
 
     def open(self, key: str, row: dict[str, Any]) -> AgentSession:
         """A session for the sample `key`, which nobody works on yet; an older one of it is over."""
-        self.close(key, _over("its sample began anew in another session"))
+        self.close(key, over("its sample began anew in another session"))
         session = AgentSession(self._new_id(), key, row, self._limits, branches=self._branches)
         self._by_id[session.id] = self._by_key[key] = session
         self._waiting.append(session)
         return session
 
-    def lease(self, now: float) -> AgentSession | None:
+    def lease(self, now: float, lease_s: float = math.inf) -> AgentSession | None:
         """The session that has waited longest for an agent; None if there is none."""
         while self._waiting:
             session = self._waiting.popleft()
             if session.over is None and not session.begun:
-                session.begin(now)
+                session.begin(now, lease_s)
                 return session
         return None
 
@@ -90,17 +91,32 @@ class SessionRegistry:
             self._over.popitem(last=False)
         if why is None:
             taken_back = session.verdict or "its sample was taken back"
-            why = _over("it has its reward" if session.reward else taken_back)
+            why = over("it has its reward" if session.reward else taken_back)
         session.end(why)
 
     def close_all(self, why: str) -> None:
         for key in list(self._by_key):
-            self.close(key, _over(why))
+            self.close(key, over(why))
+
+    def renew(self, session_ids: Iterable[str], now: float, lease_s: float) -> list[str]:
+        """Renew the leases of these sessions; return those that are over or unknown."""
+        lost: list[str] = []
+        for session_id in session_ids:
+            if session_id in self._by_id:
+                self._by_id[session_id].leased_until = now + lease_s
+            else:
+                lost.append(session_id)
+        return lost
+
+    def expired(self, now: float) -> list[AgentSession]:
+        """The sessions without a reward whose leases were not renewed in time."""
+        held = self._by_id.values()
+        return [one for one in held if one.leased_until <= now and one.reward is None]
 
     def overdue(self, now: float) -> list[AgentSession]:
         """The sessions whose agents have been silent for too long."""
         return [session for session in self._by_id.values() if session.deadline <= now]
 
 
-def _over(why: str) -> ApiError:
+def over(why: str) -> ApiError:
     return ApiError(f"this session is over: {why}", status=410, code="session_over")

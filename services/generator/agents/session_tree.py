@@ -14,9 +14,9 @@ from typing import Any
 
 from umbra.services.environments.protocol import Message
 from umbra.services.generator.agents.calls import Call, continues, read_reply
-from umbra.services.generator.agents.errors import ApiError
 from umbra.services.generator.agents.replies import Answer
 from umbra.services.generator.agents.responses_api import response_id
+from umbra.services.http import ApiError
 
 
 @dataclass(frozen=True, slots=True)

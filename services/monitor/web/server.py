@@ -9,12 +9,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from umbra.services.http.address import is_local, listen, url_at
-from umbra.services.http.server import HttpServer
+from umbra.services.http import HttpServer, is_local, listen, url_at
 from umbra.services.monitor.web.board import Resource
 from umbra.services.process.loop_thread import LoopThread
 
-_CONNECTIONS = 64
+_REQUESTS = 64
 _WAIT_S = 10.0
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -44,7 +43,7 @@ class PageServer:
         self.url = url_at(*bound.getsockname()[:2])
         self.is_local = is_local(bound)
         app = Starlette(routes=[Route(path, _answer(what)) for path, what in resources.items()])
-        self._server = HttpServer(app, bound, connections=_CONNECTIONS)
+        self._server = HttpServer(app, bound, requests=_REQUESTS)
         self._thread = LoopThread("http")
         self._thread.wait(self._server.start(), _WAIT_S)
 

@@ -10,14 +10,17 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 
 from umbra.proto.net.zap import Refusals
-from umbra.services.http.door import Door
+from umbra.services.http import ApiError, Gate
 
 
 def refused(*headers: tuple[str, str], local: bool = True, key: str = "", body: int = 100) -> str:
     """The code with which a request with these headers is refused; "" if it is answered."""
     raw = [(name.encode(), value.encode("latin-1")) for name, value in headers]
-    objection = Door(Response(), local, key, body, Refusals()).objection(Headers(raw=raw))
-    return objection.code if objection else ""
+    try:
+        Gate(Response(), local, key, body, 1, Refusals()).check(Headers(raw=raw))
+    except ApiError as refused:
+        return refused.code
+    return ""
 
 
 HERE = ("host", "127.0.0.1:80")

@@ -1,0 +1,271 @@
+"""HTTP servers of a run: uvicorn behind a middleware that checks each request before its body."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hmac
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from umbra.proto.errors import StartupError, UmbraError, UsageError
+from umbra.proto.net.keys import is_loopback
+from umbra.proto.net.zap import Refusals
+from umbra.services.process.loop_thread import ends_with_it
+from umbra.services.reporting.tables import size
+
+BODY_S = 10.0  # for a client to send the body of its request
+KEY_VARIABLE = "UMBRA_AGENT_KEY"
+_STOP_S = 1
+_MAX_PORT = 65535
+
+
+def listen(address: str, what: str, *, default_host: str = "", ports: int = 1) -> socket.socket:
+    """Return a socket that listens at `HOST:PORT`, or at the first free one of `ports` ports.
+
+    Args:
+        address: port 0 is any that is free.
+        what: the flag or key that says it, for errors.
+        default_host: of an address that is `:PORT`.
+        ports: to try, from the given one on.
+
+    Raises:
+        UsageError: it is no address.
+        StartupError: no port is free, or the host is not this machine.
+    """
+    host, separator, first = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]") or default_host
+    if not separator or not host or not first.isdecimal() or int(first) > _MAX_PORT:
+        form = ":PORT or HOST:PORT" if default_host else "HOST:PORT"
+        raise UsageError(f"{what} {address}: write it as {form}")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    port = int(first)
+    last = min(port + ports - 1, _MAX_PORT) if port else 0
+    while True:
+        try:
+            return socket.create_server((host, port), family=family, backlog=1024)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or port == last:
+                raise StartupError(
+                    f"{what} {address}: cannot listen on {host}:{port}: {error.strerror}"
+                ) from error
+            port += 1
+
+
+def is_local(bound: socket.socket) -> bool:
+    """Return whether only this machine can connect to the socket."""
+    return is_loopback(bound.getsockname()[0])
+
+
+def url_at(host: str, port: int) -> str:
+    """Return the URL of a server there."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def read_key(file: str, environ: Mapping[str, str]) -> str:
+    """Return the key of the agents' endpoint: the content of `file`, else UMBRA_AGENT_KEY's.
+
+    Raises:
+        UsageError: `file` can't be read or is empty.
+    """
+    if not file:
+        return environ.get(KEY_VARIABLE, "")
+    try:
+        key = Path(file).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"generator.serve_key: {file} cannot be read: {error}") from error
+    if not key:
+        raise UsageError(f"generator.serve_key: {file} is empty: write a key into it")
+    return key
+
+
+class ApiError(UmbraError):
+    """A refused request, answered in OpenAI's form.
+
+    `status` is never one that the openai client repeats a request after (408, 409, 429, 5xx),
+    except 503 where repeating may help.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        code: str = "invalid_request",
+        param: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+    def body(self) -> dict[str, Any]:
+        """Return the JSON object to answer with."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+class Gate:
+    """ASGI middleware: checks the head of each request, then reads its body within limits.
+
+    Args:
+        app: answers what is let in.
+        local: only this machine reaches the server. Requests must then use a loopback name as
+            Host, so that no web page can ask through a browser (DNS rebinding).
+        key: bearer token, or value of the header X-Api-Key, that clients must send; "" = none.
+        max_body: bytes that the body of a request may have.
+        requests: answered at once; more get 503.
+        refusals: counts the refused ones.
+        name: one more name of this machine, in lower case.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        local: bool,
+        key: str,
+        max_body: int,
+        requests: int,
+        refusals: Refusals,
+        name: str = "",
+    ) -> None:
+        self._app, self._refusals = app, refusals
+        self._local, self._key, self._own_name = local, key.encode(), name
+        self._max_body, self._requests, self._active = max_body, requests, 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._active += 1
+        try:
+            self.check(Headers(scope=scope))
+            body = await self._body(receive)
+        except ApiError as refused:
+            self._refusals.add(f"an HTTP request from {scope['client'][0]}: {refused}")
+            answer = JSONResponse(refused.body(), refused.status, {"connection": "close"})
+            await answer(scope, receive, send)
+        else:
+            if body is not None:
+                read = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+                async def replay() -> Any:
+                    return next(read, None) or await receive()
+
+                await self._app(scope, replay, send)
+        finally:
+            self._active -= 1
+
+    def check(self, headers: Headers) -> None:
+        """Raise ApiError if a request with these headers is not answered."""
+        host = headers.get("host", "").lower()
+        called = host if host.endswith("]") else host.rpartition(":")[0] or host
+        called = called.removeprefix("[").removesuffix("]")
+        if self._local and not is_loopback(called) and called != (self._own_name or None):
+            raise ApiError(
+                "the Host header is no name of this machine", status=403, code="wrong_host"
+            )
+        for origin in headers.getlist("origin"):
+            if origin.lower() not in (f"http://{host}", f"https://{host}"):
+                raise ApiError(
+                    "the request comes from another page", status=403, code="wrong_origin"
+                )
+        given = headers.get("authorization") or headers.get("x-api-key", "")
+        given = given.removeprefix("Bearer ").encode("latin-1")
+        if self._key and not hmac.compare_digest(given, self._key):
+            raise ApiError("the API key is wrong or missing", status=401, code="invalid_api_key")
+        if self._active > self._requests:
+            raise ApiError(
+                f"{self._requests} requests are under way", status=503, code="overloaded"
+            )
+        length = int(headers.get("content-length", 0))
+        self._check_size(length)
+        kinds = [k.partition(";")[0].strip().lower() for k in headers.getlist("content-type")]
+        has_body = kinds or length or "transfer-encoding" in headers
+        if has_body and kinds != ["application/json"]:
+            raise ApiError(
+                "the content type must be application/json", status=415, code="wrong_type"
+            )
+
+    def _check_size(self, length: int) -> None:
+        if length > self._max_body:
+            limit = size(self._max_body)
+            raise ApiError(f"the body is larger than {limit}", status=413, code="too_large")
+
+    async def _body(self, receive: Receive) -> bytes | None:
+        """Return the body; None if the client has gone."""
+        body = bytearray()
+        try:
+            async with asyncio.timeout(BODY_S):
+                while (message := await receive())["type"] == "http.request":
+                    body += message.get("body", b"")
+                    self._check_size(len(body))
+                    if not message.get("more_body"):
+                        return bytes(body)
+        except TimeoutError:
+            late = f"its body did not come within {BODY_S:g} s"
+            raise ApiError(late, status=400, code="too_slow") from None
+        return None
+
+
+class HttpServer:
+    """Serves `app` behind a `Gate` at a socket, within a running event loop.
+
+    Args:
+        app: an ASGI application.
+        bound: listens; closed in the end.
+        key, max_body, requests, name: as of `Gate`.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        bound: socket.socket,
+        *,
+        key: str = "",
+        max_body: int = 0,
+        requests: int,
+        name: str = "",
+    ) -> None:
+        self.refusals = Refusals()
+        self._bound = bound
+        gate = Gate(app, is_local(bound), key, max_body, requests, self.refusals, name)
+        config = uvicorn.Config(
+            gate,
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="critical",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_graceful_shutdown=_STOP_S,
+        )
+        self._server = uvicorn.Server(config)
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Serve; a server that fails ends the process."""
+        serving = self._server.serve(sockets=[self._bound])
+        self._task = asyncio.create_task(serving, name="the HTTP server")
+        self._task.add_done_callback(ends_with_it)
+
+    async def stop(self) -> None:
+        """Let open requests get their answers, for a second or so, and end."""
+        self._server.should_exit = True
+        if self._task is None:
+            self._bound.close()
+            return
+        await self._task
+        state = self._server.server_state
+        for connection in list(state.connections):
+            assert isinstance(connection, H11Protocol)
+            connection.transport.abort()
+        await asyncio.sleep(0)
+        if state.tasks:
+            await asyncio.wait(state.tasks, timeout=_STOP_S)

@@ -1,0 +1,111 @@
+"""A whole run whose agents are in a runner, which is killed again and again."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fakes.slowness import seconds
+from integration.test_up import UpProcess, up
+
+__all__ = ["up"]  # a fixture
+
+AGENT = """
+import asyncio, json, urllib.error, urllib.request
+
+def post(endpoint, messages):
+    headers = {"content-type": "application/json",
+               "authorization": "Bearer " + endpoint["api_key"]}
+    url = endpoint["base_url"] + "/chat/completions"
+    body = json.dumps({"messages": messages}).encode()
+    with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=60) as answer:
+        return json.load(answer)
+
+async def solve(row, endpoint, tries=3):
+    messages = [{"role": "user", "content": row["prompt"]}]
+    for turn in range(tries):
+        try:
+            said = await asyncio.to_thread(post, endpoint, messages)
+        except urllib.error.HTTPError as error:
+            error.close()
+            break  # the last answer was cut off
+        await asyncio.sleep(0.2)  # a tool
+        messages += [said["choices"][0]["message"], {"role": "user", "content": f"go on {turn}"}]
+    return len(messages) + 0.01 * len(str(messages))
+"""
+ENVIRONMENT = """
+[[environments]]
+name = "{name}"
+kind = "agent"
+agent = "tiny_agent:solve"
+workers = 0
+prompts = "prompts.jsonl"
+options = {{ tries = {tries} }}
+"""
+ENVIRONMENTS = "".join(ENVIRONMENT.format(name=f"of-{n}", tries=n) for n in (2, 3))
+# Leases of a killed runner end soon enough for a test.
+RUNNER = (
+    "from umbra.services.environments import runner; runner.LEASE_S = {lease_s}; runner.command()"
+)
+
+
+def endpoints(run_dir: Path) -> set[str]:
+    """The URLs that the generator has logged."""
+    return set(re.findall(r"agents are served at (http://\S+)", said_by_generator(run_dir)))
+
+
+def said_by_generator(run_dir: Path) -> str:
+    logs = [path.read_text() for path in run_dir.rglob("*generator-0*") if path.is_file()]
+    return "".join(logs)
+
+
+@pytest.mark.fault
+@pytest.mark.timeout(300)
+def test_a_run_outlives_its_runners(
+    project: Path, up: Callable[..., UpProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project / "tiny_agent.py").write_text(AGENT)
+    run = (project / "run.toml").read_text()
+    run = run.replace('[environment]\nkind = "reward"\nreward = "tiny_reward:score"\n', "")
+    run = run.replace('[data]\nprompts = "prompts.jsonl"\n', "") + ENVIRONMENTS
+    run = run.replace("max_tokens = 12", f"max_tokens = 24\nstop_tokens = {list('abcdefghijklmn')}")
+    run = run.replace("max_context = 64", "max_context = 512")
+    run = run.replace("[generator]\n", '[generator]\nserve = "127.0.0.1:0"\n')
+    (project / "run.toml").write_text(run)
+    monkeypatch.setenv("UMBRA_AGENT_KEY", "of the runners")
+    process = up(flags=("--no-eval",))
+    process.broker()
+    process.until(lambda: len(endpoints(process.run_dir)) == 2, "two endpoints")
+    urls = [part for url in endpoints(process.run_dir) for part in ("--generator", url)]
+
+    def start() -> subprocess.Popen[bytes]:
+        code = RUNNER.format(lease_s=seconds(3.0))
+        return subprocess.Popen(
+            [sys.executable, "-c", code, "--config", "run.toml", "--workers", "1", *urls],
+            cwd=project,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+
+    runner = start()
+    try:
+        for killed_at in (1, 2):
+            process.until(lambda at=killed_at: len(process.steps()) >= at, f"step {killed_at}")
+            runner.kill()
+            runner.wait()
+            runner = start()
+        summary = process.finish(seconds(200))
+    finally:
+        runner.kill()
+        runner.wait()
+    assert process.popen.returncode == 0, process.lines
+    assert summary["ledger"]["trained"] == 64 and summary["ledger"]["balance"] == 0
+    assert "failed" not in summary["ledger"]["ended"]
+    assert not sum(summary["restarts"].values()), summary["restarts"]
+    assert "its agent is lost" in said_by_generator(process.run_dir)
+    for name in ("of-2", "of-3"):
+        assert any(row.get(f"environment/{name}/samples") for row in process.steps()), name
