@@ -1,10 +1,9 @@
 """The broker as a whole, sans-IO: a request or a tick goes in, effects come out.
 
-`handle_all` and `tick` take the time from their caller (seconds, monotonic) and return what is to
-be sent and written. A request that cannot be answered yet is parked; it is answered when work
-arrives or when its wait is over. `save` puts into the store what has changed: the caller does that,
-and commits the store, before it sends anything. A broker that is made with the store of an earlier
-one goes on where that one ended.
+`handle_all` and `tick` take the time from their caller (seconds, monotonic) and return what to send
+and write. A request that cannot be answered yet is parked until work arrives or its wait is over.
+The caller calls `save` and commits the store before it sends anything. A broker that is made with
+the store of an earlier one continues its run.
 """
 
 from __future__ import annotations
@@ -14,42 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from umbra.proto import messages as m
 from umbra.proto.access import QUESTIONS, SENDERS, may_send, needs_membership
-from umbra.proto.messages import (
-    ANY,
-    CheckpointRequest,
-    CheckpointSaved,
-    Command,
-    CommitBatch,
-    DrainRequest,
-    EvalRequest,
-    FinishRun,
-    FlushPartials,
-    Heartbeat,
-    HeartbeatAck,
-    InterruptRequest,
-    Join,
-    LeaseBatch,
-    LeaseSamples,
-    LeaseScoring,
-    Leave,
-    Message,
-    Nack,
-    Ok,
-    PauseRequest,
-    Ping,
-    Pong,
-    RenewLeases,
-    ResumeRequest,
-    ReturnSamples,
-    RunFinished,
-    State,
-    Status,
-    StatusRequest,
-    SubmitScores,
-    SubmitTrajectories,
-    Welcome,
-)
 from umbra.proto.net.server import Request
 from umbra.proto.net.zap import Refusals
 from umbra.services.buffer.effects import Effect
@@ -65,10 +30,10 @@ from umbra.services.buffer.status import StallReport, StatusPage
 
 FINISH_S = 10.0  # what members get to leave after FinishRun
 STOP_S = 8.0  # the same after a signal: supervisors kill after 10 s
-# What makes no work for anyone and changes nothing that the store keeps.
-STILL = frozenset({*QUESTIONS, *ANY, Heartbeat})
-# What generators say all the time. What it opens up is served once, after all that came with it.
-TOGETHER = frozenset({LeaseSamples, SubmitTrajectories, RenewLeases, FlushPartials})
+# These make no work for anyone and change nothing that the store keeps.
+STILL = frozenset({*QUESTIONS, *m.ANY, m.Heartbeat})
+# Frequent messages of generators: parked requests are served once for all that came together.
+TOGETHER = frozenset({m.LeaseSamples, m.SubmitTrajectories, m.RenewLeases, m.FlushPartials})
 
 Handler: TypeAlias = Callable[[Request, Any, float], None]
 
@@ -77,7 +42,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """What joiners are told."""
+    """Endpoints that joiners are told."""
 
     data: str
     events_in: str
@@ -88,12 +53,10 @@ class Broker:
     """Handlers of messages and of time over the state of one run.
 
     Args:
-        run: the state.
-        run_id: told to everyone.
         endpoints: of the data and telemetry sockets.
         now: the time, seconds.
-        wire_counters: counted by the sockets' side; shown with the broker's own.
-        refusals: of those who lack the right key.
+        wire_counters: of the sockets; shown with the broker's own.
+        refusals: of peers without the right key.
     """
 
     def __init__(
@@ -109,15 +72,14 @@ class Broker:
         self.run = run
         self.counters, self.members = run.counters, run.members
         self.policy, self.pool, self.batches = run.policy, run.pool, run.batches
-        self.failure = ""  # why the run ends badly, if so
+        self.failure = ""  # why the run fails, if it does
         self._run_id = run_id
         self._endpoints = endpoints
         self._refusals = refusals or Refusals()
         self._outbox = run.outbox
         self._deadline = 0.0  # for the others to leave, once the run is ending
         self._finish_request: Request | None = None  # waits for an evaluation
-        self._moved = True  # anything, since the last `save`
-        report = StallReport(run)
+        self._moved = True  # since the last `save`
         interrupts = Cancellations(
             run.pool,
             run.members,
@@ -128,7 +90,7 @@ class Broker:
         self._rollouts = GeneratorEndpoint(run)
         self._scorers = ScorerEndpoint(run)
         self._training = TrainerEndpoint(
-            run, missing=report.missing, formed=interrupts.batch_formed
+            run, missing=StallReport(run).missing, formed=interrupts.batch_formed
         )
         self._operator = OperatorRequests(
             run,
@@ -137,11 +99,9 @@ class Broker:
             end=self._stop,
         )
         self._recovery = Recovery(run, run_id)
-        store = run.journal.store
-        self.room = DiskQuota(store, run.pool, run.batches, run.buffer.store_max_bytes)
+        self.room = DiskQuota(run)
         self._overview = StatusPage(
             run,
-            report,
             self.room,
             run_id=run_id,
             events=endpoints.events_out,
@@ -159,21 +119,19 @@ class Broker:
             self._recovery.save()
 
     @property
-    def state(self) -> State:
-        """Where this process is in its life."""
+    def state(self) -> m.State:
         return self._overview.state
 
     @property
     def finished(self) -> bool:
-        """Whether the run has reached its end, and not just this process."""
+        """True if the run has reached its end, and not just this process."""
         return bool(self.run.finished)
 
     def handle(self, request: Request, now: float) -> list[Effect]:
-        """The effects of `request`."""
         return self.handle_all((request,), now)
 
     def handle_all(self, requests: Iterable[Request], now: float) -> list[Effect]:
-        """The effects of `requests`, which came together, one after the other."""
+        """Handle `requests`, which came together, in order."""
         settled = True
         for request in requests:
             kind = type(request.body)
@@ -190,7 +148,7 @@ class Broker:
         return self._outbox.take()
 
     def tick(self, now: float) -> list[Effect]:
-        """The effects of time: expired leases, dead members, waits that are over."""
+        """Handle the passing of time: expired leases, dead members, waits that are over."""
         for peer in self.members.silent(now, self._patience()):
             log.warning("%s is dead: silent for %.1f s", peer.name, now - peer.heard_at)
             self.counters["dead_members"] += 1
@@ -211,19 +169,19 @@ class Broker:
         return self._outbox.take()
 
     def drain(self, reason: str, now: float) -> list[Effect]:
-        """Ask everyone to hand back what they have and to leave."""
+        """Ask all members to return what they hold and to leave."""
         self._stop(reason, now)
         self._settle(now)
         return self._outbox.take()
 
     def is_over(self, now: float) -> bool:
-        """Whether the run is ending and all but monitors have left, or had the time for it."""
+        """True if the run is ending and all but monitors have left, or ran out of time."""
         if self.state != "draining":
             return False
         return now >= self._deadline or not self.members.working
 
     def close(self, now: float) -> list[Effect]:
-        """End what is still in flight; the final ledger."""
+        """End what is still in flight and write the final ledger."""
         for peer in self.members.working:
             log.warning("%s has not left in time", peer.name)
         self.run.cancel()
@@ -235,12 +193,11 @@ class Broker:
         self._settle(now)
         return self._outbox.take()
 
-    def status(self, now: float) -> Status:
-        """The whole state of the run."""
+    def status(self, now: float) -> m.Status:
         return self._overview.status(now, finished=self.finished)
 
     def _resume(self, now: float) -> None:
-        """Go on with the run in the store, if there is one."""
+        """Continue the run in the store, if there is one."""
         if not self._recovery.restore(now):
             return
         self.counters["restarts"] += 1
@@ -255,46 +212,48 @@ class Broker:
         if self.run.finished:
             self._begin_end(self.run.finished, now, FINISH_S)
 
-    def _make_handlers(self) -> dict[type[Message], Handler]:
-        """Who answers what. Who may send it, and who must be a member: `proto/access.py`."""
+    def _make_handlers(self) -> dict[type[m.Message], Handler]:
+        """Return the handler of each message; `proto/access.py` says who may send it."""
         rollouts, scorers, training = self._rollouts, self._scorers, self._training
         operator = self._operator
         return {
-            Ok: self._stray,
-            Nack: self._stray,
-            Ping: self._ping,
-            StatusRequest: self._status,
-            PauseRequest: operator.pause,
-            ResumeRequest: operator.resume,
-            CheckpointRequest: operator.checkpoint,
-            EvalRequest: operator.evaluate,
-            DrainRequest: operator.drain,
-            InterruptRequest: operator.interrupt,
-            Join: self._join,
-            Heartbeat: self._beat,
-            Leave: self._leave,
-            LeaseSamples: rollouts.lease,
-            SubmitTrajectories: rollouts.submit,
-            ReturnSamples: rollouts.hand_back,
-            FlushPartials: rollouts.flush,
-            RenewLeases: self._renew,
-            LeaseScoring: scorers.lease,
-            SubmitScores: scorers.submit,
-            LeaseBatch: training.lease,
-            CommitBatch: training.commit,
-            CheckpointSaved: training.checkpoint,
-            FinishRun: self._finish,
+            m.Ok: self._stray,
+            m.Nack: self._stray,
+            m.Ping: self._ping,
+            m.StatusRequest: self._status,
+            m.PauseRequest: operator.pause,
+            m.ResumeRequest: operator.resume,
+            m.CheckpointRequest: operator.checkpoint,
+            m.EvalRequest: operator.evaluate,
+            m.DrainRequest: operator.drain,
+            m.InterruptRequest: operator.interrupt,
+            m.Join: self._join,
+            m.Heartbeat: self._beat,
+            m.Leave: self._leave,
+            m.LeaseSamples: rollouts.lease,
+            m.SubmitTrajectories: rollouts.submit,
+            m.ReturnSamples: rollouts.hand_back,
+            m.FlushPartials: rollouts.flush,
+            m.RenewLeases: self._renew,
+            m.LeaseScoring: scorers.lease,
+            m.SubmitScores: scorers.submit,
+            m.LeaseBatch: training.lease,
+            m.CommitBatch: training.commit,
+            m.CheckpointSaved: training.checkpoint,
+            m.FinishRun: self._finish,
         }
 
     # -- members -----------------------------------------------------------------------------------
 
-    def _join(self, request: Request, body: Join, now: float) -> None:
+    def _join(self, request: Request, body: m.Join, now: float) -> None:
         if self.state != "ready":
-            self._refuse(request, Nack(code="run_ending", reason="the run is ending", path="role"))
+            self._refuse(
+                request, m.Nack(code="run_ending", reason="the run is ending", path="role")
+            )
             return
         before = self.members.peers.get(body.name)
         peer = self.members.join(request, body, now)
-        if isinstance(peer, Nack):
+        if isinstance(peer, m.Nack):
             self._refuse(request, peer)
             return
         if before is not None and before.incarnation != peer.incarnation:
@@ -303,7 +262,7 @@ class Broker:
         self.run.facts.learn(body.vocabulary, body.routers)
         log.info("%s has joined (%s, pid %d on %s)", peer.name, peer.role, peer.pid, peer.host)
         weights, incarnation = self.members.hub
-        welcome = Welcome(
+        welcome = m.Welcome(
             run_id=self._run_id,
             heartbeat_s=self.run.buffer.heartbeat_s,
             data=self._endpoints.data,
@@ -315,50 +274,50 @@ class Broker:
         self._outbox.reply(request, welcome)
 
     def _may_ask(self, request: Request, now: float) -> bool:
-        """Whether a member asks, and its role may; else it has been refused."""
+        """True if the sender is a member whose role allows it; else refuse the request."""
         peer, kind = self.members.hear(request, now), type(request.body)
-        if isinstance(peer, Nack):
+        if isinstance(peer, m.Nack):
             self._refuse(request, peer)
             return False
-        # With keys the sockets' side has asked already: a member has the role of its key.
+        # With keys the server has checked this: a member has the role of its key.
         if request.role is None and kind in SENDERS and not may_send(peer.role, kind):
             needed = " or a ".join(SENDERS[kind])
             reason = f"{kind.__name__} is for a {needed}, {peer.name} is a {peer.role}"
-            self._refuse(request, Nack(code="wrong_role", reason=reason, path="type"))
+            self._refuse(request, m.Nack(code="wrong_role", reason=reason, path="type"))
             return False
         return True
 
-    def _unexpected(self, request: Request, body: Message, _now: float) -> None:
-        reason = f"{type(body).__name__} is nothing that the buffer is asked"
-        self._refuse(request, Nack(code="unexpected", reason=reason, path="type"))
+    def _unexpected(self, request: Request, body: m.Message, _now: float) -> None:
+        reason = f"unexpected message {type(body).__name__}"
+        self._refuse(request, m.Nack(code="unexpected", reason=reason, path="type"))
 
-    def _stray(self, _request: Request, _body: Ok | Nack, _now: float) -> None:
+    def _stray(self, _request: Request, _body: m.Ok | m.Nack, _now: float) -> None:
         self.counters["stray_replies"] += 1
 
-    def _ping(self, request: Request, _body: Ping, _now: float) -> None:
-        self._outbox.reply(request, Pong(role="buffer", state=self.state))
+    def _ping(self, request: Request, _body: m.Ping, _now: float) -> None:
+        self._outbox.reply(request, m.Pong(role="buffer", state=self.state))
 
-    def _status(self, request: Request, _body: StatusRequest, now: float) -> None:
+    def _status(self, request: Request, _body: m.StatusRequest, now: float) -> None:
         self._outbox.reply(request, self._overview.recent(now, finished=self.finished))
 
-    def _renew(self, request: Request, body: RenewLeases, now: float) -> None:
+    def _renew(self, request: Request, body: m.RenewLeases, now: float) -> None:
         scores = self._sender(request).role == "scorer"
         (self._scorers if scores else self._rollouts).renew(request, body, now)
 
-    def _leave(self, request: Request, body: Leave, _now: float) -> None:
+    def _leave(self, request: Request, body: m.Leave, _now: float) -> None:
         peer = self._sender(request)
         log.info("%s has left: %s", peer.name, body.reason)
         self._remove(peer, body.reason, lost=False)
-        self._outbox.reply(request, Ok())
+        self._outbox.reply(request, m.Ok())
 
     def _sender(self, request: Request) -> Participant:
         return self.members.peers[request.header.sender]
 
-    def _beat(self, request: Request, body: Heartbeat, now: float) -> None:
+    def _beat(self, request: Request, body: m.Heartbeat, now: float) -> None:
         peer = self._sender(request)
         self.members.beat(peer, body, now)
         weights, incarnation = self.members.hub
-        ack = HeartbeatAck(
+        ack = m.HeartbeatAck(
             version=self.batches.version,
             heartbeat_s=self.members.pace_s,
             weights=weights,
@@ -367,14 +326,14 @@ class Broker:
         self._outbox.reply(request, ack)
         reason = "the run is ending" if self.state == "draining" else peer.drained
         if reason and body.state != "draining":
-            self._outbox.push(peer.identity, Command(kind="drain", reason=reason))
+            self._outbox.push(peer.identity, m.Command(kind="drain", reason=reason))
 
     def _remove(self, peer: Participant, why: str, *, lost: bool) -> None:
         self.members.remove(peer, why)
         self._take_back(peer, lost=lost)
 
     def _take_back(self, peer: Participant, *, lost: bool) -> None:
-        """What `peer` holds goes to others; a batch stays leased for the next trainer."""
+        """Requeue what `peer` holds; a batch stays leased for the next trainer."""
         count = self.pool.take_all_back(peer.name, lost=lost)
         count += self.run.evals.pool.take_all_back(peer.name, lost=lost)
         count += self._scorers.take_back(peer.name, lost=lost)
@@ -386,7 +345,7 @@ class Broker:
             self._training.forget()
 
     def _patience(self) -> dict[str, float]:
-        """A trainer that holds a batch may be silent for longer before it counts as dead."""
+        """Return how long a trainer that holds a batch may be silent, by name."""
         trainer = self.members.find("trainer")
         if trainer is None or self.batches.leased is None:
             return {}
@@ -395,8 +354,8 @@ class Broker:
 
     # -- the end -----------------------------------------------------------------------------------
 
-    def _finish(self, request: Request, body: FinishRun, now: float) -> None:
-        """End the run; an evaluation under way is completed before."""
+    def _finish(self, request: Request, body: m.FinishRun, now: float) -> None:
+        """End the run, after the evaluation under way."""
         self.run.evals.advance(now)
         if self.run.evals.is_open and self.state == "ready":
             self._finish_request = request
@@ -405,7 +364,7 @@ class Broker:
         self.run.finished_of = self.run.config.run.steps
         self.run.cancel()
         ledger = self.pool.ledger.snapshot()
-        self._outbox.reply(request, RunFinished(ledger=ledger, evals=self.run.evals.newest))
+        self._outbox.reply(request, m.RunFinished(ledger=ledger, evals=self.run.evals.newest))
         self._begin_end(self.run.finished, now, FINISH_S)
 
     def _stop(self, reason: str, now: float) -> None:
@@ -421,12 +380,12 @@ class Broker:
         self._scorers.close(now)
         self._training.close()
         for peer in self.members.peers.values():
-            self._outbox.push(peer.identity, Command(kind="drain", reason=reason))
+            self._outbox.push(peer.identity, m.Command(kind="drain", reason=reason))
 
     # -- common ------------------------------------------------------------------------------------
 
     def _settle(self, now: float) -> None:
-        """Serve what is parked with whatever has been opened up."""
+        """Answer the parked requests that can be answered now."""
         self._moved = True
         if not self._training.closed:
             self.run.evals.advance(now)
@@ -441,10 +400,10 @@ class Broker:
         request = self._finish_request
         if request is not None and not self.run.evals.is_open:
             self._finish_request = None
-            assert isinstance(request.body, FinishRun)
+            assert isinstance(request.body, m.FinishRun)
             self._finish(request, request.body, now)
 
-    def _refuse(self, request: Request, nack: Nack) -> None:
+    def _refuse(self, request: Request, nack: m.Nack) -> None:
         self.counters[nack.code] += 1
         if nack.code == "not_allowed":
             kind = type(request.body).__name__

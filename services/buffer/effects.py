@@ -12,7 +12,7 @@ from umbra.proto.net.server import Request
 
 
 class Reply(msgspec.Struct, frozen=True, gc=False):
-    """Answer `request`, whose body is not needed for that."""
+    """Answer `request`, without its body."""
 
     request: Request
     body: Message
@@ -43,19 +43,16 @@ class Effects:
         self._effects: list[Effect] = []
 
     def reply(self, request: Request, body: Message) -> None:
-        """Answer `request` with `body`."""
         self._effects.append(Reply(request.bare, body))
 
     def push(self, identity: bytes, body: Message, channel: str = "control") -> None:
-        """Send `body` unasked."""
         self._effects.append(Notify(identity, body, channel))
 
     def measure(self, kind: str, **fields: Any) -> None:
-        """Write a row of metrics."""
         self._effects.append(Measure(kind, fields))
 
     def take(self) -> list[Effect]:
-        """All effects since the last call."""
+        """Return all effects since the last call."""
         effects, self._effects = self._effects, []
         return effects
 
@@ -73,7 +70,6 @@ class Parked(Generic[B]):
 
     @property
     def name(self) -> str:
-        """Of the member that asks."""
         return self.request.header.sender
 
 
@@ -87,26 +83,22 @@ class ParkedRequests(Generic[B]):
         return len(self._parked)
 
     def park(self, parked: Parked[B]) -> None:
-        """Let it wait; the member has no other."""
         self._parked[parked.name] = parked
 
     def all(self) -> list[Parked[B]]:
-        """Those that wait; any of them may be taken meanwhile."""
+        """Return a copy: any of them may be taken meanwhile."""
         return list(self._parked.values())
 
     def take(self, name: str) -> Parked[B] | None:
-        """The request of `name`, which waits no longer."""
         return self._parked.pop(name, None)
 
     def take_overdue(self, now: float) -> list[Parked[B]]:
-        """Those whose wait is over."""
         overdue = [parked for parked in self._parked.values() if parked.deadline <= now]
         for parked in overdue:
             del self._parked[parked.name]
         return overdue
 
     def take_all(self) -> list[Parked[B]]:
-        """Those that wait, which wait no longer."""
         parked = self.all()
         self._parked.clear()
         return parked

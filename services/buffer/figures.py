@@ -17,7 +17,7 @@ SHOWN = (
 
 @dataclass(slots=True)
 class _Stretch:
-    """Some steps in a row."""
+    """Sums over consecutive steps."""
 
     first: int
     last: int
@@ -49,7 +49,6 @@ class StepCurves:
         self._length = 1
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        """The figures of `step`, the newest."""
         last = self._stretches[-1] if self._stretches else None
         if last is None or last.last - last.first + 1 >= self._length:
             last = _Stretch(step, step)
@@ -66,11 +65,10 @@ class StepCurves:
             self._stretches = joined + odd
 
     def cut(self, step: int) -> None:
-        """The trainer does `step` and what follows once more."""
+        """Forget `step` and what follows, which the trainer repeats."""
         self._stretches = [stretch for stretch in self._stretches if stretch.last < step]
 
     def record(self) -> Curves:
-        """What watchers are told."""
         stretches = self._stretches
         values = {name: [stretch.mean(name) for stretch in stretches] for name in SHOWN}
         return Curves(
@@ -87,18 +85,17 @@ LEAST_S = 1.0  # of less than a second nothing can be said
 
 
 class Meter:
-    """The rate of one running count: from a change at least `WINDOW_S` ago to the newest one.
+    """The recent rate of a count: from a change at least `WINDOW_S` ago to the newest one.
 
     So it is exact for what comes in bursts (a batch a minute) and not zero between two of them; it
-    falls once the next burst is overdue. Before there are two changes it is counted from when work
-    began.
+    falls once the next burst is overdue.
     """
 
     def __init__(self, total: int, now: float) -> None:
         self._marks: deque[tuple[float, int]] = deque([(now, total)])
 
     def see(self, total: int, now: float) -> None:
-        """The count is at `total`; one that has gone down begins anew."""
+        """Set the count; one that has gone down restarts the measurement."""
         newest = self._marks[-1]
         if total == newest[1]:
             return
@@ -112,17 +109,15 @@ class Meter:
             self._marks.popleft()
 
     def rate(self, now: float) -> float:
-        """Per second."""
         (first_at, first), (last_at, last) = self._marks[0], self._marks[-1]
         return (last - first) / max(last_at - first_at, now - last_at, LEAST_S)
 
 
 class Throughput:
-    """`Status.rates`: what goes on per second, of counts that the broker keeps anyway.
+    """Computes `Status.rates`.
 
     Args:
         counts: the running counts, by the names of the fields of `Rates`; called at every `see`.
-        now: the time, seconds.
     """
 
     def __init__(self, counts: Callable[[], dict[str, int]], now: float) -> None:
@@ -132,7 +127,7 @@ class Throughput:
         self.see(now)
 
     def see(self, now: float) -> None:
-        """Look at the counts; time before the first sample is issued does not count."""
+        """Read the counts; time before the first sample is issued does not count."""
         counts = self._counts()
         if not self._working:
             self._working = counts["issued_per_s"] > 0
@@ -142,6 +137,5 @@ class Throughput:
             self._meters[name].see(count, now)
 
     def rates(self, now: float) -> Rates:
-        """As of now."""
         self.see(now)
         return Rates(**{name: meter.rate(now) for name, meter in self._meters.items()})

@@ -33,11 +33,10 @@ _VARYING = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")  # what differs between failure
 
 
 class Share:
-    """How many of what was seen were hits: in the whole run, and of late.
+    """A share of hits: over the whole run, and recent.
 
     Args:
-        part: so many make a batch's worth; of late are the last `BATCHES` of these and what has
-            come since.
+        part: makes a batch's worth; recent are the last `BATCHES` of these and what follows.
     """
 
     def __init__(self, part: int) -> None:
@@ -47,7 +46,6 @@ class Share:
         self._open = (0, 0)
 
     def add(self, hits: int, seen: int) -> None:
-        """`hits` of `seen` more."""
         self.hits += hits
         self.seen += seen
         self._open = (self._open[0] + hits, self._open[1] + seen)
@@ -57,38 +55,35 @@ class Share:
 
     @property
     def late(self) -> tuple[int, int]:
-        """Hits, and what was seen, of late."""
+        """Recent hits, and what was seen."""
         pairs = [*self._parts, self._open]
         return sum(hits for hits, _ in pairs), sum(seen for _, seen in pairs)
 
     @property
     def share(self) -> float:
-        """Of late; 0 before anything was seen."""
+        """Recent; 0 before anything was seen."""
         hits, seen = self.late
         return hits / seen if seen else 0.0
 
     @property
     def whole(self) -> float:
-        """Of the whole run; 0 before anything was seen."""
         return self.hits / self.seen if self.seen else 0.0
 
     @property
     def begun(self) -> bool:
-        """Whether a batch's worth was seen."""
         return bool(self._parts)
 
     @property
     def full(self) -> bool:
-        """Whether `BATCHES` batches' worth were seen."""
         return len(self._parts) == BATCHES
 
 
 @dataclass(frozen=True, slots=True)
 class SampleFailure:
-    """A sample that failed, and how many samples ended with it: its group, or it alone.
+    """A sample that failed, and how many samples ended with it.
 
-    `own` says that the reason may depend on its content: a reward or an environment that raised or
-    took too long, an answer that is not sound. Leases that were lost do not.
+    `own`: the reason may depend on its content (a reward or an environment that raised or timed
+    out, an answer that is not sound), unlike lost leases.
     """
 
     sample_id: str
@@ -99,10 +94,10 @@ class SampleFailure:
 
 
 class Health:
-    """Watches one run; changes nothing.
+    """Raises warnings about what a run loses and whether it learns.
 
-    Counts of the whole run survive a restart of the buffer. What is of late begins anew, so that a
-    run that was ended because of it can go on once its cause is mended.
+    Counts of the whole run survive a restart of the buffer. Recent shares restart, so that a run
+    that was ended because of them can continue once its cause is fixed.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -125,11 +120,10 @@ class Health:
     # -- events ------------------------------------------------------------------------------------
 
     def answered(self, trajectory: Trajectory) -> None:
-        """A complete answer was accepted."""
         self._answers.add(trajectory.finish_reason == "length", 1)
 
     def group(self, rewards: Sequence[float]) -> None:
-        """All samples of a group are there; so also when it is filtered."""
+        """Count a complete group, also if it is filtered."""
         self._groups.add(len(rewards) > 1 and len(set(rewards)) == 1, 1)
         self._samples.add(0, len(rewards))
         self._faults.add(0, len(rewards))
@@ -140,7 +134,6 @@ class Health:
             self._open_rewards = []
 
     def failed(self, failure: SampleFailure) -> None:
-        """A sample failed."""
         if failure.own:
             self._samples.add(failure.samples, failure.samples)
             self._faults.add(1, failure.samples)
@@ -148,7 +141,7 @@ class Health:
             self.verdict = self._judge()
 
     def trained(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The trainer has committed `step`; `metrics` are those that it measured."""
+        """Read the `metrics` of a committed step."""
         if step <= self._config.critic.warmup_steps and self._has_critic:
             return  # the policy waits for the value model
         still = metrics.get("updates") == 0.0 or metrics.get("grad_norm") == 0.0
@@ -157,20 +150,19 @@ class Health:
 
     @property
     def answers(self) -> int:
-        """Complete answers that were accepted, in the whole run."""
         return self._answers.seen
 
     # -- what is told ------------------------------------------------------------------------------
 
     def figures(self) -> dict[str, float]:
-        """Each of `SHARES` of late, and over the whole run as `<name>/run`."""
+        """Return each of `SHARES`, recent and over the whole run (`<name>/run`)."""
         shares = (self._groups, self._answers, self._samples)
         late = {name: one.share for name, one in zip(SHARES, shares, strict=True)}
         whole = {f"{name}/run": one.whole for name, one in zip(SHARES, shares, strict=True)}
         return late | whole
 
     def look(self, version: int) -> list[RunWarning]:
-        """See what holds at `version`; the warnings that are raised for the first time."""
+        """Update the warnings at `version`; return those that are new."""
         new: list[RunWarning] = []
         held = {one.name: one for one in self._holding(version)}
         for name, warning in held.items():
@@ -190,11 +182,10 @@ class Health:
         return new
 
     def warnings(self) -> list[RunWarning]:
-        """All that were raised, in the order of `NAMES`; those that are over as they last were."""
+        """Return all that were raised, in the order of `NAMES`."""
         return [self._raised[name] for name in NAMES if name in self._raised]
 
     def _judge(self) -> str:
-        """The verdict, after a failure."""
         limit = self._config.buffer.max_failed_share
         if not self._samples.full or self._samples.share <= limit:
             return ""
@@ -205,7 +196,7 @@ class Health:
 
     @property
     def counts(self) -> dict[str, tuple[int, int]]:
-        """Of the whole run, which survive a restart: hits, and what was seen, by share."""
+        """Hits and seen over the whole run, by share; survive a restart."""
         shares = (self._groups, self._answers, self._samples)
         return {name: (one.hits, one.seen) for name, one in zip(SHARES, shares, strict=True)}
 
@@ -300,7 +291,7 @@ class Health:
 
 
 def _kind(failure: SampleFailure) -> str:
-    """The reason without what differs from sample to sample: numbers and quoted text."""
+    """Return the reason without numbers and quoted text, which vary."""
     return _VARYING.sub("…", failure.reason)[:REASON_CHARS]
 
 

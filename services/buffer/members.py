@@ -49,16 +49,13 @@ class Participant:
 
     @property
     def is_single(self) -> bool:
-        """Whether a run has only one of its kind."""
         return self.role in SINGLE
 
     @property
     def is_needed(self) -> bool:
-        """Whether the run cannot go on without it."""
         return self.role in NEEDED
 
     def record(self, now: float) -> Member:
-        """The member as others are told of it."""
         return Member(
             name=self.name,
             role=self.role,
@@ -95,7 +92,7 @@ class Membership:
 
     @property
     def working(self) -> list[Participant]:
-        """All but those who only watch."""
+        """All but monitors."""
         return [peer for peer in self.peers.values() if peer.role != "monitor"]
 
     @property
@@ -105,7 +102,7 @@ class Membership:
         return max(self._heartbeat_s, slower)
 
     def join(self, request: Request, body: Join, now: float) -> Participant | Nack:
-        """Let a process in, or say why not. Its older incarnation, if any, is out from now on."""
+        """Add a process and supersede its older incarnation, or return why not."""
         header = request.header
         if body.name != header.sender:
             reason = f"{header.sender!r} cannot join as {body.name!r}"
@@ -157,7 +154,7 @@ class Membership:
         return peer
 
     def hear(self, request: Request, now: float) -> Participant | Nack:
-        """The member that sent `request`, which thereby lives; or why it is none.
+        """Return the member that sent `request`, and note that it is alive; or why it is none.
 
         Names and incarnations are known to all, the identity of its sockets only to itself.
         """
@@ -184,7 +181,6 @@ class Membership:
         )
 
     def beat(self, peer: Participant, body: Heartbeat, now: float) -> None:
-        """Take over what a heartbeat tells."""
         peer.state = body.state
         peer.activity = body.activity
         peer.progress = body.progress
@@ -196,7 +192,6 @@ class Membership:
         peer.shares = dict(body.shares)
 
     def remove(self, peer: Participant, why: str) -> None:
-        """`peer` is gone."""
         del self.peers[peer.name]
         if self._single.get(peer.role) is peer:
             del self._single[peer.role]
@@ -205,18 +200,18 @@ class Membership:
         self.changed.add(peer.name)
 
     def record(self, name: str) -> dict[str, Any] | None:
-        """The member `name` in plain values, for the journal; None if it is gone."""
+        """Return the member in plain values, for the store; None if it is gone."""
         peer = self.peers.get(name)
         names = ("name", "role", "incarnation", "seal", "pid", "host", "endpoints")
         return None if peer is None else {name: getattr(peer, name) for name in names}
 
     def restore(self, records: list[dict[str, Any]], now: float) -> None:
-        """Take over the members of before a restart of the buffer; most have outlived it."""
+        """Take over the stored members, most of which have outlived the buffer."""
         for record in records:
             self._add(Participant(**record, identity=b"", heard_at=now, confirmed=False))
 
     def silent(self, now: float, patience_s: dict[str, float]) -> list[Participant]:
-        """Members to be given up; `patience_s` has limits other than the common one, by name."""
+        """Return dead members; `patience_s` has other limits than the common one, by name."""
         heard = now - min([self._dead_after_s, *patience_s.values()])
         return [
             peer
@@ -226,7 +221,6 @@ class Membership:
         ]
 
     def find(self, role: Role) -> Participant | None:
-        """The member of a role of which a run has one."""
         return self._single.get(role)
 
     @property
@@ -236,7 +230,7 @@ class Membership:
         return ("", "") if hub is None else (hub.endpoints.get("weights", ""), hub.incarnation)
 
     def stuck(self, now: float) -> list[Stuck]:
-        """Members that are silent or that beat without moving."""
+        """Return members that are silent, or that send heartbeats without progress."""
         found: list[Stuck] = []
         for peer in self.peers.values():
             silent_s = now - peer.heard_at

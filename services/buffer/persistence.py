@@ -13,12 +13,10 @@ import msgspec
 from umbra.proto.errors import UsageError
 from umbra.proto.messages import Stuck
 from umbra.proto.records import EvalReport
-from umbra.services.buffer.samples.batches import Batches
 from umbra.services.buffer.samples.evaluation import OpenEvaluation
-from umbra.services.buffer.samples.pool import SamplePool
 from umbra.services.buffer.samples.staleness import StalenessStats
 from umbra.services.buffer.state import RunState
-from umbra.services.buffer.store.api import Store, StoreError
+from umbra.services.buffer.store.api import StoreError
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +28,7 @@ MEMBER = "m/"  # prefix of the keys of members
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """Where the value of a field lives in `RunState`."""
+    """Attribute path of a field's value in `RunState`."""
 
     path: str
 
@@ -39,9 +37,9 @@ Shares: TypeAlias = dict[str, tuple[int, int]]
 
 
 class RunRecord(msgspec.Struct, gc=False):
-    """What is kept of a run besides its groups, batches and members: the one list of it.
+    """The one list of what survives a restart besides groups, batches and members.
 
-    Each field says where in `RunState` its value is, to be read there and to be put back.
+    Each field says where in `RunState` its value is.
     """
 
     issued: Annotated[int, At("pool.ledger.issued")]
@@ -86,14 +84,14 @@ _decode = msgspec.msgpack.Decoder(RunRecord).decode
 
 
 def pack_run(run: RunState) -> bytes:
-    """The bytes of the `RunRecord` of `run` as it is now; the record itself need not be made."""
+    """Return the encoded `RunRecord` of `run`, without making the record."""
     values: dict[str, Any] = dict(zip(PLACES, _values(run), strict=True))
     values["prompts"] = run.prompts.position()
     return _encode(values)
 
 
 def put_back(record: RunRecord, run: RunState) -> None:
-    """Set what `record` tells of `run`, but for the position in the prompts."""
+    """Set the values of `record` in `run`, but for the position in the prompts."""
     for name, path in PLACES.items():
         place, _, last = path.rpartition(".")
         owner = attrgetter(place)(run) if place else run
@@ -108,12 +106,7 @@ def put_back(record: RunRecord, run: RunState) -> None:
 
 
 class Recovery:
-    """Saves and restores the state of one run.
-
-    Args:
-        run: the state.
-        run_id: must be the same when the run goes on, as must the sizes.
-    """
+    """Saves and restores the state of one run; `run_id` and the sizes must stay the same."""
 
     def __init__(self, run: RunState, run_id: str) -> None:
         self._run = run
@@ -129,7 +122,7 @@ class Recovery:
         self._last = b""
 
     def save(self) -> None:
-        """Write what has changed since the last time; the caller commits."""
+        """Put what has changed since the last call into the store; the caller commits."""
         for name in self._run.members.changed:
             record = self._run.members.record(name)
             if record is None:
@@ -147,7 +140,7 @@ class Recovery:
             self._journal.store.put(NOW, now)
 
     def restore(self, now: float) -> bool:
-        """Take over the state in the store; whether there was any.
+        """Take over the state in the store; False if there is none.
 
         Raises:
             UsageError: the store is of another run, or of one with other sizes.
@@ -195,7 +188,7 @@ class Recovery:
             ) from error
 
     def _settle(self, *, repaired: bool) -> None:
-        """Balance the ledger: what a repair has lost ends as `lost`, anything else is a fault."""
+        """Balance the ledger: samples that a repair lost end as `lost`, else it is an error."""
         ledger = self._run.pool.ledger
         missing = ledger.snapshot().balance
         if missing < 0 and repaired:  # the newest counts were lost, what they counted was not
@@ -224,25 +217,22 @@ class DiskQuota:
 
     What is under way goes on, so that the trainer can commit and save the checkpoint that lets old
     batches go. A trainer that has never saved one could not use them, so they go right away.
-
-    Args:
-        max_bytes: `buffer.store_max_bytes`.
     """
 
-    def __init__(self, store: Store, pool: SamplePool, batches: Batches, max_bytes: int) -> None:
-        self._store = store
-        self._pool = pool
-        self._batches = batches
-        self._max_bytes = max_bytes
+    def __init__(self, run: RunState) -> None:
+        self._store = run.journal.store
+        self._pool = run.pool
+        self._batches = run.batches
+        self._max_bytes = run.buffer.store_max_bytes
         self._disk = ""  # what the disk said, while it is full
         self._since: float | None = None
 
     def full(self, reason: str) -> None:
-        """The disk is full, by the words of the store; empty once it is not."""
+        """Set what the store says of a full disk; empty = there is room."""
         self._disk = reason
 
     def check(self, now: float) -> None:
-        """Look whether there is room."""
+        """Block or unblock the issue of groups."""
         needed = self._store.size_bytes
         steps, counters = self._batches.archive.steps, self._pool.counters
         reason = self._disk
@@ -263,7 +253,6 @@ class DiskQuota:
         self._block(reason, now)
 
     def stuck(self, now: float) -> list[Stuck]:
-        """What is held up by it."""
         if self._since is None:
             return []
         return [

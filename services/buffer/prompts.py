@@ -9,7 +9,7 @@ import logging
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from umbra.proto.errors import UsageError
 from umbra.services.config import DataConfig, NamedEnvironment
@@ -28,28 +28,6 @@ class GroupEnd:
     prompt_id: str
     reason: Literal["complete", "filtered", "failed"]
     rewards: list[float]  # of the samples that got one
-
-
-class Prompts(Protocol):
-    """What the broker draws prompts from; in production a `PromptFeed`."""
-
-    def __next__(self) -> Prompt: ...
-
-    def ended(self, end: GroupEnd) -> None:
-        """Count the end of a group."""
-        ...
-
-    def position(self) -> dict[str, Any]:
-        """Return the place in the sources, in plain values."""
-        ...
-
-    def changes(self) -> dict[str, Any]:
-        """Return what else has to be stored and has changed since the last call, by name."""
-        ...
-
-    def seek(self, position: dict[str, Any], kept: Mapping[str, Any]) -> None:
-        """Continue from `position`; `kept` is all that `changes` returned."""
-        ...
 
 
 def open_prompts(
@@ -295,7 +273,6 @@ class PromptFeed:
             self._changed.add(end.prompt_id)
 
     def position(self) -> dict[str, Any]:
-        """Return the place in the stream."""
         return self._stream.position()
 
     def changes(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from umbra.services.process.files import DISK
 
 @dataclass(frozen=True, slots=True)
 class Repair:
-    """What a repair has done."""
+    """Result of a repair."""
 
     kept: int  # keys
     dropped: list[str]  # bytes of the files, with what was wrong with them
@@ -33,7 +33,6 @@ class Repair:
     backup: Path | None  # the files of before
 
     def tell(self) -> list[str]:
-        """All of it in lines for people."""
         if not self.dropped:
             return [f"nothing to repair: {self.kept} keys are sound"]
         lines = [f"dropped {line}" for line in self.dropped]
@@ -84,7 +83,7 @@ def repair(directory: Path) -> Repair:
 
 
 def missing_from(store: Store) -> list[str]:
-    """What a buffer that starts on `store` will find to be missing. Leaves it changed."""
+    """Return what a buffer that starts on `store` will find missing. Changes `store`."""
     lost: list[str] = []
     stages: list[str] = []
     if not store_lacks(store, "run"):
@@ -110,7 +109,6 @@ def missing_from(store: Store) -> list[str]:
 
 
 def store_lacks(store: Store, key: str) -> bool:
-    """Whether there is no such key."""
     try:
         store.get(key)
     except KeyError:

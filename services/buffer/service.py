@@ -42,13 +42,11 @@ GC_THRESHOLDS = 20_000, 1_000
 
 
 def serve(context: ServiceContext) -> int:
-    """Bind, serve until the run is over, write the final status; the exit code.
+    """Bind, serve until the run is over, write the final status; return the exit code.
 
     Raises:
-        UsageError: bad prompts, an address that cannot be bound, or the store of another run.
-        StartupError: the address is taken.
-        StoreError: the store is damaged, foreign, or in use.
-        FailedSamplesError: the run was ended because too many samples failed.
+        UmbraError: bad prompts, an address that is taken or cannot be bound, the store of another
+            run, damaged or in use; or too many samples failed.
     """
     config = context.config
     check_feasible(config)
@@ -99,10 +97,10 @@ def serve(context: ServiceContext) -> int:
 
 
 def open_store(context: ServiceContext) -> Store:
-    """The store of `buffer.store`.
+    """Open the store of `buffer.store`.
 
     Raises:
-        StoreError: it is damaged, foreign, in use, or not the one that the run has had.
+        StoreError: it is damaged, foreign, in use, or not the one of this run.
         UsageError: it cannot be written to.
     """
     where = _where(context)
@@ -117,7 +115,7 @@ def open_store(context: ServiceContext) -> Store:
 
 
 def store_directory(context: ServiceContext) -> Path:
-    """The folder of the durable store.
+    """Return the folder of the durable store.
 
     Raises:
         UsageError: none is named.
@@ -136,13 +134,12 @@ def _where(context: ServiceContext) -> str:
 def bind(
     server: Server, address: str, settings: BufferConfig, addresses: Addresses
 ) -> tuple[str, Endpoints]:
-    """Open all sockets on the host of `address`; what to connect to, control first.
+    """Bind all sockets on the host of `address`; return the endpoints, control first.
 
-    A buffer that starts again binds where it was before, so that the others find it there.
+    A restarted buffer binds where it was before.
 
     Raises:
-        UsageError: `address` is not of the form tcp://host:port, is not ours, or other machines can
-            reach it and there are no keys.
+        UsageError: `address` is not tcp://host:port, not ours, or reachable by others without keys.
         StartupError: it is taken.
     """
     host, separator, port = address.removeprefix("tcp://").rpartition(":")
@@ -159,11 +156,7 @@ def bind(
 
 
 class Service:
-    """The loop: requests in, one commit, then replies out.
-
-    The commit is written on a thread of its own. Meanwhile the loop goes on with the requests that
-    come in; their replies wait for the next commit.
-    """
+    """The loop. A thread writes commits; replies to what comes meanwhile wait for the next one."""
 
     def __init__(
         self, context: ServiceContext, server: Server, broker: Broker, store: Store
@@ -178,7 +171,6 @@ class Service:
         context.metrics.on_row = self._tell
 
     def run(self) -> None:
-        """Serve until the run is over."""
         drained, ticked_at, freed = False, 0.0, HeapTrimmer()
         with closing(self._committer):
             while True:
@@ -202,10 +194,9 @@ class Service:
                     self._turn_over()
 
     def _turn_over(self) -> None:
-        """Wait for the commit under way, let go what has waited for it, and begin the next.
+        """End the commit under way, send what waited for it, and begin the next.
 
-        While the disk is full, only what promises something waits: heartbeats and status are
-        answered meanwhile.
+        While the disk is full, heartbeats and status are answered nevertheless.
         """
         try:
             if self._committer.under_way:
@@ -232,7 +223,6 @@ class Service:
         self._carry_out(leaving)
 
     def _end(self, now: float) -> None:
-        """Store and send the rest."""
         is_finished = self._broker.finished
         if is_finished:
             self._held += self._broker.close(now)
@@ -252,13 +242,12 @@ class Service:
                     self._context.metrics.write(kind, **fields)
 
     def _tell(self, kind: str, fields: dict[str, Any]) -> None:
-        """Rows go to those who watch, as they do from members."""
         if kind in WATCHED:
             self._server.publish(Event(kind=kind, fields=fields))
 
 
 def _promises(effect: Effect) -> bool:
-    """Whether it tells somebody of what has to be in the store."""
+    """True if this reply must not be sent before the commit."""
     if not isinstance(effect, Reply):
         return False
     return effect.request.channel == "data" or isinstance(effect.body, Welcome)
@@ -269,7 +258,7 @@ def _run_id(context: ServiceContext) -> str:
 
 
 def _write_status(run_dir: Path | None, broker: Broker) -> None:
-    """Leave the last status behind, also when the loop ends by an error."""
+    """Write the last status, also when the loop ends by an error."""
     if run_dir is not None:
         status = broker.status(time.monotonic())
         target = run_dir / "buffer.json"
@@ -281,7 +270,7 @@ KEY = "addresses"
 
 
 class Bound(NamedTuple):
-    """What to bind; the port may be `*`, which picks a free one."""
+    """Addresses to bind; the port may be `*`."""
 
     control: str
     data: str
@@ -290,13 +279,13 @@ class Bound(NamedTuple):
 
 
 class Addresses:
-    """The addresses in `store`."""
+    """The bound addresses, kept in the store for the next start."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     def before(self, host: str, port: str, ports: Sequence[int]) -> Bound:
-        """Where the buffer was on `host`, if it was there and nothing else is asked for.
+        """Return where the buffer was bound on `host`, unless another port is asked for.
 
         `port` is that of control, `ports` those of the others; 0 is any.
         """
@@ -313,17 +302,15 @@ class Addresses:
         return Bound(bound.control, *(old if new.endswith("*") else new for new, old in pairs))
 
     def forget(self) -> None:
-        """Bind as a buffer that was nowhere yet."""
         self._store.delete(KEY)
 
     def keep(self, host: str, endpoints: list[str]) -> None:
-        """Remember them for the next start."""
         record = {"host": host, "endpoints": endpoints}
         self._store.put(KEY, msgspec.msgpack.encode(record))
 
 
 class Committer:
-    """A thread and two queues: an executor's future costs as much as several trajectories.
+    """Writes commits on a thread. An executor's future would cost as much as several trajectories.
 
     Args:
         wake: called from the thread at the end of each commit.
@@ -339,21 +326,16 @@ class Committer:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing has to be waited for before the next commit."""
+        """True if the next commit can begin."""
         return not self.under_way or not self._ends.empty()
 
     def begin(self, write: Callable[[], None]) -> None:
-        """Have `write` called on the thread."""
         assert not self.under_way
         self.under_way = True
         self._writes.put(write)
 
     def end(self) -> OSError | None:
-        """Wait until the commit under way is over; what the disk said, if it failed.
-
-        Raises:
-            BaseException: whatever else it has raised.
-        """
+        """Wait for the commit under way; return its OSError, raise any other error."""
         error = self._ends.get()
         self.under_way = False
         if error is not None and not isinstance(error, OSError):
@@ -361,7 +343,6 @@ class Committer:
         return error
 
     def close(self) -> None:
-        """End the thread, after the commit under way."""
         self._writes.put(None)
         self._thread.join()
 

@@ -14,7 +14,7 @@ from umbra.services.buffer.effects import Effects
 from umbra.services.buffer.figures import StepCurves
 from umbra.services.buffer.health import Health
 from umbra.services.buffer.members import Membership
-from umbra.services.buffer.prompts import Prompts
+from umbra.services.buffer.prompts import PromptFeed
 from umbra.services.buffer.samples.batches import Batches
 from umbra.services.buffer.samples.evaluation import EVAL_PREFIX, Evaluations
 from umbra.services.buffer.samples.groups import GroupRules
@@ -44,7 +44,7 @@ class RunState:
         self,
         config: RunConfig,
         store: Store,
-        prompts: Prompts,
+        prompts: PromptFeed,
         eval_prompts: Sequence[Prompt] = (),
     ) -> None:
         buffer = self.buffer = config.buffer
@@ -103,7 +103,6 @@ class RunState:
         )
 
     def counts(self) -> dict[str, int]:
-        """What `Throughput` measures."""
         ledger = self.pool.ledger
         return {
             "steps_per_s": self.batches.version,
@@ -114,7 +113,7 @@ class RunState:
         }
 
     def note_ends(self) -> None:
-        """Tell those who keep count what has become of groups and samples."""
+        """Report ended groups and failed samples to prompts and health."""
         for end in self.pool.group_ends:
             self.prompts.ended(end)
             if end.reason != "failed":
@@ -125,21 +124,15 @@ class RunState:
         self.pool.failures.clear()
 
     def check(self) -> None:
-        """Assert that every sample is accounted for.
-
-        Raises:
-            LedgerError: one is not.
-        """
+        """Raise LedgerError unless every sample is accounted for."""
         self.pool.ledger.check()
         self.evals.pool.ledger.check()
 
     def resume(self) -> None:
-        """Hand out again, after a pause."""
         self.paused = ""
         self.pool.openings += 1  # the parked questions are worth another look
 
     def cancel(self) -> None:
-        """End all that is in flight."""
         self.evals.cancel()
         self.batches.cancel()
         for group in list(self.pool.groups.values()):

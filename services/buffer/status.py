@@ -19,7 +19,7 @@ SHOWN = 20  # overdue samples named at once, the oldest of each kind
 
 
 class StallReport:
-    """Looks at a broker; changes nothing."""
+    """Explains what a run waits for."""
 
     def __init__(self, run: RunState) -> None:
         self._run = run
@@ -27,7 +27,7 @@ class StallReport:
         self._config = run.buffer
 
     def missing(self, now: float) -> str:
-        """Why the batch is not there, in words: how much of it is, and what it waits for."""
+        """Return why the batch is not full, in words."""
         run, wanted = self._run, self._config.batch_groups
         complete = len(run.pool.complete)
         text = f"{min(complete, wanted)} of {wanted} groups complete; "
@@ -49,7 +49,7 @@ class StallReport:
         return text + "no generator has asked for the next samples with new enough weights"
 
     def stuck(self, now: float) -> list[Stuck]:
-        """All that is overdue in samples, scoring, evaluations and batches."""
+        """Return all that is overdue in samples, scoring, evaluations and batches."""
         return [
             *self._batches(now),
             *self._samples(now),
@@ -164,13 +164,12 @@ class StallReport:
 
 
 def _taken_back(times: int, lease_s: float) -> str:
-    """What was done about a lease that takes long, and what will be."""
     before = "" if not times else f"leases lost before: {times}; "
     return f"{before}goes to another after {lease_s:g} s without a renewal"
 
 
 def _awaited(sample: Sample, run: RunState) -> Sample | None:
-    """Of the group of `sample`, which is being scored, one that it waits for to be scored with."""
+    """Return a sample of the group that `sample` has to be scored with, and waits for."""
     if run.pool.scored_with(sample):
         return None
     group, stage = sample.group.samples, sample.stage
@@ -185,17 +184,11 @@ FRESH_S = 0.2  # all who ask within this time get the same: any number may watch
 
 
 class StatusPage:
-    """Looks at a broker; changes nothing.
-
-    Args:
-        wire_counters: counted by the sockets' side; shown with the broker's own.
-        refusals: of those who lack the right key.
-    """
+    """The status of a run, for any number of watchers."""
 
     def __init__(
         self,
         run: RunState,
-        report: StallReport,
         room: DiskQuota,
         *,
         run_id: str,
@@ -208,7 +201,7 @@ class StatusPage:
         self.ending = ""  # why the run ends, once it does
         self._run = run
         self._members = run.members
-        self._report = report
+        self._report = StallReport(run)
         self._room = room
         self._run_id = run_id
         self._events = events
@@ -220,11 +213,10 @@ class StatusPage:
         self._last_at = 0.0
 
     def tick(self, now: float) -> None:
-        """Take note of the time at which counts change."""
         self._throughput.see(now)
 
     def recent(self, now: float, *, finished: bool) -> Status:
-        """The state of a moment ago at the oldest; state and pause are always those of now."""
+        """Return the status, at most `FRESH_S` old; state and pause are current."""
         if self._last is None or now - self._last_at >= FRESH_S:
             self._last, self._last_at = self.status(now, finished=finished), now
         return replace(
@@ -236,7 +228,7 @@ class StatusPage:
         )
 
     def status(self, now: float, *, finished: bool) -> Status:
-        """The state at `now`; `finished` says whether the run has reached its goal."""
+        """Return the status at `now`; `finished`: the run has reached its end."""
         run = self._run
         last = run.batches.last.figures()
         return Status(

@@ -32,7 +32,7 @@ from umbra.proto.net.server import Request
 from umbra.proto.records import SampleTask, Trajectory, VersionSpan, pack_float32, pack_int32
 from umbra.services.buffer.broker import Broker, Endpoints
 from umbra.services.buffer.effects import Effect, Measure, Notify, Reply
-from umbra.services.buffer.prompts import GroupEnd
+from umbra.services.buffer.prompts import GroupEnd, PromptFeed
 from umbra.services.buffer.state import RunState
 from umbra.services.buffer.store.api import MemoryStore
 from umbra.services.config import (
@@ -49,7 +49,7 @@ from umbra.services.prompts.rows import Prompt
 M = TypeVar("M", bound=Message)
 
 
-class EndlessPrompts:
+class EndlessPrompts(PromptFeed):
     """Rows 1, 2, 3, ...; of several environments in turn, if there are any."""
 
     def __init__(self, environments: Sequence[str] = ()) -> None:

@@ -2,19 +2,8 @@
 
 from __future__ import annotations
 
+from umbra.proto import messages as m
 from umbra.proto.bounds import BATCH
-from umbra.proto.messages import (
-    FlushPartials,
-    LeaseSamples,
-    Nack,
-    Ok,
-    RenewAck,
-    RenewLeases,
-    ReturnSamples,
-    SampleLeases,
-    SubmitAck,
-    SubmitTrajectories,
-)
 from umbra.proto.net.server import Request
 from umbra.proto.records import SampleTask
 from umbra.services.buffer.effects import Parked, ParkedRequests
@@ -23,12 +12,12 @@ from umbra.services.buffer.samples.submit import Submissions
 from umbra.services.buffer.samples.trajectories import as_arrived
 from umbra.services.buffer.state import RunState
 
-NOTHING = SampleLeases(tasks=[])
+NOTHING = m.SampleLeases(tasks=[])
 
 
 class GeneratorEndpoint:
-    """Answers generators. A question that finds no work is parked, one per generator: a newer one
-    (the generator serves newer weights, say) takes its place, the older is answered with nothing.
+    """Answers generators. A request that finds no work is parked, one per generator; a newer one
+    replaces it (the generator serves newer weights, say), and the older is answered with nothing.
     """
 
     def __init__(self, run: RunState) -> None:
@@ -44,27 +33,27 @@ class GeneratorEndpoint:
         self._eval_answers = EvalAnswers(
             run.evals.pool, run.batches, run.policy, run.facts, run.counters
         )
-        self._parked = ParkedRequests[LeaseSamples]()
+        self._parked = ParkedRequests[m.LeaseSamples]()
         self._granted: dict[str, int] = {}  # by generator, its newest question that got work
         self._served_at = (-1, -1, -1)  # openings and version when the parked were last looked at
 
-    def lease(self, request: Request, body: LeaseSamples, now: float) -> None:
-        """Hand out work, or park the question."""
+    def lease(self, request: Request, body: m.LeaseSamples, now: float) -> None:
+        """Lease samples, or park the request."""
         if not self._exists(body.version):
             name, newest = request.header.sender, self._batches.newest
             reason = f"{name} serves version {body.version}, but 0 to {newest} exist"
-            self._outbox.reply(request, Nack(code="wrong_version", reason=reason, path="version"))
+            self._outbox.reply(request, m.Nack(code="wrong_version", reason=reason, path="version"))
             return
         if tasks := self._grant(request, body.version, body.capacity, now):
             more = self._evals.waits_for(body.version)
-            self._outbox.reply(request, SampleLeases(tasks=tasks, more_pinned=more))
+            self._outbox.reply(request, m.SampleLeases(tasks=tasks, more_pinned=more))
         elif self.closed or body.wait_s <= 0 or body.capacity <= 0:
             self._outbox.reply(request, NOTHING)
         else:
             self._parked.park(Parked(request, body, now + body.wait_s))
 
-    def submit(self, request: Request, body: SubmitTrajectories, now: float) -> None:
-        """Take trajectories in; refused ones are named with the reason. Then hand out work."""
+    def submit(self, request: Request, body: m.SubmitTrajectories, now: float) -> None:
+        """Accept trajectories, name those that are refused, and lease more samples."""
         refused: dict[str, str] = {}
         sender = request.header.sender
         for trajectory, packed in zip(body.trajectories, as_arrived(request), strict=True):
@@ -77,35 +66,34 @@ class GeneratorEndpoint:
         if body.capacity > 0 and self._exists(body.version):
             tasks = self._grant(request, body.version, body.capacity, now)
         more = bool(tasks) and self._evals.waits_for(body.version)
-        ack = SubmitAck(accepted=accepted, refused=refused, tasks=tasks, more_pinned=more)
+        ack = m.SubmitAck(accepted=accepted, refused=refused, tasks=tasks, more_pinned=more)
         self._outbox.reply(request, ack)
 
-    def hand_back(self, request: Request, body: ReturnSamples, _now: float) -> None:
-        """Take samples back."""
+    def hand_back(self, request: Request, body: m.ReturnSamples, _now: float) -> None:
         for returned in body.samples:
             self._for(returned.sample_id).hand_back(returned, request.header.sender)
-        self._outbox.reply(request, Ok())
+        self._outbox.reply(request, m.Ok())
 
-    def flush(self, request: Request, body: FlushPartials, now: float) -> None:
-        """Keep partials of samples that go on; those whose lease is lost are named."""
+    def flush(self, request: Request, body: m.FlushPartials, now: float) -> None:
+        """Store partials of samples that go on; name lost leases."""
         sender = request.header.sender
         lost = [
             partial.sample_id
             for partial in body.partials
             if not self._for(partial.sample_id).flush(partial, sender, now)
         ]
-        self._outbox.reply(request, RenewAck(lost=lost))
+        self._outbox.reply(request, m.RenewAck(lost=lost))
 
-    def renew(self, request: Request, body: RenewLeases, now: float) -> None:
-        """Put off deadlines; leases that are lost are named."""
+    def renew(self, request: Request, body: m.RenewLeases, now: float) -> None:
+        """Extend leases; name lost ones."""
         lost: list[str] = []
         for sample_id, attempt in body.leases:
             if not self._for(sample_id).renew(sample_id, attempt, request.header.sender, now):
                 lost.append(sample_id)
-        self._outbox.reply(request, RenewAck(lost=lost))
+        self._outbox.reply(request, m.RenewAck(lost=lost))
 
     def serve(self, now: float) -> None:
-        """Look at the parked questions again if anything has opened up since the last time."""
+        """Retry the parked requests if anything has opened up since the last time."""
         state = (self._pool.openings, self._evals.pool.openings, self._batches.version)
         if state == self._served_at:
             return
@@ -118,33 +106,31 @@ class GeneratorEndpoint:
             if tasks:
                 self._parked.take(question.name)
                 more = self._evals.waits_for(body.version)
-                self._outbox.reply(request, SampleLeases(tasks=tasks, more_pinned=more))
+                self._outbox.reply(request, m.SampleLeases(tasks=tasks, more_pinned=more))
 
     def expire(self, now: float) -> None:
-        """Answer the questions whose wait is over."""
         for question in self._parked.take_overdue(now):
             self._outbox.reply(question.request, NOTHING)
 
     def forget(self, name: str) -> None:
-        """`name` is gone: no answer, which its next incarnation might take for its own."""
+        """Drop the parked request of `name` unanswered: its next incarnation would take it."""
         self._parked.take(name)
         self._granted.pop(name, None)
 
     def close(self) -> None:
-        """No more work for anyone."""
         self.closed = True
         for question in self._parked.take_all():
             self._outbox.reply(question.request, NOTHING)
 
     def _exists(self, version: int) -> bool:
-        """Whether there is such a version of the weights; it is counted if there is none."""
+        """True if such a version of the weights exists; else count it."""
         if 0 <= version <= self._batches.newest:
             return True
         self._run.counters["wrong_version"] += 1
         return False
 
     def _grant(self, request: Request, version: int, capacity: int, now: float) -> list[SampleTask]:
-        """What there is for a new question, which takes the place of one that is parked."""
+        """Lease for a new request, which replaces a parked one."""
         if older := self._parked.take(request.header.sender):
             self._outbox.reply(older.request, NOTHING)
         if again := self._answered_before(request):
@@ -175,10 +161,10 @@ class GeneratorEndpoint:
         return tasks
 
     def _answered_before(self, request: Request) -> list[SampleTask]:
-        """What the sender got by this very question, if the answer was lost with the buffer.
+        """Return what the sender got by this very request, if the answer was lost with the buffer.
 
-        The sockets' side knows resends by itself, but it forgets them when the buffer starts again.
-        Numbers count up: one above all that got work is new.
+        The server recognises resends, but forgets them when the buffer restarts. Request numbers
+        count up, so one above all that got work is new.
         """
         number, name = request.header.id, request.header.sender
         if number > self._granted.get(name, number):
@@ -191,5 +177,4 @@ class GeneratorEndpoint:
         return again + [self._pool.task(sample) for sample in others if sample.asked == number]
 
     def _for(self, sample_id: str) -> Submissions:
-        """Who judges what comes back of the sample."""
         return self._eval_answers if sample_id.startswith(EVAL_PREFIX) else self._answers

@@ -5,19 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from umbra.proto import messages as m
 from umbra.proto.errors import RejectedError
-from umbra.proto.messages import (
-    CheckpointRequest,
-    Command,
-    DrainRequest,
-    EvalBegun,
-    EvalRequest,
-    InterruptRequest,
-    Nack,
-    Ok,
-    PauseRequest,
-    ResumeRequest,
-)
 from umbra.proto.net.server import Request
 from umbra.services.buffer.samples.leases import Cancellations
 from umbra.services.buffer.state import RunState
@@ -49,40 +38,35 @@ class OperatorRequests:
         self._interrupts = interrupts
         self._end = end
 
-    def pause(self, request: Request, body: PauseRequest, _now: float) -> None:
-        """Hand out no work until the run is resumed."""
+    def pause(self, request: Request, body: m.PauseRequest, _now: float) -> None:
         log.info("paused by %s: %s", request.header.sender, body.reason)
         self._run.paused = body.reason or "paused on request"
-        self._outbox.reply(request, Ok())
+        self._outbox.reply(request, m.Ok())
 
-    def resume(self, request: Request, _body: ResumeRequest, _now: float) -> None:
-        """Hand out work again."""
+    def resume(self, request: Request, _body: m.ResumeRequest, _now: float) -> None:
         log.info("resumed by %s", request.header.sender)
         self._run.resume()
-        self._outbox.reply(request, Ok())
+        self._outbox.reply(request, m.Ok())
 
-    def checkpoint(self, request: Request, _body: CheckpointRequest, now: float) -> None:
-        """Have the trainer make a checkpoint; answered when it is there."""
+    def checkpoint(self, request: Request, _body: m.CheckpointRequest, now: float) -> None:
         self._wants_checkpoint(request, now)
 
-    def interrupt(self, request: Request, body: InterruptRequest, _now: float) -> None:
-        """Stop samples under way."""
+    def interrupt(self, request: Request, body: m.InterruptRequest, _now: float) -> None:
         self._interrupts.requested(request, body)
 
-    def evaluate(self, request: Request, _body: EvalRequest, _now: float) -> None:
-        """Begin an evaluation."""
+    def evaluate(self, request: Request, _body: m.EvalRequest, _now: float) -> None:
         try:
             samples = self._run.evals.ask()
         except RejectedError as error:
-            self._outbox.reply(request, Nack(code=error.code, reason=str(error)))
+            self._outbox.reply(request, m.Nack(code=error.code, reason=str(error)))
             return
         version = self._run.batches.version
-        self._outbox.reply(request, EvalBegun(version=version, samples=samples))
+        self._outbox.reply(request, m.EvalBegun(version=version, samples=samples))
 
-    def drain(self, request: Request, body: DrainRequest, now: float) -> None:
-        """Have one member leave, or end the run if none is named."""
+    def drain(self, request: Request, body: m.DrainRequest, now: float) -> None:
+        """Drain one member, or end the run if none is named."""
         if not body.member:
-            self._outbox.reply(request, Ok())
+            self._outbox.reply(request, m.Ok())
             self._end(body.reason or "drained on request", now)
             return
         peer = self._members.peers.get(body.member)
@@ -96,9 +80,9 @@ class OperatorRequests:
                 "drain the run as a whole"
             )
         if peer is None or reason:
-            self._outbox.reply(request, Nack(code="not_drainable", reason=reason, path="member"))
+            self._outbox.reply(request, m.Nack(code="not_drainable", reason=reason, path="member"))
             return
         peer.drained = body.reason or "drained on request"
         log.info("%s is asked to leave: %s", peer.name, peer.drained)
-        self._outbox.push(peer.identity, Command(kind="drain", reason=peer.drained))
-        self._outbox.reply(request, Ok())
+        self._outbox.push(peer.identity, m.Command(kind="drain", reason=peer.drained))
+        self._outbox.reply(request, m.Ok())

@@ -6,16 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from umbra.proto.messages import (
-    BatchLease,
-    CheckpointMade,
-    CheckpointSaved,
-    CommitAck,
-    CommitBatch,
-    LeaseBatch,
-    Nack,
-    Ok,
-)
+from umbra.proto import messages as m
 from umbra.proto.net.server import Request
 from umbra.services.buffer.effects import Effects, Parked
 from umbra.services.buffer.samples.batches import Batches
@@ -46,13 +37,13 @@ class TrainerEndpoint:
         self._steps = run.config.run.steps
         self._missing = missing
         self._formed = formed
-        self._question: Parked[LeaseBatch] | None = None
+        self._question: Parked[m.LeaseBatch] | None = None
 
-    def lease(self, request: Request, body: LeaseBatch, now: float) -> None:
-        """Hand out the batch of the next step, the same as before if asked again; or park this.
+    def lease(self, request: Request, body: m.LeaseBatch, now: float) -> None:
+        """Lease the batch of the next step, the same as before if asked again; or park the request.
 
-        A trainer that has started again may ask for an earlier step: it goes on after its last
-        checkpoint, and gets the batches of the steps since then once more.
+        A restarted trainer may ask for an earlier step: it resumes after its last checkpoint, and
+        gets the batches of the steps since then again.
         """
         self._answer_parked("asked again")
         is_new = request.header.incarnation != self._run.committer
@@ -68,7 +59,7 @@ class TrainerEndpoint:
             )
             if expected <= self._steps:
                 reason += f", so the next is {expected}"
-            self._outbox.reply(request, Nack(code="wrong_step", reason=reason, path="step"))
+            self._outbox.reply(request, m.Nack(code="wrong_step", reason=reason, path="step"))
             return
         if self.closed:
             self._outbox.reply(request, self._nothing(body.step, "nothing: the run is ending"))
@@ -79,8 +70,8 @@ class TrainerEndpoint:
         self.serve(now)
         self.expire(now)
 
-    def commit(self, request: Request, body: CommitBatch, _now: float) -> None:
-        """The batch has been trained on; a repetition changes nothing."""
+    def commit(self, request: Request, body: m.CommitBatch, _now: float) -> None:
+        """Commit a batch; a repeated commit is a no-op."""
         leased = self._batches.leased
         if leased is not None and leased.step == body.step:
             batch = self._batches.commit()
@@ -96,31 +87,31 @@ class TrainerEndpoint:
                 f"step {body.step} cannot be committed: its batch was not leased, version is "
                 f"{self._batches.version}"
             )
-            self._outbox.reply(request, Nack(code="not_leased", reason=reason, path="step"))
+            self._outbox.reply(request, m.Nack(code="not_leased", reason=reason, path="step"))
             return
         ledger = self._pool.ledger.snapshot()
-        self._outbox.reply(request, CommitAck(version=self._batches.version, ledger=ledger))
+        self._outbox.reply(request, m.CommitAck(version=self._batches.version, ledger=ledger))
 
-    def checkpoint(self, request: Request, body: CheckpointSaved, _now: float) -> None:
-        """The trainer has saved its state after `body.step`."""
+    def checkpoint(self, request: Request, body: m.CheckpointSaved, _now: float) -> None:
+        """Drop the batches that a checkpoint covers."""
         version = self._batches.version
         if not 0 <= body.step <= version:
             self._counters["wrong_step"] += 1
             reason = f"no checkpoint can cover step {body.step}: {version} steps are committed"
-            self._outbox.reply(request, Nack(code="wrong_step", reason=reason, path="step"))
+            self._outbox.reply(request, m.Nack(code="wrong_step", reason=reason, path="step"))
             return
         self._batches.cover(body.step)
-        self._outbox.reply(request, Ok())
+        self._outbox.reply(request, m.Ok())
         self.checkpoint_requests.told(body)
 
     def checkpoint_wanted(self, request: Request, now: float) -> None:
-        """An operator wants a checkpoint: the trainer hears of it at once, if it is waiting."""
+        """Ask the trainer for a checkpoint, at once if it is waiting for a batch."""
         self.checkpoint_requests.add(request, now)
         if self.checkpoint_requests.open:
             self._answer_parked("a checkpoint is wanted first")
 
     def serve(self, now: float) -> None:
-        """Answer the parked question if its batch is full."""
+        """Answer the parked request if its batch is full."""
         question = self._question
         if question is None or self._run.paused:
             return
@@ -146,7 +137,7 @@ class TrainerEndpoint:
         packed = self._pool.trajectory_store.batch(batch.sample_ids)
         # Shows, also when it is handed out again, that step and bytes belong together.
         self._outbox.measure("handed_out", step=batch.step, digest=packed.digest)
-        lease = BatchLease(
+        lease = m.BatchLease(
             step=batch.step,
             trajectories=packed.trajectories,
             scores=packed.scores,
@@ -156,17 +147,15 @@ class TrainerEndpoint:
         self._outbox.reply(question.request, lease)
 
     def expire(self, now: float) -> None:
-        """Answer the parked question if its wait is over."""
         if self._question is not None and self._question.deadline <= now:
             self._answer_parked(self._missing(now))
         self.checkpoint_requests.expire(now)
 
     def forget(self) -> None:
-        """The trainer is gone; its batch stays leased for the next one."""
+        """Drop the parked request; the batch stays leased for the next trainer."""
         self._question = self._run.wanted_since = None
 
     def close(self) -> None:
-        """No more batches."""
         self.closed = True
         self._answer_parked("nothing: the run is ending")
         self.checkpoint_requests.close()
@@ -183,8 +172,7 @@ class TrainerEndpoint:
         self._run.curves.cut(step)
         self.checkpoint_requests.forget_after(step - 1)
 
-    def _heard(self, body: CommitBatch) -> None:
-        """What the trainer has measured of a batch."""
+    def _heard(self, body: m.CommitBatch) -> None:
         self._run.health.trained(body.step, body.metrics)
         if body.metrics.get("skipped") == 1.0:
             self._counters["batches_skipped"] += 1
@@ -194,8 +182,8 @@ class TrainerEndpoint:
             question, self._question = self._question, None
             self._outbox.reply(question.request, self._nothing(question.body.step, waiting_for))
 
-    def _nothing(self, step: int, waiting_for: str) -> BatchLease:
-        return BatchLease(
+    def _nothing(self, step: int, waiting_for: str) -> m.BatchLease:
+        return m.BatchLease(
             step=step,
             trajectories=[],
             waiting_for=waiting_for,
@@ -216,8 +204,7 @@ class _Waiting:
 
 
 class CheckpointRequests:
-    """The trainer hears of them with the answer to its next question for a batch, again and again
-    until it says that it has saved."""
+    """Requests for checkpoints; every `BatchLease` tells the trainer of them until it saves."""
 
     def __init__(self, batches: Batches, outbox: Effects) -> None:
         self._newest = -1  # step of the newest checkpoint that we know of
@@ -227,41 +214,38 @@ class CheckpointRequests:
 
     @property
     def open(self) -> bool:
-        """Whether somebody waits."""
         return bool(self._waiting)
 
     def add(self, request: Request, now: float) -> None:
-        """Somebody wants a checkpoint of the version of now, or of a later one."""
+        """Wait for a checkpoint of the current version or a later one."""
         self._waiting.append(_Waiting(request, self._batches.version, now + WAIT_S))
         self._grant()
 
-    def told(self, body: CheckpointSaved) -> None:
-        """The trainer says what it has saved, or why it could not."""
+    def told(self, body: m.CheckpointSaved) -> None:
+        """Answer by what the trainer has saved, or why it could not."""
         self._newest = max(self._newest, body.newest)
         self._grant()
         if body.error:
             self._refuse(self._waiting, f"the trainer could not save its state: {body.error}")
 
     def forget_after(self, step: int) -> None:
-        """The trainer has started again after `step`: what it saved later does not count."""
+        """Forget checkpoints after `step`: the trainer has resumed there."""
         self._newest = min(self._newest, step)
 
     def _grant(self) -> None:
         for waiting in self._waiting:
             if waiting.version <= self._newest:
-                self._outbox.reply(waiting.request, CheckpointMade(step=self._newest))
+                self._outbox.reply(waiting.request, m.CheckpointMade(step=self._newest))
         self._waiting = [waiting for waiting in self._waiting if waiting.version > self._newest]
 
     def expire(self, now: float) -> None:
-        """Answer those who have waited too long."""
         late = [waiting for waiting in self._waiting if waiting.deadline <= now]
         self._refuse(late, f"the trainer has made no checkpoint within {WAIT_S:g} s: see its log")
 
     def close(self) -> None:
-        """The run is ending: nobody has to wait any more."""
         self._refuse(self._waiting, "the run is ending")
 
     def _refuse(self, refused: list[_Waiting], reason: str) -> None:
         for waiting in refused:
-            self._outbox.reply(waiting.request, Nack(code="no_checkpoint", reason=reason))
+            self._outbox.reply(waiting.request, m.Nack(code="no_checkpoint", reason=reason))
         self._waiting = [waiting for waiting in self._waiting if waiting not in refused]

@@ -57,12 +57,11 @@ class OpenEvaluation:
 
     @property
     def version(self) -> int:
-        """The version that it is of, as far as that is known."""
         return max(self.due, self.pinned)
 
 
 class EvalAnswers(Submissions):
-    """Takes what generators send back of eval samples: all tokens must be of the pinned version."""
+    """Accepts eval samples, whose tokens must all be of the pinned version."""
 
     trained = False
 
@@ -115,21 +114,19 @@ class Evaluations:
 
     @property
     def pausing(self) -> bool:
-        """Whether training waits for an evaluation."""
         return self.open is not None and self._config.mode == "pause"
 
     @property
     def is_open(self) -> bool:
-        """Whether an evaluation is under way."""
         return self.open is not None
 
     @property
     def newest(self) -> list[EvalReport]:
-        """The last reports: one who asks at every step gets each of them."""
+        """The last reports, so that one who asks at every step gets each of them."""
         return self.reports[-REPORTS_TOLD:]
 
     def status(self) -> list[EvalReport]:
-        """All reports, that of the one under way included."""
+        """Return all reports, including that of the evaluation under way."""
         return [*self.reports, self._report(self.open)] if self.open else list(self.reports)
 
     def ask(self) -> int:
@@ -148,7 +145,7 @@ class Evaluations:
         return self._config.run_samples
 
     def advance(self, now: float) -> None:
-        """Begin what is due at the version reached, and end what is over; called at every event."""
+        """Begin the evaluation that is due, end the one that is over; called at every event."""
         self._take_failures()
         version = self._batches.version
         if self.open is not None and self.open.due > version:
@@ -163,7 +160,7 @@ class Evaluations:
                 self._finish(self.open, now)
 
     def take(self, holder: str, version: int, capacity: int, now: float) -> list[SampleTask]:
-        """Up to `capacity` samples for a generator that serves `version`."""
+        """Lease up to `capacity` samples to a generator that serves `version`."""
         self._serving[holder] = version
         self.advance(now)
         tasks: list[SampleTask] = []
@@ -177,15 +174,13 @@ class Evaluations:
         return tasks
 
     def task(self, sample: Sample) -> SampleTask:
-        """What the holder of `sample` gets."""
         return replace(self.pool.task(sample), pinned_version=sample.group.due)
 
     def waits_for(self, version: int) -> bool:
-        """Whether samples wait for a generator that serves `version`, which should keep to it."""
+        """True if samples wait for a generator that serves `version`, which should keep it."""
         return self._is_for(version) and self.pool.next_queued() is not None
 
     def stuck(self, now: float, stall_s: float) -> list[Stuck]:
-        """The evaluation, if it takes long."""
         if self.open is None or now - self._begun_at <= stall_s:
             return []
         report = self._report(self.open)
@@ -203,7 +198,7 @@ class Evaluations:
         ]
 
     def cancel(self) -> None:
-        """The run is over: the evaluation under way ends, and none is begun."""
+        """End the evaluation under way and begin no other."""
         self._over = True
         if self.open is not None:
             report = self._report(self.open)
@@ -214,10 +209,7 @@ class Evaluations:
             self.open = None
 
     def restore(self, *, mend: bool, now: float) -> list[str]:
-        """Take over the samples of the evaluation under way; what was mended.
-
-        Its time begins anew, as that of the leases does.
-        """
+        """Take over the stored samples, with a new timeout; return what was mended."""
         self._begun_at = now
         groups, mended = self.journal.load(mend=mend)
         self.pool.restore(groups, now)
@@ -228,7 +220,7 @@ class Evaluations:
     # -- steps -------------------------------------------------------------------------------------
 
     def _is_for(self, version: int) -> bool:
-        """Whether a generator that serves `version` may have samples of the evaluation."""
+        """True if a generator that serves `version` may have samples."""
         open_ = self.open
         if open_ is None:
             return False
@@ -242,7 +234,7 @@ class Evaluations:
         return due and version > self.done
 
     def _take_failures(self) -> None:
-        """Their groups are gone, but they count as answers that are worth nothing."""
+        """Count failed samples as answers of reward 0."""
         for failure in self.pool.failures:
             if self.open is not None:
                 failed = self.open.failed
@@ -272,7 +264,7 @@ class Evaluations:
                 self.pool.changed[group.group_id] = group
 
     def _cut(self, open_: OpenEvaluation, now: float) -> None:
-        """End what takes too long; begin again what nobody can finish."""
+        """End an evaluation that takes too long; restart one that nobody can finish."""
         if now - self._begun_at >= self._config.timeout_s:
             log.warning(
                 "the evaluation of version %d ends unfinished after eval.timeout_s = %g s",
@@ -297,7 +289,7 @@ class Evaluations:
             self.pool.openings += 1
 
     def _end_all(self, reason: str) -> None:
-        """End what is missing; in `_finish` and after `cancel` the rest is over as well."""
+        """End incomplete groups, or all of them if cancelled."""
         for group in list(self.pool.groups.values()):
             if not group.is_ready or reason == "cancelled":
                 self.pool.end(group, reason)

@@ -21,7 +21,7 @@ from umbra.services.prompts.rows import Prompt
 
 
 class State(StrEnum):
-    """Where a sample is; all but the last are in flight."""
+    """State of a sample; all but the last are in flight."""
 
     QUEUED = "queued"
     GENERATING = "generating"
@@ -60,7 +60,7 @@ class Sample:
 
     @property
     def oldest_possible(self) -> int | None:
-        """A version that none of its tokens is older than; None while it has none."""
+        """Version of its oldest token, or of its holder before there is one; None = unknown."""
         if self.state is State.GENERATING and self.oldest is None:
             return self.leased_version
         return self.oldest
@@ -80,31 +80,31 @@ class Group:
 
     @property
     def oldest(self) -> int | None:
-        """A version that no token of the group is older than; None while there is none."""
+        """Version of the oldest token of the group; None while there is none."""
         versions = [s.oldest_possible for s in self.samples]
         return min((version for version in versions if version is not None), default=None)
 
     def end(self, reason: Literal["complete", "filtered", "failed"]) -> GroupEnd:
-        """What came of it, with the rewards that are known."""
+        """Return how it ended, with the rewards that are known."""
         rewards = [sample.reward for sample in self.samples if sample.state is State.READY]
         return GroupEnd(self.prompt.prompt_id, reason, rewards)
 
     @property
     def is_ready(self) -> bool:
-        """Whether all its samples are there, with their scores."""
+        """True if all its samples are complete and scored."""
         return self.ready == len(self.samples)
 
     @property
     def is_level(self) -> bool:
-        """Whether all rewards are equal, so that there is nothing to learn from them."""
+        """True if all rewards are equal, which gives no gradient."""
         return len({sample.reward for sample in self.samples}) == 1
 
 
 class SampleOutcome(msgspec.Struct, frozen=True, gc=False):
-    """What became of a finished sample; `attempt` is the accepted one, 0 if there was none.
+    """Outcome of a finished sample; `attempt` is the accepted one, 0 if there was none.
 
-    One per sample is made and tens of thousands are kept: a struct is made in a quarter of a
-    frozen dataclass's time, and the garbage collector need not look at it.
+    A struct, since tens of thousands are kept: made in a quarter of a dataclass's time, and
+    invisible to the garbage collector.
     """
 
     attempt: int
@@ -113,7 +113,7 @@ class SampleOutcome(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class GroupRules:
-    """How a group gets complete. See the keys of `[buffer]` of the same names."""
+    """When a group is complete: the keys of `[buffer]` of the same names."""
 
     size: int
     survivors: bool = False
@@ -126,7 +126,6 @@ class GroupRules:
 
     @classmethod
     def of(cls, config: RunConfig) -> GroupRules:
-        """The rules that a configuration asks for."""
         buffer = config.buffer
         return cls(
             size=buffer.group_size,
@@ -140,19 +139,19 @@ class GroupRules:
         )
 
     def scores_together(self, prompt: Prompt) -> bool:
-        """Whether all samples of a group for `prompt` are scored at once."""
+        """True if all samples of a group for `prompt` are scored at once."""
         return bool(self.together) and (not self.only or prompt.row.get(ENVIRONMENT) in self.only)
 
     def passes_by(self, stage: str, group: Group) -> bool:
-        """Whether `stage` is for groups of other environments than that of `group`."""
+        """True if `stage` is for groups of other environments."""
         return stage == self.together and not self.scores_together(group.prompt)
 
     def can_lose(self, group: Group) -> bool:
-        """Whether `group` may go on with one sample less."""
+        """True if `group` may go on with one sample less."""
         return self.survivors and len(group.samples) > self.min_survivors
 
     def overdue(self, group: Group, now: float) -> bool:
-        """Whether `group` has enough samples and the others had their time."""
+        """True if `group` has enough samples and the others exceeded `straggler_s`."""
         return (
             self.survivors
             and self.min_survivors <= group.ready < len(group.samples)
@@ -170,11 +169,10 @@ class Queue:
         self._heap: list[tuple[int, Sample]] = []
 
     def add(self, sample: Sample) -> None:
-        """`sample` is queued now."""
         heapq.heappush(self._heap, (sample.serial, sample))
 
     def first(self) -> Sample | None:
-        """The one that is next, left where it is."""
+        """Return the next one without taking it."""
         while self._heap:
             sample = self._heap[0][1]
             if sample.state is State.QUEUED:
@@ -183,26 +181,25 @@ class Queue:
         return None
 
     def take(self, sample: Sample) -> None:
-        """Take away `sample`, the first."""
         entry = heapq.heappop(self._heap)
         assert entry[1] is sample
 
 
 class Deadlines:
-    """Ends of leases. A lease that is renewed stays where it is until its old deadline comes up."""
+    """Heap of lease deadlines; a renewed lease is pushed again when its old deadline is reached."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, int, Sample]] = []  # serial, attempt: ties
 
     def add(self, sample: Sample, leases: int) -> None:
-        """`sample` was leased; `leases` are out in all."""
+        """Add the lease of `sample`; `leases` are out in all."""
         heapq.heappush(self._heap, (sample.deadline, sample.serial, sample.attempt, sample))
         if len(self._heap) > 2 * leases + SLACK:  # a deadline may be far, and answers come fast
             self._heap = [entry for entry in self._heap if _is_open(entry[3], entry[2])]
             heapq.heapify(self._heap)
 
     def expired(self, now: float) -> Iterator[Sample]:
-        """Samples whose lease is over; the caller takes each back before it asks for the next."""
+        """Yield samples of expired leases; the caller requeues each before asking for the next."""
         while self._heap and self._heap[0][0] <= now:
             _, serial, attempt, sample = heapq.heappop(self._heap)
             if not _is_open(sample, attempt):
@@ -218,11 +215,7 @@ def _is_open(sample: Sample, attempt: int) -> bool:
 
 
 class Ages:
-    """The age of each of `groups`, which others add to and take from.
-
-    A group of which something has moved is looked at when the next question comes, once for all
-    that has moved since the last.
-    """
+    """Groups by the version of their oldest token, updated lazily from those that `moved`."""
 
     def __init__(self, groups: Mapping[str, Group]) -> None:
         self._groups = groups
@@ -231,11 +224,11 @@ class Ages:
         self._by_age: defaultdict[int, dict[str, Group]] = defaultdict(dict)
 
     def moved(self, group: Group) -> None:
-        """`group` or one of its samples is elsewhere, or has other tokens."""
+        """Note that `group` or one of its samples changed."""
         self._moved[group.group_id] = group
 
     def first(self, count: int, is_late: Callable[[int], bool]) -> list[Group]:
-        """At most `count` groups whose oldest token's version `is_late`, in order of issue."""
+        """Return at most `count` groups whose oldest version `is_late`, in order of issue."""
         for name, group in self._moved.items():
             self._place(name, group)
         self._moved.clear()
@@ -243,7 +236,6 @@ class Ages:
         return heapq.nsmallest(count, late, key=lambda group: group.samples[0].serial)
 
     def _place(self, name: str, group: Group) -> None:
-        """Put `group` where it belongs now."""
         age = group.oldest if name in self._groups else None
         before = self._ages.pop(name, None)
         if before is not None:

@@ -13,7 +13,7 @@ from umbra.proto.net.server import Request
 from umbra.proto.records import SampleTask
 from umbra.services.buffer.effects import Effects
 from umbra.services.buffer.members import Membership
-from umbra.services.buffer.prompts import Prompts
+from umbra.services.buffer.prompts import PromptFeed
 from umbra.services.buffer.samples.batches import Batches
 from umbra.services.buffer.samples.groups import Sample
 from umbra.services.buffer.samples.pool import SamplePool
@@ -35,7 +35,7 @@ class Leases:
         pool: SamplePool,
         batches: Batches,
         policy: StalenessPolicy,
-        prompts: Prompts,
+        prompts: PromptFeed,
         config: BufferConfig,
         counters: Counter[str],
     ) -> None:

@@ -27,11 +27,11 @@ MOVES = frozenset(
 
 
 class LedgerError(UmbraError):
-    """The balance broke: a fault of Umbra's own."""
+    """The balance broke: a bug in Umbra."""
 
 
 class RunningLedger:
-    """The ledger, kept by every move of a sample; no move costs more than a few additions."""
+    """The ledger, updated at every move of a sample."""
 
     def __init__(self) -> None:
         self.issued = 0
@@ -45,16 +45,14 @@ class RunningLedger:
         return self.issued - self.ended.total()
 
     def count(self, state: str) -> int:
-        """Samples in the in-flight state `state`."""
         return self._in_flight[state]
 
     def issue(self, samples: int) -> None:
-        """`samples` new ones, queued."""
         self.issued += samples
         self._in_flight["queued"] += samples
 
     def move(self, source: str, target: str) -> None:
-        """One sample went from `source` to `target`.
+        """Move one sample.
 
         Raises:
             LedgerError: there is no such move.
@@ -65,21 +63,19 @@ class RunningLedger:
         self._in_flight[target] += 1
 
     def train(self) -> None:
-        """One sample in training was committed."""
         self._in_flight["training"] -= 1
         self.trained += 1
 
     def untrain(self) -> None:
-        """One trained sample is in training again: its step was lost in a crash of the trainer."""
+        """Move one trained sample back into training: the trainer lost its step."""
         self.trained -= 1
         self._in_flight["training"] += 1
 
     def restore(self, state: str) -> None:
-        """One sample, counted as issued already, is in `state`."""
+        """Add one sample in `state` that is counted as issued already."""
         self._in_flight[state] += 1
 
     def end(self, source: str, reason: str) -> None:
-        """One sample in `source` ended because of `reason`."""
         self._in_flight[source] -= 1
         self.ended[reason] += 1
 
@@ -94,7 +90,6 @@ class RunningLedger:
             raise LedgerError(f"the ledger is out of balance by {balance}: {self.snapshot()}")
 
     def snapshot(self) -> Ledger:
-        """The ledger now."""
         return Ledger(
             issued=self.issued,
             trained=self.trained,
@@ -110,7 +105,10 @@ OTHER = PREFIX + "other"
 
 
 def count_reason(counters: Counter[str], reason: str) -> bool:
-    """Count a failure; whether it is the first of its name."""
+    """Count a failure under `failed: <reason>`; True if it is the first of its name.
+
+    Reasons come from user code, so any number of different texts is possible.
+    """
     key = PREFIX + (one_line(reason[:REASON_CHARS]) or "no reason given")
     if key not in counters:
         known = sum(name.startswith(PREFIX) for name in counters)

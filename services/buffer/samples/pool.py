@@ -65,9 +65,7 @@ class SamplePool:
     ) -> None:
         self.counters = counters
         self.trajectory_store = trajectory_store
-        self.changed: dict[
-            str, Group
-        ] = {}  # since the journal last took note, or samples of which moved
+        self.changed: dict[str, Group] = {}  # since the journal last saved
         self.blocked = ""  # why no new group may be issued, if so
         self.ledger = RunningLedger()
         self.samples: dict[str, Sample] = {}
@@ -94,10 +92,7 @@ class SamplePool:
         self.completions = 0
 
     def issue(self, prompt: Prompt, due: int, size: int = 0) -> Group:
-        """A new group for `prompt`, all of its samples queued.
-
-        There are `size` of them; 0: as many as the rules say.
-        """
+        """Queue a new group of `size` samples for `prompt`; 0: as many as the rules say."""
         size = size or self.rules.size
         group = Group(f"{self.prefix}g-{self.next_group}", prompt, due)
         self.next_group += 1
@@ -113,11 +108,11 @@ class SamplePool:
         return group
 
     def next_queued(self) -> Sample | None:
-        """The sample that is to be leased next, left where it is."""
+        """Return the sample to lease next, without taking it."""
         return self._queue.first()
 
     def lease(self, sample: Sample, holder: str, version: int, now: float) -> SampleTask:
-        """Give `sample`, the `next_queued`, to `holder`, which serves `version`."""
+        """Lease `sample`, the `next_queued`, to `holder`, which serves `version`."""
         self._queue.take(sample)
         self._move(sample, State.GENERATING)
         sample.attempt += 1
@@ -132,7 +127,7 @@ class SamplePool:
         return self.task(sample)
 
     def task(self, sample: Sample) -> SampleTask:
-        """What the holder of `sample` gets: the prompt, and the partial that there is of it."""
+        """Return what the holder of `sample` gets: the prompt, and its partial."""
         return SampleTask(
             sample_id=sample.sample_id,
             group_id=sample.group.group_id,
@@ -146,16 +141,16 @@ class SamplePool:
         )
 
     def leased(self, sample_id: str, attempt: int, holder: str) -> Sample | None:
-        """The sample if `holder` has the lease `(sample_id, attempt)`."""
+        """Return the sample if `holder` has the lease `(sample_id, attempt)`."""
         sample = self.held[holder].get(sample_id) if holder in self.held else None
         return sample if sample is not None and sample.attempt == attempt else None
 
     def renew(self, sample: Sample, now: float) -> None:
-        """Put off the deadline of the lease."""
+        """Extend the lease."""
         sample.deadline = now + self._lease_s
 
     def expire(self, now: float) -> None:
-        """Take back the leases whose deadline is over; cut off the stragglers of groups."""
+        """Requeue the samples of expired leases; cut off the stragglers of groups."""
         for sample in self._deadlines.expired(now):
             self.counters["expired_leases"] += 1
             log.warning(
@@ -172,7 +167,7 @@ class SamplePool:
             self.cut(group, slow, "cancelled")
 
     def take_all_back(self, holder: str, *, lost: bool) -> int:
-        """Take back whatever `holder` has; how many samples that was."""
+        """Requeue whatever `holder` has; return how many samples that was."""
         samples = list(self.held.get(holder, {}).values())
         for sample in samples:
             if sample.holder == holder:  # else it ended with another of its group just now
@@ -180,7 +175,7 @@ class SamplePool:
         return len(samples)
 
     def keep(self, sample: Sample, trajectory: Trajectory, packed: Packed) -> None:
-        """Store what there is of `sample`: complete, or a partial to continue from."""
+        """Store the trajectory of `sample`: complete, or a partial to continue."""
         self.trajectory_store.put(sample.sample_id, packed)
         sample.oldest = trajectory.oldest_version
         sample.newest = trajectory.newest_version
@@ -188,18 +183,17 @@ class SamplePool:
         self._touch(sample.group)
 
     def drop_partial(self, sample: Sample) -> None:
-        """Start `sample` from scratch the next time."""
+        """Discard the partial of `sample`."""
         self.trajectory_store.drop(sample.sample_id)
         sample.oldest = None
         sample.segments = 0
         self._touch(sample.group)
 
     def take_back(self, sample: Sample, *, lost: bool, fault: str = "", own: bool = False) -> None:
-        """End the lease on `sample` and queue it again.
+        """End the lease on `sample` and requeue it; after `max_attempts` lost leases it fails.
 
-        Only `lost` leases count against `max_attempts`, after which it fails: handing a sample back
-        is no failure of it. `fault` is what is wrong with its answer, if that is why; `own` as of
-        `fail`.
+        A sample that is handed back is not `lost`. `fault` is what is wrong with its answer, if
+        that is why; `own` as of `fail`.
         """
         sample.lost += lost
         if sample.lost >= self._max_attempts:
@@ -212,7 +206,7 @@ class SamplePool:
         self._requeue(sample)
 
     def accept(self, sample: Sample, trajectory: Trajectory, packed: Packed, now: float) -> None:
-        """Store the complete `trajectory` of `sample`, and have it scored if it needs to be."""
+        """Store the complete `trajectory` of `sample`, and pass it to its first stage."""
         self._release(sample)
         self.keep(sample, trajectory, packed)
         sample.stage = 0
@@ -220,7 +214,7 @@ class SamplePool:
         self._advance(sample, now)
 
     def scored(self, sample: Sample, packed: Packed, reward: float, now: float) -> None:
-        """Store the score of the stage that `sample` is in, which adds `reward` to it."""
+        """Store the score of the stage that `sample` is in; `reward` is added to its own."""
         self.trajectory_store.put_score(sample.sample_id, self.stage_of(sample), packed)
         sample.stage += 1
         sample.reward += reward
@@ -229,10 +223,10 @@ class SamplePool:
         self._advance(sample, now)
 
     def lease_scoring(self, samples: Sequence[Sample]) -> int:
-        """The number of a lease of `samples`, all of a group, to a scorer; none had it before.
+        """Return the number of a new lease of `samples`, all of a group, to a scorer.
 
-        It is written down, so that a buffer that starts again gives no number twice either: a score
-        of a response that is void, however late, is known by it.
+        It is stored, so a restarted buffer gives no number twice: a late score of a response that
+        was discarded is recognised by it.
         """
         number = max(sample.score_attempts for sample in samples) + 1
         for sample in samples:
@@ -241,13 +235,12 @@ class SamplePool:
         return number
 
     def stage_of(self, sample: Sample) -> str:
-        """The stage that `sample`, which is being scored, is in."""
         return self.stages[sample.stage]
 
     def scored_with(self, sample: Sample) -> list[Sample]:
-        """What is scored at once with `sample`, which is in a stage: itself, or its whole group.
+        """Return what is scored at once with `sample`: itself, or its whole group.
 
-        Nothing while others of the group are still on their way to the stage.
+        Empty while others of the group have not reached the stage.
         """
         if self.stage_of(sample) != self.rules.together:
             return [sample]
@@ -256,7 +249,7 @@ class SamplePool:
         return list(group) if there else []
 
     def again(self, sample: Sample) -> None:
-        """`sample` is generated anew from scratch, whoever has it or whatever there is of it."""
+        """Discard progress and requeue `sample`, even if leased."""
         if sample.state is State.QUEUED:
             self.drop_partial(sample)
             return
@@ -272,9 +265,9 @@ class SamplePool:
         self._score_again(group)
 
     def fail(self, sample: Sample, reason: str, *, own: bool) -> None:
-        """`sample` cannot be had: its group goes on without it, or ends as failed.
+        """Fail `sample`: its group goes on without it, or ends as failed.
 
-        `own` says that the `reason` may depend on its content.
+        `own`: the `reason` may depend on its content.
         """
         group = sample.group
         alone = self.rules.can_lose(group)
@@ -287,7 +280,7 @@ class SamplePool:
             self.end(group, "failed")
 
     def cut(self, group: Group, samples: Sequence[Sample], reason: str) -> None:
-        """End some `samples` of `group`, which goes on without them."""
+        """End `samples` of `group`, which goes on without them."""
         for sample in samples:
             self._end(sample, reason)
             group.samples.remove(sample)
@@ -295,7 +288,7 @@ class SamplePool:
         self._complete(group)
 
     def end(self, group: Group, reason: str) -> None:
-        """End all samples of `group`, wherever they are."""
+        """End all samples of `group`."""
         if reason == "failed" or reason == "filtered":
             self.group_ends.append(group.end(reason))
         for sample in group.samples:
@@ -305,16 +298,17 @@ class SamplePool:
         self.openings += 1
 
     def start_training(self, groups: list[Group]) -> None:
-        """Make the complete `groups` a batch, whose record tells that they are in training."""
+        """Move the complete `groups` into a batch, whose record says that they are in training."""
         for group in groups:
             for sample in group.samples:
                 self.ledger.move(sample.state, State.TRAINING)
                 sample.state = State.TRAINING
             del self.groups[group.group_id], self.complete[group.group_id]
-            self._age(group)
+            if self.ages is not None:
+                self.ages.moved(group)
 
     def finish_training(self, groups: list[Group], *, keep: bool) -> None:
-        """The batch of `groups` was committed; its trajectories go, unless they are to be kept."""
+        """End `groups` as trained; drop their trajectories unless a restart may need them."""
         for group in groups:
             for sample in group.samples:
                 self.ledger.train()
@@ -324,7 +318,7 @@ class SamplePool:
         self.openings += 1
 
     def reopen_training(self, groups: list[Group]) -> None:
-        """The batch of `groups`, committed before, is to be trained on again."""
+        """Put the committed `groups` back into training."""
         for group in groups:
             for sample in group.samples:
                 self.ledger.untrain()
@@ -335,10 +329,7 @@ class SamplePool:
             self._touch(group)
 
     def restore(self, groups: list[Group], now: float) -> None:
-        """Take over `groups`, with their samples, as they were when the buffer ended.
-
-        Leases hold on, with a new deadline, for holders that have outlived the buffer.
-        """
+        """Take over stored `groups`; leases continue with a new deadline."""
         for group in groups:
             for sample in group.samples:
                 self.samples[sample.sample_id] = sample
@@ -356,7 +347,8 @@ class SamplePool:
             self._score_again(group)
             if not any(sample.state is State.TRAINING for sample in group.samples):
                 self.groups[group.group_id] = group
-                self._age(group)
+                if self.ages is not None:
+                    self.ages.moved(group)
                 if group.ready and not group.completed:
                     group.first_ready_at = now
                     self._waiting[group.group_id] = group
@@ -365,12 +357,15 @@ class SamplePool:
             self.complete[group.group_id] = group
 
     def is_alive(self, group: Group) -> bool:
-        """Whether samples of `group` are in flight."""
+        """True if samples of `group` are in flight."""
         return group.samples[0].sample_id in self.samples
 
     def _advance(self, sample: Sample, now: float) -> None:
-        """To the next scoring stage that is for `sample`, or to ready."""
-        while sample.stage < len(self.stages) and self._passes_by(sample):
+        """Move `sample` to its next scoring stage, or to ready."""
+        group = sample.group
+        while sample.stage < len(self.stages) and self.rules.passes_by(
+            self.stage_of(sample), group
+        ):
             nothing = pack(Score(sample_id=sample.sample_id, attempt=0))
             self.trajectory_store.put_score(sample.sample_id, self.stage_of(sample), nothing)
             sample.stage += 1
@@ -382,7 +377,6 @@ class SamplePool:
                 self.unscored[self.stages[each.stage]].append(each)
             return
         self._move(sample, State.READY)
-        group = sample.group
         if not group.ready:
             group.first_ready_at = now
         group.ready += 1
@@ -390,7 +384,7 @@ class SamplePool:
         self._complete(group)
 
     def _complete(self, group: Group) -> None:
-        """Let `group` be trained, or replace it, if all its samples are ready."""
+        """Make `group` trainable, or replace it, if all its samples are ready."""
         if group.ready < len(group.samples):
             return
         self._waiting.pop(group.group_id, None)
@@ -407,7 +401,7 @@ class SamplePool:
         self.group_ends.append(group.end("complete"))
 
     def _score_again(self, group: Group) -> None:
-        """Where a sample of `group` gets another response, the group's scores so far are void."""
+        """Void the scores of a group that is scored at once if one of its responses is new."""
         rules = self.rules
         if rules.together not in self.stages or not rules.scores_together(group.prompt):
             return
@@ -427,9 +421,6 @@ class SamplePool:
         if not group.ready:
             self._waiting.pop(group.group_id, None)
 
-    def _passes_by(self, sample: Sample) -> bool:
-        return self.rules.passes_by(self.stage_of(sample), sample.group)
-
     def _requeue(self, sample: Sample) -> None:
         self._move(sample, State.QUEUED)
         self._release(sample)
@@ -443,11 +434,6 @@ class SamplePool:
 
     def _touch(self, group: Group) -> None:
         self.changed[group.group_id] = group
-        if self.ages is not None:
-            self._age(group)
-
-    def _age(self, group: Group) -> None:
-        """`group` may have another oldest token than before, or count no longer."""
         if self.ages is not None:
             self.ages.moved(group)
 

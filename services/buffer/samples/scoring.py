@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Lease:
-    """What a scorer scores at once: a sample, or a group. Times are of the broker's clock."""
+    """A lease of a sample or a whole group to a scorer. Times are of the broker's clock."""
 
     pool: SamplePool
     samples: list[Sample]
@@ -64,11 +64,11 @@ class Scoring:
         self._counters = counters
 
     def waiting(self, stage: str) -> int:
-        """Trajectories that nobody scores yet; some of them may be over."""
+        """Count the trajectories waiting in `stage`; some of them may be over."""
         return sum(len(pool.unscored.get(stage, ())) for pool in self._pools)
 
     def waiting_since(self, stage: str) -> float | None:
-        """When the trajectory came to `stage` that has waited longest; None if none waits."""
+        """Return since when the oldest trajectory waits in `stage`; None if none does."""
         return min(
             (
                 sample.unscored_since
@@ -80,7 +80,7 @@ class Scoring:
         )
 
     def take(self, holder: str, stage: str, capacity: int, now: float) -> list[ScoringTask]:
-        """Up to `capacity` trajectories of `stage` for `holder`; one group at least, if whole."""
+        """Lease up to `capacity` trajectories of `stage`; at least one group, if scored whole."""
         tasks: list[ScoringTask] = []
         for pool in self._pools:
             queue = pool.unscored.get(stage)
@@ -99,7 +99,7 @@ class Scoring:
     def submit(
         self, stage: str, scores: Sequence[tuple[Score, Packed]], holder: str, now: float
     ) -> dict[str, str]:
-        """Take in the scores of a message, each as it came packed; why some are refused."""
+        """Accept the scores of a message; return why some are refused."""
         refused: dict[str, str] = {}
         found: dict[str, dict[str, tuple[Score, Packed]]] = {}  # by sample, by a lease's first
         leases: dict[str, Lease] = {}
@@ -121,7 +121,7 @@ class Scoring:
         return "this lease is not the sender's any more"
 
     def _take(self, lease: Lease, found: dict[str, tuple[Score, Packed]], now: float) -> str:
-        """Take in the scores of all samples of `lease`; the reason if they are refused."""
+        """Accept the scores of all samples of `lease`; return why they are refused, or ""."""
         if not self._is_current(lease):  # its group ended by another score of the message
             self._drop(lease)
             return self._refuse_late(len(found))
@@ -143,14 +143,13 @@ class Scoring:
         return ""
 
     def renew(self, sample_id: str, attempt: int, holder: str, now: float) -> bool:
-        """Put off the deadline of a lease; False if it is not `holder`'s any more."""
+        """Extend a lease; False if `holder` has lost it."""
         lease = self._find(sample_id, attempt, holder)
         if lease is not None:
             lease.deadline = now + self._lease_s
         return lease is not None
 
     def expire(self, now: float) -> None:
-        """Take back the leases whose deadline is over."""
         for lease in self.all_leases():
             if not self._is_current(lease):
                 self._drop(lease)
@@ -160,7 +159,7 @@ class Scoring:
                 self._lose(lease, why, own=False)
 
     def take_all_back(self, holder: str, *, lost: bool) -> int:
-        """Take back whatever `holder` has; only `lost` leases count as attempts."""
+        """Requeue whatever `holder` has; only `lost` leases count as attempts."""
         held = [lease for lease in self.all_leases() if lease.holder == holder]
         for lease in held:
             if lost:
@@ -170,7 +169,6 @@ class Scoring:
         return sum(len(lease.samples) for lease in held)
 
     def all_leases(self) -> list[Lease]:
-        """Each once."""
         return [one for name, one in self.leases.items() if one.samples[0].sample_id == name]
 
     def _lease(
@@ -219,7 +217,7 @@ class Scoring:
         )
 
     def _lose(self, lease: Lease, reason: str, *, own: bool) -> None:
-        """The attempt was for nothing: try again, or give up. `own` as of `SamplePool.fail`."""
+        """Retry after a failed attempt, or give up. `own` as of `SamplePool.fail`."""
         if not self._is_current(lease):
             self._drop(lease)
             return
@@ -246,7 +244,7 @@ def _is_in(sample: Sample, pool: SamplePool, stage: str) -> bool:
 
 
 def _faults(lease: Lease, found: dict[str, tuple[Score, Packed]]) -> str | None:
-    """What is wrong with the first score that has a fault, or with what there is of them."""
+    """Return what is wrong with the scores of a lease."""
     if len(found) < len(lease.samples):
         return f"{len(found)} scores for the {len(lease.samples)} samples of a group"
     faults = (_fault(sample, lease, *found[sample.sample_id]) for sample in lease.samples)

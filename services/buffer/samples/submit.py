@@ -48,10 +48,9 @@ class Submissions:
         self._sound = ""  # who sent the last answer that was accepted
 
     def submit(self, trajectory: Trajectory, packed: Packed, sender: str, now: float) -> str | None:
-        """Take the complete `trajectory`, which came `packed`; the reason if it is refused.
+        """Accept a complete trajectory, or return why it is refused.
 
-        A repetition of an accepted answer is accepted again. An answer that comes after its lease
-        was lost is still taken while nobody else has the sample.
+        A repeated answer is accepted again, a late one while nobody else has the sample.
         """
         if self.is_accepted(trajectory.sample_id, trajectory.attempt):
             self._counters["duplicate_submits"] += 1
@@ -93,7 +92,7 @@ class Submissions:
         return None
 
     def hand_back(self, returned: ReturnedSample, sender: str) -> None:
-        """Queue a sample again that `sender` returns, or end its group if it failed."""
+        """Requeue a returned sample, or fail it."""
         sample = self._pool.leased(returned.sample_id, returned.attempt, sender)
         if sample is None:
             self._counters["late_returns"] += 1
@@ -108,7 +107,7 @@ class Submissions:
         self._pool.take_back(sample, lost=False)
 
     def flush(self, partial: Trajectory, sender: str, now: float) -> bool:
-        """Keep a partial whose sample `sender` goes on with; False if it has no lease on it."""
+        """Store a partial whose sample goes on; False if `sender` has no lease on it."""
         sample = self._pool.leased(partial.sample_id, partial.attempt, sender)
         if sample is None:
             self._counters["late_flushes"] += 1
@@ -129,7 +128,7 @@ class Submissions:
             log.warning("%s sent a malformed part of %s: %s", sender, sample.sample_id, fault)
 
     def _unfit(self, sample: Sample, trajectory: Trajectory) -> str | None:
-        """Why a sound answer can never be trained on, if so."""
+        """Return the staleness reason, or None if trainable."""
         oldest, version = trajectory.oldest_version, self._batches.version
         if not self._policy.is_stale(oldest, version):
             return None
@@ -139,14 +138,14 @@ class Submissions:
         self._pool.end(sample.group, "stale")
 
     def renew(self, sample_id: str, attempt: int, sender: str, now: float) -> bool:
-        """Put off a deadline; False if `sender` should stop working on the sample."""
+        """Extend a lease; False if `sender` should stop working on the sample."""
         sample = self._pool.leased(sample_id, attempt, sender)
         if sample is not None:
             self._pool.renew(sample, now)
         return sample is not None or self.is_accepted(sample_id, attempt)
 
     def is_accepted(self, sample_id: str, attempt: int) -> bool:
-        """Whether the answer under this lease has been taken."""
+        """True if the answer under this lease was accepted."""
         sample = self._pool.samples.get(sample_id)
         if sample is not None:
             answered = sample.state in (State.SCORING, State.READY, State.TRAINING)
@@ -167,7 +166,6 @@ class Submissions:
         return reason
 
     def _count_failure(self, sample: Sample, reason: str, sender: str) -> None:
-        """Count by reason; each is logged once, with the sample that had it first."""
         self._counters["environment_failures"] += 1
         prompt = sample.group.prompt
         name = prompt.row.get(ENVIRONMENT)

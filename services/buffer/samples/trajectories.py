@@ -30,7 +30,7 @@ _decode = msgspec.msgpack.Decoder(Trajectory).decode
 
 
 class PackedBatch(NamedTuple):
-    """Trajectories as they came, and what each stage has found of them, in order."""
+    """Trajectories as they came, and the scores of each stage, in order."""
 
     trajectories: list[Trajectory]
     scores: dict[str, list[Score]]
@@ -50,7 +50,7 @@ _cut_scores = msgspec.msgpack.Decoder(_Scores).decode
 
 
 def as_arrived(request: Request) -> list[Packed]:
-    """The trajectories or scores of a message, in the bytes in which they came.
+    """Cut the trajectories or scores out of a message, byte by byte as they came.
 
     They are copies: a message must not stay in memory for one small part of it.
     """
@@ -62,12 +62,11 @@ def as_arrived(request: Request) -> list[Packed]:
 
 
 def pack(record: Trajectory | Score) -> Packed:
-    """Its bytes, where none have come."""
     return _encode(record)
 
 
 def size_fault(packed: Packed, array_bytes: int, branches: int = 0) -> str | None:
-    """What is wrong with the size of a record with so many bytes of arrays; None if nothing is.
+    """Return what is wrong with the size of a record, whose arrays have `array_bytes`; or None.
 
     MessagePack can say a thing in more bytes than it needs: a key twice, for example.
     """
@@ -88,35 +87,21 @@ class TrajectoryStore:
         self._stages = tuple(stages)
 
     def put(self, sample_id: str, packed: Packed) -> None:
-        """Keep a trajectory instead of an earlier one of its sample."""
         self._store.put(PREFIX + sample_id, packed)
 
     def put_score(self, sample_id: str, stage: str, packed: Packed) -> None:
-        """Keep what `stage` has found, instead of what it had found before."""
         self._store.put(score_key(sample_id, stage), packed)
 
     def get(self, sample_id: str) -> Trajectory:
-        """The newest trajectory of the sample, without its scores.
-
-        Raises:
-            KeyError: there is none.
-        """
+        """Return the newest trajectory of the sample, without scores. Raises KeyError."""
         return _decode(self._store.get(PREFIX + sample_id))
 
     def packed(self, sample_id: str) -> Trajectory:
-        """The same, to be sent: a message may hold it, it serves nothing else.
-
-        Raises:
-            KeyError: there is none.
-        """
+        """Return it undecoded, to be put into a message. Raises KeyError."""
         return cast(Trajectory, msgspec.Raw(self._store.get(PREFIX + sample_id)))
 
     def batch(self, sample_ids: Sequence[str]) -> PackedBatch:
-        """What a batch of these samples is sent as.
-
-        Raises:
-            KeyError: there is no trajectory of one of them, or a stage has not scored it.
-        """
+        """Return what a batch of these samples is sent as. Raises KeyError."""
         checksum = xxhash.xxh3_64()
 
         def raw(keys: list[str]) -> list[Any]:
@@ -132,15 +117,12 @@ class TrajectoryStore:
         return PackedBatch(trajectories, scores, checksum.hexdigest())
 
     def drop(self, sample_id: str) -> None:
-        """Forget it, and its scores; there need not be one."""
         self._store.delete(PREFIX + sample_id)
         for stage in self._stages:
             self._store.delete(score_key(sample_id, stage))
 
     def scored(self, prefix: str) -> dict[str, int]:
-        """Of the samples whose ids begin with `prefix`, those with a trajectory: how many stages,
-        from the first on, there are scores of.
-        """
+        """Return how many stages are scored, from the first on, by sample id with `prefix`."""
         scores = set(self._store.keys(SCORE + prefix))
         found: dict[str, int] = {}
         for key in self._store.keys(PREFIX + prefix):
@@ -152,5 +134,4 @@ class TrajectoryStore:
 
 
 def score_key(sample_id: str, stage: str) -> str:
-    """Where the store has the score of a sample."""
     return f"{SCORE}{sample_id}/{stage}"

@@ -30,7 +30,7 @@ class Store(Protocol):
 
     @property
     def waiting_bytes(self) -> int:
-        """What was put since the last commit began, and stays in memory until the next."""
+        """Put since the last commit began, in memory until the next."""
         ...
 
     def put(self, key: str, value: bytes) -> None:
@@ -111,32 +111,26 @@ class MemoryStore:
         self._size = 0
 
     def put(self, key: str, value: bytes) -> None:
-        """Set `key` to `value`."""
         self.delete(key)
         self.values[key] = value
         self._size += len(key) + len(value)
 
     def get(self, key: str) -> bytes:
-        """The value of `key`."""
         return self.values[key]
 
     def get_all(self, keys: Sequence[str]) -> list[bytes]:
-        """The values of `keys`, in order."""
         return [self.values[key] for key in keys]
 
     def delete(self, key: str) -> None:
-        """Forget `key`."""
         value = self.values.pop(key, None)
         if value is not None:
             self._size -= len(key) + len(value)
 
     def keys(self, prefix: str) -> list[str]:
-        """All keys that begin with `prefix`."""
         return [key for key in self.values if key.startswith(prefix)]
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of keys and values."""
         return self._size
 
     def commit(self) -> None:

@@ -112,23 +112,16 @@ class LogStore:
             raise
 
     def put(self, key: str, value: bytes) -> None:
-        """Set `key` to `value`."""
         if len(value) > MAX_VALUE_BYTES:
             raise ValueError(f"{key} has {len(value)} bytes")
         self._pending[key] = value
         self.waiting_bytes += len(value)
 
     def get(self, key: str) -> Value:
-        """The value of `key`.
-
-        Raises:
-            KeyError: there is none.
-            StoreError: its bytes have changed on the disk.
-        """
         return self.get_all([key])[0]
 
     def get_all(self, keys: Sequence[str]) -> list[Value]:
-        """The values of `keys`, in order.
+        """Return the values of `keys`, in order.
 
         Raises:
             KeyError: there is no such key.
@@ -156,14 +149,12 @@ class LogStore:
         return [values[key] for key in keys]
 
     def delete(self, key: str) -> None:
-        """Forget `key`."""
         if key in self._places or key in self._frozen:
             self._pending[key] = None
         else:
             self._pending.pop(key, None)
 
     def keys(self, prefix: str) -> list[str]:
-        """All keys that begin with `prefix`."""
         found = {key for key in self._places if key.startswith(prefix)}
         for key, value in (*self._frozen.items(), *self._pending.items()):
             if key.startswith(prefix):
@@ -172,20 +163,19 @@ class LogStore:
 
     @property
     def size_bytes(self) -> int:
-        """The most that the files take, given what they have to keep."""
+        """Most that the files take, given what they have to keep."""
         live = sum(self._live.values())
         return round(GARBAGE * live) + SLACK_SEGMENTS * self._segment_bytes
 
     @property
     def disk_bytes(self) -> int:
-        """What the files take now."""
         return sum(self._sizes.values())
 
     def commit(self) -> None:
-        """Append what has changed and wait until it is on the disk.
+        """Append what has changed and wait for the disk.
 
         Raises:
-            StoreFullError: the disk is full; nothing was appended, all of it is kept for next time.
+            StoreFullError: the disk is full; nothing was appended, all is kept for the next commit.
             StoreError: the disk failed.
         """
         write = self.freeze()
@@ -198,13 +188,10 @@ class LogStore:
                 self.settle()
 
     def freeze(self) -> Callable[[], None] | None:
-        """Begin a commit: what has changed is written by the returned function, on any thread.
-
-        Nothing but that function may take long. After it comes `settle`, before the next commit.
+        """Begin a commit: the returned function writes it, on any thread; then call `settle`.
 
         Raises:
-            StoreFullError: as `commit`.
-            StoreError: as `commit`.
+            StoreFullError, StoreError: as `commit`.
         """
         assert not self._frozen
         if not self._pending:
@@ -234,12 +221,7 @@ class LogStore:
         return write
 
     def settle(self, error: OSError | None = None) -> None:
-        """End a commit, whose function has returned or has raised `error`.
-
-        Raises:
-            StoreFullError: as `commit`.
-            StoreError: as `commit`.
-        """
+        """End a commit, whose function has returned or has raised `error`; raises as `commit`."""
         frozen, self._frozen = self._frozen, {}
         if error is not None:
             self._pending = frozen | self._pending
@@ -253,7 +235,6 @@ class LogStore:
         self.commits += 1
 
     def close(self) -> None:
-        """Close the files; what was not committed is gone."""
         for fd in self._fds.values():
             os.close(fd)
         self._fds.clear()
@@ -273,7 +254,7 @@ class LogStore:
         return next(iter(self._sizes))
 
     def _open_files(self, image: Image, new_id: int) -> None:
-        """Open what there is, begin what there is not, and let the head name it."""
+        """Open the segments, begin missing ones, and write the head."""
         for number in image.leftovers:
             self._disk.remove(segment_path(self.directory, number))
         self._head = HeadFile(self.directory, image.head or Head(new_id), self._disk)
@@ -336,10 +317,10 @@ class LogStore:
     # -- cleaning ---------------------------------------------------------------------------------
 
     def _still_needed(self, group: Group) -> Group:
-        """What is to be moved out of the oldest segment now, because much of the log is outdated.
+        """Return the live values of the oldest segment, if much of the log is outdated.
 
-        At most one segment per commit, so that no commit takes long. Its keys are the first ones,
-        as a key that is written again goes to the end.
+        One segment per commit, so that no commit takes long. Its keys are the first ones, as a key
+        that is written again goes to the end.
         """
         oldest = self._oldest
         bound = GARBAGE * sum(self._live.values()) + (SLACK_SEGMENTS - 1) * self._segment_bytes
@@ -350,7 +331,7 @@ class LogStore:
         return dict(zip(keys, self.get_all(keys), strict=True))
 
     def _take_dead(self) -> list[tuple[int, Path]]:
-        """The files, opened, of the oldest segments, as far as nothing in them counts any more."""
+        """Take the files of the oldest segments that hold nothing live."""
         dead: list[tuple[int, Path]] = []
         while (oldest := self._oldest) != self._newest and not self._live[oldest]:
             dead.append((self._fds.pop(oldest), segment_path(self.directory, oldest)))
@@ -358,7 +339,7 @@ class LogStore:
         return dead
 
     def _remove(self, dead: list[tuple[int, Path]], oldest: int) -> None:
-        """Remove these files, once the head says that `oldest` is the first. That takes long."""
+        """Remove these files after writing `oldest` to the head. Takes long."""
         if not dead:
             return
         assert self._head is not None
@@ -372,7 +353,7 @@ class LogStore:
 
 
 class _Append:
-    """The records of one group, and where they go. Made and read by the store's own thread."""
+    """The records of one group and where they go."""
 
     def __init__(self, group: Group, commit: int, chain: int, segment: int, offset: int) -> None:
         self.commit = commit
@@ -385,11 +366,7 @@ class _Append:
         self.chain = chain_on(chain, (checksum_of(head) for head, _ in self.records))
 
     def write(self, fd: int, head: HeadFile, disk: Disk) -> None:
-        """Put the records on the disk, all or none, and let the head name them.
-
-        Raises:
-            OSError: what the disk says.
-        """
+        """Write the records, all or none, and the head."""
         data = b"".join([part for record in self.records for part in record])
         end = self.offset + self.size
         try:
@@ -404,11 +381,7 @@ class _Append:
 
 @contextmanager
 def store_lock(directory: Path) -> Generator[None]:
-    """Keep other processes out of the store for the block.
-
-    Raises:
-        StoreError: another process has it.
-    """
+    """Keep other processes out of the store; raises StoreError if one has it."""
     with ExitStack() as held:
         try:
             held.enter_context(folder_lock(directory))

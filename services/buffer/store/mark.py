@@ -18,17 +18,17 @@ NAME = "store.json"
 
 
 class RunMark(msgspec.Struct, frozen=True):
-    """The content of the file."""
+    """Content of the file."""
 
     store: str  # its id
     folder: str  # where it was when the run was last begun
 
 
 def open_marked(run_dir: Path | None, folder: Path) -> LogStore:
-    """The store in `folder`, which is the one that the run in `run_dir` has had if it had one.
+    """Open the store in `folder`, which must be the one of the run in `run_dir`.
 
     Raises:
-        StoreError: the run had a store, and `folder` holds none or another one; or see `LogStore`.
+        StoreError: `folder` holds none or another one; or as `LogStore`.
     """
     mark = read_mark(run_dir)
     if mark is not None and not (folder.is_dir() and any(folder.iterdir())):
@@ -45,22 +45,14 @@ def open_marked(run_dir: Path | None, folder: Path) -> LogStore:
 
 
 def refuse_marked(run_dir: Path | None) -> None:
-    """Refuse to go on without a store.
-
-    Raises:
-        StoreError: the run has had one.
-    """
+    """Raise StoreError if the run has had a store."""
     mark = read_mark(run_dir)
     if mark is not None:
         raise _gone(mark, run_dir, 'buffer.store is "memory"')
 
 
 def read_mark(run_dir: Path | None) -> RunMark | None:
-    """What the file says; None if there is none.
-
-    Raises:
-        StoreError: it cannot be read.
-    """
+    """Return the content of the file; None if there is none. Raises StoreError."""
     path = None if run_dir is None else run_dir / NAME
     if path is None or not path.exists():
         return None

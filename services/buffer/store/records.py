@@ -45,7 +45,7 @@ MAX_VALUE_BYTES = (1 << 32) - 1
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A sound record: where it begins, what it says: a key and its value, or what is deleted."""
+    """A sound record: a key and its value, or deleted keys."""
 
     offset: int
     end: int
@@ -67,7 +67,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class SegmentHeader:
-    """What a segment says of itself."""
+    """Header of a segment."""
 
     store: int
     number: int
@@ -75,14 +75,13 @@ class SegmentHeader:
     chain: int  # over all groups up to that one
 
     def pack(self) -> bytes:
-        """The first bytes of the file."""
         facts = (SEGMENT_MAGIC, SCHEMA, self.store, self.number, self.commit, self.chain)
         checksum = xxh3_64_intdigest(_SEGMENT.pack(*facts, 0))
         return _SEGMENT.pack(*facts, checksum)
 
 
 def read_header(data: memoryview, number: int) -> SegmentHeader | str:
-    """The header of segment `number`, or what is wrong with it."""
+    """Read the header of segment `number`, or return what is wrong with it."""
     if bytes(data[: len(SEGMENT_MAGIC)]) != SEGMENT_MAGIC[: len(data)]:
         return "it is not a segment of an Umbra store"
     if len(data) >= _SCHEMA_END:
@@ -103,23 +102,20 @@ def read_header(data: memoryview, number: int) -> SegmentHeader | str:
 
 
 def chain_on(chain: int, checksums: Iterable[int]) -> int:
-    """The checksum over all groups, with one more, whose records have these `checksums`."""
+    """Extend the checksum over all groups by one with records of these `checksums`."""
     each = (chain, *checksums)
     return xxh3_64_intdigest(struct.pack(f"<{len(each)}Q", *each))
 
 
 def checksum_of(head: bytes) -> int:
-    """The checksum of a record, which what comes before its value holds."""
+    """Read the checksum from a record header."""
     return _PREFIX.unpack_from(head)[1]
 
 
 def pack_group(
     commit: int, values: Mapping[str, Value], deleted: Sequence[str]
 ) -> list[tuple[bytes, Value]]:
-    """The records of one group commit, each as what comes before its value and the value.
-
-    Those of `values` come first, in order.
-    """
+    """Return the records of a group, each as (header and key, value); `values` first, in order."""
     records: list[tuple[bytes, Value, int]] = [(key.encode(), v, 0) for key, v in values.items()]
     if deleted:
         records.append((b"", _encode_keys(deleted), DELETE))
@@ -134,7 +130,7 @@ def _pack_head(commit: int, name: bytes, value: Value, kind: int) -> bytes:
 
 
 def value_of(record: memoryview, key: str) -> memoryview | str:
-    """The value of `key` in the one record that is to hold it, or what is wrong with that."""
+    """Return the value in the record of `key`, or what is wrong with it."""
     name = key.encode()
     begin = HEAD_BYTES + len(name)
     magic, checksum = _PREFIX.unpack_from(record)
@@ -144,7 +140,7 @@ def value_of(record: memoryview, key: str) -> memoryview | str:
 
 
 def parse(data: memoryview, offset: int) -> Entry | str:
-    """The record at `offset`, or why there is none."""
+    """Parse the record at `offset`, or return why there is none."""
     left = len(data) - offset
     if left < HEAD_BYTES:
         return "cut off in the head of a record"
@@ -167,7 +163,7 @@ def parse(data: memoryview, offset: int) -> Entry | str:
 
 
 def scan(data: memoryview) -> Iterator[Entry | Fault]:
-    """All records of a segment in order, and the stretches between them that are none."""
+    """Yield all records of a segment in order, and the stretches between them that are none."""
     whole: bytes | None = None
     offset = SEGMENT_HEADER_BYTES
     while offset < len(data):
@@ -188,6 +184,5 @@ def scan(data: memoryview) -> Iterator[Entry | Fault]:
 
 
 def parse_reason(data: memoryview, offset: int) -> str:
-    """Why there is no record at `offset`."""
     found = parse(data, offset)
     return found if isinstance(found, str) else ""

@@ -38,7 +38,7 @@ _CHECKSUM = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What the store holds, up to what was acknowledged."""
+    """The newest acknowledged group."""
 
     store: int  # id of the store, in the header of each of its segments too
     turn: int = 0
@@ -49,7 +49,6 @@ class Head:
     chain: int = 0  # checksum over it and all groups before it
 
     def pack(self) -> bytes:
-        """One slot."""
         data = _HEAD.pack(
             MAGIC, SCHEMA, self.store, self.turn, self.oldest, self.segment, self.end, self.commit,
             self.chain,
@@ -58,7 +57,7 @@ class Head:
 
 
 def read_head(directory: Path) -> Head | str:
-    """The head of the store in `directory`, or what is wrong with it."""
+    """Read the head of the store in `directory`, or return what is wrong with it."""
     try:
         data = (directory / HEAD).read_bytes()
     except FileNotFoundError:
@@ -94,18 +93,13 @@ class HeadFile:
         self._fd = disk.open(directory / HEAD)
 
     def write(self, head: Head) -> None:
-        """Return when the disk has `head`.
-
-        Raises:
-            OSError: what the disk says; the head of before counts.
-        """
+        """Write `head` and wait for the disk. Raises OSError; then the old head counts."""
         head = replace(head, turn=self.head.turn + 1)
         self._disk.write_all(self._fd, head.pack(), head.turn % 2 * SLOT_BYTES)
         self._disk.sync(self._fd)
         self.head = head
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._fd)
 
 
@@ -116,19 +110,18 @@ _NAME = re.compile(r"(\d{8})\.seg")
 
 
 def segment_path(directory: Path, number: int) -> Path:
-    """The file of segment `number`."""
     return directory / f"{number:08d}.seg"
 
 
 def segment_numbers(directory: Path) -> list[int]:
-    """Numbers of the segments in `directory`, oldest first."""
+    """Return the numbers of the segments in `directory`, oldest first."""
     found = (_NAME.fullmatch(path.name) for path in directory.iterdir())
     return sorted(int(match[1]) for match in found if match)
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A file, or bytes of it, that hold nothing sound."""
+    """Bytes of a file, or all of it, that hold nothing sound."""
 
     file: str
     offset: int
@@ -141,12 +134,11 @@ class Damage:
 
 
 def segment_name(number: int) -> str:
-    """The name of the file of segment `number`."""
     return segment_path(Path(), number).name
 
 
 class Place(msgspec.Struct, frozen=True, gc=False):
-    """Where the newest value of a key lies, and the value itself if it is a small one."""
+    """Where the newest value of a key lies, and the value itself if it is small."""
 
     segment: int
     offset: int  # of the record
@@ -156,7 +148,7 @@ class Place(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True)
 class Image:
-    """What the segments hold together. Entries of whole groups only, unless it is of a repair."""
+    """Content of all segments; of whole groups only, unless read for a repair."""
 
     places: dict[str, Place] = field(default_factory=dict[str, Place])  # in the order of the log
     sizes: dict[int, int] = field(default_factory=dict[int, int])  # sound bytes, by segment
@@ -170,17 +162,15 @@ class Image:
 
 
 def segment_bytes(directory: Path, number: int) -> memoryview:
-    """All bytes of segment `number`."""
     return memoryview(segment_path(directory, number).read_bytes())
 
 
 def read_values(
     directory: Path, files: Mapping[int, int], wanted: Iterable[Extent]
 ) -> Iterator[tuple[str, memoryview]]:
-    """Keys with their values, from where they lie in `files`, descriptors by segment.
+    """Yield keys with their values, read from `files`, descriptors by segment.
 
-    What lies side by side is read at once: the records of a batch were written shortly after each
-    other, and a call of the system takes longer than to copy one of them.
+    Neighbouring records are read at once: a system call takes longer than copying one.
 
     Raises:
         StoreError: bytes have changed on the disk.
@@ -216,24 +206,22 @@ class Replay:
 
     Args:
         salvage: take every sound record, also of groups that are not whole.
-        growing: a buffer may be at work on it: there may be more than the head names by now.
     """
 
-    def __init__(self, directory: Path, *, salvage: bool = False, growing: bool = False) -> None:
+    def __init__(self, directory: Path, *, salvage: bool = False) -> None:
         self.image = Image()
         self._directory = directory
         self._salvage = salvage
-        self._growing = growing
         self._group: list[tuple[int, Entry]] = []
         self._group_commit = 0
         self._reached = False  # what the head names
         self._first = True  # nothing was read yet that says how the chain goes on
 
     def run(self) -> Image:
-        """The whole image; its `damages` say what was not as it must be.
+        """Read everything; `damages` of the image say what is wrong.
 
         Raises:
-            StoreError: a segment was written by something else than this version of Umbra.
+            StoreError: a segment is of another version of Umbra.
         """
         image = self.image
         head = read_head(self._directory)
@@ -257,12 +245,10 @@ class Replay:
         self.image.damages.append(Damage(file, 0, 0, reason))
 
     def _expected(self, head: Head, numbers: list[int]) -> list[int]:
-        """Of the segments that there are, those that the head allows; the others are damage."""
+        """Return the segments that the head allows; note the others as damage."""
         if not numbers and head.end == 0:
             return []  # the store was being made when the process ended
         newest = head.segment + 1  # begun, but nothing in it was acknowledged
-        while self._growing and newest in numbers:
-            newest += 1
         for number in range(head.oldest, head.segment + 1):
             if number not in numbers:
                 self._damage(segment_name(number), "the file is missing")
@@ -273,12 +259,12 @@ class Replay:
         return numbers
 
     def _is_behind_head(self, segment: int, offset: int) -> bool:
-        """Whether nothing there can have been acknowledged."""
+        """True if nothing there can have been acknowledged."""
         head = self.image.head
         return head is not None and (segment, offset) >= (head.segment, head.end)
 
     def _compare(self, head: Head) -> None:
-        """Whether all is there that the head names, and no more than may be."""
+        """Compare the groups read with the head."""
         image, newest = self.image, segment_name(head.segment)
         if image.commit < head.commit:
             if not any(damage.file == newest for damage in image.damages):
@@ -289,7 +275,7 @@ class Replay:
                 )
         elif not self._reached and not image.damages and head.end:
             self._damage(newest, f"group {head.commit} is not the one that the head names")
-        elif image.commit > head.commit + 1 and not self._growing:
+        elif image.commit > head.commit + 1:
             what = f"it is older than the segments: it names group {head.commit}"
             self._damage(HEAD, f"{what}, they go on to group {image.commit}")
 
@@ -324,9 +310,9 @@ class Replay:
             self._drop_group()
 
     def _torn(self, number: int, offset: int, end: int, reason: str) -> bool:
-        """Whether what is broken there is of a group that was never acknowledged: drop it then.
+        """Drop a broken group that was never acknowledged; False if it was.
 
-        Its sectors may have come to the disk in any order, so sound records may follow.
+        Its sectors may have reached the disk in any order, so sound records may follow.
         """
         begin = self._group[0][1].offset if self._group else offset
         if not self._is_behind_head(number, begin):
@@ -336,7 +322,7 @@ class Replay:
         return True
 
     def _check_header(self, name: str, header: SegmentHeader) -> None:
-        """Whether the segment goes on where the one before it ends."""
+        """Check that the segment continues the one before it."""
         image = self.image
         if image.store is None:
             image.store = header.store
@@ -371,7 +357,7 @@ class Replay:
         self._passed(number, entry.end)
 
     def _passed(self, number: int, end: int) -> None:
-        """Take note of having come to `end`: is it what the head names?"""
+        """Note whether the group that ends here is the one that the head names."""
         head, image = self.image.head, self.image
         if head is not None and (number, end) == (head.segment, head.end):
             self._reached = (image.commit, image.chain) == (head.commit, head.chain)
@@ -392,11 +378,7 @@ class Replay:
 
 
 def refuse_damage(directory: Path, image: Image) -> None:
-    """Raise unless `image` is sound.
-
-    Raises:
-        StoreError: names the damage and the remedy.
-    """
+    """Raise StoreError with damage and remedy unless `image` is sound."""
     if image.damages:
         more = f" (and {len(image.damages) - 1} more)" if len(image.damages) > 1 else ""
         raise StoreError(
