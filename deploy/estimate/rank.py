@@ -33,9 +33,8 @@ from umbra.deploy.estimate.sizes import ModelSizes, Sized
 from umbra.services.config import RunConfig, TrainerConfig
 
 _SHARD = "raise trainer.ranks, or train an adapter (trainer.lora_rank)"
-# As in `services/trainer/small_moments.py`, which needs torch.
-BLOCK, NARROW, PIECE = 256, 32, 1 << 24
-_STEP_COPIES = {"bf16": 3, "8bit": 5}  # float32 ones of what is updated at a time
+BLOCK = 128  # as in `services/trainer/adamw8bit.py`, which needs torch
+_8BIT_COPIES = 5  # float32 ones of a tensor while AdamW8bit updates it
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,20 +89,17 @@ def moments(trainer: TrainerConfig, sizes: ModelSizes) -> int:
     trained = sizes.share(trainer.ranks, trained=True)
     if trainer.optimizer == "sgd":
         return 4 * trained if trainer.betas[0] else 0
-    if trainer.moments == "bf16":
-        return 4 * trained
-    if trainer.moments == "8bit":
+    if trainer.optimizer == "adamw8bit":
         return sum(_in_8_bits(tensor, trainer.ranks) for tensor in sizes.tensors if tensor.trained)
-    # Muon keeps 4 bytes of a matrix, and 8 of what AdamW trains: at most as much as AdamW.
     return 8 * trained
 
 
 def _in_8_bits(tensor: Sized, ranks: int) -> int:
     """Bytes of two moments, each a code for a number and a scale for a block of a row."""
     share, width = tensor.share(ranks), tensor.width
-    if width < NARROW:
+    if width < BLOCK or width % BLOCK:
         return 8 * share
-    return 2 * (share + 4 * (share // width) * -(-width // BLOCK))
+    return 2 * (share + 4 * share // BLOCK)
 
 
 def _weight_bytes(trainer: TrainerConfig) -> int:
@@ -111,7 +107,7 @@ def _weight_bytes(trainer: TrainerConfig) -> int:
 
 
 def _states(trainer: TrainerConfig, sizes: ModelSizes) -> Placed:
-    """Weights, gradients, the optimizer's copies and its moments; see `Learner`, `Masters`."""
+    """Weights, gradients, master weights and the optimizer's moments; see `Learner`."""
     ranks, each = trainer.ranks, _weight_bytes(trainer)
     share, trained = sizes.share(ranks), sizes.share(ranks, trained=True)
     rows_on_host = trainer.offload == "all" and ranks > 1
@@ -129,11 +125,11 @@ def _states(trainer: TrainerConfig, sizes: ModelSizes) -> Placed:
     summed = trainer.reduce_gradients == "update" and ranks > 1
     during = (UPDATE, EXPORT) if summed else AFTER_LOADING
     step.append(Item("gradients, float32", 4 * trained, during, _SHARD))
-    name = trainer.optimizer + (f", {trainer.moments}" if trainer.moments != "float32" else "")
-    step.append(Item(f"moments, {name}", moments(trainer, sizes), AFTER_LOADING, _SHARD))
-    if scratch := _STEP_COPIES.get(trainer.moments, 0):
+    name = f"moments, {trainer.optimizer}"
+    step.append(Item(name, moments(trainer, sizes), AFTER_LOADING, _SHARD))
+    if trainer.optimizer == "adamw8bit":
         largest = max(tensor.share(ranks) for tensor in sizes.tensors if tensor.trained)
-        step.append(Item("an update's scratch", scratch * 4 * min(PIECE, largest), (UPDATE,)))
+        step.append(Item("an update's scratch", _8BIT_COPIES * 4 * largest, (UPDATE,)))
     device = [*(() if rows_on_host else rows), *(() if step_on_host else step)]
     host = [*(rows if rows_on_host else ()), *(step if step_on_host else ())]
     if summed:
@@ -156,7 +152,6 @@ def _critic(trainer: TrainerConfig) -> TrainerConfig:
     return msgspec.structs.replace(
         trainer,
         weights="float32",
-        moments="float32",
         optimizer="adamw",
         offload=offload,
         reduce_gradients="micro_batch",

@@ -15,8 +15,6 @@ from umbra.services.config.branch_rules import branch_faults
 from umbra.services.config.environment_rules import environment_faults
 from umbra.services.config.objective_rules import objective_faults
 
-# Rounding to bf16 loses relative changes of a moment below 2^-8; a step changes it by 1 - beta.
-BF16_BETA = 1 - 2**-6
 VLLM_COOLEST = 0.01  # it raises lower temperatures to this, but for 0
 
 
@@ -185,35 +183,12 @@ def _memory(trainer: TrainerConfig) -> Iterator[str]:
             f"trainer.weights = bf16 needs trainer.precision = bf16, which is {trainer.precision}: "
             "change one of them"
         )
-    if trainer.moments != "float32" and trainer.optimizer != "adamw":
-        yield (
-            f"trainer.moments = {trainer.moments} is for trainer.optimizer = adamw, not for "
-            f"{trainer.optimizer}: leave it at float32"
-        )
-    yield from muon_faults(trainer)
-    if trainer.moments == "bf16" and max(trainer.betas) > BF16_BETA:
-        yield (
-            "trainer.moments = bf16 rounds away what a step changes of a moment if a beta is above "
-            f"{BF16_BETA:.3g}, and trainer.betas are {list(trainer.betas)}: lower them, or set "
-            "trainer.moments to 8bit or float32"
-        )
     if offloads and trainer.precision == "fp16":
         yield "trainer.offload moves no optimizer with trainer.precision = fp16: use bf16"
     if trainer.offload in ("activations", "all") and trainer.activation_checkpointing is False:
         yield (
             f"trainer.offload = {trainer.offload} moves what recomputed layers keep: set "
             "trainer.activation_checkpointing = true"
-        )
-
-
-def muon_faults(trainer: TrainerConfig) -> Iterator[str]:
-    """Why Muon cannot be the optimizer; the trainer, which may have no run file, asks too."""
-    if trainer.optimizer == "muon" and (
-        trainer.weights == "bf16" or trainer.offload in ("optimizer", "all")
-    ):
-        yield (
-            "trainer.optimizer = muon updates float32 weights where they are: set trainer.weights "
-            "to float32, and trainer.offload to none or activations"
         )
 
 

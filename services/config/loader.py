@@ -44,6 +44,8 @@ DROPPED: dict[str, str] = {
     "data.shuffle = false",
     "data.environment_weights": "set the weight of each of [[environments]]",
     "log.traced_share": "trace.json, from `umbra report`, shows what each process did",
+    "trainer.moments": "set trainer.optimizer = adamw8bit for moments in 8 bits",
+    "trainer.optimizer=muon": "use adamw",
 }
 """Keys, sections and values of run files that 0.2 has no more, and what to use instead.
 

@@ -15,10 +15,10 @@ class TrainerConfig(ObjectiveKeys):
     schedule: Literal["constant", "linear", "cosine"] = key("constant", "decay after the warm-up")
     final_lr_ratio: float = key(0.05, "learning rate at the last step over the peak", ge=0, le=1)
     warmup_steps: int = key(5, "steps of linear warm-up", ge=0)
-    optimizer: Literal["adamw", "sgd", "muon"] = key(
+    optimizer: Literal["adamw", "adamw8bit", "sgd"] = key(
         "adamw",
-        "AdamW; SGD whose momentum is the first beta; or Muon for the matrices of the layers "
-        "and AdamW for all else",
+        "AdamW; AdamW with moments in 8 bits (needs torchao); or SGD whose momentum is the first "
+        "beta",
     )
     betas: tuple[float, float] = key((0.9, 0.95), "AdamW betas")
     weight_decay: float = key(0.0, "weight decay", ge=0)
@@ -54,7 +54,6 @@ class TrainerConfig(ObjectiveKeys):
     weights: Literal["float32", "bf16"] = key(
         "float32", "dtype of parameters; bf16 ones have float32 copies for the optimizer"
     )
-    moments: Literal["float32", "bf16", "8bit"] = key("float32", "how AdamW keeps its moments")
     offload: Literal["none", "optimizer", "activations", "all"] = key(
         "none", "what is in host memory; all: also parameters and gradients of ranks"
     )

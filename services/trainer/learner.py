@@ -29,15 +29,13 @@ from umbra.services.trainer.checkpoints.parts import (
 )
 from umbra.services.trainer.filling import cast, held, place, read
 from umbra.services.trainer.guard import REASONS
-from umbra.services.trainer.masters import Masters
 from umbra.services.trainer.metrics import Row, expert_metrics
-from umbra.services.trainer.muon import muon
 from umbra.services.trainer.operations import TrainingFlops, ceiling
+from umbra.services.trainer.optimizer import MasterWeights, make_optimizer, set_learning_rate
 from umbra.services.trainer.phases import Phases
 from umbra.services.trainer.ranks import Ranks
 from umbra.services.trainer.row_sizes import row_sizes
 from umbra.services.trainer.sharding import clip_gradients, offloaded, prepare_layers, shard
-from umbra.services.trainer.small_moments import SmallMomentsAdamW
 from umbra.services.trainer.snapshot import whole_weights
 
 
@@ -105,13 +103,13 @@ class Learner:
         rows_at = torch.device("cpu") if rows_on_host else self.device
         place(model, self.device, parameters_at=rows_at)
         self.model = model
-        self._masters = Masters(
+        self._master_weights = MasterWeights(
             (p for p in model.parameters() if p.requires_grad),
-            _masters_at(config, rows_at, rows_on_host),
+            _master_device(config, rows_at, rows_on_host),
         )
         if source is not None:
-            read(model, source, self._masters.of)
-            self._masters.push()
+            read(model, source, self._master_weights.of)
+            self._master_weights.push()
         self.rows = row_sizes(config, model, self.device, self.ranks, max_tokens)
         self.operations = TrainingFlops.of(model)
         # What all ranks could do in a second; unknown on CPUs.
@@ -126,8 +124,8 @@ class Learner:
             self._scorer.routers is not None and hasattr(model.config, "router_aux_loss_coef")
         ):
             raise UsageError(NO_BALANCE)
-        self._parameters = self._masters.parameters
-        self._plain = _optimizer(model, self._parameters, config)
+        self._parameters = self._master_weights.parameters
+        self._plain = make_optimizer(self._parameters, config)
         self._optimizer = self._accelerator.prepare_optimizer(self._plain)
 
     def _replayed(self, config: TrainerConfig) -> RouterKind | None:
@@ -195,7 +193,7 @@ class Learner:
         # FSDP takes the mean over the ranks; ours is a sum.
         with self.phases("backward"):
             self._accelerator.backward(loss * self.ranks.world)
-            self._masters.collect()
+            self._master_weights.collect()
 
     def update(self, step: int, fault: str = "") -> Row:
         """Clip the gradients, update the weights with the learning rate of `step`, start anew.
@@ -209,8 +207,7 @@ class Learner:
     def _update(self, step: int, fault: str) -> Row:
         self.updates += 1
         rate = learning_rate(self._config, step, self._steps)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
+        set_learning_rate(self._optimizer, rate)
         self._accelerator.unscale_gradients()
         norm = clip_gradients(self._parameters, self._config.max_grad_norm, self.ranks)
         finite = bool(torch.isfinite(norm))
@@ -220,7 +217,7 @@ class Learner:
         # With fp16 the gradient scaler has to see the overflow; it leaves the update out itself.
         if not fault or (scaler is not None and not finite):
             self._optimizer.step()
-            self._masters.push()
+            self._master_weights.push()
         elif scaler is not None:
             scaler.update()  # else it would refuse the next clipping
         self._optimizer.zero_grad()
@@ -261,9 +258,9 @@ class Learner:
             base: checksum of the weights that an adapter is trained for.
         """
         return {
-            "policy": Weights(self.model, base, self._masters),
+            "policy": Weights(self.model, base, self._master_weights),
             "optimizer": OptimizerState(
-                self._plain, self.model, self._accelerator.scaler, self._masters
+                self._plain, self.model, self._accelerator.scaler, self._master_weights
             ),
             "randomness": Randomness(self.device),
         }
@@ -273,35 +270,10 @@ class Learner:
 
         All ranks have to call it.
         """
-        return whole_weights(self.model, self.ranks, self._masters.of)
+        return whole_weights(self.model, self.ranks, self._master_weights.of)
 
 
-def _optimizer(
-    model: PreTrainedModel, parameters: list[torch.nn.Parameter], config: TrainerConfig
-) -> torch.optim.Optimizer:
-    if config.moments != "float32":
-        return SmallMomentsAdamW(
-            parameters, config.learning_rate, config.betas, config.weight_decay, config.moments
-        )
-    if config.optimizer == "muon":
-        return muon(model, config)
-    if config.optimizer == "sgd":
-        return torch.optim.SGD(
-            parameters,
-            lr=config.learning_rate,
-            momentum=config.betas[0],
-            weight_decay=config.weight_decay,
-        )
-    return torch.optim.AdamW(
-        parameters,
-        lr=config.learning_rate,
-        betas=config.betas,
-        weight_decay=config.weight_decay,
-        fused=True,
-    )
-
-
-def _masters_at(
+def _master_device(
     config: TrainerConfig, rows_at: torch.device, rows_on_host: bool
 ) -> torch.device | None:
     """Where the optimizer's own copies of the parameters are, if it needs any."""

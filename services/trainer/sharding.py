@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from umbra.proto.errors import UsageError
 from umbra.services.config import TrainerConfig
 from umbra.services.modeling.expert_parallel import divide_experts
-from umbra.services.trainer.masters import local
+from umbra.services.trainer.optimizer import local
 from umbra.services.trainer.ranks import Ranks
 
 _ATEN = torch.ops.aten

@@ -23,10 +23,8 @@ ADAM = {"optimizer": "adamw", "betas": [0.9, 0.95], "learning_rate": 1e-3}
 MOMENTUM = {"optimizer": "sgd", "betas": [0.9, 0.95], "learning_rate": 0.05}
 CASES: dict[str, dict[str, Any]] = {
     "adamw": ADAM,
-    "8bit": {**ADAM, "moments": "8bit"},
     "masters": {**MOMENTUM, "weights": "bf16", "precision": "bf16", "offload": "optimizer"},
     "momentum": MOMENTUM,
-    "muon": {**ADAM, "optimizer": "muon"},
     "lora": {**ADAM, "lora_rank": 4, "learning_rate": 1e-2},
     "critic": {**ADAM, "objective": "ppo_critic", "critic.learning_rate": 1e-3},
 }

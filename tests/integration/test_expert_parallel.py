@@ -43,8 +43,6 @@ CASES: dict[str, dict[str, Any]] = {
     "replay": {"router_replay": True},
     "balance": {"router_aux_loss_coef": 0.1},
     "adamw": {**ADAMW, "max_grad_norm": 0.1},
-    "moments_8bit": {**ADAMW, "moments": "8bit"},
-    "muon": {"optimizer": "muon", "learning_rate": 3e-4, "weight_decay": 0.1},
     "offloaded": {"offload": "all", "activation_checkpointing": True, "minibatches": 2},
     "host_optimizer": {"offload": "optimizer", "minibatches": 2},
     "lora": {"lora_rank": 4, "learning_rate": 1.0, "lora_targets": ["q_proj", "v_proj"]},
@@ -126,7 +124,7 @@ def test_a_checkpoint_is_the_same_whoever_has_the_experts(
     model = six_experts(tmp_path / "model")
     optimizers = {
         "momentum": {"optimizer": "sgd", "betas": [0.9, 0.95], "learning_rate": 0.05},
-        "8bit": {**ADAMW, "moments": "8bit"},
+        "adamw": ADAMW,
     }
     cases: dict[str, dict[str, Any]] = {}
     for name, case in optimizers.items():

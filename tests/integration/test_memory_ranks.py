@@ -45,8 +45,6 @@ BF16 = {"precision": "bf16", "weights": "bf16"}
 ALONE = {
     "float32": Case(),
     "bf16 weights": Case(BF16),
-    "bf16 moments": Case({"moments": "bf16", "betas": [0.9, 0.95]}),
-    "8 bit moments": Case({"moments": "8bit"}),
     "host optimizer": Case({"offload": "optimizer"}),
     "host optimizer, bf16 weights": Case({"offload": "optimizer", **BF16}),
     "offload all": Case({"offload": "all", "activation_checkpointing": True}, (4, 512)),
@@ -57,7 +55,6 @@ SHARDED = {
     "float32": Case(),
     "bf16": Case({"precision": "bf16"}),
     "bf16 weights": Case(BF16),
-    "8 bit moments": Case({"moments": "8bit"}),
     "host optimizer": Case({"offload": "optimizer"}),
     "offload all": Case({"offload": "all", "activation_checkpointing": True}),
     "offload all, bf16 weights": Case({"offload": "all", "activation_checkpointing": True, **BF16}),

@@ -44,7 +44,6 @@ CASES: dict[str, dict[str, Any]] = {
     "recomputed": {"activation_checkpointing": True},
     "segments": {**WIDE, "attention": "segments", "activation_checkpointing": True},
     "selective": {"activation_checkpointing": "selective"},
-    "muon": {"optimizer": "muon", "learning_rate": 3e-4, "weight_decay": 0.1},
     "chunks": {"logits_mib": 0.002, "objective": "ppo", "entropy_coef": 0.01},
     "critic": {
         "objective": "ppo_critic",
@@ -61,8 +60,6 @@ CASES: dict[str, dict[str, Any]] = {
         "minibatches": 2,
     },
     "host_optimizer": {"offload": "optimizer", "minibatches": 2},
-    "moments_bf16": {**ADAMW, "moments": "bf16"},
-    "moments_8bit": {**ADAMW, "moments": "8bit"},
     "guarded": {"minibatches": 3, "max_ratio": 1.9},
     "lora": {"lora_rank": 4, "learning_rate": 1.0},
     # Weights of version 1 are kept aside, and change places with those of version 2 for a pass.

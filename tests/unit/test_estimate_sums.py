@@ -19,7 +19,6 @@ from umbra.proto.errors import UsageError
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import load_config
 from umbra.services.modeling.packing import pack
-from umbra.services.trainer import small_moments
 
 
 def settings(*overrides: str) -> RunConfig:
@@ -148,11 +147,6 @@ def test_sgd_without_momentum_has_no_moments() -> None:
     assert amounts(settings("trainer.optimizer=sgd"))["moments, sgd"] == 40 * GB
 
 
-def test_muon_is_counted_as_adamw() -> None:
-    """At most so much: its matrices have one moment, what AdamW trains beside them has two."""
-    assert amounts(settings("trainer.optimizer=muon"))["moments, muon"] == 80 * GB
-
-
 def test_a_critic_of_its_own_counts_once_more() -> None:
     one, two = amounts(settings()), amounts(settings("trainer.objective=ppo_critic"))
     assert two["critic: moments, adamw"] == one["moments, adamw"]
@@ -200,7 +194,7 @@ def test_what_is_offloaded_is_in_host_memory(
 
 
 def test_a_critic_has_float32_weights_beside_its_moments() -> None:
-    keys = ("trainer.objective=ppo_critic", "trainer.weights=bf16", "trainer.moments=8bit")
+    keys = ("trainer.objective=ppo_critic", "trainer.weights=bf16", "trainer.optimizer=adamw8bit")
     device, host = places(*keys, "trainer.offload=optimizer")
     assert device["critic: weights, float32"] == 40 * GB
     assert device["critic: moments, adamw"] == 80 * GB
@@ -226,21 +220,21 @@ def test_gradients_that_are_not_reduced_are_whole() -> None:
     assert "gradients, not reduced" not in amounts(settings("trainer.reduce_gradients=update"))
 
 
-@pytest.mark.parametrize("kind", ["bf16", "8bit"])
-def test_small_moments_are_those_that_are_kept(kind: Any) -> None:
-    """Widths that are narrow, that blocks divide and that they don't; and vectors."""
-    shapes = [(7, 512), (5, 300), (9, 31), (40,), (3, 16, 20)]
+def test_moments_in_8_bits_are_those_that_are_kept() -> None:
+    """Widths that are narrow, that blocks fill and that they don't; and vectors."""
+    adamw8bit = pytest.importorskip("umbra.services.trainer.adamw8bit")
+    shapes = [(7, 512), (5, 300), (9, 31), (40,), (3, 16, 40)]
     parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
+    optimizer = adamw8bit.AdamW8bit(parameters, 1e-3, (0.9, 0.95), 0.0)
+    kept = 0
     for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    optimizer = small_moments.SmallMomentsAdamW(parameters, 1e-3, (0.9, 0.95), 0.0, kind)
-    optimizer.step()
-    states = (optimizer.state[p] for p in parameters)
-    kept = sum(t.nbytes for state in states for name, t in state.items() if name != "step")
+        moments = {name: optimizer._zeros(parameter, name) for name in adamw8bit.MOMENTS}
+        state = optimizer.unpack(parameter, moments)
+        kept += sum(t.nbytes for t in state.values())
     sizes = ModelSizes(tuple(Sized("", shape, True, 0) for shape in shapes), 0, 1)
-    config = settings(f"trainer.moments={kind}", "trainer.betas=[0.9, 0.95]")
+    config = settings("trainer.optimizer=adamw8bit")
     assert rank.moments(config.trainer, sizes) == kept
-    assert rank.PIECE == small_moments.PIECE
+    assert rank.BLOCK == adamw8bit.BLOCK
 
 
 def test_a_generator_and_its_cache() -> None:

@@ -103,7 +103,7 @@ def test_steps_too_small_for_bf16_add_up(
     assert all(torch.equal(t, before[name]) for name, t in learner.weights().items()), "not rounded"
     for parameter in learner.model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    learner._masters.collect()
+    learner._master_weights.collect()
     learner.update(0)
     for name, tensor in learner.weights().items():
         torch.testing.assert_close(tensor, before[name] - 1e-6, rtol=0, atol=2e-7)
@@ -139,11 +139,6 @@ def test_buffers_are_not_rounded(directory: Path) -> None:
             {"weights": "bf16", "precision": "no"},
             "trainer.weights = bf16 needs trainer.precision = bf16",
         ),
-        (
-            {"moments": "8bit", "optimizer": "sgd"},
-            "trainer.moments = 8bit is for trainer.optimizer",
-        ),
-        ({"moments": "bf16", "betas": "[0.9, 0.999]"}, "trainer.moments = bf16 rounds away"),
         ({"offload": "optimizer", "precision": "fp16"}, "trainer.offload moves no optimizer"),
         (
             {"offload": "activations", "activation_checkpointing": "false"},

@@ -232,7 +232,7 @@ def test_its_settings_train_a_tiny_model_of_that_shape(name: str) -> None:
     model = AutoModelForCausalLM.from_config(tiny(MODELS[config.model.path][1]))
     trainer = msgspec.structs.replace(config.trainer, device="cpu", ranks=1, precision="bf16")
     learner = Learner(model, trainer, config.run.steps)
-    updated = learner._masters.of  # of bf16 weights float32 copies
+    updated = learner._master_weights.of  # of bf16 weights float32 copies
     named = {n: updated(p) for n, p in learner.model.named_parameters()}
     trained = {n: p.detach().clone() for n, p in named.items() if p.requires_grad}
     assert all((".lora_" in n) == bool(trainer.lora_rank) for n in trained)

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from umbra.proto.errors import UsageError
 from umbra.services.trainer.checkpoints.reading import SavedPart
-from umbra.services.trainer.masters import Masters, rows_like
+from umbra.services.trainer.optimizer import MasterWeights, rows_like
 
 SHOWN = 3  # names in an error
 
@@ -47,13 +47,15 @@ class Weights:
 
     Args:
         base: checksum of the weights that the run began with, if some of them are frozen.
-        masters: the float32 copies of parameters, which are saved in their place.
+        master_weights: the float32 copies of parameters, which are saved in their place.
     """
 
-    def __init__(self, model: nn.Module, base: str = "", masters: Masters | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, base: str = "", master_weights: MasterWeights | None = None
+    ) -> None:
         self._model = model
         self._base = base
-        self._masters = masters or Masters((), None)
+        self._master_weights = master_weights or MasterWeights((), None)
 
     def tensors(self) -> dict[str, Tensor]:
         """Parameters that are trained, and the buffers of a state dict, by their module's names."""
@@ -62,7 +64,7 @@ class Weights:
                 module.reshard()  # the root stays gathered after a forward pass without a backward
         stored = self._model.state_dict(keep_vars=True)
         buffers = {name: b for name, b in self._model.named_buffers() if name in stored}
-        weights = {name: self._masters.of(p) for name, p in trained(self._model).items()}
+        weights = {name: self._master_weights.of(p) for name, p in trained(self._model).items()}
         return {**weights, **buffers}
 
     def facts(self) -> dict[str, Any]:
@@ -92,7 +94,7 @@ class Weights:
         check_names(saved, own)
         for name, tensor in own.items():
             saved.fill(name, tensor)
-        self._masters.push()
+        self._master_weights.push()
 
 
 class OptimizerState:
@@ -103,30 +105,28 @@ class OptimizerState:
         optimizer: torch.optim.Optimizer,
         model: nn.Module,
         scaler: torch.amp.GradScaler | None = None,
-        masters: Masters | None = None,
+        master_weights: MasterWeights | None = None,
     ) -> None:
         self._optimizer = optimizer
-        masters = masters or Masters((), None)
-        self._parameters = {name: masters.of(p) for name, p in trained(model).items()}
+        master_weights = master_weights or MasterWeights((), None)
+        self._parameters = {name: master_weights.of(p) for name, p in trained(model).items()}
         self._scaler = scaler
 
     def tensors(self) -> dict[str, Tensor]:
         """`<parameter>.<moment>`; none before the first update."""
+        # Only AdamW8bit has tensors that cannot be stored as they are.
+        unpack = getattr(self._optimizer, "unpack", lambda _, state: state)
         return {
             f"{name}.{key}": value
             for name, parameter in self._parameters.items()
-            for key, value in self._optimizer.state.get(parameter, {}).items()
+            for key, value in unpack(parameter, self._optimizer.state.get(parameter, {})).items()
             if isinstance(value, Tensor)
         }
 
     def facts(self) -> dict[str, Any]:
         """The kind of optimizer, and the state of the scaler of fp16 gradients."""
         scale = {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
-        return {"kind": self._kind, **scale}
-
-    @property
-    def _kind(self) -> str:
-        return getattr(self._optimizer, "kind", type(self._optimizer).__name__)
+        return {"kind": type(self._optimizer).__name__, **scale}
 
     @torch.no_grad()
     def load(self, saved: SavedPart) -> None:
@@ -135,13 +135,13 @@ class OptimizerState:
         Raises:
             UsageError: it is that of another kind of optimizer, or of other parameters.
         """
-        kind = self._kind
+        kind = type(self._optimizer).__name__
         if saved.facts.get("kind", kind) != kind:
             raise UsageError(
                 f"{saved.source} has the state of {saved.facts['kind']}, but trainer.optimizer is "
-                f"{kind}: go on with the optimizer (and trainer.moments) of before"
+                f"{kind}: go on with the optimizer of before"
             )
-        self._optimizer.state.clear()
+        found: dict[nn.Parameter, dict[str, Tensor]] = {}
         for full in sorted(saved.names):  # all ranks in one order
             name, _, key = full.rpartition(".")
             parameter = self._parameters.get(name)
@@ -153,7 +153,11 @@ class OptimizerState:
             else:
                 place = torch.zeros(shape, dtype=dtype, device=parameter.device)
             saved.fill(full, place)
-            self._optimizer.state[parameter][key] = place
+            found.setdefault(parameter, {})[key] = place
+        pack = getattr(self._optimizer, "pack", lambda _, state: state)
+        self._optimizer.state.clear()
+        for parameter, state in found.items():
+            self._optimizer.state[parameter] = pack(parameter, state)
         if self._scaler is not None and "scaler" in saved.facts:
             self._scaler.load_state_dict(saved.facts["scaler"])
 
