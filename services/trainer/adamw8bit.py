@@ -21,7 +21,7 @@ from umbra.services.trainer.optimizer import local, sharded_like
 BLOCK = 128  # numbers that share a scale; it divides widths that 256 does not (896, Qwen2.5-0.5B)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _ZERO = get_qmap_signed().index(0.0)
-_compiled = torch.compile(single_param_adam, fullgraph=True, dynamic=False)
+_compiled: Callable[..., None] = torch.compile(single_param_adam, fullgraph=True, dynamic=False)
 
 
 class AdamW8bit(TorchAOAdamW8bit):
@@ -53,23 +53,23 @@ class AdamW8bit(TorchAOAdamW8bit):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, group)
+                    self._update(parameter, parameter.grad, group)
 
-    def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+    def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0)
             for name in MOMENTS:
                 state[name] = self._zeros(parameter, name)
         state["step"] += 1
-        own, gradient = local(parameter), local(parameter.grad)
+        own = local(parameter)
         first, second = (state[name] for name in MOMENTS)
         if not own.numel():
             return
         with torch._dynamo.utils.disable_cache_limit():
             _compiled(
-                own, gradient, state["step"], first, second, None, group["lr"], *group["betas"],
-                group["weight_decay"], group["eps"], IS_ADAMW=True, BF16_STOCHASTIC_ROUND=False,
+                own, local(gradient), state["step"], first, second, None, group["lr"],
+                *group["betas"], group["weight_decay"], group["eps"], True, False,
             )  # fmt: skip
         if isinstance(first, OptimState8bit):
             first.codes.masked_fill_(second.codes == 0, _ZERO)

@@ -242,7 +242,8 @@ def test_its_settings_train_a_tiny_model_of_that_shape(name: str) -> None:
     for step in (0, 1):  # the first update of an adapter moves only its B, which begins at 0
         logprobs, _ = learner.score(micro, torch.ones(len(micro.targets)))
         learner.backward(-logprobs.mean())
-        row = learner.update(step)
+        with torch.compiler.set_stance("force_eager"):  # AdamW in 8 bits compiles its update
+            row = learner.update(step)
         assert (row["grad_norm"] or 0) > 0
         assert not row["skipped"]
     moved = [name for name, before in trained.items() if (named[name] != before).any()]
