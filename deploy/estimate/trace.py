@@ -188,10 +188,9 @@ class Outline:
         with self._fake:
             _without_data(self.model, dtype)
             prepare_layers(self.model, plain, kind, self._keep_away)
-            # On GPUs all backends but "sdpa" are linear in the row, as this one is.
-            linear = kind == "cuda" and trainer.attention != "sdpa"
-            backend = "segments" if linear else trainer.attention
-            self._attention = Attention.prepare(self.model, backend, torch.device("cpu"))
+            self._attention = Attention.prepare(self.model, "sdpa", torch.device("cpu"))
+            if kind == "cuda" and trainer.attention != "sdpa":
+                self._attention = dataclasses.replace(self._attention, backend="flex")
         self._chunk = int(trainer.logits_mib * 2**20)
         self._entropy = trainer.pieces.entropy_coef > 0
 

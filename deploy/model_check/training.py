@@ -28,7 +28,6 @@ _LAYOUTS: tuple[tuple[str, int, bool, int, Choice], ...] = (
     ("packed rows", _PACK_TOKENS, False, _MANY, "auto"),
     ("packed rows, shared prompts", _PACK_TOKENS, True, _MANY, "auto"),
     ("packed rows, logits in chunks", _PACK_TOKENS, True, 7, "auto"),
-    ("shared prompts, segment by segment", _PACK_TOKENS, True, _MANY, "segments"),
 )
 
 

@@ -263,7 +263,7 @@ class ScorerConfig(Section):
     micro_tokens: int | Literal["auto"] = key(
         "auto", "tokens per forward pass; auto = what fits into memory", ge=8
     )
-    attention: Literal["auto", "sdpa", "segments", "flex", "varlen"] = key(
+    attention: Literal["auto", "sdpa", "flex"] = key(
         "auto", "backend of attention over packed rows, as of the trainer"
     )
     logits_mib: float = key(256.0, "MiB of float32 logits at a time", gt=0)

@@ -31,10 +31,10 @@ class TrainerConfig(ObjectiveKeys):
     micro_tokens: int | Literal["auto"] = key(
         "auto", "tokens per forward pass; auto = what fits into memory", ge=8
     )
-    attention: Literal["auto", "sdpa", "segments", "flex", "varlen"] = key(
+    attention: Literal["auto", "sdpa", "flex"] = key(
         "auto",
         "backend of attention over packed rows; auto = right for the device and the rows; flex "
-        "and varlen need a GPU",
+        "needs a GPU",
     )
     logits_mib: float = key(256.0, "MiB of float32 logits at a time; more are computed twice", gt=0)
     share_prompts: bool = key(True, "compute a prompt once for all samples of it in a row")

@@ -1,15 +1,13 @@
 """Which earlier positions each layer of a model attends to, and by which backend.
 
 Transformers calls our attention (`attention_backends.py`). The torch engine gives it a `SlotMask`
-(`slot_attention.py`). Whoever scores packed rows (`Scorer`, the value model) has it by the backend
-that `trainer.attention` names or that is right for the device and the rows:
+(`slot_attention.py`). Packed rows (`Scorer`, the value model) have the backend that
+`trainer.attention` names, or the one that is right for the device and the rows:
 
-| backend | where | what is in memory |
+| backend | where | in memory |
 |---|---|---|
 | `sdpa` | anywhere | a mask of all pairs of a row, [R, 1, L, L]; with soft caps or sinks: scores |
-| `segments` | anywhere | linear in the row; one segment after the other |
 | `flex` | CUDA | linear in the row; flex_attention with a mask of blocks |
-| `varlen` | CUDA, 16 bits | linear in the row; no shared prompts, soft caps or sinks |
 """
 
 from __future__ import annotations
@@ -26,15 +24,13 @@ from transformers import PreTrainedModel
 from umbra.proto.errors import UsageError
 from umbra.services.modeling import attention_probe
 from umbra.services.modeling.attention_backends import NAME
-from umbra.services.modeling.row_mask import PackedSequences, RowMask
+from umbra.services.modeling.row_mask import RowMask
 
 log = logging.getLogger(__name__)
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # Transformers' names of kinds of layers
-RowMasks = Tensor | RowMask | BlockMask | PackedSequences | dict[str, Any]
-Choice = Literal["auto", "sdpa", "segments", "flex", "varlen"]
-DENSE_WIDTH = 1024
-"""Positions of a row up to which a CPU is faster with a dense mask than segment by segment."""
+RowMasks = Tensor | BlockMask | dict[str, Any]
+Choice = Literal["auto", "sdpa", "flex"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +48,7 @@ class Attention:
     plain: bool = True
     """Scores have no soft cap, and there are no sinks."""
     flexes: bool = True
-    """flex_attention is right on this GPU; else `auto` goes segment by segment."""
+    """flex_attention is right on this GPU; else `auto` takes a dense mask."""
 
     @classmethod
     def prepare(
@@ -64,8 +60,8 @@ class Attention:
     ) -> Attention:
         """Have `model`, which computes on `device`, attend by our backends, for rows of `express`.
 
-        What runs on GPUs alone is compared with a dense mask first (`attention_probe.py`): `auto`
-        does without what is wrong there.
+        flex_attention is compared with a dense mask on the GPU first (`attention_probe.py`): `auto`
+        does without it where it is wrong.
 
         Raises:
             UsageError: the model or the device can't have the backend of that choice; `key` is
@@ -74,26 +70,14 @@ class Attention:
         attention = cls.of(model.config)
         capped = getattr(model.config, "attn_logit_softcapping", None) is not None
         sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
-        attention = replace(
-            attention,
-            backend=choice,
-            plain=not (capped or sinks),
-        )
-        if choice in ("flex", "varlen") and device.type != "cuda":
-            raise UsageError(f'{key} is "{choice}", which needs a CUDA GPU: use "auto"')
-        if choice == "varlen" and not attention.plain:
-            raise UsageError(
-                f'{key} is "varlen", which has no soft caps or sinks, and a '
-                f'{model.config.model_type} has: use "auto"'
-            )
-        if device.type == "cuda" and choice in ("auto", "flex", "varlen"):
-            backend = "flex" if choice == "auto" else choice
-            fault = attention._fault(
-                backend, attention_probe.Shape.of(model.config, sinks=sinks), device
-            )
-            if fault is not None and choice != "auto":
+        attention = replace(attention, backend=choice, plain=not (capped or sinks))
+        if choice == "flex" and device.type != "cuda":
+            raise UsageError(f'{key} is "flex", which needs a CUDA GPU: use "auto"')
+        if device.type == "cuda" and choice != "sdpa":
+            fault = attention._fault(attention_probe.Shape.of(model.config, sinks=sinks), device)
+            if fault is not None and choice == "flex":
                 raise UsageError(
-                    f'{key} is "{choice}", which is wrong on this GPU ({fault}): use "auto"'
+                    f'{key} is "flex", which is wrong on this GPU ({fault}): use "auto"'
                 )
             if fault is not None:
                 log.warning("flex_attention is not used on this GPU: %s", fault)
@@ -101,12 +85,10 @@ class Attention:
         model.set_attn_implementation(NAME)
         return attention
 
-    def _fault(
-        self, backend: str, shape: attention_probe.Shape, device: torch.device
-    ) -> str | None:
-        """What is wrong with `backend` on `device`, for the windows of the layers."""
+    def _fault(self, shape: attention_probe.Shape, device: torch.device) -> str | None:
+        """Return what is wrong with flex_attention on `device`, for the windows of the layers."""
         found = (
-            attention_probe.fault(backend, shape, window, device, torch.bfloat16)
+            attention_probe.fault(shape, window, device, torch.bfloat16)
             for _, window in self.windows
         )
         return next((one for one in found if one is not None), None)
@@ -133,14 +115,14 @@ class Attention:
         """The `attention_mask` of a forward pass over packed rows, one for each kind of layer.
 
         None: the model's own causal attention is exact.
-
-        Raises:
-            UsageError: `varlen` of rows in which prompts are shared.
         """
         backend = self._backend(rows)
         if backend == "sdpa" and rows.segment is None:
             return None
-        masks = {kind: _form(rows.within(window), backend) for kind, window in self.windows}
+        masks: dict[str, Any] = {}
+        for kind, window in self.windows:
+            reach = rows.within(window)
+            masks[kind] = reach.blocks() if backend == "flex" else reach.allowed().unsqueeze(1)
         if len(masks) > 1:
             return masks
         (mask,) = masks.values()
@@ -150,27 +132,9 @@ class Attention:
         """The one that was chosen, or that is right for `rows`."""
         if self.backend != "auto":
             return self.backend
-        width = rows.positions.shape[1]
-        if rows.positions.device.type != "cuda":
-            return "sdpa" if width <= DENSE_WIDTH else "segments"
-        # Causal SDPA needs no mask: its fast kernel runs.
-        windows = any(window is not None and window < width for _, window in self.windows)
-        if rows.segment is None and self.plain and not windows:
+        if rows.positions.device.type != "cuda" or not self.flexes:
             return "sdpa"
-        return "flex" if self.flexes else "segments"
-
-
-def _form(rows: RowMask, backend: Choice) -> Tensor | RowMask | BlockMask | PackedSequences:
-    """`rows` as `attend` takes them for a backend."""
-    if backend == "segments":
-        return rows
-    if backend == "flex":
-        return rows.blocks()
-    if backend == "varlen":
-        if rows.shares:
-            raise UsageError(
-                'trainer.attention = "varlen" cannot share prompts: set trainer.share_prompts = '
-                'false, or trainer.attention = "flex"'
-            )
-        return rows.sequences()
-    return rows.allowed().unsqueeze(1)
+        # Causal SDPA needs no mask: its fast kernel runs.
+        width = rows.positions.shape[1]
+        windows = any(window is not None and window < width for _, window in self.windows)
+        return "sdpa" if rows.segment is None and self.plain and not windows else "flex"

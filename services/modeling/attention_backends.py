@@ -1,31 +1,26 @@
-"""Attention of packed rows by several backends, all of which Transformers calls as one.
+"""Attention by two backends, which Transformers calls as one.
 
-`attend` computes it from queries, keys, values and a mask; the mask's type says by which backend:
-a tensor or None: SDPA with a dense mask; `RowMask`: segment by segment; `BlockMask`:
-flex_attention; `PackedSequences`: FlashAttention over sequences of different lengths; `SlotMask`:
-what the torch engine's cache holds.
+The mask's type says which: a tensor or None: SDPA with a dense mask, or all scores at once where
+there are soft caps or sinks; `BlockMask`: flex_attention; `SlotMask`: what the torch engine's cache
+holds.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from umbra.proto.errors import UsageError
-from umbra.services.modeling.row_mask import PackedSequences, RowMask
-from umbra.services.modeling.segment_attention import segment_attention
 from umbra.services.modeling.slot_attention import SlotMask, slot_attention
 
 NAME = "umbra"  # of our attention in Transformers
-_segments: Any = torch.compiler.disable(segment_attention)  # a loop over what lies in the rows
-LayerMask = Tensor | RowMask | BlockMask | PackedSequences | SlotMask | None
+LayerMask = Tensor | BlockMask | SlotMask | None
 
 
 def attend(
@@ -50,12 +45,8 @@ def attend(
         sinks: [H], scores of one more key for each head, which has no value (GPT-OSS).
     """
     scale = float(query.shape[-1] ** -0.5) if scale is None else scale
-    if isinstance(mask, RowMask):
-        return _segments(query, key, value, mask, scale=scale, cap=cap, sinks=sinks)
     if isinstance(mask, BlockMask):
         return _flex(query, key, value, mask, scale, cap, sinks)
-    if isinstance(mask, PackedSequences):
-        return _varlen(query, key, value, mask, scale, cap, sinks)
     if isinstance(mask, SlotMask):
         return slot_attention(attend, query, key, value, mask, scale=scale, cap=cap, sinks=sinks)
     if cap is None and sinks is None:
@@ -116,6 +107,8 @@ def _flex(
     sinks: Tensor | None,
 ) -> Tensor:
     """By torch's flex_attention, compiled once; on CPUs there is no backward pass."""
+    if isinstance(query, FakeTensor):
+        return _linear(query, key, value, scale)
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -150,46 +143,14 @@ def _capped(cap: float) -> Any:
     return capped
 
 
-def _varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: PackedSequences,
-    scale: float,
-    cap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """By torch's FlashAttention for sequences of different lengths; CUDA, 16 bits.
-
-    Raises:
-        UsageError: it is given float32.
-    """
-    assert cap is None and sinks is None, "Attention.prepare refuses these"
-    rows, width = query.shape[0], query.shape[2]
-    if torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    if query.dtype not in (torch.bfloat16, torch.float16):
-        raise UsageError(
-            'attention = "varlen" computes in 16 bits: set trainer.precision = "bf16", or '
-            'trainer.attention = "auto"'
-        )
-    # `left` of the kernel does not count the position itself.
-    left = -1 if mask.window is None else mask.window - 1
-    query, key, value = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
-    output = varlen_attn(
-        query,
-        key,
-        value,
-        mask.starts,
-        mask.starts,
-        mask.longest,
-        mask.longest,
-        scale=scale,
-        window_size=(left, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+def _linear(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Keep as many numbers as flex_attention does, for the estimate of memory."""
+    wide, narrow = query.shape[-1], value.shape[-1]
+    value = torch.nn.functional.pad(value, (0, wide - narrow))  # the kernel wants one width
+    output = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
     )
-    return cast(Tensor, output).unflatten(0, (rows, width)).transpose(1, 2)
+    return output[..., :narrow]
 
 
 def _from_transformers(
@@ -213,7 +174,7 @@ def _from_transformers(
 
 def _mask_of(*args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
     """What a layer is given: our masks as they are, or the one that it would have with SDPA."""
-    if isinstance(attention_mask, RowMask | PackedSequences | SlotMask):
+    if isinstance(attention_mask, BlockMask | SlotMask):
         return attention_mask
     return sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
 

@@ -1,7 +1,7 @@
-"""Whether a backend of attention is right where it runs: tried against a dense mask before its use.
+"""Whether flex_attention is right on this GPU: compared with a dense mask before its use.
 
 What needs a GPU can't be tested without one, and a kernel that is right on one GPU with one version
-of torch may not be on another. A wrong gradient would be noticed by nobody, so it is looked for.
+of torch may not be on another. Nobody would notice a wrong gradient.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from umbra.services.modeling.attention_backends import attend
-from umbra.services.modeling.micro_batch import Tokens
+from umbra.services.modeling.micro_batch import MicroBatch, Tokens
 from umbra.services.modeling.packing import pack
 from umbra.services.modeling.row_mask import RowMask
 
@@ -51,12 +51,10 @@ class Shape:
 
 
 @functools.cache
-def fault(
-    backend: str, shape: Shape, window: int | None, device: torch.device, dtype: torch.dtype
-) -> str | None:
-    """What is wrong with `backend` ("flex", "varlen" or "segments") there; None if nothing is."""
+def fault(shape: Shape, window: int | None, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return what is wrong with flex_attention there, or None."""
     try:
-        errors = differences(backend, shape, window, device, dtype)
+        errors = differences(shape, window, device, dtype)
     except Exception as error:  # noqa: BLE001 - whatever a compiler or a kernel raises
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     for name, error in errors.items():
@@ -66,22 +64,20 @@ def fault(
 
 
 def differences(
-    backend: str, shape: Shape, window: int | None, device: torch.device, dtype: torch.dtype
+    shape: Shape, window: int | None, device: torch.device, dtype: torch.dtype
 ) -> dict[str, float]:
-    """Norms of the differences to a dense mask in float64, over that of the latter, by tensor.
+    """Return the norms of differences to a dense mask in float64, over that of the latter.
 
     Of the outputs, and of the gradients of queries, keys, values and sinks, over rows in which two
-    samples share a prompt (not for `varlen`) and others stand beside them.
+    samples share a prompt and others stand beside them.
     """
-    micro = _rows(shared=backend != "varlen").to(device)
+    micro = _rows().to(device)
     mask = micro.mask.within(None if window is None else min(window, WINDOW))
+    assert micro.fed is not None
+    seen = micro.fed.view(mask.positions.shape)
     of = _inputs(shape, mask, device, dtype)
-    seen = torch.zeros(mask.positions.shape, dtype=torch.bool, device=device)
-    for piece in mask.pieces:
-        seen[piece.row, piece.start : piece.start + piece.size] = True
     exact = _pass(shape, [t.double() for t in of], mask.allowed().unsqueeze(1), seen)
-    given = {"flex": RowMask.blocks, "varlen": RowMask.sequences}.get(backend, lambda m: m)(mask)
-    found = _pass(shape, of, given, seen)
+    found = _pass(shape, of, mask.blocks(), seen)
     names = ["outputs", *(f"gradients of {name}" for name in INPUTS)]
     return {
         name: float((ours.double() - theirs).norm() / theirs.norm())
@@ -89,7 +85,7 @@ def differences(
     }
 
 
-def _rows(*, shared: bool) -> Any:
+def _rows() -> MicroBatch:
     lengths = torch.tensor([p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)])
     total = int(lengths.sum())
     tokens = Tokens(
@@ -100,7 +96,7 @@ def _rows(*, shared: bool) -> Any:
         prompts=torch.tensor(PROMPTS),
         family=torch.tensor([0, 0, 1]),
     )
-    (micro,) = pack(tokens, pack_tokens=total, micro_tokens=total, share_prompts=shared)
+    (micro,) = pack(tokens, pack_tokens=total, micro_tokens=total, share_prompts=True)
     return micro
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from umbra.services.modeling.experts import UNKNOWN
-from umbra.services.modeling.row_mask import RowMask, RowSegment
+from umbra.services.modeling.row_mask import RowMask
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +61,11 @@ class MicroBatch:
     tokens: int = 0  # of R * L, those that are not padding
     fed: Tensor | None = None  # bool [R * L], which these are
     routing: Tensor | None = None  # int16 [R * L, layers, choices], as `Routers.replay`
-    pieces: tuple[RowSegment, ...] = ()  # what lies in the rows, by row and start
 
     @property
     def mask(self) -> RowMask:
         """What each position attends to."""
-        return RowMask(self.position_ids, self.pieces, self.segment, self.prefix)
+        return RowMask(self.position_ids, self.segment, self.prefix)
 
     def to(self, device: torch.device) -> MicroBatch:
         return replace(
@@ -91,25 +90,22 @@ def lay_out(tokens: Tokens, rows: list[list[Unit]]) -> MicroBatch:
     length = tokens.lengths.tolist()
     # What lies where: first cell, first token, number of tokens, first position, segment, prefix.
     pieces: list[tuple[int, int, int, int, int, int]] = []
-    parts: list[RowSegment] = []
     sequences: list[int] = []
     homes: list[tuple[int, int, int]] = []  # of each sequence: its prompt's cell, own cell, prompt
     for number, row in enumerate(rows):
-        edge = cell = number * width
+        cell = number * width
         for unit in row:
             home = cell
             prefix = len(pieces)
             if unit.prompt:
                 first = offset[unit.sequences[0]]
                 pieces.append((cell, first, unit.prompt, 0, prefix, prefix))
-                parts.append(RowSegment(number, cell - edge, unit.prompt))
                 cell += unit.prompt
             for item in unit.sequences:
                 fed = length[item] - 1 - unit.prompt
                 at = len(pieces)
                 start = offset[item] + unit.prompt
                 pieces.append((cell, start, fed, unit.prompt, at, prefix))
-                parts.append(RowSegment(number, cell - edge, fed, home - edge, unit.prompt))
                 sequences.append(item)
                 homes.append((home, cell, unit.prompt))
                 cell += fed
@@ -150,7 +146,6 @@ def lay_out(tokens: Tokens, rows: list[list[Unit]]) -> MicroBatch:
         tokens=len(place),
         fed=torch.zeros(count * width, dtype=torch.bool).index_fill_(0, place, True),
         routing=_routing(tokens, rows, width),
-        pieces=tuple(parts),
     )
 
 

@@ -66,8 +66,7 @@ def gradients(output: Tensor, of: list[Tensor], seen: Tensor) -> list[Tensor]:
 
 
 def fed(micro: MicroBatch) -> Tensor:
-    seen = torch.zeros(micro.input_ids.shape, dtype=torch.bool)
-    for piece in micro.pieces:
-        seen[piece.row, piece.start : piece.start + piece.size] = True
+    assert micro.fed is not None
+    seen = micro.fed.view(micro.input_ids.shape)
     assert int(seen.sum()) == micro.tokens
     return seen

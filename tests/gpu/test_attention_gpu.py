@@ -16,7 +16,7 @@ CUDA = torch.device("cuda")
 
 
 def both(
-    layout: str, window: int | None, form: str, dtype: torch.dtype, cap: float | None, sinks: bool
+    layout: str, window: int | None, dtype: torch.dtype, cap: float | None, sinks: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Outputs at fed positions and gradients: of a dense mask in float64, and of a backend."""
     micro = rows_of(layout).to(CUDA)
@@ -27,7 +27,7 @@ def both(
     results: list[list[Tensor]] = []
     for kind, given in (
         (torch.float64, mask.allowed().unsqueeze(1)),
-        (dtype, mask.blocks() if form == "flex" else mask.sequences()),
+        (dtype, mask.blocks()),
     ):
         own = [t.detach().to(CUDA, kind).requires_grad_() for t in of]
         how: Any = {"scale": 0.3, "cap": cap, "sinks": own[3] if sinks else None}
@@ -40,18 +40,10 @@ def both(
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("cap", "sinks"), [(None, False), (2.0, False), (None, True)])
 def test_flex(layout: str, window: int | None, cap: float | None, sinks: bool) -> None:
-    dense, found = both(layout, window, "flex", torch.float32, cap, sinks)
+    dense, found = both(layout, window, torch.float32, cap, sinks)
     for ours, theirs in zip(found, dense, strict=True):
         # Products of a GPU's float32 may be in TF32, with 10 bits.
         torch.testing.assert_close(ours.double(), theirs, atol=2e-2, rtol=2e-2)
-
-
-@pytest.mark.parametrize("window", [None, 7, 100])
-@pytest.mark.parametrize("layout", ["one sequence in each row", "packed"])
-def test_varlen(layout: str, window: int | None) -> None:
-    dense, found = both(layout, window, "varlen", torch.bfloat16, None, False)
-    for ours, theirs in zip(found, dense, strict=True):
-        torch.testing.assert_close(ours.double(), theirs, atol=1e-1, rtol=5e-2)
 
 
 def test_auto_takes_flex_for_packed_rows() -> None:

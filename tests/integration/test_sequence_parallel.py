@@ -25,7 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "by_sequence": {"objective": "gspo", "aggregation": "sequence_mean", "entropy_coef": 0.01},
     "wide": {"pack_tokens": 128, "micro_tokens": 512, "share_prompts": False},
-    "segments": {"attention": "segments", "pack_tokens": 128, "micro_tokens": 512},
+    "shared": {"pack_tokens": 128, "micro_tokens": 512},
     "recomputed": {"activation_checkpointing": True, "logits_mib": 0.002, "entropy_coef": 0.01},
     "selective": {"activation_checkpointing": "selective"},
     "lora": {"lora_rank": 4, "learning_rate": 1.0},

@@ -191,7 +191,7 @@ def test_compiled_layers_change_nothing(
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("default")  # those of the compiler are not ours
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_segments_in_compiled_layers_are_the_dense_mask(
+def test_compiled_layers_learn_the_same(
     directory: Path,
     batches: list[list[Trajectory]],
     recomputed: bool,
@@ -204,7 +204,7 @@ def test_segments_in_compiled_layers_are_the_dense_mask(
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     keys |= {"compile": True, "activation_checkpointing": recomputed}
-    found = train(directory, batches, Ranks(), attention="segments", **keys)
+    found = train(directory, batches, Ranks(), attention="sdpa", **keys)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before, "something was compiled"
     assert_same(found, dense)
 
