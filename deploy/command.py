@@ -148,7 +148,7 @@ def _try_all(config: RunConfig, search: list[Path]) -> list[tuple[str, str]]:
         ChildError: the environment cannot be used.
     """
     try_aside(config, search)
-    from umbra.services.generator.start_check import check_chat, check_devices  # bring torch
+    from umbra.services.generator.checks import check_chat, check_devices  # bring torch
 
     check_devices(config)
     row = next(iter(first_rows(config.data, config.environments).values()))

@@ -40,7 +40,7 @@ def try_environment(
         folder=folder,
         environ=environ,
         interrupts=interrupts,
-        module="umbra.services.generator.environment_check",
+        module="umbra.services.generator.checks",
         waiting=waiting,
     )
 

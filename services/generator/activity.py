@@ -1,13 +1,25 @@
-"""What the generator's loop is doing, as spans in the metrics file and figures for the monitor."""
+"""What a generator reports: spans of its loop, samples to read, and an engine that is stuck."""
 
 from __future__ import annotations
 
+import faulthandler
+import logging
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from umbra.services.generator.engines.engine import CacheFigures
+from umbra.proto.deadline import Pace
+from umbra.proto.errors import end_process, service_thread
+from umbra.proto.net.session import Session
+from umbra.proto.records import Trajectory, unpack_int32
+from umbra.services.generator.engines.engine import CacheFigures, EngineError
+from umbra.services.modeling.chat import Chat
 from umbra.services.process.metrics import MetricsFile
+
+log = logging.getLogger(__name__)
 
 _LONGEST_SPAN_S = 1.0  # spans are cut here, so that a long one is seen while it lasts
 
@@ -97,3 +109,166 @@ class Activity:
             self._current, self._start = kind, started
         self._end = self.clock()
         return closed
+
+
+EVERY_S = 10.0
+TEXT_CHARS = 2_000
+FURTHER = 3  # branches of a sample that are shown besides the first
+
+
+class SampleLog:
+    """Writes rows "sample" (with text) and "slow_sample" (without), each once per `EVERY_S`.
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self, metrics: MetricsFile, chat: Chat, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._metrics = metrics
+        self._chat = chat
+        self._clock = clock
+        self._due = clock()
+        self._slowest: Trajectory | None = None
+
+    def finished(self, trajectories: Sequence[Trajectory]) -> None:
+        """These are done."""
+        for trajectory in trajectories:
+            if self._slowest is None or _seconds(trajectory) > _seconds(self._slowest):
+                self._slowest = trajectory
+        now = self._clock()
+        if now < self._due or self._slowest is None or not trajectories:
+            return
+        self._due = now + EVERY_S
+        shown = trajectories[-1]
+        self._metrics.write(
+            "sample",
+            prompt=self._text(shown.prompt_ids),
+            response=self._text(shown.response_ids),
+            further=[
+                {"prompt": self._text(one.prompt_ids), "response": self._text(one.response_ids)}
+                for one in shown.branches[:FURTHER]
+            ],
+            **_facts(shown),
+        )
+        self._metrics.write("slow_sample", **_facts(self._slowest))
+        self._slowest = None
+
+    def _text(self, packed: bytes) -> str:
+        text = self._chat.text(unpack_int32(packed))
+        return text if len(text) <= TEXT_CHARS else f"{text[:TEXT_CHARS]}…"
+
+
+def _seconds(trajectory: Trajectory) -> float:
+    return trajectory.finished_at - trajectory.started_at
+
+
+def _facts(trajectory: Trajectory) -> dict[str, Any]:
+    return {
+        "sample": trajectory.sample_id,
+        "prompt_id": trajectory.prompt_id,
+        "reward": trajectory.reward,
+        "seconds": _seconds(trajectory),
+        "tokens": trajectory.sample_tokens,
+        "branches": len(trajectory.lines),
+        "turns": trajectory.turns,
+        "versions": [trajectory.oldest_version, trajectory.newest_version],
+        "finish_reason": trajectory.finish_reason,
+    }
+
+
+LOOKS = 20  # in the time that is allowed
+LONGEST_LOOK_S = 1.0
+# A call that does not let go of the interpreter keeps our thread from looking, too. Then the
+# interpreter's own watchdog ends the process so much later, with exit code 1.
+HELD = 1.5
+STDERR = 2
+
+
+class StallWatch:
+    """How long the engine has been busy with nothing to show for it.
+
+    Told by the loop's thread, looked at by another. Seconds in which nobody looked count little:
+    the whole process was stopped then.
+
+    Args:
+        engine: what the user calls it, for the sentence.
+        pace: seconds without a token that are allowed (`generator.stall_s`), and how fast weights
+            are loaded at the least.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, engine: str, pace: Pace, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.limit_s = pace.base_s
+        self.look_s = min(LONGEST_LOOK_S, self.limit_s / LOOKS)
+        self._engine = engine
+        self._pace = pace
+        self._clock = clock
+        self._quiet_s = 0.0
+        self._looked_at = clock()
+        self._doing = ""
+        self._live = 0
+
+    def moved(self, nbytes: int = 0) -> None:
+        """A token came, or there is nothing to do; or `nbytes` of new weights are to be loaded."""
+        self._quiet_s = self.limit_s - self._pace.limit_s(nbytes)
+
+    def waits(self, doing: str, live: int) -> None:
+        """The loop is about to do something that may hang, with `live` requests in flight."""
+        self._doing, self._live = doing, live
+
+    def look(self) -> float:
+        """Seconds without progress; to be asked every `look_s` seconds."""
+        now = self._clock()
+        self._quiet_s += min(now - self._looked_at, 2 * self.look_s)
+        self._looked_at = now
+        return self._quiet_s
+
+    def describe(self) -> str:
+        """What it waits for, and for how long."""
+        return (
+            f"the {self._engine} engine is stuck: no token for {self._quiet_s:.0f} s while it was "
+            f"{self._doing or 'starting'}, with {self._live} requests in flight "
+            f"(generator.stall_s = {self.limit_s:g})"
+        )
+
+
+@contextmanager
+def watching(watch: StallWatch, session: Session) -> Iterator[None]:
+    """Within the block, a generator that is stuck for `watch.limit_s` leaves the run and ends."""
+    closing = threading.Event()
+
+    def arm() -> None:
+        faulthandler.dump_traceback_later(HELD * watch.limit_s, exit=True, file=STDERR)
+
+    def main() -> None:
+        told = False
+        while not closing.wait(watch.look_s):
+            quiet_s = watch.look()
+            if quiet_s >= watch.limit_s:
+                _give_up(session, watch.describe())
+            if quiet_s >= watch.limit_s / 2 and not told:
+                log.warning("%s; soon this generator ends", watch.describe())
+            told = quiet_s >= watch.limit_s / 2
+            arm()
+
+    arm()  # the first call may be the one that holds the interpreter
+    thread = service_thread(main, "umbra-stall")
+    thread.start()
+    try:
+        yield
+    finally:
+        closing.set()
+        thread.join()
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _give_up(session: Session, sentence: str) -> None:
+    log.error("%s: it ends; what each thread does:", sentence)
+    with suppress(Exception):  # nobody may be there to read it
+        faulthandler.dump_traceback(all_threads=True, file=STDERR)
+    session.leave(f"failed: {sentence}")
+    end_process(EngineError(sentence))

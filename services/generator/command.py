@@ -18,8 +18,7 @@ from umbra.proto.messages import EvalBegun, EvalRequest
 from umbra.proto.net.io_thread import IoThread
 from umbra.proto.net.keys import Security
 from umbra.services.config.loader import load_config
-from umbra.services.generator.library_tasks import VERIFIERS
-from umbra.services.generator.tasks import GYM, Library, task_named, write_task
+from umbra.services.generator.tasks import GYM, VERIFIERS, Library, task_named, write_task
 from umbra.services.process.command import ServiceContext, keys_of, service_command
 from umbra.services.process.files import read_jsonl
 from umbra.services.prompts.readers import placed, read_source

@@ -16,9 +16,12 @@ from umbra.proto.errors import UmbraError, UsageError
 from umbra.proto.records import SampleTask, Trajectory
 from umbra.services.config import EnvironmentConfig, RunConfig
 from umbra.services.generator.engines.torch_engine import TorchEngine
-from umbra.services.generator.group_rewards import reward_groups, unrewarded
-from umbra.services.generator.pools import open_environments
-from umbra.services.generator.rollout_settings import settings_for
+from umbra.services.generator.pools import (
+    open_environments,
+    reward_groups,
+    settings_for,
+    unrewarded,
+)
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import (

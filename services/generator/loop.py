@@ -15,12 +15,10 @@ from umbra.proto.messages import ReturnedSample
 from umbra.proto.net.session import Session
 from umbra.proto.records import SampleTask
 from umbra.services.config import GeneratorConfig
-from umbra.services.generator.activity import Activity
+from umbra.services.generator.activity import Activity, SampleLog, StallWatch
 from umbra.services.generator.buffer_client import BufferClient
 from umbra.services.generator.engines.engine import EngineError, KvPolicy
 from umbra.services.generator.runner import RolloutRunner
-from umbra.services.generator.sample_log import SampleLog
-from umbra.services.generator.stall import StallWatch
 from umbra.services.weights.receiver import Receiver, StagedVersion
 
 DRAIN_S = 10.0  # to hand back what is unfinished

@@ -10,16 +10,12 @@ from functools import partial
 
 from umbra.proto.net.session import Session
 from umbra.services.config import RunConfig
-from umbra.services.generator.activity import Activity
+from umbra.services.generator.activity import Activity, SampleLog, StallWatch, watching
 from umbra.services.generator.buffer_client import BufferClient
 from umbra.services.generator.engines.opening import OpenEngine, engine_here, open_engine
-from umbra.services.generator.group_rewards import unrewarded
 from umbra.services.generator.loop import GeneratorLoop
-from umbra.services.generator.pools import open_environments
-from umbra.services.generator.rollout_settings import settings_for
+from umbra.services.generator.pools import open_environments, settings_for, unrewarded
 from umbra.services.generator.runner import RolloutRunner
-from umbra.services.generator.sample_log import SampleLog
-from umbra.services.generator.stall import StallWatch, watching
 from umbra.services.modeling.model_directory import weights_bytes
 from umbra.services.process.command import ServiceContext
 from umbra.services.weights.planes.gpu import gpu_for, host_planes

@@ -2,15 +2,18 @@
 
 SORT: sort a list of digits (one turn). GUESS: find a digit in four tries (several turns).
 CALCULATOR: arithmetic with a tool (turns with tool calls). gym:NAME: what reasoning-gym generates.
-Warm-starting on the teacher gives a model that is right now and then, which is what RL needs.
+verifiers:ID: rows of a library's environment. Warm-starting on the teacher gives a model that is
+right now and then, which is what RL needs.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import subprocess
+import tempfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,9 +23,11 @@ import msgspec
 from umbra.proto.errors import UsageError
 from umbra.services.environments.calculator import calculator
 from umbra.services.environments.gym import gym_rows
+from umbra.services.environments.python_apart import apart
 from umbra.services.environments.tools import parse_tool_calls, schema
-from umbra.services.generator.library_tasks import VERIFIERS, divide, library_rows
 from umbra.services.modeling.chat_template import as_text, with_tools
+from umbra.services.process.child import own_exit_code
+from umbra.services.process.files import read_jsonl
 
 Row = dict[str, Any]
 
@@ -249,3 +254,42 @@ TASKS: dict[str, Task] = {
     "guess": Task("guess", _guess_prompt, _guess_demo, distinct=False),
     "calculator": Task("tools", _calculator_prompt, _calculator_demo, distinct=False),
 }
+
+
+VERIFIERS = "verifiers:"
+_MODULE = "umbra.services.environments.kinds.task_rows"
+_HELD_OUT_SHARE = 8  # at most one in so many of the tasks there are
+
+
+def library_rows(
+    task: str, count: int, seed: int, *, python: str = "", options: Mapping[str, Any] | None = None
+) -> list[dict[str, Any]]:
+    """Up to `count` rows of `task`, "verifiers:ID", made by the Python environment of `python`.
+
+    Args:
+        task: the environment or taskset.
+        count: how many at most.
+        seed: of the order, where there is an end of them.
+        python: the program; empty = ours.
+        options: as `environment.options`.
+
+    Raises:
+        UsageError: it can't be loaded, or has no tasks.
+    """
+    with tempfile.TemporaryDirectory(prefix="umbra-tasks-") as folder:
+        file = Path(folder) / "rows.jsonl"
+        given = (task.removeprefix(VERIFIERS), json.dumps(dict(options or {})))
+        argv, environ = apart(python, _MODULE, *given, str(count), str(seed), str(file))
+        ended = subprocess.run(argv, env=environ, stderr=subprocess.PIPE, text=True, check=False)
+        if ended.returncode:
+            last = ended.stderr.strip().rpartition("\n")[2]
+            code = own_exit_code(ended.returncode)
+            raise UsageError(last or f"{task}: its process ended with exit code {code}")
+        return read_jsonl(file)
+
+
+def divide(rows: list[Any], prompts: int, heldout: int) -> tuple[list[Any], list[Any]]:
+    """`rows` as prompts and held-out prompts, which share none."""
+    aside = min(heldout, len(rows) // _HELD_OUT_SHARE) if len(rows) < prompts + heldout else heldout
+    held = rows[len(rows) - aside :]
+    return rows[: min(prompts, len(rows) - aside)], held

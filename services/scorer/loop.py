@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 from umbra.proto.bounds import LEASES
 from umbra.proto.codec import portions
@@ -15,9 +17,27 @@ from umbra.proto.messages import (
     SubmitScores,
 )
 from umbra.proto.net.session import Session
-from umbra.proto.records import Score
+from umbra.proto.records import Score, ScoringTask
 from umbra.services.process.metrics import MetricsFile
-from umbra.services.scorer.worker import StageWorker
+
+
+class StageWorker(Protocol):
+    """Scores trajectories of one stage."""
+
+    def score(
+        self, tasks: Sequence[ScoringTask], alive: Callable[[], None]
+    ) -> Iterator[list[Score]]:
+        """A score for each of `tasks`, in any order, as they get ready.
+
+        Those in one list are of samples that are scored at once, and belong into one message.
+        `alive` is called every now and then, at least between two lists.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of threads and memory."""
+        ...
+
 
 WAIT_S = 1.0  # how long the buffer may keep a question open, so that a stop is noticed
 ANSWER_S = 60.0

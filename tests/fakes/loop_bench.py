@@ -24,13 +24,11 @@ from umbra.proto.records import Manifest, Sampling, TensorEntry
 from umbra.services.config import GeneratorConfig
 from umbra.services.environments.pool import EnvironmentPool, InlinePool
 from umbra.services.environments.single_turn import ExactMatch
-from umbra.services.generator.activity import Activity
+from umbra.services.generator.activity import Activity, SampleLog, StallWatch
 from umbra.services.generator.buffer_client import BufferClient
 from umbra.services.generator.loop import GeneratorLoop
 from umbra.services.generator.rollout import RolloutSettings
 from umbra.services.generator.runner import RolloutRunner
-from umbra.services.generator.sample_log import SampleLog
-from umbra.services.generator.stall import StallWatch
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
 from umbra.services.process.metrics import MetricsFile

@@ -21,7 +21,7 @@ from umbra.services.config import (
 )
 from umbra.services.config.feasibility import check_feasible
 from umbra.services.environments.loading import load_environment
-from umbra.services.generator.environment_check import check_environment
+from umbra.services.generator.checks import check_environment
 from umbra.services.generator.evaluate import evaluate_model
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer

@@ -23,7 +23,7 @@ from umbra.services.config import (
     SamplingConfig,
 )
 from umbra.services.environments.environment_set import open_rewards
-from umbra.services.generator.environment_check import check_environment
+from umbra.services.generator.checks import check_environment
 from umbra.services.generator.evaluate import evaluate_model
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer

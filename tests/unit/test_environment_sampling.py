@@ -30,9 +30,8 @@ from umbra.services.config.loader import as_dict, load_config, to_json
 from umbra.services.config.trajectory_rules import RunFacts, find_fault, samplings_of
 from umbra.services.generator.agents.calls import read_chat
 from umbra.services.generator.engines.torch_engine import TorchEngine
-from umbra.services.generator.pools import open_environments
+from umbra.services.generator.pools import open_environments, settings_for
 from umbra.services.generator.rollout import Rollout
-from umbra.services.generator.rollout_settings import settings_for
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.http import ApiError
 from umbra.services.modeling.chat import Chat

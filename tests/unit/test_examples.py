@@ -18,7 +18,7 @@ from umbra.services.config.loader import load_config
 from umbra.services.environments.environment_host import EnvironmentHost
 from umbra.services.environments.loading import load_environment
 from umbra.services.environments.protocol import Opening, StepResult
-from umbra.services.generator.environment_check import check_environment
+from umbra.services.generator.checks import check_environment
 from umbra.services.prompts.readers import read_source
 
 ROOT = Path(__file__).parents[2]

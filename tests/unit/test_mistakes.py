@@ -25,7 +25,7 @@ from umbra.deploy.trial import try_aside
 from umbra.proto.errors import UsageError
 from umbra.services.config.cautions import cautions
 from umbra.services.config.loader import load_config, to_json
-from umbra.services.generator.start_check import check_chat, check_devices
+from umbra.services.generator.checks import check_chat, check_devices
 from umbra.services.process.child import ChildError
 
 REWARDS = """

@@ -27,7 +27,7 @@ from umbra.services.config import (
 from umbra.services.config.feasibility import check_feasible
 from umbra.services.environments.loading import UNREWARDED
 from umbra.services.generator.evaluate import drawn
-from umbra.services.generator.group_rewards import unrewarded
+from umbra.services.generator.pools import unrewarded
 from umbra.services.prompts.rows import Prompt
 
 RANKED = NamedEnvironment(

@@ -8,7 +8,7 @@ import msgspec
 from fakes.trajectories import trajectory
 
 from umbra.proto.records import Branch, Trajectory
-from umbra.services.generator.sample_log import EVERY_S, FURTHER, TEXT_CHARS, SampleLog
+from umbra.services.generator.activity import EVERY_S, FURTHER, TEXT_CHARS, SampleLog
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
 from umbra.services.process.metrics import MetricsFile

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from umbra.proto.records import Sampling
-from umbra.services.generator.engines.sampler import Sampler
+from umbra.services.generator.engines.torch_engine import Sampler
 from umbra.services.modeling.restrict import restrict
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -2.0])

@@ -18,7 +18,7 @@ from umbra.services.environments.environment_set import EnvironmentSet, LimitedP
 from umbra.services.environments.pool import EpisodeOutcome, InlinePool
 from umbra.services.environments.protocol import SampleError, StepResult
 from umbra.services.environments.single_turn import ExactMatch, NumericMatch
-from umbra.services.generator.rollout_settings import settings_for
+from umbra.services.generator.pools import settings_for
 from umbra.services.trainer.metrics import environment_metrics
 
 RUN = """

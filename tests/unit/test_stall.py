@@ -17,9 +17,9 @@ from umbra.proto.errors import UmbraError, UsageError
 from umbra.proto.messages import Status, StatusRequest
 from umbra.services.config.feasibility import check_feasible
 from umbra.services.config.loader import load_config
-from umbra.services.generator import stall
+from umbra.services.generator import activity as stall
+from umbra.services.generator.activity import StallWatch, watching
 from umbra.services.generator.engines.engine import EngineError
-from umbra.services.generator.stall import StallWatch, watching
 
 
 @pytest.fixture

@@ -20,9 +20,8 @@ from umbra.services.environments.environment_host import EnvironmentHost
 from umbra.services.environments.pool import InlinePool
 from umbra.services.environments.protocol import Opening, Row, SampleError, StepResult
 from umbra.services.environments.tools import ToolUse
-from umbra.services.generator.environment_check import check_environment
+from umbra.services.generator.checks import check_environment, check_template
 from umbra.services.generator.runner import RolloutRunner
-from umbra.services.generator.template_check import check_template
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
 

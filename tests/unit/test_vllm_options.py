@@ -13,7 +13,7 @@ from umbra.proto.errors import StartupError, UsageError
 from umbra.services.config import GeneratorConfig, RunConfig
 from umbra.services.config.loader import load_config
 from umbra.services.generator.engines.opening import open_engine
-from umbra.services.generator.vllm.lengths import RecentLengths
+from umbra.services.generator.vllm.cache import RecentLengths
 from umbra.services.generator.vllm.options import (
     adapter_arguments,
     check_device,

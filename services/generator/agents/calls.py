@@ -14,7 +14,7 @@ from umbra.proto.errors import UNREADABLE
 from umbra.proto.records import Sampling
 from umbra.services.config import EnvironmentConfig
 from umbra.services.environments.protocol import Message
-from umbra.services.generator.template_check import REMEDY, UNREAD
+from umbra.services.generator.checks import REMEDY, UNREAD
 from umbra.services.http import ApiError
 
 log = logging.getLogger(__name__)

@@ -26,14 +26,13 @@ from umbra.services.generator.engines.engine import (
     KvPolicy,
     check_request,
 )
-from umbra.services.generator.vllm.lengths import RecentLengths
-from umbra.services.generator.vllm.names import CheckpointNames
+from umbra.services.generator.vllm.cache import RecentLengths
+from umbra.services.generator.vllm.names import CheckpointNames, told_routers
 from umbra.services.generator.vllm.options import (
     adapter_arguments,
     check_device,
     engine_arguments,
 )
-from umbra.services.generator.vllm.routing import told_routers
 from umbra.services.generator.vllm.server import Job, Pause, VllmServer
 from umbra.services.modeling.lora import factors
 from umbra.services.modeling.weights import WeightTable

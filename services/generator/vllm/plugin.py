@@ -16,7 +16,7 @@ ADAPTER_BACKEND = "umbra-adapter"  # of versions that are an adapter alone
 ADAPTER = 1  # its number in vLLM
 _ENGINES = {
     BACKEND: ("umbra.services.generator.vllm.weights", "UmbraWeightTransferEngine"),
-    ADAPTER_BACKEND: ("umbra.services.generator.vllm.adapters", "AdapterTransferEngine"),
+    ADAPTER_BACKEND: ("umbra.services.generator.vllm.weights", "AdapterTransferEngine"),
 }
 OURS_VARIABLE = "UMBRA_VLLM"  # set where a generator of ours started vLLM
 

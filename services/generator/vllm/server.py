@@ -29,6 +29,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import (
@@ -45,11 +46,13 @@ from umbra.services.generator.engines.engine import (
     FinishReason,
     KvPolicy,
 )
-from umbra.services.generator.vllm.figures import CacheLog
+from umbra.services.generator.vllm.cache import Salts
+from umbra.services.generator.vllm.names import ToldRouters
 from umbra.services.generator.vllm.plugin import ADAPTER
-from umbra.services.generator.vllm.routing import ToldRouters
-from umbra.services.generator.vllm.salts import Salts
 from umbra.services.process.child import describe_exit
+
+log = logging.getLogger(__name__)
+
 
 _REPLY_S = 60.0  # of a request's abort
 _CLOSE_S = 5.0
@@ -61,7 +64,6 @@ COMPLETE = {"path": "", "manifest": b"", "complete": True}
 _REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,51 @@ class Pause:
     total_s: float
     stop_s: float  # until no step was under way
     load_s: float
+
+
+class CacheLog(PrometheusStatLogger):
+    """Adds up vLLM's figures of each step; `figures` can be read from any thread.
+
+    It is one of vLLM's loggers for Prometheus by name only: else vLLM would make that as well,
+    which takes time in every step for what nobody asks.
+    """
+
+    def __init__(self) -> None:
+        self.figures = CacheFigures()
+
+    def __call__(self, vllm_config: Any, engine_index: int) -> CacheLog:
+        """The log of an engine core, of which there is one."""
+        del vllm_config, engine_index
+        return self
+
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        """A step was made."""
+        before = self.figures
+        usage, asked, cached = before.usage, before.asked_tokens, before.cached_tokens
+        if scheduler_stats is not None:
+            usage = scheduler_stats.kv_cache_usage
+            asked += scheduler_stats.prefix_cache_stats.queries
+            cached += scheduler_stats.prefix_cache_stats.hits
+        preempted = iteration_stats.num_preempted_reqs if iteration_stats is not None else 0
+        self.figures = CacheFigures(usage, asked, cached, before.preemptions + preempted)
+
+    def log_engine_initialized(self) -> None:
+        pass
+
+    def log(self) -> None:
+        pass
+
+    def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
+        pass
+
+    def record_admission_rejection(self, reason: str) -> None:
+        pass
 
 
 class VllmServer:

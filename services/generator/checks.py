@@ -1,0 +1,245 @@
+"""What is tried of a run before it starts: devices, chat template and environment.
+
+    python -m umbra.services.generator.checks CONFIG ROWS
+
+tries each environment on its first prompt, in a process of its own, because it runs the user's
+code: that may hang, or pull in all of torch.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from umbra.proto.errors import UmbraError, UsageError
+from umbra.services.config import EnvironmentConfig, RunConfig
+from umbra.services.config.loader import load_config
+from umbra.services.environments.calculator import calculator
+from umbra.services.environments.pool import EnvironmentPool, EpisodeOutcome, open_pool
+from umbra.services.environments.protocol import Opening, StepResult, prompt_messages
+from umbra.services.environments.tools import schema
+from umbra.services.modeling.chat import Chat
+from umbra.services.process.parent import die_with_parent
+
+log = logging.getLogger(__name__)
+
+_TOOLS = Opening([], [schema(calculator)])
+
+UNREAD = "nothing here reads the tool calls that the model's chat template writes"
+REMEDY = (
+    "name one that does in model.parser (docs/agents.md, Parsers), or set model.chat_template to "
+    "a template whose calls are read"
+)
+
+
+def open_chat(config: RunConfig) -> Chat:
+    """The chat of a run's model, whose weights are not read.
+
+    Raises:
+        UsageError: no model or tokenizer, or settings that don't fit it.
+    """
+    from umbra.services.modeling.models import (
+        load_tokenizer,
+        named_tokens,
+        outline_model,
+        stop_ids,
+    )
+
+    tokenizer = load_tokenizer(config.model.name, trust=config.model.trust_remote_code)
+    named = named_tokens(tokenizer, config.sampling.stop_tokens)
+    stops = named | stop_ids(outline_model(config.model.name), tokenizer)
+    return Chat.configured(config.model, tokenizer, stops)
+
+
+def check_template(environment: EnvironmentConfig, chat: Chat) -> None:
+    """Check what is known of the environment from its kind.
+
+    Agents and classes of users may need several turns or not: for them it is a warning, and a
+    sample that does need them fails.
+
+    Raises:
+        UsageError: the template can't do what the environment needs; says why.
+    """
+    kind = environment.kind
+    if environment.max_turns == 1:
+        return
+    if kind == "guess":
+        _check(chat, ["user"])
+    elif kind == "tools":
+        _check(chat, ["tool"], _TOOLS)
+        _check_readable(chat)
+    elif environment.asks or ":" in kind:
+        for roles, opening in ((["user"], Opening([])), (["tool"], _TOOLS)):
+            try:
+                _check(chat, roles, opening)
+            except UsageError as error:
+                log.warning("a sample fails if it needs this: %s", error)
+        if not chat.parser.calls:
+            log.warning("%s: agents that name tools are refused; %s", UNREAD, REMEDY)
+
+
+def check_play(config: RunConfig, opening: Opening, answer: StepResult) -> None:
+    """Check the first turns of an environment; a model is looked at only if there are several.
+
+    Raises:
+        UsageError: as of `check_template`.
+    """
+    environment = config.environment
+    several = not answer.done or bool(opening.tools)
+    if environment.max_turns == 1 or not several:
+        return
+    chat = open_chat(config)
+    check_template(environment, chat)
+    prompt = chat.prompt_ids(opening.messages, opening.tools)
+    if opening.tools:
+        _check(chat, ["tool"], opening)
+    if not answer.done and prompt:
+        last = min(chat.stop_ids)
+        chat.turn_ids(answer.messages, last, answer.tool_calls, opening)
+
+
+def _check(chat: Chat, roles: Sequence[str], opening: Opening | None = None) -> None:
+    exact = chat.check_turns(roles, opening) if opening else chat.check_turns(roles)
+    if not exact:
+        log.info(
+            "after a message of role %r the chat template drops something of the model's earlier "
+            "turns, such as their reasoning; in this run's samples it stays, as it was sampled",
+            roles[0],
+        )
+
+
+def _check_readable(chat: Chat) -> None:
+    """The environment "tools" must understand the calls of this model.
+
+    Raises:
+        UsageError: nothing here reads them.
+    """
+    if not chat.parser.calls:
+        raise UsageError(f"{UNREAD}: {REMEDY}")
+
+
+def check_devices(config: RunConfig) -> None:
+    """Whether the devices that the run names are here.
+
+    Raises:
+        UsageError: one is not, or is no device; names the key.
+    """
+    from umbra.services.modeling.models import pick_device  # brings torch
+
+    devices = {
+        "trainer.device": config.trainer.device,
+        "generator.device": config.generator.device,
+        **({"scorer.device": config.scorer.device} if config.buffer.stages else {}),
+    }
+    for key, device in devices.items():
+        try:
+            pick_device(device)
+        except UsageError as error:
+            raise UsageError(f"{key}: {error}") from error
+
+
+def check_chat(config: RunConfig, row: dict[str, Any]) -> str:
+    """Write the first prompt with the model's chat template; a warning, or "".
+
+    Raises:
+        UsageError: there is no tokenizer or template for it, or the prompt leaves no room for an
+            answer.
+    """
+    chat = open_chat(config)
+    check_template(config.environment, chat)
+    if "prompt" not in row:
+        return ""
+    try:
+        tokens = len(chat.prompt_ids(prompt_messages(row), []))
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"model.path: the chat template cannot write the first prompt: {error}"
+        ) from error
+    room = config.generator.max_context - tokens
+    if room <= 0:
+        raise UsageError(
+            f"the first prompt has {tokens} tokens, which leaves no room for an answer in "
+            f"generator.max_context = {config.generator.max_context}: raise it"
+        )
+    environment = config.environment_of(row)
+    most = config.sampling_for(environment).max_tokens
+    if room < most:
+        return (
+            f"after the first prompt of {tokens} tokens, generator.max_context = "
+            f"{config.generator.max_context} leaves {room} of "
+            f"{environment.sampling_key('max_tokens')} = {most}: longer answers are cut off there"
+        )
+    return ""
+
+
+_LOOK_S = 0.01
+
+
+def check_environment(config: RunConfig, row: dict[str, Any]) -> None:
+    """Load the environment and put an empty response to `row` into it, or a whole group of them.
+
+    Agents are only loaded.
+
+    A model can say nothing at all, so every reward must take an empty response. If there are more
+    turns, the model's chat template must be able to write them.
+
+    Raises:
+        UsageError: the environment cannot be loaded, fails on that response, or goes on in a way
+            that the chat template can't.
+    """
+    environment = config.environment
+    if environment.asks and not environment.starts_agents:
+        return  # its agents come to the generators
+    asks = environment.asks  # it asks a model, and there is none yet
+    key = "environment.reward" if environment.kind == "reward" else "environment.kind"
+    size = config.buffer.group_size if environment.reward_scope == "group" else 1
+    with closing(open_pool(environment)) as pool:
+        plays = [] if asks else [_played(pool, row, said) for said in ([], [""] * size)]
+    for outcome in plays:
+        if outcome.error:
+            raise UsageError(
+                f"{key}: an empty response to the first prompt failed: {outcome.error}"
+            )
+    match [outcome.value for outcome in plays]:
+        case [Opening() as opening, StepResult() as answer]:
+            check_play(config, opening, answer)
+
+
+def _played(pool: EnvironmentPool, row: dict[str, Any], responses: list[str]) -> EpisodeOutcome:
+    """What comes of a play; the pool sees to it that something does."""
+    pool.play("first", row, responses)
+    while not (outcomes := pool.collect()):
+        time.sleep(_LOOK_S)
+    return outcomes[0]
+
+
+def main(path: str, rows: str) -> int:
+    """Check the environments of the configuration at `path`, each with its first row.
+
+    `rows` is a JSON file with the rows by the environments' names, of which one has none.
+    """
+    die_with_parent()
+    config = load_config(Path(path), environ={})
+    name, named = "", {one.name: one for one in config.environments}
+    try:
+        for name, row in json.loads(Path(rows).read_bytes()).items():
+            one = named.get(name, config.environment)
+            check_environment(msgspec.structs.replace(config, environment=one), row)
+    except UmbraError as error:
+        print(f"environment {name}: {error}" if named else error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
