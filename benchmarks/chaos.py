@@ -32,8 +32,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from chaos_acts import TRAINER_KILLS, Disturber
-from chaos_audit import STRETCHES, audit, curve
+from chaos_acts import Disturber
+from chaos_audit import audit, curve
 from chaos_run import DemoRun, SecondNode, free_port, make_task
 from report import Report
 
@@ -182,15 +182,6 @@ def summarise(report: Report) -> None:
     curves = [statistics.mean(values) for values in zip(*(w["curve"] for w in wild), strict=True)]
     last = curves[-1] / calm["curve"][-1]
     report.goal("reward in the last tenth / undisturbed", round(last, 3), ">=", 0.97)
-    tenths = range(1, STRETCHES + 1)
-    report.table(
-        "reward",
-        ["mean reward by tenth of the steps", *map(str, tenths)],
-        [
-            ["undisturbed", *(f"{value:.3f}" for value in calm["curve"])],
-            ["disturbed", *(f"{value:.3f}" for value in curves)],
-        ],
-    )
     for name, value in total.items():
         report.figure(name, value)
     report.figure("runs", len(wild))
@@ -202,8 +193,6 @@ def summarise(report: Report) -> None:
     report.figure(
         "trainer_kills", sum(a["kind"] == "kill" and a["service"] == "trainer" for a in acts)
     )
-    report.figure("trainer_kills_at_most", TRAINER_KILLS)
-    report.figure("overtaken", sum(sum(row["overtaken"].values()) for row in wild))
     report.figure("gone_on", sum(row["lives"] - 1 for row in wild))
     report.figure("ended", sum(sum(audit["ended"].values()) for audit in audits))
 

@@ -65,28 +65,7 @@ def run(task: str, seed: int, steps: int) -> dict[str, Any]:
 
 
 def summarise(report: Report) -> None:
-    """The table of runs, that of tasks, and what a push costs."""
-    columns = ["task", "seed", "accuracy before -> after", "greedy after", "samples", "loop s"]
-    columns += ["demo s", "staleness mean (max)", "generator / trainer busy"]
-    table: list[list[Any]] = []
-    for row in report.rows:
-        busy = [f"{1 - row[name]:.0%}" for name in ("generator_idle", "trainer_idle")]
-        cpu = [f"{seconds:.1f}" for seconds in row["cpu_s"]]
-        table.append(
-            [
-                row["task"],
-                row["seed"],
-                f"{row['accuracy_before']:.3f} -> {row['accuracy_after']:.3f}",
-                f"{row['greedy_after']:.3f}",
-                row["samples"],
-                f"{row['loop_s']:.0f}",
-                f"{row['demo_s']:.0f}",
-                f"{row['staleness']:.2f} ({row['staleness_max']:.0f})",
-                " / ".join(busy),
-                " / ".join(cpu),
-            ]
-        )
-    report.table("runs", [*columns, "CPU-s generator / trainer / buffer / hub"], table)
+    """State the table of tasks, and the cost of a push."""
     tasks = dict.fromkeys(row["task"] for row in report.rows)
     report.table(
         "tasks",

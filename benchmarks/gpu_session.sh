@@ -18,9 +18,9 @@ LACKING=(msgspec pyzmq starlette tomli-w uvicorn zstandard) # beside torch, CuPy
 TOTAL=${SECONDS_IN_ALL:-480}
 PYTHON=${PYTHON:-python3}
 
-# name, limit in seconds, command: `tests FILE...` or `bench SCRIPT OPTIONS...`
+# name, limit in seconds, command: `tests FILE...`, `bench SCRIPT OPTIONS...` or `umbra COMMAND`
 STEPS=(
-    "facts       60  bench gpu_facts"
+    "facts       60  umbra env"
     "cuda_ipc    60  tests test_cuda_ipc.py"
     "nccl        90  tests test_nccl.py"
     "planes      90  tests test_hub_planes.py"
@@ -45,6 +45,9 @@ command_of() { # fills ARGV with the command of step $1; its words follow
     shift 2
     if [ "$kind" = tests ]; then
         ARGV=("$PYTHON" -m pytest -q -m gpu -p no:cacheprovider "${@/#/tests/gpu/}")
+    elif [ "$kind" = umbra ]; then
+        ARGV=("$PYTHON" -m umbra "$@")
+        return
     else
         local script=$1
         shift

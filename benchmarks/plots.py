@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from statistics import mean
 from typing import Any
@@ -20,44 +20,31 @@ Rows = Sequence[Mapping[str, Any]]
 Lines = Mapping[str, Sequence[tuple[float, float]]]
 
 
-def panel(title: str, lines: Lines, number: int, unit: str = "", *, log: bool = False) -> str:
+def panel(title: str, lines: Lines, number: int, unit: str = "") -> str:
     """Draw panel `number` of two columns: a line through the points (x, y) of each name.
 
-    With `log` both axes are logarithmic, else y reaches from 0 to 1.
+    The y axis reaches from 0 to 1.
     """
     x0, y0 = number % 2 * WIDTH, number // 2 * HEIGHT
-    points = [point for line in lines.values() for point in line]
-    scale: Callable[[float], float] = math.log10 if log else float
-    low_x, high_x = (scale(pick(x for x, _ in points)) for pick in (min, max))
-    low_y, high_y = 0.0, 1.0
-    if log:
-        low_y = math.floor(min(scale(y) for _, y in points))
-        high_y = math.ceil(max(scale(y) for _, y in points))
+    xs = [x for line in lines.values() for x, _ in line]
+    low, high = min(xs), max(xs)
     left, right = x0 + LEFT, x0 + WIDTH - RIGHT
     top, bottom = y0 + TOP, y0 + HEIGHT - BOTTOM
 
     def place(x: float, y: float) -> tuple[float, float]:
-        across = (scale(x) - low_x) / (high_x - low_x)
-        return left + (right - left) * across, bottom - (bottom - top) * (scale(y) - low_y) / (
-            high_y - low_y
-        )
+        return left + (right - left) * (x - low) / (high - low), bottom - (bottom - top) * y
 
     parts = [f'<text class="title" x="{left}" y="{y0 + 20}">{escape(title)}</text>']
-    ticks = (
-        [10.0**n for n in range(int(low_y), int(high_y) + 1)] if log else [0, 0.25, 0.5, 0.75, 1]
-    )
-    for tick in ticks:
-        y = place(points[0][0], tick)[1]
+    for tick in (0, 0.25, 0.5, 0.75, 1):
+        y = place(low, tick)[1]
         parts.append(
             f'<line class="axis" x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
             f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>'
         )
-    for x in sorted({x for x, _ in points}) if log else (min, max):
-        value = x if isinstance(x, int | float) else x(x for x, _ in points)
-        at = place(value, ticks[0])[0]
-        parts.append(
-            f'<text x="{at:.1f}" y="{bottom + 18}" text-anchor="middle">{value:,.0f}{unit}</text>'
-        )
+    parts += [
+        f'<text x="{x_at:.1f}" y="{bottom + 18}" text-anchor="middle">{x:,.0f}{unit}</text>'
+        for x, x_at in ((low, left), (high, right))
+    ]
     for n, (name, line) in enumerate(lines.items()):
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in line))
         parts.append(
@@ -113,11 +100,3 @@ def staleness(rows: Rows) -> str:
         }
         panels.append(panel(f"{task}, {updates} minibatch(es) per version", lines, number))
     return svg(panels)
-
-
-def scale(rows: Rows) -> str:
-    """Samples/s over generators by mode, and shares of the time of the asynchronous runs."""
-    rates: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        rates.setdefault(row["mode"], []).append((row["generators"], row["samples_per_s"]))
-    return svg([panel("samples/s by generators (simulated)", rates, 0, log=True)])

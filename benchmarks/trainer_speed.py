@@ -119,8 +119,6 @@ def settings(args: argparse.Namespace, **trainer: Any) -> RunConfig:
         "pack_tokens": args.pack_tokens,
         "micro_tokens": args.micro_tokens,
         "precision": "bf16" if args.device == "cuda" else "no",
-        "compile": str(args.compile).lower(),
-        "activation_checkpointing": str(args.checkpointing).lower(),
         "learning_rate": 1e-5,
     } | trainer
     return load_config(overrides=[f"trainer.{k}={v}" for k, v in keys.items()], environ={})
@@ -293,8 +291,6 @@ def main() -> None:
     parser.add_argument("--pack-tokens", type=int)
     parser.add_argument("--micro-tokens", type=int)
     parser.add_argument("--longest", type=int, default=2000, help="of a long response")
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--heads", type=int, default=16)

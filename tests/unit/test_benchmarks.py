@@ -16,6 +16,7 @@ import torch
 from fakes.trajectories import trajectory
 
 from umbra.proto.messages import SubmitAck
+from umbra.proto.records import SampleTask
 
 ROOT = Path(__file__).parents[2]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
@@ -39,8 +40,7 @@ def test_documents_and_plots_are_what_the_results_give() -> None:
 def test_figures_follow_from_the_rows(file: Path) -> None:
     report = importlib.import_module("report").Report.read(file)
     content = json.loads(file.read_text(encoding="utf-8"))
-    name = {"scale": "simulator.scale"}.get(file.stem, file.stem)
-    report.restate(importlib.import_module(name).summarise)
+    report.restate(importlib.import_module(file.stem).summarise)
     assert content["rows"] and content["commit"] and content["date"] and content["hardware"]
     assert json.loads(json.dumps(report.tables)) == content["tables"]
     assert report.figures == pytest.approx(content["figures"])
@@ -128,6 +128,50 @@ def test_every_objective_of_the_staleness_grid_is_a_possible_run() -> None:
         config = load_config(DEMOS / "guess.toml", overrides=cell.overrides())
         assert list(objective_faults(config)) == [], objective
         assert config.buffer.run_ahead == config.buffer.max_staleness == 8
+
+
+# -- the simulated broker -------------------------------------------------------------------------
+
+
+def test_a_simulated_run_is_balanced_and_asynchrony_pays() -> None:
+    from scale import MODES, Simulation
+
+    from umbra.services.buffer.broker import Broker
+
+    found: dict[str, dict[str, Any]] = {}
+    for mode in MODES:
+        simulation = Simulation(mode, generators=4, steps=6)
+        assert type(simulation.broker.broker) is Broker  # production's, in simulated time
+        found[mode.name] = row = simulation.run()
+        assert row["balance"] == 0 and row["trained"] == 6 * 4 * 8, mode
+        assert row["staleness_max"] <= mode.max_staleness
+        assert 0 < row["slots"] <= 1 and 0 < row["trains"] < 1
+    turns, _, one_off, ahead = (row["samples_per_s"] for row in found.values())
+    assert ahead > one_off > turns
+
+
+def test_a_decoder_takes_as_long_as_its_steps() -> None:
+    from simulator.generator import Decoder, Engine, Row
+
+    engine = Engine(
+        slots=2, step_s=0.01, token_s=0.001, prompt_token_s=0.0, pause_s=0.0,
+        prompt_tokens=0, median=1, sigma=0, most=1,
+    )  # fmt: skip
+    decoder = Decoder(engine)
+    for name, tokens in (("a", 10), ("b", 20), ("c", 5)):
+        task = SampleTask(
+            sample_id=name, group_id="g", prompt_id="p", attempt=1, row={}, lease_s=1.0
+        )
+        decoder.queue.append(Row(task, tokens))
+    # Ten steps of two rows; then c takes the free slot for five steps; then b is alone.
+    assert decoder.next_at() == pytest.approx(0.12)
+    assert [row.task.sample_id for row in decoder.advance(0.12)] == ["a"]
+    assert [row.task.sample_id for row in decoder.advance(0.18)] == ["c"]
+    decoder.pause(1.0, 0.18)
+    assert decoder.advance(1.0) == []
+    assert decoder.next_at() == pytest.approx(1.18 + 5 * 0.011)
+    assert [row.task.sample_id for row in decoder.advance(9.0)] == ["b"]
+    assert decoder.slot_seconds == pytest.approx(2 * 0.18 + 5 * 0.011)
 
 
 # -- the audit of the chaos benchmark -------------------------------------------------------------

@@ -1,0 +1,211 @@
+"""The production broker in simulated time: one thread behind a queue of requests."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+from umbra.proto.messages import (
+    Header,
+    Heartbeat,
+    HeartbeatAck,
+    Join,
+    Message,
+    Role,
+    SubmitTrajectories,
+    Welcome,
+)
+from umbra.proto.net.server import Request
+from umbra.services.buffer.broker import Broker, Endpoints
+from umbra.services.buffer.effects import Reply
+from umbra.services.buffer.state import RunState
+from umbra.services.buffer.store.api import MemoryStore
+from umbra.services.config import RunConfig
+from umbra.services.prompts.rows import Prompt
+
+TICK_S = 0.5
+M = TypeVar("M", bound=Message)
+Action = Callable[[], object]
+
+
+class Timeline:
+    """A queue of actions; the clock jumps from one to the next. Equal times keep their order."""
+
+    def __init__(self) -> None:
+        self.now = 0.0  # seconds
+        self._queue: list[tuple[float, int, Action]] = []
+        self._count = 0
+
+    def at(self, time: float, action: Action) -> None:
+        """Do `action` at `time`, or now if that is over."""
+        self._count += 1
+        heapq.heappush(self._queue, (max(time, self.now), self._count, action))
+
+    def after(self, delay: float, action: Action) -> None:
+        """Do `action` in `delay` seconds."""
+        self.at(self.now + delay, action)
+
+    def run(self, until: Callable[[], bool]) -> None:
+        """Do what is due until `until` is true after an action."""
+        while not until():
+            self.now, _, action = heapq.heappop(self._queue)
+            action()
+
+
+class Shares:
+    """Seconds in each state, from the last `restart`."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.state = "starting"
+        self.seconds: Counter[str] = Counter()
+        self._timeline = timeline
+        self._since = timeline.now
+
+    def to(self, state: str) -> None:
+        """Change the state; the same state counts the time until now."""
+        now = self._timeline.now
+        self.seconds[self.state] += now - self._since
+        self.state, self._since = state, now
+
+    def restart(self) -> None:
+        """Count from now on."""
+        self.to(self.state)
+        self.seconds.clear()
+
+
+class EndlessPrompts:
+    """Prompts without end and without content."""
+
+    def __init__(self) -> None:
+        self._drawn = 0
+
+    def __next__(self) -> Prompt:
+        self._drawn += 1
+        return Prompt(str(self._drawn), {})
+
+    def ended(self, end: object) -> None:
+        """Ignore how a group ended."""
+
+    def position(self) -> dict[str, Any]:
+        return {"drawn": self._drawn}
+
+    def changes(self) -> dict[str, Any]:
+        return {}
+
+    def seek(self, position: dict[str, Any], kept: Mapping[str, Any]) -> None:
+        self._drawn = position["drawn"]
+
+
+@dataclass(frozen=True)
+class BrokerSpeed:
+    """Seconds of the broker's thread (measured: docs/benchmarks.md), and of the way to it."""
+
+    message_s: float = 60e-6
+    trajectory_s: float = 60e-6
+    commit_s: float = 5e-3  # a reply waits so long for the disk
+    latency_s: float = 100e-6  # of a message, either way
+
+
+class SimulatedBroker:
+    """Hands requests to the production broker one after another and delivers its replies."""
+
+    def __init__(self, timeline: Timeline, config: RunConfig, speed: BrokerSpeed) -> None:
+        state = RunState(config, MemoryStore(durable=False), EndlessPrompts())
+        endpoints = Endpoints("data", "events-in", "events-out")
+        self.broker = Broker(state, run_id="simulated", endpoints=endpoints, now=timeline.now)
+        state.facts.samplings = {}  # simulated tokens have no sampling that could be checked
+        self.requests = 0
+        self.waited_s = 0.0  # of all requests in the queue
+        self.busy_s = 0.0
+        self._timeline = timeline
+        self._speed = speed
+        self._free_at = 0.0
+        self._open: dict[tuple[str, int], Callable[[Message], None]] = {}
+        timeline.after(TICK_S, self._tick)
+
+    def restart_counts(self) -> None:
+        """Count from now on."""
+        self.requests, self.waited_s, self.busy_s = 0, 0.0, 0.0
+
+    def ask(self, request: Request, answered: Callable[[Message], None]) -> None:
+        """Send `request`; `answered` gets the reply."""
+        speed, body = self._speed, request.body
+        self._open[request.header.sender, request.header.id] = answered
+        cost = speed.message_s
+        if isinstance(body, SubmitTrajectories):
+            cost += speed.trajectory_s * len(body.trajectories)
+        came = self._timeline.now + speed.latency_s
+        begin = max(came, self._free_at)
+        self._free_at = begin + cost
+
+        def handle() -> None:
+            self.requests += 1
+            self.waited_s += begin - came
+            self.busy_s += cost
+            self._deliver(self.broker.handle(request, self._timeline.now))
+
+        self._timeline.at(self._free_at, handle)
+
+    def _tick(self) -> None:
+        self._deliver(self.broker.tick(self._timeline.now))
+        self._timeline.after(TICK_S, self._tick)
+
+    def _deliver(self, effects: list[Any]) -> None:
+        for effect in effects:
+            if isinstance(effect, Reply):
+                header = effect.request.header
+                answered = self._open.pop((header.sender, header.id))
+                wait_s = 0.0 if isinstance(effect.body, HeartbeatAck) else self._speed.commit_s
+                later = self._speed.latency_s + wait_s
+                self._timeline.after(later, lambda a=answered, b=effect.body: a(b))
+
+
+class Client:
+    """A process of the run as the broker knows it: it joins, sends heartbeats, asks."""
+
+    def __init__(self, broker: SimulatedBroker, timeline: Timeline, name: str, role: Role) -> None:
+        self.name = name
+        self._broker = broker
+        self._timeline = timeline
+        self._role: Role = role
+        self._asked = 0
+
+    def join(self, joined: Action) -> None:
+        """Join the run, then do `joined`."""
+        body = Join(role=self._role, name=self.name, pid=1, host="simulated", package_version="")
+
+        def welcome(reply: Welcome) -> None:
+            self._timeline.after(reply.heartbeat_s, self._beat)
+            joined()
+
+        self.ask(body, Welcome, welcome)
+
+    def ask(self, body: Message, reply: type[M], answered: Callable[[M], None]) -> None:
+        """Send `body`; `answered` gets the reply of type `reply`.
+
+        Raises:
+            TypeError: the broker replied something else.
+        """
+        self._asked += 1
+        header = Header(
+            major=1,
+            minor=0,
+            type=type(body).__name__,
+            id=self._asked,
+            sender=self.name,
+            incarnation="1",
+        )
+
+        def check(message: Message) -> None:
+            if not isinstance(message, reply):
+                raise TypeError(f"{self.name} asked {body} and got {message}")
+            answered(cast(M, message))
+
+        self._broker.ask(Request("data", self.name.encode(), header, body), check)
+
+    def _beat(self) -> None:
+        body = Heartbeat(state="ready", activity="", progress=0, idle_s=0.0)
+        self.ask(body, HeartbeatAck, lambda ack: self._timeline.after(ack.heartbeat_s, self._beat))
