@@ -8,7 +8,7 @@
 # It takes eight minutes at most (SECONDS_IN_ALL). A step has a limit of its own, one that fails or
 # hangs does not keep the next from running, and one for which no time is left is not begun.
 # $OUT/summary.json has a row for each step as soon as it ends; session.tar.gz its junit file or JSON,
-# and its output.
+# its output, and what `umbra env` says.
 
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
@@ -18,9 +18,8 @@ LACKING=(msgspec pyzmq starlette tomli-w uvicorn zstandard) # beside torch, CuPy
 TOTAL=${SECONDS_IN_ALL:-480}
 PYTHON=${PYTHON:-python3}
 
-# name, limit in seconds, command: `tests FILE...`, `bench SCRIPT OPTIONS...` or `umbra COMMAND`
+# name, limit in seconds, command: `tests FILE...` or `bench SCRIPT OPTIONS...`
 STEPS=(
-    "facts       60  umbra env"
     "cuda_ipc    60  tests test_cuda_ipc.py"
     "nccl        90  tests test_nccl.py"
     "planes      90  tests test_hub_planes.py"
@@ -45,9 +44,6 @@ command_of() { # fills ARGV with the command of step $1; its words follow
     shift 2
     if [ "$kind" = tests ]; then
         ARGV=("$PYTHON" -m pytest -q -m gpu -p no:cacheprovider "${@/#/tests/gpu/}")
-    elif [ "$kind" = umbra ]; then
-        ARGV=("$PYTHON" -m umbra "$@")
-        return
     else
         local script=$1
         shift
@@ -89,6 +85,7 @@ fi
 
 failed=0
 rows=()
+[ -n "$DRY" ] || timeout 60 "$PYTHON" -m umbra env > "$WORK/env.log" 2>&1 # versions and devices
 if [ -n "$DRY" ]; then # the tests of all steps are collected in one process
     files=$(printf '%s\n' "${STEPS[@]}" | sed -n 's/.* tests //p' | xargs)
     benches=()
