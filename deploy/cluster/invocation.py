@@ -116,15 +116,15 @@ def health(plan: Plan, process: Process) -> list[str]:
     here = [f"tcp://127.0.0.1:{port}" for port in ports(plan, process)[:1]]
     match process.task:
         case "buffer":
-            return ["ping", "--broker", *here]
+            return ["status", "--ping", "--broker", *here]
         case "weight_hub":
-            return ["ping", "--hub", *here]
+            return ["status", "--hub", *here]
         case "relay":
-            return ["ping", "--relay", *here]
+            return ["status", "--relay", *here]
         case "train":
-            return ["ping", "--member", plan.the("train").name]
+            return ["status", "--member", plan.the("train").name]
         case _:
-            return ["ping", "--member", process.name]
+            return ["status", "--member", process.name]
 
 
 def key_files(process: Process) -> list[str]:

@@ -1,4 +1,4 @@
-"""The commands `umbra monitor`, `umbra status` and `umbra ping`."""
+"""The commands `umbra monitor` and `umbra status`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import click
 
 from umbra.proto.errors import EXIT_DONE, PeerLostError, UsageError
-from umbra.proto.messages import Role
+from umbra.proto.messages import Role, Status
 from umbra.proto.net.keys import Security
 from umbra.services.monitor.client import StatusClient
 from umbra.services.monitor.live import LiveView
-from umbra.services.monitor.options import operated_run, pinged_run, timeout_option, watched_run
+from umbra.services.monitor.options import checked_run, operated_run, timeout_option
 from umbra.services.monitor.view import NewWarnings, headline, left_text, plain, status_dict
 from umbra.services.monitor.watch import Look, Watch, look_dict
 from umbra.services.monitor.web.board import Board, Resource
@@ -27,42 +27,52 @@ json_option = click.option("--json", "as_json", is_flag=True, help="One JSON obj
 
 
 @click.command()
-@click.option("--hub", help="Address of a weight hub, to check that instead.")
-@click.option("--relay", help="Address of a relay, to check that instead.")
-@pinged_run
+@click.option("--ping", is_flag=True, help="Only check that the buffer answers.")
+@click.option("--hub", help="Only check that the weight hub at this address answers.")
+@click.option("--relay", help="Only check that the relay at this address answers.")
+@click.option("--member", metavar="NAME", help="Only check that the buffer hears this member.")
+@checked_run
 @timeout_option
-@click.option("--member", metavar="NAME", help="Check that the buffer hears a member instead.")
-def ping(
+@json_option
+def status(
     broker: str | None,
-    hub: str | None,
-    relay: str | None,
     security: Security,
     timeout_s: float,
+    as_json: bool,
+    ping: bool,
+    hub: str | None,
+    relay: str | None,
     member: str | None,
 ) -> int:
-    """Check that the buffer, a hub, a relay or a member is there: exit code 0 if so, 5 if not."""
-    started = time.monotonic()
-    if sum(given is not None for given in (hub, relay, member)) > 1:
-        raise UsageError("a hub knows no members: give --hub, --relay or --member")
+    """Print the state of a run once, or check that one of its services answers.
+
+    The exit code is 0 if it answers and 5 if not.
+    """
+    if ping + sum(given is not None for given in (hub, relay, member)) > 1:
+        raise UsageError("--ping, --hub, --relay and --member are different checks: give one")
     server: Role = "weight_hub" if hub is not None else "relay" if relay is not None else "buffer"
     address = hub or relay or broker or ""
     with StatusClient(address, security, server=server) as client:
-        if member is not None:
-            click.echo(_hear(client, member, timeout_s))
+        if ping or hub or relay:
+            started = time.monotonic()
+            pong = client.ping(timeout_s)
+            milliseconds = (time.monotonic() - started) * 1000
+            click.echo(f"{pong.role} at {address} is {pong.state} ({milliseconds:.1f} ms)")
             return EXIT_DONE
-        pong = client.ping(timeout_s)
-    milliseconds = (time.monotonic() - started) * 1000
-    click.echo(f"{pong.role} at {address} is {pong.state} ({milliseconds:.1f} ms)")
+        current = client.status(timeout_s)
+    if member is not None:
+        click.echo(_describe_member(current, member))
+    else:
+        click.echo(json.dumps(status_dict(current)) if as_json else plain(current))
     return EXIT_DONE
 
 
-def _hear(client: StatusClient, name: str, timeout_s: float) -> str:
-    """What the buffer knows of the member `name`.
+def _describe_member(status: Status, name: str) -> str:
+    """Return a line about the member `name`.
 
     Raises:
         PeerLostError: it is no member.
     """
-    status = client.status(timeout_s)
     for member in status.members:
         if member.name == name:
             return (
@@ -71,18 +81,6 @@ def _hear(client: StatusClient, name: str, timeout_s: float) -> str:
             )
     left = status.departed.get(name)
     raise PeerLostError(f"{name} is no member of the run" + (f": {left}" if left else ""))
-
-
-@click.command()
-@watched_run
-@timeout_option
-@json_option
-def status(broker: str, security: Security, timeout_s: float, as_json: bool) -> int:
-    """Print the state of a run once."""
-    with StatusClient(broker, security) as client:
-        current = client.status(timeout_s)
-    click.echo(json.dumps(status_dict(current)) if as_json else plain(current))
-    return EXIT_DONE
 
 
 @click.command()

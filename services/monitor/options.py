@@ -64,6 +64,5 @@ def _by_flag(name: str) -> bool:
 
 
 # The folder of an operator holds all keys, that of a monitor just its own.
-watched_run = _run_option("monitor", "operator")
 operated_run = _run_option("operator", "monitor")
-pinged_run = _run_option("monitor", "operator", unless=("hub", "relay"))
+checked_run = _run_option("monitor", "operator", unless=("hub", "relay"))

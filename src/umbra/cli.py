@@ -72,7 +72,6 @@ COMMANDS: dict[str, SubCommand] = {
     "report": SubCommand(
         "umbra.deploy.report.command:command", "Write a run as a page, and its timeline."
     ),
-    "ping": SubCommand("umbra.services.monitor.command:ping", "Check that a service answers."),
     "env": SubCommand(
         "umbra.deploy.env_command:command", "Show versions, devices and what is available."
     ),
@@ -113,7 +112,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Begin": ("demo", "init", "config", "doctor", "env", "estimate"),
     "Models and prompts": ("make-task", "make-model", "sft", "check-model"),
     "Run": ("up", "plan", "keys"),
-    "Watch": ("monitor", "status", "ping"),
+    "Watch": ("monitor", "status"),
     "Steer": ("pause", "resume", "checkpoint", "interrupt", "drain"),
     "Look back": ("runs", "chat", "samples", "report", "eval", "export"),
     "Services": ("buffer", "weight-hub", "trainer", "generator", "scorer", "run-agents"),

@@ -168,11 +168,11 @@ def test_figures_for_prometheus() -> None:
         assert line.startswith(("# HELP umbra_", "# TYPE umbra_")) or LINE.fullmatch(line), line
     for expected in (
         'umbra_samples_trained_total{run="run-1"} 80.0',
-        'umbra_member_share{run="run-1",member="generator-0",activity="idle: work"} 0.3',
-        'umbra_push_seconds{run="run-1",receiver="generator-0",phase="wire"} 0.0123',
-        'umbra_curve{run="run-1",name="reward/mean"} 0.875',
+        'umbra_member_share{activity="idle: work",member="generator-0",run="run-1"} 0.3',
+        'umbra_push_seconds{phase="wire",receiver="generator-0",run="run-1"} 0.0123',
+        'umbra_curve{name="reward/mean",run="run-1"} 0.875',
         'umbra_trained_by_staleness_total{run="run-1",staleness="1"} 60.0',
-        'umbra_member_stat{run="run-1",member="generator-0",name="decoded_per_s"} 4321.0',
+        'umbra_member_stat{member="generator-0",name="decoded_per_s",run="run-1"} 4321.0',
         'umbra_up{run="run-1"} 1.0',
     ):
         assert expected in lines

@@ -205,9 +205,9 @@ def test_a_second_up_on_a_folder_is_refused_and_told_who_has_it(project: Path) -
         pass  # whoever had it is gone
 
 
-@pytest.mark.parametrize("command", ["ping", "status", "monitor"])
-def test_nobody_answers(command: str) -> None:
-    done = umbra(None, command, "--broker", "tcp://127.0.0.1:9", "--timeout", "0.2")
+@pytest.mark.parametrize("command", [["status", "--ping"], ["status"], ["monitor"]])
+def test_nobody_answers(command: list[str]) -> None:
+    done = umbra(None, *command, "--broker", "tcp://127.0.0.1:9", "--timeout", "0.2")
     assert done.returncode == 5
     assert done.stderr.startswith(
         "umbra: error: no buffer answers at tcp://127.0.0.1:9 within 0.2 s"
@@ -217,7 +217,7 @@ def test_nobody_answers(command: str) -> None:
 
 @pytest.mark.parametrize("address", ["nowhere", "tcp://127.0.0.1", "http://127.0.0.1:1"])
 def test_an_address_that_is_none(address: str) -> None:
-    done = umbra(None, "ping", "--broker", address)
+    done = umbra(None, "status", "--ping", "--broker", address)
     assert done.returncode == 2
     assert "tcp://host:port" in done.stderr
 

@@ -101,7 +101,7 @@ def test_the_monitor_commands_use_keys(buffer: str, keys: Path, tmp_path: Path) 
     secret = tmp_path / "m" / "monitor.key_secret"
     secret.touch(0o600)
     secret.write_bytes((keys / secret.name).read_bytes())
-    looks = umbra("ping", "--broker", buffer, "--keys", "m", cwd=tmp_path)
+    looks = umbra("status", "--ping", "--broker", buffer, "--keys", "m", cwd=tmp_path)
     assert looks.returncode == 0, looks
     changes = umbra("interrupt", "--broker", buffer, "--keys", "m", cwd=tmp_path)
     assert changes.returncode == 4

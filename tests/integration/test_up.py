@@ -255,7 +255,7 @@ def test_a_run_is_seen_paused_goes_on_and_is_drained(up: Callable[..., UpProcess
         return is_over and len(process.steps()) == status["version"]
 
     process.until(lambda: len(process.steps()) >= 1, "the first step")
-    assert umbra("ping").startswith(f"buffer at {broker} is ready")
+    assert umbra("status", "--ping").startswith(f"buffer at {broker} is ready")
     assert "generator-0" in umbra("monitor", "--once")
     assert "ledger: " in umbra("status")
     assert "umbra resume" in umbra("pause", "--reason", "lunch")

@@ -72,7 +72,7 @@ def test_a_wrong_name_is_refused(
         (["nothing"], "nothing is no run: neither nothing nor runs/nothing is a folder"),
         (["nothing", "--broker", "tcp://h:1"], "RUN nothing and --broker tcp://h:1 both name"),
         (["--hub", "nowhere"], "--hub nowhere: write it as tcp://host:port"),
-        (["--hub", "tcp://h:1", "--member", "trainer"], "a hub knows no members"),
+        (["--hub", "tcp://h:1", "--member", "trainer"], "are different checks: give one"),
     ],
 )
 def test_a_ping_to_nobody(
@@ -84,7 +84,7 @@ def test_a_ping_to_nobody(
 ) -> None:
     monkeypatch.delenv("UMBRA_BROKER", raising=False)
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["ping", *words]) == 2
+    assert cli.main(["status", *words]) == 2
     assert told in capsys.readouterr().err
 
 

@@ -140,7 +140,7 @@ def check_service(plan: Plan, service: dict[str, Any], name: str, volumes: dict[
     assert service["command"] == invocation.command(plan, process, PATHS)
     assert "start_interval" not in service["healthcheck"]  # which needs Docker Engine 25
     assert int(service["logging"]["options"]["max-file"]) > 1
-    assert service["healthcheck"]["test"][:3] == ["CMD", "umbra", "ping"]
+    assert service["healthcheck"]["test"][:3] == ["CMD", "umbra", "status"]
     assert service["env_file"] == ["umbra.env"]
     assert service["cap_drop"] == ["ALL"]
     mounted = {volume["target"]: volume for volume in service["volumes"]}

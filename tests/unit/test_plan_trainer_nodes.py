@@ -224,7 +224,7 @@ def test_all_trainers_come_again_as_often_as_others() -> None:
 
 def test_only_rank_0_is_a_member_whose_health_is_asked() -> None:
     for process in TWO.trainers():
-        assert invocation.health(TWO, process) == ["ping", "--member", "trainer"]
+        assert invocation.health(TWO, process) == ["status", "--member", "trainer"]
 
 
 # -- launchers ------------------------------------------------------------------------------------

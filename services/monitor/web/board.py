@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 
 from umbra.services.monitor.watch import Look, look_dict
-from umbra.services.monitor.web.prometheus import MEDIA_TYPE, prometheus_text
 
 TIMELINE_S = 25.0  # of spans that go to the page
 
@@ -53,7 +52,9 @@ class Board:
         }
 
     def metrics(self) -> dict[str, Resource]:
-        return {"/metrics": Resource(MEDIA_TYPE, self._prometheus)}
+        from prometheus_client import CONTENT_TYPE_LATEST  # few ask for it
+
+        return {"/metrics": Resource(CONTENT_TYPE_LATEST, self._prometheus)}
 
     def _look_json(self) -> bytes:
         with self._lock:
@@ -62,6 +63,8 @@ class Board:
             return self._json
 
     def _prometheus(self) -> bytes:
+        from umbra.services.monitor.web.prometheus import prometheus_text
+
         with self._lock:
             look, lost = self._look, self._lost
         return b"" if look is None else prometheus_text(look, lost=lost)
