@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from umbra.proto.messages import Curves, Rates
 
@@ -17,28 +17,21 @@ SHOWN = (
 
 @dataclass(slots=True)
 class _Stretch:
-    """Sums over consecutive steps."""
+    """The reported values of consecutive steps."""
 
     first: int
     last: int
-    sums: dict[str, float] = field(default_factory=dict[str, float])
-    counts: dict[str, int] = field(default_factory=dict[str, int])
-
-    def add(self, step: int, values: Mapping[str, float]) -> None:
-        self.last = step
-        for name in SHOWN:
-            if name in values:
-                self.sums[name] = self.sums.get(name, 0.0) + values[name]
-                self.counts[name] = self.counts.get(name, 0) + 1
+    sums: dict[str, tuple[float, int]]  # and counts, by name
 
     def join(self, later: _Stretch) -> None:
         self.last = later.last
-        for name, value in later.sums.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value
-            self.counts[name] = self.counts.get(name, 0) + later.counts[name]
+        for name, (value, count) in later.sums.items():
+            before, counted = self.sums.get(name, (0.0, 0))
+            self.sums[name] = before + value, counted + count
 
     def mean(self, name: str) -> float | None:
-        return self.sums[name] / self.counts[name] if name in self.counts else None
+        value, count = self.sums.get(name, (0.0, 0))
+        return value / count if count else None
 
 
 class StepCurves:
@@ -49,30 +42,26 @@ class StepCurves:
         self._length = 1
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
+        own = _Stretch(step, step, {n: (values[n], 1) for n in SHOWN if n in values})
         last = self._stretches[-1] if self._stretches else None
-        if last is None or last.last - last.first + 1 >= self._length:
-            last = _Stretch(step, step)
-            self._stretches.append(last)
-        last.add(step, values)
+        if last is not None and last.last - last.first + 1 < self._length:
+            last.join(own)
+            return
+        self._stretches.append(own)
         if len(self._stretches) > KEPT:
             self._length *= 2
-            pairs = zip(self._stretches[0::2], self._stretches[1::2], strict=False)
-            odd = self._stretches[-1:] if len(self._stretches) % 2 else []
-            joined: list[_Stretch] = []
-            for one, two in pairs:
+            for one, two in zip(self._stretches[0::2], self._stretches[1::2], strict=False):
                 one.join(two)
-                joined.append(one)
-            self._stretches = joined + odd
+            self._stretches = self._stretches[0::2]
 
     def cut(self, step: int) -> None:
         """Forget `step` and what follows, which the trainer repeats."""
         self._stretches = [stretch for stretch in self._stretches if stretch.last < step]
 
     def record(self) -> Curves:
-        stretches = self._stretches
-        values = {name: [stretch.mean(name) for stretch in stretches] for name in SHOWN}
+        values = {name: [one.mean(name) for one in self._stretches] for name in SHOWN}
         return Curves(
-            steps=[stretch.last for stretch in stretches],
+            steps=[stretch.last for stretch in self._stretches],
             values={
                 name: line for name, line in values.items() if any(v is not None for v in line)
             },

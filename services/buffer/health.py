@@ -1,7 +1,7 @@
-"""What a run loses, and whether anything is learned from the rest: events in, warnings out.
+"""Warnings about what a run loses and whether it learns: events in, warnings out.
 
-Shares are of late: over the last `BATCHES` batches' worth of groups or samples, batches or not, so
-that they are known even where no batch ever gets full. `docs/monitor.md` lists names and bounds.
+Recent shares are over the last `BATCHES` batches' worth of groups or samples, so that they are
+known even where no batch ever gets full. `docs/monitor.md` lists names and bounds.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from umbra.proto.messages import RunWarning
 from umbra.proto.records import Trajectory
 from umbra.services.config import RunConfig
 from umbra.services.config.objective_rules import lone_groups
 
-BATCHES = 4  # that "of late" means
+BATCHES = 4  # that are recent
 LEAST_SAMPLES = 16  # in a batch's worth: fewer say nothing
 EQUAL_REWARDS = 0.8  # share of groups from which on there is a warning; so with the next two
 TRUNCATED = 0.2
@@ -54,28 +56,15 @@ class Share:
             self._open = (0, 0)
 
     @property
-    def late(self) -> tuple[int, int]:
-        """Recent hits, and what was seen."""
-        pairs = [*self._parts, self._open]
-        return sum(hits for hits, _ in pairs), sum(seen for _, seen in pairs)
-
-    @property
     def share(self) -> float:
         """Recent; 0 before anything was seen."""
-        hits, seen = self.late
-        return hits / seen if seen else 0.0
+        pairs = [*self._parts, self._open]
+        return sum(hits for hits, _ in pairs) / max(sum(seen for _, seen in pairs), 1)
 
     @property
-    def whole(self) -> float:
-        return self.hits / self.seen if self.seen else 0.0
-
-    @property
-    def begun(self) -> bool:
-        return bool(self._parts)
-
-    @property
-    def full(self) -> bool:
-        return len(self._parts) == BATCHES
+    def batches(self) -> int:
+        """Batches' worth that the recent share covers."""
+        return len(self._parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +98,7 @@ class Health:
         self._groups = Share(max(buffer.batch_groups, LEAST_SAMPLES // buffer.group_size))
         self._answers = Share(samples)
         self._samples = Share(samples)
+        self._shares = dict(zip(SHARES, (self._groups, self._answers, self._samples), strict=True))
         self._faults = Share(samples)  # of the failed samples, those that failed by themselves
         self._rewards: deque[tuple[float, float]] = deque(maxlen=BATCHES)  # least and most
         self._open_rewards: list[float] = []
@@ -156,10 +146,9 @@ class Health:
 
     def figures(self) -> dict[str, float]:
         """Return each of `SHARES`, recent and over the whole run (`<name>/run`)."""
-        shares = (self._groups, self._answers, self._samples)
-        late = {name: one.share for name, one in zip(SHARES, shares, strict=True)}
-        whole = {f"{name}/run": one.whole for name, one in zip(SHARES, shares, strict=True)}
-        return late | whole
+        recent = {name: one.share for name, one in self._shares.items()}
+        whole = {f"{name}/run": one.hits / max(one.seen, 1) for name, one in self._shares.items()}
+        return recent | whole
 
     def look(self, version: int) -> list[RunWarning]:
         """Update the warnings at `version`; return those that are new."""
@@ -170,15 +159,10 @@ class Health:
             if before is None:
                 new.append(warning)
             since = version if before is None else before.since
-            self._raised[name] = RunWarning(
-                name=name, text=warning.text, figures=warning.figures, since=since
-            )
+            self._raised[name] = replace(warning, since=since)
         for name, warning in self._raised.items():
             if name not in held and warning.until < 0:
-                self._raised[name] = RunWarning(
-                    name=name, text=warning.text, figures=warning.figures,
-                    since=warning.since, until=version,
-                )  # fmt: skip
+                self._raised[name] = replace(warning, until=version)
         return new
 
     def warnings(self) -> list[RunWarning]:
@@ -187,23 +171,21 @@ class Health:
 
     def _judge(self) -> str:
         limit = self._config.buffer.max_failed_share
-        if not self._samples.full or self._samples.share <= limit:
+        if self._samples.batches < BATCHES or self._samples.share <= limit:
             return ""
         return (
             f"{self._failed_text()}. That is more than buffer.max_failed_share = {limit:g}, and "
-            "what is left to train on is no fair sample: mend the cause, or raise that share"
+            "the remaining samples are biased: fix the cause, or raise that share"
         )
 
     @property
     def counts(self) -> dict[str, tuple[int, int]]:
         """Hits and seen over the whole run, by share; survive a restart."""
-        shares = (self._groups, self._answers, self._samples)
-        return {name: (one.hits, one.seen) for name, one in zip(SHARES, shares, strict=True)}
+        return {name: (one.hits, one.seen) for name, one in self._shares.items()}
 
     @counts.setter
     def counts(self, before: Mapping[str, tuple[int, int]]) -> None:
-        shares = (self._groups, self._answers, self._samples)
-        for name, share in zip(SHARES, shares, strict=True):
+        for name, share in self._shares.items():
             share.hits, share.seen = before.get(name, (0, 0))
 
     # -- conditions --------------------------------------------------------------------------------
@@ -212,16 +194,16 @@ class Health:
         if text := lone_groups(self._config):
             yield _warning("lone_groups", text, group_size=1)
         yield from self._about_rewards()
-        if self._answers.begun and self._answers.share >= TRUNCATED:
+        if self._answers.batches and self._answers.share >= TRUNCATED:
             yield _warning(
                 "truncated",
-                f"{self._answers.share:.0%} of the answers of late were cut off at a limit on "
+                f"{self._answers.share:.0%} of recent answers were cut off at a limit on "
                 f"tokens (sampling.max_tokens = {self._config.longest_turn}, "
-                "generator.max_context, environment.max_tokens), and what they earned is that of "
-                "an unfinished answer: allow more tokens, or set trainer.overlong_filter",
+                "generator.max_context, environment.max_tokens), and their reward is that of an "
+                "unfinished answer: allow more tokens, or set trainer.overlong_filter",
                 share=self._answers.share,
             )
-        if self._samples.begun and self._samples.share >= FAILED:
+        if self._samples.batches and self._samples.share >= FAILED:
             yield _warning(
                 "failed_samples",
                 f"{self._failed_text()}; above {self._config.buffer.max_failed_share:.0%} the run "
@@ -243,14 +225,14 @@ class Health:
                     reward=least,
                 )
         share = self._groups.share
-        if self._groups.begun and share >= EQUAL_REWARDS:
+        if self._groups.batches and share >= EQUAL_REWARDS:
             remedy = (
                 "they are replaced (buffer.dynamic_sampling), which costs as much generation"
                 if self._config.buffer.dynamic_sampling
-                else "nothing is learned from them; choose prompts that are neither solved nor "
-                "hopeless, a finer reward, or buffer.dynamic_sampling"
+                else "they give no gradient; choose prompts that are neither solved nor hopeless, "
+                "a finer reward, or buffer.dynamic_sampling"
             )
-            text = f"{share:.0%} of the groups of late have equal rewards: {remedy}"
+            text = f"{share:.0%} of recent groups have equal rewards: {remedy}"
             yield _warning("equal_rewards", text, share=share)
 
     def _about_updates(self, version: int) -> Iterator[RunWarning]:
@@ -272,7 +254,7 @@ class Health:
 
     def _failed_text(self) -> str:
         own = self._faults.share
-        text = f"{self._samples.share:.0%} of the samples of late ended as failed"
+        text = f"{self._samples.share:.0%} of recent samples ended as failed"
         if self._samples.share - own >= 0.005:
             text += (
                 f", {own:.0%} by themselves and the others with their group (buffer.straggler = "

@@ -21,6 +21,10 @@ DEPARTED_KEPT = 1024  # names and incarnations that are remembered after their e
 BEATS_PER_S = 64  # heartbeats of all members together, about: each costs as much as a trajectory
 BEATS_UNTIL_DEAD = 3  # but so many of a member have to be missing until it counts as dead
 SINGLE: tuple[Role, ...] = ("trainer", "weight_hub")  # roles of which a run has one
+TOLD = (
+    "name", "role", "incarnation", "pid", "host", "state", "activity", "progress", "idle_s",
+    "stats", "shares",
+)  # fmt: skip
 NEEDED: tuple[Role, ...] = (*SINGLE, "part")  # of which it can spare none
 
 
@@ -57,18 +61,8 @@ class Participant:
 
     def record(self, now: float) -> Member:
         return Member(
-            name=self.name,
-            role=self.role,
-            incarnation=self.incarnation,
-            pid=self.pid,
-            host=self.host,
-            state=self.state,
-            activity=self.activity,
-            progress=self.progress,
-            idle_s=self.idle_s,
+            **{name: getattr(self, name) for name in TOLD},
             silent_s=now - self.heard_at,
-            stats=dict(self.stats),
-            shares=dict(self.shares),
             progress_per_s=0.0 if self.meter is None else self.meter.rate(now),
         )
 

@@ -52,7 +52,7 @@ def test_a_run_in_which_too_many_samples_fail_ends_with_the_reason(
     summary = process.finish()
     assert process.popen.returncode == summary["exit_code"] == 8, process.lines
     reason = summary["exit_reason"]
-    assert re.search(r"\d+% of the samples of late ended as failed, \d+% by themselves", reason)
+    assert re.search(r"\d+% of recent samples ended as failed, \d+% by themselves", reason)
     assert "raised KeyError: " in reason and "no answer in " in reason
     assert re.search(r"\(for example sample s-\d+ of prompt \d+\)", reason)
     assert "more than buffer.max_failed_share = 0.5" in reason

@@ -54,17 +54,17 @@ def held(watcher: Health, version: int = 1) -> dict[str, RunWarning]:
 
 def test_a_share_is_of_the_last_batches_and_of_the_whole_run() -> None:
     share = Share(10)
-    assert (share.share, share.whole, share.begun, share.full) == (0.0, 0.0, False, False)
+    assert (share.share, share.batches) == (0.0, 0)
     for _ in range(BATCHES):
-        assert not share.full
+        assert share.batches < BATCHES
         share.add(10, 10)
-    assert share.full and share.share == 1.0
+    assert share.batches == BATCHES and share.share == 1.0
     share.add(0, 5)
     assert share.share == pytest.approx(40 / 45), "what has come since counts, too"
     for _ in range(BATCHES):
         share.add(0, 10)
     assert share.share == 0.0, "what is older does not count any more"
-    assert share.whole == pytest.approx(40 / 85)
+    assert share.hits / share.seen == pytest.approx(40 / 85)
 
 
 def test_groups_with_equal_rewards() -> None:
@@ -78,7 +78,7 @@ def test_groups_with_equal_rewards() -> None:
         watcher.group([0.0] * 4)
     found = held(watcher, 7)["equal_rewards"]
     assert found.figures == {"share": 0.875} and found.since == 7
-    assert "88% of the groups" in found.text and "buffer.dynamic_sampling" in found.text
+    assert "88% of recent groups" in found.text and "buffer.dynamic_sampling" in found.text
     assert "constant_reward" not in held(watcher)
     for _ in range(16):
         watcher.group([0.0, 1.0, 0.0, 0.0])
@@ -123,9 +123,7 @@ def test_answers_that_are_cut_off() -> None:
         watcher.answered(trajectory(task, 0, finish_reason=reason))
     found = held(watcher)["truncated"]
     assert found.figures == {"share": 0.25}
-    assert found.text.startswith(
-        "25% of the answers of late were cut off at a limit on tokens (samp"
-    )
+    assert found.text.startswith("25% of recent answers were cut off at a limit on tokens (samp")
     assert watcher.answers == 16
 
 
@@ -138,7 +136,7 @@ def test_failures_have_their_most_frequent_reason_and_an_example() -> None:
         watcher.failed(failure(number, f"reward raised ValueError: {text} is no number"))
     found = held(watcher)["failed_samples"]
     assert found.figures == {"share": pytest.approx(12 / 44), "own": pytest.approx(3 / 44)}
-    assert "27% of the samples of late ended as failed, 7% by themselves" in found.text
+    assert "27% of recent samples ended as failed, 7% by themselves" in found.text
     assert (
         "most often (2 of the last 3): reward raised ValueError: 'zzz' is no number (for example "
         "sample s-3 of prompt p3)" in found.text
@@ -152,7 +150,7 @@ def test_too_many_failures_end_the_run_once_four_batches_are_known() -> None:
         watcher.failed(failure(number))
         assert not watcher.verdict
     watcher.failed(failure(15))
-    assert watcher.verdict.startswith("100% of the samples of late ended as failed, 25% by them")
+    assert watcher.verdict.startswith("100% of recent samples ended as failed, 25% by them")
     assert "reward raised KeyError: 'x' (for example sample s-15 of prompt p15)" in watcher.verdict
     assert "more than buffer.max_failed_share = 0.5" in watcher.verdict
 

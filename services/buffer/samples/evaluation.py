@@ -1,18 +1,17 @@
-"""Evaluations within a run: samples of held-out prompts, all tokens of them of one policy version.
+"""Evaluations within a run: samples of held-out prompts, all of one policy version.
 
-They have a pool and a ledger of their own, and go before training samples. A group of them is one
-sample, or all of a prompt where these are scored at once. An evaluation is due
-every `eval.every` versions, and with `eval.at_start` when a generator first asks for work. It is
-pinned to the version of the first generator that asks for work and serves at least that: just the
-one that is due in mode "pause", in which nothing else is handed out until it is done, so that the
-version stays; in mode "concurrent" it may be a later one, if no generator happened to load the one
-that is due.
+They have a pool and a ledger of their own, and go before training samples. A group is one sample,
+or all of a prompt where these are scored at once. An evaluation is due every `eval.every` versions,
+and with `eval.at_start` when a generator first asks for work. It is pinned to the version of the
+first generator that asks for work and serves at least that. In mode "pause" that is the version
+that is due, since no training samples are leased until it is done; in mode "concurrent" it may be
+a later one.
 
-In mode "concurrent" the trainer goes on, and a generator puts newer weights off while it has pinned
-samples, or is told that more of them wait for it: the trainer never waits, the hub skips what was
-overtaken meanwhile, and `eval.timeout_s` is the bound. Should every generator serve newer weights
-nevertheless (the one with the samples has died, say), the evaluation begins again, pinned anew. So
-it ends with all its samples, or as overdue, and never with a part because training was faster.
+In mode "concurrent" a generator defers newer weights while it has pinned samples, or more of them
+wait for it, at most for `eval.timeout_s`; the trainer never waits. If every generator serves newer
+weights nevertheless (the one with the samples has died, say), the evaluation restarts, pinned to
+another version. So it ends with all its samples or as overdue, never with a part because training
+was faster.
 """
 
 from __future__ import annotations
@@ -77,14 +76,11 @@ class EvalAnswers(Submissions):
 
 
 class Evaluations:
-    """Begins evaluations, hands out their samples and reports what comes of them.
+    """Begins evaluations, leases their samples and reports the scores.
 
     Args:
         pool: of eval samples alone.
-        journal: keeps the pool.
-        config: `[eval]`.
         prompts: held-out ones; empty if there are no evaluations.
-        members: tells which generators there are.
     """
 
     def __init__(
@@ -109,7 +105,7 @@ class Evaluations:
         self.open: OpenEvaluation | None = None  # the one under way
         self._begun_at = 0.0
         self._asked = False  # somebody wants one now
-        self._over = False  # the run is; one that is gone on with begins what is due anew
+        self._over = False  # run finished; a resumed run restarts any evaluation that is due
         self._serving: dict[str, int] = {}  # version that each generator serves
 
     @property
@@ -181,21 +177,14 @@ class Evaluations:
         return self._is_for(version) and self.pool.next_queued() is not None
 
     def stuck(self, now: float, stall_s: float) -> list[Stuck]:
-        if self.open is None or now - self._begun_at <= stall_s:
+        age_s = now - self._begun_at
+        if self.open is None or age_s <= stall_s:
             return []
         report = self._report(self.open)
-        missing = report.samples - report.answered - sum(report.ended.values())
-        what = f"evaluation of version {report.version}: {missing} samples are missing"
-        holders = sorted(self.pool.held) or ["nobody"]
-        left_s = self._config.timeout_s - (now - self._begun_at)
-        return [
-            Stuck(
-                what=what,
-                holder=", ".join(holders),
-                age_s=now - self._begun_at,
-                action=f"the rest ends as overdue in {max(left_s, 0):.0f} s",
-            )
-        ]
+        what = f"evaluation of version {report.version}: {_missing(report)} samples are missing"
+        action = f"the rest ends as overdue in {max(self._config.timeout_s - age_s, 0):.0f} s"
+        holder = ", ".join(sorted(self.pool.held)) or "nobody"
+        return [Stuck(what=what, holder=holder, age_s=age_s, action=action)]
 
     def cancel(self) -> None:
         """End the evaluation under way and begin no other."""
@@ -203,8 +192,7 @@ class Evaluations:
         if self.open is not None:
             report = self._report(self.open)
             self._end_all("cancelled")
-            missing = report.samples - report.answered - sum(report.ended.values())
-            ended = Counter(report.ended) + Counter(cancelled=missing)
+            ended = Counter(report.ended) + Counter(cancelled=_missing(report))
             self.reports.append(replace(report, ended=dict(ended)))
             self.open = None
 
@@ -336,3 +324,7 @@ class Evaluations:
             accuracy=sum(ready) / max(counted, 1),
             scores=eval_scores(rewards, self._config.samples_per_prompt),
         )
+
+
+def _missing(report: EvalReport) -> int:
+    return report.samples - report.answered - sum(report.ended.values())

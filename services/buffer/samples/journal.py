@@ -1,16 +1,14 @@
-"""Writes what changed into the store, and builds the broker's state from it after a restart.
+"""Groups and batches in the store: written when they change, read back after a restart.
 
-It is state that is written, not events: for every group that an event has touched, its fields and
-those of its samples as they are now. So nothing that a rule of the state machine does can be
-forgotten here. The samples of a group are leased, answered and trained together more often than
-not, and most of what a record costs is the same for one sample as for eight.
+State is written, not events: every group that changed, with its samples, as it is now. So no rule
+of the state machine can be forgotten here.
 
     run             what must not change: run id, sizes; where the sockets were bound
     now             counts, versions, the ledger, the position in the prompts
     m/<member>      who has joined
     g/<group>       fields of a live group and of its samples
     r/<group>       its prompt row, and the names of its samples
-    t/<sample>      trajectory of a sample, as it came (see `samples.trajectory_store`)
+    t/<sample>      trajectory of a sample, as it came (`samples.trajectories`)
     x/<sample>/<stage>  its score in that stage, as it came
     b/<step>        a batch: formed, or committed and kept for a trainer that starts again
     c/<name>        how often a prompt failed (buffer.prompt_attempts)
@@ -37,7 +35,7 @@ _REQUIRED = object()
 
 
 def _kept(cls: type[Any], *left_out: str) -> list[tuple[str, Any]]:
-    """Names and defaults of the fields that are kept."""
+    """Return names and defaults of the stored fields."""
 
     def default(field: Field[Any]) -> Any:
         if field.default_factory is not MISSING:
@@ -48,7 +46,7 @@ def _kept(cls: type[Any], *left_out: str) -> list[tuple[str, Any]]:
 
 
 def _record(name: str, kept: list[tuple[str, Any]], *more: str) -> type[msgspec.Struct]:
-    """A struct of `kept` and then `more` fields; those that have their defaults are left out."""
+    """Return a struct of `kept` and then `more` fields; defaults are left out."""
     required = [(name, Any) for name, default in kept if default is _REQUIRED]
     others = [(name, Any, default) for name, default in kept if default is not _REQUIRED]
     more_fields = [(name, Any, None) for name in more]
@@ -62,18 +60,17 @@ _GROUP = _kept(Group, "prompt", "samples", "ready", "first_ready_at")
 _GroupRecord = _record("_GroupRecord", _GROUP, "prompt", "samples")
 _group_values = attrgetter(*(name for name, _ in _GROUP))
 
-# Fields that go with a trajectory.
+# Fields that are reset with a lost trajectory.
 _MADE = ("oldest", "state", "stage", "segments", "reward", "reward_parts", "holder")
 
 
 def group_record(group: Group) -> msgspec.Struct:
-    """The plain fields of `group` and of its samples that differ from their defaults."""
     samples = [_SampleRecord(*_sample_values(sample)) for sample in group.samples]
     return _GroupRecord(*_group_values(group), group.prompt.prompt_id, samples)
 
 
 def make_group(record: dict[str, Any], row: dict[str, Any] | None = None) -> Group:
-    """The group that `group_record` has described; without a `row`, that of its prompt is gone."""
+    """Build a group from its record; without a `row`, that of its prompt is gone."""
     values = {k: v for k, v in record.items() if k not in ("prompt", "samples")}
     group = Group(prompt=Prompt(record["prompt"], row or {}), **values)
     for sample in record["samples"]:
@@ -84,14 +81,14 @@ def make_group(record: dict[str, Any], row: dict[str, Any] | None = None) -> Gro
 
 
 def is_whole(sample: Mapping[str, Any], trajectories: Mapping[str, int]) -> bool:
-    """Whether all is there that the record of a sample speaks of: trajectory and scores."""
+    """True if the store has the trajectory and the scores that the record of a sample names."""
     if sample.get("oldest") is None:
         return True
     return trajectories.get(sample["sample_id"], -1) >= sample.get("stage", 0)
 
 
 class Journal:
-    """The state of one `pool` in `store`, but for the batches, which are `archive`'s."""
+    """The groups of one `pool` in `store`, and plain values."""
 
     def __init__(self, store: Store, pool: SamplePool) -> None:
         self.store = store
@@ -99,18 +96,17 @@ class Journal:
         self._issued: set[str] = set()  # groups whose prompt row is in the store
 
     def write(self, key: str, value: Any) -> None:
-        """Set `key` to the plain `value`."""
         self.store.put(key, _encode(value))
 
     def read(self, key: str) -> Any:
-        """The plain value of `key`; None if there is none."""
+        """Return the plain value of `key`; None if there is none."""
         try:
             return _decode(self.store.get(key))
         except KeyError:
             return None
 
     def save(self) -> bool:
-        """Write down the groups that have changed; whether there were any."""
+        """Store the groups that have changed; False if there were none."""
         changed, self._pool.changed = self._pool.changed, {}
         for key, group in changed.items():
             if self._pool.is_alive(group):
@@ -124,11 +120,11 @@ class Journal:
         return bool(changed)
 
     def load(self, *, mend: bool) -> tuple[list[Group], list[str]]:
-        """All live groups in the order of their issue, and what had to be mended.
+        """Return all live groups in order of issue, and what had to be mended.
 
         Args:
-            mend: the store was repaired: groups of which a record is lost are given up, and
-                trajectories that are lost are made again.
+            mend: after a repair: give up groups of which a record is lost, and generate lost
+                trajectories again.
 
         Raises:
             StoreError: something is missing from a store that was not repaired.
@@ -162,28 +158,26 @@ class Journal:
         return groups, mended
 
     def forget(self, group_id: str) -> None:
-        """The group is not live; its trajectories are left."""
+        """Drop the record of a group that is not live."""
         self._issued.discard(group_id)
         self.store.delete(f"g/{group_id}")
         self.store.delete(f"r/{group_id}")
 
     def _give_up(self, group_id: str, samples: Sequence[str], why: str) -> str:
-        """A repair has taken a part of the group away; what is to be told of that."""
+        """End a group of which a repair has lost a part; return the sentence for people."""
         self.forget(group_id)
         for name in samples:
             self.drop_trajectory(name)
         return f"group {group_id} ends as lost, with {', '.join(samples)}: {why}"
 
     def trajectories(self) -> dict[str, int]:
-        """The samples of the pool that the store has a trajectory of: see `TrajectoryStore`."""
+        """Return how many stages are scored, by sample with a trajectory."""
         return self._pool.trajectory_store.scored(self._pool.prefix + "s-")
 
     def drop_trajectory(self, sample_id: str) -> None:
-        """Forget what there is of a sample that is not live."""
         self._pool.trajectory_store.drop(sample_id)
 
     def _ids(self, kind: str) -> Iterable[str]:
-        """Of the groups in records of one kind, those of the journal's own pool."""
         prefix = f"{kind}{self._pool.prefix}g-"
         return (key.removeprefix(kind) for key in self.store.keys(prefix))
 
@@ -199,7 +193,6 @@ class StoredBatch:
 
     @property
     def sample_ids(self) -> list[str]:
-        """Its samples, in order."""
         return [sample.sample_id for group in self.groups for sample in group.samples]
 
 
