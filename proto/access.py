@@ -19,12 +19,10 @@ from umbra.proto.messages import (
     WEIGHTS,
     AcquireSlot,
     BatchLease,
-    Buckets,
     CheckpointRequest,
     CheckpointSaved,
     CommitBatch,
     Committed,
-    Credit,
     DrainRequest,
     EvalRequest,
     Event,
@@ -113,7 +111,6 @@ SENDERS: dict[type[Message], tuple[KeyRole, ...]] = {
     Committed: RECEIVERS,
     HubStatusRequest: ANYONE,
     FetchBuckets: RECEIVERS,
-    Credit: RECEIVERS,
     Event: MEMBERS,
 }
 
@@ -153,7 +150,6 @@ HEADER_BYTES = 4 << 10
 COMMON_BYTES = 64 << 10
 SUBMIT_BYTES = 32 << 20  # one trajectory of the most tokens fits, and thousands of usual ones
 SUBSCRIPTION_BYTES = 1 << 10  # what a handshake needs; a topic is far shorter
-RAW_BYTES = 64 << 20  # a raw frame
 LEASE_BYTES = 256 << 20  # what a client is given to work on
 MOST_BYTES = 1 << 30  # any frame: a batch, whose tokens may have hundreds of bytes of routing each
 
@@ -182,7 +178,6 @@ LARGE: dict[type[Message], int] = {
     Prepare: 1 << 20,
     HubStatus: 4 << 20,
     FetchBuckets: 4 << 20,
-    Buckets: 1 << 20,
     Event: 256 << 10,
 }
 

@@ -1,4 +1,4 @@
-"""Messages to frames and back: `[header][body][raw frame]*`, MessagePack, all of it bounded.
+"""Messages to frames and back: `[header][body]`, MessagePack, all of it bounded.
 
 Decoding never raises anything but `WireError`, whatever the bytes. A frame's size is looked at
 first (`sizes.py`), and then each value is checked while it is read (`bounds.py`), before the next
@@ -16,7 +16,7 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 import msgspec.inspect
 
-from umbra.proto.access import HEADER_BYTES, RAW_BYTES, SUBMIT_BYTES, body_bytes
+from umbra.proto.access import HEADER_BYTES, SUBMIT_BYTES, body_bytes
 from umbra.proto.bounds import SUBMITTED
 from umbra.proto.errors import LimitError, WireError
 from umbra.proto.messages import TYPES, Header, Message, Nack
@@ -39,11 +39,10 @@ class _HeaderVersion(msgspec.Struct):
 
 
 class Envelope(msgspec.Struct, frozen=True, gc=False):
-    """A decoded message with its header; `raw` are the frames after the body, as they came."""
+    """A decoded message with its header."""
 
     header: Header
     body: Message
-    raw: Sequence[Frame] = ()
 
 
 class Encoder:
@@ -79,8 +78,8 @@ class Encoder:
         return self._next_id, frames
 
 
-def decode(frames: Sequence[Frame], raw: Sequence[Frame] = ()) -> Envelope:
-    """The message in `frames`; raw frames may be among them, or apart in `raw`.
+def decode(frames: Sequence[Frame]) -> Envelope:
+    """The message in `frames`.
 
     Raises:
         WireError: not a message of this protocol; `path` and `code` tell what is wrong.
@@ -88,7 +87,7 @@ def decode(frames: Sequence[Frame], raw: Sequence[Frame] = ()) -> Envelope:
     """
     header = decode_header(frames)
     kind = kind_of(header)
-    return decode_body(header, kind, frames, body_bytes(kind), raw)
+    return decode_body(header, kind, frames, body_bytes(kind))
 
 
 def decode_header(frames: Sequence[Frame]) -> Header:
@@ -124,20 +123,13 @@ def decode_body(
     kind: type[Message],
     frames: Sequence[Frame],
     most_bytes: int,
-    raw: Sequence[Frame] = (),
 ) -> Envelope:
     """The rest of `decode`, for those who look at the header first; `most_bytes` of the body."""
     if len(frames[1]) > most_bytes:
         raise LimitError(f"{header.type} of {len(frames[1])} bytes, at most {most_bytes}")
-    raw = (*frames[2:], *raw)
-    if raw and any(len(frame) > RAW_BYTES for frame in raw):
-        raise LimitError(f"a raw frame of more than {RAW_BYTES} bytes")
-    body = _decode(frames[1], kind)
-    if len(raw) != body.raw_frames():
-        raise WireError(
-            f"{header.type}: expected {body.raw_frames()} raw frames, got {len(raw)}", code="frames"
-        )
-    return Envelope(header, body, raw)
+    if len(frames) > 2:
+        raise WireError(f"{header.type}: expected 2 frames, got {len(frames)}", code="frames")
+    return Envelope(header, _decode(frames[1], kind))
 
 
 def nack(error: WireError) -> Nack:

@@ -50,10 +50,8 @@ from umbra.proto.weights import (
     AcquireSlot,
     ArenaReady,
     BucketPort,
-    Buckets,
     Commit,
     Committed,
-    Credit,
     FetchBuckets,
     HoldArena,
     HubStatus,
@@ -513,7 +511,7 @@ WEIGHTS: tuple[type[Message], ...] = (
     PartState, HoldArena, OfferSlot, Subscribe, Subscribed,
     Prepare, Ready, Commit, Committed, Abort, HubStatusRequest, HubStatus,
 )  # fmt: skip
-BUCKETS: tuple[type[Message], ...] = (FetchBuckets, Credit, Buckets, BucketPort)
+BUCKETS: tuple[type[Message], ...] = (FetchBuckets, BucketPort)
 TELEMETRY: tuple[type[Message], ...] = (Event,)
 ANY: tuple[type[Message], ...] = (Ok, Nack)
 

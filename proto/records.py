@@ -335,20 +335,6 @@ class Manifest(Record, frozen=True, kw_only=True):
     adapter: AdapterFacts | None = None
 
 
-class Piece(Record, frozen=True, kw_only=True):
-    """What one raw frame of `Buckets` holds: a part of a bucket, or a way to it from a base.
-
-    Buckets are named by their contents (xxh3-64), never by a version. With `base` 0 the frame holds
-    the bytes from `offset` of the bucket; else a delta from the content `base` to the content
-    `result`. Where several deltas lead to a bucket, they come one after another.
-    """
-
-    bucket: int
-    result: int
-    base: int = 0
-    offset: int = 0
-
-
 class GpuFacts(Record, frozen=True, kw_only=True):
     """What must agree before two processes enter NCCL together, and which GPU this one has.
 
@@ -464,10 +450,6 @@ class Message(Record, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         keep_to_bounds(self)
-
-    def raw_frames(self) -> int:
-        """How many raw frames follow the body."""
-        return 0
 
 
 class Order(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):

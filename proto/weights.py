@@ -18,7 +18,7 @@ from umbra.proto.bounds import (
     Size,
     Text,
 )
-from umbra.proto.records import GpuFacts, Manifest, Message, NcclRound, Piece
+from umbra.proto.records import GpuFacts, Manifest, Message, NcclRound
 
 # -- weights socket (hub: ROUTER) ---------------------------------------------------------------
 
@@ -222,34 +222,14 @@ class FetchBuckets(Message, frozen=True, kw_only=True):
     bases: Annotated[
         list[Annotated[list[int], Meta(max_length=BUCKETS)]], Meta(max_length=COPIES)
     ] = []
-    frame_bytes: int  # at most, in one message
-    credit_bytes: int  # that may be under way unacknowledged
-    # Of a connection of their own, on which they are sent as records; None = on this socket.
-    key: Annotated[bytes, Meta(max_length=KEY_BYTES)] | None = None
+    frame_bytes: int  # at most, in one record
+    key: Annotated[bytes, Meta(max_length=KEY_BYTES)]  # of the connection for this order
     encrypt: bool = True
 
 
 class BucketPort(Message, frozen=True, kw_only=True):
-    """To a receiver that gave a key: connect to this port of the same host for what it ordered."""
+    """To a receiver: connect to this port of the same host for what it ordered."""
 
     number: int
     port: int
     encrypted: bool = True
-
-
-class Credit(Message, frozen=True, kw_only=True):
-    """A receiver has used up `credit_bytes` of what it fetches; one way."""
-
-    number: int
-    credit_bytes: int
-
-
-class Buckets(Message, frozen=True, kw_only=True):
-    """To a receiver: pieces of what it fetches; one raw frame follows for each."""
-
-    number: int
-    pieces: Annotated[list[Piece], Meta(max_length=BATCH)]
-
-    def raw_frames(self) -> int:
-        """One per piece."""
-        return len(self.pieces)

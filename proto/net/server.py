@@ -242,15 +242,10 @@ class Server:
                 self._forget_oldest()
         self._send(self._by_name[request.channel], request.identity, frames)
 
-    def push(
-        self, channel: str, identity: bytes, body: Message, raw: Sequence[bytes | memoryview] = ()
-    ) -> bool:
-        """Send `body` unasked; False when the peer cannot be reached now.
-
-        `raw` frames are not copied: their memory must stay until they are sent.
-        """
+    def push(self, channel: str, identity: bytes, body: Message) -> bool:
+        """Send `body` unasked; False when the peer cannot be reached now."""
         _, frames = self._encoder.encode(body)
-        return self._send(self._by_name[channel], identity, frames, raw)
+        return self._send(self._by_name[channel], identity, frames)
 
     def waker(self) -> Callable[[], None]:
         """A function that ends a `poll` under way early, from any thread, until `close`."""
@@ -419,12 +414,11 @@ class Server:
         channel: _BoundChannel,
         identity: bytes,
         frames: list[bytes],
-        raw: Sequence[bytes | memoryview] = (),
     ) -> bool:
         try:
             # Only frames of 64 KiB and more are sent without a copy (zmq.COPY_THRESHOLD).
-            copy = not raw and _size(frames) < ZERO_COPY_BYTES
-            *first, last = [identity, *frames, *raw]
+            copy = _size(frames) < ZERO_COPY_BYTES
+            *first, last = [identity, *frames]
             for frame in first:
                 channel.socket.send(frame, MORE, copy)
             channel.socket.send(last, NOBLOCK, copy)

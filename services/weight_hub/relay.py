@@ -26,12 +26,12 @@ from umbra.proto.net.io_thread import IoThread
 from umbra.proto.net.keys import OPEN, Security
 from umbra.proto.net.server import Server
 from umbra.proto.net.session import Session
-from umbra.proto.records import Piece
 from umbra.services.config import WeightHubConfig as WeightHubConfig
 from umbra.services.process.metrics import MetricsFile
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.manifest import held_whole
+from umbra.services.weights.planes.bucket_records import Piece
 from umbra.services.weights.planes.bucket_store import BucketStore, Delta
 from umbra.services.weights.planes.gpu import GpuReceiving
 from umbra.services.weights.planes.nccl import NcclReceiver

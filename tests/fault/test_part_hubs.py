@@ -26,8 +26,8 @@ from umbra.services.weight_hub.part import PartHub
 from umbra.services.weight_hub.relay import Relay
 from umbra.services.weights.manifest import owned_ranges
 from umbra.services.weights.planes import tcp
+from umbra.services.weights.planes.bucket_fetch import BucketSource, Transfer
 from umbra.services.weights.planes.receiving import StagedPlanes
-from umbra.services.weights.planes.transfer import BucketSource, Transfer
 from umbra.services.weights.publisher import Publisher
 from umbra.services.weights.receiver import Receiver
 

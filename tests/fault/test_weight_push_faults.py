@@ -23,11 +23,10 @@ from umbra.proto.messages import BucketPort, Prepare, Subscribed
 from umbra.proto.net.io_thread import IoThread
 from umbra.proto.net.keys import Security
 from umbra.services.weights.arena import SHM, Arena
-from umbra.services.weights.planes.bucket_connection import BucketConnection
+from umbra.services.weights.planes.bucket_fetch import BucketConnection, BucketSource
 from umbra.services.weights.planes.plane import Receipt, ReceiverEnd, Receiving
 from umbra.services.weights.planes.receiving import StagedPlanes
 from umbra.services.weights.planes.tcp import TcpReceiver
-from umbra.services.weights.planes.transfer import BucketSource
 from umbra.services.weights.publisher import Publisher
 from umbra.services.weights.receiver import Receiver
 
@@ -136,14 +135,11 @@ class _WatchedEnd:
 
 
 class Detour(StagedPlanes):
-    """A `TcpReceiver` whose buckets come through a proxy which spoils one byte.
+    """A `TcpReceiver` whose buckets come through a proxy which spoils one byte."""
 
-    Without `apart` they come over the socket, as from a hub that knows no connections for them.
-    """
-
-    def __init__(self, mode: str, at: int, apart: bool) -> None:
+    def __init__(self, mode: str, at: int) -> None:
         super().__init__(["tcp"], frame_bytes=8192, connections=1)
-        self._mode, self._at, self._apart = mode, at, apart
+        self._mode, self._at = mode, at
         self.taken: list[Receipt] = []
         self._proxy: subprocess.Popen[str] | None = None
         self._port = 0
@@ -155,21 +151,14 @@ class Detour(StagedPlanes):
         source = self._real._sources[0, 0] = BucketSource(name, security)
         connect = source.open
 
-        def detour(place: BucketPort, key: bytes, credit_bytes: int) -> BucketConnection:
-            assert self._apart
+        def detour(place: BucketPort, key: bytes) -> BucketConnection:
             port = self._through(f"127.0.0.1:{place.port}")
-            return connect(msgspec.structs.replace(place, port=port), key, credit_bytes)
+            return connect(msgspec.structs.replace(place, port=port), key)
 
         source.open = detour  # type: ignore[method-assign]
         return self
 
     def receive(self, message: Prepare) -> Receiving:
-        if not self._apart:
-            port = self._through(message.source.removeprefix("tcp://"))
-            message = msgspec.structs.replace(message, source=f"tcp://127.0.0.1:{port}")
-            source = self._real._sources[0, 0]
-            source.connect(message.source)
-            source.apart = False
         self.taken.append((yield from self._real.receive(message)))
         return self.taken[-1]
 
@@ -312,14 +301,13 @@ def test_a_bucket_that_is_wrong_in_shared_memory_is_never_served(
     generator.until(one.publish())
 
 
-@pytest.mark.parametrize("apart", [True, False])
 @pytest.mark.parametrize("mode", ["flip", "cut"])
 def test_what_is_spoiled_on_the_wire_is_fetched_again(
-    world: Callable[..., World], mode: str, apart: bool
+    world: Callable[..., World], mode: str
 ) -> None:
     one = world("tcp")
     size = one.policy.manifest.total_bytes
-    detour = Detour(mode, size // 2, apart)
+    detour = Detour(mode, size // 2)
     generator = one.generator("gen-0", detour)
     for _ in range(3):
         generator.until(one.publish())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 
@@ -15,20 +16,20 @@ from umbra.proto.deadline import LEAST_RATE, Pace
 from umbra.proto.errors import StartupError, UsageError, WireError
 from umbra.proto.messages import FetchBuckets
 from umbra.proto.net.zap import Refusals
-from umbra.proto.records import Piece
 from umbra.services.weights.manifest import build_manifest, checksums
-from umbra.services.weights.planes import bucket_door
-from umbra.services.weights.planes.bucket_connection import BrokenError, BucketConnection, Came
-from umbra.services.weights.planes.bucket_door import BucketDoor, Errand
+from umbra.services.weights.planes import bucket_server
+from umbra.services.weights.planes.bucket_fetch import BrokenError, BucketConnection, Received
 from umbra.services.weights.planes.bucket_records import (
     HEAD,
     TICKET_BYTES,
+    Piece,
     pack_head,
     seal_of,
     ticket,
     unpack_head,
 )
-from umbra.services.weights.planes.bucket_store import BucketStore, Outbox
+from umbra.services.weights.planes.bucket_server import BucketConnections, BucketOrder
+from umbra.services.weights.planes.bucket_store import BucketStore
 
 LAYOUT = build_manifest([("a", "BF16", [300, 1024])], 1 << 18)
 COUNT = len(LAYOUT.buckets)
@@ -48,43 +49,45 @@ def refusals() -> Refusals:
 
 
 @pytest.fixture
-def door(refusals: Refusals) -> Iterator[BucketDoor]:
-    door = BucketDoor("tcp://127.0.0.1:*", PACE, refusals)
+def door(refusals: Refusals) -> Iterator[BucketConnections]:
+    door = BucketConnections("tcp://127.0.0.1:*", PACE, refusals)
     yield door
     door.close()
 
 
 def ordered(
-    door: BucketDoor,
+    door: BucketConnections,
     key: bytes = KEY,
     *,
     keyed: bool = True,
     encrypted: bool = True,
     who: bytes = b"me",
     offered: bool = True,
+    valid_s: float = 60.0,
 ) -> BucketStore:
     """An order for all buckets, of which there are none if they are not `offered`."""
-    store = BucketStore(LAYOUT, door.look)
+    store = BucketStore(LAYOUT, door.notify)
     if offered:
         store.offer(0, DATA, SUMS)
-    outbox = Outbox(COUNT, store.parts)
     message = FetchBuckets(
-        number=1, wanted=list(range(COUNT)), contents=SUMS, frame_bytes=1 << 17, credit_bytes=1
+        number=1, wanted=list(range(COUNT)), contents=SUMS, frame_bytes=1 << 17, key=key
     )
-    outbox.order(who, message)
     seal = seal_of(key, keyed=keyed, encrypted=encrypted)
-    door.expect(key, Errand(who, outbox, 1, seal, 1 << 20))
+    valid_until = time.monotonic() + valid_s
+    door.expect(BucketOrder(who, message, store, seal, ticket(key), valid_until))
     return store
 
 
 def connected(
-    door: BucketDoor, key: bytes = KEY, *, keyed: bool = True, encrypted: bool = True
+    door: BucketConnections, key: bytes = KEY, *, keyed: bool = True, encrypted: bool = True
 ) -> BucketConnection:
     seal = seal_of(key, keyed=keyed, encrypted=encrypted)
-    return BucketConnection("127.0.0.1", door.port, key, seal, 0.05, 1 << 20)
+    return BucketConnection(("127.0.0.1", door.port), key, seal)
 
 
-def next_of(connection: BucketConnection, room: Callable[[Piece, int], memoryview | None]) -> Came:
+def next_of(
+    connection: BucketConnection, room: Callable[[Piece, int], memoryview | None]
+) -> Received:
     steps = connection.next(room)
     while True:
         try:
@@ -115,7 +118,7 @@ class Memory:
 
 @WAYS
 def test_all_that_was_ordered_comes_and_then_the_end(
-    door: BucketDoor, refusals: Refusals, keyed: bool, encrypted: bool
+    door: BucketConnections, refusals: Refusals, keyed: bool, encrypted: bool
 ) -> None:
     ordered(door, keyed=keyed, encrypted=encrypted)
     with closing(connected(door, keyed=keyed, encrypted=encrypted)) as connection:
@@ -128,7 +131,9 @@ def test_all_that_was_ordered_comes_and_then_the_end(
 
 
 @WAYS
-def test_what_comes_later_is_sent_then(door: BucketDoor, keyed: bool, encrypted: bool) -> None:
+def test_what_comes_later_is_sent_then(
+    door: BucketConnections, keyed: bool, encrypted: bool
+) -> None:
     store = ordered(door, keyed=keyed, encrypted=encrypted, offered=False)
     with closing(connected(door, keyed=keyed, encrypted=encrypted)) as connection:
         assert next(connection.next(nowhere)) is None, "nothing came, and nobody waits for ever"
@@ -141,7 +146,9 @@ def test_what_comes_later_is_sent_then(door: BucketDoor, keyed: bool, encrypted:
 
 
 @SEALED
-def test_sealed_bytes_are_seen_by_nobody_or_by_all(door: BucketDoor, encrypted: bool) -> None:
+def test_sealed_bytes_are_seen_by_nobody_or_by_all(
+    door: BucketConnections, encrypted: bool
+) -> None:
     ordered(door, encrypted=encrypted)
     with socket.create_connection(("127.0.0.1", door.port)) as seen:
         seen.sendall(ticket(KEY))
@@ -158,17 +165,17 @@ def records(encrypted: bool, count: int = 3) -> list[bytes]:
     found: list[bytes] = []
     for bucket in range(count):
         raw = bytes([bucket]) * 100
-        head = pack_head(Piece(bucket=bucket, result=7), len(raw))
+        head = pack_head(Piece(bucket, 7, 0, 0), len(raw))
         found.append(b"".join(seal.seal(head, raw, memoryview(bytearray(1000)))))
     return found
 
 
-def opened(encrypted: bool, sent: Sequence[bytes], key: bytes = KEY) -> list[Came]:
+def opened(encrypted: bool, sent: Sequence[bytes], key: bytes = KEY) -> list[Received]:
     """What a receiver takes of what it is sent."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         seal = seal_of(key, keyed=True, encrypted=encrypted)
         port = listening.getsockname()[1]
-        with closing(BucketConnection("127.0.0.1", port, key, seal, 0.05, 1 << 20)) as connection:
+        with closing(BucketConnection(("127.0.0.1", port), key, seal)) as connection:
             there, _ = listening.accept()
             with there:
                 assert there.recv(TICKET_BYTES, socket.MSG_WAITALL) == ticket(key)
@@ -217,7 +224,7 @@ def test_a_record_that_ends_early_is_a_broken_connection(encrypted: bool, kept: 
 
 def test_a_head_cannot_ask_for_more_memory_than_a_record_has() -> None:
     with pytest.raises(WireError, match="a record of 67108865 bytes"):
-        unpack_head(pack_head(Piece(bucket=0, result=1), (64 << 20) + 1))
+        unpack_head(pack_head(Piece(0, 1, 0, 0), (64 << 20) + 1))
 
 
 def test_a_key_is_as_long_as_keys_are() -> None:
@@ -237,7 +244,7 @@ def ended(connection: socket.socket) -> bool:
 @pytest.mark.parametrize(
     "shown", [bytes(TICKET_BYTES), ticket(bytes(32)), b"GET / HTTP/1.1\r\n" * 2]
 )
-def test_a_stranger_gets_nothing(door: BucketDoor, refusals: Refusals, shown: bytes) -> None:
+def test_a_stranger_gets_nothing(door: BucketConnections, refusals: Refusals, shown: bytes) -> None:
     ordered(door)
     with socket.create_connection(("127.0.0.1", door.port)) as stranger:
         stranger.sendall(shown)
@@ -249,7 +256,7 @@ def test_a_stranger_gets_nothing(door: BucketDoor, refusals: Refusals, shown: by
         Memory().fill(connection)  # whose order it is, is not disturbed
 
 
-def test_a_ticket_opens_one_connection(door: BucketDoor, refusals: Refusals) -> None:
+def test_a_ticket_opens_one_connection(door: BucketConnections, refusals: Refusals) -> None:
     ordered(door)
     with closing(connected(door)) as connection:
         Memory().fill(connection)
@@ -261,9 +268,9 @@ def test_a_ticket_opens_one_connection(door: BucketDoor, refusals: Refusals) -> 
 def test_a_silent_stranger_is_sent_away(
     monkeypatch: pytest.MonkeyPatch, refusals: Refusals
 ) -> None:
-    monkeypatch.setattr(bucket_door, "SHOW_S", 0.05)
-    monkeypatch.setattr(bucket_door, "LOOK_S", 0.01)
-    with closing(BucketDoor("tcp://127.0.0.1:*", PACE, refusals)) as door:
+    monkeypatch.setattr(bucket_server, "SHOW_S", 0.05)
+    monkeypatch.setattr(bucket_server, "LOOK_S", 0.01)
+    with closing(BucketConnections("tcp://127.0.0.1:*", PACE, refusals)) as door:
         with socket.create_connection(("127.0.0.1", door.port)) as stranger:
             stranger.sendall(ticket(KEY)[:-1])
             assert ended(stranger)
@@ -273,18 +280,17 @@ def test_a_silent_stranger_is_sent_away(
 
 
 def test_a_ticket_that_nobody_shows_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket_door, "VALID_S", 0.0)
-    monkeypatch.setattr(bucket_door, "LOOK_S", 0.01)
-    with closing(BucketDoor("tcp://127.0.0.1:*", PACE, Refusals())) as door:
-        ordered(door)
-        until(lambda: not door._errands and not door._expected, "it is still valid")
+    monkeypatch.setattr(bucket_server, "LOOK_S", 0.01)
+    with closing(BucketConnections("tcp://127.0.0.1:*", PACE, Refusals())) as door:
+        ordered(door, valid_s=0.0)
+        until(lambda: not door._orders and not door._expected, "it is still valid")
 
 
 def test_strangers_crowd_out_only_one_another(
-    monkeypatch: pytest.MonkeyPatch, door: BucketDoor, refusals: Refusals
+    monkeypatch: pytest.MonkeyPatch, door: BucketConnections, refusals: Refusals
 ) -> None:
     """Of the address with the most connections the oldest goes; who shows its ticket is no more."""
-    monkeypatch.setattr(bucket_door, "STRANGERS", 3)
+    monkeypatch.setattr(bucket_server, "UNKNOWN_PEERS", 3)
     ordered(door)
     with closing(socket.socket()) as other:
         other.bind(("127.0.0.2", 0))
@@ -301,16 +307,16 @@ def test_strangers_crowd_out_only_one_another(
 
 
 def test_no_more_connections_than_there_may_be(
-    monkeypatch: pytest.MonkeyPatch, door: BucketDoor
+    monkeypatch: pytest.MonkeyPatch, door: BucketConnections
 ) -> None:
-    monkeypatch.setattr(bucket_door, "ORDERS", 1)
+    monkeypatch.setattr(bucket_server, "ORDERS", 1)
     ordered(door)
     ordered(door, bytes(32))  # of the same receiver: it replaces its order
     with pytest.raises(WireError, match="1 connections fetch already"):
         ordered(door, who=b"another")
 
 
-def test_a_new_order_ends_the_connection_of_the_one_before(door: BucketDoor) -> None:
+def test_a_new_order_ends_the_connection_of_the_one_before(door: BucketConnections) -> None:
     ordered(door, offered=False)
     with closing(connected(door)) as before:
         assert next(before.next(nowhere)) is None
@@ -324,38 +330,38 @@ def test_a_new_order_ends_the_connection_of_the_one_before(door: BucketDoor) -> 
 
 def test_who_does_not_read_is_given_up(refusals: Refusals) -> None:
     """Its thread ends when its time for the bytes is over."""
-    with closing(BucketDoor("tcp://127.0.0.1:*", Pace(0.05, 1e9), refusals)) as door:
+    with closing(BucketConnections("tcp://127.0.0.1:*", Pace(0.05, 1e9), refusals)) as door:
         big = build_manifest([("a", "BF16", [16 << 20])], 16 << 20)
         data = memoryview(bytes(big.total_bytes))
-        store = BucketStore(big, door.look)
+        store = BucketStore(big, door.notify)
         store.offer(0, data, [1, 2])
-        outbox = Outbox(2, store.parts)
         order = FetchBuckets(
-            number=1, wanted=[0, 1], contents=[1, 2], frame_bytes=16 << 20, credit_bytes=1
+            number=1, wanted=[0, 1], contents=[1, 2], frame_bytes=16 << 20, key=KEY
         )
-        outbox.order(b"me", order)
-        door.expect(
-            KEY, Errand(b"me", outbox, 1, seal_of(KEY, keyed=False, encrypted=False), 1 << 20)
-        )
+        seal = seal_of(KEY, keyed=False, encrypted=False)
+        valid_until = time.monotonic() + WAIT_S
+        door.expect(BucketOrder(b"me", order, store, seal, ticket(KEY), valid_until))
         with socket.socket() as idle:
             idle.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             idle.connect(("127.0.0.1", door.port))
             idle.sendall(ticket(KEY))
-            until(lambda: not door._errands and not door._threads, "it still waits")
+            until(lambda: not door._orders and not door._threads, "it still waits")
 
 
-def test_who_has_gone_leaves_no_thread(monkeypatch: pytest.MonkeyPatch, door: BucketDoor) -> None:
-    monkeypatch.setattr(bucket_door, "LOOK_S", 0.01)
+def test_who_has_gone_leaves_no_thread(
+    monkeypatch: pytest.MonkeyPatch, door: BucketConnections
+) -> None:
+    monkeypatch.setattr(bucket_server, "LOOK_S", 0.01)
     ordered(door, offered=False)
     with closing(connected(door)):
         until(lambda: door._threads, "nobody was let in")
     until(lambda: not door._threads, "its thread is there still")
-    assert not door._errands
+    assert not door._orders
 
 
-def test_an_address_that_is_taken_or_none(door: BucketDoor, refusals: Refusals) -> None:
+def test_an_address_that_is_taken_or_none(door: BucketConnections, refusals: Refusals) -> None:
     with pytest.raises(StartupError, match="is in use"):
-        BucketDoor(f"tcp://127.0.0.1:{door.port}", PACE, refusals)
+        BucketConnections(f"tcp://127.0.0.1:{door.port}", PACE, refusals)
     for endpoint in ("tcp://192.0.2.1:*", "tcp://127.0.0.1:many"):
         with pytest.raises(UsageError, match="cannot bind"):
-            BucketDoor(endpoint, PACE, refusals)
+            BucketConnections(endpoint, PACE, refusals)

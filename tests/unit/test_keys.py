@@ -226,7 +226,7 @@ def test_every_request_has_its_senders() -> None:
     for name in TYPES:
         text = SPEC.partition(f"\n### {name}\n")[2].partition("\n#")[0]
         assert ("Answer: `" in text) <= (name in known), name
-    one_way = {"Ready", "Committed", "FetchBuckets", "Credit", "Event"}
+    one_way = {"Ready", "Committed", "FetchBuckets", "Event"}
     assert one_way <= known
     answers = {answer for answer in re.findall(r"Answer:\s`(\w+)`", SPEC)} - {"Ok"}
     assert not answers & known
@@ -243,7 +243,7 @@ def test_a_relay_only_receives_and_hands_on() -> None:
     named = {kind.__name__ for kind in TYPES.values() if may_send("relay", kind)}
     reads = {"Ping", "StatusRequest", "HubStatusRequest"}
     member = {"Ok", "Nack", "Join", "Heartbeat", "Leave", "Event"}
-    assert named == reads | member | {"Subscribe", "Ready", "Committed", "FetchBuckets", "Credit"}
+    assert named == reads | member | {"Subscribe", "Ready", "Committed", "FetchBuckets"}
 
 
 def test_a_monitor_can_only_look() -> None:

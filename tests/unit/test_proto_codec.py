@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Meta
 
-from umbra.proto.access import COMMON_BYTES, HEADER_BYTES, RAW_BYTES, body_bytes
+from umbra.proto.access import COMMON_BYTES, HEADER_BYTES, body_bytes
 from umbra.proto.bounds import (
     BATCH,
     FIGURES,
@@ -147,7 +147,7 @@ def refusal(given_frames: list[bytes]) -> WireError:
 def test_round_trip(name: str, data: st.DataObject) -> None:
     body = data.draw(records(TYPES[name]))
     number, encoded = Encoder("trainer", "i7").encode(body, reply_to=3)
-    envelope = decode([*encoded, *[b"raw"] * body.raw_frames()])
+    envelope = decode(encoded)
     assert envelope.body == body
     header = envelope.header
     assert (header.major, header.minor) == (PROTOCOL_MAJOR, PROTOCOL_MINOR)
@@ -287,16 +287,7 @@ def test_another_major_may_have_changed_the_rest_of_the_header() -> None:
 def test_the_number_of_frames(count: int) -> None:
     error = refusal([*frames("Ping", {}), b"", b"", b""][:count])
     assert error.code == "frames"
-    assert f"got {count if count < 2 else count - 2}" in str(error)
-
-
-def test_raw_frames_come_as_they_were_sent() -> None:
-    piece = {"bucket": 1, "result": 2}
-    given = frames("Buckets", {"number": 1, "pieces": [piece, piece]})
-    assert decode([*given, b"a", b""]).raw == (b"a", b"")
-    assert decode(given, raw=[memoryview(b"a"), b""]).raw == (b"a", b"")
-    assert refusal([*given, b"a"]).code == "frames"
-    assert refusal([*given, b"a", bytes(RAW_BYTES + 1)]).code == "too_large"
+    assert f"got {count}" in str(error)
 
 
 def test_a_header_can_be_read_when_the_body_cannot() -> None:
@@ -549,10 +540,6 @@ def test_frames_at_their_limits_are_taken() -> None:
     body = msgpack.packb({"new": bytes((1 << 15) + room)})
     assert len(body) == COMMON_BYTES
     assert decode([frames("Ping", {})[0], body]).body == Ping()
-    pieces = {"number": 1, "pieces": [{"bucket": 0, "result": 1}]}
-    assert len(decode(frames("Buckets", pieces), [bytes(RAW_BYTES)]).raw[0]) == RAW_BYTES
-    with pytest.raises(LimitError, match=f"a raw frame of more than {RAW_BYTES} bytes"):
-        decode(frames("Buckets", pieces), [bytes(RAW_BYTES + 1)])
 
 
 def test_the_encoder_takes_what_is_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:

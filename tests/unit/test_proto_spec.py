@@ -235,7 +235,6 @@ def test_limits() -> None:
     stated = {row[0].strip("`"): int(row[1]) for row in rows(section("Limits", 3))}
     assert stated == {
         "header": access.HEADER_BYTES,
-        "raw frame": access.RAW_BYTES,
         **{cls.__name__: limit for cls, limit in access.LARGE.items()},
         "any other body": access.COMMON_BYTES,
         "to `events out": access.socket_bytes("events_out"),

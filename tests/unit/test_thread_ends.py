@@ -27,8 +27,7 @@ from umbra.services.process.loop_thread import LoopThread
 from umbra.services.process.metrics import MetricsFile
 from umbra.services.weight_hub.relay import Relay
 from umbra.services.weights.planes.bucket_server import BucketServer
-from umbra.services.weights.planes.bucket_store import BucketStore
-from umbra.services.weights.planes.encoder import DeltaEncoder
+from umbra.services.weights.planes.bucket_store import BucketStore, DeltaEncoder
 
 Ends = Callable[[], str]
 

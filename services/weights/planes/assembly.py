@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 
 from umbra.proto.errors import WireError
 from umbra.proto.messages import FetchBuckets
-from umbra.proto.records import Manifest, Piece
+from umbra.proto.records import Manifest
 from umbra.services.weights import delta
 from umbra.services.weights.manifest import checksum, wrong_checksum
 from umbra.services.weights.memory import copy
+from umbra.services.weights.planes.bucket_records import Piece
 
 FAILURES = 3  # of one bucket until a version is given up
 
@@ -68,8 +69,8 @@ class Assembly:
         self.missing = {bucket for bucket in about if not self._have(bucket)}
         self.awaited: set[int] = set()  # ordered and neither complete nor failed
 
-    def order(self, number: int, frame_bytes: int, credit_bytes: int) -> FetchBuckets:
-        """A request for all that is missing."""
+    def order(self, key: bytes, frame_bytes: int) -> FetchBuckets:
+        """Return an order for all that is missing; its sender numbers it."""
         wanted = sorted(self.missing)
         self.awaited = set(wanted)
         for bucket in wanted:
@@ -80,12 +81,12 @@ class Assembly:
             for contents in self._contents
         ]
         return FetchBuckets(
-            number=number,
+            number=0,
             wanted=wanted,
             contents=[self._wanted[bucket] for bucket in wanted],
             bases=[held for held in bases if self._deltas and any(held)],
             frame_bytes=frame_bytes,
-            credit_bytes=credit_bytes,
+            key=key,
         )
 
     def room(self, piece: Piece, nbytes: int) -> memoryview | None:

@@ -1,10 +1,9 @@
-"""What travels on a connection for buckets: a ticket, then records, sealed where a run has keys.
+"""The format of a bucket connection: a ticket, then records, sealed where a run has keys.
 
 The receiver draws a key for each order and sends it over CURVE. It begins the connection with a
-ticket, which only the key leads to and which opens one connection. Each record is one piece of a
-bucket: a head, the bytes, and what proves that both come from who has the key. The nonce is the
-number of the record, so that none can be left out, repeated or put elsewhere unnoticed. No socket,
-no thread.
+ticket derived from the key, which opens one connection. Each record is one piece of a bucket: a
+head, the bytes, and an authentication tag. The nonce is the number of the record, so that none can
+be left out, repeated or moved unnoticed. No socket, no thread.
 
     head    u32 bucket | u64 result | u64 base | u64 offset | u32 bytes     little-endian
     sealed  head | AES-256-GCM(bytes), with the head as associated data, and its tag
@@ -17,63 +16,68 @@ from __future__ import annotations
 import hmac
 import struct
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from umbra.proto.access import RAW_BYTES
 from umbra.proto.bounds import KEY_BYTES
 from umbra.proto.errors import WireError
-from umbra.proto.records import Piece
 
 HEAD = struct.Struct("<IQQQI")
 TAG_BYTES = 16
+RECORD_BYTES = 64 << 20  # at most
 TICKET_BYTES = 32
-KERNELS_BYTES = 1 << 20  # of credit; with more the kernel chooses the buffers of a connection
 TICKET = b"umbra connection for buckets"
 
 
+class Piece(NamedTuple):
+    """Bytes of a bucket: those from `offset` of content `result`, or a delta to it from `base`."""
+
+    bucket: int
+    result: int
+    base: int
+    offset: int
+
+
 def ticket(key: bytes) -> bytes:
-    """What a connection for the order with this key begins with."""
+    """Return the first bytes of the connection for the order with this key."""
     return hmac.digest(key, TICKET, "sha256")
 
 
 def pack_head(piece: Piece, nbytes: int) -> bytes:
-    """The head of a record."""
+    """Encode the head of a record."""
     return HEAD.pack(piece.bucket, piece.result, piece.base, piece.offset, nbytes)
 
 
 def unpack_head(head: bytes | bytearray) -> tuple[Piece, int]:
-    """The piece that a head is of, and how many bytes it has.
+    """Decode the head of a record: its piece and how many bytes follow.
 
     Raises:
         WireError: more than a record may have.
     """
     bucket, result, base, offset, nbytes = HEAD.unpack(head)
-    if nbytes > RAW_BYTES:
+    if nbytes > RECORD_BYTES:
         raise WireError(f"a record of {nbytes} bytes", code="too_large")
-    return Piece(bucket=bucket, result=result, base=base, offset=offset), nbytes
+    return Piece(bucket, result, base, offset), nbytes
 
 
 class Seal:
-    """One end of a connection without keys: nothing is sealed.
-
-    Those of the others count records, so that each end of a connection has one of its own.
-    """
+    """One end of a connection without keys: nothing is sealed."""
 
     trailer_bytes = 0
-    """How many follow the bytes of a record."""
+    """Bytes after those of the piece."""
     hides = False
-    """Whether the bytes on the wire are others than those of the piece, though as many."""
+    """True if the bytes on the wire are encrypted; they are as many as those of the piece."""
 
     def seal(
         self, head: bytes, raw: bytes | memoryview, block: memoryview
     ) -> Sequence[bytes | memoryview]:
-        """The next record, in pieces; `block`, of `raw` and a trailer, may be used for it."""
+        """Seal the next record, in pieces; `block`, of `raw` and a trailer, may be used for it."""
         return head, raw
 
     def open(self, head: bytes, sealed: memoryview, place: memoryview) -> None:
-        """Check the next record. `place`: where its bytes lie, or where to if the seal `hides`.
+        """Check the next record; if the seal `hides`, decrypt it to `place`.
 
         `sealed` is the trailer, or all that followed the head if it `hides`.
 
@@ -101,13 +105,11 @@ class Encrypted(_Counted):
     def seal(
         self, head: bytes, raw: bytes | memoryview, block: memoryview
     ) -> Sequence[bytes | memoryview]:
-        """See `Seal.seal`."""
         sealed = block[: len(raw) + TAG_BYTES]
         self._aes.encrypt_into(self._nonce(), raw, head, sealed)
         return head, sealed
 
     def open(self, head: bytes, sealed: memoryview, place: memoryview) -> None:
-        """See `Seal.open`."""
         try:
             self._aes.decrypt_into(self._nonce(), sealed, head, place)
         except InvalidTag:
@@ -122,11 +124,9 @@ class Authenticated(_Counted):
     def seal(
         self, head: bytes, raw: bytes | memoryview, block: memoryview
     ) -> Sequence[bytes | memoryview]:
-        """See `Seal.seal`."""
         return head, raw, self._aes.encrypt(self._nonce(), head, raw)
 
     def open(self, head: bytes, sealed: memoryview, place: memoryview) -> None:
-        """See `Seal.open`."""
         try:
             signed = self._aes.decrypt(self._nonce(), sealed, place)
         except InvalidTag:
@@ -140,7 +140,7 @@ def _wrong() -> WireError:
 
 
 def seal_of(key: bytes, *, keyed: bool, encrypted: bool) -> Seal:
-    """One end of the connection for the order with `key`.
+    """Return one end of the connection for the order with `key`.
 
     Args:
         key: `[KEY_BYTES]`.

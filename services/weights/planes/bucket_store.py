@@ -1,35 +1,29 @@
-"""The buckets that a hub or a relay can hand out, by their contents, and who is still to get which.
-
-A store is shared between threads, an outbox belongs to one.
-"""
+"""The buckets that a hub or a relay can hand out, by content, and the encoder of their deltas."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
-from umbra.proto.access import RAW_BYTES
-from umbra.proto.errors import WireError
-from umbra.proto.messages import Buckets, Credit, FetchBuckets
-from umbra.proto.records import Manifest, Piece
+from umbra.proto.errors import ends_process
+from umbra.proto.records import Manifest
+from umbra.services.weights import delta
+from umbra.services.weights.manifest import item_bytes
+from umbra.services.weights.memory import copy, private_memory
+from umbra.services.weights.planes.bucket_records import Piece
 
-ENCODED_TOGETHER = 8  # small deltas share a message
+ENCODED_TOGETHER = 8  # deltas for which senders are woken
+THREADS = 4  # of the encoder, at most
+LONGEST_PAUSE = 16  # versions for which a bucket whose deltas do not pay is not tried again
 DELTA_SHARE = 0.5  # of a bucket's size: deltas that are larger together do not pay
-SMALLEST_FRAME = 1 << 10
-LARGEST_FRAME = RAW_BYTES
-MOST_CREDIT = 8 * LARGEST_FRAME  # bytes under way to one receiver
-ORDERS = 4096  # receivers at a time
-PIECES = 1024  # in one message
 
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A piece and its raw frame."""
-
-    piece: Piece
-    raw: bytes | memoryview
+Part = tuple[Piece, bytes | memoryview]
+"""A piece and its bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +43,7 @@ class _ServedSlot:
 
 
 class BucketStore:
-    """Versions in their slots, and the deltas that lead from bucket to bucket.
+    """Versions in their slots, and the deltas between consecutive ones. Thread-safe.
 
     Args:
         manifest: the layout of every version.
@@ -68,35 +62,35 @@ class BucketStore:
     def offer(
         self, slot: int, data: memoryview, contents: Sequence[int], absent: Iterable[int] = ()
     ) -> None:
-        """`slot` holds a version of these contents, but for the buckets that are `absent`."""
+        """Hand out the version in `slot`, whose contents these are, but for `absent` buckets."""
         with self._lock:
             self._slots[slot] = _ServedSlot(data, contents, set(absent))
         self._notify()
 
     def holds(self, slot: int, contents: Sequence[int]) -> bool:
-        """Whether `slot` was offered with these contents."""
+        """Return whether `slot` was offered with these contents."""
         with self._lock:
             return slot in self._slots and self._slots[slot].contents == contents
 
     def withdraw(self, slot: int) -> None:
-        """`slot` is written anew."""
+        """Stop handing out `slot`: it is about to be written."""
         with self._lock:
             self._slots.pop(slot, None)
 
     def arrived(self, slot: int, bucket: int) -> None:
-        """A bucket of the version in `slot` is complete and verified."""
+        """Hand out one more bucket of `slot`, complete and verified."""
         with self._lock:
             if slot in self._slots:
                 self._slots[slot].absent.discard(bucket)
         self._notify()
 
     def encode_later(self, buckets: Iterable[int]) -> None:
-        """Deltas of `buckets` are on their way: those who have a base should wait for them."""
+        """Have receivers with a base wait: deltas of `buckets` are being made."""
         with self._lock:
             self._encoding.update(buckets)
 
     def encoded(self, bucket: int, delta: Delta | None) -> None:
-        """The delta of `bucket`, or none because it would not be smaller."""
+        """Add the delta of `bucket`; None if it would not be smaller."""
         with self._lock:
             self._encoding.discard(bucket)
             chain = self._deltas[bucket]
@@ -112,7 +106,7 @@ class BucketStore:
             self._notify()
 
     def not_encoded(self, buckets: Iterable[int]) -> None:
-        """There will be no deltas of `buckets` that lead to the newest version."""
+        """Have nobody wait for deltas of `buckets` any more."""
         with self._lock:
             self._encoding.difference_update(buckets)
         self._notify()
@@ -120,29 +114,23 @@ class BucketStore:
     def parts(
         self, bucket: int, content: int, bases: Sequence[int], part_bytes: int
     ) -> Iterable[Part] | None:
-        """What to send to one that wants `bucket` as `content` and holds it as `bases`.
+        """Return what to send to a receiver that wants `content` of `bucket` and holds `bases`.
 
-        Returns None while there is nothing to send, or nothing good yet. The parts of a bucket are
-        made one by one: small ones are many.
+        Deltas if there are any from a base, else all bytes, in parts of `part_bytes`. None while
+        there is nothing to send, or a delta is being made.
         """
         with self._lock:
             if any(bases):
                 chain = self._chain(bucket, content, bases)
                 if chain is not None:
-                    return [
-                        Part(Piece(bucket=bucket, result=link.result, base=link.base), link.data)
-                        for link in chain
-                    ]
+                    return [(Piece(bucket, link.result, link.base, 0), link.data) for link in chain]
                 if bucket in self._encoding:
                     return None
             data = self._dense(bucket, content)
         if data is None:
             return None
         return (
-            Part(
-                Piece(bucket=bucket, result=content, offset=offset),
-                data[offset : offset + part_bytes],
-            )
+            (Piece(bucket, content, 0, offset), data[offset : offset + part_bytes])
             for offset in range(0, len(data), part_bytes)
         )
 
@@ -167,109 +155,95 @@ class BucketStore:
         return end - start
 
 
-Find = Callable[[int, int, Sequence[int], int], Iterable[Part] | None]
-
-
 @dataclass(slots=True)
-class _BucketRequest:
-    message: FetchBuckets  # as it came: tuples of its numbers would cost several times as much
-    credit: int
-    at: int = 0  # how many of its buckets are begun
-    parts: Iterator[Part] = field(
-        default_factory=lambda: iter(())
-    )  # of the last of them, made as they are sent
-    part: Part | None = None  # the next one
-
-    @property
-    def is_done(self) -> bool:
-        return self.part is None and self.at == len(self.message.wanted)
+class _EncodingJob:
+    data: memoryview
+    contents: Sequence[int]
+    todo: list[int]  # last first
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    workers: list[Future[None]] = field(default_factory=list["Future[None]"])
 
 
-class Outbox:
-    """Orders of all receivers, filled bucket by bucket within their credit.
+class DeltaEncoder:
+    """Makes the deltas between consecutive versions, in threads of its own.
+
+    It keeps a private copy of the last version (its slot is soon overwritten), bucket by bucket, so
+    that a version that is overtaken while it is encoded leaves every bucket well defined.
 
     Args:
-        buckets: how many a version has.
-        find: gives the parts of a bucket, as `BucketStore.parts`; None while there are none.
+        store: receives them.
+        manifest: the layout. Of buckets that others hold neither copies nor deltas are made: their
+            content is 0 in what `start` is given.
     """
 
-    def __init__(self, buckets: int, find: Find) -> None:
-        self._buckets = buckets
-        self._find = find
-        self._orders: dict[bytes, _BucketRequest] = {}
+    def __init__(self, store: BucketStore, manifest: Manifest) -> None:
+        self._store = store
+        self._buckets = manifest.buckets
+        self._items = item_bytes(manifest)
+        self._last = private_memory(manifest.total_bytes, touched=not manifest.owners)
+        self._held = [0] * len(manifest.buckets)  # contents of `_last`
+        self._pauses = [(0, 0)] * len(manifest.buckets)  # versions left, and how many the next time
+        self._threads = min(THREADS, os.cpu_count() or 1)
+        self._executor = ThreadPoolExecutor(self._threads, thread_name_prefix="umbra-delta")
+        self._job: _EncodingJob | None = None
 
-    @property
-    def open(self) -> list[bytes]:
-        """Who waits for something."""
-        return list(self._orders)
+    def start(self, data: memoryview, contents: Sequence[int]) -> None:
+        """Encode the version in `data`, which must stay as it is until `stop` or the end."""
+        self.stop()
+        todo = [i for i, held in enumerate(self._held) if held != contents[i]]
+        self._store.encode_later(todo)
+        self._job = _EncodingJob(data, contents, todo[::-1])
+        # Receivers wait for these deltas: a thread that fails must not leave them waiting.
+        work = ends_process(self._work, "the encoder of deltas")
+        self._job.workers = [self._executor.submit(work, self._job) for _ in range(self._threads)]
 
-    def order(self, receiver: bytes, message: FetchBuckets) -> None:
-        """Take an order; it replaces the receiver's last.
+    def stop(self) -> None:
+        """End the encoding under way, within the time that a bucket takes."""
+        if (job := self._job) is None:
+            return
+        job.cancelled.set()
+        for worker in job.workers:
+            worker.result()
+        self._store.not_encoded(job.todo)
+        self._job = None
 
-        Raises:
-            WireError: it makes no sense.
-        """
-        count = len(message.wanted)
-        lists = [message.contents, *message.bases]
-        if any(len(values) != count for values in lists):
-            raise WireError("contents and bases must be as many as wanted", path="contents")
-        if not all(0 <= bucket < self._buckets for bucket in message.wanted):
-            raise WireError(f"there are {self._buckets} buckets", path="wanted")
-        if not SMALLEST_FRAME <= message.frame_bytes <= LARGEST_FRAME:
-            raise WireError(
-                f"from {SMALLEST_FRAME} to {LARGEST_FRAME} bytes, not {message.frame_bytes}",
-                path="frame_bytes",
-            )
-        if receiver not in self._orders and len(self._orders) >= ORDERS:
-            raise WireError(f"{ORDERS} receivers fetch already", code="too_many")
-        self._orders[receiver] = _BucketRequest(message, min(message.credit_bytes, MOST_CREDIT))
+    def join(self) -> None:
+        """Wait until the version is encoded."""
+        for worker in self._job.workers if self._job else ():
+            worker.result()
 
-    def credit(self, receiver: bytes, message: Credit) -> None:
-        """The receiver has used up what it was sent."""
-        order = self._orders.get(receiver)
-        if order is not None and order.message.number == message.number:
-            order.credit = min(order.credit + max(message.credit_bytes, 0), MOST_CREDIT)
+    def close(self) -> None:
+        """Stop, and end the threads."""
+        self.stop()
+        self._executor.shutdown()
 
-    def forget(self, receiver: bytes) -> None:
-        """The receiver cannot be reached."""
-        self._orders.pop(receiver, None)
+    def _work(self, job: _EncodingJob) -> None:
+        compressor = delta.compressor()
+        while not job.cancelled.is_set():
+            try:
+                bucket = job.todo.pop()
+            except IndexError:
+                return
+            self._store.encoded(bucket, self._encode(job, bucket, compressor))
 
-    def next(self, receiver: bytes) -> tuple[Buckets, list[bytes | memoryview]] | None:
-        """The next message to `receiver` with its raw frames; None if there is none for now.
-
-        It has at most `frame_bytes` raw bytes, unless a single delta has more. Credit may be
-        overdrawn by one message.
-        """
-        order = self._orders.get(receiver)
-        if order is None or order.credit <= 0:
-            return None
-        taken: list[Part] = []
-        size = 0
-        while len(taken) < PIECES:
-            part = self._peek(order)
-            if part is None or (taken and size + len(part.raw) > order.message.frame_bytes):
-                break
-            taken.append(part)
-            size += len(part.raw)
-            order.part = next(order.parts, None)
-        if order.is_done:
-            del self._orders[receiver]
-        if not taken:
-            return None
-        order.credit -= size
-        pieces = [part.piece for part in taken]
-        return Buckets(number=order.message.number, pieces=pieces), [part.raw for part in taken]
-
-    def _peek(self, order: _BucketRequest) -> Part | None:
-        """What comes next; None while there is nothing to send."""
-        message = order.message
-        while order.part is None and order.at < len(message.wanted):
-            bases = [copy[order.at] for copy in message.bases]
-            bucket, content = message.wanted[order.at], message.contents[order.at]
-            parts = self._find(bucket, content, bases, message.frame_bytes)
-            if parts is None:
-                return None
-            order.at += 1
-            order.parts = iter(parts)
-            order.part = next(order.parts, None)
-        return order.part
+    def _encode(self, job: _EncodingJob, bucket: int, compressor: Any) -> Delta | None:
+        start, end = self._buckets[bucket]
+        old, new = self._last[start:end], job.data[start:end]
+        base, content = self._held[bucket], job.contents[bucket]
+        left, longest = self._pauses[bucket]
+        made: Delta | None = None
+        if left:
+            self._pauses[bucket] = (left - 1, longest)
+        elif base:
+            limit = int((end - start) * DELTA_SHARE)
+            data = delta.advance(old, new, self._items[bucket], limit, compressor)
+            if data is not None:
+                made = Delta(base, content, data)
+                self._pauses[bucket] = (0, 0)
+            else:
+                longest = min(LONGEST_PAUSE, 2 * longest or 1)
+                self._pauses[bucket] = (longest, longest)
+        if made is None:
+            copy(new, old)
+        self._held[bucket] = content
+        return made

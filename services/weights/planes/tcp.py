@@ -20,17 +20,16 @@ from umbra.services.weights import delta
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.manifest import checksum, owned_buckets
 from umbra.services.weights.planes.assembly import Assembly, Holdings
-from umbra.services.weights.planes.bucket_server import BucketServer
-from umbra.services.weights.planes.bucket_store import BucketStore
-from umbra.services.weights.planes.encoder import DeltaEncoder
-from umbra.services.weights.planes.plane import Deliver, HubEnd, Receipt, Receiving
-from umbra.services.weights.planes.transfer import (
+from umbra.services.weights.planes.bucket_fetch import (
     BucketSource,
     DeltaCame,
     SourceLostError,
     Transfer,
     run_together,
 )
+from umbra.services.weights.planes.bucket_server import BucketServer
+from umbra.services.weights.planes.bucket_store import BucketStore, DeltaEncoder
+from umbra.services.weights.planes.plane import Deliver, HubEnd, Receipt, Receiving
 
 COPY = 'set weight_hub.delta = "off", or use a host with more memory'
 FAST_LINK = 1e9  # bytes per second; encoding on two cores is hardly faster
@@ -312,7 +311,7 @@ class TcpReceiver:
             for lane in lanes
         }
         held_s = time.perf_counter() - began
-        transfers: list[tuple[BucketSource, Transfer]] = []
+        transfers: list[Transfer] = []
         error, lost = "", False
         try:
             missing = {b for assembly in assemblies.values() for b in assembly.missing}
@@ -322,8 +321,9 @@ class TcpReceiver:
             for (owner, lane), assembly in assemblies.items():
                 if assembly.missing:
                     source = self._connected(owner, lane, message)
-                    transfer = Transfer(source, assembly, self._frame_bytes, self._delta_came)
-                    transfers.append((source, transfer))
+                    transfers.append(
+                        Transfer(source, assembly, self._frame_bytes, self._delta_came)
+                    )
             if transfers:
                 yield from run_together(transfers)
         except SourceLostError as problem:
@@ -333,9 +333,9 @@ class TcpReceiver:
         if corrupted := sum(assembly.corrupted for assembly in assemblies.values()):
             log.warning("%d buckets of version %d came wrong", corrupted, message.version)
         # The transfers verified at the same time.
-        stage_s = held_s + sum(one.stage_s for _, one in transfers) / max(1, len(transfers))
+        stage_s = held_s + sum(one.stage_s for one in transfers) / max(1, len(transfers))
         wire_s = max(0.0, time.perf_counter() - began - stage_s)
-        wire_bytes = sum(transfer.wire_bytes for _, transfer in transfers)
+        wire_bytes = sum(transfer.wire_bytes for transfer in transfers)
         data = self._holdings.buffers[target]
         return Receipt(wire_s, stage_s, wire_bytes, error, lost, data=data)
 

@@ -1,19 +1,18 @@
-"""Fetching buckets: the socket of who hands them out, orders, what comes of them, what goes wrong.
-
-Orders go over the socket, and what was ordered comes on a connection of its own. Where that cannot
-be made, or the source speaks a protocol without it, buckets come over the socket, within a credit.
-"""
+"""Fetches buckets: orders go over a ZeroMQ socket, bytes come over a TCP connection per order."""
 
 from __future__ import annotations
 
 import logging
 import queue
 import secrets
+import socket
+import struct
 import threading
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 
 import msgspec
 import zmq
@@ -23,24 +22,29 @@ from umbra.proto import sockets
 from umbra.proto.bounds import KEY_BYTES
 from umbra.proto.codec import Encoder, decode
 from umbra.proto.errors import PeerLostError, UsageError, WireError
-from umbra.proto.messages import BucketPort, Buckets, Credit, Message, Nack, Role
+from umbra.proto.messages import BucketPort, FetchBuckets, Message, Nack, Role
 from umbra.proto.net.keys import OPEN, Security
-from umbra.proto.records import Piece
 from umbra.services.weights.memory import keep_freed_memory
 from umbra.services.weights.planes.assembly import Assembly
-from umbra.services.weights.planes.bucket_connection import BrokenError, BucketConnection, Came
-from umbra.services.weights.planes.bucket_records import seal_of
+from umbra.services.weights.planes.bucket_records import (
+    HEAD,
+    Piece,
+    Seal,
+    seal_of,
+    ticket,
+    unpack_head,
+)
 
-CONNECTIONS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-LOOK_S = 0.05  # that a step waits for something at most
+EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+CONNECT_S = 2.0
+LOOK_S = 0.05  # that a step waits at most
 LOST_S = 2.0  # without a connection: the source is gone
-SILENT_S = 60.0  # connected, and yet nothing came
-FRAMES_UNDER_WAY = 8
-FRAMES_PER_CREDIT = 2
-# Messages and records that make no sense, or connections in a row that break before a bucket has
-# come, until a version is given up.
+SILENT_S = 60.0  # connected, but nothing came
+# Malformed messages and records, or connections in a row that break before a bucket has come,
+# until a version is given up.
 SPOILED = 3
 
+Room = Callable[[Piece, int], memoryview | None]
 DeltaCame = Callable[[Piece, bytes], None]
 
 log = logging.getLogger(__name__)
@@ -50,8 +54,96 @@ class SourceLostError(PeerLostError):
     """Nobody answers where the buckets should come from."""
 
 
+class BrokenError(WireError):
+    """The connection cannot be made, or broke."""
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A piece and its bytes. `placed`: they are where they belong already."""
+
+    piece: Piece
+    data: memoryview
+    placed: bool
+
+
+class BucketConnection:
+    """The receiver's end of a connection; connects at once. For one thread.
+
+    Args:
+        address: host and port.
+        key: of the order.
+        seal: this end of it.
+
+    Raises:
+        OSError: nobody answers there.
+    """
+
+    def __init__(self, address: tuple[str, int], key: bytes, seal: Seal) -> None:
+        self._seal = seal
+        self._socket = socket.create_connection(address, CONNECT_S)
+        try:
+            self._socket.settimeout(None)  # reads of the kernel are bounded instead
+            bound = struct.pack("ll", int(LOOK_S), round(LOOK_S % 1 * 1e6))
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, bound)
+            self._socket.sendall(ticket(key))
+        except OSError:
+            self._socket.close()
+            raise
+        self._head = bytearray(HEAD.size)
+        self._trailer = memoryview(bytearray(seal.trailer_bytes))
+        self._block = memoryview(bytearray(0))
+
+    def next(self, room: Room) -> Generator[None, None, Received]:
+        """Receive the next piece; yields None each time that nothing came for `LOOK_S`.
+
+        Args:
+            room: gives the memory for a piece of so many bytes, or None if it has none; its
+                errors pass.
+
+        Raises:
+            BrokenError: the connection broke.
+            WireError: the record is not what the source sealed, or has no place here.
+        """
+        yield from self._fill(memoryview(self._head))
+        head = bytes(self._head)
+        piece, nbytes = unpack_head(head)
+        given = room(piece, nbytes)
+        place = memoryview(bytearray(nbytes)) if given is None else given
+        sealed = self._trailer
+        if self._seal.hides:
+            size = nbytes + self._seal.trailer_bytes
+            if len(self._block) < size:
+                self._block = memoryview(bytearray(size))
+            sealed = self._block[:size]
+        else:
+            yield from self._fill(place)
+        yield from self._fill(sealed)
+        self._seal.open(head, sealed, place)
+        return Received(piece, place, given is not None)
+
+    def close(self) -> None:
+        """Close it."""
+        self._socket.close()
+
+    def _fill(self, memory: memoryview) -> Generator[None, None, None]:
+        """Read until `memory` is full, as much as comes with each call of the kernel."""
+        done = 0
+        while done < len(memory):
+            try:
+                count = self._socket.recv_into(memory[done:], 0, socket.MSG_WAITALL)
+            except BlockingIOError:
+                yield None
+                continue
+            except OSError as error:
+                raise BrokenError(f"the connection broke: {error}") from error
+            if count == 0:
+                raise BrokenError("the connection was closed")
+            done += count
+
+
 class BucketSource:
-    """Connects to one source after another, and knows whether it is there. One thread at a time.
+    """The order socket to one source after another, and whether that is there. For one thread.
 
     Args:
         name: of the receiver.
@@ -61,12 +153,11 @@ class BucketSource:
     def __init__(self, name: str, security: Security = OPEN) -> None:
         keep_freed_memory()
         self.connected = False
-        self.apart = True  # whether connections for buckets can be made to it, as far as we know
+        self.endpoint = ""
         self._identity = sockets.unguessable(name)
         self._security = security
         self._encoder = Encoder(name, uuid.uuid4().hex[:12])
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.endpoint = ""
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._number = 0
@@ -86,21 +177,31 @@ class BucketSource:
             self._context, "", self._identity, self._security.connecting(server)
         )
         # The monitor comes before the connection.
-        self._monitor = sockets.handshakes(self._context, socket, CONNECTIONS)
+        self._monitor = sockets.handshakes(self._context, socket, EVENTS)
         try:
             sockets.connect(socket, endpoint)
         except UsageError:
             self._socket = None  # closed already
             self._disconnect()
             raise
-        self.endpoint, self.apart = endpoint, True
+        self.endpoint = endpoint
 
-    def open(self, place: BucketPort, key: bytes, credit_bytes: int) -> BucketConnection:
-        """A connection for what was ordered with `key`.
+    def order(self, order: FetchBuckets) -> int:
+        """Send `order` under a number of its own; returns the number."""
+        assert self._socket is not None
+        self._number += 1
+        numbered = msgspec.structs.replace(
+            order, number=self._number, encrypt=self._security.encrypt_weights
+        )
+        self._socket.send_multipart(self._encoder.encode(numbered)[1], zmq.NOBLOCK)
+        return self._number
+
+    def open(self, place: BucketPort, key: bytes) -> BucketConnection:
+        """Connect for the order with `key`.
 
         Raises:
-            OSError: nobody answers there.
-            WireError: the weights would not be encrypted, and we insist.
+            BrokenError: nobody answers there.
+            WireError: the weights would not be encrypted, and we require it.
         """
         if self._security.encrypt_weights and not place.encrypted:
             raise WireError(
@@ -108,40 +209,23 @@ class BucketSource:
             )
         keyed = self._security.keys is not None
         seal = seal_of(key, keyed=keyed, encrypted=place.encrypted)
-        return BucketConnection(self._host, place.port, key, seal, LOOK_S, credit_bytes)
+        host = "127.0.0.1"
+        if self.endpoint.startswith("tcp://"):
+            host = self.endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+        try:
+            return BucketConnection((host, place.port), key, seal)
+        except OSError as error:
+            raise BrokenError(
+                f"tcp://{host}:{place.port} cannot be reached ({error}): open that port, or set "
+                "weight_hub.connections_listen to one that is open"
+            ) from error
 
-    def unreachable(self, place: BucketPort, error: OSError) -> None:
-        """Connections for buckets cannot be made: they come over the socket from now on."""
-        self.apart = False
-        log.warning(
-            "tcp://%s:%d cannot be reached (%s): buckets come over %s, which is slower; open that "
-            "port, or set weight_hub.connections_listen to one that is open",
-            self._host, place.port, error, self.endpoint,
-        )  # fmt: skip
+    def poll(self, timeout_s: float) -> tuple[Message | None, bool]:
+        """Return what arrives within `timeout_s`, and whether a connection came about.
 
-    @property
-    def encrypt(self) -> bool:
-        """Whether weights are to be encrypted."""
-        return self._security.encrypt_weights
-
-    @property
-    def _host(self) -> str:
-        if not self.endpoint.startswith("tcp://"):
-            return "127.0.0.1"
-        return self.endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-
-    def send(self, body: Message) -> None:
-        """Send one message."""
-        assert self._socket is not None
-        self._socket.send_multipart(self._encoder.encode(body)[1], zmq.NOBLOCK)
-
-    def next_number(self) -> int:
-        """A number for an order."""
-        self._number += 1
-        return self._number
-
-    def poll(self, timeout_s: float) -> tuple[list[zmq.Frame] | None, bool]:
-        """What arrives within `timeout_s`: a message, and whether a connection came about."""
+        Raises:
+            WireError: it is malformed.
+        """
         assert self._socket is not None and self._monitor is not None
         made = False
         if self._socket.poll(0) == 0:
@@ -153,7 +237,7 @@ class BucketSource:
             elif event == zmq.EVENT_DISCONNECTED:
                 self.connected = made = False
         if self._socket.poll(0):
-            return self._socket.recv_multipart(zmq.NOBLOCK, copy=False), made
+            return decode(self._socket.recv_multipart(zmq.NOBLOCK)).body, made
         return None, made
 
     def close(self) -> None:
@@ -172,63 +256,56 @@ class BucketSource:
 
 
 class Transfer:
-    """Fetches what a gathering lacks.
+    """Fetches what an assembly lacks.
 
     Args:
         source: connected, or about to be.
-        gathering: takes the pieces.
-        frame_bytes: in one message, at most.
+        assembly: takes the pieces.
+        frame_bytes: in one record, at most.
         delta_came: called with each delta of a bucket, once the bucket is right.
     """
 
     def __init__(
         self,
         source: BucketSource,
-        gathering: Assembly,
+        assembly: Assembly,
         frame_bytes: int,
         delta_came: DeltaCame | None = None,
     ) -> None:
+        self.assembly = assembly
         self.stage_s = 0.0
         self.wire_bytes = 0
         self._source = source
-        self._gathering = gathering
         self._frame_bytes = frame_bytes
         self._delta_came = delta_came
         self._number = 0
-        self._key: bytes | None = None
+        self._key = b""
         self._connection: BucketConnection | None = None
-        self._steps: Generator[None, None, Came] | None = None  # towards its next piece
+        self._steps: Generator[None, None, Received] | None = None  # towards its next piece
         self._chain: list[tuple[Piece, memoryview]] = []  # deltas of the bucket that comes now
-        self._used = 0  # bytes for which no new credit was given
         self._spoiled = self._broken = 0
 
     def run(self) -> Generator[int | None, None, None]:
-        """Fetch until nothing is missing, step by step; no step waits for much longer than LOOK_S.
+        """Fetch until nothing is missing, step by step; a step waits for about LOOK_S at most.
 
-        Yields each bucket when it is complete and verified, and None after each step. No more than
-        the credit, or what the kernel holds, comes while the caller works on a bucket.
+        Yields each bucket when it is complete and verified, and None after each step.
 
         Raises:
             SourceLostError: the source is gone.
-            WireError: the source sends nonsense, or nothing.
+            WireError: the source sends malformed data, or nothing.
         """
         heard_at = connected_at = time.monotonic()
         if self._source.connected:
             self._order()
         try:
-            while self._gathering.missing:
+            while self.assembly.missing:
                 came = False
                 if self._connection is not None:
                     came = yield from self._next(self._connection)
-                frames = None
                 if not came:
-                    frames, made = self._source.poll(LOOK_S if self._connection is None else 0.0)
-                    if made:
-                        self._order()  # whatever was under way on the connection before is lost
-                if frames is not None:
-                    yield from self._receive(frames)
+                    came = self._poll()
                 now = time.monotonic()
-                if came or frames is not None:
+                if came:
                     heard_at = now
                 if came or self._source.connected:
                     connected_at = now
@@ -244,22 +321,8 @@ class Transfer:
 
     def _order(self) -> None:
         self._disconnect()
-        self._number = self._source.next_number()
-        self._used = 0
-        frame = self._frame_bytes
-        order = self._gathering.order(self._number, frame, FRAMES_UNDER_WAY * frame)
-        self._key = secrets.token_bytes(KEY_BYTES) if self._source.apart else None
-        encrypt = self._source.encrypt
-        self._source.send(msgspec.structs.replace(order, key=self._key, encrypt=encrypt))
-
-    def _connect(self, place: BucketPort, key: bytes) -> None:
-        self._disconnect()
-        try:
-            credit = FRAMES_UNDER_WAY * self._frame_bytes
-            self._connection = self._source.open(place, key, credit)
-        except OSError as error:
-            self._source.unreachable(place, error)
-            self._order()
+        self._key = secrets.token_bytes(KEY_BYTES)
+        self._number = self._source.order(self.assembly.order(self._key, self._frame_bytes))
 
     def _disconnect(self) -> None:
         self._chain = []
@@ -270,56 +333,53 @@ class Transfer:
     def _next(self, connection: BucketConnection) -> Generator[int | None, None, bool]:
         """Wait for the next piece of the connection; returns whether it came."""
         if self._steps is None:
-            self._steps = connection.next(self._gathering.room)
+            self._steps = connection.next(self.assembly.room)
         try:
             next(self._steps)
             return False
         except StopIteration as end:
-            came: Came = end.value
+            came: Received = end.value
             self._steps = None
         except WireError as error:
             self._failed(error)
             return False
         self.wire_bytes += len(came.data)
-        yield from self._took(came.piece, came.data, placed=came.placed)
-        self._order_again()
+        yield from self._took(came)
+        if self.assembly.missing and not self.assembly.awaited:
+            self._order()  # what came wrong, now that all else has come
         return True
 
-    def _receive(self, frames: list[zmq.Frame]) -> Iterator[int]:
-        raw = [frame.buffer for frame in frames[2:]]
-        size = sum(map(len, raw))
-        self.wire_bytes += size
+    def _poll(self) -> bool:
+        """Wait for an answer to the order; returns whether one came."""
         try:
-            body = decode([frame.bytes for frame in frames[:2]], raw=raw).body
+            body, made = self._source.poll(LOOK_S if self._connection is None else 0.0)
         except WireError as error:
             self._failed(error)
-            return
+            return True
+        if made:
+            self._order()  # what was under way on the connection before is lost
         if isinstance(body, Nack):
             raise WireError(f"the source refuses: {body.reason}")
-        if isinstance(body, BucketPort) and body.number == self._number and self._key is not None:
-            self._connect(body, self._key)
-        if not isinstance(body, Buckets) or body.number != self._number:
-            return  # of an order before
-        self._chain = []
-        for piece, data in zip(body.pieces, raw, strict=True):
-            yield from self._took(piece, data, placed=False)
-        self._used += size
-        if self._used >= FRAMES_PER_CREDIT * self._frame_bytes:
-            self._source.send(Credit(number=self._number, credit_bytes=self._used))
-            self._used = 0
-        self._order_again()
+        if isinstance(body, BucketPort) and body.number == self._number:
+            self._disconnect()
+            try:
+                self._connection = self._source.open(body, self._key)
+            except WireError as error:
+                self._failed(error)
+        return body is not None
 
-    def _took(self, piece: Piece, data: memoryview, *, placed: bool) -> Iterator[int]:
-        """A piece has come; yields its bucket if that is complete."""
+    def _took(self, came: Received) -> Iterator[int]:
+        """Add a piece; yields its bucket if that is complete."""
+        piece, data = came.piece, came.data
         if self._chain and self._chain[-1][0].bucket != piece.bucket:
             self._chain.clear()
         if piece.base:
             self._chain.append((piece, data))
         began = time.perf_counter()
-        if placed:
-            complete = self._gathering.placed(piece, len(data))
+        if came.placed:
+            complete = self.assembly.placed(piece, len(data))
         else:
-            complete = self._gathering.take(piece, data)
+            complete = self.assembly.take(piece, data)
         self.stage_s += time.perf_counter() - began
         if complete:
             self._broken = 0
@@ -328,13 +388,12 @@ class Transfer:
                     self._delta_came(link, bytes(content))
             yield piece.bucket
 
-    def _order_again(self) -> None:
-        """Order what came wrong, when all else has come."""
-        if self._gathering.missing and not self._gathering.awaited:
-            self._order()
-
     def _failed(self, error: WireError) -> None:
-        """What came was of no use: order again, but not for ever."""
+        """Order again, up to `SPOILED` times.
+
+        Raises:
+            WireError: it failed too often.
+        """
         if isinstance(error, BrokenError):
             self._broken += 1
         else:
@@ -347,17 +406,17 @@ class Transfer:
             self._order()
 
 
-def run_together(pairs: Sequence[tuple[BucketSource, Transfer]]) -> Iterator[int | None]:
+def run_together(transfers: Sequence[Transfer]) -> Iterator[int | None]:
     """Run transfers at the same time, each on a thread of its own; as `Transfer.run`.
 
     When it is closed, nothing is written any more.
 
     Raises:
         SourceLostError: one of the sources is gone.
-        WireError: one of them sends nonsense, or nothing.
+        WireError: one of them sends malformed data, or nothing.
     """
-    if len(pairs) == 1:
-        yield from pairs[0][1].run()
+    if len(transfers) == 1:
+        yield from transfers[0].run()
         return
     came: queue.SimpleQueue[int | BaseException | None] = queue.SimpleQueue()  # None: one is done
     stopping = threading.Event()
@@ -376,7 +435,7 @@ def run_together(pairs: Sequence[tuple[BucketSource, Transfer]]) -> Iterator[int
 
     threads = [
         threading.Thread(target=work, args=(transfer,), name="umbra-fetch", daemon=True)
-        for _, transfer in pairs
+        for transfer in transfers
     ]
     for thread in threads:
         thread.start()
