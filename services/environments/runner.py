@@ -11,14 +11,14 @@ import asyncio
 import http.client
 import json
 import logging
+import math
 import os
 import signal
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -57,13 +57,13 @@ class Generators:
     Args:
         urls: as each generator logs it ("agents are served at ...").
         key: of the endpoints; "" if they have none.
+        threads: requests at once.
     """
 
     def __init__(self, urls: Sequence[str], key: str, threads: int = _THREADS) -> None:
         self.urls = [url.rstrip("/") for url in urls]
         self.key = key
-        self.heard_at = dict.fromkeys(self.urls, time.monotonic())
-        self.heard = False
+        self.heard_at: dict[str, float] = {}
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="umbra-http")
         # Generators are reached directly: a proxy is for the rest of the world.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -77,10 +77,18 @@ class Generators:
             PeerLostError: it cannot be reached.
         """
         loop = asyncio.get_running_loop()
-        answer = await loop.run_in_executor(self._threads, self._send, base + path, body, method)
-        self.heard_at[base], self.heard = time.monotonic(), True
-        if isinstance(answer, RejectedError | UsageError):
-            raise answer
+        status, answer = await loop.run_in_executor(
+            self._threads, self._send, base + path, body, method
+        )
+        self.heard_at[base] = time.monotonic()
+        if status == 401:
+            raise UsageError(
+                f"{base} refuses the key: give both sides the same UMBRA_AGENT_KEY or "
+                "generator.serve_key"
+            )
+        if status >= 400:
+            error = answer["error"]
+            raise RejectedError(str(error["message"]), code=str(error["code"]))
         return answer
 
     async def report(self, base: str, path: str, body: Any, method: str = "POST") -> None:
@@ -93,45 +101,26 @@ class Generators:
                 await asyncio.sleep(pause)
         await self.ask(base, path, body, method)
 
+    def silent_s(self, *urls: str) -> float:
+        """Return the seconds since one of these answered; infinite if none ever has."""
+        newest = max((self.heard_at.get(url, -math.inf) for url in urls), default=-math.inf)
+        return time.monotonic() - newest
+
     def close(self) -> None:
         """Wait for the requests under way."""
         self._threads.shutdown(cancel_futures=True)
 
-    def _send(self, url: str, body: Any, method: str) -> Any:
-        headers = {"content-type": "application/json"}
-        if self.key:
-            headers["authorization"] = f"Bearer {self.key}"
+    def _send(self, url: str, body: Any, method: str) -> tuple[int, Any]:
+        headers = {"content-type": "application/json", "authorization": f"Bearer {self.key}"}
         request = urllib.request.Request(url, json.dumps(body).encode(), headers, method=method)
         try:
             with self._opener.open(request, timeout=_ANSWER_S) as response:
-                return json.load(response)
+                return response.status, json.load(response)
         except urllib.error.HTTPError as error:
             with error:
-                said = error.read()
-            if error.code == 401:
-                return UsageError(
-                    f"{url} refuses the key: give both sides the same UMBRA_AGENT_KEY or "
-                    "generator.serve_key"
-                )
-            return _refusal(url, said, error.code)
+                return error.code, json.loads(error.read())
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise PeerLostError(f"{url}: {error}") from error
-
-
-def _refusal(url: str, body: bytes, status: int) -> RejectedError:
-    try:
-        error = json.loads(body)["error"]
-        return RejectedError(str(error["message"]), code=str(error["code"]))
-    except (ValueError, KeyError, TypeError):
-        return RejectedError(f"{url} answered with status {status}")
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """A session that an agent of ours works on."""
-
-    generator: str
-    path: str
 
 
 class AgentRunner:
@@ -146,7 +135,7 @@ class AgentRunner:
         self.name = offered_name(config)
         self._generators = generators
         self._workers = agent_workers(config, self._left, self._began)
-        self._held: dict[str, _Held] = {}  # by id of the session
+        self._held: dict[str, str] = {}  # the generator of each session
         self._playing: set[str] = set()
         self._reports: set[asyncio.Task[None]] = set()
         self._places = asyncio.Semaphore(0)
@@ -161,27 +150,34 @@ class AgentRunner:
         wanted = {"wait_s": WAIT_S, "lease_s": LEASE_S, "environment": self.name}
         while True:
             await self._places.acquire()
-            work, pause_s = None, PAUSE_S
+            pause_s = PAUSE_S
             try:
                 work = await self._generators.ask(generator, "/sessions", wanted)
-            except RejectedError as refused:
-                pause_s = 0.0 if refused.code == "no_work" else PAUSE_S
-                log.debug("%s: %s", generator, refused)
-            except PeerLostError as error:
-                log.debug("%s", error)
-            finally:
-                if work is None:
-                    self._places.release()
-            if work is None:
+            except (RejectedError, PeerLostError) as error:
+                self._places.release()
+                if isinstance(error, RejectedError) and error.code == "no_work":
+                    pause_s = 0.0  # it has waited
+                log.debug("%s: %s", generator, error)
                 await asyncio.sleep(pause_s)
-            else:
-                held = self._held[work["id"]] = _Held(generator, f"/sessions/{work['id']}")
-                url = held.generator + held.path
-                start_agent(self._workers, work["id"], work["row"], url, self._generators.key)
+                continue
+            name = work["id"]
+            self._held[name] = generator
+            url = f"{generator}/sessions/{name}"
+            start_agent(self._workers, name, work["row"], url, self._generators.key)
 
     async def renew(self, lease_s: float = LEASE_S) -> None:
         """Renew all leases; 0 gives them back. Drop the sessions that are lost."""
-        await asyncio.gather(*(self._renew(url, lease_s) for url in self._generators.urls))
+        for generator in set(self._held.values()):
+            ids = [name for name, url in self._held.items() if url == generator]
+            asked = {"ids": ids, "lease_s": lease_s}
+            try:
+                answer = await self._generators.ask(generator, "/sessions/renew", asked)
+                lost = answer["lost"]
+            except (PeerLostError, RejectedError) as error:
+                lost = ids if self._generators.silent_s(generator) > LEASE_S else []
+                log.warning("leases of %d sessions are not renewed: %s", len(ids), error)
+            for name in lost:
+                self._drop(name)
 
     async def close(self) -> None:
         """End all agents; their sessions begin again elsewhere."""
@@ -190,48 +186,34 @@ class AgentRunner:
         await self.renew(0.0)
         await self._workers.close()
 
-    async def _renew(self, generator: str, lease_s: float) -> None:
-        ids = [name for name, held in self._held.items() if held.generator == generator]
-        if not ids:
-            return
-        try:
-            asked = {"ids": ids, "lease_s": lease_s}
-            lost = (await self._generators.ask(generator, "/sessions/renew", asked))["lost"]
-        except (PeerLostError, RejectedError) as error:
-            silent_s = time.monotonic() - self._generators.heard_at[generator]
-            lost = ids if silent_s > LEASE_S else []
-            log.warning("leases of %d sessions are not renewed: %s", len(ids), error)
-        for name in lost:
-            self._drop(name)
-
     def _began(self, name: str) -> None:
-        if name in self._held and name in self._playing:  # what it did is not done twice
-            self._end_play(name, None, PLAYED_TWICE)
+        if name in self._playing:  # what it did is not done twice
+            self._left(name, None, PLAYED_TWICE)
         self._playing.add(name)
 
     def _left(self, name: str, value: Delivered | None, error: str) -> None:
-        if name in self._held:
-            self._end_play(name, value, error)
-
-    def _end_play(self, name: str, value: Delivered | None, error: str) -> None:
+        """The agent of a session has returned."""
+        if name not in self._held:
+            return
         self._workers.forget(name)
-        self._spawn(self._report(name, self._held[name], value, error))
+        report = self._report(name, value, error)
+        task = asyncio.get_running_loop().create_task(report, name="a session of an agent")
+        self._reports.add(task)
+        task.add_done_callback(self._reports.discard)
+        task.add_done_callback(ends_with_it)
 
-    async def _report(self, name: str, held: _Held, value: Delivered | None, error: str) -> None:
+    async def _report(self, name: str, value: Delivered | None, error: str) -> None:
         """Post the reward of a session, or why there is none."""
-        report = self._generators.report
+        generator, path, report = self._held[name], f"/sessions/{name}", self._generators.report
         try:
             if isinstance(value, StepResult) and value.done:
                 result = {"reward": value.reward, "parts": value.reward_parts}
                 try:
-                    await report(
-                        held.generator, f"{held.path}/reward", {**result, "reason": value.reason}
-                    )
+                    await report(generator, f"{path}/reward", {**result, "reason": value.reason})
                     return
                 except RejectedError as refused:
                     error = str(refused)
-            reason = {"reason": error or NO_REWARD}
-            await report(held.generator, held.path, reason, "DELETE")
+            await report(generator, path, {"reason": error or NO_REWARD}, "DELETE")
         except RejectedError:
             pass  # it has its reward, or is over for another reason
         except PeerLostError as lost:
@@ -245,12 +227,6 @@ class AgentRunner:
             self._workers.forget(name)
             self._places.release()
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(coroutine, name="a session of an agent")
-        self._reports.add(task)
-        task.add_done_callback(self._reports.discard)
-        task.add_done_callback(ends_with_it)
-
 
 async def run_agents(
     environments: Iterable[EnvironmentConfig], generators: Generators, stop: asyncio.Event
@@ -263,8 +239,8 @@ async def run_agents(
         UsageError: no environment can be loaded, or a generator refuses the key.
     """
     runners: list[AgentRunner] = []
-    faults: list[UsageError] = []
     tasks: list[asyncio.Task[Any]] = []
+    fault: UsageError | None = None
     try:
         for config in environments:
             runner = AgentRunner(config, generators)
@@ -272,14 +248,13 @@ async def run_agents(
                 await runner.start()
                 runners.append(runner)
             except UsageError as error:
-                faults.append(error)
+                fault = error
                 log.warning("this runner is without %s: %s", runner.name, error)
-        if not runners:
-            raise faults[0]
+        if fault is not None and not runners:
+            raise fault
         log.info("runs %s for %s", [one.name for one in runners], generators.urls)
-        for runner in runners:
-            tasks += [asyncio.create_task(runner.lease_from(url)) for url in generators.urls]
-        tasks += [asyncio.create_task(_keep(runners, generators)), asyncio.create_task(stop.wait())]
+        work = [runner.lease_from(url) for runner in runners for url in generators.urls]
+        tasks = [*map(asyncio.ensure_future, [*work, _keep(runners, generators), stop.wait()])]
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
@@ -295,11 +270,11 @@ async def _keep(runners: Sequence[AgentRunner], generators: Generators) -> None:
     while True:
         await asyncio.sleep(LEASE_S / 3)
         await asyncio.gather(*(runner.renew() for runner in runners))
-        silent_s = time.monotonic() - max(generators.heard_at.values())
-        if silent_s > GONE_S and generators.heard:
+        silent_s = generators.silent_s(*generators.urls)
+        if GONE_S < silent_s < math.inf:
             log.info("no generator has answered for %.0f s: the run is over", silent_s)
             return
-        if silent_s > GONE_S:
+        if silent_s == math.inf:
             log.warning("no generator answers at %s", ", ".join(generators.urls))
 
 
