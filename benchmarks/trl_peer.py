@@ -31,7 +31,7 @@ from whole_runs import base_model
 from umbra.deploy.demo import DEMOS
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import load_config
-from umbra.services.environments.guess import Guess
+from umbra.services.environments.built_in import Guess
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import stop_ids
 from umbra.services.trainer.learner import learning_rate

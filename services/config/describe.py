@@ -45,7 +45,7 @@ GROUPS = (
     ("sampling.max_tokens", "environment.max_tokens", "generator.max_context"),
     ("sampling.max_tokens", "trainer.response_limit"),
     ("generator.device", "trainer.device", "weight_hub.plane"),
-    ("generator.slots", "generator.sessions", "environment.concurrency"),
+    ("generator.slots", "generator.sessions"),
     ("trainer.pack_tokens", "trainer.micro_tokens", "trainer.share_prompts"),
     ("trainer.learning_rate", "trainer.schedule", "trainer.warmup_steps", "run.steps"),
     ("trainer.ranks", "generator.tensor_parallel", "generator.count"),

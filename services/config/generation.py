@@ -109,7 +109,6 @@ class EnvironmentConfig(Section):
         "Python (3.10 or newer) of those processes, of an environment of its own in which Umbra"
         " need not be installed; empty = this one",
     )
-    concurrency: int = key(0, "conversations at once, per generator; 0 = any", ge=0)
     options: dict[str, Any] = key({}, "arguments of the environment's constructor, agent or loader")
 
     @property

@@ -38,6 +38,7 @@ DROPPED: dict[str, str] = {
     "generator.engine=replay": "use torch; benchmarks/simulator runs the broker without a model",
     "generator.replay": "remove it; benchmarks/simulator runs the broker without a model",
     "env_worker": "set environment.workers = 0 and start `umbra run-agents` on any machine",
+    "environment.concurrency": "set generator.sessions",
     "environment.run_on": "set environment.workers = 0 where `umbra run-agents` runs the programs",
     "buffer.stale_policy=restart": 'use "wait", which lets nothing get stale, or "drop"',
     "buffer.on_batch=cut": 'use "interrupt" with buffer.oversample',

@@ -11,8 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from umbra.proto.errors import UsageError
 from umbra.services.environments.agent_program import AgentProgram, Program
-from umbra.services.environments.guess import Guess
-from umbra.services.environments.gym import ReasoningGym
+from umbra.services.environments.built_in import (
+    ExactMatch,
+    Guess,
+    MathVerify,
+    NumericMatch,
+    ReasoningGym,
+    Unrewarded,
+)
 from umbra.services.environments.kinds.openenv import openenv_program
 from umbra.services.environments.kinds.trl import trl_program
 from umbra.services.environments.kinds.verifiers import verifiers_program
@@ -25,12 +31,6 @@ from umbra.services.environments.rewards import (
 )
 from umbra.services.environments.sandbox import TOOLS as SANDBOXED
 from umbra.services.environments.sandbox import SandboxTools, sandbox_factory
-from umbra.services.environments.single_turn import (
-    ExactMatch,
-    MathVerify,
-    NumericMatch,
-    Unrewarded,
-)
 from umbra.services.environments.tools import BUILT_IN, ToolUse
 
 if TYPE_CHECKING:

@@ -6,11 +6,13 @@ A reward that raises, hangs or floods memory costs the sample that it was for.
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from umbra.services.config import EnvironmentConfig as EnvironmentConfig
+from umbra.services.config import EnvironmentConfig, NamedEnvironment, RunConfig
+from umbra.services.config.generation import ENVIRONMENT
 from umbra.services.environments.environment_host import Delivered, EnvironmentHost
 from umbra.services.environments.loading import load_environment, runs_inline
 from umbra.services.environments.protocol import EnvironmentFactory, Row, SampleError
@@ -146,6 +148,67 @@ class ProcessPool:
     def _deliver(self, key: str, value: Delivered | None, error: str) -> None:
         self._outcomes.put(EpisodeOutcome(key, value, error))
         self._wake()
+
+
+class EnvironmentSet:
+    """The environments of a run, by name. Rows name one that there is (`RolloutSettings.of`)."""
+
+    def __init__(self, pools: Mapping[str, EnvironmentPool]) -> None:
+        self._pools = pools
+        self._homes: dict[str, EnvironmentPool] = {}  # by sample
+
+    @classmethod
+    def opened(
+        cls,
+        environments: Iterable[NamedEnvironment],
+        open_one: Callable[[NamedEnvironment], EnvironmentPool],
+    ) -> EnvironmentSet:
+        """A pool of each; if one can't be opened, those before it are closed."""
+        with ExitStack() as opened:
+            pools: dict[str, EnvironmentPool] = {}
+            for one in environments:
+                pools[one.name] = opened.enter_context(closing(open_one(one)))
+            opened.pop_all()
+            return cls(pools)
+
+    def play(self, key: str, row: Row, responses: Sequence[Said | str]) -> None:
+        """As of `EnvironmentPool`."""
+        home = self._homes[key] = self._pools[row[ENVIRONMENT]]
+        home.play(key, row, responses)
+
+    def forget(self, key: str) -> None:
+        """As of `EnvironmentPool`."""
+        home = self._homes.pop(key, None)
+        if home is not None:
+            home.forget(key)
+
+    def collect(self) -> list[EpisodeOutcome]:
+        """As of `EnvironmentPool`."""
+        return [outcome for pool in self._pools.values() for outcome in pool.collect()]
+
+    def close(self) -> None:
+        """Close them all, also if one can't be."""
+        with ExitStack() as stack:
+            for pool in self._pools.values():
+                stack.callback(pool.close)
+
+
+def open_rewards(config: RunConfig, *, wake: Callable[[], None] = lambda: None) -> EnvironmentPool:
+    """Where rewards are found for samples that are whole: in the run's environment, or in those of
+    several that reward groups.
+
+    Args:
+        config: the run.
+        wake: called, from any thread, whenever an outcome is there.
+
+    Raises:
+        UsageError: a reward can't be loaded.
+        DeadlineError: loading it took too long.
+    """
+    if not config.environments:
+        return open_pool(config.environment, wake=wake)
+    groups = [one for one in config.environments if one.reward_scope == "group"]
+    return EnvironmentSet.opened(groups, lambda one: open_pool(one, wake=wake))
 
 
 def _at_once(play: Coroutine[Any, Any, T]) -> T:

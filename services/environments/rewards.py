@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from umbra.proto.errors import UsageError
+from umbra.services.environments.built_in import SingleTurn
 from umbra.services.environments.protocol import Row, SampleError, StepResult, finite_number
-from umbra.services.environments.single_turn import SingleTurn
 
 _UNKNOWN_HERE = ("completion_ids", "trainer_state")  # of TRL's arguments
 _RESERVED = ("prompt", "completion", "completion_ids", "prompts", "completions")  # no columns

@@ -22,10 +22,9 @@ import msgspec
 from umbra.proto.errors import UmbraError, UsageError
 from umbra.services.config import EnvironmentConfig, RunConfig
 from umbra.services.config.loader import load_config
-from umbra.services.environments.calculator import calculator
 from umbra.services.environments.pool import EnvironmentPool, EpisodeOutcome, open_pool
 from umbra.services.environments.protocol import Opening, StepResult, prompt_messages
-from umbra.services.environments.tools import schema
+from umbra.services.environments.tools import calculator, schema
 from umbra.services.modeling.chat import Chat
 from umbra.services.process.parent import die_with_parent
 

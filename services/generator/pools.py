@@ -15,9 +15,13 @@ from msgspec.structs import replace
 from umbra.proto.records import Trajectory, unpack_int32
 from umbra.services.config import EnvironmentConfig, NamedEnvironment, RunConfig
 from umbra.services.config.trajectory_rules import sampling_of
-from umbra.services.environments.environment_set import EnvironmentSet, LimitedPool, open_rewards
 from umbra.services.environments.loading import UNREWARDED
-from umbra.services.environments.pool import EnvironmentPool, open_pool
+from umbra.services.environments.pool import (
+    EnvironmentPool,
+    EnvironmentSet,
+    open_pool,
+    open_rewards,
+)
 from umbra.services.generator.checks import check_template
 from umbra.services.generator.rollout import Limits, RolloutSettings
 from umbra.services.modeling.chat import Chat
@@ -152,17 +156,6 @@ def open_environments(
             config.environments,
             lambda one: open_environments(config, one, chat, wake=wake),
         )
-    pool = _open_one(config, environment, chat, wake)
-    most = environment.concurrency
-    return LimitedPool(pool, most) if most else pool
-
-
-def _open_one(
-    config: RunConfig,
-    environment: EnvironmentConfig,
-    chat: Chat,
-    wake: Callable[[], None],
-) -> EnvironmentPool:
     check_template(environment, chat)
     if not environment.asks:
         return open_pool(environment, wake=wake)

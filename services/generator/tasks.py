@@ -21,10 +21,9 @@ from typing import Any
 import msgspec
 
 from umbra.proto.errors import UsageError
-from umbra.services.environments.calculator import calculator
-from umbra.services.environments.gym import gym_rows
+from umbra.services.environments.built_in import gym_rows
 from umbra.services.environments.python_apart import apart
-from umbra.services.environments.tools import parse_tool_calls, schema
+from umbra.services.environments.tools import calculator, parse_tool_calls, schema
 from umbra.services.modeling.chat_template import as_text, with_tools
 from umbra.services.process.child import own_exit_code
 from umbra.services.process.files import read_jsonl

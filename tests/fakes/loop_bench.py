@@ -22,8 +22,8 @@ from umbra.proto.messages import (
 )
 from umbra.proto.records import Manifest, Sampling, TensorEntry
 from umbra.services.config import GeneratorConfig
+from umbra.services.environments.built_in import ExactMatch
 from umbra.services.environments.pool import EnvironmentPool, InlinePool
-from umbra.services.environments.single_turn import ExactMatch
 from umbra.services.generator.activity import Activity, SampleLog, StallWatch
 from umbra.services.generator.buffer_client import BufferClient
 from umbra.services.generator.loop import GeneratorLoop

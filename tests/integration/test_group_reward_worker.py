@@ -22,7 +22,7 @@ from umbra.services.config import (
     RunConfig,
     SamplingConfig,
 )
-from umbra.services.environments.environment_set import open_rewards
+from umbra.services.environments.pool import open_rewards
 from umbra.services.generator.checks import check_environment
 from umbra.services.generator.evaluate import evaluate_model
 from umbra.services.modeling.chat import Chat

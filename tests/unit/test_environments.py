@@ -7,12 +7,10 @@ import pytest
 
 from umbra.proto.errors import UsageError
 from umbra.services.config import EnvironmentConfig
-from umbra.services.environments.guess import Guess
-from umbra.services.environments.gym import gym_rows
+from umbra.services.environments.built_in import ExactMatch, Guess, NumericMatch, gym_rows
 from umbra.services.environments.loading import load_environment, runs_inline
 from umbra.services.environments.pool import InlinePool
 from umbra.services.environments.protocol import SampleError, StepResult
-from umbra.services.environments.single_turn import ExactMatch, NumericMatch
 from umbra.services.environments.worker import ASYNC_ROOM, hello
 
 USER_CODE = """

@@ -25,9 +25,9 @@ from umbra.proto.messages import (
     SubmitAck,
     SubmitTrajectories,
 )
+from umbra.services.environments.built_in import ExactMatch
 from umbra.services.environments.pool import InlinePool
 from umbra.services.environments.response import Said
-from umbra.services.environments.single_turn import ExactMatch
 from umbra.services.generator.engines.engine import CacheFigures, EngineError
 
 

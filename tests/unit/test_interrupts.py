@@ -11,11 +11,10 @@ from fakes.trajectories import sample
 
 from umbra.proto.messages import Interrupt, ReturnSamples, SubmitTrajectories
 from umbra.proto.records import SampleTask, Trajectory, unpack_int32
+from umbra.services.environments.built_in import ExactMatch, Guess
 from umbra.services.environments.environment_host import Result
-from umbra.services.environments.guess import Guess
 from umbra.services.environments.pool import EpisodeOutcome, InlinePool
 from umbra.services.environments.protocol import StepResult
-from umbra.services.environments.single_turn import ExactMatch
 from umbra.services.environments.turn_request import Ask, Begun
 from umbra.services.generator.rollout import Limits
 from umbra.services.generator.runner import RolloutRunner

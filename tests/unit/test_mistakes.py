@@ -268,7 +268,7 @@ def test_a_package_that_is_not_installed(setting: str, told: str) -> None:
 
 
 def test_a_gym_task_misspelt() -> None:
-    gym = pytest.importorskip("umbra.services.environments.gym")
+    gym = pytest.importorskip("umbra.services.environments.built_in")
     pytest.importorskip("reasoning_gym")
     with pytest.raises(UsageError, match=r"did you mean 'chain_sum'"):
         gym.gym_rows("chain_sums", 1, 0)

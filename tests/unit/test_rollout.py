@@ -16,10 +16,9 @@ from umbra.proto.records import (
     unpack_float32,
     unpack_int32,
 )
-from umbra.services.environments.guess import Guess
+from umbra.services.environments.built_in import ExactMatch, Guess
 from umbra.services.environments.pool import InlinePool
 from umbra.services.environments.protocol import Opening, StepResult
-from umbra.services.environments.single_turn import ExactMatch
 from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.generator.rollout import Phase, Rollout
 from umbra.services.generator.runner import RolloutRunner

@@ -9,7 +9,7 @@ from fakes.rollouts import STOP, finish, says, settings
 from fakes.trajectories import sample
 
 from umbra.proto.records import Sampling, unpack_int32
-from umbra.services.environments.guess import Guess
+from umbra.services.environments.built_in import Guess
 from umbra.services.environments.pool import InlinePool
 from umbra.services.environments.tools import ToolUse
 from umbra.services.generator.rollout import Limits

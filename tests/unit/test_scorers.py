@@ -24,8 +24,8 @@ from umbra.proto.records import (
     unpack_float32,
 )
 from umbra.services.config import ScorerConfig
+from umbra.services.environments.built_in import ExactMatch
 from umbra.services.environments.pool import InlinePool
-from umbra.services.environments.single_turn import ExactMatch
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_model, load_tokenizer
 from umbra.services.modeling.packing import pack

@@ -14,10 +14,9 @@ from umbra.services.buffer.prompts import first_rows, open_prompts
 from umbra.services.config import DataConfig, NamedEnvironment, RunConfig
 from umbra.services.config.feasibility import check_feasible
 from umbra.services.config.loader import as_dict, load_config, to_json
-from umbra.services.environments.environment_set import EnvironmentSet, LimitedPool
-from umbra.services.environments.pool import EpisodeOutcome, InlinePool
+from umbra.services.environments.built_in import ExactMatch, NumericMatch
+from umbra.services.environments.pool import EnvironmentSet, EpisodeOutcome, InlinePool
 from umbra.services.environments.protocol import SampleError, StepResult
-from umbra.services.environments.single_turn import ExactMatch, NumericMatch
 from umbra.services.generator.pools import settings_for
 from umbra.services.trainer.metrics import environment_metrics
 
@@ -183,20 +182,6 @@ def test_each_sample_is_played_by_the_environment_that_its_row_names() -> None:
     pools.forget("a")
     pools.forget("unknown")
     pools.close()
-
-
-def test_conversations_beyond_the_limit_wait_for_one_to_end() -> None:
-    pool = LimitedPool(InlinePool(ExactMatch), 2)
-    row = {"prompt": "p", "answer": "1"}
-    for key in "abcd":
-        pool.play(key, row, [])
-    assert [outcome.key for outcome in pool.collect()] == ["a", "b"]
-    pool.play("a", row, ["1"])
-    assert rewards(pool.collect()) == {"a": 1.0}
-    pool.forget("c")  # while it waits
-    pool.forget("a")
-    assert [outcome.key for outcome in pool.collect()] == ["d"]
-    pool.close()
 
 
 def test_metrics_tell_environments_apart() -> None:

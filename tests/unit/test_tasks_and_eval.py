@@ -10,10 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from umbra.proto.errors import UsageError
-from umbra.services.environments.calculator import calculator
-from umbra.services.environments.guess import Guess
-from umbra.services.environments.single_turn import ExactMatch
-from umbra.services.environments.tools import ToolUse
+from umbra.services.environments.built_in import ExactMatch, Guess
+from umbra.services.environments.tools import ToolUse, calculator
 from umbra.services.generator import tasks
 from umbra.services.generator.command import evaluate, make_task
 from umbra.services.generator.tasks import write_task

@@ -15,8 +15,8 @@ from fakes.slowness import seconds
 from umbra.proto.errors import DeadlineError, UsageError
 from umbra.services.config import EnvironmentConfig, NamedEnvironment, RunConfig
 from umbra.services.config.feasibility import check_feasible
+from umbra.services.environments.built_in import Guess
 from umbra.services.environments.environment_host import EnvironmentHost
-from umbra.services.environments.guess import Guess
 from umbra.services.environments.kinds.trl import trl_program
 from umbra.services.environments.pool import EpisodeOutcome, ProcessPool
 from umbra.services.environments.protocol import Opening, StepResult

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from umbra.services.environments.calculator import calculator
 from umbra.services.environments.protocol import Opening, StepResult
 from umbra.services.environments.tools import (
     ToolCall,
     ToolCallError,
     ToolUse,
+    calculator,
     parse_tool_calls,
     schema,
 )

@@ -1,0 +1,203 @@
+"""Ready-made environments: one turn that is compared with the row's answer, puzzles, a game."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import math
+import re
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+from umbra.proto.errors import UsageError
+from umbra.services.environments.protocol import (
+    Message,
+    Row,
+    SampleError,
+    StepResult,
+    expected_answer,
+    prompt_messages,
+)
+from umbra.services.environments.response import content_of
+
+_NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+
+
+class SingleTurn:
+    """Base: the row's prompt is put to the model, and its answer ends the sample."""
+
+    def __init__(self) -> None:
+        self.row: Row = {}
+
+    def reset(self, row: Row) -> list[Message]:
+        self.row = row
+        return prompt_messages(row)
+
+
+class Unrewarded(SingleTurn):
+    """Ends with the model's answer, without a reward: a scoring stage gives it later."""
+
+    def step(self, response: str) -> StepResult:
+        del response
+        return StepResult()
+
+
+class ExactMatch(SingleTurn):
+    """Reward 1 if the response, stripped, is the row's "answer"; its reasoning does not count."""
+
+    def step(self, response: str) -> StepResult:
+        said = content_of(response).strip()
+        return StepResult(reward=float(said == expected_answer(self.row, "exact")))
+
+
+class NumericMatch(SingleTurn):
+    """Reward 1 if the last number of the response is the row's "answer".
+
+    Args:
+        tolerance: difference that still counts as equal, relative to the answer.
+    """
+
+    def __init__(self, tolerance: float = 1e-6) -> None:
+        super().__init__()
+        if not tolerance >= 0:
+            raise TypeError(f"tolerance must be 0 or more, not {tolerance}")
+        self._tolerance = tolerance
+
+    def step(self, response: str) -> StepResult:
+        wanted = last_number(expected_answer(self.row, "numeric"))
+        if wanted is None:
+            raise SampleError(
+                f'environment "numeric" needs a number as "answer", not {self.row["answer"]!r}'
+            )
+        given = last_number(content_of(response))
+        return StepResult(reward=float(same_number(given, wanted, self._tolerance)))
+
+
+class MathVerify(SingleTurn):
+    """Reward 1 if `math-verify` finds the response equal to the row's "answer" (LaTeX or plain)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        try:
+            import math_verify
+        except ModuleNotFoundError:
+            raise UsageError(
+                'environment.kind = "math" needs math-verify: pip install "umbra-rl[tasks]"'
+            ) from None
+        # It warns in every call that its own time limits are off: the pool's limit holds instead.
+        logging.getLogger("math_verify").setLevel(logging.ERROR)
+        self._library = math_verify
+
+    def step(self, response: str) -> StepResult:
+        library = self._library
+        wanted = library.parse(expected_answer(self.row, "math"), parsing_timeout=0)
+        given = library.parse(content_of(response), parsing_timeout=0)
+        return StepResult(reward=float(library.verify(wanted, given, timeout_seconds=0)))
+
+
+class ReasoningGym(SingleTurn):
+    """Scores answers by the verifier of the dataset that made the row (`gym_rows`)."""
+
+    concurrent = True  # scoring is quick: one at a time, a process would mostly wait for the next
+
+    def __init__(self) -> None:
+        super().__init__()
+        _library()  # so that it is missed at once
+
+    def step(self, response: str) -> StepResult:
+        entry = self.row.get("entry")
+        if not isinstance(entry, dict):
+            raise SampleError(
+                'environment "reasoning-gym" needs rows made by `umbra make-task gym:NAME`'
+            )
+        score = _verifier(entry["metadata"]["source_dataset"])
+        return StepResult(reward=float(score(response.strip(), entry)))
+
+
+def gym_rows(
+    name: str, count: int, seed: int, options: Mapping[str, Any] | None = None
+) -> list[Row]:
+    """`count` rows of the dataset `name`, each with the entry that its verifier needs.
+
+    Args:
+        name: of the dataset.
+        count: how many.
+        seed: of the draws.
+        options: parameters of the dataset, such as `max_word_len`.
+
+    Raises:
+        UsageError: the package is missing, or has no such dataset or parameter.
+    """
+    library = _library()
+    if name not in library.factory.DATASETS:
+        close = difflib.get_close_matches(name, library.factory.DATASETS, n=1, cutoff=0.5)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise UsageError(f"reasoning-gym has no dataset {name!r}{hint}")
+    try:
+        dataset = library.create_dataset(name, size=count, seed=seed, **(options or {}))
+    except (AssertionError, TypeError, ValueError) as error:
+        raise UsageError(f"reasoning-gym cannot make dataset {name!r}: {error}") from error
+    return [
+        {"prompt": entry["question"], "answer": entry["answer"], "entry": entry}
+        for entry in dataset
+    ]
+
+
+@cache
+def _verifier(dataset: str) -> Callable[[str, Row], float]:
+    """That of a dataset, kept: the library makes the dataset anew for it, with all its words."""
+    return _library().get_score_answer_fn(dataset)
+
+
+def _library() -> Any:
+    try:
+        import reasoning_gym
+    except ModuleNotFoundError:
+        raise UsageError(
+            'environment.kind = "reasoning-gym" needs it: pip install "umbra-rl[tasks]"'
+        ) from None
+    return reasoning_gym
+
+
+class Guess:
+    """Guess the digit in the row's "answer": a miss is answered with > (go higher) or <.
+
+    A hit is worth 1. Anything that is no digit is answered with ? and costs a try as well.
+    """
+
+    def __init__(self, tries: int = 4) -> None:
+        self._tries = tries
+        self._left = tries
+        self._secret = 0
+
+    def reset(self, row: Row) -> list[Message]:
+        self._left, self._secret = self._tries, int(row["answer"])
+        return prompt_messages(row)
+
+    def step(self, response: str) -> StepResult:
+        self._left -= 1
+        text = response.strip()
+        if text == str(self._secret):
+            return StepResult(reward=1.0)
+        if self._left <= 0:
+            return StepResult(reason="turns")
+        if not (len(text) == 1 and text.isascii() and text.isdigit()):
+            hint = "?"
+        else:
+            hint = ">" if int(text) < self._secret else "<"
+        return StepResult(done=False, messages=[{"role": "user", "content": hint}])
+
+
+def last_number(text: str) -> float | None:
+    """The last number in `text`; commas between digits are skipped."""
+    found = _NUMBER.findall(text)
+    try:
+        return float(found[-1].replace(",", "")) if found else None
+    except ValueError:
+        return None
+
+
+def same_number(given: float | None, wanted: float, tolerance: float) -> bool:
+    """Whether `given` is `wanted`, but for `tolerance` relative to it."""
+    return given is not None and math.isclose(given, wanted, rel_tol=tolerance, abs_tol=1e-12)
