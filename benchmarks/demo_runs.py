@@ -24,8 +24,8 @@ from end_to_end import WARM
 from report import Report, text
 from whole_runs import curve, steady
 
-from umbra.deploy.demo import RECIPES
-from umbra.deploy.run_folder import RunFolder
+from umbra.deploy.commands.demo import RECIPES
+from umbra.deploy.files.run_folder import RunFolder
 from umbra.services.process.child import umbra_argv
 
 SERVICES = ("generator-0", "trainer", "buffer", "weight-hub")

@@ -25,7 +25,7 @@ from typing import Any
 from report import Report, spread, text
 from whole_runs import base_model, curve, run, steady
 
-from umbra.deploy.demo import DEMOS
+from umbra.deploy.commands.demo import DEMOS
 from umbra.services.config.loader import load_config
 
 RUN_LIMIT_S = 900.0

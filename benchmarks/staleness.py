@@ -30,7 +30,7 @@ from typing import Any
 from report import Report
 from whole_runs import base_model, umbra
 
-from umbra.deploy.demo import DEMOS
+from umbra.deploy.commands.demo import DEMOS
 
 SAMPLES = 2048  # of an accuracy: a standard error of 0.01
 CLAIM = 0.5  # versions by which the measured mean may differ from the intended staleness

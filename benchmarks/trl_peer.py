@@ -28,7 +28,7 @@ from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 from whole_runs import base_model
 
-from umbra.deploy.demo import DEMOS
+from umbra.deploy.commands.demo import DEMOS
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import load_config
 from umbra.services.environments.built_in import Guess

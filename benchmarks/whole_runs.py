@@ -9,11 +9,11 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from umbra.deploy.demo import HELDOUT, RECIPES
-from umbra.deploy.live import QuietView
-from umbra.deploy.overlap import Interval, clip, merge, total
-from umbra.deploy.run_folder import RunFolder, read_rows
-from umbra.deploy.up import Up
+from umbra.deploy.commands.demo import HELDOUT, RECIPES
+from umbra.deploy.files.run_folder import RunFolder, read_rows
+from umbra.deploy.report.overlap import Interval, clip, merge, total
+from umbra.deploy.run.live import QuietView
+from umbra.deploy.run.up import Up
 from umbra.services.config import RunConfig
 from umbra.services.process.child import umbra_argv
 from umbra.services.process.signals import SignalCounter

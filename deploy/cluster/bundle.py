@@ -25,7 +25,7 @@ from umbra.deploy.cluster.kubernetes import manifests
 from umbra.deploy.cluster.plan import Plan
 from umbra.deploy.cluster.slurm import slurm_script
 from umbra.deploy.cluster.table import as_json
-from umbra.deploy.toml import to_toml
+from umbra.deploy.files.toml import to_toml
 from umbra.proto.errors import UsageError
 from umbra.services.config.loader import as_dict
 

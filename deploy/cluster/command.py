@@ -14,8 +14,8 @@ from umbra.deploy.cluster.kubernetes import keys_command
 from umbra.deploy.cluster.plan import make_plan
 from umbra.deploy.cluster.table import as_json as plan_as_json
 from umbra.deploy.cluster.table import table
-from umbra.deploy.command import load_run, run_file_argument, set_option
-from umbra.deploy.run_folder import new_run_id
+from umbra.deploy.files.run_folder import new_run_id
+from umbra.deploy.prepare.load import load_run, run_file_argument, set_option
 from umbra.proto.errors import EXIT_DONE, UsageError
 from umbra.proto.net.keys import FOLDER, make_keys
 from umbra.services.config import RunConfig

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from umbra.deploy.files.rollouts import read_rollouts
+from umbra.deploy.files.run_folder import LineFollower, RunFolder
+from umbra.deploy.prepare.stage import last_object, run_stage
 from umbra.deploy.python.child import RunChild
 from umbra.deploy.python.operated import Operated, RemoteRun
-from umbra.deploy.rollouts import read_rollouts
-from umbra.deploy.run_folder import LineFollower, RunFolder
-from umbra.deploy.stage import last_object, run_stage
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import UsageError
 from umbra.services.monitor.run_address import RunAddress, find_run

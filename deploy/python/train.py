@@ -11,15 +11,15 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from umbra.deploy.machine_defaults import for_this_machine
-from umbra.deploy.pinning import pinned
-from umbra.deploy.preflight import check_one_machine, check_run, resolve_paths
+from umbra.deploy.check.machine_defaults import for_this_machine
+from umbra.deploy.files.run_folder import RunFolder
+from umbra.deploy.files.shown import shown_path
+from umbra.deploy.prepare.pinning import pinned
+from umbra.deploy.prepare.preflight import check_one_machine, check_run, resolve_paths
 from umbra.deploy.python.child import RunChild
 from umbra.deploy.python.notebook import notebook_display
 from umbra.deploy.python.run import LOOK_S, Run
 from umbra.deploy.python.source import MODULE, CopiedSource
-from umbra.deploy.run_folder import RunFolder
-from umbra.deploy.shown import shown_path
 from umbra.proto.errors import UmbraError, UsageError
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import config_of, read_run_file, to_json

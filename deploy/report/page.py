@@ -9,9 +9,9 @@ from importlib.resources import files
 from statistics import median, quantiles
 from typing import Any
 
+from umbra.deploy.files.rollouts import Rollout, heading, pieces
 from umbra.deploy.report.figures import EXCERPT_S, Figures, Row, Utilisation
 from umbra.deploy.report.svg import bar_chart, gantt, line_chart, stacked_chart
-from umbra.deploy.rollouts import Rollout, heading, pieces
 from umbra.services.prompts.download import shown
 from umbra.services.reporting.figures import PHASES, busy, idle_causes, is_idle
 from umbra.services.reporting.tables import number

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from umbra.deploy.run_folder import RunFolder, read_rows
+from umbra.deploy.files.run_folder import RunFolder, read_rows
 from umbra.proto.errors import UsageError
 from umbra.services.process.metrics import span_name
 

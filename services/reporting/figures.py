@@ -1,7 +1,8 @@
 """What the figures of a run mean: each is computed here, or in one other place that is named here.
 
 `docs/monitor.md` lists all of them. Recent rates are the buffer's (`buffer/meter.py`), shares of
-what teaches nothing too (`buffer/health.py`); rates of a whole run are in `deploy/summary.py`.
+what teaches nothing too (`buffer/health.py`); rates of a whole run are in
+`deploy/report/summary.py`.
 """
 
 from __future__ import annotations

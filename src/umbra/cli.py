@@ -32,17 +32,20 @@ class SubCommand(NamedTuple):
 
 
 COMMANDS: dict[str, SubCommand] = {
-    "demo": SubCommand("umbra.deploy.demo:command", "Train a tiny model on this machine's CPU."),
-    "init": SubCommand(
-        "umbra.deploy.init_command:command", "Write a run file for this machine, and a reward."
+    "demo": SubCommand(
+        "umbra.deploy.commands.demo:command", "Train a tiny model on this machine's CPU."
     ),
-    "up": SubCommand("umbra.deploy.command:up", "Start a whole run on this machine."),
-    "keys": SubCommand("umbra.deploy.keys_command:command", "Make the keys of a run."),
+    "init": SubCommand(
+        "umbra.deploy.commands.init:command", "Write a run file for this machine, and a reward."
+    ),
+    "up": SubCommand("umbra.deploy.run.command:up", "Start a whole run on this machine."),
+    "check": SubCommand(
+        "umbra.deploy.check.command:command",
+        "Say what is wrong with a run, if it fits, and what this machine lacks.",
+    ),
+    "keys": SubCommand("umbra.deploy.commands.keys:command", "Make the keys of a run."),
     "plan": SubCommand(
         "umbra.deploy.cluster.command:command", "Plan a run over several machines, render files."
-    ),
-    "estimate": SubCommand(
-        "umbra.deploy.estimate.command:command", "Tell how much memory a run needs."
     ),
     "buffer": SubCommand("umbra.services.buffer.command:command", "Serve the buffer (the broker)."),
     "generator": SubCommand(
@@ -64,19 +67,12 @@ COMMANDS: dict[str, SubCommand] = {
     ),
     "monitor": SubCommand("umbra.services.monitor.command:monitor", "Watch a run live."),
     "status": SubCommand("umbra.services.monitor.command:status", "Print the state of a run once."),
-    "runs": SubCommand("umbra.deploy.runs_command:command", "List the runs in a folder."),
-    "samples": SubCommand(
-        "umbra.deploy.samples_command:command", "Print rollouts of a run as text."
+    "runs": SubCommand(
+        "umbra.deploy.commands.runs:command", "List runs, or print rollouts of one."
     ),
-    "chat": SubCommand("umbra.deploy.chat_command:command", "Talk to the trained model of a run."),
+    "chat": SubCommand("umbra.deploy.commands.chat:command", "Talk to the trained model of a run."),
     "report": SubCommand(
         "umbra.deploy.report.command:command", "Write a run as a page, and its timeline."
-    ),
-    "env": SubCommand(
-        "umbra.deploy.env_command:command", "Show versions, devices and what is available."
-    ),
-    "doctor": SubCommand(
-        "umbra.deploy.doctor.command:command", "Say what is in the way of a run, and what to do."
     ),
     "pause": SubCommand("umbra.services.monitor.operate:pause", "Hand out no more work."),
     "resume": SubCommand("umbra.services.monitor.operate:resume", "Go on after a pause."),
@@ -89,7 +85,6 @@ COMMANDS: dict[str, SubCommand] = {
     "interrupt": SubCommand(
         "umbra.services.monitor.operate:interrupt", "Have unfinished samples handed back."
     ),
-    "config": SubCommand("umbra.deploy.command:config", "Check and show a run file."),
     "check-model": SubCommand(
         "umbra.deploy.model_check.command:command", "Compare Umbra with Transformers on a model."
     ),
@@ -109,12 +104,12 @@ COMMANDS: dict[str, SubCommand] = {
 
 # How `umbra --help` lists them. A command that is in none is listed last.
 SECTIONS: dict[str, tuple[str, ...]] = {
-    "Begin": ("demo", "init", "config", "doctor", "env", "estimate"),
+    "Begin": ("demo", "init", "check"),
     "Models and prompts": ("make-task", "make-model", "sft", "check-model"),
     "Run": ("up", "plan", "keys"),
     "Watch": ("monitor", "status"),
     "Steer": ("pause", "resume", "checkpoint", "interrupt", "drain"),
-    "Look back": ("runs", "chat", "samples", "report", "eval", "export"),
+    "Look back": ("runs", "chat", "report", "eval", "export"),
     "Services": ("buffer", "weight-hub", "trainer", "generator", "scorer", "run-agents"),
 }
 

@@ -10,8 +10,8 @@ from fakes.crash_run import CONFIG, BufferProcess, CrashRun, check, check_kept
 from integration.test_up import DEADLINE_S, UpProcess, up
 from unit.test_checkpoints import Trainer
 
+from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.report.command import write_report
-from umbra.deploy.run_folder import RunFolder
 from umbra.proto.messages import Status
 from umbra.services.monitor.client import StatusClient
 

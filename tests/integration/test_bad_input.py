@@ -89,7 +89,7 @@ def test_a_port_in_use(project: Path, words: tuple[str, ...]) -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("command", [("up",), ("config", "check"), ("buffer", "--config")])
+@pytest.mark.parametrize("command", [("up",), ("check",), ("buffer", "--config")])
 @pytest.mark.parametrize(
     ("cut", "told"),
     [

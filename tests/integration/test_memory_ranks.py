@@ -15,9 +15,9 @@ import torch
 from fakes.rank_processes import TESTS, launch, see_through
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from umbra.deploy.estimate.facts import gather_facts
-from umbra.deploy.estimate.items import LOADING, TRAINING, Item
-from umbra.deploy.estimate.needs import needs
+from umbra.deploy.check.facts import gather_facts
+from umbra.deploy.check.items import LOADING, TRAINING, Item
+from umbra.deploy.check.needs import needs
 from umbra.services.config.loader import load_config
 
 WITHIN = 0.1

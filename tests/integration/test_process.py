@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from fakes.slowness import seconds
 
-from umbra.deploy.run_folder import RunFolder
-from umbra.deploy.stage import StageInterrupted, last_said, run_stage
+from umbra.deploy.files.run_folder import RunFolder
+from umbra.deploy.prepare.stage import StageInterrupted, last_said, run_stage
 from umbra.services.process.child import ChildError, ChildProcess, Usage, child_environ
 from umbra.services.process.signals import SignalCounter
 from umbra.services.process.supervisor import Program, RestartPolicy, Supervisor
@@ -186,7 +186,7 @@ def test_a_failed_stage_says_why(folder: RunFolder) -> None:
     with SignalCounter() as interrupts, pytest.raises(ChildError, match=r"nothing\.toml") as caught:
         run_stage(
             "show",
-            ("config", "show", "nothing.toml"),
+            ("check", "--show", "nothing.toml"),
             folder=folder,
             environ=child_environ(),
             interrupts=interrupts,

@@ -21,8 +21,8 @@ import transformers
 from accelerate.state import AcceleratorState
 from transformers import AutoModelForCausalLM
 
-from umbra.deploy.estimate.sizes import RowShape
-from umbra.deploy.estimate.trace import full_rows
+from umbra.deploy.check.items import RowShape
+from umbra.deploy.check.trace import full_rows
 from umbra.services.config import TrainerConfig
 from umbra.services.modeling.models import attention_implementation
 from umbra.services.trainer.learner import Learner

@@ -23,8 +23,8 @@ from accelerate.state import AcceleratorState
 from programs.memory_peak import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, status
 from transformers import AutoModelForCausalLM
 
-from umbra.deploy.estimate.sizes import RowShape
-from umbra.deploy.estimate.trace import full_rows
+from umbra.deploy.check.items import RowShape
+from umbra.deploy.check.trace import full_rows
 from umbra.services.config import TrainerConfig
 from umbra.services.modeling.models import outline_weights
 from umbra.services.trainer.learner import Learner

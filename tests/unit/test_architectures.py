@@ -19,7 +19,7 @@ from umbra.deploy.model_check.check import check_model
 from umbra.deploy.model_check.command import command
 from umbra.deploy.model_check.outcome import Outcome, Row
 from umbra.deploy.model_check.subject import fewest_layers
-from umbra.deploy.preflight import check_run
+from umbra.deploy.prepare.preflight import check_run
 from umbra.proto.errors import StartupError, UmbraError, UsageError
 from umbra.services.config import DataConfig, RunConfig, ScorerConfig, TrainerConfig
 from umbra.services.config import ModelConfig as ModelSection

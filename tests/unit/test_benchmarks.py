@@ -96,7 +96,7 @@ def test_an_accuracy_is_reached_by_the_mean_of_ten_batches() -> None:
 def test_every_mode_is_a_possible_run() -> None:
     from end_to_end import MODES, TASKS
 
-    from umbra.deploy.demo import DEMOS
+    from umbra.deploy.commands.demo import DEMOS
     from umbra.services.config.loader import load_config
 
     for task in TASKS:
@@ -119,7 +119,7 @@ def test_equal_runs_of_the_staleness_grid_are_made_once() -> None:
 def test_every_objective_of_the_staleness_grid_is_a_possible_run() -> None:
     from staleness import OBJECTIVES, Cell
 
-    from umbra.deploy.demo import DEMOS
+    from umbra.deploy.commands.demo import DEMOS
     from umbra.services.config.loader import load_config
     from umbra.services.config.objective_rules import objective_faults
 

@@ -10,9 +10,9 @@ from click.testing import CliRunner
 from fakes.engine import ScriptedEngine
 
 from umbra import cli
-from umbra.deploy import chat_command
-from umbra.deploy.chat_command import CONTEXT, TOKENS, command
-from umbra.deploy.run_folder import RunFolder
+from umbra.deploy.commands import chat as chat_command
+from umbra.deploy.commands.chat import CONTEXT, TOKENS, command
+from umbra.deploy.files.run_folder import RunFolder
 from umbra.proto.records import Sampling
 from umbra.services.config import RunConfig
 from umbra.services.generator.engines.opening import OpenEngine

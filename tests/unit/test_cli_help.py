@@ -43,7 +43,7 @@ def test_every_command_and_flag_is_documented_with_its_default() -> None:
             default = option.get_default(context)
             if isinstance(default, str | float | int) and default != "" and not option.is_flag:
                 assert f"default: {default}" in record[1], f"{name} {option.name}: {default!r}"
-    assert {"buffer", "weight-hub relay", "config show"} <= told
+    assert {"buffer", "weight-hub relay"} <= told
 
 
 @pytest.mark.parametrize(
@@ -110,6 +110,10 @@ def test_commands_and_flags_are_completed() -> None:
     assert "weight-hub" in complete("weig")
     assert "--learning-rate" in complete("trainer --learn")
     assert "relay" in complete("weight-hub rel")
+
+
+def test_there_are_few_commands() -> None:
+    assert len(cli.COMMANDS) <= 28, sorted(cli.COMMANDS)
 
 
 def test_a_dry_run_starts_nothing(project: Path) -> None:

@@ -19,11 +19,21 @@ from programs.memory_peak import Case
 from transformers import AutoModelForCausalLM
 
 from umbra.cli import main
-from umbra.deploy.estimate.facts import gather_facts, kv_numbers
-from umbra.deploy.estimate.fit import Machine
-from umbra.deploy.estimate.items import BACKWARD, LOGITS, Item, peak
-from umbra.deploy.estimate.sizes import ModelSizes, PassPeaks, RowShape, Sized
-from umbra.deploy.estimate.trace import LiveBytes, Outline, full_rows, pass_peaks
+from umbra.deploy.check.facts import gather_facts, kv_numbers
+from umbra.deploy.check.fit import Machine
+from umbra.deploy.check.items import (
+    BACKWARD,
+    GIB,
+    LOGITS,
+    Item,
+    ModelSizes,
+    PassPeaks,
+    RowShape,
+    Sized,
+    peak,
+)
+from umbra.deploy.check.trace import LiveBytes, Outline, full_rows, pass_peaks
+from umbra.proto.errors import UsageError
 from umbra.services.config import TrainerConfig
 from umbra.services.config.loader import load_config
 from umbra.services.modeling.architectures import PROVEN
@@ -289,13 +299,13 @@ def run_file(tmp_path: Path, tiny_model_dir: Path) -> Path:
 
 
 def test_the_command(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["estimate", str(run_file), "--gpu", "l4-24"]) == 0
+    assert main(["check", str(run_file), "--gpu", "l4-24", "--memory"]) == 0
     text = capsys.readouterr().out
     for part in ("trainer rank, GPU 0", "weights, float32", "KV cache", "GPU 0", "/dev/shm"):
         assert part in text
-    assert text.rstrip().endswith("It fits.")
-    assert main(["estimate", str(run_file), "--gpu", "l4-24", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    assert "% left" in text
+    assert main(["check", str(run_file), "--gpu", "l4-24", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["estimate"]
     assert found["fits"] is True
     assert found["processes"][0]["device"]["weights, float32"] > 0
 
@@ -311,30 +321,24 @@ def test_rows_of_auto_are_those_of_the_trainer(run_file: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["expert_parallel", "replicas"])
-def test_what_the_sums_do_not_know_is_refused_by_name(
-    key: str, run_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["estimate", str(run_file), "--gpu", "l4-24", "--set", f"trainer.{key}=2"]
-    assert main(words) == 2
-    assert f"trainer.{key} = 2: the estimate" in capsys.readouterr().err
+def test_what_the_sums_do_not_know_is_refused_by_name(key: str, run_file: Path) -> None:
+    config = load_config(str(run_file), overrides=[f"trainer.{key}=2"], environ={})
+    with pytest.raises(UsageError, match=f"trainer.{key} = 2: the estimate"):
+        gather_facts(config, gpu=GIB)
 
 
-def test_what_does_not_fit_ends_with_2(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["estimate", str(run_file), "--gpu", "l4-24", "--shm-gib", "0.0001", "--host-gib", "1"]
-    assert main(words) == 2
-    captured = capsys.readouterr()
-    assert "It fits" not in captured.out
-    assert "/dev/shm has" in captured.err
-    assert "the host has 1 GiB" in captured.err
-
-
-def test_config_check_tells_and_warns(
+def test_what_does_not_fit_is_a_problem_with_a_remedy(
     run_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert main(["config", "check", str(run_file)]) == 0
-    text = capsys.readouterr().out
-    assert "memory:    host" in text
-    assert "warning:   memory" not in text
-    monkeypatch.setattr("umbra.deploy.estimate.here.this_machine", lambda: Machine(0, shm=1))
-    assert main(["config", "check", str(run_file)]) == 0
-    assert "warning:   memory: /dev/shm has 1 B" in capsys.readouterr().out
+    assert main(["check", str(run_file)]) == 0
+    assert "memory:    host" in capsys.readouterr().out
+    monkeypatch.setattr(
+        "umbra.deploy.check.command.this_machine", lambda: Machine(0, host=1 << 30, shm=1)
+    )
+    assert main(["check", str(run_file), "--json"]) == 2
+    told = json.loads(capsys.readouterr().out)
+    problems = [one for one in told["checks"] if one["result"] == "problem"]
+    assert {one["check"] for one in problems} == {"memory"}
+    assert any("/dev/shm has 1 B" in one["fact"] for one in problems)
+    assert any("the host has 1 GiB" in one["fact"] for one in problems)
+    assert all(one["remedy"] for one in problems)

@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from umbra.deploy.estimate import rank
-from umbra.deploy.estimate.fit import Machine, estimate
-from umbra.deploy.estimate.gpus import GIB, GPUS, gpu_bytes
-from umbra.deploy.estimate.items import Facts
-from umbra.deploy.estimate.needs import arena, fullest, needs
-from umbra.deploy.estimate.sizes import ModelSizes, PassPeaks, RowShape, Sized
-from umbra.deploy.estimate.trace import full_rows
+from umbra.deploy.check import rank
+from umbra.deploy.check.fit import GPUS, Machine, estimate, gpu_bytes
+from umbra.deploy.check.items import GIB, Facts, ModelSizes, PassPeaks, RowShape, Sized
+from umbra.deploy.check.needs import arena, fullest, needs
+from umbra.deploy.check.trace import full_rows
 from umbra.proto.errors import UsageError
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import load_config

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from umbra.cli import main
-from umbra.deploy.demo import DEMOS, RECIPES
-from umbra.deploy.preflight import resolve_paths, search_path
+from umbra.deploy.commands.demo import DEMOS, RECIPES
+from umbra.deploy.prepare.preflight import resolve_paths, search_path
 from umbra.proto.errors import UsageError
 from umbra.services.config import EnvironmentConfig, RunConfig
 from umbra.services.config.feasibility import implied_staleness

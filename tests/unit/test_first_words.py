@@ -10,13 +10,14 @@ import pytest
 from fakes.looks import member, status
 from rich.console import Console
 
-from umbra.deploy import live, shown
-from umbra.deploy.demo import WORDS, closing_words
-from umbra.deploy.live import LogView, PlainView, QuietView, TerminalView
-from umbra.deploy.progress import Progress
-from umbra.deploy.run_folder import RunFolder
-from umbra.deploy.shown import COLUMNS, command_line, print_facts
-from umbra.deploy.stage import run_stage
+from umbra.deploy.commands.demo import WORDS, closing_words
+from umbra.deploy.files import shown
+from umbra.deploy.files.run_folder import RunFolder
+from umbra.deploy.files.shown import COLUMNS, command_line, print_facts
+from umbra.deploy.prepare.stage import run_stage
+from umbra.deploy.run import live
+from umbra.deploy.run.live import LogView, PlainView, QuietView, TerminalView
+from umbra.deploy.run.progress import Progress
 from umbra.proto.records import Ledger
 from umbra.services.process.child import child_environ
 

@@ -13,9 +13,9 @@ from fakes.hub import Hub, ask_there, serving
 
 import umbra
 from umbra import cli
-from umbra.deploy.command import load_run
-from umbra.deploy.pinning import pinned
-from umbra.deploy.preflight import check_run
+from umbra.deploy.prepare.load import load_run
+from umbra.deploy.prepare.pinning import pinned
+from umbra.deploy.prepare.preflight import check_run
 from umbra.proto.errors import StartupError, UsageError
 from umbra.services.config import RunConfig
 from umbra.services.config.cautions import cautions
@@ -234,16 +234,16 @@ class TestARun:
         hub.requests.clear()
         assert pinned(again, pytest.fail) == config and hub.requests == []
 
-    def test_config_check_downloads_no_weights(
+    def test_a_check_downloads_no_weights(
         self, hub: Hub, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         commit = hub.add_model(NAME, tiny_model_dir)
         path = str(run_of(tmp_path))
-        assert cli.main(["config", "check", path]) == 0
+        assert cli.main(["check", path]) == 0
         assert f"model:     {NAME}@{commit} (" in (out := capsys.readouterr().out), out
         assert "to download)" in out
         assert "model.safetensors" not in downloads(hub)
-        assert cli.main(["config", "check", path, "--set", "model.path=acme/none"]) == 2
+        assert cli.main(["check", path, "--set", "model.path=acme/none"]) == 2
         assert "shows no model of that name" in capsys.readouterr().err
 
     def test_a_directory_goes_before_a_name(

@@ -11,10 +11,8 @@ from click.testing import CliRunner
 from transformers import Qwen3Config
 
 from umbra.cli import cli
-from umbra.deploy.doctor.machine import Gpus
-from umbra.deploy.estimate.fit import Machine
-from umbra.deploy.estimate.share import MARGIN, GpuShares, ShareRequest, shares, shares_if_any
-from umbra.deploy.machine_defaults import (
+from umbra.deploy.check.fit import Machine
+from umbra.deploy.check.machine_defaults import (
     Hardware,
     choose,
     for_hardware,
@@ -22,8 +20,9 @@ from umbra.deploy.machine_defaults import (
     shares_aside,
     this_hardware,
 )
-from umbra.deploy.programs import other_programs
-from umbra.deploy.run_folder import RunFolder
+from umbra.deploy.check.share import MARGIN, GpuShares, ShareRequest, shares, shares_if_any
+from umbra.deploy.files.run_folder import RunFolder
+from umbra.deploy.run.programs import other_programs
 from umbra.proto.errors import StartupError, UmbraError, UsageError
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import given_keys, load_config, load_tree
@@ -169,20 +168,20 @@ def test_who_starts_a_run_asks_another_process(model: Path, monkeypatch: Any) ->
     run, told = for_hardware(config, {"model.path"}, ONE, shares_aside)
     assert run.generator.engine_args == shared(model, 8)[1].engine_args
     assert told[:2] == ["generator.engine = vllm", "generator.max_context = 8192"]
-    monkeypatch.setattr("umbra.deploy.machine_defaults.PATIENCE_S", 0.001)
+    monkeypatch.setattr("umbra.deploy.check.machine_defaults.PATIENCE_S", 0.001)
     with pytest.raises(StartupError, match="cannot be estimated how trainer and generator share"):
         for_hardware(config, {"model.path"}, ONE, shares_aside)
 
 
 def test_gpus_that_do_not_answer_are_not_taken_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    def silent(gpus: Gpus) -> NoReturn:
+    def silent() -> NoReturn:
         raise UmbraError("it took longer than 180 s")
 
-    monkeypatch.setattr("umbra.deploy.machine_defaults.driver_version", lambda: "550.1")
-    monkeypatch.setattr(Gpus, "facts", silent)
+    monkeypatch.setattr("umbra.deploy.check.machine_defaults.driver_version", lambda: "550.1")
+    monkeypatch.setattr("umbra.deploy.check.machine_defaults.gpus_seen", silent)
     with pytest.raises(StartupError, match="what GPUs it sees: it took longer than 180 s"):
         this_hardware()
-    monkeypatch.setattr("umbra.deploy.machine_defaults.driver_version", lambda: "")
+    monkeypatch.setattr("umbra.deploy.check.machine_defaults.driver_version", lambda: "")
     assert this_hardware() == Hardware()
 
 
@@ -190,9 +189,10 @@ def test_an_estimate_tells_what_is_chosen_and_what_does_not_fit(
     model: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "run.toml").write_text(f'[model]\npath = "{model}"\n', encoding="utf-8")
-    words = ["estimate", str(tmp_path / "run.toml"), "--gpu", "l4-24", "--host-gib", "64"]
-    result = CliRunner().invoke(cli, [*words, "--shm-gib", "8"])
-    assert "Chosen for that machine: generator.engine = vllm" in result.output
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1"}\n', encoding="utf-8")
+    words = ["check", str(tmp_path / "run.toml"), "--gpu", "l4-24"]
+    result = CliRunner().invoke(cli, [*words, "--set", f"data.prompts={tmp_path}/prompts.jsonl"])
+    assert "chosen:    generator.engine = vllm" in result.output, result.output
     assert "gpu_memory_utilization" in result.output
     config = load_config(overrides=[f"model.path={model}"], environ={})
     unfit = shares_if_any(ShareRequest(chosen(ONE, f"model.path={model}"), [], GIB, "made-up"))

@@ -18,10 +18,11 @@ from fakes.slowness import seconds
 from fakes.waiting import until
 
 from umbra import cli
-from umbra.deploy.command import check_extension, load_run
-from umbra.deploy.preflight import check_packages
-from umbra.deploy.run_folder import RunFolder
-from umbra.deploy.trial import try_aside
+from umbra.deploy.files.run_folder import RunFolder
+from umbra.deploy.prepare.load import load_run
+from umbra.deploy.prepare.preflight import check_packages
+from umbra.deploy.prepare.trial import try_aside
+from umbra.deploy.run.command import check_extension
 from umbra.proto.errors import UsageError
 from umbra.services.config.cautions import cautions
 from umbra.services.config.loader import load_config, to_json

@@ -8,8 +8,8 @@ from pathlib import Path
 from fakes.broker_world import world
 from fakes.looks import look
 
-from umbra.deploy.run_folder import RunFolder
-from umbra.deploy.summary import RunOutcome, summarise
+from umbra.deploy.files.run_folder import RunFolder
+from umbra.deploy.report.summary import RunOutcome, summarise
 from umbra.proto.errors import FailedSamplesError
 from umbra.proto.messages import Rates
 from umbra.services.buffer.health import NAMES, SHARES

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
-from click.testing import CliRunner
 from fakes.slowness import seconds
 
-from umbra.deploy.env_command import command as env
+from umbra.deploy.check.machine import planes
 from umbra.proto.errors import DeadlineError, PeerLostError, UmbraError, UsageError
 from umbra.proto.messages import Prepare
 from umbra.proto.records import GpuFacts
@@ -332,16 +330,11 @@ def test_without_cuda_the_planes_say_why() -> None:
 
 
 @no_cuda
-def test_umbra_env_names_planes_and_reasons() -> None:
-    found = json.loads(CliRunner().invoke(env, ["--json"], standalone_mode=False).output)
-    assert found["planes"]["shm"] is None
-    assert found["planes"]["tcp"] is None
-    assert found["planes"]["nccl"] == PLANES["nccl"].available()
-    assert found["packages"]["pyzmq"]
-    assert found["packages"]["cupy-cuda12x"] is None
-    text = CliRunner().invoke(env, [], standalone_mode=False).output
-    assert "plane shm         available" in text
-    assert "plane nccl        not available: " in text
+def test_a_check_names_planes_and_reasons() -> None:
+    found = {one.check: one for one in planes()}
+    assert found["plane shm"].fact == found["plane tcp"].fact == "available"
+    assert found["plane nccl"].fact == PLANES["nccl"].available()
+    assert found["plane nccl"].result == "not looked at"
 
 
 @no_cuda

@@ -11,8 +11,8 @@ import pytest
 from fakes.hub import Hub, ask_there, serving
 
 from umbra import cli
-from umbra.deploy.command import load_run
-from umbra.deploy.preflight import check_run
+from umbra.deploy.prepare.load import load_run
+from umbra.deploy.prepare.preflight import check_run
 from umbra.proto.errors import StartupError, UsageError
 from umbra.services.buffer.prompts import first_rows, open_prompts
 from umbra.services.config import DataConfig, EvalConfig, ModelConfig, RunConfig

@@ -19,12 +19,10 @@ from accelerate.state import AcceleratorState
 from fakes.slowness import seconds
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
-from umbra.deploy.estimate.facts import gather_facts
-from umbra.deploy.estimate.fit import Estimate, Machine, estimate, taken, vllm_room
-from umbra.deploy.estimate.gpus import GIB, gpu_bytes
-from umbra.deploy.estimate.items import peak
-from umbra.deploy.estimate.sizes import RowShape
-from umbra.deploy.estimate.trace import full_rows
+from umbra.deploy.check.facts import gather_facts
+from umbra.deploy.check.fit import Estimate, Machine, estimate, gpu_bytes, taken, vllm_room
+from umbra.deploy.check.items import GIB, RowShape, peak
+from umbra.deploy.check.trace import full_rows
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import load_config
 from umbra.services.reporting.tables import markdown

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fakes.ports import reserved_port
 from fakes.slowness import seconds
 
-from umbra.deploy.preflight import check_one_machine
+from umbra.deploy.prepare.preflight import check_one_machine
 from umbra.proto.errors import DeadlineError, PeerLostError, StartupError, UsageError
 from umbra.proto.net.address import interface_towards
 from umbra.services.config import RunConfig, TrainerConfig

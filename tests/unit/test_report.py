@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.report.command import command, write_report
 from umbra.deploy.report.figures import SLOWEST, gather
 from umbra.deploy.report.recording import Recording
 from umbra.deploy.report.svg import bar_chart, line_chart
-from umbra.deploy.run_folder import RunFolder
 from umbra.proto.errors import UsageError
 from umbra.services.reporting.figures import busy
 

@@ -12,9 +12,9 @@ from fakes.looks import heard
 from fakes.trajectories import trajectory
 
 from umbra import cli
-from umbra.deploy.rollouts import as_text, pieces, read_rollouts
-from umbra.deploy.run_folder import RunFolder
-from umbra.deploy.samples_command import command
+from umbra.deploy.commands.samples import command
+from umbra.deploy.files.rollouts import as_text, pieces, read_rollouts
+from umbra.deploy.files.run_folder import RunFolder
 from umbra.proto.records import Branch, Trajectory, VersionSpan
 from umbra.services.modeling.models import load_tokenizer
 from umbra.services.trainer.rollout_log import EVERY_S, TOLD_CHARS, RolloutLog, spread, told
@@ -181,12 +181,12 @@ def test_why_none_are_printed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder.config.write_text(json.dumps(config))
-    assert cli.main(["samples", *words]) == 2
+    assert cli.main(["runs", "--samples", "4", *words]) == 2
     assert told_so in capsys.readouterr().err
 
 
 def test_a_step_that_has_none(written: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["samples", "--step", "9"]) == 2
+    assert cli.main(["runs", "--step", "9"]) == 2
     assert f"run {written.id} has no rollouts of step 9" in capsys.readouterr().err
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from umbra.deploy.preflight import check_run
+from umbra.deploy.prepare.preflight import check_run
 from umbra.proto.errors import UsageError
 from umbra.services.config.loader import config_of
 from umbra.services.monitor.run_address import RunAddress, find_address, find_run

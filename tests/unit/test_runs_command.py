@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from umbra import cli
-from umbra.deploy.run_folder import RunFolder
-from umbra.deploy.runs_command import RECENT, command
+from umbra.deploy.commands.runs import RECENT, command
+from umbra.deploy.files.run_folder import RunFolder
 
 
 def made(name: str, begun: float, *, steps: int = 0, code: int | None = None) -> RunFolder:

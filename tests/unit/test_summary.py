@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from umbra.deploy.run_folder import LineFollower, RunFolder, last_lines, new_run_id, read_rows
-from umbra.deploy.summary import RunOutcome, measure, summarise, summary_rows, write_summary
+from umbra.deploy.files.run_folder import LineFollower, RunFolder, last_lines, new_run_id, read_rows
+from umbra.deploy.report.summary import RunOutcome, measure, summarise, summary_rows, write_summary
 from umbra.proto.errors import UsageError
 from umbra.services.process.child import Usage
 

@@ -1,0 +1,66 @@
+"""docs/config.md: every key of a run file, from the schema."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from umbra.services.config.describe import (
+    READERS,
+    WITH_FLAGS,
+    Described,
+    described,
+    related,
+    section_summary,
+)
+from umbra.services.config.loader import ENVIRONMENTS
+
+HEAD = """# Every key of a run file
+
+Made from the schema by `python .ci/config_page.py`; a test compares. A run file is TOML, with a
+table per section. The environment variable `UMBRA_SECTION__KEY` is stronger than the file, and
+`--set section.key=value` stronger than both. `umbra check RUN.toml --show` prints a run file with
+all defaults, `umbra check RUN.toml` tries it. Paths are looked for in the run file's folder first,
+then in the current directory. Objectives, and the keys that they set:
+[algorithms.md](algorithms.md).
+Settings for staleness: [staleness.md](staleness.md).
+*See also* names the keys that are chosen with a key, those of another section with its name.
+"""
+
+
+def config_page() -> str:
+    """The page, as Markdown."""
+    parts = [HEAD]
+    every = list(described())
+    beside = related(every)
+    for section, keys in groupby(every, key=lambda key: key.section):
+        flags = ""
+        if section in WITH_FLAGS:
+            command = section.replace("_", "-")
+            flags = f" Each key is a flag of `umbra {command}` too, with hyphens."
+        parts.append(
+            f"## {_heading(section)}\n\n{section_summary(section)} Read by: {READERS[section]}."
+            f"{flags}\n"
+        )
+        parts.append(
+            "| key | value | default | unit | meaning | see also |\n|---|---|---|---|---|---|"
+        )
+        parts.append("\n".join(_row(key, beside[key.path]) for key in keys) + "\n")
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _heading(section: str) -> str:
+    return f"[[{section}]]" if section == ENVIRONMENTS else f"[{section}]"
+
+
+def _row(key: Described, beside: list[str]) -> str:
+    default = f"`{key.default}`" if key.default else ""
+    if key.default == "of the objective":
+        default = "of the [objective](algorithms.md)"
+    own = f"{key.section}."
+    others = ", ".join(f"`{other.removeprefix(own)}`" for other in beside)
+    cells = (f"`{key.name}`", key.value, default, key.unit, key.meaning, others)
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells) + " |"
+
+
+if __name__ == "__main__":
+    print(config_page(), end="")

@@ -1,0 +1,191 @@
+"""What a run file leaves open, chosen for the GPUs of the machine that starts the run.
+
+Without a GPU only `generator.engine = "auto"` is chosen: docs/config.md has the defaults for CPUs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from umbra.deploy.check.items import first_gpu, kind_of
+from umbra.deploy.check.machine import driver_version, gpus_seen
+from umbra.deploy.check.share import GpuShares, ShareRequest
+from umbra.proto.errors import StartupError, UmbraError, UsageError
+from umbra.services.config import RunConfig
+from umbra.services.config.loader import as_dict, given_keys
+from umbra.services.modeling.architectures import read_config
+from umbra.services.modeling.model_directory import directory_of
+
+MOST_CONTEXT = 8192  # of a model that could take more: longer answers are asked for by name
+PATIENCE_S = 1800.0  # for an answer of another process, which ends itself far earlier
+CONTEXT, TOKENS = "generator.max_context", "sampling.max_tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What matters of a machine.
+
+    Attributes:
+        gpus: bytes of memory of each GPU.
+        name: of the first one.
+        vllm: whether vLLM is installed.
+    """
+
+    gpus: tuple[int, ...] = ()
+    name: str = ""
+    vllm: bool = False
+
+
+def for_this_machine(config: RunConfig, tree: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:
+    """`for_hardware` of this machine; what `tree` has is what the user has set."""
+    return for_hardware(config, given_keys(tree), this_hardware(), shares_aside)
+
+
+def for_hardware(
+    config: RunConfig,
+    given: Collection[str],
+    hardware: Hardware,
+    share: Callable[[ShareRequest], GpuShares],
+) -> tuple[RunConfig, list[str]]:
+    """`config` with what is not in `given` chosen for a machine, and each choice as `key = value`.
+
+    Args:
+        given: keys that the user has set, which stay.
+        share: divides a GPU, as `shares_aside` does.
+
+    Raises:
+        UsageError: the run does not fit into the machine's GPUs; says what to change.
+    """
+    chosen = choose(config, given, hardware, positions(config.model.name))
+    if _may_need_room(chosen) and hardware.gpus:
+        request = ShareRequest(chosen, sorted(given), min(hardware.gpus), hardware.name)
+        chosen = _with_shares(chosen, share(request))
+    return chosen, list(_changes(config, chosen)) if hardware.gpus else []
+
+
+def choose(
+    config: RunConfig, given: Collection[str], hardware: Hardware, positions: int
+) -> RunConfig:
+    """Engine, devices, lengths and rows; decides by its arguments alone.
+
+    Args:
+        given: keys that the user has set, which stay.
+        positions: tokens that the model was made for; 0: unknown.
+    """
+    generator, trainer, sampling = config.generator, config.trainer, config.sampling
+    count = len(hardware.gpus)
+    on_gpu = kind_of(generator.device, gpu=count > 0) == "cuda"
+    trains_on_gpu = kind_of(trainer.device, gpu=count > 0) == "cuda"
+    engine = generator.engine_on("cuda" if on_gpu else "cpu", vllm=hardware.vllm)
+    generator = msgspec.structs.replace(generator, engine=engine)
+    if on_gpu:
+        enough = count >= trainer.ranks + generator.count * generator.tensor_parallel
+        if generator.device == "auto" and trains_on_gpu and enough:
+            generator = msgspec.structs.replace(generator, device=f"cuda:{trainer.ranks}")
+        if CONTEXT not in given:
+            asked = [sampling.max_tokens] if TOKENS in given else []
+            asked += [n for one in config.environments if (n := one.sampling.get("max_tokens"))]
+            wanted = max(MOST_CONTEXT, 2 * max(asked, default=0))
+            context = min(positions or wanted, wanted)
+            generator = msgspec.structs.replace(generator, max_context=context)
+        if TOKENS not in given:  # a quarter is the prompt's
+            most = max(1, 3 * generator.max_context // 4)
+            sampling = msgspec.structs.replace(sampling, max_tokens=most)
+        rows = {"trainer.pack_tokens", "trainer.micro_tokens"}
+        shared = trains_on_gpu and first_gpu(generator.device) < trainer.ranks
+        if shared and rows.isdisjoint(given):
+            longest = generator.max_context
+            trainer = msgspec.structs.replace(trainer, pack_tokens=longest, micro_tokens=longest)
+    return msgspec.structs.replace(config, generator=generator, trainer=trainer, sampling=sampling)
+
+
+def positions(model: str) -> int:
+    """How many tokens that model (as `directory_of` takes it) was made for; 0: it is not known."""
+    try:
+        config = read_config(directory_of(model, weights=False))
+    except (UsageError, StartupError):
+        return 0  # it is refused where the run is checked
+    text: Any = config.get("text_config") or config
+    found = text.get("max_position_embeddings") if isinstance(text, Mapping) else 0
+    return found if isinstance(found, int) else 0
+
+
+def this_hardware() -> Hardware:
+    """What is here; torch is asked, in a process of its own, where there is a driver.
+
+    Raises:
+        StartupError: it gives no answer, so that a run would begin with what is meant for CPUs.
+    """
+    if not driver_version():
+        return Hardware()
+    try:
+        gpus = gpus_seen().gpus
+    except UmbraError as error:
+        raise StartupError(
+            f"there is an NVIDIA driver, but torch does not say what GPUs it sees: {error}; "
+            "`umbra check` says more"
+        ) from error
+    vllm = importlib.util.find_spec("vllm") is not None
+    return Hardware(tuple(gpu.total for gpu in gpus), gpus[0].name if gpus else "", vllm)
+
+
+def _may_need_room(config: RunConfig) -> bool:
+    """Whether memory of a GPU is divided: with the trainer, or the torch engine's into slots."""
+    generator, trainer = config.generator, config.trainer
+    if kind_of(generator.device, gpu=True) != "cuda":
+        return False
+    shared = kind_of(trainer.device, gpu=True) == "cuda"
+    return generator.engine == "torch" or (shared and first_gpu(generator.device) < trainer.ranks)
+
+
+def shares_aside(request: ShareRequest) -> GpuShares:
+    """What `estimate.share` finds, in a process that brings torch and leaves with it.
+
+    That process ends itself after `share.CPU_S` of processor time: of a machine that does much else
+    it may get little, so by the clock it has long.
+
+    Raises:
+        UsageError: the run does not fit.
+        StartupError: it could not be asked.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "umbra.deploy.check.share"],
+            input=msgspec.json.encode(request),
+            capture_output=True,
+            timeout=PATIENCE_S,
+            check=False,
+        )
+        found = msgspec.json.decode(done.stdout, type=GpuShares)
+    except (subprocess.TimeoutExpired, msgspec.DecodeError) as error:
+        raise StartupError(
+            "it cannot be estimated how trainer and generator share the GPU: set "
+            "generator.device, or generator.engine_args and generator.slots; `umbra check` "
+            "says more"
+        ) from error
+    if found.refused:
+        raise UsageError(found.refused)
+    return found
+
+
+def _with_shares(config: RunConfig, found: GpuShares) -> RunConfig:
+    generator = msgspec.structs.replace(
+        config.generator, slots=found.slots, engine_args=found.engine_args
+    )
+    return msgspec.structs.replace(config, generator=generator)
+
+
+def _changes(before: RunConfig, after: RunConfig) -> Iterator[str]:
+    """What differs, as `section.key = value`."""
+    old, new = as_dict(before), as_dict(after)
+    for section in ("generator", "sampling", "trainer"):
+        for key, value in new[section].items():
+            if value != old[section][key]:
+                yield f"{section}.{key} = {value}"

@@ -1,0 +1,1 @@
+"""Commands around runs: init, demo, runs, chat, keys."""

@@ -1,0 +1,229 @@
+"""`umbra demo`: a tiny model learns a verifiable task on this machine's CPU, start to finish."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from umbra.deploy.files.run_folder import RunFolder
+from umbra.deploy.files.shown import COLUMNS, command_line, shown_command, wrapped
+from umbra.deploy.files.toml import to_toml
+from umbra.deploy.prepare.load import set_option
+from umbra.deploy.prepare.preflight import check_run, resolve_paths
+from umbra.deploy.prepare.stage import StageInterrupted, last_said, run_stage
+from umbra.deploy.run.command import finish
+from umbra.deploy.run.live import LogView, View, choose_view
+from umbra.deploy.run.up import Up
+from umbra.proto.errors import EXIT_DONE
+from umbra.services.config.loader import as_dict, load_config
+from umbra.services.generator.tasks import write_task
+from umbra.services.process.child import child_environ
+from umbra.services.process.signals import SignalCounter
+
+DEMOS = Path(__file__).parents[1] / "demos"
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How much data a task gets, and how long its base model is warm-started."""
+
+    prompts: int
+    demos: int
+    sft_steps: int
+    sft_schedule: str
+
+
+RECIPES = {
+    # Decay to nothing: at a constant rate the base would end anywhere from 0.19 to 0.35.
+    "sort": Recipe(prompts=16_384, demos=22_400, sft_steps=350, sft_schedule="linear"),
+    "guess": Recipe(prompts=2_048, demos=6_400, sft_steps=100, sft_schedule="constant"),
+}
+HELDOUT = 1024
+# The figures of the summary, for those who see them for the first time.
+WORDS = (
+    (
+        "accuracy",
+        "mean reward on held-out prompts before and after training, with answers drawn as in "
+        "training; here the share of right answers",
+    ),
+    ("greedy", "the same, always taking the most likely token"),
+    (
+        "staleness",
+        "how many steps old the weights were that a trained sample began with; the bound is what "
+        "the settings allow at most (max_staleness)",
+    ),
+    (
+        "k3",
+        "how far generator and trainer are apart in the probabilities of tokens when both have the "
+        "same weights: an estimate of the KL divergence, 0 if they agree",
+    ),
+    ("pushes", "new weights for the generator, which waits only during commit"),
+    ("ledger", "what became of every sample that was begun: none is lost"),
+    (
+        "health",
+        "a group is the answers to one prompt; if all earn the same, it teaches nothing, and that "
+        "is so when all are right",
+    ),
+    ("busy", "generation and training overlap: that is what this is about"),
+)
+
+
+class Demo:
+    """One demo in its folder: model and data are made, then it is a run like any other."""
+
+    def __init__(
+        self, task: str, seed: int, folder: RunFolder, view: View, interrupts: SignalCounter
+    ) -> None:
+        self._task = task
+        self._seed = seed
+        self._folder = folder
+        self._view = view
+        self._interrupts = interrupts
+        self._started = time.monotonic()
+
+    def run(self, overrides: tuple[str, ...]) -> dict[str, Any]:
+        """Everything; the summary."""
+        recipe = RECIPES[self._task]
+        data = self._folder.path / "task"
+        with self._stage(f"task {self._task}: prompts, held-out prompts, worked examples"):
+            write_task(
+                self._task,
+                data,
+                seed=self._seed,
+                prompts=recipe.prompts,
+                heldout=HELDOUT,
+                demos=recipe.demos,
+            )
+        random, base = self._folder.path / "random", self._folder.path / "base"
+        with self._stage("model: random weights, character tokenizer") as what:
+            self._umbra(what, "make-model", str(random), "--seed", str(self._seed))
+        warm_start = f"warm start: {recipe.sft_steps} supervised steps on a poor teacher"
+        with self._stage(warm_start) as what:
+            self._umbra(
+                what,
+                *("sft", str(random), "--data", str(data / "demos.jsonl"), "--out", str(base)),
+                *("--steps", str(recipe.sft_steps), "--schedule", recipe.sft_schedule),
+                *("--seed", str(self._seed)),
+                *("--threads", "1", "--device", "cpu"),
+            )
+        return self._up(base, data, overrides)
+
+    def _up(self, base: Path, data: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
+        run_file = self._folder.path / "run.toml"
+        chosen = (
+            f"run.seed={self._seed}",
+            f"run.dir={self._folder.path.parent}",
+            f"model.path={base}",
+            f"data.prompts={data / 'prompts.jsonl'}",
+            f"eval.prompts={data / 'heldout.jsonl'}",
+        )
+        config = load_config(DEMOS / f"{self._task}.toml", overrides=(*chosen, *overrides))
+        run_file.write_text(to_toml(as_dict(config)), encoding="utf-8")
+        config = resolve_paths(config, run_file)
+        check_run(config)
+        run = Up(
+            config,
+            self._folder,
+            view=self._view,
+            interrupts=self._interrupts,
+            started=self._started,
+        )
+        return run.run()
+
+    @contextmanager
+    def _stage(self, what: str) -> Iterator[str]:
+        started = time.monotonic()
+        self._view.doing(what)
+        yield what
+        self._view.say(f"{what} ({time.monotonic() - started:.1f} s)")
+
+    def _umbra(self, what: str, *arguments: str) -> None:
+        name = arguments[0]
+
+        def waiting() -> None:
+            said = last_said(self._folder, name)
+            self._view.doing(what, said if said.startswith("step ") else "")
+
+        run_stage(
+            name,
+            arguments,
+            folder=self._folder,
+            environ=child_environ(),
+            interrupts=self._interrupts,
+            waiting=waiting,
+        )
+
+
+@click.command()
+@click.option(
+    "--task",
+    type=click.Choice(list(RECIPES)),
+    default="sort",
+    show_default=True,
+    help="What to learn.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of everything.")
+@click.option(
+    "--dir", "parent", type=click.Path(path_type=Path), default=Path("runs"), show_default=True,
+    help="Folder that receives the demo's own.",
+)  # fmt: skip
+@set_option
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
+@click.option("--quiet", is_flag=True, help="Show only the outcome.")
+@click.option("--logs", is_flag=True, help="Show the logs of all processes as they come.")
+def command(
+    task: str,
+    seed: int,
+    parent: Path,
+    overrides: tuple[str, ...],
+    as_json: bool,
+    quiet: bool,
+    logs: bool,
+) -> int:
+    """Train a tiny model on this machine's CPU, with every process and socket of a real run.
+
+    Makes a model and a task, warm-starts the model on worked examples of a poor teacher, then runs
+    the asynchronous loop. sort: sort a list of digits. guess: find a digit in four tries.
+    """
+    load_config(DEMOS / f"{task}.toml", overrides=overrides)  # a typo should show at once
+    view = choose_view(quiet=quiet, as_json=as_json)
+    with SignalCounter() as interrupts:
+        folder = RunFolder.create(parent, f"demo-{task}")
+        if logs:
+            view = LogView(view, folder)
+        view.say(f"everything goes to {folder.path}")
+        try:
+            summary = Demo(task, seed, folder, view, interrupts).run(overrides)
+        except StageInterrupted:
+            click.echo("umbra: interrupted", err=True)
+            return interrupts.exit_code
+        finally:
+            view.close()
+    code = finish(summary, folder, as_json=as_json)
+    if code == EXIT_DONE and not as_json:
+        for line in closing_words(folder.path):
+            click.echo(line)
+    return code
+
+
+def closing_words(run: Path) -> Iterator[str]:
+    """What the figures mean, and what to do next, in lines of `COLUMNS` at most."""
+    yield "\nin words:"
+    for name, meaning in WORDS:
+        first, *more = wrapped(meaning, COLUMNS - 14)
+        yield f"  {name:10}  {first}"
+        yield from (f"{'':14}{line}" for line in more)
+    yield "\nnext: open the report in a browser, or"
+    for what, line in (
+        ("read rollouts that earned little", command_line("samples", run, "--worst")),
+        ("talk to the trained model: type digits", command_line("chat", run)),
+        ("begin with a model and prompts of your own", f"{shown_command()} init my-run"),
+    ):
+        yield f"  {line}"
+        yield f"      # {what}"

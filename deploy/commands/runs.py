@@ -1,0 +1,205 @@
+"""`umbra runs`: the runs in a folder and their states, or rollouts of one."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+
+from umbra.deploy.files.rollouts import as_text, read_rollouts
+from umbra.deploy.files.run_folder import RunFolder
+from umbra.proto.bounds import printable
+from umbra.proto.errors import EXIT_DONE, UNREADABLE, UsageError
+from umbra.services.config import RunSection
+from umbra.services.config.loader import load_config
+from umbra.services.monitor.run_address import find_run
+from umbra.services.process.files import is_held
+from umbra.services.process.metrics import parse_row
+from umbra.services.reporting.tables import aligned, size
+
+TAIL_BYTES = 1 << 20  # of the metrics, in which a run without a summary has its last steps
+RECENT = 10  # steps, of which the mean reward is shown
+SIGNALLED = 128  # exit codes above it are of signals
+
+State = Literal["under way", "ended", "failed", "interrupted"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunEntry:
+    """A run in a few words; None is what is not known."""
+
+    id: str
+    name: str
+    state: State
+    steps: int
+    goal: int | None
+    reward: float | None  # mean of the last steps
+    accuracy: float | None  # on held-out prompts, after training
+    begun: float  # seconds since the epoch
+    bytes: int
+    folder: str
+    reason: str  # why it ended
+
+
+@click.command()
+@click.argument("run", default="")
+@click.option("--samples", "samples", type=click.IntRange(1), metavar="N", help="Print N rollouts.")
+@click.option("--step", type=click.IntRange(1), help="Only rollouts of this step.")
+@click.option("--worst", is_flag=True, help="Those with the lowest rewards, lowest first.")
+@click.option("--best", is_flag=True, help="Those with the highest rewards, highest first.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
+def command(
+    run: str, samples: int | None, step: int | None, worst: bool, best: bool, as_json: bool
+) -> int:
+    """List the runs in the folder RUN [default: runs], or print rollouts of one.
+
+    A run is under way, ended, failed, or interrupted: stopped by a signal or killed; `umbra up
+    FOLDER/ID` goes on with one of those. The reward is the mean of its last ten steps, the accuracy
+    that of the trained model on held-out prompts.
+
+    With --samples, --step, --worst or --best: rollouts that a run was trained on, the newest ones,
+    oldest first, with their rewards and how old the weights were that said each part. RUN is then a
+    run's folder, its id in runs/, or nothing for the newest one. Of each step log.samples rollouts
+    are kept, from the worst to the best.
+    """
+    if samples or step or worst or best:
+        return _print_rollouts(run, samples or 4, step, worst=worst, best=best, as_json=as_json)
+    folder = Path(run or RunSection().dir)
+    found = sorted(list_runs(folder), key=lambda one: one.begun)
+    if as_json:
+        for one in found:
+            click.echo(json.dumps(asdict(one)))
+        return EXIT_DONE
+    if not found:
+        raise UsageError(f"no run is in {folder}: name the folder that runs are in (run.dir)")
+    heading = ("id", "state", "steps", "reward", "accuracy", "begun", "size")
+    for line in aligned([heading, *map(_row, found)], right=(2, 3, 4, 6)):
+        click.echo(line)
+    return EXIT_DONE
+
+
+def _print_rollouts(
+    run: str, count: int, step: int | None, *, worst: bool, best: bool, as_json: bool
+) -> int:
+    if worst and best:
+        raise UsageError("--worst and --best exclude each other")
+    folder = RunFolder(find_run(run))
+    of_step = (row for row in read_rollouts(folder) if step is None or row["step"] == step)
+    if worst or best:
+        choose = heapq.nsmallest if worst else heapq.nlargest
+        found = choose(count, of_step, key=lambda row: row["reward"])
+    else:
+        found = list(deque(of_step, maxlen=count))
+    if not found:
+        raise UsageError(_why_none(folder, step))
+    for row in found:
+        click.echo(json.dumps(row) if as_json else printable(as_text(row)))
+    return EXIT_DONE
+
+
+def _why_none(folder: RunFolder, step: int | None) -> str:
+    """Why there is nothing to print."""
+    if folder.samples.is_file():
+        return f"run {folder.id} has no rollouts" + (f" of step {step}" if step else " yet")
+    if load_config(folder.config, environ={}).log.samples == 0:
+        return f"run {folder.id} keeps no rollouts: log.samples is 0"
+    return f"run {folder.id} has no rollouts yet: {folder.samples.name} comes with its first step"
+
+
+def list_runs(parent: Path) -> Iterator[RunEntry]:
+    """The runs below `parent`; what cannot be read of one is left out."""
+    for file in parent.glob("*/config.json"):
+        if (file.parent / "tokenizer_config.json").is_file():
+            continue  # a model
+        yield _entry(RunFolder(file.parent))
+
+
+def _entry(folder: RunFolder) -> RunEntry:
+    run = _section(_read(folder.config), "run")
+    summary = _read(folder.summary)
+    steps = _last_steps(folder.metrics)
+    rewards = [row["reward/mean"] for row in steps if row.get("reward/mean") is not None]
+    return RunEntry(
+        id=folder.id,
+        name=str(run.get("name", "")),
+        state=_state(folder, summary),
+        steps=int(steps[-1]["step"]) if steps else 0,
+        goal=run.get("steps"),
+        reward=sum(rewards) / len(rewards) if rewards else None,
+        accuracy=summary.get("accuracy_after"),
+        begun=folder.config.stat().st_mtime,
+        bytes=_size(folder.path),
+        folder=str(folder.path),
+        reason=str(summary.get("exit_reason", "")),
+    )
+
+
+def _state(folder: RunFolder, summary: dict[str, Any]) -> State:
+    if is_held(folder.path):
+        return "under way"
+    code = summary.get("exit_code")
+    if not isinstance(code, int) or code > SIGNALLED:
+        return "interrupted"
+    return "failed" if code else "ended"
+
+
+def _last_steps(metrics: Path) -> list[dict[str, Any]]:
+    """The newest rows of steps, oldest first."""
+    try:
+        with metrics.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []
+    steps: list[dict[str, Any]] = []
+    for line in reversed(lines):
+        if '"kind":"step"' in line and (row := parse_row(line)) is not None:
+            steps.append(row)
+            if len(steps) == RECENT:
+                break
+    return steps[::-1]
+
+
+def _size(folder: Path) -> int:
+    """Bytes of all files below `folder`; a run that goes on may take some away meanwhile."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(parent, name)).st_size
+    return total
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The object in a file; empty if there is none."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, *UNREADABLE):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _section(tree: dict[str, Any], name: str) -> dict[str, Any]:
+    found = tree.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _row(run: RunEntry) -> tuple[str, ...]:
+    return (
+        run.id,
+        run.state,
+        f"{run.steps}/{run.goal}" if run.goal else str(run.steps),
+        "-" if run.reward is None else f"{run.reward:.3f}",
+        "-" if run.accuracy is None else f"{run.accuracy:.3f}",
+        time.strftime("%Y-%m-%d %H:%M", time.localtime(run.begun)),
+        size(run.bytes),
+    )

@@ -1,1 +1,0 @@
-"""`umbra doctor`: what is in the way of a run on this machine, or between the nodes of a plan."""

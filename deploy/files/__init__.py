@@ -1,0 +1,1 @@
+"""The folder of a run: its paths, rollouts and texts for people."""

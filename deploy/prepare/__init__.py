@@ -1,0 +1,1 @@
+"""Loading a run file, and what is tried before anything starts."""

@@ -1,0 +1,248 @@
+"""What can be known to be wrong before a single process is started."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+
+from umbra.deploy.prepare.pinning import is_pinned
+from umbra.proto.access import KeyRole
+from umbra.proto.errors import UsageError
+from umbra.proto.messages import Role
+from umbra.proto.net.keys import FOLDER, open_security
+from umbra.proto.sockets import check_address, check_port_free
+from umbra.services.buffer.prompts import open_prompts
+from umbra.services.config import RunConfig
+from umbra.services.config.feasibility import check_feasible
+from umbra.services.config.generation import ENVIRONMENT
+from umbra.services.modeling.architectures import (
+    check_architecture,
+    check_experts,
+    check_heads,
+    read_config,
+)
+from umbra.services.modeling.hub import (
+    is_hub_name,
+    missing_bytes,
+    refuse_misspelt,
+)
+from umbra.services.modeling.model_directory import check_model_dir
+from umbra.services.prompts.readers import placed, read_source
+
+
+def resolve_paths(
+    config: RunConfig, run_file: Path, say: Callable[[str], None] = lambda text: None
+) -> RunConfig:
+    """`config` with absolute paths: looked up from the run file's folder, else from here.
+
+    Args:
+        config: as the user wrote it.
+        run_file: where.
+        say: is told which of two is taken where both exist.
+
+    Raises:
+        UsageError: a model's name is rather a path with a mistake, or a folder cannot be named.
+    """
+    told: set[str] = set()
+
+    def found(path: str) -> Path:
+        beside, here = run_file.parent / path, Path(path)
+        if beside.exists() and here.exists() and not beside.samefile(here) and path not in told:
+            told.add(path)
+            say(
+                f"{path} is taken from the run file's folder: {beside.absolute()}, not the one here"
+            )
+        return beside if beside.exists() else here
+
+    def file(path: str) -> str:
+        return str(found(path).resolve()) if path else ""
+
+    def source(name: str) -> str:
+        return placed(name, file)
+
+    def model(name: str, key: str, revision: str = "") -> str:
+        if not is_hub_name(name) or (run_file.parent / name).exists():
+            return file(name)
+        if not revision:
+            refuse_misspelt(name, key, run_file.parent)
+            refuse_misspelt(name, key)
+        return name
+
+    def program(python: str) -> str:
+        """One by a path is looked up as files are, but no link of it is followed."""
+        return str(found(python).absolute()) if "/" in python else python
+
+    replace = msgspec.structs.replace
+    return replace(
+        config,
+        environment=replace(config.environment, python=program(config.environment.python)),
+        environments=tuple(
+            replace(one, python=program(one.python), prompts=source(one.prompts))
+            for one in config.environments
+        ),
+        model=replace(
+            config.model,
+            path=config.model.path
+            if is_pinned(config.model)  # whatever has come to lie there since
+            else model(config.model.path, "model.path", config.model.revision),
+            chat_template=file(config.model.chat_template),
+        ),
+        data=replace(
+            config.data,
+            prompts=source(config.data.prompts),
+            sources={source(name): weight for name, weight in config.data.sources.items()},
+        ),
+        scorer=replace(config.scorer, model=model(config.scorer.model, "scorer.model")),
+        generator=replace(
+            config.generator,
+            serve_key=file(config.generator.serve_key),
+        ),
+        critic=replace(config.critic, path=model(config.critic.path, "critic.path")),
+        eval=replace(config.eval, prompts=source(config.eval.prompts)),
+        security=replace(config.security, keys=file(_keys(config))),
+    )
+
+
+def _keys(config: RunConfig) -> str:
+    """The folder of keys: the one that is named, else the one in `run.dir`, if there is one."""
+    usual = Path(config.run.dir).absolute() / FOLDER
+    return config.security.keys or (str(usual) if usual.is_dir() else "")
+
+
+def search_path(run_file: Path) -> list[Path]:
+    """Where the modules of a user's environment or reward are looked for, as files are."""
+    here, beside = Path.cwd(), run_file.resolve().parent
+    return [here] if here == beside else [beside, here]
+
+
+def check_run(config: RunConfig, *, download: bool = True) -> None:
+    """Check the numbers of a run, and the files that it needs.
+
+    Args:
+        config: of the run.
+        download: get the weights of models on the hub too; else only look whether they are there.
+
+    Raises:
+        UsageError: numbers with which no batch would ever be full, or a file that is missing or not
+            what it should be; names it.
+        StartupError: a model or prompts are elsewhere, and cannot be reached.
+    """
+    check_feasible(config)
+    _check_security(config)
+    model = _model_dir(config.model.name, "model.path", download=download)
+    check_architecture(model, checked=config.model.checked)
+    check_heads(read_config(model), config.trainer.sequence_parallel)
+    check_experts(read_config(model), config.trainer.expert_parallel)
+    open_prompts(config.data, seed=config.run.seed, environments=config.environments)
+    if config.eval.prompts:
+        _check_eval(config)
+    if "ref_logp" in config.buffer.stages and config.scorer.model:
+        directory = _model_dir(config.scorer.model, "scorer.model", download=download)
+        check_architecture(directory, "scorer.model", config.model.checked)
+    critic = config.critic
+    if config.trainer.pieces.advantage == "gae" and critic.kind == "model" and critic.path:
+        directory = _model_dir(critic.path, "critic.path", tokenizer=False, download=download)
+        check_architecture(directory, "critic.path", config.model.checked)
+    folder = Path(config.run.dir)
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"run.dir: {folder} is a file; name a folder")
+
+
+def _model_dir(name: str, key: str, *, tokenizer: bool = True, download: bool) -> Path:
+    """The directory of a model; without `download` the weights need only be on the hub."""
+    directory = check_model_dir(name, key, tokenizer=tokenizer, weights=download)
+    if is_hub_name(name) and not download:
+        missing_bytes(name, key)
+    return directory
+
+
+def check_packages(
+    config: RunConfig, find: Callable[[str], object | None] = importlib.util.find_spec
+) -> None:
+    """Whether the optional packages that the settings need are installed here.
+
+    Raises:
+        UsageError: one is not; names the setting and the extra.
+    """
+    trainer, metrics = config.trainer, config.metrics
+    kinds = {config.environment.kind, *(one.kind for one in config.environments)}
+    needs = (
+        ("trainer.lora_rank", trainer.lora_rank > 0, "peft", "lora"),
+        ('generator.engine = "vllm"', config.generator.engine == "vllm", "vllm", "vllm"),
+        ('environment.kind = "math"', "math" in kinds, "math_verify", "tasks"),
+        ('environment.kind = "reasoning-gym"', "reasoning-gym" in kinds, "reasoning_gym", "tasks"),
+        ("metrics.tensorboard", metrics.tensorboard, "tensorboard", "tensorboard"),
+        ("metrics.wandb", metrics.wandb != "off", "wandb", "wandb"),
+    )
+    for setting, set_so, package, extra in needs:
+        if set_so and find(package) is None:
+            raise UsageError(
+                f"{setting} needs {package.replace('_', '-')}, which is not installed: "
+                f"pip install 'umbra-rl[{extra}]'"
+            )
+
+
+def check_one_machine(config: RunConfig) -> None:
+    """Whether one machine can start all of the run.
+
+    Raises:
+        UsageError: its trainer is on several hosts.
+    """
+    if config.trainer.nodes > 1:
+        raise UsageError(
+            f"trainer.nodes = {config.trainer.nodes}: `umbra up` runs everything on this machine; "
+            "`umbra plan` makes what starts it on several; or set it to 1"
+        )
+
+
+def check_ports_free(config: RunConfig) -> None:
+    """Whether nobody listens yet at the ports that the run names.
+
+    Raises:
+        StartupError: another process does.
+    """
+    for endpoint in run_endpoints(config):
+        check_port_free(endpoint)
+
+
+def run_endpoints(config: RunConfig) -> list[str]:
+    """The addresses that the run binds on one machine."""
+    host = config.run.broker.rpartition(":")[0]
+    others = [f"{host}:{port}" for port in config.buffer.ports]
+    return [config.run.broker, *others, config.weight_hub.listen]
+
+
+def _check_security(config: RunConfig) -> None:
+    """All keys that processes here need are there, and nothing is bound in public without."""
+    roles: tuple[KeyRole, ...] = get_args(Role)
+    for key, endpoint in (
+        ("run.broker", config.run.broker),
+        ("weight_hub.listen", config.weight_hub.listen),
+    ):
+        if not endpoint.endswith(":*"):
+            check_address(endpoint, key)
+        elif not endpoint.startswith("tcp://"):
+            raise UsageError(f"{key} = {endpoint}: write it as tcp://host:port")
+    for role in roles:
+        security = open_security(config.security, [role])
+        for endpoint in (config.run.broker, config.weight_hub.listen):
+            security.check_bind(endpoint)
+
+
+def _check_eval(config: RunConfig) -> None:
+    heldout = config.eval
+    try:
+        prompts = read_source(heldout.prompts, columns=heldout.columns, section="eval")
+    except UsageError as error:
+        raise UsageError(f"eval.prompts: {error}") from error
+    names = [one.name for one in config.environments]
+    for prompt in prompts if names else ():
+        if prompt.row.get(ENVIRONMENT) not in names:
+            raise UsageError(
+                f'eval.prompts, row {prompt.prompt_id}: "{ENVIRONMENT}" must be one of '
+                f"[[environments]]: {', '.join(names)}"
+            )

@@ -1,0 +1,130 @@
+"""A step before or after the run proper (eval, warm start, ...): a child that runs to its end."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from umbra.deploy.files.run_folder import RunFolder, last_lines
+from umbra.proto.errors import ERROR_PREFIX, UmbraError
+from umbra.services.process.child import (
+    ChildError,
+    ChildProcess,
+    describe_exit,
+    own_exit_code,
+)
+from umbra.services.process.signals import SignalCounter
+
+POLL_S = 0.02
+Waiting = Callable[[], None]  # called again and again while a stage runs
+UMBRA = "umbra"
+FORESEEN_CODES = (2, 3, 4, 7, 8)  # ends that a sentence for people explains
+
+
+class StageInterrupted(Exception):  # noqa: N818 - it is no error
+    """The user asked to stop."""
+
+
+def run_stage(
+    name: str,
+    arguments: tuple[str, ...],
+    *,
+    folder: RunFolder,
+    environ: Mapping[str, str],
+    interrupts: SignalCounter | None = None,
+    module: str = UMBRA,
+    waiting: Waiting | None = None,
+) -> str:
+    """Run `umbra <arguments>`, logging to `logs/<name>.log`; what it printed on standard output.
+
+    Raises:
+        ChildError: it failed; the sentence is the last line that it said.
+        StageInterrupted: a signal came; the child is dead. Without `interrupts` a
+            KeyboardInterrupt does the same.
+    """
+    found = run_stages(
+        {name: arguments},
+        folder=folder,
+        environ=environ,
+        interrupts=interrupts,
+        module=module,
+        waiting=waiting,
+    )
+    return found[name]
+
+
+def run_stages(
+    stages: Mapping[str, tuple[str, ...]],
+    *,
+    folder: RunFolder,
+    environ: Mapping[str, str],
+    interrupts: SignalCounter | None = None,
+    module: str = UMBRA,
+    waiting: Waiting | None = None,
+) -> dict[str, str]:
+    """`run_stage` of several at once; outputs by name. The first failure ends them all."""
+    running: dict[str, ChildProcess] = {}
+    try:
+        for name, arguments in stages.items():
+            running[name] = ChildProcess(
+                (sys.executable, "-m", module, *arguments),
+                environ=environ,
+                stdout=_output(folder, name),
+                stderr=folder.log(name),
+            )
+        while (codes := {name: stage.poll() for name, stage in running.items()}) != dict.fromkeys(
+            running, 0
+        ):
+            for name, code in codes.items():
+                if code:
+                    raise _failed(folder, name, code)
+            if waiting is not None:
+                waiting()
+            if interrupts is None:
+                time.sleep(POLL_S)
+                continue
+            if interrupts.count:
+                raise StageInterrupted
+            interrupts.wait(POLL_S)
+    finally:
+        for stage in running.values():
+            stage.kill()
+            stage.wait(math.inf)
+    return {
+        name: _output(folder, name).read_text(encoding="utf-8", errors="replace") for name in stages
+    }
+
+
+def _output(folder: RunFolder, name: str) -> Path:
+    return folder.logs / f"{name}.out"
+
+
+def _failed(folder: RunFolder, name: str, code: int) -> ChildError:
+    said = last_said(folder, name)
+    if said and code in FORESEEN_CODES:
+        return ChildError(said, code)
+    how = f"{name} failed ({describe_exit(code)})"
+    return ChildError(f"{how}: {said}" if said else how, own_exit_code(code))
+
+
+def last_object(text: str) -> dict[str, Any]:
+    """The JSON object on the last line of a stage's output.
+
+    Raises:
+        UmbraError: there is none.
+    """
+    for line in reversed(text.splitlines()):
+        if line.startswith("{"):
+            return json.loads(line)
+    raise UmbraError(f"expected one line of JSON, got {text[-200:]!r}")
+
+
+def last_said(folder: RunFolder, name: str) -> str:
+    """The last line in the log of `name`, as a sentence."""
+    lines = last_lines(folder.log(name), 1)
+    return lines[0].removeprefix(ERROR_PREFIX) if lines else ""

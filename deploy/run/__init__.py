@@ -1,0 +1,1 @@
+"""`umbra up`: the processes of a run on this machine, supervised and shown."""

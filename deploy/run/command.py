@@ -1,0 +1,188 @@
+"""`umbra up`: start a whole run on this machine."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import click
+
+from umbra.deploy.check.machine_defaults import for_this_machine
+from umbra.deploy.check.start import try_start
+from umbra.deploy.files.run_folder import RunFolder
+from umbra.deploy.files.shown import print_facts, shown_command, shown_path
+from umbra.deploy.prepare.load import load_run, note, run_file_argument, set_option
+from umbra.deploy.prepare.preflight import (
+    check_one_machine,
+    check_packages,
+    check_ports_free,
+    check_run,
+    search_path,
+)
+from umbra.deploy.report.summary import summary_rows
+from umbra.deploy.run.live import LogView, choose_view
+from umbra.deploy.run.programs import buffer_program, other_programs
+from umbra.deploy.run.up import Up
+from umbra.proto.errors import ERROR_PREFIX, EXIT_DONE, UsageError
+from umbra.services.config import RunConfig
+from umbra.services.config.cautions import cautions
+from umbra.services.config.learning_rate import after_extension
+from umbra.services.config.loader import load_config, load_tree
+from umbra.services.modeling.hub import is_hub_name, missing_bytes
+from umbra.services.process.signals import SignalCounter
+from umbra.services.reporting.tables import size
+
+SIGNALLED = 128  # exit codes above it are of signals
+
+
+@click.command()
+@run_file_argument
+@set_option
+@click.option("--no-eval", is_flag=True, help="Don't measure the model before and after.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
+@click.option("--quiet", is_flag=True, help="Show only the outcome.")
+@click.option("--logs", is_flag=True, help="Show the logs of all processes as they come.")
+@click.option("--dry-run", is_flag=True, help="Check all, print what would be started, and end.")
+def up(
+    run_file: Path,
+    overrides: tuple[str, ...],
+    no_eval: bool,
+    as_json: bool,
+    quiet: bool,
+    logs: bool,
+    dry_run: bool,
+) -> int:
+    """Start a whole run on this machine and see it through.
+
+    Starts the buffer, the weight hub, the trainer and the generators of RUN_FILE, restarts
+    generators that fail, and ends with a summary. Ctrl-C stops the run in order, a second Ctrl-C at
+    once. The exit code is 0 only if the run ended well.
+
+    If RUN_FILE is the folder of a run that was stopped or killed, that run goes on: from the newest
+    checkpoint, with the very batches that came after it. One that has reached its end is trained on
+    with --set run.steps=N.
+    """
+    extends = any(text.partition("=")[0].strip() == "run.steps" for text in overrides)
+    before = RunFolder.existing(run_file, extends=extends) if run_file.is_dir() else None
+    with ExitStack() as stack:
+        if before is not None:
+            stack.enter_context(before.held())
+            run_file = before.config
+        config = load_run(run_file, overrides)
+        told = check_extension(before, config) if before is not None and before.has_ended() else ""
+        check_one_machine(config)
+        if not dry_run and (missing := _to_download(config)):
+            note(f"model: {size(missing)} of weights to download")
+        check_run(config, download=not dry_run)  # before a folder is made
+        config, chosen = for_this_machine(config, load_tree(run_file, overrides=overrides))
+        check_packages(config)
+        search = _search_path(run_file, before)
+        if dry_run:
+            warnings = try_start(config, search)
+            _print_programs(config)
+            for name, text in dict(warnings).items():
+                note(f"warning:   {name}: {text}")
+            if chosen:
+                click.echo(f"chosen:    {', '.join(chosen)} (for this machine)")
+            return EXIT_DONE
+        check_ports_free(config)
+        view = choose_view(quiet=quiet, as_json=as_json)
+        interrupts = stack.enter_context(SignalCounter())
+        folder = before or RunFolder.create(config.run.dir, config.run.name)
+        if before is None:
+            stack.enter_context(folder.held())
+        if logs:
+            view = LogView(view, folder)
+        if chosen:
+            view.say(f"note: chosen for this machine: {', '.join(chosen)}")
+        for name, text in [*cautions(config), *([("extended", told)] if told else [])]:
+            view.say(f"{'note' if text is told else 'warning'}: {name}: {text}")
+        try:
+            run = Up(
+                config,
+                folder,
+                view=view,
+                interrupts=interrupts,
+                search=search,
+                evaluate=not no_eval,
+            )
+            summary = run.run()
+        finally:
+            view.close()
+        return finish(summary, folder, as_json=as_json)  # while signals are only counted
+
+
+def check_extension(folder: RunFolder, config: RunConfig) -> str:
+    """Whether a run that has reached its end can be trained on; what its learning rate then does.
+
+    Raises:
+        UsageError: it can't; says why.
+    """
+    done = load_config(folder.config, environ={}).run.steps
+    if config.run.steps <= done:
+        raise UsageError(
+            f"the run in {folder.path} has reached its end, step {done}: run.steps = "
+            f"{config.run.steps} must be more than that to train on"
+        )
+    if config.buffer.store == "memory" or not any(folder.checkpoints.glob("step-*")):
+        missing = "store (buffer.store)" if config.buffer.store == "memory" else "checkpoint"
+        raise UsageError(
+            f"the run in {folder.path} cannot be trained on, because it left no {missing}: begin "
+            f"another one with model.path = {folder.model}"
+        )
+    return f"{done} steps are done; {after_extension(config.trainer, done, done, config.run.steps)}"
+
+
+def _print_programs(config: RunConfig) -> None:
+    """The commands of the run, in the order in which they start."""
+    folder = RunFolder(Path(config.run.dir).resolve() / f"{config.run.name}-...")
+    programs = [
+        buffer_program(config, folder),
+        *other_programs(config, folder, config.run.broker),
+    ]
+    for program in programs:
+        click.echo(f"{program.name}: {shlex.join(program.argv)}")
+
+
+def _search_path(run_file: Path, before: RunFolder | None) -> list[Path]:
+    if before is None:
+        return search_path(run_file)
+    return [*map(Path, before.read_origin().get("search", [])), Path.cwd()]
+
+
+def finish(summary: dict[str, Any], folder: RunFolder, *, as_json: bool) -> int:
+    """Print the outcome; the exit code."""
+    code = int(summary["exit_code"])
+    if as_json:
+        click.echo(json.dumps(summary))
+    else:
+        rows = [row for row in summary_rows(summary) if row[0] != "model"]
+        print_facts([*rows, *_left(summary, folder), *_how_to_go_on(code, folder)])
+    if code != EXIT_DONE:
+        prefix = "umbra: " if code > SIGNALLED else ERROR_PREFIX  # that was asked for
+        click.echo(f"{prefix}{summary['exit_reason']}", err=True)
+    return code
+
+
+def _how_to_go_on(code: int, folder: RunFolder) -> list[tuple[str, str]]:
+    """What to type after a run was stopped by a signal."""
+    if code <= SIGNALLED or not folder.config.is_file():
+        return []
+    if load_config(folder.config, environ={}).buffer.store == "memory":
+        return [("to go on", "it can't: buffer.store = memory; begin another run")]
+    return [("to go on", f"{shown_command()} up {shlex.quote(shown_path(folder.path))}")]
+
+
+def _left(summary: dict[str, Any], folder: RunFolder) -> list[tuple[str, str]]:
+    """What there is to look at, from here."""
+    left = {"model": folder.model if summary["model"] else None, "report": folder.report}
+    return [(name, shown_path(path)) for name, path in left.items() if path and path.exists()]
+
+
+def _to_download(run: RunConfig) -> int:
+    """Return the bytes of the model's weights that are still on the hub alone."""
+    name = run.model.name
+    return missing_bytes(name, "model.path") if is_hub_name(name) else 0
