@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from umbra.deploy.prepare.trial import try_aside
+from umbra.deploy.prepare.stage import try_aside
 from umbra.services.buffer.prompts import first_rows
 from umbra.services.config import RunConfig
 from umbra.services.config.cautions import cautions

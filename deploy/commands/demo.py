@@ -221,7 +221,7 @@ def closing_words(run: Path) -> Iterator[str]:
         yield from (f"{'':14}{line}" for line in more)
     yield "\nnext: open the report in a browser, or"
     for what, line in (
-        ("read rollouts that earned little", command_line("samples", run, "--worst")),
+        ("read rollouts that earned little", command_line("runs", run, "--worst")),
         ("talk to the trained model: type digits", command_line("chat", run)),
         ("begin with a model and prompts of your own", f"{shown_command()} init my-run"),
     ):

@@ -68,7 +68,7 @@ def command(
     run = shlex.quote(shown_path((folder / RUN_FILE).absolute()))
     if not Path(model).is_dir() and not is_hub_name(model):
         click.echo(f"{model} is not there yet: hf download NAME --local-dir {model}")
-    click.echo(f"next:\n  {shown_command()} config check {run}\n  {shown_command()} up {run}")
+    click.echo(f"next:\n  {shown_command()} check {run}\n  {shown_command()} up {run}")
     return EXIT_DONE
 
 

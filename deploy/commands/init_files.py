@@ -38,7 +38,7 @@ PROMPTS = "".join(
 _RUN = """\
 # A run of Umbra on {machine}.
 #
-#   umbra config check {file}     tries all of it, starts nothing
+#   umbra check {file}     tries all of it, starts nothing
 #   umbra up {file}               runs it; Ctrl-C stops it, `umbra up runs/ID` goes on
 #
 # docs/config.md has every key. Paths are looked up from where you are, then beside this file.
@@ -111,7 +111,7 @@ micro_tokens = {context}
 
 _ENGINE_ARGS = """
 [generator.engine_args]
-gpu_memory_utilization = 0.45     # the rest is the trainer's; `umbra estimate`: does it fit?
+gpu_memory_utilization = 0.45     # the rest is the trainer's; `umbra check`: does it fit?
 """
 
 _EIGHT_GPUS = """

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
+import torch
 from transformers.utils import logging as transformers_logging
 
-from umbra.deploy.model_check.outcome import Outcome, Row
+from umbra.deploy.model_check.outcome import Outcome, Row, vllm_bound
 from umbra.deploy.model_check.serving import (
     change,
     compare_export,
@@ -19,12 +21,13 @@ from umbra.deploy.model_check.serving import (
 )
 from umbra.deploy.model_check.subject import take
 from umbra.deploy.model_check.training import compare_training
-from umbra.deploy.model_check.vllm import compare_vllm
-from umbra.proto.errors import UmbraError
+from umbra.proto.errors import StartupError, UmbraError, UsageError
+from umbra.services.generator.vllm import check as vllm_check
 from umbra.services.modeling.architectures import architecture, check_architecture, read_config
 from umbra.services.modeling.model_directory import check_model_dir
 from umbra.services.modeling.reference import Reference
 from umbra.services.trainer.policy import load_policy
+from umbra.services.trainer.snapshot import whole_weights
 
 
 def check_model(path: Path, layers: int = 0, *, vllm: bool = True) -> Outcome:
@@ -79,3 +82,24 @@ def _tried(what: str, rows: Iterator[Row]) -> Iterator[Row]:
     ) as error:  # fmt: skip
         first = str(error).partition("\n")[0]
         yield Row(what, math.nan, 0, "", f"{type(error).__name__}: {first}")
+
+
+def compare_vllm(directory: Path, config: Any, checked: Collection[str] = ()) -> Iterator[Row]:
+    """Yield rows about vLLM on the model in `directory`; one if vLLM is left out."""
+    try:
+        found = vllm_check.vllm_differences(
+            directory,
+            lambda model: whole_weights(model).items(),
+            checked=checked,
+            threads=torch.get_num_threads(),
+        )
+    except (UsageError, StartupError) as error:
+        yield Row("logprobs of vLLM", None, 0.0, "nats", str(error).partition("\n")[0])
+        return
+    bound = vllm_bound(config)
+    for what, worst in (
+        ("from disk", found.from_disk),
+        ("the same weights published", found.same),
+        ("others published", found.changed),
+    ):
+        yield Row(f"logprobs of vLLM, {what}", worst, bound, "nats")

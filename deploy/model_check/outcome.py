@@ -1,4 +1,10 @@
-"""What the comparisons of a model came to, as a table and as JSON."""
+"""The outcome of the comparisons of a model, and how far rounding alone may take a number.
+
+Both sides compute in float32 and add up in another order. An error grows with the numbers that are
+added, and like the square root of how many there are: those of a hidden state in every layer. What
+is measured for the tiny models of the tests stays ten times below these bounds; a wrong mask is
+thousands of times above.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +13,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from torch import Tensor
+
+from umbra.services.modeling.reference import Expected
 from umbra.services.reporting.tables import aligned
+
+_LOGPROBS = 1e-5  # nats, for a largest logit of 1
+_GRADIENTS = 3e-5  # of a gradient's norm
+_VLLM = 1e-4  # nats, whatever the logits
+_HIDDEN, _LAYERS = 64, 2  # at which these were measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,3 +84,26 @@ class Outcome:
         heading += [f"compared on a copy with {cut}" for cut in self.cuts]
         rows = [(row.name, row.outcome, row.as_text()) for row in self.rows]
         return "\n".join([*heading, *aligned(rows)])
+
+
+def difference(name: str, found: Tensor, expected: Expected, config: Any) -> Row:
+    """Return the row of the token whose logprob is farthest off; [T] each."""
+    bounds = _LOGPROBS * _growth(config) * expected.scale.clamp(min=1)
+    off = (found - expected.logprobs).abs()
+    at = int((off / bounds).argmax())  # a NaN counts as the largest
+    return Row(name, float(off[at]), float(bounds[at]), "nats")
+
+
+def gradient_bound(config: Any) -> float:
+    """Return the bound of a difference's norm, in parts of the norm."""
+    return _GRADIENTS * _growth(config)
+
+
+def vllm_bound(config: Any) -> float:
+    """Return the bound for logprobs of vLLM's kernels, in nats."""
+    return _VLLM * _growth(config)
+
+
+def _growth(config: Any) -> float:
+    added = max(config.hidden_size, _HIDDEN) * max(config.num_hidden_layers, _LAYERS)
+    return (added / (_HIDDEN * _LAYERS)) ** 0.5

@@ -11,8 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from umbra.deploy.model_check.bounds import difference
-from umbra.deploy.model_check.outcome import Row
+from umbra.deploy.model_check.outcome import Row, difference
 from umbra.proto.records import Manifest, Sampling
 from umbra.services.generator.engines.engine import EngineOutput, EngineRequest, KvPolicy
 from umbra.services.generator.engines.torch_engine import TorchEngine

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from umbra.deploy.model_check.bounds import difference, gradient_bound
-from umbra.deploy.model_check.outcome import Row
+from umbra.deploy.model_check.outcome import Row, difference, gradient_bound
 from umbra.services.modeling.attention import Attention, Choice
 from umbra.services.modeling.micro_batch import Tokens
 from umbra.services.modeling.packing import pack

@@ -1,23 +1,31 @@
-"""A step before or after the run proper (eval, warm start, ...): a child that runs to its end."""
+"""Steps around a run (trying the environment, eval, warm start): children that run to their end."""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from umbra.deploy.files.run_folder import RunFolder, last_lines
+import msgspec
+
+from umbra.deploy.files.run_folder import CHECK, RunFolder, last_lines
 from umbra.proto.errors import ERROR_PREFIX, UmbraError
+from umbra.services.buffer.prompts import first_rows
+from umbra.services.config import RunConfig
+from umbra.services.config.loader import to_json
 from umbra.services.process.child import (
     ChildError,
     ChildProcess,
+    child_environ,
     describe_exit,
     own_exit_code,
 )
+from umbra.services.process.files import DISK, READABLE_MODE
 from umbra.services.process.signals import SignalCounter
 
 POLL_S = 0.02
@@ -128,3 +136,41 @@ def last_said(folder: RunFolder, name: str) -> str:
     """The last line in the log of `name`, as a sentence."""
     lines = last_lines(folder.log(name), 1)
     return lines[0].removeprefix(ERROR_PREFIX) if lines else ""
+
+
+def try_environment(
+    config: RunConfig,
+    folder: RunFolder,
+    environ: Mapping[str, str],
+    interrupts: SignalCounter,
+    waiting: Waiting | None = None,
+) -> None:
+    """Write `config` to `folder`, and call its reward or environment once, on the first prompt.
+
+    Raises:
+        ChildError: that failed, or took longer than `environment.timeout_s`.
+        StageInterrupted: a signal came.
+    """
+    DISK.replace(folder.config, to_json(config), mode=READABLE_MODE)
+    rows = folder.logs / f"{CHECK}.rows"
+    rows.write_bytes(msgspec.json.encode(first_rows(config.data, config.environments)))
+    run_stage(
+        CHECK,
+        (str(folder.config), str(rows)),
+        folder=folder,
+        environ=environ,
+        interrupts=interrupts,
+        module="umbra.services.generator.checks",
+        waiting=waiting,
+    )
+
+
+def try_aside(config: RunConfig, search: Sequence[Path]) -> None:
+    """`try_environment` without a run: in a folder that is removed at once."""
+    with tempfile.TemporaryDirectory(prefix="umbra-check-") as scratch, SignalCounter() as signals:
+        folder = RunFolder(Path(scratch))
+        folder.logs.mkdir()
+        try:
+            try_environment(config, folder, child_environ(search), signals)
+        except StageInterrupted as error:
+            raise ChildError("interrupted", signals.exit_code) from error

@@ -10,8 +10,8 @@ from statistics import median, quantiles
 from typing import Any
 
 from umbra.deploy.files.rollouts import Rollout, heading, pieces
-from umbra.deploy.report.figures import EXCERPT_S, Figures, Row, Utilisation
-from umbra.deploy.report.svg import bar_chart, gantt, line_chart, stacked_chart
+from umbra.deploy.report.recording import Figures
+from umbra.deploy.report.svg import bar_chart, line_chart
 from umbra.services.prompts.download import shown
 from umbra.services.reporting.figures import PHASES, busy, idle_causes, is_idle
 from umbra.services.reporting.tables import number
@@ -66,12 +66,9 @@ def page(
             _facts(facts),
             _section("Curves", f'<div class="charts">{"".join(_curves(figures))}</div>'),
             _section("Samples", _ledger(status)),
-            _section("Where the time went", "".join(_utilisation(figures))),
-            _section(f"Timeline: {EXCERPT_S:g} s from the middle of the run", _timeline(figures)),
+            _section("Where the time went", _utilisation(figures)),
             _section("Weight pushes", _pushes(figures)),
-            _section("Slowest samples", _slowest(figures.slowest)),
             _section("Rollouts of the last steps", _rollouts(rollouts)),
-            _section("Samples just finished", "".join(map(_sample, figures.samples))),
             _section("Configuration", _config(config)),
         )
     )
@@ -157,66 +154,25 @@ def _ledger(status: Mapping[str, Any]) -> str:
     )
 
 
-def colours(names: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Classes of fill and background by activity: strong ones for work, pale ones for idleness."""
-    found: dict[str, tuple[str, str]] = {}
-    work = idle = 0
-    for name in names:
-        if is_idle(name):
-            found[name] = (f"i{idle % 4}", f"j{idle % 4}")
-            idle += 1
-        else:
-            found[name] = (f"f{work % 8}", f"b{work % 8}")
-            work += 1
-    return found
-
-
-def _utilisation(figures: Figures) -> Iterator[str]:
+def _utilisation(figures: Figures) -> str:
     rows: list[tuple[object, ...]] = []
-    charts: list[str] = []
-    for service, used in sorted(figures.utilisation.items()):
-        causes = idle_causes(used.seconds)
-        told = ", ".join(f"{cause} {share:.0%}" for cause, share in causes.items())
-        rows.append((service, f"{busy(used.seconds):.0%}", f"{used.total:.1f} s", told))
-        charts.append(_stack(service, used, figures.seconds))
-    yield table(("service", "busy", "of", "idle for want of"), rows)
-    yield f'<div class="charts">{"".join(charts)}</div>'
-
-
-def _stack(service: str, used: Utilisation, seconds: float) -> str:
-    classes = colours(used.seconds)
-    width = seconds / max(1, len(next(iter(used.bins.values()), [0.0])))
-    layers = [
-        (name, classes[name][0], [spent / width for spent in bins])
-        for name, bins in sorted(used.bins.items(), key=lambda item: is_idle(item[0]))
-    ]
-    keys = " ".join(
-        f'<span class="swatch {classes[name][1]}"></span>{escape(name)} '
-        f"{spent / used.total:.0%} &nbsp;"
-        for name, spent in sorted(used.seconds.items(), key=lambda item: -item[1])
-    )
-    chart = stacked_chart(layers, seconds=seconds, title=f"{service}, over the run's seconds")
-    return chart.replace("</figure>", f"<div>{keys}</div></figure>")
-
-
-def _timeline(figures: Figures) -> str:
-    tracks: dict[str, list[tuple[str, str, float, float]]] = {}
-    by_service: dict[str, dict[str, tuple[str, str]]] = {
-        service: colours(used.seconds) for service, used in figures.utilisation.items()
-    }
-    since = figures.excerpt_from
-    for span in sorted(figures.excerpt, key=lambda span: (span.service, span.track, span.start)):
-        track = f"{span.service} {span.track}".strip()
-        colour = by_service.get(span.service, {}).get(span.name, ("f7", ""))[0]
-        drawn = (span.name, colour, span.start - since, span.end - since)
-        tracks.setdefault(track, []).append(drawn)
-    if not tracks:
-        return ""
+    for service, seconds in sorted(figures.seconds.items()):
+        work = {name: spent for name, spent in seconds.items() if not is_idle(name)}
+        rows.append(
+            (
+                service,
+                f"{busy(seconds):.0%}",
+                f"{sum(seconds.values()):.1f} s",
+                ", ".join(f"{n} {s:.1f} s" for n, s in sorted(work.items(), key=lambda i: -i[1])),
+                ", ".join(f"{cause} {share:.0%}" for cause, share in idle_causes(seconds).items()),
+            )
+        )
+    columns = ("service", "busy", "of", "with", "idle for want of")
     hint = (
-        '<p class="dim">The whole timeline is in <code>trace.json</code>: open it at '
+        '<p class="dim">The timeline of all services is in <code>trace.json</code>: open it at '
         "ui.perfetto.dev.</p>"
     )
-    return gantt(tracks, seconds=min(EXCERPT_S, figures.seconds)) + hint
+    return table(columns, rows) + hint if rows else ""
 
 
 def _pushes(figures: Figures) -> str:
@@ -237,47 +193,6 @@ def _pushes(figures: Figures) -> str:
     )
     columns = ("receiver", "pushes", "phase", "median ms", "p95 ms", "max ms")
     return f'<div class="charts">{chart}<div>{table(columns, rows)}</div></div>'
-
-
-def _slowest(rows: Sequence[Row]) -> str:
-    columns = (
-        "sample",
-        "prompt",
-        "seconds",
-        "tokens",
-        "turns",
-        "versions",
-        "reward",
-        "ended by",
-        "generator",
-    )
-    return table(
-        columns,
-        (
-            (
-                row["sample"],
-                row["prompt_id"],
-                float(row["seconds"]),
-                row["tokens"],
-                row["turns"],
-                "-".join(map(str, row["versions"])),
-                float(row["reward"]),
-                row["finish_reason"],
-                row["service"],
-            )
-            for row in rows
-        ),
-    )
-
-
-def _sample(row: Row) -> str:
-    branches = f", {row['branches']} branches" if row.get("branches", 1) > 1 else ""
-    head = (
-        f"{row['sample']}: reward {row['reward']:.3g}, {row['tokens']} tokens{branches}, version "
-        f"{'-'.join(map(str, row['versions']))}, {row['finish_reason']}"
-    )
-    text = f'<span class="dim">{escape(row["prompt"])}</span>{escape(row["response"])}'
-    return f"<div>{escape(head)}</div><pre>{text}</pre>"
 
 
 def _rollouts(rollouts: Sequence[Rollout]) -> str:

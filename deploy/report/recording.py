@@ -77,3 +77,40 @@ class Recording:
                 yield ReportSpan(service, name, end - row["seconds"], end, "evals", facts)
             case _:
                 pass
+
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Figures:
+    """What a report shows of a run; `seconds` are by service and activity."""
+
+    steps: list[Row] = field(default_factory=list[Row])
+    pushes: dict[str, list[Row]] = field(default_factory=dict[str, list[Row]])  # by receiver
+    evals: list[Row] = field(default_factory=list[Row])
+    warnings: list[Row] = field(default_factory=list[Row])  # as they were first raised
+    seconds: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
+
+
+def gather(recording: Recording) -> Figures:
+    figures, steps = Figures(), dict[int, Row]()
+    for row in recording.rows():
+        match row["kind"]:
+            case "step":  # a trainer that started again has repeated some: the last one counts
+                steps[row["step"]] = row
+            case "push":
+                figures.pushes.setdefault(row["receiver"], []).append(row)
+            case "eval":
+                figures.evals.append(row)
+            case "warning":
+                figures.warnings.append(row)
+            case _:
+                pass
+        for span in recording.spans(row):
+            if not span.track:
+                spent = figures.seconds.setdefault(span.service, {})
+                took = max(0.0, span.end - span.start)
+                spent[span.name] = spent.get(span.name, 0.0) + took
+    figures.steps = [steps[number] for number in sorted(steps)]
+    return figures

@@ -52,55 +52,6 @@ def bar_chart(counts: Sequence[int], *, title: str) -> str:
     return _figure(title, "".join(parts))
 
 
-def stacked_chart(
-    layers: Sequence[tuple[str, str, Sequence[float]]], *, seconds: float, title: str
-) -> str:
-    """Shares of the time, one column per bin; a layer is `(name, class of its colour, shares)`."""
-    if not layers:
-        return ""
-    x_of, y_of, axes = _frame(0.0, seconds, 0.0, 1.0)
-    count = len(layers[0][2])
-    heights = [0.0] * count
-    parts = []
-    for name, colour, shares in layers:
-        path = []
-        for index, share in enumerate(shares):
-            if share <= 0:
-                continue
-            bottom, top = heights[index], min(1.0, heights[index] + share)
-            heights[index] = top
-            left, right = x_of(seconds * index / count), x_of(seconds * (index + 1) / count)
-            path.append(f"M{left:.1f} {y_of(bottom):.1f}H{right:.1f}V{y_of(top):.1f}H{left:.1f}Z")
-        parts.append(
-            f'<path class="{colour}" d="{"".join(path)}"><title>{escape(name)}</title></path>'
-        )
-    return _figure(title, "".join(parts) + axes)
-
-
-def gantt(tracks: Mapping[str, Sequence[tuple[str, str, float, float]]], *, seconds: float) -> str:
-    """Tracks with their spans `(name, class of its colour, start, end)`, from 0 to `seconds`."""
-    left, row, width = 150, 18, 900
-    height = row * len(tracks) + 22
-    scale = (width - left) / max(seconds, 1e-9)
-    parts = []
-    for index, (track, spans) in enumerate(tracks.items()):
-        y = index * row
-        parts.append(f'<text class="end" x="{left - 6}" y="{y + 13}">{escape(track)}</text>')
-        for name, colour, start, end in spans:
-            begin, until = max(0.0, start), min(seconds, end)
-            size = f'width="{max(0.4, (until - begin) * scale):.2f}" height="{row - 4}"'
-            place = f'x="{left + begin * scale:.2f}" y="{y + 2}"'
-            told = f"<title>{escape(name)} {1e3 * (end - start):.1f} ms</title>"
-            parts.append(f'<rect class="{colour}" {place} {size}>{told}</rect>')
-    for tick in _ticks(0.0, seconds, 6):
-        x = left + tick * scale
-        parts.append(f'<text class="mid" x="{x:.1f}" y="{height - 6}">{tick:g} s</text>')
-    return (
-        f'<svg class="wide" viewBox="0 0 {width} {height}" role="img" '
-        f'aria-label="timeline">{"".join(parts)}</svg>'
-    )
-
-
 def _figure(title: str, inner: str) -> str:
     return (
         f'<figure><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" '

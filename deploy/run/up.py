@@ -21,8 +21,8 @@ from umbra.deploy.prepare.stage import (
     last_object,
     last_said,
     run_stages,
+    try_environment,
 )
-from umbra.deploy.prepare.trial import try_environment
 from umbra.deploy.report.command import write_report
 from umbra.deploy.report.summary import RunOutcome, read_status, summarise, write_summary
 from umbra.deploy.run.live import View

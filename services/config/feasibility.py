@@ -1,6 +1,6 @@
 """Can a run with these numbers ever fill its batches? And how stale may what it trains on get?
 
-It is asked before a run starts (`umbra config check`, `umbra up`, the buffer itself), because
+It is asked before a run starts (`umbra check`, `umbra up`, the buffer itself), because
 the answer of a run is an hour of silence.
 """
 

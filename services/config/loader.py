@@ -122,7 +122,7 @@ def config_of(tree: Any, where: str) -> RunConfig:
 
 
 def as_dict(config: RunConfig) -> dict[str, Any]:
-    """The whole tree as plain values, for JSON and for `umbra config show`."""
+    """The whole tree as plain values, for JSON and for `umbra check --show`."""
     tree = msgspec.to_builtins(config)
     assert isinstance(tree, dict)
     return tree

@@ -1,4 +1,4 @@
-"""`umbra estimate`: what a trainer's rank takes is what it is told to need, by every key of memory.
+"""`umbra check`: what a trainer's rank takes is what it is told to need, by every key of memory.
 
 Ranks load a model and train, in processes of their own; the kernel tells what that took.
 """

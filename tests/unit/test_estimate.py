@@ -1,4 +1,4 @@
-"""`umbra estimate`: what is counted without memory is what a step takes; what the command says."""
+"""`umbra check`: what is counted without memory is what a step takes; what the command says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`umbra estimate`: sums over settings, the fullest micro-batch, and verdicts."""
+"""`umbra check`: sums over settings, the fullest micro-batch, and verdicts."""
 
 from __future__ import annotations
 

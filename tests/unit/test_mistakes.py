@@ -21,7 +21,7 @@ from umbra import cli
 from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.prepare.load import load_run
 from umbra.deploy.prepare.preflight import check_packages
-from umbra.deploy.prepare.trial import try_aside
+from umbra.deploy.prepare.stage import try_aside
 from umbra.deploy.run.command import check_extension
 from umbra.proto.errors import UsageError
 from umbra.services.config.cautions import cautions

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from umbra.deploy.report.overlap import clip, intersect, merge, overlap, total
+from umbra.deploy.report.summary import clip, intersect, merge, overlap, total
 
 spans = st.lists(
     st.tuples(st.integers(0, 50), st.integers(0, 20)).map(lambda pair: (pair[0], sum(pair))),

@@ -13,8 +13,7 @@ from click.testing import CliRunner
 
 from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.report.command import command, write_report
-from umbra.deploy.report.figures import SLOWEST, gather
-from umbra.deploy.report.recording import Recording
+from umbra.deploy.report.recording import Recording, gather
 from umbra.deploy.report.svg import bar_chart, line_chart
 from umbra.proto.errors import UsageError
 from umbra.services.reporting.figures import busy
@@ -32,14 +31,6 @@ def span(service: str, name: str, start: float, end: float, **fields: Any) -> di
     return row(service, "span", end, name=name, start=T0 + start, end=T0 + end, **fields)
 
 
-def sample(kind: str, number: int, seconds: float, **fields: Any) -> dict[str, Any]:
-    facts = {
-        "sample": f"s-{number}", "prompt_id": "1", "reward": 1.0, "seconds": seconds, "tokens": 3,
-        "turns": 1, "versions": [0, 1], "finish_reason": "stop",
-    }  # fmt: skip
-    return row("generator-0", kind, 3.0, **facts, **fields)
-
-
 PUSH = {
     "version": 1, "receiver": "generator-0", "plane": "shm", "bytes": 10, "snapshot_s": 0.01,
     "wire_s": 0.02, "stage_s": 0.03, "commit_s": 0.04, "total_s": 0.5,
@@ -55,8 +46,6 @@ ROWS = [
     row("buffer", "eval", 3.5, version=1, accuracy=0.5, answered=8, samples=8, seconds=1.0),
     row("trainer", "step", 2.0, step=1, **{"reward/mean": 0.25, "loss": 0.5}),
     row("trainer", "step", 2.0, step=2, **{"reward/mean": 0.5, "loss": None}),
-    sample("sample", 1, 1.0, prompt="<b>sort & go</b>", response="1 3 ☃"),
-    *(sample("slow_sample", number, float(number)) for number in range(40)),
 ]  # fmt: skip
 
 
@@ -130,13 +119,9 @@ def test_the_trace_names_its_tracks(folder: RunFolder) -> None:
 
 def test_figures(folder: RunFolder) -> None:
     figures = gather(Recording([folder.path]))
-    assert (figures.begin, figures.end) == (T0, T0 + 4.0)
-    generator = figures.utilisation["generator-0"]
-    assert generator.seconds == {"decode": 3.0, "idle: work": 1.0}
-    assert busy(generator.seconds) == 0.75
-    assert sum(generator.bins["decode"]) == pytest.approx(3.0)
+    assert figures.seconds["generator-0"] == {"decode": 3.0, "idle: work": 1.0}
+    assert busy(figures.seconds["generator-0"]) == 0.75
     assert [one["step"] for one in figures.steps] == [1, 2]
-    assert [one["seconds"] for one in figures.slowest] == [39.0 - i for i in range(SLOWEST)]
 
 
 def test_the_page_is_whole_and_needs_nothing_else(folder: RunFolder) -> None:
@@ -161,8 +146,8 @@ def test_the_page_is_whole_and_needs_nothing_else(folder: RunFolder) -> None:
     assert "url(" not in text
     for expected in (
         folder.id, "reward", "accuracy on held-out prompts", "75%", "work 25%", "10 issued",
-        "7 trained", "balanced", "staleness of trained samples", "s-39", "p95 ms", "eval",
-        "&lt;b&gt;sort &amp; go&lt;/b&gt;", "1 3 ☃", "x&lt;/td&gt;", "expired_leases",
+        "7 trained", "balanced", "staleness of trained samples", "p95 ms", "eval",
+        "decode 3.0 s", "x&lt;/td&gt;", "expired_leases",
     ):  # fmt: skip
         assert expected in text, expected
 

@@ -12,7 +12,7 @@ from fakes.looks import heard
 from fakes.trajectories import trajectory
 
 from umbra import cli
-from umbra.deploy.commands.samples import command
+from umbra.deploy.commands.runs import command
 from umbra.deploy.files.rollouts import as_text, pieces, read_rollouts
 from umbra.deploy.files.run_folder import RunFolder
 from umbra.proto.records import Branch, Trajectory, VersionSpan
@@ -143,12 +143,12 @@ def written(folder: RunFolder) -> RunFolder:
 @pytest.mark.parametrize(
     ("words", "rewards"),
     [
-        ([], [2.0, 2.5, 3.0, 3.5]),
-        (["-n", "1"], [3.5]),
-        (["--worst", "-n", "2"], [1.0, 1.5]),
-        (["--best", "-n", "2"], [3.5, 3.0]),
+        (["--samples", "4"], [2.0, 2.5, 3.0, 3.5]),
+        (["--samples", "1"], [3.5]),
+        (["--worst", "--samples", "2"], [1.0, 1.5]),
+        (["--best", "--samples", "2"], [3.5, 3.0]),
         (["--step", "2"], [2.0, 2.5]),
-        (["--step", "2", "--best", "-n", "1"], [2.5]),
+        (["--step", "2", "--best", "--samples", "1"], [2.5]),
     ],
 )
 def test_which_are_printed(written: RunFolder, words: list[str], rewards: list[float]) -> None:
@@ -160,7 +160,7 @@ def test_which_are_printed(written: RunFolder, words: list[str], rewards: list[f
 def test_a_model_that_says_what_steers_terminals(written: RunFolder) -> None:
     (row,) = [json.loads(line) for line in written.samples.read_text().splitlines()[:1]]
     written.samples.write_text(json.dumps({**row, "response": "\x1b[2Jcleared\nx"}) + "\n")
-    done = CliRunner().invoke(command, [])
+    done = CliRunner().invoke(command, ["--samples", "4"])
     assert "\x1b" not in done.output
     assert ">>>  [2Jcleared\nx\n" in done.output
 
