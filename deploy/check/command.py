@@ -74,7 +74,8 @@ def command(
     if showing:
         return _show(load_config(run_file, overrides=overrides), json_wanted)
     run, tree = load_run(run_file, overrides), load_tree(run_file, overrides=overrides)
-    check_run(run, download=False)
+    if gpu is None:
+        check_run(run, download=False)
     if cluster_file is not None:
         found = look_at_cluster(load_cluster(cluster_file), run)
         return _finish(_summary(run_file, run, [], None), found, {}, json_wanted)

@@ -41,7 +41,7 @@ COMMANDS: dict[str, SubCommand] = {
     "up": SubCommand("umbra.deploy.run.command:up", "Start a whole run on this machine."),
     "check": SubCommand(
         "umbra.deploy.check.command:command",
-        "Say what is wrong with a run, if it fits, and what this machine lacks.",
+        "Say what is wrong with a run, and if it fits.",
     ),
     "keys": SubCommand("umbra.deploy.commands.keys:command", "Make the keys of a run."),
     "plan": SubCommand(

@@ -151,5 +151,5 @@ def test_a_cluster_is_planned_and_its_nodes_are_asked(monkeypatch: pytest.Monkey
     monkeypatch.setattr(socket, "create_connection", raising(ConnectionRefusedError()))
     found = nodes.look_at_cluster(cluster(4, 4), run_config())
     assert [one.check for one in found] == ["plan", "plan", "node a", "node b"]
-    with pytest.raises(UsageError, match="nodes need"):
+    with pytest.raises(UsageError, match="groups names reward"):
         nodes.look_at_cluster(cluster(1, groups=["train", "generate", "reward"]), run_config())

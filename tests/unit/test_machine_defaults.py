@@ -189,9 +189,7 @@ def test_an_estimate_tells_what_is_chosen_and_what_does_not_fit(
     model: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "run.toml").write_text(f'[model]\npath = "{model}"\n', encoding="utf-8")
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1"}\n', encoding="utf-8")
-    words = ["check", str(tmp_path / "run.toml"), "--gpu", "l4-24"]
-    result = CliRunner().invoke(cli, [*words, "--set", f"data.prompts={tmp_path}/prompts.jsonl"])
+    result = CliRunner().invoke(cli, ["check", str(tmp_path / "run.toml"), "--gpu", "l4-24"])
     assert "chosen:    generator.engine = vllm" in result.output, result.output
     assert "gpu_memory_utilization" in result.output
     config = load_config(overrides=[f"model.path={model}"], environ={})
