@@ -324,13 +324,11 @@ class RenewAck(Message, frozen=True, kw_only=True):
 class Interrupt(Message, frozen=True, kw_only=True):
     """To a generator, unasked: stop these `(sample_id, attempt)` and hand back what there is.
 
-    With `turn_end`, a sample whose environment was told something goes on until that has answered
-    the turn under way.
+    A sample whose environment was told something goes on until that has answered the turn.
     """
 
     leases: Annotated[list[tuple[Id, int]], Meta(max_length=LEASES)]
     reason: Text = ""
-    turn_end: bool = False
 
 
 class FlushPartials(Message, frozen=True, kw_only=True):

@@ -19,12 +19,11 @@ from umbra.proto.net.server import Request
 from umbra.proto.net.zap import Refusals
 from umbra.services.buffer.effects import Effect
 from umbra.services.buffer.endpoints.generator import GeneratorEndpoint
-from umbra.services.buffer.endpoints.operator import OperatorRequests
+from umbra.services.buffer.endpoints.operator import Interrupts, OperatorRequests
 from umbra.services.buffer.endpoints.scorer import ScorerEndpoint
 from umbra.services.buffer.endpoints.trainer import TrainerEndpoint
 from umbra.services.buffer.members import Participant
 from umbra.services.buffer.persistence import DiskQuota, Recovery
-from umbra.services.buffer.samples.leases import Cancellations
 from umbra.services.buffer.state import RunState
 from umbra.services.buffer.status import StallReport, StatusPage
 
@@ -80,13 +79,7 @@ class Broker:
         self._deadline = 0.0  # for the others to leave, once the run is ending
         self._finish_request: Request | None = None  # waits for an evaluation
         self._moved = True  # since the last `save`
-        interrupts = Cancellations(
-            run.pool,
-            run.members,
-            interrupt=run.buffer.on_batch == "interrupt",
-            counters=run.counters,
-            outbox=run.outbox,
-        )
+        interrupts = Interrupts(run)
         self._rollouts = GeneratorEndpoint(run)
         self._scorers = ScorerEndpoint(run)
         self._training = TrainerEndpoint(

@@ -111,7 +111,7 @@ class GeneratorLoop:
         self._take(tasks)
         self._load_weights()
         for interrupt in self._buffer.interrupts():
-            self._runner.interrupt(interrupt.leases, interrupt.reason, turn_end=interrupt.turn_end)
+            self._runner.interrupt(interrupt.leases, interrupt.reason)
         self._buffer.ask(self._asked(), self._engine.version)
         self._watch.waits("decoding", self._engine.live)
         before, live, read = self._engine.decoded_tokens, self._engine.live, self._prompt_tokens

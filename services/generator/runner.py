@@ -177,19 +177,16 @@ class RolloutRunner:
         self._grown.clear()
         return partials
 
-    def interrupt(
-        self, leases: Iterable[tuple[str, int]], reason: str, *, turn_end: bool = False
-    ) -> None:
+    def interrupt(self, leases: Iterable[tuple[str, int]], reason: str) -> None:
         """Stop these `(sample_id, attempt)`; `moved` gives them back, with the tokens there are.
 
-        With `turn_end`, those whose environment was told something go on until it has answered the
-        turn under way: what it did for that turn would have to be done again elsewhere.
+        Those whose environment was told something go on until it has answered the turn under way:
+        what it did for that turn would have to be done again elsewhere.
         """
         wanted = set(leases)
         hit = [rollout for rollout in self._rollouts.values() if _lease(rollout) in wanted]
-        now = [rollout for rollout in hit if rollout.movable or not turn_end]
-        self._moved += self._hand_back(now, reason)
-        later = (rollout for rollout in hit if not rollout.movable and turn_end)
+        self._moved += self._hand_back([r for r in hit if r.movable], reason)
+        later = (rollout for rollout in hit if not rollout.movable)
         self._leaving.update((rollout.task.sample_id, reason) for rollout in later)
 
     def moved(self) -> list[ReturnedSample]:

@@ -73,7 +73,7 @@ def test_samples_are_interrupted_on_request() -> None:
     one, two = run.lease("a", 2, 0)
     assert run.ask("cli", InterruptRequest(samples=[two.sample_id])) == Interrupted(samples=1)
     leases = [(two.sample_id, 1)]
-    assert run.pushes == [("a", Interrupt(leases=leases, reason="on request", turn_end=True))]
+    assert run.pushes == [("a", Interrupt(leases=leases, reason="on request"))]
     assert run.ask("cli", InterruptRequest()) == Interrupted(samples=2)
     assert run.pool.samples[one.sample_id].holder == "a"  # until it comes back
 

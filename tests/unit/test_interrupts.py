@@ -81,7 +81,7 @@ def test_a_sample_whose_environment_is_at_work_waits_for_its_answer(chat: Chat) 
     runner = runner_of(chat, pool, "2", "6")
     begin(runner)
     until_told(runner, pool, 1)
-    runner.interrupt([LEASE], "the batch is full", turn_end=True)
+    runner.interrupt([LEASE], "the batch is full")
     for _ in range(5):
         runner.poll(0.0)
     assert not runner.moved()
@@ -113,7 +113,7 @@ def test_a_turn_after_an_answer_goes_on_to_its_end(chat: Chat) -> None:
     while runner.engine.decoded_tokens < 3:  # the second turn has begun
         runner.poll(0.0)
     assert pool.plays == [0, 1]
-    runner.interrupt([LEASE], "now", turn_end=True)
+    runner.interrupt([LEASE], "now")
     while runner.active:
         runner.poll(0.0)
     (moved,) = runner.moved()
@@ -128,7 +128,7 @@ def test_a_sample_that_ends_meanwhile_is_finished(chat: Chat) -> None:
     runner = runner_of(chat, pool, "6")
     begin(runner)
     until_told(runner, pool, 1)
-    runner.interrupt([LEASE], "now", turn_end=True)
+    runner.interrupt([LEASE], "now")
     pool.answer()
     runner.poll(0.0)
     assert not runner.moved()
@@ -141,7 +141,7 @@ def test_first_turns_and_orders_without_patience_stop_at_once(chat: Chat) -> Non
     runner = runner_of(chat, pool, "222222", "6")
     begin(runner)
     runner.poll(0.0)
-    runner.interrupt([LEASE], "now", turn_end=True)
+    runner.interrupt([LEASE], "now")
     (moved,) = runner.moved()
     assert moved.partial is not None
     assert moved.partial.response_tokens == 1
@@ -164,7 +164,7 @@ def test_a_sample_that_is_played_again_makes_a_turn_before_it_moves(chat: Chat) 
     begin(runner, back.partial, attempt=2)
     runner.poll(0.0)
     until_told(runner, pool, 1)
-    runner.interrupt([(LEASE[0], 2)], "now", turn_end=True)
+    runner.interrupt([(LEASE[0], 2)], "now")
     pool.answer()
     while runner.active:
         runner.poll(0.0)
@@ -178,7 +178,7 @@ def test_what_is_dropped_while_it_waits_to_move_is_gone(chat: Chat) -> None:
     runner = runner_of(chat, pool, "2", "6")
     begin(runner)
     until_told(runner, pool, 1)
-    runner.interrupt([LEASE], "now", turn_end=True)
+    runner.interrupt([LEASE], "now")
     runner.drop([LEASE])
     begin(runner, attempt=2)
     pool.held.clear()
@@ -235,7 +235,7 @@ def test_a_sample_with_branches_ends_where_it_is(chat: Chat, branched: bool) -> 
     turns(runner, engine)
     pool.ask("2", None if branched else 0)
     turns(runner, engine)
-    runner.interrupt([LEASE], "the batch is full", turn_end=True)
+    runner.interrupt([LEASE], "the batch is full")
     pool.ask("3", 1)
     turns(runner, engine)
     assert len(runner.moved()) == (not branched)
@@ -250,7 +250,7 @@ def test_an_agent_that_has_begun_is_at_work(chat: Chat) -> None:
     runner, pool, _ = led(chat)
     pool.said.append(EpisodeOutcome("s-0/1", Begun()))
     runner.poll(0.0)
-    runner.interrupt([LEASE], "the batch is full", turn_end=True)
+    runner.interrupt([LEASE], "the batch is full")
     assert (runner.moved(), runner.active) == ([], 1)
 
 
@@ -275,13 +275,13 @@ def test_the_loop_gives_back_what_has_moved(bench: Bench) -> None:
     bench.serve()
     bench.lease("a", "b")
     bench.turns(5)
-    order = Interrupt(leases=[("a", 1)], reason="the batch is full", turn_end=True)
+    order = Interrupt(leases=[("a", 1)], reason="the batch is full")
     bench.channel.pushes.put(order)
     bench.turns(1)
     (returned,) = bench.channel.asked(ReturnSamples)
     assert [one.sample_id for one in returned.samples] == ["a"]
     bench.turns(20)
-    bench.channel.pushes.put(Interrupt(leases=[("b", 1)], turn_end=True))
+    bench.channel.pushes.put(Interrupt(leases=[("b", 1)]))
     bench.turns(3)
     assert not bench.channel.asked(SubmitTrajectories), "its reward is still to come"
     assert len(bench.channel.asked(ReturnSamples)) == 1

@@ -3,15 +3,45 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from umbra.proto import messages as m
+from umbra.proto.bounds import LEASES
+from umbra.proto.codec import portions
 from umbra.proto.errors import RejectedError
 from umbra.proto.net.server import Request
-from umbra.services.buffer.samples.leases import Cancellations
 from umbra.services.buffer.state import RunState
 
 log = logging.getLogger(__name__)
+
+
+class Interrupts:
+    """Asks generators to hand samples back. A push that is lost costs only the time saved."""
+
+    def __init__(self, run: RunState) -> None:
+        self._run = run
+
+    def batch_formed(self) -> None:
+        """Interrupt what is still under way, if the run does so when a batch is full."""
+        if self._run.buffer.on_batch == "interrupt":
+            self.interrupt("the batch is full")
+
+    def interrupt(self, reason: str, sample_ids: Sequence[str] = ()) -> int:
+        """Ask for these samples, or for all that are under way; return how many they are."""
+        run, count = self._run, 0
+        for holder, held in run.pool.held.items():
+            leases = [
+                (sample.sample_id, sample.attempt)
+                for sample in held.values()
+                if not sample_ids or sample.sample_id in sample_ids
+            ]
+            count += len(leases)
+            if leases and holder in run.members.peers:
+                for portion in portions(leases, lambda _: 0, LEASES):
+                    order = m.Interrupt(leases=portion, reason=reason)
+                    run.outbox.push(run.members.peers[holder].identity, order, "data")
+        run.counters["interrupted"] += count
+        return count
 
 
 class OperatorRequests:
@@ -28,7 +58,7 @@ class OperatorRequests:
         run: RunState,
         *,
         wants_checkpoint: Callable[[Request, float], None],
-        interrupts: Cancellations,
+        interrupts: Interrupts,
         end: Callable[[str, float], None],
     ) -> None:
         self._run = run
@@ -52,7 +82,8 @@ class OperatorRequests:
         self._wants_checkpoint(request, now)
 
     def interrupt(self, request: Request, body: m.InterruptRequest, _now: float) -> None:
-        self._interrupts.requested(request, body)
+        count = self._interrupts.interrupt(body.reason or "on request", body.samples)
+        self._outbox.reply(request, m.Interrupted(samples=count))
 
     def evaluate(self, request: Request, _body: m.EvalRequest, _now: float) -> None:
         try:
@@ -70,16 +101,14 @@ class OperatorRequests:
             self._end(body.reason or "drained on request", now)
             return
         peer = self._members.peers.get(body.member)
-        reason = ""
-        if peer is None:
+        if peer is None or peer.is_needed:
             there = ", ".join(sorted(self._members.peers)) or "nobody"
-            reason = f"{body.member!r} is not a member: there is {there}"
-        elif peer.is_needed:
             reason = (
-                f"{body.member} is the {peer.role}, without which the run cannot go on: "
-                "drain the run as a whole"
+                f"{body.member!r} is not a member: there is {there}"
+                if peer is None
+                else f"{body.member} is the {peer.role}, without which the run cannot go on: drain "
+                "the run as a whole"
             )
-        if peer is None or reason:
             self._outbox.reply(request, m.Nack(code="not_drainable", reason=reason, path="member"))
             return
         peer.drained = body.reason or "drained on request"
