@@ -20,25 +20,25 @@ PRODUCTION = ("deploy", "proto", "services", "src")
 
 # folder: lines, public names
 BUDGETS: dict[str, tuple[int, int]] = {
-    "proto": (4_450, 170),
-    "services": (350, 15),
-    "services/buffer": (7_750, 125),
-    "services/config": (3_150, 65),
-    "services/environments": (4_000, 100),
-    "services/generator": (9_050, 135),
-    "services/modeling": (5_800, 110),
+    "proto": (4_400, 175),
+    "services": (300, 10),
+    "services/buffer": (7_300, 125),
+    "services/config": (3_100, 60),
+    "services/environments": (4_350, 105),
+    "services/generator": (8_950, 135),
+    "services/modeling": (5_200, 105),
     "services/monitor": (2_200, 65),
-    "services/process": (1_950, 55),
-    "services/prompts": (550, 20),
+    "services/process": (1_850, 50),
+    "services/prompts": (500, 20),
     "services/reporting": (250, 20),
     "services/scorer": (550, 10),
-    "services/trainer": (9_050, 205),
+    "services/trainer": (8_900, 205),
     "services/weight_hub": (2_600, 30),
     "services/weights": (6_750, 115),
-    "deploy": (11_800, 270),
+    "deploy": (11_450, 270),
     "src": (750, 10),
-    "benchmarks": (5_500, 155),
-    "tests": (64_900, 3565),
+    "benchmarks": (5_500, 165),
+    "tests": (65_050, 3575),
 }
 
 

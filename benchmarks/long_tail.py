@@ -173,7 +173,8 @@ def main() -> int:
         )
         device = pick_device(options.device)
         # Transformers' engines get the model with its own attention.
-        theirs = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa").to(device)
+        theirs: Any = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa")
+        theirs.to(device)
         ours = load_model(path, device, torch.float32)
     models = {name: ours if name == OURS else theirs for name in ENGINES}
     for name, run in ENGINES.items():  # warm up

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -21,6 +21,7 @@ from umbra.proto.messages import (
 from umbra.proto.net.server import Request
 from umbra.services.buffer.broker import Broker, Endpoints
 from umbra.services.buffer.effects import Reply
+from umbra.services.buffer.prompts import EpochSource, PromptFeed
 from umbra.services.buffer.state import RunState
 from umbra.services.buffer.store.api import MemoryStore
 from umbra.services.config import RunConfig
@@ -60,7 +61,7 @@ class Shares:
 
     def __init__(self, timeline: Timeline) -> None:
         self.state = "starting"
-        self.seconds: Counter[str] = Counter()
+        self.seconds: dict[str, float] = defaultdict(float)
         self._timeline = timeline
         self._since = timeline.now
 
@@ -74,29 +75,6 @@ class Shares:
         """Count from now on."""
         self.to(self.state)
         self.seconds.clear()
-
-
-class EndlessPrompts:
-    """Prompts without end and without content."""
-
-    def __init__(self) -> None:
-        self._drawn = 0
-
-    def __next__(self) -> Prompt:
-        self._drawn += 1
-        return Prompt(str(self._drawn), {})
-
-    def ended(self, end: object) -> None:
-        """Ignore how a group ended."""
-
-    def position(self) -> dict[str, Any]:
-        return {"drawn": self._drawn}
-
-    def changes(self) -> dict[str, Any]:
-        return {}
-
-    def seek(self, position: dict[str, Any], kept: Mapping[str, Any]) -> None:
-        self._drawn = position["drawn"]
 
 
 @dataclass(frozen=True)
@@ -113,7 +91,8 @@ class SimulatedBroker:
     """Hands requests to the production broker one after another and delivers its replies."""
 
     def __init__(self, timeline: Timeline, config: RunConfig, speed: BrokerSpeed) -> None:
-        state = RunState(config, MemoryStore(durable=False), EndlessPrompts())
+        prompts = PromptFeed(EpochSource([Prompt("1", {})], shuffle=False, seed=0))
+        state = RunState(config, MemoryStore(durable=False), prompts)
         endpoints = Endpoints("data", "events-in", "events-out")
         self.broker = Broker(state, run_id="simulated", endpoints=endpoints, now=timeline.now)
         state.facts.samplings = {}  # simulated tokens have no sampling that could be checked
