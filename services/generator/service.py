@@ -18,8 +18,7 @@ from umbra.services.generator.pools import open_environments, settings_for, unre
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.modeling.model_directory import weights_bytes
 from umbra.services.process.command import ServiceContext
-from umbra.services.weights.planes.gpu import gpu_for, host_planes
-from umbra.services.weights.planes.receiving import StagedPlanes
+from umbra.services.weights.planes.receiving import StagedPlanes, gpu_for, host_planes
 from umbra.services.weights.receiver import Receiver
 
 log = logging.getLogger(__name__)

@@ -12,8 +12,7 @@ from umbra.services.environments.protocol import Row
 from umbra.services.modeling.model_directory import weights_bytes
 from umbra.services.process.command import ServiceContext
 from umbra.services.scorer.loop import ScorerLoop, StageWorker
-from umbra.services.weights.planes.gpu import gpu_for, host_planes
-from umbra.services.weights.planes.receiving import StagedPlanes
+from umbra.services.weights.planes.receiving import StagedPlanes, gpu_for, host_planes
 from umbra.services.weights.receiver import Receiver
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -35,9 +36,46 @@ from umbra.services.process.signals import stop_on_signals
 
 
 def _run(context: ServiceContext) -> int:
-    from umbra.services.weight_hub.serve import serve
+    """Run the hub until it is told to stop; the exit code.
 
-    return serve(context)
+    Raises:
+        UsageError: the configured plane is not available, or an address cannot be bound.
+        StartupError: the address is taken, or no broker answers.
+        UmbraError: why the run was given up.
+    """
+    import zmq
+
+    from umbra.proto.net.address import reachable
+    from umbra.proto.net.server import Server
+    from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
+    from umbra.services.weights.planes.plane import check_plane
+
+    config = context.config.weight_hub
+    check_plane(config.plane)
+    context.security.check_bind(config.buckets_listen or config.listen)
+    context.security.check_bind(config.connections_listen or config.listen)
+    zmq_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    server = Server(zmq_context, context.name, uuid.uuid4().hex[:12], context.security)
+    try:
+        endpoint = reachable(server.bind(CHANNEL, config.listen, ACCEPTS), config.advertise)
+        with context.join("weight_hub", {CHANNEL: endpoint}) as session:
+            hub = WeightHub(server, session.welcome.run_id, config, context.metrics)
+            try:
+                context.ready({CHANNEL: endpoint})
+                while not session.stopping.is_set():
+                    served = hub.step()
+                    held_back = bool(hub.protocol.held_back)
+                    idle = "waiting for a part hub" if held_back else "waiting"
+                    session.progress("serving" if served and not held_back else idle, 1)
+                    session.stats(**hub.stats())
+            finally:
+                hub.close()
+            if session.failure is not None:
+                raise session.failure
+    finally:
+        server.close()
+        zmq_context.term()
+    return 0
 
 
 def _with_subcommands(service: click.Command) -> click.Group:
@@ -138,7 +176,7 @@ def _begin(stack: ExitStack, role: KeyRole, name: str, values: dict[str, Any]) -
 def relay(name: str, listen: str, **values: Any) -> None:
     """Get each version once for this node, serve its generators, hand buckets on."""
     from umbra.services.weight_hub.relay import Relay
-    from umbra.services.weights.planes.gpu import find_gpu
+    from umbra.services.weights.planes.receiving import find_gpu
 
     name = name or f"relay-{socket.gethostname()}"
     with ExitStack() as stack:

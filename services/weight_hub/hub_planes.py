@@ -17,11 +17,17 @@ from umbra.services.config import WeightHubConfig as WeightHubConfig
 from umbra.services.weight_hub.effects import HubPeer
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.gpu.worker_process import START_S, GpuWorkerProcess, result
-from umbra.services.weights.planes.background import Background
-from umbra.services.weights.planes.choice import AUTO, GPU_PLANES, PLANES, Side, choose_plane
 from umbra.services.weights.planes.cuda_ipc import IpcHub
 from umbra.services.weights.planes.nccl import NcclHub
-from umbra.services.weights.planes.plane import HubEnd
+from umbra.services.weights.planes.plane import (
+    AUTO,
+    GPU_PLANES,
+    PLANES,
+    Background,
+    HubEnd,
+    Side,
+    choose_plane,
+)
 from umbra.services.weights.planes.shm import ShmHub
 from umbra.services.weights.planes.tcp import TcpHub
 

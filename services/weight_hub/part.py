@@ -31,7 +31,7 @@ from umbra.services.weights.arena import (
     shm_host,
 )
 from umbra.services.weights.manifest import check_manifest, owned_ranges
-from umbra.services.weights.planes.background import Background
+from umbra.services.weights.planes.plane import Background
 from umbra.services.weights.planes.tcp import TcpHub
 
 STATE_S = 1.0  # between one word to the hub and the next

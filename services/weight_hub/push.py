@@ -31,6 +31,8 @@ one receiver; epochs count up and are never used again, so a late answer is told
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
 
 from umbra.proto.deadline import Pace
 from umbra.proto.messages import (
@@ -56,13 +58,40 @@ from umbra.services.weight_hub.effects import (
     Send,
     Ticket,
 )
-from umbra.services.weight_hub.push_state import Grant, PushInProgress, ReceiverState, Slots
 
 ATTEMPTS = 2  # pushes of one version to one receiver that may fail until it is dropped
 STAGINGS = 8  # the trainer waits for a slot at most as long as so many of the longest took
 PATIENCE_S = 5.0  # or so long, if that is longer
 LEAST_PATIENCE_S = 1.0  # with those after the first
 RECOVERS_S = 60.0  # until the patience has doubled
+
+
+@dataclass(slots=True)
+class PushInProgress:
+    """A push under way."""
+
+    epoch: int
+    publication: Publication
+    attempt: int
+    deadline: float
+    phase: Literal["staging", "committing"] = "staging"
+    ready: Ready | None = None
+
+
+@dataclass(slots=True)
+class ReceiverState:
+    """A subscribed receiver."""
+
+    peer: HubPeer
+    since: float
+    push: PushInProgress | None = None
+    served: Publication | None = None  # what it serves of what this hub pushed
+    offered: int = 0  # number of the last publication that was pushed to it
+
+    def reads(self, slot: int) -> bool:
+        """Return whether it is staging the version in `slot`."""
+        push = self.push
+        return push is not None and push.publication.slot == slot and push.phase == "staging"
 
 
 class PushProtocol:
@@ -82,11 +111,12 @@ class PushProtocol:
         self.digest = ""
         self.held_back = ""  # why no push may begin; empty where one may
         self.newest: Publication | None = None
-        self.slots = Slots(slots)
+        self.slots = slots
+        self.held: dict[int, Publication] = {}  # by slot, until it is written again
         self._pace = pace
         self._deadline_s = pace.limit_s(0)  # of a phase; with a layout, for its bytes
         self._publisher: HubPeer | None = None
-        self._grant: Grant | None = None
+        self._grant: tuple[int, int] | None = None  # slot and version that the trainer writes
         self._parked: tuple[Ticket, int, float] | None = None  # with the version, since when
         self._longest_s = 0.0  # that a staging took
         self._impatience = 0  # how often the patience was halved
@@ -182,8 +212,8 @@ class PushProtocol:
             return self._settle(now)
         self._refuse_parked("the trainer asked again")
         if self._grant is not None:  # its last answer was lost, or it gave that version up
-            self._grant.version = version
-            self._answer(ticket, SlotGranted(slot=self._grant.slot))
+            self._grant = self._grant[0], version
+            self._answer(ticket, SlotGranted(slot=self._grant[0]))
         else:
             self._parked = (ticket, version, now)
         return self._settle(now)
@@ -194,7 +224,7 @@ class PushProtocol:
         """The trainer has filled its slot."""
         if not self._may_write(ticket, publisher):
             return self._settle(now)
-        if self._grant != Grant(message.slot, message.version):
+        if self._grant != (message.slot, message.version):
             self._nack(
                 ticket,
                 "not_granted",
@@ -280,12 +310,12 @@ class PushProtocol:
         self.digest = digest
         self.newest = None
         self._grant = None
-        self.slots.clear()
+        self.held.clear()
 
     def _add(self, version: int, slot: int, sums: list[int], snapshot_s: float, now: float) -> None:
         """What lies in `slot` is the newest version from now on."""
         self._publications += 1
-        self.newest = self.slots.held[slot] = Publication(
+        self.newest = self.held[slot] = Publication(
             number=self._publications,
             version=version,
             slot=slot,
@@ -403,19 +433,19 @@ class PushProtocol:
             if slot is not None:
                 ticket, version, _ = self._parked
                 self._parked = None
-                self.slots.held.pop(slot, None)
-                self._grant = Grant(slot, version)
+                self.held.pop(slot, None)
+                self._grant = slot, version
                 self._answer(ticket, SlotGranted(slot=slot))
         effects, self._effects = self._effects, []
         return effects
 
     def _free_slot(self) -> int | None:
-        taken = {slot for slot in range(self.slots.count) if self.readers(slot)}
-        if self.newest is not None:
-            taken.add(self.newest.slot)
-        if self._grant is not None:
-            taken.add(self._grant.slot)
-        return self.slots.free(taken)
+        """Return an empty slot, else the one with the oldest version, of those nobody needs."""
+        free = [slot for slot in range(self.slots) if not self.readers(slot)]
+        if self.newest is not None and self.newest.slot in free:
+            free.remove(self.newest.slot)
+        ages = {slot: publication.number for slot, publication in self.held.items()}
+        return min(free, key=lambda slot: ages.get(slot, 0), default=None)
 
     def _holding_up(self) -> list[ReceiverState]:
         """Receivers for which the trainer waits, while others serve the newest version."""
@@ -424,7 +454,7 @@ class PushProtocol:
             return []
         if not any(receiver.served is newest for receiver in self._receivers.values()):
             return []
-        older = [slot for slot in self.slots.held if slot != newest.slot]
+        older = [slot for slot in self.held if slot != newest.slot]
         return [r for r in self._receivers.values() if any(r.reads(slot) for slot in older)]
 
     @property

@@ -33,9 +33,9 @@ from umbra.services.weights.arena import Arena
 from umbra.services.weights.manifest import held_whole
 from umbra.services.weights.planes.bucket_records import Piece
 from umbra.services.weights.planes.bucket_store import BucketStore, Delta
-from umbra.services.weights.planes.gpu import GpuReceiving
 from umbra.services.weights.planes.nccl import NcclReceiver
 from umbra.services.weights.planes.plane import Receipt, ReceiverEnd, Receiving
+from umbra.services.weights.planes.receiving import GpuReceiving
 from umbra.services.weights.planes.tcp import TcpHub, TcpReceiver
 from umbra.services.weights.publisher import Publisher
 from umbra.services.weights.receiver import Receiver

@@ -45,13 +45,11 @@ from umbra.services.weight_hub.effects import (
     Send,
 )
 from umbra.services.weight_hub.hub_planes import HubPlanes
-from umbra.services.weight_hub.lower_bounds import LowerBounds
 from umbra.services.weight_hub.parts import Parts
 from umbra.services.weight_hub.push import PushProtocol
 from umbra.services.weights.arena import Arena, remove_leftovers, shm_host
 from umbra.services.weights.manifest import check_manifest, owned_ranges
-from umbra.services.weights.planes.background import Background
-from umbra.services.weights.planes.plane import Deliver, Outcome
+from umbra.services.weights.planes.plane import Background, Outcome
 
 CHANNEL = "weights"
 ACCEPTS: tuple[type[Message], ...] = (
@@ -117,7 +115,6 @@ class WeightHub:
             lambda: server.endpoint(CHANNEL),
             server.security,
         )
-        self._floors = LowerBounds()
 
     def step(self, timeout_s: float = POLL_S) -> int:
         """Serve what arrives within `timeout_s` seconds; the number of requests."""
@@ -328,7 +325,7 @@ class WeightHub:
             self._parts.forget()
             self._is_lost, self._taken_over = True, None
             effects = self.protocol.withdraw(f"a part of every version is lost: {gone}", now)
-        held = self.protocol.slots.held
+        held = self.protocol.held
         for tell in self._parts.tell(held, deltas=self.planes.deltas):
             identity = self._identities[tell.name]
             if not self._server.push(CHANNEL, identity, tell.message):
@@ -481,14 +478,14 @@ class WeightHub:
 
     def _go_on(self, outcome: Outcome) -> list[Effect]:
         """A plane has done what a push waited for, or could not."""
-        if isinstance(outcome, Deliver):
+        if not outcome.error:
             return self._push(outcome.receiver, outcome.prepare)
         failed = Ready(
             epoch=outcome.prepare.epoch,
             version=outcome.prepare.version,
             wire_s=0.0,
             stage_s=0.0,
-            error=outcome.reason,
+            error=outcome.error,
         )
         return self.protocol.ready(self._peers[outcome.receiver], failed, self._clock())
 
@@ -516,7 +513,6 @@ class WeightHub:
             stage_s=pushed.stage_s,
             commit_s=pushed.commit_s,
             total_s=pushed.total_s,
-            **self._floors.of(pushed, plane, self._manifest.total_bytes),
         )
         log.debug(
             "%s serves version %d after %.3f s", pushed.receiver, pushed.version, pushed.total_s

@@ -29,8 +29,7 @@ from umbra.proto.net.channel import Channel
 from umbra.proto.records import Manifest
 from umbra.services.weights.arena import shm_host
 from umbra.services.weights.manifest import Part, check_dtype, check_manifest
-from umbra.services.weights.planes.choice import GPU_PLANES
-from umbra.services.weights.planes.plane import Receipt, ReceiverEnd, Receiving
+from umbra.services.weights.planes.plane import GPU_PLANES, Receipt, ReceiverEnd, Receiving
 from umbra.services.weights.planes.receiving import ReceiverPlanes
 
 LOOK_S = 0.05  # how soon a stop is noticed

@@ -18,9 +18,8 @@ from fakes.slowness import seconds
 from umbra.services.config import WeightHubConfig as WeightHubConfig
 from umbra.services.weights.gpu import cuda
 from umbra.services.weights.planes.cuda_ipc import IpcHub
-from umbra.services.weights.planes.gpu import GpuPlane, GpuReceiving, find_gpu
 from umbra.services.weights.planes.nccl import NcclHub
-from umbra.services.weights.planes.receiving import StagedPlanes
+from umbra.services.weights.planes.receiving import GpuPlane, GpuReceiving, StagedPlanes, find_gpu
 from umbra.services.weights.receiver import Receiver
 
 DOUBLE = Path(__file__).parent / "cuda_double"

@@ -21,9 +21,8 @@ from umbra.proto.records import NcclRound
 from umbra.services.config import WeightHubConfig as WeightHubConfig
 from umbra.services.weights.gpu import cuda
 from umbra.services.weights.manifest import build_manifest
-from umbra.services.weights.planes.gpu import find_gpu
 from umbra.services.weights.planes.nccl import NcclReceiver
-from umbra.services.weights.planes.receiving import StagedPlanes
+from umbra.services.weights.planes.receiving import StagedPlanes, find_gpu
 from umbra.services.weights.publisher import Publisher
 from umbra.services.weights.receiver import Receiver
 

@@ -16,7 +16,7 @@ from umbra.proto.records import GpuFacts
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.gpu import cuda
 from umbra.services.weights.gpu.worker_process import GpuWorkerProcess, result
-from umbra.services.weights.planes.choice import mismatch
+from umbra.services.weights.planes.plane import mismatch
 
 WAIT_S = 60.0
 # More than NCCL's own queues and the sockets' buffers hold: else a send ends without a receiver.

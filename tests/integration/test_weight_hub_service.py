@@ -38,7 +38,7 @@ from umbra.proto.messages import (
 from umbra.proto.records import Manifest
 from umbra.services.weights.arena import SHM, Arena
 from umbra.services.weights.manifest import build_manifest
-from umbra.services.weights.planes.choice import PLANES, Side, check_plane, choose_plane
+from umbra.services.weights.planes.plane import PLANES, Side, check_plane, choose_plane
 from umbra.services.weights.planes.receiving import StagedPlanes
 from umbra.services.weights.publisher import Publisher
 from umbra.services.weights.receiver import Receiver

@@ -15,12 +15,11 @@ from umbra.proto.messages import Prepare
 from umbra.proto.records import GpuFacts
 from umbra.services.config import WeightHubConfig
 from umbra.services.weights.gpu import cuda
-from umbra.services.weights.gpu.broadcast import broadcast, chunks
-from umbra.services.weights.gpu.worker import GpuWorker
+from umbra.services.weights.gpu.worker import GpuWorker, broadcast, chunks
 from umbra.services.weights.gpu.worker_process import GpuWorkerProcess
-from umbra.services.weights.planes.choice import PLANES, Side, check_plane, mismatch
-from umbra.services.weights.planes.gpu import gpu_for, host_planes
 from umbra.services.weights.planes.nccl_rounds import CommunicatorRanks, NcclGroup, Rounds
+from umbra.services.weights.planes.plane import PLANES, Side, check_plane, mismatch
+from umbra.services.weights.planes.receiving import gpu_for, host_planes
 
 FACTS = GpuFacts(nccl=22809, cuda_major=13, environment="a", variables={"NCCL_NET": "Socket"})
 FAKE = (str(Path(__file__).parents[1] / "programs" / "fake_gpu_worker.py"),)

@@ -197,7 +197,7 @@ def test_the_hubs_broadcasts_grow_with_the_version(arena: Arena) -> None:
     hub.group.join("a", "1")
     list(hub.prepare("a", _prepare(), 0.0))
     (deliver,) = [outcome for _ in range(3) for outcome in _after(hub)]
-    assert isinstance(deliver, nccl.Deliver) and deliver.prepare.round is not None
+    assert isinstance(deliver, nccl.Outcome) and deliver.prepare.round is not None
     assert deliver.prepare.round.deadline_s == 10.0, "a quarter, for a chunk"
     hub.close()
     assert worker.used == [PACE]

@@ -84,7 +84,7 @@ def test_what_is_lost_is_withdrawn_and_has_to_be_registered_again() -> None:
     assert isinstance(abort, Abort)
     assert abort.dropped
     assert hub.protocol.newest is None
-    assert not hub.protocol.slots.held
+    assert not hub.protocol.held
     assert not hub.protocol.knows(TRAINER)
     assert hub.subscribe(A) == []
     assert hub.protocol.waiting == {"a": "subscribe a"}

@@ -15,7 +15,6 @@ from umbra.proto.messages import (
 )
 from umbra.services.weight_hub.effects import Admit, Effect, Failed, HubPeer, HubReply, Pushed, Send
 from umbra.services.weight_hub.push import RECOVERS_S, PushProtocol
-from umbra.services.weight_hub.push_state import Publication, Slots
 
 
 def test_a_push_goes_through_all_phases_and_is_measured() -> None:
@@ -371,14 +370,15 @@ def test_a_hub_needs_two_slots() -> None:
 
 
 def test_the_slot_with_the_oldest_content_is_written_next() -> None:
-    """An empty one before all; kept ones never."""
-    slots = Slots(3)
-    assert slots.free(()) == 0
-    for slot, number in ((0, 3), (1, 1), (2, 2)):
-        slots.held[slot] = Publication(
-            number=number, version=number, slot=slot, checksums=[], snapshot_s=0.0, at=0.0
-        )
-    assert [slots.free(taken) for taken in ((), (1,), (1, 2), (0, 1, 2))] == [1, 2, 0, None]
+    """An empty one before all."""
+    hub = Hub(slots=3)
+    hub.registered()
+    slots: list[int | None] = []
+    for version in range(5):
+        slots.append(granted(hub.acquire(version)))
+        assert slots[-1] is not None
+        hub.publish(version, slots[-1])
+    assert slots == [0, 1, 2, 0, 1]
 
 
 def test_a_push_is_timed_from_the_version_or_from_the_subscription() -> None:

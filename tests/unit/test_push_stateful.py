@@ -255,7 +255,7 @@ class PushMachine(RuleBasedStateMachine):
     def what_slots_hold_is_known(self) -> None:
         """Nothing of a slot that is written."""
         if hasattr(self, "hub"):
-            held = self.hub.slots.held.items()
+            held = self.hub.held.items()
             assert self.held == {slot: (p.version, *p.checksums) for slot, p in held}
 
     @invariant()

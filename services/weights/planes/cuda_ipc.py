@@ -19,7 +19,6 @@ from umbra.proto.errors import PeerLostError, StartupError, UmbraError
 from umbra.proto.messages import Prepare, Subscribe
 from umbra.proto.records import Manifest
 from umbra.services.weights.arena import Arena
-from umbra.services.weights.gpu.broadcast import POLL_S
 from umbra.services.weights.gpu.cuda import (
     CudaEvent,
     Device,
@@ -27,13 +26,12 @@ from umbra.services.weights.gpu.cuda import (
     GpuError,
     device_stride,
 )
+from umbra.services.weights.gpu.worker import POLL_S
 from umbra.services.weights.gpu.worker_process import START_S, GpuWorkerProcess, result
 from umbra.services.weights.manifest import checksum, wrong_checksum
 from umbra.services.weights.memory import private_memory
-from umbra.services.weights.planes.background import Background
 from umbra.services.weights.planes.plane import (
-    Deliver,
-    GiveUp,
+    Background,
     HubEnd,
     Outcome,
     Receipt,
@@ -114,7 +112,7 @@ class IpcHub(HubEnd):
             if self._there.get(prepare.slot) == prepare.checksums:
                 del self._waiting[name]
                 outcomes.append(
-                    Deliver(name, msgspec.structs.replace(prepare, memory=self._handle))
+                    Outcome(name, msgspec.structs.replace(prepare, memory=self._handle))
                 )
         if self._waiting and not self._thread.busy:
             prepare = next(iter(self._waiting.values()))
@@ -136,7 +134,7 @@ class IpcHub(HubEnd):
                 self.broken = f"the hub's GPU worker does not work: {done}"
             log.warning("plane cuda_ipc: %s", done)
             failed, self._waiting = self._waiting, {}
-            return [GiveUp(name, prepare, str(done)) for name, prepare in failed.items()]
+            return [Outcome(name, prepare, str(done)) for name, prepare in failed.items()]
         self._failures = 0
         if done != self._handle:
             self._there.clear()  # another memory than before

@@ -23,11 +23,9 @@ from umbra.services.weights.arena import Arena
 from umbra.services.weights.gpu.cuda import Device, GpuError
 from umbra.services.weights.gpu.worker_process import GpuWorkerProcess, result
 from umbra.services.weights.manifest import wrong_checksum
-from umbra.services.weights.planes.background import Background
 from umbra.services.weights.planes.nccl_rounds import NcclGroup, Round, Rounds
 from umbra.services.weights.planes.plane import (
-    Deliver,
-    GiveUp,
+    Background,
     HubEnd,
     Outcome,
     Receipt,
@@ -130,7 +128,7 @@ class NcclHub(HubEnd):
         if done is not None:
             self._step_done(done, now)
         fetching, begun = self._rounds.settle(now, idle=not self._thread.busy)
-        self._outcomes += [Deliver(name, self._tcp.complete(name, held)) for name, held in fetching]
+        self._outcomes += [Outcome(name, self._tcp.complete(name, held)) for name, held in fetching]
         if begun is not None:
             self._begin(begun)
         self._waiting = self._rounds.next_due() is not None
@@ -190,7 +188,7 @@ class NcclHub(HubEnd):
                     deadline_s=self._wait_s,
                 )
                 held = msgspec.structs.replace(prepare, round=group)
-                self._outcomes.append(Deliver(name, held))
+                self._outcomes.append(Outcome(name, held))
         self._thread.start(lambda: self._send(current, self._uid))
 
     def _give_up(self, current: Round | None, names: Sequence[str], reason: str) -> None:
@@ -199,7 +197,7 @@ class NcclHub(HubEnd):
         self._cancelled.set()
         log.warning("broadcast of epoch %d was given up: %s", current.communicator.epoch, reason)
         for name in names:
-            self._outcomes.append(GiveUp(name, current.prepares[name], reason))
+            self._outcomes.append(Outcome(name, current.prepares[name], reason))
 
     def _free_worker(self) -> None:
         """End what the thread does, so that the worker is ours."""

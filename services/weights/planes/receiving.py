@@ -1,20 +1,175 @@
-"""What a receiver offers the hub, and its end of the plane that the hub chooses."""
+"""A receiver's side: the planes it offers, its GPU, its end of the plane that the hub chooses."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
+import msgspec
+
+from umbra.proto.errors import StartupError, UmbraError, UsageError
 from umbra.proto.messages import Subscribed
 from umbra.proto.net.keys import Security
 from umbra.proto.records import GpuFacts
+from umbra.services.config import WeightHubConfig
 from umbra.services.config.weights import CONNECTIONS as CONNECTIONS
 from umbra.services.process.host_memory import ask_for
+from umbra.services.weights.arena import Arena
+from umbra.services.weights.gpu.cuda import (
+    Device,
+    cuda_unavailable,
+    nccl_unavailable,
+)
+from umbra.services.weights.gpu.worker_process import START_S, GpuWorkerProcess
 from umbra.services.weights.memory import private_memory
-from umbra.services.weights.planes.gpu import GpuReceiving
+from umbra.services.weights.planes.cuda_ipc import IpcReceiver
+from umbra.services.weights.planes.nccl import NcclReceiver
 from umbra.services.weights.planes.plane import ReceiverEnd
 from umbra.services.weights.planes.shm import ShmReceiver
 from umbra.services.weights.planes.tcp import TcpReceiver
+
+GpuPlane = Literal["nccl", "cuda_ipc"]
+REASONS: dict[GpuPlane, Callable[[], str | None]] = {
+    "nccl": nccl_unavailable,
+    "cuda_ipc": cuda_unavailable,
+}
+
+AUTO_SHARE = 0.1  # of a GPU's memory that plane auto may take for versions
+
+log = logging.getLogger(__name__)
+
+
+class GpuReceiving:
+    """A receiver's GPU.
+
+    Args:
+        device: index of the GPU.
+        planes: to be offered to the hub, out of "nccl" and "cuda_ipc".
+        config: the section `weight_hub`.
+
+    Raises:
+        UmbraError: the GPU cannot be used.
+    """
+
+    def __init__(self, device: int, planes: Sequence[GpuPlane], config: WeightHubConfig) -> None:
+        self.planes = list(planes)
+        self._device = device
+        self._config = config
+        self.worker = GpuWorkerProcess(device)
+        try:
+            found = self.worker.call("facts", START_S)["facts"]
+        except UmbraError:
+            self.worker.kill()
+            raise
+        self.facts = msgspec.convert(found, GpuFacts)
+
+    def open(
+        self, reply: Subscribed, name: str, frame_bytes: int, security: Security
+    ) -> ReceiverEnd:
+        """The end for the layout and plane in `reply`.
+
+        Raises:
+            StartupError: there is too little memory, here or on the GPU.
+        """
+        manifest = reply.manifest
+        if reply.plane == "cuda_ipc":
+            self._check_share(manifest.total_bytes)
+            return IpcReceiver(manifest, self._device)
+        arena = Arena.anonymous(slot_bytes=manifest.total_bytes, slots=1)
+        pull = TcpReceiver(
+            name,
+            manifest,
+            [arena.slot(0)],
+            frame_bytes,
+            security=security,
+            connections=self._config.connections,
+        )
+        return self.broadcasts(arena, pull, Device(self._device))
+
+    def _check_share(self, nbytes: int) -> None:
+        """See that versions of `nbytes` take little of a GPU that nobody has promised them.
+
+        Raises:
+            StartupError: they would take memory that trainer or engine may come to need.
+        """
+        versions = self._config.slots + 1  # the hub's, and what is verified here
+        total = Device(self._device).total_bytes
+        if self._config.plane == "auto" and versions * nbytes > AUTO_SHARE * total:
+            raise StartupError(
+                f"{versions} versions on GPU {self._device} would take {versions * nbytes} of its "
+                f"{total} bytes, and plane auto takes at most {AUTO_SHARE:.0%}: set "
+                'weight_hub.plane = "cuda_ipc" if they are to spare'
+            )
+
+    def broadcasts(
+        self, arena: Arena, pull: TcpReceiver, device: Device | None = None
+    ) -> NcclReceiver:
+        """An end of plane `nccl` that fills `arena`, whose slots are also those that `pull` fills.
+
+        `device`: where this process loads them from there.
+        """
+        config = self._config
+        return NcclReceiver(self.worker, arena, config.chunk_bytes, pull, config.pace, device)
+
+    def close(self) -> None:
+        """End the worker."""
+        self.worker.kill()
+
+
+def gpu_for(config: WeightHubConfig, device: str) -> GpuReceiving | None:
+    """The GPU of a receiver that computes on `device` (torch's name: cpu, cuda, cuda:1).
+
+    With `weight_hub.plane` "auto" None where there is none; with a plane that needs no GPU, None.
+
+    Raises:
+        UsageError: a GPU plane is set by name and cannot be used here.
+    """
+    kind, _, index = device.partition(":")
+    if config.plane == "cuda_ipc" and kind != "cuda":
+        raise UsageError(
+            f'weight_hub.plane = "cuda_ipc" needs a receiver on a GPU, and this one computes on '
+            f'{device}: set its device to "cuda", or weight_hub.plane to "auto"'
+        )
+    asked: list[GpuPlane] = ["cuda_ipc", "nccl"]
+    if config.plane == "auto" and kind != "cuda":
+        asked = []
+    return find_gpu(config, asked, int(index or 0))
+
+
+def find_gpu(
+    config: WeightHubConfig, asked: Sequence[GpuPlane], device: int
+) -> GpuReceiving | None:
+    """GPU `device` for those of the planes `asked` that `weight_hub.plane` allows.
+
+    Raises:
+        UsageError: one of them is set by name and cannot be used here.
+    """
+    by_name = config.plane != "auto"
+    asked = [plane for plane in asked if not by_name or config.plane == plane]
+    reasons = {plane: REASONS[plane]() for plane in asked}
+    planes: list[GpuPlane] = [plane for plane in asked if reasons[plane] is None]
+    reason = "; ".join(text for text in reasons.values() if text)
+    if planes:
+        try:
+            return GpuReceiving(device, planes, config)
+        except UmbraError as error:
+            reason = str(error)
+            log.warning("no GPU planes for weights: %s", error)
+    if asked and by_name:
+        raise UsageError(
+            f'weight_hub.plane = "{config.plane}" cannot be used here: {reason}; set "auto", "shm" '
+            'or "tcp"'
+        )
+    return None
+
+
+def host_planes(configured: str) -> list[str]:
+    """What a receiver offers besides its GPU's planes, by `weight_hub.plane`."""
+    if configured == "auto":
+        return ["shm", "tcp"]
+    return [] if configured in REASONS else [configured]
+
 
 FRAME_BYTES = 4 << 20
 STAGED = "versions that are staged until they are loaded"

@@ -29,7 +29,7 @@ from umbra.services.weights.planes.bucket_fetch import (
 )
 from umbra.services.weights.planes.bucket_server import BucketServer
 from umbra.services.weights.planes.bucket_store import BucketStore, DeltaEncoder
-from umbra.services.weights.planes.plane import Deliver, HubEnd, Receipt, Receiving
+from umbra.services.weights.planes.plane import HubEnd, Outcome, Receipt, Receiving
 
 COPY = 'set weight_hub.delta = "off", or use a host with more memory'
 FAST_LINK = 1e9  # bytes per second; encoding on two cores is hardly faster
@@ -176,8 +176,8 @@ class TcpHub(HubEnd):
         if message.buckets:
             self._relays[name] = message
 
-    def prepare(self, name: str, prepare: Prepare, now: float) -> Iterable[Deliver]:
-        return (Deliver(name, self.complete(name, prepare)),)
+    def prepare(self, name: str, prepare: Prepare, now: float) -> Iterable[Outcome]:
+        return (Outcome(name, self.complete(name, prepare)),)
 
     def complete(self, name: str, message: Prepare) -> Prepare:
         """`message` so that `name` fetches the version that it is about."""
