@@ -136,7 +136,7 @@ def test_a_sample_that_ends_meanwhile_is_finished(chat: Chat) -> None:
     assert trajectory.reward == 1.0
 
 
-def test_first_turns_and_orders_without_patience_stop_at_once(chat: Chat) -> None:
+def test_first_turns_stop_at_once(chat: Chat) -> None:
     pool = SlowPool()
     runner = runner_of(chat, pool, "222222", "6")
     begin(runner)
@@ -145,11 +145,6 @@ def test_first_turns_and_orders_without_patience_stop_at_once(chat: Chat) -> Non
     (moved,) = runner.moved()
     assert moved.partial is not None
     assert moved.partial.response_tokens == 1
-    begin(runner, attempt=2)
-    until_told(runner, pool, 1)
-    runner.interrupt([(LEASE[0], 2)], "not needed")
-    (moved,) = runner.moved()
-    assert moved.attempt == 2
 
 
 def test_a_sample_that_is_played_again_makes_a_turn_before_it_moves(chat: Chat) -> None:
