@@ -52,8 +52,6 @@ class Broker:
     """Handlers of messages and of time over the state of one run.
 
     Args:
-        endpoints: of the data and telemetry sockets.
-        now: the time, seconds.
         wire_counters: of the sockets; shown with the broker's own.
         refusals: of peers without the right key.
     """

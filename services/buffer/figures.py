@@ -103,11 +103,7 @@ class Meter:
 
 
 class Throughput:
-    """Computes `Status.rates`.
-
-    Args:
-        counts: the running counts, by the names of the fields of `Rates`; called at every `see`.
-    """
+    """Computes `Status.rates` from counts that are named as its fields."""
 
     def __init__(self, counts: Callable[[], dict[str, int]], now: float) -> None:
         self._counts = counts

@@ -68,12 +68,6 @@ class Participant:
 
 
 class Membership:
-    """The members of a run.
-
-    Args:
-        config: how often they send heartbeats, and from when on one is dead or stuck.
-    """
-
     def __init__(self, config: BufferConfig) -> None:
         self.peers: dict[str, Participant] = {}
         self.departed: dict[str, str] = {}  # name -> why

@@ -40,8 +40,6 @@ def open_prompts(
     """Open the prompts that a configuration asks for.
 
     Args:
-        data: the section.
-        seed: of all orders.
         attempts: bad ends of a prompt until it is drawn no more; 0 = any number.
         environments: several, each drawn from by its weight; ids of their prompts begin with their
             names (`environment_prefix`).
@@ -73,11 +71,7 @@ def open_prompts(
 
 
 def first_rows(data: DataConfig, environments: Sequence[NamedEnvironment] = ()) -> dict[str, Any]:
-    """Return the first prompt row of each environment by its name; of a single one by "".
-
-    Raises:
-        UsageError: as of `open_prompts`.
-    """
+    """Return the first prompt row of each environment by its name; of a single one by ""."""
     if environments:
         rows = _rows_by_environment(data, environments)
         return {name: prompts[0].row for name, prompts in rows.items()}
@@ -133,13 +127,7 @@ def _named(prompt: Prompt, environment: NamedEnvironment) -> Prompt:
 
 
 class EpochSource:
-    """Endless epochs over rows.
-
-    Args:
-        prompts: the rows.
-        shuffle: every epoch has an order of its own, else that of the rows.
-        seed: of the orders.
-    """
+    """Endless epochs over rows, each in an order of its own if they are to be shuffled."""
 
     def __init__(self, prompts: list[Prompt], shuffle: bool, seed: int | str) -> None:
         self.prompts = prompts
@@ -168,11 +156,7 @@ class EpochSource:
         return {"epoch": self._epoch, "index": self._index, "rows": len(self.prompts)}
 
     def seek(self, position: dict[str, Any]) -> None:
-        """Continue from `position`.
-
-        Raises:
-            UsageError: that was in another file.
-        """
+        """Continue from `position`; raises UsageError if that was in another file."""
         if position.get("rows") != len(self.prompts):
             raise UsageError(
                 f"the prompts have {len(self.prompts)} rows, but the run began with "
@@ -182,13 +166,7 @@ class EpochSource:
 
 
 class Mixture:
-    """Draws from several sources, each with a probability in proportion to its weight.
-
-    Args:
-        sources: by name.
-        weights: by the same names.
-        seed: of the draws.
-    """
+    """Draws from several sources by name, with probabilities in proportion to their weights."""
 
     def __init__(
         self, sources: dict[str, EpochSource], weights: Mapping[str, float], seed: int | str
@@ -213,11 +191,7 @@ class Mixture:
         return {"drawn": self._drawn, "sources": places}
 
     def seek(self, position: dict[str, Any]) -> None:
-        """Continue from `position`.
-
-        Raises:
-            UsageError: that was with other sources.
-        """
+        """Continue from `position`; raises UsageError if that was with other sources."""
         places = position.get("sources", {})
         if set(places) != set(self._sources):
             raise UsageError(
@@ -231,10 +205,9 @@ class Mixture:
 
 
 class PromptFeed:
-    """What the broker draws from: a stream without the prompts that keep failing.
+    """A stream of prompts without those that keep failing.
 
     Args:
-        stream: of all prompts.
         attempts: bad ends of a prompt (its group failed or was filtered) until it is drawn no
             more; 0 = any number.
     """
@@ -281,10 +254,6 @@ class PromptFeed:
         return {name: self._bad.get(name, 0) for name in changed}
 
     def seek(self, position: dict[str, Any], kept: Mapping[str, Any]) -> None:
-        """Continue from `position`; `kept` is all that `changes` returned.
-
-        Raises:
-            UsageError: that was with other prompts.
-        """
+        """Continue from `position`; `kept` is all that `changes` returned."""
         self._stream.seek(position)
         self._bad.update(kept)

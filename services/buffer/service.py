@@ -115,11 +115,7 @@ def open_store(context: ServiceContext) -> Store:
 
 
 def store_directory(context: ServiceContext) -> Path:
-    """Return the folder of the durable store.
-
-    Raises:
-        UsageError: none is named.
-    """
+    """Return the folder of the durable store."""
     where = _where(context)
     if where in ("", "memory"):
         raise UsageError("--repair needs a store: name its folder by --store, or --run-dir")
@@ -310,10 +306,9 @@ class Addresses:
 
 
 class Committer:
-    """Writes commits on a thread. An executor's future would cost as much as several trajectories.
+    """Writes commits on a thread, and calls `wake` from it after each.
 
-    Args:
-        wake: called from the thread at the end of each commit.
+    An executor's future would cost as much as several trajectories.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:

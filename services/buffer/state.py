@@ -1,8 +1,7 @@
 """The state of one run: what the broker's handlers read and change.
 
-Handlers (`endpoints/`) get the whole of it; the parts of it are decisions without requests, and
-know of each other what their constructors say. What of it survives a restart is written down in
-one place, `store.recovery.RunRecord`.
+Handlers (`endpoints/`) get the whole of it; its parts are decisions without requests, and know of
+each other what their constructors say. `persistence.RunRecord` lists what survives a restart.
 """
 
 from __future__ import annotations
@@ -31,14 +30,7 @@ from umbra.services.prompts.rows import Prompt
 
 
 class RunState:
-    """Samples, leases, batches, members and evaluations of one run.
-
-    Args:
-        config: of the run.
-        store: keeps all samples.
-        prompts: to train on.
-        eval_prompts: to evaluate on; none, no evaluations.
-    """
+    """Samples, leases, batches, members and evaluations of one run."""
 
     def __init__(
         self,

@@ -45,13 +45,7 @@ class Interrupts:
 
 
 class OperatorRequests:
-    """Answers operators.
-
-    Args:
-        wants_checkpoint: has the trainer make one, for a request, at a time.
-        interrupts: stops samples under way.
-        end: begins the end of the run, for a reason, at a time.
-    """
+    """Answers operators; `end` begins the end of the run, for a reason, at a time."""
 
     def __init__(
         self,

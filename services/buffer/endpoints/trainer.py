@@ -16,11 +16,10 @@ log = logging.getLogger(__name__)
 
 
 class TrainerEndpoint:
-    """Answers the trainer. A question for a batch that is not full yet is parked; a newer one takes
-    its place.
+    """Answers the trainer. A request for a batch that is not full is parked, one at a time.
 
     Args:
-        missing: tells in words what the batch waits for, at a time.
+        missing: returns in words what the batch waits for, at a time.
         formed: called when a new batch was formed.
     """
 

@@ -15,9 +15,6 @@ class Batches:
     """The trainer's version and the batches under way.
 
     Args:
-        pool: where the groups come from.
-        policy: the staleness rules.
-        archive: keeps batches.
         wait: a batch waits for groups that would be stale after it (`buffer.stale_policy`).
     """
 
@@ -104,11 +101,11 @@ class Batches:
     def restore(
         self, live: dict[str, Group], trajectories: Mapping[str, int], now: float
     ) -> list[str]:
-        """Read back the batches, those to come of `live` groups; what a repair has taken of them.
+        """Read back the batches; return what a repair has taken of them.
 
         Args:
-            live: by id; those that turn out to be trained already are taken out.
-            trajectories: samples that there is one of, and in how many stages each is scored.
+            live: groups by id; loses those that are trained already.
+            trajectories: how many stages are scored, by sample with a trajectory.
         """
         batches, mended = self.archive.load(live, trajectories, now)
         self.formed = {batch.step: batch for batch in batches}

@@ -76,12 +76,7 @@ class EvalAnswers(Submissions):
 
 
 class Evaluations:
-    """Begins evaluations, leases their samples and reports the scores.
-
-    Args:
-        pool: of eval samples alone.
-        prompts: held-out ones; empty if there are no evaluations.
-    """
+    """Begins evaluations, leases their samples and reports the scores."""
 
     def __init__(
         self,
@@ -126,10 +121,10 @@ class Evaluations:
         return [*self.reports, self._report(self.open)] if self.open else list(self.reports)
 
     def ask(self) -> int:
-        """Have the policy evaluated as it is now; the number of samples.
+        """Begin an evaluation of the current policy; return the number of samples.
 
         Raises:
-            RejectedError: there is nothing to evaluate on, or an evaluation is under way.
+            RejectedError: there are no prompts, or an evaluation is under way.
         """
         if not self._prompts:
             reason = "the run has no held-out prompts: set eval.prompts before it starts"

@@ -17,10 +17,10 @@ log = logging.getLogger(__name__)
 
 
 class Leases:
-    """Hands out samples by the admission, lease and partial rules of `staleness`.
+    """Leases samples by the admission, lease and partial rules of `staleness`.
 
     Groups are issued only when a generator asks and nothing is queued, so the batch that a group
-    counts for is decided by what is really under way.
+    counts for is decided by what is under way.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class Leases:
     def take(
         self, holder: str, *, version: int, capacity: int, waiting: int, now: float
     ) -> list[SampleTask]:
-        """Up to `capacity` samples for `holder`, which serves `version`.
+        """Lease up to `capacity` samples to `holder`, which serves `version`.
 
-        `waiting` other generators want work too: each gets an equal share of what there is, so that
-        the first to ask does not leave the others idle. Who has room left asks again.
+        `waiting` other generators want work too: each gets an equal share, so that the first to ask
+        does not leave the others idle.
         """
         most = min(capacity, -(-self.available // (1 + waiting))) if waiting else capacity
         tasks: list[SampleTask] = []

@@ -52,11 +52,7 @@ class RunningLedger:
         self._in_flight["queued"] += samples
 
     def move(self, source: str, target: str) -> None:
-        """Move one sample.
-
-        Raises:
-            LedgerError: there is no such move.
-        """
+        """Move one sample; raises LedgerError if there is no such move."""
         if (source, target) not in MOVES:
             raise LedgerError(f"a sample cannot go from {source} to {target}")
         self._in_flight[source] -= 1
@@ -80,11 +76,7 @@ class RunningLedger:
         self.ended[reason] += 1
 
     def check(self) -> None:
-        """Assert the balance.
-
-        Raises:
-            LedgerError: it does not hold, with the whole ledger.
-        """
+        """Raise LedgerError unless the balance holds."""
         balance = self.live - self.trained - sum(self._in_flight.values())
         if balance or min(self._in_flight.values()) < 0:
             raise LedgerError(f"the ledger is out of balance by {balance}: {self.snapshot()}")

@@ -43,12 +43,9 @@ class SamplePool:
     """All samples in flight, their leases and the ledger over them.
 
     Args:
-        rules: of the groups.
         lease_s: seconds until a lease that is not renewed expires.
         max_attempts: lost leases of one sample until it fails.
-        trajectory_store: keeps the trajectories.
-        counters: of the broker.
-        stages: what a trajectory goes through before it is ready.
+        stages: that a trajectory passes before it is ready.
         prefix: of the ids, so that those of two pools differ.
     """
 

@@ -42,10 +42,8 @@ class Scoring:
     """Leases of trajectories to scorers, for all pools; earlier pools go first.
 
     Args:
-        pools: where trajectories wait for their stages.
         lease_s: seconds until a lease that is not renewed expires.
         max_attempts: attempts of a sample in one stage until it fails.
-        counters: of the broker.
     """
 
     def __init__(

@@ -21,11 +21,10 @@ log = logging.getLogger(__name__)
 
 
 class Submissions:
-    """Accepts what is sound, in time and asked for; the rest is counted and changes nothing.
+    """Accepts answers that are sound, in time and asked for; counts the rest.
 
     Args:
-        facts: what answers are judged by.
-        heard: gets each answer that is accepted.
+        heard: called with each answer that is accepted.
     """
 
     trained = True  # what is accepted is trained on

@@ -76,11 +76,7 @@ def size_fault(packed: Packed, array_bytes: int, branches: int = 0) -> str | Non
 
 
 class TrajectoryStore:
-    """The newest trajectory of each sample: complete, or a partial to continue from; and scores.
-
-    Args:
-        stages: that a trajectory may have scores of.
-    """
+    """The newest trajectory of each sample, complete or partial, and its scores."""
 
     def __init__(self, store: Store, stages: Sequence[str] = ()) -> None:
         self._store = store

@@ -38,19 +38,11 @@ class Store(Protocol):
         ...
 
     def get(self, key: str) -> bytes | memoryview:
-        """The value of `key`.
-
-        Raises:
-            KeyError: there is none.
-        """
+        """Return the value of `key`, or raise KeyError."""
         ...
 
     def get_all(self, keys: Sequence[str]) -> Sequence[bytes | memoryview]:
-        """The values of `keys`, in order; cheaper than one after the other.
-
-        Raises:
-            KeyError: there is none of one of them.
-        """
+        """Return the values of `keys` in order, cheaper than one by one; raises KeyError."""
         ...
 
     def delete(self, key: str) -> None:
@@ -67,29 +59,18 @@ class Store(Protocol):
         ...
 
     def commit(self) -> None:
-        """Return when all of the above is stored.
-
-        Raises:
-            StoreFullError: the disk is full; call again when there is room.
-        """
+        """Return when all of the above is stored; raises StoreFullError."""
         ...
 
     def freeze(self) -> Callable[[], None] | None:
-        """Begin a commit: the returned function does what takes long, on any thread; then `settle`.
+        """Begin a commit: call the returned function on any thread, then `settle`.
 
-        None if there is nothing to store. Reads and writes may go on meanwhile.
-
-        Raises:
-            StoreFullError: as `commit`.
+        None if there is nothing to store. Reads and writes may go on; raises StoreFullError.
         """
         ...
 
     def settle(self, error: OSError | None = None) -> None:
-        """End a commit, whose function has returned or has raised `error`.
-
-        Raises:
-            StoreFullError: as `commit`.
-        """
+        """End a commit, whose function has returned or raised `error`; raises StoreFullError."""
         ...
 
     def close(self) -> None:
@@ -98,11 +79,7 @@ class Store(Protocol):
 
 
 class MemoryStore:
-    """Nothing survives the process.
-
-    Args:
-        durable: act as if it did; for a broker that is taken down and built anew in one process.
-    """
+    """A store that ends with the process; `durable` ones stand in for a real one in tests."""
 
     def __init__(self, *, durable: bool = False) -> None:
         self.durable = durable

@@ -188,11 +188,7 @@ class LogStore:
                 self.settle()
 
     def freeze(self) -> Callable[[], None] | None:
-        """Begin a commit: the returned function writes it, on any thread; then call `settle`.
-
-        Raises:
-            StoreFullError, StoreError: as `commit`.
-        """
+        """Begin a commit: the returned function writes it, on any thread; then call `settle`."""
         assert not self._frozen
         if not self._pending:
             return None

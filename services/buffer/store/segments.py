@@ -78,11 +78,7 @@ def _unpack(data: bytes) -> Head | None:
 
 
 class HeadFile:
-    """Writes the head.
-
-    Args:
-        head: what the file holds now; turn 0 if there is none.
-    """
+    """Writes the head; `head` is what the file holds now, with turn 0 if there is none."""
 
     def __init__(self, directory: Path, head: Head, disk: Disk) -> None:
         if not head.turn:
@@ -202,7 +198,7 @@ def _read_stretch(
 
 
 class Replay:
-    """Reads all segments of a store and compares them with its head.
+    """Reads all segments and compares them with the head.
 
     Args:
         salvage: take every sound record, also of groups that are not whole.
