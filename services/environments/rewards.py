@@ -51,13 +51,10 @@ class RewardFunction:
     def call(
         self, row: Row, completions: Sequence[Any], texts: Sequence[str], extra: dict[str, Any]
     ) -> list[Any]:
-        """What it returns, or awaitables of that: once for all samples, or for each.
+        """Return its values or awaitables of them: one for all samples, or one for each.
 
-        Args:
-            row: the prompt row of the samples.
-            completions: what the model said, as TRL has it: texts, or messages if the prompt is.
-            texts: the model's last turns.
-            extra: more arguments of TRL's, by name.
+        `completions` are TRL's (texts, or messages if the prompt is), `texts` the model's last
+        turns, `extra` more arguments of TRL's.
         """
         prompt, count = row.get("prompt", ""), len(texts)
         if not self.batched:
@@ -67,32 +64,27 @@ class RewardFunction:
         return [self._function(**given, **columns, **extra)]
 
     def values(self, returned: Sequence[Any], count: int) -> list[float | None]:
-        """The numbers in what `call` returned for `count` samples.
+        """Return the numbers in what `call` returned for `count` samples.
 
         Raises:
             SampleError: one is missing, or is none.
         """
-        numbers = returned if not self.batched else _numbers(returned[0])
-        if numbers is None or len(numbers) != count:
+        try:  # arrays and tensors have items too
+            numbers = list(returned[0] if self.batched else returned)
+        except TypeError:
+            numbers = []
+        if len(numbers) != count:
             wanted = "one number for one completion"
             if count > 1:
                 wanted = f"{count} numbers for {count} completions"
             raise SampleError(
                 f"reward {self.name} returned {returned[0]!r} instead of a list with {wanted}"
             )
-        absent = [self.batched and value is None for value in numbers]
+        what = f"reward {self.name}"
         return [
-            None if none else finite_number(value, f"reward {self.name}")
-            for value, none in zip(numbers, absent, strict=True)
+            None if self.batched and value is None else finite_number(value, what)
+            for value in numbers
         ]
-
-
-def _numbers(returned: Any) -> list[Any] | None:
-    """The items of what should be a list; arrays and tensors have some too."""
-    try:
-        return list(returned)
-    except TypeError:
-        return None
 
 
 class Rewards:
@@ -114,8 +106,12 @@ class Rewards:
         self, row: Row, completion: Any, text: str, extra: Mapping[str, Any] | None = None
     ) -> StepResult | Awaitable[StepResult]:
         """`results` for one sample."""
+
+        async def first(found: Awaitable[list[StepResult]]) -> StepResult:
+            return (await found)[0]
+
         found = self.results(row, [completion], [text], extra)
-        return found[0] if isinstance(found, list) else _first(found)
+        return found[0] if isinstance(found, list) else first(found)
 
     def results(
         self,
@@ -124,9 +120,9 @@ class Rewards:
         texts: Sequence[str],
         extra: Mapping[str, Any] | None = None,
     ) -> list[StepResult] | Awaitable[list[StepResult]]:
-        """For each sample the sum of the functions' values, each times its weight.
+        """Return for each sample the weighted sum of the functions' values.
 
-        Arguments are those of `RewardFunction.call`.
+        Arguments as of `RewardFunction.call`.
 
         Raises:
             SampleError: a value is no number, or no function has one for a sample.
@@ -134,15 +130,14 @@ class Rewards:
         metrics: dict[str, float] = {}
         given = {**(extra or {}), "log_extra": _nowhere, "log_metric": metrics.__setitem__}
         returned = [function.call(row, completions, texts, given) for function in self._functions]
-        if any(inspect.isawaitable(one) for each in returned for one in each):
-            return self._later(returned, metrics, len(texts))
-        return self._sums(returned, metrics, len(texts))
 
-    async def _later(
-        self, returned: Sequence[list[Any]], metrics: dict[str, float], count: int
-    ) -> list[StepResult]:
-        found = [await _all(each) for each in returned]
-        return self._sums(found, metrics, count)
+        async def later() -> list[StepResult]:
+            found = [await _all(each) for each in returned]
+            return self._sums(found, metrics, len(texts))
+
+        if any(inspect.isawaitable(one) for each in returned for one in each):
+            return later()
+        return self._sums(returned, metrics, len(texts))
 
     def _sums(
         self, returned: Sequence[list[Any]], metrics: dict[str, float], count: int
@@ -166,19 +161,12 @@ class Rewards:
         return StepResult(reward=total, reward_parts=parts)
 
 
-async def _first(found: Awaitable[list[StepResult]]) -> StepResult:
-    return (await found)[0]
-
-
 async def _all(returned: list[Any]) -> list[Any]:
-    """What came of a function's calls, which wait at the same time."""
-    if len(returned) == 1:
-        return [await returned[0] if inspect.isawaitable(returned[0]) else returned[0]]
     return await asyncio.gather(*returned) if inspect.isawaitable(returned[0]) else returned
 
 
 class RewardedTurn(SingleTurn):
-    """One turn, whose reward is what the functions say."""
+    """One turn, which the functions reward."""
 
     def __init__(self, rewards: Rewards) -> None:
         super().__init__()
@@ -192,12 +180,7 @@ class RewardedTurn(SingleTurn):
 class RewardedGroup(SingleTurn):
     """All turns that answer one prompt, which functions that take `completions` get at once.
 
-    Args:
-        rewards: such functions, and others, which are called for each of the samples.
-        name: what the user calls it, for errors.
-
-    Raises:
-        UsageError: none of the functions takes a group.
+    Raises UsageError if none of the functions does; others are called for each sample.
     """
 
     def __init__(self, rewards: Rewards, name: str) -> None:
@@ -214,17 +197,16 @@ class RewardedGroup(SingleTurn):
         raise SampleError("the samples of a group are rewarded at once, not one by one")
 
     def step_all(self, responses: Sequence[str]) -> list[StepResult] | Awaitable[list[StepResult]]:
-        """A reward for each of `responses`."""
         completions = [completion_of(self.row, response) for response in responses]
         return self._rewards.results(self.row, completions, responses)
 
 
 def completion_of(row: Row, text: str) -> Any:
-    """One turn of the model as TRL has it: messages if the row's prompt is messages, else text."""
+    """Return a turn of the model as TRL has it: messages if the row's prompt is, else text."""
     if isinstance(row.get("prompt"), list):
         return [{"role": "assistant", "content": text}]
     return text
 
 
 def _nowhere(column: str, values: Sequence[Any]) -> None:
-    """TRL's `log_extra`, which fills a table of completions that there is none of here."""
+    """Stand in for TRL's `log_extra`, which fills a table of completions."""

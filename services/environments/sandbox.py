@@ -45,7 +45,7 @@ class SandboxError(Exception):
 
 
 class Sandbox(Protocol):
-    """A place for the code of one sample. It is made for it, and closed at its end."""
+    """A place for the code of one sample."""
 
     async def run(self, command: Sequence[str], stdin: str = "") -> CommandOutcome:
         """Run `command`, with `stdin` as its input.
@@ -98,7 +98,7 @@ class ContainerLimits:
             )
 
     def run_arguments(self, name: str, *, podman: bool) -> list[str]:
-        """What makes a container called `name`, which waits for commands."""
+        """Return the arguments that make a container called `name`, which waits for commands."""
         memory = f"{self.memory_mb}m"
         memory_files = f"rw,size={self.disk_mb}m,mode=1777"
         if not podman:
@@ -136,16 +136,17 @@ class Container:
             await self._start()
         inside = ["exec", "--interactive", self._name, *command]
         try:
-            code, output = await self._call(inside, stdin.encode(), self._limits.command_s)
+            done = await self._call(inside, stdin.encode(), self._limits.command_s)
         except asyncio.TimeoutError:  # noqa: UP041 - not the built-in one before Python 3.11
             await self.close()
             raise SandboxError(
                 f"the command took longer than {self._limits.command_s:g} s; the sandbox begins "
                 "anew, without its files"
             ) from None
-        if code == 137:
-            output += "\n(killed: it may have needed more memory than there is)"
-        return CommandOutcome(code, output)
+        if done.code == 137:
+            killed = "\n(killed: it may have needed more memory than there is)"
+            return CommandOutcome(done.code, done.output + killed)
+        return done
 
     async def close(self) -> None:
         """As of `Sandbox`."""
@@ -155,25 +156,21 @@ class Container:
                 await self._call(["rm", "--force", "--volumes", name], b"", _END_S)
 
     async def _start(self) -> None:
-        name = f"umbra-{uuid.uuid4().hex}"
-        self._name = name  # removed even if the start is broken off
+        self._name = f"umbra-{uuid.uuid4().hex}"  # removed even if the start is broken off
+        podman = os.path.basename(self._runtime) == "podman"
         try:
-            podman = os.path.basename(self._runtime) == "podman"
-            arguments = self._limits.run_arguments(name, podman=podman)
-            code, output = await self._call(arguments, b"", _START_S)
+            arguments = self._limits.run_arguments(self._name, podman=podman)
+            started = await self._call(arguments, b"", _START_S)
         except asyncio.TimeoutError:  # noqa: UP041
-            code, output = 1, f"it did not start within {_START_S:g} s"
-        if code:
+            started = CommandOutcome(1, f"it did not start within {_START_S:g} s")
+        if started.code:
             await self.close()
-            raise SandboxError(f"no sandbox: {self._runtime}: {output.strip()[-500:]}")
+            raise SandboxError(f"no sandbox: {self._runtime}: {started.output.strip()[-500:]}")
 
-    async def _call(
-        self, arguments: Sequence[str], stdin: bytes, limit_s: float
-    ) -> tuple[int, str]:
-        environ = client_environ(os.environ)
-        command = [self._runtime, *arguments]
-        outcome = await run_process(command, stdin, limit_s, environ=environ)
-        return outcome.code, outcome.output
+    async def _call(self, arguments: Sequence[str], stdin: bytes, limit_s: float) -> CommandOutcome:
+        # The runtime's command line gets no key of the run's.
+        environ = {name: os.environ[name] for name in _PASSED if name in os.environ}
+        return await run_process([self._runtime, *arguments], stdin, limit_s, environ=environ)
 
 
 async def run_process(
@@ -212,11 +209,9 @@ async def run_process(
 
 
 async def _outcome(process: asyncio.subprocess.Process, stdin: bytes) -> CommandOutcome:
-    assert process.stdin is not None
-    assert process.stdout is not None
+    assert process.stdin is not None and process.stdout is not None
     feeding = asyncio.ensure_future(_feed(process.stdin, stdin))
-    kept = bytearray()
-    dropped = 0
+    kept, dropped = bytearray(), 0
     try:
         while piece := await process.stdout.read(_PIECE):
             fits = piece[: OUTPUT_BYTES - len(kept)]
@@ -236,20 +231,10 @@ async def _feed(writer: asyncio.StreamWriter, data: bytes) -> None:
     writer.close()
 
 
-def client_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """What of our environment the runtime's command line gets: no key is in it."""
-    return {name: environ[name] for name in _PASSED if name in environ}
-
-
 def sandbox_factory(
     kind: str, options: Mapping[str, Any], load: Callable[[str, str], Callable[..., Any]]
 ) -> Callable[[], Sandbox]:
-    """What makes the sandbox of a sample.
-
-    Args:
-        kind: `environment.sandbox`.
-        options: `environment.sandbox_options`.
-        load: finds "module:Class", for the key that names it.
+    """Return what makes the sandbox of a sample; `load` finds "module:Class" for a key.
 
     Raises:
         UsageError: no such runtime here, or options that it does not know.
@@ -279,15 +264,8 @@ def sandbox_factory(
     return lambda: Container(kind, limits)
 
 
-# -- tools ----------------------------------------------------------------------------------------
-
-
 class SandboxTools:
-    """The tools `python` and `shell` of one sample.
-
-    Args:
-        make: its sandbox, which is made when it is first needed.
-    """
+    """The tools `python` and `shell` of one sample, whose sandbox is made at the first call."""
 
     def __init__(self, make: Callable[[], Sandbox]) -> None:
         self._make = make
@@ -302,7 +280,6 @@ class SandboxTools:
         return await self._told(["sh", "-c", command], "")
 
     async def close(self) -> None:
-        """The sample is over."""
         sandbox, self._sandbox = self._sandbox, None
         if sandbox is not None:
             await sandbox.close()
