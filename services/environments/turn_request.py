@@ -56,10 +56,8 @@ class Ask:
     `messages` are those since the model's last turn, in the first ask all of them, and `calls` the
     tools that this turn called, as the agent was told; with `text` the model goes on from plain
     text instead. `after` is the turn that they follow, counted from 0 in the order of the asks that
-    got one; None where they begin a conversation. `reply` is called once, from any thread; before
-    it `hear`, if there is one, with what the model says piece by piece, as `(kind, text)` where
-    `kind` is "content" or "reasoning". `stops` are texts that end the turn, besides those of the
-    run.
+    got one; None where they begin a conversation. `reply` is called once, from any thread.
+    `stops` are texts that end the turn, besides those of the run.
     """
 
     reply: Callable[[Turn | UmbraError], None]
@@ -71,4 +69,3 @@ class Ask:
     max_tokens: int = 0  # of the turn, at most; 0 = as configured
     pieces: bool = False
     stops: tuple[str, ...] = ()
-    hear: Callable[[list[tuple[str, str]]], None] | None = None

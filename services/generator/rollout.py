@@ -30,7 +30,7 @@ from umbra.services.environments.response import Said
 from umbra.services.environments.turn_request import Ask, RefusedError, Turn
 from umbra.services.generator.engines.engine import EngineOutput, EngineRequest
 from umbra.services.generator.tokens import Line, ResponseTokens, shortened, tokens_of
-from umbra.services.modeling.chat import Chat, TurnReader
+from umbra.services.modeling.chat import Chat
 
 
 class Phase(enum.Enum):
@@ -102,7 +102,6 @@ class Rollout:
         self._reason = "partial"
         self._heard: list[Said] = []  # what the environment was told so far
         self._told: list[Said] | None = None  # the same with the turn that it answers now
-        self._reader: TurnReader | None = None  # of a turn that an agent listens to
         self._began = self._started = settings.clock()
         # Turns of a partial, model's and environment's, that the environment has to see again.
         self._replay: list[tuple[list[int], list[int]]] = []
@@ -175,7 +174,7 @@ class Rollout:
                 return
         else:
             self._asked_more(ask)
-        self.ask, self._reader = ask, None
+        self.ask = ask
         self._continue_turn()
 
     def begin_again(self) -> None:
@@ -197,7 +196,7 @@ class Rollout:
         chat = self._settings.chat
         wants_pieces = self.ask is not None and self.ask.pieces
         return Turn(
-            said=self._reader.end(ids) if self._reader is not None else self._said(ids, start),
+            said=self._said(ids, start),
             token_ids=ids,
             logprobs=self._line.tokens.logprobs[start:end],
             pieces=[chat.piece(token) for token in ids] if wants_pieces else [],
@@ -226,16 +225,12 @@ class Rollout:
 
     @property
     def watched(self) -> bool:
-        """Whether somebody wants to know of the turn's tokens while it is made."""
-        listens = self.ask is not None and self.ask.hear is not None
-        return listens or bool(self._stops())
+        """Whether a stop string may end the turn while the engine makes it."""
+        return bool(self._stops())
 
     def under_way(self, output: EngineOutput) -> bool:
-        """The turn has got so far; an agent that listens is told. Whether it ends here."""
-        end = self._stopped(output)
-        if end is None and self.ask is not None and self.ask.hear is not None:
-            self._hear([*self._line.tokens.ids[self._line.turn_start :], *output.token_ids])
-        return end is not None
+        """Return whether the turn ends here, given what the engine has of it."""
+        return self._stopped(output) is not None
 
     def responses(self) -> list[Said]:
         """All that the model said, turn by turn; the last is new to the environment."""
@@ -482,17 +477,6 @@ class Rollout:
         """Whether an agent continues plain text, without the chat template."""
         return self.ask is not None and self.ask.text is not None
 
-    def _hear(self, ids: list[int]) -> None:
-        assert self.ask is not None
-        assert self.ask.hear is not None
-        if self._reader is None:
-            before = [*self._line.prompt, *self._line.tokens.ids[: self._line.turn_start]]
-            chat = self._settings.chat
-            tools, words = self._line.opening.tools, self._is_text()
-            self._reader = TurnReader(chat, before, tools, self._stops(), words=words)
-        if pieces := self._reader.feed(ids):
-            self.ask.hear(pieces)
-
     def _ends(self, ids: list[int]) -> bool:
         """Whether the model ended the turn `ids` itself."""
         chat = self._settings.chat
@@ -561,7 +545,7 @@ class Rollout:
         self._lines, self._turn_ends, self._replay = [self._line], [], []
         self._turns = 0
         self._reward, self._parts, self._heard, self._told = 0.0, {}, [], None
-        self.ask = self._reader = None
+        self.ask = None
         self.begun = False
         self.phase = Phase.RESET
 

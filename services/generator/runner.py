@@ -254,7 +254,7 @@ class RolloutRunner:
                 self._due[request.request_id] = max(1, due)
 
     def _look(self) -> None:
-        """Pass on what is said, and end the turns in which a stop string was said."""
+        """End the turns in which a stop string was said."""
         ended: list[str] = []
         for output in self.engine.peek(self._watched) if self._watched else ():
             if self._rollouts[output.request_id].under_way(output):

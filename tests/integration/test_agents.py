@@ -22,6 +22,7 @@ from fakes.waiting import until
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Sampling, unpack_int32
 from umbra.services.config import EnvironmentConfig
+from umbra.services.generator.agents import server
 from umbra.services.generator.agents.address import bind, url_of
 from umbra.services.generator.agents.server import MAX_BODY
 from umbra.services.generator.rollout import Limits
@@ -114,7 +115,11 @@ def ask(work: Any, *messages: dict[str, Any], **fields: Any) -> tuple[int, Any]:
     return send(f"{work['base_url']}/chat/completions", {"messages": list(messages), **fields})
 
 
-def test_an_answer_comes_as_events_too(world: World) -> None:
+@pytest.mark.parametrize("silent_s", [15.0, 0.0])
+def test_an_answer_comes_as_events_too(
+    world: World, silent_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "SILENT_S", silent_s)  # 0: comments come before the reply
     endpoint = world("well " + CALL, "done")
     endpoint.add(sample({"prompt": "go"}))
     work = endpoint.lease()
@@ -128,10 +133,8 @@ def test_an_answer_comes_as_events_too(world: World) -> None:
             logprobs=True,
         )
         chunks = list(stream)
-    *pieces, calls, last, usage = chunks
-    # As they were sampled, one by one; what may become a call is held back.
-    assert [piece.choices[0].delta.content for piece in pieces] == ["w", "e", "l", "l", " "]
-    assert pieces[0].choices[0].delta.role == "assistant"
+    calls, last, usage = chunks
+    assert (calls.choices[0].delta.role, calls.choices[0].delta.content) == ("assistant", "well")
     assert calls.choices[0].delta.tool_calls is not None
     function = calls.choices[0].delta.tool_calls[0].function
     assert function is not None

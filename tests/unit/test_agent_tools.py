@@ -45,7 +45,7 @@ def test_functions_of_a_namespace_have_its_name_for_the_model_and_theirs_for_the
         ("add", "agents"),
         ("add", None),
     ]
-    assert '"namespace":"agents"' in form.stream(call, 0).end(answer).decode().replace(" ", "")
+    assert '"namespace":"agents"' in form.events(call, answer).decode().replace(" ", "")
     again = respond(input=[{"role": "user", "content": "go"}, *items], tools=[ADD, SPACE])
     names = [made["function"]["name"] for made in again.messages[-1]["tool_calls"]]
     assert names == ["agents__add", "add"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from umbra.services.environments.protocol import Message
@@ -18,15 +18,7 @@ from umbra.services.generator.agents.calls import (
     readable,
     stops_of,
 )
-from umbra.services.generator.agents.replies import (
-    Answer,
-    Pieces,
-    ReplyHead,
-    Stream,
-    event,
-    unsaid,
-    usage,
-)
+from umbra.services.generator.agents.replies import Answer, ReplyHead, event, usage
 from umbra.services.http import ApiError
 
 _IGNORED = ("metadata", "service_tier", "cache_control", "container", "inference_geo")
@@ -154,8 +146,18 @@ class Messages:
             "usage": _usage(answer),
         }
 
-    def stream(self, call: Call, number: int) -> Stream:
-        return _Events(self._message(number))
+    def events(self, call: Call, answer: Answer) -> bytes:
+        events = [event("message_start", message=self._message(answer.number))]
+        for index, block in enumerate(_blocks(answer)):
+            begun, delta = _pieces(block)
+            events.append(event("content_block_start", index=index, content_block=begun))
+            events.append(event("content_block_delta", index=index, delta=delta))
+            events.append(event("content_block_stop", index=index))
+        events.append(event("message_delta", delta=_end(answer), usage=_usage(answer)))
+        return b"".join([*events, event("message_stop")])
+
+    def broken(self, error: ApiError) -> bytes:
+        return event("error", error=_error(error)["error"])
 
     def error(self, error: ApiError) -> dict[str, Any]:
         return _error(error)
@@ -195,87 +197,26 @@ def _blocks(answer: Answer) -> list[dict[str, Any]]:
     message = answer.message
     blocks: list[dict[str, Any]] = []
     if thought := message.get("reasoning_content"):
-        blocks.append(_block("reasoning", thought))
+        blocks.append({"type": "thinking", "thinking": thought, "signature": ""})
     if message["content"] or "tool_calls" not in message:
-        blocks.append(_block("content", message["content"] or ""))
-    return blocks + _uses(answer)
-
-
-def _block(kind: str, text: str) -> dict[str, Any]:
-    if kind == "reasoning":
-        return {"type": "thinking", "thinking": text, "signature": ""}
-    return {"type": "text", "text": text}
-
-
-def _uses(answer: Answer) -> list[dict[str, Any]]:
-    return [
-        {
-            "type": "tool_use",
-            "id": call["id"],
-            "name": call["function"]["name"],
-            "input": json.loads(call["function"]["arguments"]),
-        }
-        for call in answer.message.get("tool_calls", ())
-    ]
-
-
-@dataclass(slots=True)
-class _Events:
-    message: dict[str, Any]
-    begun: bool = False
-    index: int = 0
-    kind: str = ""  # of the block that goes on
-    said: dict[str, str] = field(default_factory=lambda: {"content": "", "reasoning": ""})
-
-    def pieces(self, pieces: Pieces) -> bytes:
-        return b"".join(
-            [*self._begin(), *(e for kind, text in pieces for e in self._go(kind, text))]
+        blocks.append({"type": "text", "text": message["content"] or ""})
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        arguments = json.loads(function["arguments"])
+        blocks.append(
+            {"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments}
         )
+    return blocks
 
-    def end(self, answer: Answer) -> bytes:
-        events = self._begin()
-        for kind, more in unsaid(answer, self.said):
-            events += self._go(kind, more)
-        events += self._close()
-        for use in _uses(answer):
-            begun = {**use, "input": {}}
-            delta = {"type": "input_json_delta", "partial_json": json.dumps(use["input"])}
-            events.append(event("content_block_start", index=self.index, content_block=begun))
-            events.append(event("content_block_delta", index=self.index, delta=delta))
-            events.append(event("content_block_stop", index=self.index))
-            self.index += 1
-        events.append(event("message_delta", delta=_end(answer), usage=_usage(answer)))
-        events.append(event("message_stop"))
-        return b"".join(events)
 
-    def broken(self, error: ApiError) -> bytes:
-        return event("error", error=_error(error)["error"])
-
-    def _begin(self) -> list[bytes]:
-        if self.begun:
-            return []
-        self.begun = True
-        return [event("message_start", message=self.message)]
-
-    def _go(self, kind: str, text: str) -> list[bytes]:
-        events: list[bytes] = []
-        if self.kind != kind:
-            events += self._close()
-            self.kind = kind
-            begun = _block(kind, "")
-            events.append(event("content_block_start", index=self.index, content_block=begun))
-        self.said[kind] += text
-        delta = (
-            {"type": "text_delta", "text": text}
-            if kind == "content"
-            else {"type": "thinking_delta", "thinking": text}
-        )
-        events.append(event("content_block_delta", index=self.index, delta=delta))
-        return events
-
-    def _close(self) -> list[bytes]:
-        if not self.kind:
-            return []
-        self.kind = ""
-        self.index += 1
-        return [event("content_block_stop", index=self.index - 1)]
+def _pieces(block: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return how a block begins in a stream, and its only delta."""
+    match block["type"]:
+        case "text":
+            return {**block, "text": ""}, {"type": "text_delta", "text": block["text"]}
+        case "thinking":
+            delta = {"type": "thinking_delta", "thinking": block["thinking"]}
+            return {**block, "thinking": ""}, delta
+        case _:
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+            return {**block, "input": {}}, delta

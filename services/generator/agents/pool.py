@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import UmbraError
@@ -36,7 +35,7 @@ from umbra.services.environments.worker_pool import END_S
 from umbra.services.generator.agents.address import host_of, url_of
 from umbra.services.generator.agents.calls import Call, CallRules
 from umbra.services.generator.agents.replies import Answer
-from umbra.services.generator.agents.server import MAX_BODY, Edge, Hear
+from umbra.services.generator.agents.server import MAX_BODY, Edge
 from umbra.services.generator.agents.session import AgentSession
 from umbra.services.generator.agents.session_registry import SessionRegistry, over
 from umbra.services.generator.agents.session_tree import News
@@ -166,12 +165,8 @@ class AgentPool:
     def renew(self, session_ids: Sequence[str], lease_s: float) -> list[str]:
         return self._registry.renew(session_ids, self._clock(), lease_s)
 
-    async def ask(
-        self, session: AgentSession, call: Call, *, repeated: bool, hear: Hear | None = None
-    ) -> Answer:
+    async def ask(self, session: AgentSession, call: Call, *, repeated: bool) -> Answer:
         told: asyncio.Future[Answer | ApiError] = asyncio.get_running_loop().create_future()
-
-        told_of = hear and partial(self._thread.call, hear)
 
         def pass_on(news: News) -> None:
             ask = Ask(
@@ -184,7 +179,6 @@ class AgentPool:
                 max_tokens=call.max_tokens,
                 pieces=call.logprobs,
                 stops=call.stops,
-                hear=told_of,
             )
             self._deliver(EpisodeOutcome(session.key, ask))
 

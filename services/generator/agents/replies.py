@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -13,8 +12,6 @@ from umbra.services.environments.protocol import Message
 from umbra.services.environments.turn_request import Turn
 from umbra.services.generator.agents.calls import Call
 from umbra.services.http import ApiError
-
-Pieces = Sequence[tuple[str, str]]  # ("content" or "reasoning", text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,49 +52,24 @@ def answer_of(turn: Turn, call: Call, number: int) -> Answer:
     return Answer(turn, number, message, finish_reason)
 
 
-class Stream(Protocol):
-    """One reply as server-sent events."""
-
-    def pieces(self, pieces: Pieces) -> bytes:
-        """The model goes on."""
-        ...
-
-    def end(self, answer: Answer) -> bytes:
-        """It has ended its turn: what is not said yet, and the end."""
-        ...
-
-    def broken(self, error: ApiError) -> bytes:
-        """There is no end."""
-        ...
-
-
 class Form(Protocol):
-    """How replies of one kind of request look."""
+    """The replies to one kind of request."""
 
     def whole(self, call: Call, answer: Answer) -> dict[str, Any]:
-        """A reply in one piece."""
+        """Return a reply in one piece."""
         ...
 
-    def stream(self, call: Call, number: int) -> Stream:
-        """A reply as events; `number` is that of the turn in its session."""
+    def events(self, call: Call, answer: Answer) -> bytes:
+        """Return a reply as server-sent events."""
         ...
 
     def error(self, error: ApiError) -> dict[str, Any]:
-        """A refusal."""
+        """Return a refusal."""
         ...
 
-
-def rest(whole: str | None, said: str) -> str:
-    """What of `whole` is not `said` yet; nothing if it goes on in another way."""
-    whole = whole or ""
-    return whole[len(said) :] if whole.startswith(said) else ""
-
-
-def unsaid(answer: Answer, said: Mapping[str, str]) -> list[tuple[str, str]]:
-    """What a stream has still to say of an answer's words, by kind; `said` is what it has said."""
-    message = answer.message
-    wholes = (("reasoning", message.get("reasoning_content")), ("content", message["content"]))
-    return [(kind, more) for kind, whole in wholes if (more := rest(whole, said[kind]))]
+    def broken(self, error: ApiError) -> bytes:
+        """Return a refusal as the event that ends a stream."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +93,29 @@ class Completions:
         fields = {**self._fields(call, answer.number, kind), **_version(answer)}
         return {**fields, "choices": [choice], "usage": usage(answer)}
 
-    def stream(self, call: Call, number: int) -> Stream:
+    def events(self, call: Call, answer: Answer) -> bytes:
         kind = "text_completion" if call.text is not None else "chat.completion.chunk"
-        return _Chunks(call, self._fields(call, number, kind))
+        head = {**self._fields(call, answer.number, kind), **_version(answer)}
+        if call.stream_usage:
+            head["usage"] = None
+        first: dict[str, Any] = _said(call, answer)
+        last: dict[str, Any] = {"text": ""}
+        if call.text is None:
+            delta = first.pop("message")
+            delta["content"] = delta["content"] or ""
+            if "tool_calls" in delta:
+                calls = [{"index": i, **tool} for i, tool in enumerate(delta["tool_calls"])]
+                delta["tool_calls"] = calls
+            first["delta"], last = delta, {"delta": {}}
+        ends = {**last, "logprobs": None, "finish_reason": answer.finish_reason}
+        chunks = [{"index": 0, "finish_reason": None, **choice} for choice in (first, ends)]
+        events = [_data({**head, "choices": [chunk]}) for chunk in chunks]
+        if call.stream_usage:
+            events.append(_data({**head, "choices": [], "usage": usage(answer)}))
+        return b"".join([*events, b"data: [DONE]\n\n"])
+
+    def broken(self, error: ApiError) -> bytes:
+        return _data(error.body())
 
     def error(self, error: ApiError) -> dict[str, Any]:
         return error.body()
@@ -140,60 +132,6 @@ class Completions:
 
 def _version(answer: Answer) -> dict[str, str]:
     return {"system_fingerprint": f"version-{answer.turn.version}"}
-
-
-@dataclass(slots=True)
-class _Chunks:
-    call: Call
-    head: dict[str, Any]
-    said: dict[str, str] = field(default_factory=lambda: {"content": "", "reasoning": ""})
-    begun: bool = False
-
-    def pieces(self, pieces: Pieces) -> bytes:
-        events: list[bytes] = []
-        for kind, text in pieces:
-            self.said[kind] += text
-            if self.call.text is not None:
-                events.append(self._event({"text": text, "logprobs": None}))
-            else:
-                name = "content" if kind == "content" else "reasoning_content"
-                events.append(self._delta({name: text}))
-        return b"".join(events)
-
-    def end(self, answer: Answer) -> bytes:
-        self.head = {**self.head, **_version(answer)}  # which was not known before
-        logprobs = _said(self.call, answer)["logprobs"]
-        if self.call.text is not None:
-            text = rest(answer.turn.said.text, self.said["content"])
-            last: dict[str, Any] = {"text": ""}
-            events = [self._event({"text": text, "logprobs": logprobs})]
-        else:
-            message = answer.message
-            delta: dict[str, Any] = {"content": rest(message["content"], self.said["content"])}
-            if more := rest(message.get("reasoning_content"), self.said["reasoning"]):
-                delta["reasoning_content"] = more
-            if "tool_calls" in message:
-                calls = [{"index": i, **tool} for i, tool in enumerate(message["tool_calls"])]
-                delta["tool_calls"] = calls
-            last = {"delta": {}}
-            events = [self._delta(delta, logprobs)]
-        events.append(self._event({**last, "logprobs": None}, answer.finish_reason))
-        if self.call.stream_usage:
-            events.append(_data({**self.head, "choices": [], "usage": usage(answer)}))
-        return b"".join([*events, b"data: [DONE]\n\n"])
-
-    def broken(self, error: ApiError) -> bytes:
-        return _data(error.body())
-
-    def _delta(self, delta: dict[str, Any], logprobs: Any = None) -> bytes:
-        role = {} if self.begun else {"role": "assistant"}
-        self.begun = True
-        return self._event({"delta": {**role, **delta}, "logprobs": logprobs})
-
-    def _event(self, choice: dict[str, Any], finish_reason: str | None = None) -> bytes:
-        whole = {"index": 0, "finish_reason": finish_reason, **choice}
-        nothing = {"usage": None} if self.call.stream_usage else {}
-        return _data({**self.head, "choices": [whole], **nothing})
 
 
 def _data(fields: dict[str, Any]) -> bytes:
@@ -221,7 +159,7 @@ def model_entry(model: str) -> dict[str, Any]:
 def _said(call: Call, answer: Answer) -> dict[str, Any]:
     if call.text is not None:
         return {"text": answer.turn.said.text, "logprobs": _text_logprobs(call, answer.turn)}
-    return {"message": answer.message, "logprobs": _chat_logprobs(call, answer.turn)}
+    return {"message": dict(answer.message), "logprobs": _chat_logprobs(call, answer.turn)}
 
 
 def _chat_logprobs(call: Call, turn: Turn) -> dict[str, Any] | None:

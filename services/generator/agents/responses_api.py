@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -21,15 +21,7 @@ from umbra.services.generator.agents.calls import (
     read_message,
     readable,
 )
-from umbra.services.generator.agents.replies import (
-    Answer,
-    Pieces,
-    ReplyHead,
-    Stream,
-    event,
-    unsaid,
-    usage,
-)
+from umbra.services.generator.agents.replies import Answer, ReplyHead, event, usage
 from umbra.services.http import ApiError
 
 _IGNORED = (
@@ -201,9 +193,23 @@ class Responses:
         fields = self._response(call, name)
         return _ended(fields, answer, _items(name, call, answer))
 
-    def stream(self, call: Call, number: int) -> Stream:
-        name = response_id(self.head.session, number)
-        return _Events(name, call, self._response(call, name))
+    def events(self, call: Call, answer: Answer) -> bytes:
+        name = response_id(self.head.session, answer.number)
+        begun, items = self._response(call, name), _items(name, call, answer)
+        told: list[tuple[str, dict[str, Any]]] = [
+            ("response.created", {"response": begun}),
+            ("response.in_progress", {"response": begun}),
+        ]
+        for at, item in enumerate(items):
+            told += _item_events(at, item)
+        kind = "incomplete" if answer.finish_reason == "length" else "completed"
+        told.append((f"response.{kind}", {"response": _ended(begun, answer, items)}))
+        events = (event(kind, sequence_number=n, **more) for n, (kind, more) in enumerate(told))
+        return b"".join(events)
+
+    def broken(self, error: ApiError) -> bytes:
+        said = {"code": error.code, "message": str(error), "param": error.param}
+        return event("error", sequence_number=0, **said)
 
     def error(self, error: ApiError) -> dict[str, Any]:
         return error.body()
@@ -278,115 +284,40 @@ def _called(call: Call, name: str) -> dict[str, str]:
     return {"name": own, "namespace": space} if space else {"name": own}
 
 
-def _item(kind: str, name: str, text: str, status: str = "completed") -> dict[str, Any]:
-    content = [_part(kind, text)] if status == "completed" else []
+def _item(kind: str, name: str, text: str) -> dict[str, Any]:
     if kind == "reasoning":
-        thought = {"type": "reasoning", "id": f"rs_{name}", "summary": [], "content": content}
-        return {**thought, "status": status}
-    said = {"type": "message", "id": f"msg_{name}", "role": "assistant", "content": content}
-    return {**said, "status": status}
+        content = [{"type": "reasoning_text", "text": text}]
+        said = {"type": "reasoning", "id": f"rs_{name}", "summary": []}
+    else:
+        content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
+        said = {"type": "message", "id": f"msg_{name}", "role": "assistant"}
+    return {**said, "content": content, "status": "completed"}
 
 
-def _part(kind: str, text: str) -> dict[str, Any]:
-    if kind == "reasoning":
-        return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-@dataclass(slots=True)
-class _Events:
-    name: str
-    call: Call
-    response: dict[str, Any]
-    number: int = 0  # of events
-    items: list[dict[str, Any]] = field(default_factory=list)  # that are complete
-    kind: str = ""  # of the item that goes on
-    said: dict[str, str] = field(default_factory=lambda: {"content": "", "reasoning": ""})
-
-    def pieces(self, pieces: Pieces) -> bytes:
-        return b"".join(
-            [*self._begin(), *(e for kind, text in pieces for e in self._go(kind, text))]
-        )
-
-    def end(self, answer: Answer) -> bytes:
-        events = self._begin()
-        for kind, more in unsaid(answer, self.said):
-            events += self._go(kind, more)
-        events += self._close()
-        for item in _items(self.name, self.call, answer)[len(self.items) :]:
-            events += self._whole(item)
-        kind = "incomplete" if answer.finish_reason == "length" else "completed"
-        ended = _ended(self.response, answer, self.items)
-        events.append(self._event(f"response.{kind}", response=ended))
-        return b"".join(events)
-
-    def broken(self, error: ApiError) -> bytes:
-        return self._event("error", code=error.code, message=str(error), param=error.param)
-
-    def _begin(self) -> list[bytes]:
-        if self.number:
-            return []
-        return [
-            self._event(f"response.{kind}", response=self.response)
-            for kind in ("created", "in_progress")
+def _item_events(at: int, item: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the events that tell of an item: its begin, its text or arguments, its end."""
+    where = {"output_index": at, "item_id": item["id"]}
+    begun = {**item, "status": "in_progress"}
+    if item["type"] == "function_call":
+        begun["arguments"] = ""
+        kind, given = "response.function_call_arguments", item["arguments"]
+        between = [
+            (f"{kind}.delta", {"delta": given, **where}),
+            (f"{kind}.done", {"arguments": given, "name": item["name"], **where}),
         ]
-
-    def _go(self, kind: str, text: str) -> list[bytes]:
-        events: list[bytes] = []
-        if self.kind != kind:
-            events += self._close()
-            self.kind = kind
-            item = _item(kind, self.name, "", "in_progress")
-            at = len(self.items)
-            events.append(self._event("response.output_item.added", output_index=at, item=item))
-            part = _part(kind, "")
-            events.append(self._in_part("response.content_part.added", part=part))
-        self.said[kind] += text
-        more = {"logprobs": []} if kind == "content" else {}
-        events.append(self._in_part(f"response.{_TEXT[kind]}.delta", delta=text, **more))
-        return events
-
-    def _close(self) -> list[bytes]:
-        if not self.kind:
-            return []
-        kind, text = self.kind, self.said[self.kind]
-        item = _item(kind, self.name, text)
-        more = {"logprobs": []} if kind == "content" else {}
-        events = [
-            self._in_part(f"response.{_TEXT[kind]}.done", text=text, **more),
-            self._in_part("response.content_part.done", part=_part(kind, text)),
-            self._event("response.output_item.done", output_index=len(self.items), item=item),
+    else:
+        begun["content"] = []
+        (part,) = item["content"]
+        kind, text, where = f"response.{part['type']}", part["text"], {**where, "content_index": 0}
+        more = {"logprobs": []} if part["type"] == "output_text" else {}
+        between = [
+            ("response.content_part.added", {"part": {**part, "text": ""}, **where}),
+            (f"{kind}.delta", {"delta": text, **more, **where}),
+            (f"{kind}.done", {"text": text, **more, **where}),
+            ("response.content_part.done", {"part": part, **where}),
         ]
-        self.items.append(item)
-        self.kind = ""
-        return events
-
-    def _whole(self, item: dict[str, Any]) -> list[bytes]:
-        at = len(self.items)
-        self.items.append(item)
-        events: list[bytes] = []
-        begun = {**item, "status": "in_progress"}
-        if item["type"] == "function_call":
-            begun["arguments"] = ""
-        events.append(self._event("response.output_item.added", output_index=at, item=begun))
-        if item["type"] == "function_call":
-            where = {"output_index": at, "item_id": item["id"]}
-            kind = "response.function_call_arguments"
-            given = item["arguments"]
-            events.append(self._event(f"{kind}.delta", delta=given, **where))
-            done = {"arguments": given, "name": item["name"], **where}
-            events.append(self._event(f"{kind}.done", **done))
-        events.append(self._event("response.output_item.done", output_index=at, item=item))
-        return events
-
-    def _in_part(self, name: str, /, **fields: Any) -> bytes:
-        prefix = "rs" if self.kind == "reasoning" else "msg"
-        where = {"output_index": len(self.items), "content_index": 0}
-        return self._event(name, item_id=f"{prefix}_{self.name}", **where, **fields)
-
-    def _event(self, name: str, /, **fields: Any) -> bytes:
-        self.number += 1
-        return event(name, sequence_number=self.number - 1, **fields)
-
-
-_TEXT = {"content": "output_text", "reasoning": "reasoning_text"}
+    return [
+        ("response.output_item.added", {"output_index": at, "item": begun}),
+        *between,
+        ("response.output_item.done", {"output_index": at, "item": item}),
+    ]

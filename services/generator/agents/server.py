@@ -25,9 +25,7 @@ from umbra.services.generator.agents.replies import (
     Answer,
     Completions,
     Form,
-    Pieces,
     ReplyHead,
-    Stream,
     model_entry,
     model_list,
 )
@@ -37,12 +35,12 @@ from umbra.services.http import ApiError, url_at
 
 MAX_BODY = 32 << 20
 _MAX_WAIT_S = 60.0
+SILENT_S = 15.0  # of a stream, after which a comment is sent
 _EVENTS = "text/event-stream"
 _REPEATED = "x-stainless-retry-count"  # what the openai clients send; not "0" in a repetition
 
 LeaseSeconds = Annotated[float, Meta(ge=0, le=3600)]
 Handler = Callable[[Request], Awaitable[Response]]
-Hear = Callable[[Pieces], None]
 Read = Callable[[bytes, CallRules], Call]
 _COMPLETIONS: dict[str, tuple[Read, Callable[[ReplyHead], Form]]] = {
     "/v1/chat/completions": (read_chat, Completions),
@@ -71,13 +69,8 @@ class Sessions(Protocol):
         """Renew the leases of these sessions; return those that are over."""
         ...
 
-    async def ask(
-        self, session: AgentSession, call: Call, *, repeated: bool, hear: Hear | None = None
-    ) -> Answer:
-        """The model's answer; raises ApiError if there is none for this call.
-
-        `hear` is told what the model says while it says it.
-        """
+    async def ask(self, session: AgentSession, call: Call, *, repeated: bool) -> Answer:
+        """The model's answer; raises ApiError if there is none for this call."""
         ...
 
     def reward(self, session: AgentSession, result: StepResult) -> None:
@@ -201,37 +194,18 @@ class Edge:
             session = self._session(request)
             call = read(await request.body(), self._rules)
             repeated = request.headers.get(_REPEATED, "0") != "0"
-            if call.stream:
-                return await self._stream(form, session, call, repeated)
-            answer = await self._sessions.ask(session, call, repeated=repeated)
+            asked = asyncio.ensure_future(self._sessions.ask(session, call, repeated=repeated))
+            asked.add_done_callback(lambda done: done.cancelled() or done.exception())
+            # A refusal has its status, unless it comes so late that the stream has begun.
+            await asyncio.wait({asked}, timeout=SILENT_S if call.stream else None)
+            if not asked.done():
+                return StreamingResponse(_events(form, call, asked), media_type=_EVENTS)
+            answer = asked.result()
         except ApiError as error:
             return JSONResponse(form.error(error), error.status)
+        if call.stream:
+            return Response(form.events(call, answer), media_type=_EVENTS)
         return JSONResponse(form.whole(call, answer))
-
-    async def _stream(
-        self, form: Form, session: AgentSession, call: Call, repeated: bool
-    ) -> Response:
-        """The reply as events, once it is known that there will be one."""
-        heard: asyncio.Queue[Pieces | None] = asyncio.Queue()
-        number = session.turns
-
-        def hear(pieces: Pieces) -> None:
-            nonlocal number
-            if heard.empty():
-                number = session.turns  # it may have waited for the turns of others
-            heard.put_nowait(pieces)
-
-        asked = asyncio.ensure_future(
-            self._sessions.ask(session, call, repeated=repeated, hear=hear)
-        )
-        asked.add_done_callback(lambda _: heard.put_nowait(None))
-        first = await heard.get()
-        if first is None and (error := asked.exception()) is not None:
-            raise error
-        if first is None:
-            number = asked.result().number  # of a repeated request it is the one before
-        stream = form.stream(call, number)
-        return StreamingResponse(_events(stream, first, heard, asked), media_type=_EVENTS)
 
     async def _reward(self, request: Request) -> Response:
         given = _read(await request.body(), _Reward)
@@ -281,19 +255,15 @@ class Edge:
             self._session(request)
 
 
-async def _events(
-    stream: Stream,
-    pieces: Pieces | None,
-    heard: asyncio.Queue[Pieces | None],
-    asked: asyncio.Future[Answer],
-) -> AsyncIterator[bytes]:
-    while pieces is not None:
-        yield stream.pieces(pieces)
-        pieces = await heard.get()
+async def _events(form: Form, call: Call, asked: asyncio.Future[Answer]) -> AsyncIterator[bytes]:
+    """The reply once it is there; comments meanwhile, so that nobody takes the server for dead."""
+    while not asked.done():
+        yield b": the model is at it\n\n"
+        await asyncio.wait({asked}, timeout=SILENT_S)
     try:
-        yield stream.end(await asked)
+        yield form.events(call, asked.result())
     except ApiError as error:
-        yield stream.broken(error)
+        yield form.broken(error)
 
 
 def _read(body: bytes, kind: type[Any]) -> Any:
