@@ -17,7 +17,7 @@ from umbra.services.modeling.model_directory import directory_of
 from umbra.services.modeling.models import loading, read_transformers_config
 from umbra.services.modeling.row_sizes import rows_within, scoring_rows
 from umbra.services.process.host_memory import host_bytes
-from umbra.services.trainer.row_sizes import fitting_tokens
+from umbra.services.trainer.flops import fitting_tokens
 
 _UNKNOWN = ("expert_parallel", "replicas")  # keys of trainer, above 1
 UNKNOWN_GPU = 80 * 10**9  # bytes

@@ -38,7 +38,7 @@ from umbra.services.modeling.sequence_parallel import (
     SequenceParallel,
     SequenceShare,
 )
-from umbra.services.trainer.sharding import decoder_layers, prepare_layers
+from umbra.services.trainer.distributed.sharding import decoder_layers, prepare_layers
 
 _MANY, _FEW = 6, (3, 5)  # layers
 _GROUPED = torch.ops.aten._grouped_mm.default

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -141,3 +142,37 @@ def _prompt(trajectory: Trajectory, routers: RouterKind | None) -> tuple[bytes, 
         return trajectory.prompt_ids, b""
     own = len(trajectory.prompt_ids) // 4 * routing.token_bytes
     return trajectory.prompt_ids, routing.chosen[:own]
+
+
+STAGES = {"ref_logprobs": "ref_logp", "proximal_logprobs": "logp"}
+
+
+def recorded_logprobs(
+    batch: TrainBatch, field: Literal["ref_logprobs", "proximal_logprobs"]
+) -> Tensor:
+    """Logprobs that a scoring stage found, float32 [M].
+
+    Raises:
+        BatchError: a sample has none; it names the sample.
+    """
+    parts: list[np.ndarray] = []
+    for trajectory in batch.trajectories:
+        data: bytes | None = getattr(trajectory, field)
+        mask = np.frombuffer(trajectory.loss_mask, "u1").astype(bool)
+        if data is None:
+            raise BatchError(
+                f"sample {trajectory.sample_id} has no {field}, which the objective needs: "
+                f"put {STAGES[field]} into buffer.stages"
+            )
+        parts.append(np.frombuffer(data, "<f4")[mask])
+    return torch.from_numpy(np.concatenate(parts))
+
+
+def token_versions(batch: TrainBatch) -> Tensor:
+    """The policy version that sampled each token, int64 [M]."""
+    parts: list[np.ndarray] = []
+    for trajectory in batch.trajectories:
+        mask = np.frombuffer(trajectory.loss_mask, "u1").astype(bool)
+        lengths = [span.end - span.start for span in trajectory.spans]
+        parts.append(np.repeat([span.version for span in trajectory.spans], lengths)[mask])
+    return torch.from_numpy(np.concatenate(parts))

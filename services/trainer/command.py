@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from umbra.services.process.command import ServiceContext, service_command
-from umbra.services.trainer.launch import launch
+from umbra.services.trainer.distributed.launch import launch
 
 
 def _run(context: ServiceContext) -> int:

@@ -27,15 +27,19 @@ from umbra.services.trainer.checkpoints.parts import (
     Randomness,
     Weights,
 )
-from umbra.services.trainer.filling import cast, held, place, read
+from umbra.services.trainer.distributed.ranks import Ranks
+from umbra.services.trainer.distributed.sharding import (
+    clip_gradients,
+    offloaded,
+    prepare_layers,
+    shard,
+)
+from umbra.services.trainer.flops import TrainingFlops, ceiling, row_sizes
 from umbra.services.trainer.guard import REASONS
 from umbra.services.trainer.metrics import Row, expert_metrics
-from umbra.services.trainer.operations import TrainingFlops, ceiling
 from umbra.services.trainer.optimizer import MasterWeights, make_optimizer, set_learning_rate
 from umbra.services.trainer.phases import Phases
-from umbra.services.trainer.ranks import Ranks
-from umbra.services.trainer.row_sizes import row_sizes
-from umbra.services.trainer.sharding import clip_gradients, offloaded, prepare_layers, shard
+from umbra.services.trainer.policy import cast, held, place, read
 from umbra.services.trainer.snapshot import whole_weights
 
 

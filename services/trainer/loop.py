@@ -23,6 +23,8 @@ from umbra.services.process.command import ServiceContext
 from umbra.services.reporting.tables import size
 from umbra.services.trainer.batch import TrainBatch, make_batch
 from umbra.services.trainer.checkpoints.saver import SaveOutcome, Saver
+from umbra.services.trainer.distributed.commands import Snapshot, Stop, Train, send_command
+from umbra.services.trainer.distributed.shards import Snapshots
 from umbra.services.trainer.guard import SkipLimit
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.metrics import (
@@ -33,10 +35,8 @@ from umbra.services.trainer.metrics import (
     sample_metrics,
     speed_metrics,
 )
-from umbra.services.trainer.orders import Snapshot, Stop, Train, give
 from umbra.services.trainer.phases import Profile
 from umbra.services.trainer.rollout_log import RolloutLog
-from umbra.services.trainer.shards import Snapshots
 from umbra.services.trainer.sinks import Sinks
 from umbra.services.trainer.update import Update
 from umbra.services.weights.publisher import Publisher
@@ -117,7 +117,7 @@ class Loop:
             if batch is None:
                 return False
             with self._phase("train_step"):
-                give(self._learner.ranks, Train(self.version, batch.samples))
+                send_command(self._learner.ranks, Train(self.version, batch.samples))
                 kept, self._row = self._row, None
                 updates = self._learner.updates
                 learned = self._update(batch, self.version, self._keep_going)
@@ -185,7 +185,7 @@ class Loop:
                 raise
         with self._phase("snapshot"):
             begin = time.perf_counter()
-            give(self._learner.ranks, Snapshot())
+            send_command(self._learner.ranks, Snapshot())
             publisher = self._outlet.publisher
             sums = self._outlet.snapshots.write(slot, publisher.place, publisher.wrote)
             publisher.publish_soon(self.version, time.perf_counter() - begin, sums)
@@ -272,7 +272,7 @@ class Loop:
                 )
             why = self._patience.see(row, self.version)
         except (DivergedError, UsageError) as error:
-            give(self._learner.ranks, Stop(str(error)))
+            send_command(self._learner.ranks, Stop(str(error)))
             raise
         if why:
             self._context.log.warning(

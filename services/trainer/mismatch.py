@@ -4,14 +4,37 @@ The figure of a generator is the mean over its tokens of min(k3, 1), without the
 k3 = r - log r - 1 and r = pi / mu. One outlier alone never decides (the update leaves it out), and
 a fault that hits few tokens counts in full, which it would not in a median.
 
-Nothing here reads a tensor: `agreement.py` finds the tokens and compares them.
+A token can be compared under the very version that sampled it, if that version sampled its response
+from the beginning on (`TrainBatch.leading`). Those of the version that the trainer is at are
+compared in its own pass. What that leaves open is looked at by a pass more, without gradient:
+samples without an advantage, and samplings by top-k, top-p or min-p, whose logprobs are those of
+what is left in.
+
+Where generation runs ahead there may never be a token of the version that the trainer is at. Then
+its weights are kept aside, in host memory, until a batch has tokens of them; they change places
+with the current ones for that one pass, and are let go.
 """
 
 from __future__ import annotations
 
+import logging
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from umbra.proto.errors import MismatchError
 from umbra.services.config import RunConfig
+from umbra.services.modeling.packing import pack
+from umbra.services.trainer.batch import TrainBatch
+from umbra.services.trainer.distributed.sharding import reshard
+from umbra.services.trainer.learner import Learner
+from umbra.services.trainer.metrics import Row
 
 CAP = 1.0  # of a token's k3; a log-probability that is not finite counts as much
 MIN_TOKENS = 64  # of a generator, until it is judged
@@ -111,3 +134,277 @@ def bound_of(config: RunConfig, kind: str) -> tuple[float, str]:
         formats.add("fp8")
     coarsest = max(formats, key=lambda name: BOUNDS[name])
     return config.trainer.max_mismatch or BOUNDS[coarsest], coarsest
+
+
+LOOKED_AT = 1024  # learned tokens of a generator that a pass of their own is spent on, about
+
+log = logging.getLogger(__name__)
+
+
+class MismatchCheck:
+    """Compares what a batch says with what `learner` finds; all ranks come to the same verdict.
+
+    For each batch: `begin` before the first pass, `see` for each pass of the first update, and
+    `verdict` before that update is made.
+    """
+
+    def __init__(self, config: RunConfig, learner: Learner) -> None:
+        self._config = config.trainer
+        self._learner = learner
+        self._bound, self._format = bound_of(config, learner.device.type)
+        self._verdicts = Verdicts(self._bound, config.trainer.mismatch_every)
+        self._aside: _Aside | None = None
+        self._now: _Comparison | None = None
+
+    def begin(self, batch: TrainBatch, version: int, trained: Tensor) -> None:
+        """Look at what the passes to come will not tell; `trained` are the samples of the first.
+
+        Args:
+            batch: with M learned tokens.
+            version: of the weights.
+            trained: int64 indices of samples.
+        """
+        begin = time.perf_counter()
+        now = self._now = _Comparison(batch, version, trained)
+        due = [name for name in now.generators if self._verdicts.due(name, version)]
+        poor = [name for name in due if now.count(now.direct, name) < MIN_TOKENS]
+        self._look(now, version, now.chosen(now.leading & ~now.direct, poor))
+        if self._aside is not None:
+            held = batch.leading(self._aside.version)
+            chosen = now.chosen(held, due)
+            if len(chosen):
+                with self._aside.in_place():
+                    self._look(now, self._aside.version, chosen, held)
+            elif not due or min(t.spans[0].version for t in batch.trajectories) > (
+                self._aside.version
+            ):
+                self._aside = None  # nothing of it is open, or nothing of it comes any more
+        blind = any(not now.count(now.leading, name) for name in due)
+        if blind and self._aside is None:
+            self._aside = _Aside(self._learner, version)
+        now.seconds = time.perf_counter() - begin
+
+    def see(self, source: Tensor, logprobs: Tensor) -> None:
+        """What a pass of the first update found of the tokens `source`, [N] each."""
+        now = self._now
+        assert now is not None, "begin comes first"
+        now.add(now.version, source, logprobs.detach(), now.direct)
+
+    def verdict(self) -> Row:
+        """What was found; the step's columns.
+
+        Raises:
+            MismatchError: a generator differs by more than the bound, and the run is to stop then.
+        """
+        now, ranks = self._now, self._learner.ranks
+        assert now is not None, "begin comes first"
+        found: dict[str, Compared] = {}
+        for version, tally in now.tallies.items():
+            rows = ranks.gather(tally.rows())  # [shares, 5, generators]
+            for at, name in enumerate(now.generators):
+                if one := now.compared(version, rows[:, :, at]):
+                    found[name] = found.get(name, Compared()) + one
+        largest, above = self._verdicts.add(found, now.version)
+        told = [self._sentence(name, one) for name, one in sorted(above.items())]
+        if told and self._config.on_mismatch == "stop":
+            raise MismatchError(f"stopped before step {now.version + 1}: {'; '.join(told)}")
+        if ranks.rank == 0:
+            for sentence in told:
+                log.warning("step %d: %s", now.version + 1, sentence)
+            for name in self._verdicts.unknown(now.generators, now.version):
+                log.warning(
+                    "step %d: generator %s could not be compared with the trainer for a long time: "
+                    "no token of it was sampled by weights that the trainer had or kept "
+                    "(trainer.mismatch_every)",
+                    now.version + 1,
+                    name,
+                )
+        return {
+            "mismatch/compared": float(sum(one.tokens for one in found.values())),
+            "mismatch/judged": largest,
+            "mismatch/seconds": now.seconds,
+        }
+
+    def _look(
+        self,
+        now: _Comparison,
+        version: int,
+        chosen: Tensor,
+        tokens: Tensor | None = None,
+    ) -> None:
+        """A pass over the samples `chosen`, with the weights that are in the model."""
+        if not len(chosen):
+            return
+        ranks, batch = self._learner.ranks, now.batch
+        micros = pack(
+            batch.tokens,
+            pack_tokens=self._learner.rows.pack_tokens,
+            micro_tokens=self._learner.rows.micro_tokens,
+            sequences=chosen,
+            share_prompts=self._config.share_prompts,
+            rank=ranks.share,
+            world=ranks.shares,
+            cost=self._learner.operations.sequence,
+        )
+        wanted = now.leading & ~now.direct if tokens is None else tokens
+        with torch.no_grad():
+            for micro in micros:
+                here = micro.source
+                logprobs, _ = self._learner.score(
+                    micro,
+                    batch.temperature[here],
+                    with_entropy=False,
+                    sampling=now.sampling[here] if now.cut else None,
+                )
+                now.add(version, here, logprobs, wanted)
+
+    def _sentence(self, name: str, one: Compared) -> str:
+        return (
+            f"generator {name} and the trainer do not agree on equal weights: k3 is "
+            f"{one.mismatch:.2g} over {one.tokens} tokens, above {self._bound:g} "
+            f"(trainer.max_mismatch, {self._format}); worst at {one.where}. Do both have the same "
+            "model code, attention window, tokenizer and temperature, and is its cache of these "
+            "weights?"
+        )
+
+
+class _Comparison:
+    """One batch: which tokens can be compared, and what was found of them."""
+
+    def __init__(self, batch: TrainBatch, version: int, trained: Tensor) -> None:
+        self.batch = batch
+        self.version = version
+        self.seconds = 0.0
+        names = [t.generator or "?" for t in batch.trajectories]
+        self.generators = sorted(set(names))
+        number = {name: at for at, name in enumerate(self.generators)}
+        self._of_sample = torch.tensor([number[name] for name in names])
+        self._of_token = self._of_sample[batch.tokens.owner]
+        rows = [(t.sampling.temperature, t.sampling.top_k, t.sampling.top_p, t.sampling.min_p)
+                for t in batch.trajectories]  # fmt: skip
+        settings = torch.tensor(rows)
+        cut = (settings[:, 1] > 0) | (settings[:, 2] < 1) | (settings[:, 3] > 0)
+        self.cut = bool(cut.any())
+        self.sampling = settings[batch.tokens.owner]  # [M, 4]
+        self.leading = batch.leading(version)
+        first = torch.zeros(len(names), dtype=torch.bool)
+        first[trained] = True
+        self.direct = self.leading & (first & ~cut)[batch.tokens.owner]  # the update's pass tells
+        self.tallies: dict[int, _Tally] = {}
+
+    def count(self, tokens: Tensor, generator: str) -> int:
+        """How many of `tokens` (bool [M]) are of `generator`."""
+        return int((tokens & (self._of_token == self.generators.index(generator))).sum())
+
+    def chosen(self, tokens: Tensor, generators: list[str]) -> Tensor:
+        """Samples with so many of `tokens` (bool [M]), for each of `generators`; the longest first.
+
+        They are where a wrong window or a lost cache shows.
+        """
+        counts = torch.bincount(self.batch.tokens.owner[tokens], minlength=len(self._of_sample))
+        taken: list[int] = []
+        for name in generators:
+            mine = ((self._of_sample == self.generators.index(name)) & (counts > 0)).nonzero()
+            mine = mine.squeeze(1)
+            mine = mine[counts[mine].argsort(descending=True, stable=True)]
+            before = counts[mine].cumsum(0) - counts[mine]
+            taken += mine[before < LOOKED_AT].tolist()
+        return torch.tensor(sorted(taken), dtype=torch.int64)
+
+    def add(self, version: int, source: Tensor, logprobs: Tensor, wanted: Tensor) -> None:
+        """Compare those of the tokens `source` that are `wanted` (bool [M])."""
+        here = logprobs.device
+        tally = self.tallies.get(version)
+        if tally is None:
+            tally = self.tallies[version] = _Tally(len(self.generators), here)
+        at = wanted[source].nonzero().squeeze(1)
+        if len(at):
+            mine = source[at]
+            behaviour = self.batch.behaviour[mine].to(here)
+            tally.add(
+                mine.to(here), self._of_token[mine].to(here), logprobs[at.to(here)], behaviour
+            )
+
+    def compared(self, version: int, rows: Tensor) -> Compared | None:
+        """Of one generator, from what each rank has of it, [ranks, 5]; None without tokens."""
+        tokens, total = rows[:, :2].sum(0).tolist()
+        if not tokens:
+            return None
+        worst, token, logprob = rows[rows[:, 2].argmax(), 2:].tolist()
+        batch, token = self.batch, int(token)
+        sample = int(batch.tokens.owner[token])
+        trajectory = batch.trajectories[sample]
+        end = int(batch.tokens.lengths[: sample + 1].sum())
+        at = int(batch.tokens.learned[token]) - (end - trajectory.response_tokens)
+        where = (
+            f"token {at} of the response of sample {trajectory.sample_id} (id "
+            f"{int(batch.tokens.ids[batch.tokens.learned[token]])}, version {version}): log-"
+            f"probability {float(batch.behaviour[token]):.4g} by the generator, {logprob:.4g} by "
+            "the trainer"
+        )
+        return Compared(int(tokens), total, worst, where)
+
+
+class _Tally:
+    """Sums by generator of what one rank found, [generators] each; they stay on the device."""
+
+    def __init__(self, generators: int, device: torch.device) -> None:
+        zeros = torch.zeros(generators, dtype=torch.float64, device=device)
+        self._tokens, self._total = zeros.clone(), zeros.clone()
+        self._worst, self._at, self._logprob = zeros - 1, zeros - 1, zeros.clone()
+
+    def add(self, source: Tensor, generator: Tensor, logprobs: Tensor, behaviour: Tensor) -> None:
+        """Tokens `source` of these generators, [n] each."""
+        log_ratio = (logprobs - behaviour).double()
+        k3 = torch.expm1(log_ratio.clamp(max=20.0)) - log_ratio
+        k3 = torch.where(k3.isfinite(), k3, math.inf)
+        self._tokens.index_add_(0, generator, torch.ones_like(k3))
+        self._total.index_add_(0, generator, k3.clamp(max=CAP))
+        empty = torch.full_like(self._worst, -1.0)
+        worst = empty.scatter_reduce(0, generator, k3, "amax")
+        hit = torch.where(k3 == worst[generator], source.double(), -1.0)
+        at = empty.scatter_reduce(0, generator, hit, "amax")
+        own = torch.where(hit == at[generator], logprobs.double(), -math.inf)
+        own = torch.where(own.isnan(), math.inf, own)
+        logprob = torch.full_like(self._worst, -math.inf).scatter_reduce(0, generator, own, "amax")
+        worse = worst > self._worst
+        self._at = torch.where(worse, at, self._at)
+        self._logprob = torch.where(worse, logprob, self._logprob)
+        self._worst = torch.where(worse, worst, self._worst)
+
+    def rows(self) -> Tensor:
+        """Tokens, total, worst, its token and its logprob, [5, generators], on the CPU."""
+        columns = (self._tokens, self._total, self._worst, self._at, self._logprob)
+        return torch.stack(columns).cpu()
+
+
+class _Aside:
+    """The trained weights of a version in host memory: the bytes that this rank holds of them."""
+
+    def __init__(self, learner: Learner, version: int) -> None:
+        self.version = version
+        self._model = learner.model
+        self._held = [local.cpu().clone() for local in self._local()]
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Have the model at this version; afterwards it is, bit for bit, as before."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        reshard(self._model)
+        for local, held in zip(self._local(), self._held, strict=True):
+            current = local.cpu().clone()
+            local.copy_(held)
+            held.copy_(current)
+
+    def _local(self) -> Iterator[Tensor]:
+        for parameter in self._model.parameters():
+            if parameter.requires_grad:
+                own = parameter.detach()
+                yield own.to_local() if isinstance(own, DTensor) else own

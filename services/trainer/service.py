@@ -19,17 +19,23 @@ from umbra.services.modeling.model_directory import weights_checksum
 from umbra.services.process.command import ServiceContext
 from umbra.services.trainer.checkpoints.folder import CheckpointFolder
 from umbra.services.trainer.checkpoints.resume import resume
-from umbra.services.trainer.checkpoints.saver import Saver, join_in
-from umbra.services.trainer.checkpoints.shard_writer import ShardWriter
+from umbra.services.trainer.checkpoints.saver import Saver, ShardWriter, join_in
 from umbra.services.trainer.critic import LearnedCritic, open_critic
+from umbra.services.trainer.distributed.commands import (
+    Export,
+    Gather,
+    Save,
+    Stop,
+    follow_commands,
+    send_command,
+)
+from umbra.services.trainer.distributed.ranks import join_ranks
+from umbra.services.trainer.distributed.shards import Snapshots, row_owners
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.loop import Loop, Outlet
-from umbra.services.trainer.orders import Export, Gather, Save, Stop, follow, give
 from umbra.services.trainer.phases import Profile
 from umbra.services.trainer.policy import export_policy, open_policy
-from umbra.services.trainer.ranks import join_ranks
 from umbra.services.trainer.rollout_log import RolloutLog
-from umbra.services.trainer.shards import Snapshots, row_owners
 from umbra.services.trainer.sinks import open_sinks
 from umbra.services.trainer.snapshot import tensor_layout
 from umbra.services.trainer.update import Update, guarded_update
@@ -104,7 +110,7 @@ def run(
                 )
                 save = partial(join_in, folder, writer, ranks)
                 say = context.log.info
-                follow(ranks, learner, update, snapshots, critic, save, profile, say)
+                follow_commands(ranks, learner, update, snapshots, critic, save, profile, say)
                 return EXIT_DONE
             saver = Saver(
                 folder,
@@ -114,10 +120,10 @@ def run(
                 begun=step,
                 run=context.run_dir.name,
                 config=as_dict(config),
-                order=lambda step, kept: give(ranks, Save(step, kept)),
+                order=lambda step, kept: send_command(ranks, Save(step, kept)),
             )
             code = _lead(context, learner, update, snapshots, critic, manifest, tokenizer, saver)
-            give(ranks, Stop("rank 0 has left the run"))
+            send_command(ranks, Stop("rank 0 has left the run"))
             return code
 
 
@@ -159,7 +165,7 @@ def _lead(
                 done = loop.run()
             loop.save()
             if done:
-                give(learner.ranks, Gather())
+                send_command(learner.ranks, Gather())
                 weights = learner.weights()
                 out = context.run_dir / "model"
                 context.log.info(
@@ -167,7 +173,7 @@ def _lead(
                 )
                 if critic is not None:
                     out = context.run_dir / "critic"
-                    give(learner.ranks, Export(str(out)))
+                    send_command(learner.ranks, Export(str(out)))
                     context.log.info("critic written to %s", critic.export(out))
                 finish = FinishRun(reason="steps reached")
                 end = session.data.call(finish, RunFinished, timeout_s=_finish_s(config))

@@ -22,8 +22,8 @@ from torch.distributed.tensor.placement_types import (
 
 from umbra.proto.records import Manifest
 from umbra.services.modeling.lora import BASE, LowRank, factors, is_adapter, low_rank
-from umbra.services.trainer.ranks import Ranks
-from umbra.services.trainer.sharding import reshard
+from umbra.services.trainer.distributed.ranks import Ranks
+from umbra.services.trainer.distributed.sharding import reshard
 
 # Configuration's names, torch's types and safetensors' names.
 DTYPES: dict[str, tuple[torch.dtype, str]] = {

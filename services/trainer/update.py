@@ -12,25 +12,22 @@ from umbra.proto.errors import UsageError
 from umbra.services.config import RunConfig
 from umbra.services.modeling.micro_batch import MicroBatch
 from umbra.services.modeling.packing import pack
-from umbra.services.trainer.advantages import token_advantages
-from umbra.services.trainer.agreement import Agreement
-from umbra.services.trainer.batch import TrainBatch
+from umbra.services.trainer.advantages import rewarded, token_advantages
+from umbra.services.trainer.batch import TrainBatch, recorded_logprobs, token_versions
 from umbra.services.trainer.guard import REASONS, Guard
 from umbra.services.trainer.learner import Learner
-from umbra.services.trainer.loss_metrics import LossMetrics
-from umbra.services.trainer.metrics import Row
+from umbra.services.trainer.metrics import LossMetrics, Row
+from umbra.services.trainer.mismatch import MismatchCheck
 from umbra.services.trainer.objectives.aggregation import count, token_weights
 from umbra.services.trainer.objectives.corrections import interpolated
 from umbra.services.trainer.objectives.objective import Constants, Objective, TokenInputs
 from umbra.services.trainer.objectives.ratios import LOG_RATIO_BOUND, Sequences
 from umbra.services.trainer.objectives.values import ValueLoss
-from umbra.services.trainer.recorded import recorded_logprobs, token_versions
-from umbra.services.trainer.rewards import rewarded
 
 
 def guarded_update(config: RunConfig, learner: Learner, critic: ValueLoss | None) -> PolicyUpdate:
     """Return an update before which generators and trainer are compared."""
-    return PolicyUpdate(config, learner, critic, Agreement(config, learner))
+    return PolicyUpdate(config, learner, critic, MismatchCheck(config, learner))
 
 
 # Learns from a batch at a version, for as long as it is told to keep going; what it measured.
@@ -49,7 +46,7 @@ class PolicyUpdate:
         config: RunConfig,
         learner: Learner,
         critic: ValueLoss | None = None,
-        agreement: Agreement | None = None,
+        mismatch_check: MismatchCheck | None = None,
     ) -> None:
         self._config = config.trainer
         self._seed = config.run.seed
@@ -60,7 +57,7 @@ class PolicyUpdate:
         self._has_reference = "ref_logp" in config.buffer.stages
         self._learner = learner
         self._critic = critic
-        self._agreement = agreement
+        self._mismatch_check = mismatch_check
         self._warmup = config.critic.warmup_steps
         self._ranks = learner.ranks
         self._objective = Objective(self._pieces)
@@ -99,9 +96,9 @@ class PolicyUpdate:
             for part in minibatches(samples, cuts, self._config.epochs, f"{self._seed}/{version}")
         ]
         first = [self._pack(batch, part) for part in parts[:cuts]]  # every sample once
-        agreement, agreed = self._agreement, Row()
-        if agreement is not None:
-            agreement.begin(batch, version, parts[0] if parts else useful)
+        mismatch_check, agreed = self._mismatch_check, Row()
+        if mismatch_check is not None:
+            mismatch_check.begin(batch, version, parts[0] if parts else useful)
         found = self._found(batch, first, len(parts))
         fixed = self._fixed(batch, useful, found)
         versions = token_versions(batch) if pieces.proximal == "interpolate" else None
@@ -133,8 +130,8 @@ class PolicyUpdate:
                     entropy_gradient=pieces.entropy_coef > 0,
                     balance=balance,
                 )
-                if agreement is not None and number == 0:
-                    agreement.see(here, logprobs)
+                if mismatch_check is not None and number == 0:
+                    mismatch_check.see(here, logprobs)
                 behaviour = batch.behaviour[here].to(logprobs)
                 sequences = Sequences(batch.tokens.owner[here].to(logprobs.device), len(own))
                 out = guard.outliers(logprobs, behaviour, sequences)
@@ -158,11 +155,11 @@ class PolicyUpdate:
                 self._learner.backward(loss, last=micro is micros[-1])
                 work += self._learner.operations.update(micro)
                 seen.add(number, here, tokens, result, loss, out)
-            if agreement is not None and number == 0:
-                agreed = agreement.verdict()
+            if mismatch_check is not None and number == 0:
+                agreed = mismatch_check.verdict()
             rows.append(self._learner.update(version, guard.verdict()))
-        if agreement is not None and not parts:
-            agreed = agreement.verdict()
+        if mismatch_check is not None and not parts:
+            agreed = mismatch_check.verdict()
         row: Row = {
             "trained_samples": float(len(samples)),
             "updates": float(len(parts)),

@@ -20,19 +20,18 @@ from umbra.proto.records import Sampling, Trajectory, VersionSpan
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import as_dict, load_config
 from umbra.services.modeling.model_directory import weights_checksum
-from umbra.services.trainer.agreement import Agreement
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.checkpoints.folder import CheckpointFolder
 from umbra.services.trainer.checkpoints.parts import CheckpointPart
 from umbra.services.trainer.checkpoints.resume import resume
-from umbra.services.trainer.checkpoints.saver import Saver, join_in
-from umbra.services.trainer.checkpoints.shard_writer import ShardWriter
+from umbra.services.trainer.checkpoints.saver import Saver, ShardWriter, join_in
 from umbra.services.trainer.critic import open_critic
+from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.metrics import Row
+from umbra.services.trainer.mismatch import MismatchCheck
 from umbra.services.trainer.policy import open_policy
-from umbra.services.trainer.ranks import Ranks
 from umbra.services.trainer.update import PolicyUpdate
 
 # Plain descent: Adam would turn rounding in near-zero gradients into full steps.
@@ -124,8 +123,8 @@ def train(
     model, _, files = open_policy(directory)
     learner = Learner(model, config.trainer, config.run.steps, ranks, files=files)
     critic = open_critic(config, learner)
-    agreement = None if lag is None else Agreement(config, learner)
-    update = PolicyUpdate(config, learner, critic, agreement)
+    mismatch_check = None if lag is None else MismatchCheck(config, learner)
+    update = PolicyUpdate(config, learner, critic, mismatch_check)
     rows: list[dict[str, Any]] = []
     parts = learner.parts(weights_checksum(directory) if config.trainer.lora_rank else "")
     parts |= critic.parts() if critic is not None else {}

@@ -22,7 +22,7 @@ from integration.test_trainer_ranks import CASES
 from safetensors.torch import load_file
 
 from umbra.proto.errors import PeerLostError
-from umbra.services.trainer.ranks import Ranks
+from umbra.services.trainer.distributed.ranks import Ranks
 
 TESTS = Path(__file__).parents[1]
 LIMIT_S = seconds(150.0)

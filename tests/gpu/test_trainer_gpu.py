@@ -10,11 +10,11 @@ from fakes.rank_bench import make_batches, train
 from umbra.services.config import TrainerConfig
 from umbra.services.modeling.packing import pack
 from umbra.services.trainer.batch import make_batch
+from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.metrics import peak_memory_gib, speed_metrics
 from umbra.services.trainer.phases import Phases
 from umbra.services.trainer.policy import load_policy, open_policy
-from umbra.services.trainer.ranks import Ranks
 
 pytestmark = pytest.mark.gpu
 

@@ -12,9 +12,9 @@ from fakes.rank_bench import make_batches, train
 from fakes.rank_processes import see_through, start
 from safetensors.torch import load_file
 
-from umbra.services.trainer.checkpoints.index import read_index
+from umbra.services.trainer.checkpoints.folder import read_index
+from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.make_model import make_model
-from umbra.services.trainer.ranks import Ranks
 
 pytest.importorskip("torchao")
 

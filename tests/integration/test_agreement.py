@@ -27,10 +27,10 @@ from umbra.services.config.loader import load_config
 from umbra.services.generator.engines.engine import EngineOutput, EngineRequest
 from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.modeling.slot_attention import slot_mask
-from umbra.services.trainer.agreement import Agreement
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.metrics import Row
+from umbra.services.trainer.mismatch import MismatchCheck
 from umbra.services.trainer.update import PolicyUpdate
 
 VOCABULARY, PROMPT, LENGTH = 96, 12, 24
@@ -134,7 +134,7 @@ class Trainer:
         overrides = [f"trainer.{k}={as_text(v)}" for k, v in settings.items()]
         config = load_config(overrides=[*overrides, "model.path=m"], environ={})
         self.learner = Learner(model, config.trainer, steps=20)
-        self.update = PolicyUpdate(config, self.learner, None, Agreement(config, self.learner))
+        self.update = PolicyUpdate(config, self.learner, None, MismatchCheck(config, self.learner))
         self.version = 0
 
     def train(self, trajectories: Sequence[Trajectory]) -> Row:

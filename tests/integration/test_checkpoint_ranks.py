@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from umbra.proto.records import Trajectory
 from umbra.services.trainer.checkpoints.export import export_checkpoint
-from umbra.services.trainer.checkpoints.index import read_index
-from umbra.services.trainer.ranks import Ranks
+from umbra.services.trainer.checkpoints.folder import read_index
+from umbra.services.trainer.distributed.ranks import Ranks
 
 STEPS, SAVED = 4, 2
 ADAM = {"optimizer": "adamw", "betas": [0.9, 0.95], "learning_rate": 1e-3}

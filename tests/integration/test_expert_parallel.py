@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 
 from umbra.proto.records import Trajectory
 from umbra.services.trainer.checkpoints.export import export_checkpoint
+from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.policy import load_policy
-from umbra.services.trainer.ranks import Ranks
 
 ADAMW = {"optimizer": "adamw", "betas": [0.9, 0.95], "learning_rate": 1e-3}
 CASES: dict[str, dict[str, Any]] = {

@@ -14,7 +14,7 @@ from integration.test_trainer_ranks import assert_as_alone
 
 from umbra.proto.records import Trajectory
 from umbra.services.modeling.architectures import PROVEN
-from umbra.services.trainer.ranks import Ranks
+from umbra.services.trainer.distributed.ranks import Ranks
 
 CASES: dict[str, dict[str, Any]] = {
     "token_mean": {

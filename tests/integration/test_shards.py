@@ -24,9 +24,9 @@ from umbra.proto.net.server import Server
 from umbra.services.config import WeightHubConfig as WeightHubConfig
 from umbra.services.modeling.weights import tensors_in
 from umbra.services.process.metrics import MetricsFile
-from umbra.services.trainer.pulse import Pulse
-from umbra.services.trainer.rendezvous import RankPlace
-from umbra.services.trainer.shards import ShardSync, own_buckets, owners_of
+from umbra.services.trainer.distributed.heartbeat import Heartbeat
+from umbra.services.trainer.distributed.rendezvous import RankPlace
+from umbra.services.trainer.distributed.shards import ShardSync, own_buckets, owners_of
 from umbra.services.trainer.snapshot import chunk
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
 from umbra.services.weights.arena import remove_leftovers
@@ -154,10 +154,10 @@ def test_rows_of_a_host_need_not_lie_together() -> None:
 
 def test_a_rank_that_is_gone_is_named() -> None:
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-    with closing(Pulse(store, 0, 0.05)) as pulse:
-        sync = ShardSync(store, 0, 3, pulse)
+    with closing(Heartbeat(store, 0, 0.05)) as heartbeat:
+        sync = ShardSync(store, 0, 3, heartbeat)
         sync.agree(("/dev/shm/x", 1))
-        other = ShardSync(store, 1, 3, pulse)
+        other = ShardSync(store, 1, 3, heartbeat)
         other.agree(None)
         other.set("written of snapshot 1", "here")
         told = "trainer rank 2 was silent for .* while the written of snapshot 1 was waited for"

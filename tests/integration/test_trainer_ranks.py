@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 from umbra.proto.errors import PeerLostError
 from umbra.proto.records import Routing, Trajectory
+from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.policy import load_policy
-from umbra.services.trainer.ranks import Ranks
 
 SAME = (
     "loss", "grad_norm", "entropy", "lr", "skipped", "outliers", "ratio/max",

@@ -25,9 +25,9 @@ from torch.distributed.tensor import DTensor
 from umbra.proto.errors import UsageError
 from umbra.services.config import TrainerConfig
 from umbra.services.modeling.expert_parallel import ExpertGroup, divide_experts
+from umbra.services.trainer.distributed.ranks import Ranks, join_ranks
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.policy import load_policy, open_policy
-from umbra.services.trainer.ranks import Ranks, join_ranks
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
 from umbra.services.weights.manifest import build_manifest
 

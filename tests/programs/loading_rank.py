@@ -13,9 +13,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from umbra.services.config import TrainerConfig
+from umbra.services.trainer.distributed.ranks import join_ranks
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.policy import load_policy, open_policy
-from umbra.services.trainer.ranks import join_ranks
 
 
 def main(folder: Path) -> int:

@@ -27,8 +27,8 @@ from umbra.deploy.check.items import RowShape
 from umbra.deploy.check.trace import full_rows
 from umbra.services.config import TrainerConfig
 from umbra.services.modeling.models import outline_weights
+from umbra.services.trainer.distributed.ranks import Ranks, join_ranks
 from umbra.services.trainer.learner import Learner
-from umbra.services.trainer.ranks import Ranks, join_ranks
 
 
 def measure(directory: Path, trainer: dict[str, Any], rows: RowShape, ranks: Ranks) -> Any:
@@ -70,8 +70,8 @@ def main() -> None:
     torch.set_num_threads(1)
     world = int(os.environ["WORLD_SIZE"])
     with join_ranks(TrainerConfig(device="cpu", sequence_parallel=world)) as sharing:
-        pulse = sharing.pulse if world > 1 else None
-        ranks = Ranks(sharing.rank, world, sharing.store, sharing.timeout_s, pulse=pulse)
+        heartbeat = sharing.heartbeat if world > 1 else None
+        ranks = Ranks(sharing.rank, world, sharing.store, sharing.timeout_s, heartbeat=heartbeat)
         for name, (model, trainer, rows) in cases.items():
             among = sharing if trainer.get("sequence_parallel", 1) > 1 else ranks
             # Libraries make their own buffers at the first time, and oneDNN code for each shape.

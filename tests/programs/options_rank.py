@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from umbra.services.config import TrainerConfig
 from umbra.services.modeling.packing import pack
 from umbra.services.trainer.batch import make_batch
+from umbra.services.trainer.distributed.ranks import join_ranks
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.policy import open_policy
-from umbra.services.trainer.ranks import join_ranks
 
 
 def main(folder: Path) -> int:

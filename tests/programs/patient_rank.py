@@ -24,11 +24,10 @@ from umbra.proto.errors import PeerLostError
 from umbra.services.config import CheckpointConfig, TrainerConfig
 from umbra.services.trainer.checkpoints.folder import CheckpointFolder
 from umbra.services.trainer.checkpoints.parts import Weights
-from umbra.services.trainer.checkpoints.saver import Saver, join_in
-from umbra.services.trainer.checkpoints.shard_writer import ShardCopy, ShardWriter
-from umbra.services.trainer.pulse import Pulse
-from umbra.services.trainer.ranks import Ranks, join_ranks
-from umbra.services.trainer.shards import ShardSync
+from umbra.services.trainer.checkpoints.saver import Saver, ShardCopy, ShardWriter, join_in
+from umbra.services.trainer.distributed.heartbeat import Heartbeat
+from umbra.services.trainer.distributed.ranks import Ranks, join_ranks
+from umbra.services.trainer.distributed.shards import ShardSync
 
 TIMEOUT_S = min(10.0, seconds(2.0))  # it is slept through seven times
 
@@ -39,9 +38,9 @@ def main(case: str, folder: Path) -> int:
         # Ranks may take their time to meet; from then on they are impatient.
         with (
             join_ranks(TrainerConfig(device="cpu", rank_timeout_s=90.0)) as met,
-            closing(impatient(met)) as pulse,
+            closing(impatient(met)) as heartbeat,
         ):
-            ranks = Ranks(met.rank, met.world, met.store, TIMEOUT_S, pulse=pulse)
+            ranks = Ranks(met.rank, met.world, met.store, TIMEOUT_S, heartbeat=heartbeat)
             begin(ranks)
             if case != "works" and ranks.rank == 0:
                 number = signal.SIGKILL if case == "leaves" else signal.SIGSTOP
@@ -62,13 +61,13 @@ def begin(ranks: Ranks) -> None:
     if ranks.rank:
         store.set("begun", "")
     else:
-        ranks.pulse.wait(1, lambda: store.check(["begun"]) or None, "rank 1")
+        ranks.heartbeat.wait(1, lambda: store.check(["begun"]) or None, "rank 1")
 
 
-def impatient(ranks: Ranks) -> Pulse:
-    """A pulse whose ear has little patience."""
+def impatient(ranks: Ranks) -> Heartbeat:
+    """A heartbeat whose ear has little patience."""
     assert ranks.store is not None
-    return Pulse(ranks.store, ranks.rank, TIMEOUT_S)
+    return Heartbeat(ranks.store, ranks.rank, TIMEOUT_S)
 
 
 def order(ranks: Ranks) -> None:
@@ -81,7 +80,7 @@ def order(ranks: Ranks) -> None:
 def snapshot(ranks: Ranks) -> None:
     """Rank 1 waits for a slot, and then for rank 0's rows."""
     assert ranks.store is not None
-    sync = ShardSync(ranks.store, ranks.rank, ranks.world, ranks.pulse)
+    sync = ShardSync(ranks.store, ranks.rank, ranks.world, ranks.heartbeat)
     sync.agree(("arena", 1) if ranks.rank == 0 else None)
     if ranks.rank == 0:
         time.sleep(2 * TIMEOUT_S)

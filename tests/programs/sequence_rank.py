@@ -32,7 +32,7 @@ from umbra.services.modeling.packing import pack
 from umbra.services.modeling.scorer import Scorer
 from umbra.services.modeling.sequence_parallel import SequenceGroup
 from umbra.services.trainer.batch import TrainBatch, make_batch
-from umbra.services.trainer.ranks import join_ranks
+from umbra.services.trainer.distributed.ranks import join_ranks
 
 OWN = "own"  # a model whose second layer attends in a way of its own
 # Tokens of a row, whether prompts are shared, whether routers are told what to choose.

@@ -20,9 +20,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from umbra.proto.net.io_thread import IoThread
-from umbra.services.trainer.pulse import Pulse
-from umbra.services.trainer.ranks import Ranks
-from umbra.services.trainer.shards import ShardSync, snapshot_shards
+from umbra.services.trainer.distributed.heartbeat import Heartbeat
+from umbra.services.trainer.distributed.ranks import Ranks
+from umbra.services.trainer.distributed.shards import ShardSync, snapshot_shards
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.manifest import build_manifest
@@ -96,8 +96,8 @@ def main(rank: int, world: int, replicas: int, folder: Path, endpoint: str) -> N
     path = f"{folder}/snapshots"
     store = dist.FileStore(path, world)  # pyright: ignore[reportPrivateImportUsage]
     store.set_timeout(timedelta(seconds=WAIT_S))
-    pulse = Pulse(store, rank, WAIT_S)
-    sync = ShardSync(store, rank, world, pulse)
+    heartbeat = Heartbeat(store, rank, WAIT_S)
+    sync = ShardSync(store, rank, world, heartbeat)
     link = IoThread("trainer", uuid.uuid4().hex)
     publisher = Publisher(link.channel(endpoint, "weight hub"), manifest)
     arenas: dict[str, Arena] = {}
@@ -134,7 +134,7 @@ def main(rank: int, world: int, replicas: int, folder: Path, endpoint: str) -> N
     for arena in arenas.values():
         arena.close()
     link.close()
-    pulse.close()
+    heartbeat.close()
     dist.destroy_process_group()
 
 

@@ -30,8 +30,8 @@ from umbra.proto.errors import PeerLostError, UsageError
 from umbra.proto.records import Trajectory
 from umbra.services.config import TrainerConfig
 from umbra.services.modeling import expert_parallel, sequence_parallel
+from umbra.services.trainer.distributed.ranks import Ranks, join_ranks
 from umbra.services.trainer.learner import Learner
-from umbra.services.trainer.ranks import Ranks, join_ranks
 
 IMPATIENT_S = 2.0  # until a rank that is silent is lost, on a quiet machine
 

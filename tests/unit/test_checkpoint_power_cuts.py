@@ -15,13 +15,11 @@ from torch import Tensor
 
 from umbra.services.config import CheckpointConfig
 from umbra.services.process.files import Disk
-from umbra.services.trainer.checkpoints.folder import CheckpointFolder
-from umbra.services.trainer.checkpoints.index import check_files, read_index
+from umbra.services.trainer.checkpoints.folder import CheckpointFolder, check_files, read_index
 from umbra.services.trainer.checkpoints.reading import SavedPart
 from umbra.services.trainer.checkpoints.resume import resume
-from umbra.services.trainer.checkpoints.saver import Saver
-from umbra.services.trainer.checkpoints.shard_writer import ShardWriter
-from umbra.services.trainer.ranks import Ranks
+from umbra.services.trainer.checkpoints.saver import Saver, ShardWriter
+from umbra.services.trainer.distributed.ranks import Ranks
 
 KEEP = CheckpointConfig(every=1, keep=2)
 

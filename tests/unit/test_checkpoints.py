@@ -25,10 +25,10 @@ from umbra.services.config import CheckpointConfig, RunConfig
 from umbra.services.config.loader import as_dict, load_config
 from umbra.services.modeling.model_directory import weights_checksum
 from umbra.services.trainer.batch import make_batch
-from umbra.services.trainer.checkpoints import shard_writer
+from umbra.services.trainer.checkpoints import saver
 from umbra.services.trainer.checkpoints.export import export_checkpoint
-from umbra.services.trainer.checkpoints.folder import CheckpointFolder
-from umbra.services.trainer.checkpoints.index import (
+from umbra.services.trainer.checkpoints.folder import (
+    CheckpointFolder,
     FileInfo,
     Index,
     TensorInfo,
@@ -38,13 +38,12 @@ from umbra.services.trainer.checkpoints.index import (
 from umbra.services.trainer.checkpoints.parts import CheckpointPart
 from umbra.services.trainer.checkpoints.reading import Saved, SavedPart
 from umbra.services.trainer.checkpoints.resume import resume
-from umbra.services.trainer.checkpoints.saver import Saver
-from umbra.services.trainer.checkpoints.shard_writer import ShardWriter
+from umbra.services.trainer.checkpoints.saver import Saver, ShardWriter
 from umbra.services.trainer.critic import open_critic
+from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.policy import load_policy
-from umbra.services.trainer.ranks import Ranks
 from umbra.services.trainer.update import PolicyUpdate
 
 BATCHES = make_batches(4)
@@ -239,13 +238,13 @@ def test_training_does_not_wait_for_the_disk(
 ) -> None:
     """1. A write that does not end. 2. The next one is due. Result: told once, and made up for."""
     go_on = threading.Event()
-    write = shard_writer.write_safetensors
+    write = saver.write_safetensors
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         assert go_on.wait(seconds(30))
         return write(*args, **kwargs)
 
-    monkeypatch.setattr(shard_writer, "write_safetensors", slow)
+    monkeypatch.setattr(saver, "write_safetensors", slow)
     trainer = start(**{"checkpoint.every": 1}).train(1)
     first = trainer.learner.weights()
     first = {name: tensor.clone() for name, tensor in first.items()}
@@ -274,7 +273,7 @@ def test_a_full_disk_leaves_the_old_one(start: Any, monkeypatch: pytest.MonkeyPa
         (args[0]).write_bytes(b"half of it")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(shard_writer, "write_safetensors", full)
+    monkeypatch.setattr(saver, "write_safetensors", full)
     trainer.train(2)
     (outcome,) = trainer.saver.last(2, trainer.row)
     assert outcome.error == "No space left on device"

@@ -16,12 +16,11 @@ from umbra.services.config import RunConfig
 from umbra.services.config.feasibility import check_feasible
 from umbra.services.config.loader import load_config
 from umbra.services.trainer.batch import TrainBatch, make_batch
-from umbra.services.trainer.critic import LearnedCritic, open_critic
+from umbra.services.trainer.critic import HEAD_FILE, LearnedCritic, open_critic
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.policy import load_policy
 from umbra.services.trainer.update import PolicyUpdate
-from umbra.services.trainer.value_model import HEAD_FILE
 
 KINDS = ("model", "head")
 

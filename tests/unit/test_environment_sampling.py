@@ -37,10 +37,10 @@ from umbra.services.http import ApiError
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_model, load_tokenizer
 from umbra.services.scorer.logprobs import LogprobWorker
-from umbra.services.trainer.agreement import Agreement
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.metrics import Row
+from umbra.services.trainer.mismatch import MismatchCheck
 from umbra.services.trainer.policy import load_policy
 from umbra.services.trainer.update import PolicyUpdate
 
@@ -244,7 +244,9 @@ def updated(config: RunConfig, directory: Path, made: list[Trajectory]) -> Row:
     policy, _ = load_policy(directory)
     learner = Learner(policy, config.trainer, config.run.steps)
     batch = make_batch(made, policy.config.vocab_size)
-    row = PolicyUpdate(config, learner, None, Agreement(config, learner))(batch, 0, lambda: True)
+    row = PolicyUpdate(config, learner, None, MismatchCheck(config, learner))(
+        batch, 0, lambda: True
+    )
     assert row is not None
     return row
 

@@ -39,7 +39,7 @@ from umbra.services.config.loader import load_config
 from umbra.services.modeling.architectures import PROVEN
 from umbra.services.modeling.lora import add_adapter
 from umbra.services.modeling.row_sizes import CPU_PASS, rows_within
-from umbra.services.trainer import sharding
+from umbra.services.trainer.distributed import sharding
 from umbra.services.trainer.learner import Learner
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "memory_peak.py"

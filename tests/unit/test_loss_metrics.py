@@ -11,12 +11,12 @@ from fakes.token_table import TokenTable
 from torch import Tensor
 
 from umbra.services.trainer.batch import TrainBatch, make_batch
-from umbra.services.trainer.loss_metrics import LossMetrics
+from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.make_model import make_model
+from umbra.services.trainer.metrics import LossMetrics
 from umbra.services.trainer.objectives.objective import TokenInputs, TokenLosses
 from umbra.services.trainer.objectives.ratios import Sequences, ratio
 from umbra.services.trainer.policy import load_policy
-from umbra.services.trainer.ranks import Ranks
 from umbra.services.trainer.update import minibatches
 
 VERSION, PER_VERSION = 2, 4

@@ -17,10 +17,10 @@ from umbra.proto.records import Trajectory
 from umbra.services.config import TrainerConfig
 from umbra.services.config.feasibility import check_feasible
 from umbra.services.config.loader import load_config
-from umbra.services.trainer import sharding
+from umbra.services.trainer.distributed import sharding
+from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.policy import load_policy, open_policy
-from umbra.services.trainer.ranks import Ranks
 
 ADAMW = {"optimizer": "adamw", "betas": [0.9, 0.95], "learning_rate": 1e-3}
 

@@ -16,7 +16,7 @@ from umbra.services.config.loader import load_config
 
 pytest.importorskip("huggingface_hub")
 
-from umbra.services.trainer.checkpoints.push import make_repository, model_card, push, run_summary
+from umbra.services.trainer.checkpoints.hub import make_repository, model_card, push, run_summary
 
 SUMMARY = {
     "steps": 80,

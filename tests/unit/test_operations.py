@@ -22,10 +22,10 @@ from umbra.services.config import TrainerConfig
 from umbra.services.modeling.lora import add_adapter
 from umbra.services.modeling.packing import Tokens, pack
 from umbra.services.trainer.batch import make_batch
+from umbra.services.trainer.flops import TrainingFlops
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.metrics import peak_memory_gib, speed_metrics
-from umbra.services.trainer.operations import TrainingFlops
 from umbra.services.trainer.policy import load_policy
 
 

@@ -17,8 +17,14 @@ from fakes.noisy_batch import noisy_trajectories
 
 from umbra.services.config import TrainerConfig
 from umbra.services.config.loader import load_config
+from umbra.services.trainer.distributed.commands import (
+    Command,
+    Snapshot,
+    Stop,
+    Train,
+    follow_commands,
+)
 from umbra.services.trainer.learner import Learner
-from umbra.services.trainer.orders import Order, Snapshot, Stop, Train, follow
 from umbra.services.trainer.phases import Phases, Profile
 from umbra.services.trainer.policy import load_policy
 from umbra.services.trainer.update import PolicyUpdate
@@ -94,7 +100,7 @@ def test_a_trace_that_cannot_be_written_is_told(
 class Orders:
     """Ranks of which this one is told, one after the other, what rank 0 wants."""
 
-    def __init__(self, *orders: Order) -> None:
+    def __init__(self, *orders: Command) -> None:
         self._orders = [msgspec.msgpack.encode(order) for order in orders]
 
     def broadcast(self) -> bytes:
@@ -114,7 +120,7 @@ def test_a_rank_that_follows_writes_a_trace_of_its_own(
     ranks: Any = Orders(Train(2, batch), Snapshot(), Train(3, batch), Snapshot(), Stop("the end"))
     said: list[str] = []
     profile = Profile(tmp_path, [4], rank=1)
-    follow(ranks, learner, update, nothing, None, nothing, profile, said.append)
+    follow_commands(ranks, learner, update, nothing, None, nothing, profile, said.append)
     assert said == ["the end"]
     (file,) = tmp_path.iterdir()
     assert file.name == "step-4.rank-1.json.gz"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from umbra.services.trainer.pulse import Silence
+from umbra.services.trainer.distributed.heartbeat import Silence
 
 
 def test_silence_is_counted_from_the_last_sign_of_life() -> None:

@@ -14,10 +14,10 @@ from umbra.services.config import ScorerConfig, TrainerConfig
 from umbra.services.config.loader import load_config
 from umbra.services.modeling.row_sizes import RowSizes, memory_of, scoring_rows
 from umbra.services.process import host_memory
-from umbra.services.trainer import row_sizes as module
-from umbra.services.trainer.ranks import Ranks
-from umbra.services.trainer.rendezvous import RankPlace
-from umbra.services.trainer.row_sizes import activation_bytes, row_sizes
+from umbra.services.trainer import flops as module
+from umbra.services.trainer.distributed.ranks import Ranks
+from umbra.services.trainer.distributed.rendezvous import RankPlace
+from umbra.services.trainer.flops import activation_bytes, row_sizes
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 GIB = 1 << 30

@@ -12,12 +12,12 @@ from umbra.services.trainer.advantages import (
     Rewarded,
     dr_grpo,
     grpo,
+    overlong,
     rloo,
     token_advantages,
     whitened,
 )
 from umbra.services.trainer.objectives.values import gae, value_loss
-from umbra.services.trainer.rewards import overlong
 
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 1.0, 5.0])
 GROUPS = torch.tensor([0, 1, 0, 0, 1])

@@ -17,8 +17,8 @@ from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.micro_batch import Tokens
 from umbra.services.modeling.packing import Cost, count_tokens, first_fit_decreasing, pack
 from umbra.services.modeling.scorer import Scorer
+from umbra.services.trainer.flops import TrainingFlops
 from umbra.services.trainer.make_model import make_model
-from umbra.services.trainer.operations import TrainingFlops
 from umbra.services.trainer.policy import load_policy
 
 LENGTHS = [9, 2, 30, 5, 5, 17, 3, 12]

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from umbra.proto.errors import UmbraError, UsageError
 from umbra.services.config import TrainerConfig
 from umbra.services.modeling.model_directory import check_model_dir
+from umbra.services.trainer.distributed.ranks import Ranks, join_ranks
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.policy import export_policy, load_policy
-from umbra.services.trainer.ranks import Ranks, join_ranks
 from umbra.services.trainer.snapshot import DTYPES, tensor_layout, write_shards
 from umbra.services.weights.manifest import build_manifest
 

@@ -24,11 +24,10 @@ from torch.nn.utils.rnn import pad_sequence
 from umbra.proto.records import Trajectory, pack_float32, unpack_float32, unpack_int32
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import load_config
-from umbra.services.trainer.advantages import token_advantages
+from umbra.services.trainer.advantages import rewarded, token_advantages
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.policy import load_policy
-from umbra.services.trainer.rewards import rewarded
 from umbra.services.trainer.update import PolicyUpdate
 
 pytest.importorskip("trl")

@@ -13,7 +13,7 @@ from umbra.proto.errors import UsageError
 from umbra.services.config import RunConfig
 
 if TYPE_CHECKING:
-    from umbra.services.trainer.checkpoints.index import Index
+    from umbra.services.trainer.checkpoints.folder import Index
 
 
 def export_checkpoint(checkpoint: Path, out: Path, model: str = "") -> Path:
@@ -29,7 +29,7 @@ def export_checkpoint(checkpoint: Path, out: Path, model: str = "") -> Path:
     """
     from umbra.services.modeling.lora import add_adapter
     from umbra.services.modeling.model_directory import weights_checksum
-    from umbra.services.trainer.checkpoints.index import DamagedError, check_files
+    from umbra.services.trainer.checkpoints.folder import DamagedError, check_files
     from umbra.services.trainer.checkpoints.parts import Weights
     from umbra.services.trainer.checkpoints.reading import Saved
     from umbra.services.trainer.policy import export_policy, load_policy
@@ -79,7 +79,7 @@ def read_config(checkpoint: Path) -> tuple[RunConfig, Index]:
     Raises:
         UsageError: it is damaged.
     """
-    from umbra.services.trainer.checkpoints.index import DamagedError, read_index
+    from umbra.services.trainer.checkpoints.folder import DamagedError, read_index
 
     try:
         index = read_index(checkpoint)
@@ -113,7 +113,7 @@ def command(
         if repo is None:
             click.echo(f"{export_checkpoint(checkpoint, out or Path(scratch), model)}")
             return
-        from umbra.services.trainer.checkpoints.push import (
+        from umbra.services.trainer.checkpoints.hub import (
             make_repository,
             model_card,
             push,

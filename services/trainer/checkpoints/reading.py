@@ -19,8 +19,8 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from umbra.services.trainer.checkpoints.index import DamagedError, Index
-from umbra.services.trainer.ranks import Ranks
+from umbra.services.trainer.checkpoints.folder import DamagedError, Index
+from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.snapshot import PIECE_BYTES, as_bytes, chunk, held_rows
 
 # Safetensors' names of what optimizers and models keep.

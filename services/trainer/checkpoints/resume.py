@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 
 from umbra.proto.errors import UsageError
-from umbra.services.trainer.checkpoints.folder import CheckpointFolder
-from umbra.services.trainer.checkpoints.index import (
+from umbra.services.trainer.checkpoints.folder import (
+    CheckpointFolder,
     DamagedError,
     Index,
     check_file,
@@ -25,7 +25,7 @@ from umbra.services.trainer.checkpoints.index import (
 )
 from umbra.services.trainer.checkpoints.parts import CheckpointPart
 from umbra.services.trainer.checkpoints.reading import Saved
-from umbra.services.trainer.ranks import Ranks
+from umbra.services.trainer.distributed.ranks import Ranks
 
 log = logging.getLogger(__name__)
 

@@ -10,28 +10,40 @@ Rank 0 gives its part a name only when all hosts have done so: what it has, all 
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+import torch
+from torch import Tensor
 
 from umbra.proto.errors import UmbraError
-from umbra.services.trainer.checkpoints.folder import CheckpointFolder
-from umbra.services.trainer.checkpoints.index import FileInfo, Index
-from umbra.services.trainer.checkpoints.shard_writer import ShardCopy, ShardWriter, shard_path
+from umbra.services.process.files import DISK, FILE_MODE, Disk
+from umbra.services.trainer.checkpoints.folder import (
+    CheckpointFolder,
+    FileInfo,
+    Index,
+    TensorInfo,
+    file_name,
+)
+from umbra.services.trainer.checkpoints.parts import CheckpointPart
+from umbra.services.trainer.checkpoints.reading import NAMES
+from umbra.services.trainer.distributed.heartbeat import RankMessages
+from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.metrics import Row
-from umbra.services.trainer.notes import Notes
-from umbra.services.trainer.ranks import Ranks
+from umbra.services.trainer.snapshot import own_rows
+from umbra.services.weights.safetensors_file import Stored, Written, write_safetensors
 
 log = logging.getLogger(__name__)
 
 
-class _Note(msgspec.Struct, frozen=True, omit_defaults=True):
+class _Report(msgspec.Struct, frozen=True, omit_defaults=True):
     """What became of a rank's file, of its host's folder, or of the checkpoint."""
 
     file: FileInfo | None = None
@@ -49,51 +61,51 @@ def join_in(
         kept: the steps of the checkpoints that rank 0 keeps so far.
     """
     copy = writer.copy()
-    notes = _CopyNotes(ranks, writer.copies)
+    messages = _CopyMessages(ranks, writer.copies)
     place = ranks.hosts.place
     first = place.ranks_on(ranks.node)[0]
 
     def write() -> None:
         if ranks.rank == first:
-            notes.leave("folder", _noted(lambda: _make(folder, step, kept)))
-        elif ranks.node and (error := notes.of(first, "folder", "its folder").error):
-            notes.leave("file", _Note(error=error))
+            messages.put("folder", _reported(lambda: _make(folder, step, kept)))
+        elif ranks.node and (error := messages.get(first, "folder", "its folder").error):
+            messages.put("file", _Report(error=error))
             return
         path = shard_path(folder.scratch(step), ranks.rank)
-        notes.leave("file", _noted(lambda: _Note(file=copy.write(path, folder.disk))))
+        messages.put("file", _reported(lambda: _Report(file=copy.write(path, folder.disk))))
         if ranks.rank == first:
-            notes.leave("named", _noted(lambda: _finish(folder, notes)))
+            messages.put("named", _reported(lambda: _finish(folder, messages)))
 
     writer.start(write)
 
 
-def _make(folder: CheckpointFolder, step: int, kept: list[int]) -> _Note:
+def _make(folder: CheckpointFolder, step: int, kept: list[int]) -> _Report:
     if kept:
         folder.keep_only(kept)
     folder.begin(step)
-    return _Note()
+    return _Report()
 
 
-def _finish(folder: CheckpointFolder, notes: _CopyNotes) -> _Note:
-    note = notes.of(0, "index", "the index of a checkpoint")
+def _finish(folder: CheckpointFolder, messages: _CopyMessages) -> _Report:
+    note = messages.get(0, "index", "the index of a checkpoint")
     if note.index is None:
         folder.discard()
         return note
     folder.finish(note.index)
-    return _Note()
+    return _Report()
 
 
-def _noted(work: Callable[[], _Note]) -> _Note:
+def _reported(work: Callable[[], _Report]) -> _Report:
     """What `work` says, or why it could not be done."""
     try:
         return work()
     except OSError as error:
-        return _Note(error=error.strerror or str(error))
+        return _Report(error=error.strerror or str(error))
     except Exception as error:  # noqa: BLE001 - rank 0 waits for a note, whatever it is
-        return _Note(error=f"{type(error).__name__}: {error}")
+        return _Report(error=f"{type(error).__name__}: {error}")
 
 
-class _CopyNotes:
+class _CopyMessages:
     """What the ranks tell each other of one checkpoint, in their store.
 
     Args:
@@ -104,25 +116,27 @@ class _CopyNotes:
         self._ranks = ranks
         self._number = number
 
-    def leave(self, what: str, note: _Note) -> None:
+    def put(self, what: str, note: _Report) -> None:
         """Tell something, once."""
-        self._notes.leave(self._named(what), msgspec.json.encode(note).decode())
+        self._messages.put(self._named(what), msgspec.json.encode(note).decode())
 
-    def of(self, rank: int, what: str, awaited: str) -> _Note:
+    def get(self, rank: int, what: str, awaited: str) -> _Report:
         """What `rank` tells.
 
         Raises:
             DeadlineError: it is silent.
         """
-        return msgspec.json.decode(self._notes.of(rank, self._named(what), awaited), type=_Note)
+        return msgspec.json.decode(
+            self._messages.get(rank, self._named(what), awaited), type=_Report
+        )
 
-    def all_of(self, members: list[int], what: str, awaited: str) -> list[_Note]:
+    def get_all(self, members: list[int], what: str, awaited: str) -> list[_Report]:
         """What these ranks tell, which is forgotten then.
 
         Raises:
             UmbraError: one could not do it, or is silent.
         """
-        notes = [self.of(rank, what, awaited) for rank in members]
+        notes = [self.get(rank, what, awaited) for rank in members]
         self.forget(members, what)
         for rank, note in zip(members, notes, strict=True):
             if note.error:
@@ -132,14 +146,14 @@ class _CopyNotes:
     def forget(self, members: list[int], what: str) -> None:
         """Keep the store small: nobody asks for it any more."""
         if members:
-            self._notes.forget(members, self._named(what))
+            self._messages.forget(members, self._named(what))
 
     @property
-    def _notes(self) -> Notes:
+    def _messages(self) -> RankMessages:
         """Only asked for where there are other ranks, and so a store."""
         ranks = self._ranks
         assert ranks.store is not None
-        return Notes(ranks.store, ranks.rank, ranks.pulse)
+        return RankMessages(ranks.store, ranks.rank, ranks.heartbeat)
 
     def _named(self, what: str) -> str:
         return f"{what} of copy {self._number}"
@@ -269,14 +283,14 @@ class Saver:
         began: float,
     ) -> SaveOutcome:
         """In the thread: write, wait for the others, name it, remove old ones."""
-        ranks, notes = self._ranks, _CopyNotes(self._ranks, self._writer.copies)
+        ranks, messages = self._ranks, _CopyMessages(self._ranks, self._writer.copies)
         place = ranks.hosts.place
         others = list(range(1, ranks.world))
         firsts = [place.ranks_on(node)[0] for node in range(1, place.nodes)]
         told = False
         try:
             mine = copy.write(shard_path(scratch, 0), self.folder.disk)
-            noted = notes.all_of(others, "file", "its part of a checkpoint")
+            noted = messages.get_all(others, "file", "its part of a checkpoint")
             files = [mine, *(note.file for note in noted if note.file is not None)]
             index = Index(
                 step=step,
@@ -291,17 +305,117 @@ class Saver:
             )
             if firsts:
                 told = True
-                notes.leave("index", _Note(index=index))
-                notes.all_of(firsts, "named", "its folder of a checkpoint")
-                notes.forget(firsts, "folder")
-                notes.forget([0], "index")
+                messages.put("index", _Report(index=index))
+                messages.get_all(firsts, "named", "its folder of a checkpoint")
+                messages.forget(firsts, "folder")
+                messages.forget([0], "index")
             self.folder.finish(index)
             self.folder.prune()
         except (OSError, UmbraError) as error:
             self.folder.discard()
             reason = getattr(error, "strerror", None) or str(error)
             if firsts and not told:
-                notes.leave("index", _Note(error=reason))
+                messages.put("index", _Report(error=reason))
             return SaveOutcome(step, reason, 0, copy_s, time.perf_counter() - began)
         size = sum(file.size for file in files)
         return SaveOutcome(step, "", size, copy_s, time.perf_counter() - began - copy_s)
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ShardCopy:
+    """What a rank holds, in memory that nobody else writes to; and the layout of the whole."""
+
+    rows: dict[str, Tensor]  # by "part/name", on the CPU; without those of which it has none
+    first: dict[str, int]  # the number of the first of these rows
+    facts: str  # JSON
+    layout: dict[str, TensorInfo]
+
+    def write(self, path: Path, disk: Disk = DISK) -> FileInfo:
+        """Write it as a new file; return when the disk has it.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        stored = (
+            Stored(name, NAMES[rows.dtype], rows.shape, _bytes(rows))
+            for name, rows in self.rows.items()
+        )
+        facts = {"facts": self.facts, "first": json.dumps(self.first)}
+        written: Written = write_safetensors(
+            path, stored, facts, sync=True, mode=FILE_MODE, disk=disk
+        )
+        return FileInfo(written.size, written.checksum)
+
+
+class ShardWriter:
+    """Copies and writes the share of this rank, one at a time.
+
+    The memory of the copy, as much as all parts need, is used again and again.
+
+    Args:
+        holders: the first so many ranks write all rows; see `Ranks`.
+    """
+
+    def __init__(self, parts: Mapping[str, CheckpointPart], rank: int, holders: int) -> None:
+        self.copy_s = 0.0  # seconds that the last copy took: what training has waited
+        self.copies = 0  # made so far
+        self._parts = parts
+        self._rank = rank
+        self._holders = holders
+        self._memory: dict[str, Tensor] = {}
+        self._writing: Future[Any] | None = None
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="umbra-checkpoint")
+
+    @torch.no_grad()
+    def copy(self) -> ShardCopy:
+        """What this rank holds now; waits until the copy before has been written."""
+        if self._writing is not None:
+            wait([self._writing])
+        begin = time.perf_counter()
+        rows: dict[str, Tensor] = {}
+        begins: dict[str, int] = {}
+        layout: dict[str, TensorInfo] = {}
+        for part_name, part in self._parts.items():
+            for name, tensor in part.tensors().items():
+                full = f"{part_name}/{name}"
+                layout[full] = TensorInfo(list(tensor.shape), NAMES[tensor.dtype])
+                own, first = own_rows(full, tensor, self._rank, self._holders)
+                if own.numel():
+                    begins[full] = first
+                    rows[full] = self._room(full, own).copy_(own, non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        facts = {name: dict(part.facts()) for name, part in self._parts.items()}
+        self.copy_s = time.perf_counter() - begin
+        self.copies += 1
+        return ShardCopy(rows, begins, json.dumps(facts), layout)
+
+    def start(self, work: Callable[[], T]) -> Future[T]:
+        """Do `work` in the thread."""
+        future = self._executor.submit(work)
+        self._writing = future
+        return future
+
+    def close(self) -> None:
+        """Finish what is being written."""
+        self._executor.shutdown()
+
+    def _room(self, name: str, own: Tensor) -> Tensor:
+        room = self._memory.get(name)
+        if room is None or room.shape != own.shape or room.dtype != own.dtype:
+            pinned = own.device.type == "cuda"  # so that the copy runs at the bus's speed
+            room = torch.empty(own.shape, dtype=own.dtype, pin_memory=pinned)
+            self._memory[name] = room
+        return room
+
+
+def shard_path(scratch: Path, rank: int) -> Path:
+    """Where a rank writes its file."""
+    return scratch / file_name(rank)
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.reshape(-1).view(torch.uint8).numpy().data

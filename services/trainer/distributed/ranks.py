@@ -2,7 +2,7 @@
 
 Rank 0 alone is a member of the run. What it decides reaches the others as bytes over the process
 group, which they enter when it has announced them: until then they wait for as long as it lives
-(`pulse.py`). A rank that dies closes its connections, which the others notice in the collective
+(`heartbeat.py`). A rank that dies closes its connections, which the others notice in the collective
 that they are in, or in the next one; within a collective none may be silent for longer than
 `trainer.rank_timeout_s`. The ranks may be on several hosts, on each equally many neighbours.
 """
@@ -30,8 +30,8 @@ from umbra.proto.errors import EXIT_DONE, PeerLostError, UmbraError, UsageError
 from umbra.proto.net.address import interface_towards
 from umbra.services.config import TrainerConfig
 from umbra.services.process.supervisor import FINAL_CODES
-from umbra.services.trainer.pulse import POLL_S, Pulse
-from umbra.services.trainer.rendezvous import Hosts, RankPlace, meet
+from umbra.services.trainer.distributed.heartbeat import POLL_S, Heartbeat
+from umbra.services.trainer.distributed.rendezvous import Hosts, RankPlace, meet
 
 if TYPE_CHECKING:
     from umbra.services.modeling.expert_parallel import ExpertGroup
@@ -85,7 +85,7 @@ class Ranks:
         store: where the ranks meet, needed if there are several.
         timeout_s: seconds that another rank may be silent.
         groups: in which they talk.
-        pulse: how they wait for each other, needed if there are several.
+        heartbeat: how they wait for each other, needed if there are several.
         hosts: that they are on, if there are several.
     """
 
@@ -96,7 +96,7 @@ class Ranks:
         store: Store | None = None,
         timeout_s: float = 0.0,
         groups: Groups | None = None,
-        pulse: Pulse | None = None,
+        heartbeat: Heartbeat | None = None,
         hosts: Hosts | None = None,
     ) -> None:
         self.rank = rank
@@ -114,7 +114,7 @@ class Ranks:
         # Parts that a batch is cut into, and which of them is ours: ranks that share rows have one.
         self.shares = world // sequence.size if sequence else world
         self.share = rank // sequence.size if sequence else rank
-        self._pulse = pulse
+        self._heartbeat = heartbeat
         self._heard = 0  # messages of rank 0
 
     def apart(self) -> Ranks:
@@ -142,15 +142,15 @@ class Ranks:
         return self.hosts.place.node(self.rank)
 
     @property
-    def pulse(self) -> Pulse:
+    def heartbeat(self) -> Heartbeat:
         """How these ranks wait for each other.
 
         Raises:
             ValueError: there is one rank.
         """
-        if self._pulse is None:
+        if self._heartbeat is None:
             raise ValueError("a single rank waits for nobody")
-        return self._pulse
+        return self._heartbeat
 
     def check(self) -> None:
         """Rank 0, while it waits for something else: do the other ranks live?
@@ -159,7 +159,7 @@ class Ranks:
             DeadlineError: one is silent.
         """
         if self.world > 1:
-            self.pulse.check(self.world)
+            self.heartbeat.check(self.world)
 
     def broadcast(self, data: bytes = b"") -> bytes:
         """What rank 0 gives as `data`, on every rank; they wait for it for as long as it lives.
@@ -179,7 +179,7 @@ class Ranks:
             store.add(_SAID, 1)
         else:
             self._heard += 1
-            if not self.pulse.wait(0, self._said, "what is to be done"):
+            if not self.heartbeat.wait(0, self._said, "what is to be done"):
                 log.info("rank 0 has ended the trainer: %s", store.get(_ENDED).decode())
                 _leave(self)
                 raise SystemExit(EXIT_DONE)
@@ -281,7 +281,7 @@ def join_ranks(
         if not _is_lost(error):
             raise
         first = str(error).strip().splitlines()[0]
-        lost = f", {ranks.pulse.blame(place.world)}" if ranks is not None else ""
+        lost = f", {ranks.heartbeat.blame(place.world)}" if ranks is not None else ""
         raise PeerLostError(
             f"trainer rank {place.rank} lost another rank{lost}: it ended, or was silent for "
             f"{config.rank_timeout_s:g} s (trainer.rank_timeout_s): {first}"
@@ -292,7 +292,7 @@ def join_ranks(
         raise
     finally:
         if ranks is not None:
-            ranks.pulse.close()
+            ranks.heartbeat.close()
     dist.destroy_process_group()
 
 
@@ -364,7 +364,9 @@ def _meet(
         world_size=world,
         timeout=timeout,
     )
-    pulse = Pulse(PrefixStore("pulse", store), rank, config.rank_timeout_s, hosts.describe)
+    heartbeat = Heartbeat(
+        PrefixStore("heartbeat", store), rank, config.rank_timeout_s, hosts.describe
+    )
     groups = _groups(
         place,
         config.rank_timeout_s,
@@ -373,7 +375,7 @@ def _meet(
         replicas=config.replicas,
     )
     return Ranks(
-        rank, world, PrefixStore("ranks", store), config.rank_timeout_s, groups, pulse, hosts
+        rank, world, PrefixStore("ranks", store), config.rank_timeout_s, groups, heartbeat, hosts
     )
 
 

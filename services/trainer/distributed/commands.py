@@ -10,10 +10,10 @@ import msgspec
 from umbra.proto.records import Trajectory
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.critic import LearnedCritic
+from umbra.services.trainer.distributed.ranks import Ranks
+from umbra.services.trainer.distributed.shards import Snapshots
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.phases import Profile
-from umbra.services.trainer.ranks import Ranks
-from umbra.services.trainer.shards import Snapshots
 from umbra.services.trainer.update import Update
 
 
@@ -51,16 +51,16 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Order = Train | Snapshot | Save | Gather | Export | Stop
+Command = Train | Snapshot | Save | Gather | Export | Stop
 
 
-def give(ranks: Ranks, order: Order) -> None:
+def send_command(ranks: Ranks, order: Command) -> None:
     """Rank 0: have the others do `order`, if there are others."""
     if ranks.world > 1:
         ranks.broadcast(msgspec.msgpack.encode(order))
 
 
-def follow(
+def follow_commands(
     ranks: Ranks,
     learner: Learner,
     update: Update,
@@ -71,7 +71,7 @@ def follow(
     say: Callable[[str], None],
 ) -> None:
     """All other ranks: do what rank 0 orders until it says to stop."""
-    decoder, phases = msgspec.msgpack.Decoder(Order), learner.phases
+    decoder, phases = msgspec.msgpack.Decoder(Command), learner.phases
     while True:
         match decoder.decode(ranks.broadcast()):
             case Train(version, trajectories):

@@ -1,6 +1,6 @@
-"""How the ranks of a trainer wait for each other: as long as the other lives.
+"""Heartbeats of the ranks of a trainer: how they wait for each other, as long as the other lives.
 
-Every rank tells in the store where they meet that it is alive, from a thread that does nothing
+Every rank counts up in the store where they meet, from a thread that does nothing
 else. So a rank may write a model for an hour, and the others, which wait for what comes next, still
 notice within `trainer.rank_timeout_s` that one has died or was stopped. A collective would not do:
 its deadline is fixed when it begins.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
@@ -27,12 +27,13 @@ _LOST = "lost"
 
 
 class RankStore(Protocol):
-    """What is needed of a `torch.distributed.Store`."""
+    """The part of `torch.distributed.Store` that ranks use."""
 
     def add(self, key: str, amount: int, /) -> int: ...
     def set(self, key: str, value: str, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
     def check(self, keys: list[str], /) -> bool: ...
+    def delete_key(self, key: str, /) -> bool: ...
 
 
 class Silence:
@@ -49,8 +50,8 @@ class Silence:
         return now - self._since
 
 
-class Pulse:
-    """One rank's pulse, and its ear for those of the others.
+class Heartbeat:
+    """One rank's heartbeat, and its ear for those of the others.
 
     Args:
         store: shared by all ranks, for this purpose alone (`PrefixStore`).
@@ -73,7 +74,7 @@ class Pulse:
         self._beat_s = min(BEAT_S, timeout_s / 8)
         self._stop = threading.Event()
         self._thread = threading.Thread(
-            target=self._tell, args=(clone(), rank), name="umbra-pulse", daemon=True
+            target=self._tell, args=(clone(), rank), name="umbra-heartbeat", daemon=True
         )
         self._thread.start()
 
@@ -186,4 +187,39 @@ class _Asking(Generic[T]):
 
 
 def _key(rank: int) -> str:
-    return f"pulse/{rank}"
+    return f"heartbeat/{rank}"
+
+
+class RankMessages:
+    """Messages that ranks leave for each other in their store, and wait for while the other lives.
+
+    Args:
+        store: shared by all ranks, for these messages alone (`PrefixStore`).
+        heartbeat: how the ranks wait for each other.
+    """
+
+    def __init__(self, store: RankStore, rank: int, heartbeat: Heartbeat) -> None:
+        self._store = store
+        self._rank = rank
+        self._heartbeat = heartbeat
+
+    def put(self, what: str, text: str) -> None:
+        """Leave `text` for the other ranks; `what` names it once."""
+        self._store.set(f"{what}/{self._rank}", text)
+
+    def get(self, rank: int, what: str, awaited: str) -> bytes:
+        """Wait for the message of `rank` called `what`; `awaited` names it in an error.
+
+        Raises:
+            DeadlineError: it is silent.
+        """
+        key = f"{what}/{rank}"
+        return self._heartbeat.wait(rank, lambda: self._look(key), awaited)
+
+    def forget(self, ranks: Iterable[int], what: str) -> None:
+        """Keep the store small: nobody asks for these any more."""
+        for rank in ranks:
+            self._store.delete_key(f"{what}/{rank}")
+
+    def _look(self, key: str) -> bytes | None:
+        return self._store.get(key) if self._store.check([key]) else None

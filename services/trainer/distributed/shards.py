@@ -4,7 +4,7 @@ Rank 0 has a slot of the arena, tells the others where it is, and all write thei
 have, each computes the checksums of an equal share of its host's buckets (which may hold rows of
 several ranks), and rank 0 collects them for Publish. They meet in a `torch.distributed` store,
 which is neither the training's process group nor the hub, and wait for each other as long as the
-other lives (`pulse.py`): no collective hangs here, and a version may be of any size.
+other lives (`heartbeat.py`): no collective hangs here, and a version may be of any size.
 
 On several hosts each has an arena of its own under the same path, in which the rows of its ranks
 are. No bucket holds rows of two hosts, and its checksum is computed on its own.
@@ -20,10 +20,9 @@ import msgspec
 from torch import nn
 
 from umbra.proto.records import Manifest
-from umbra.services.trainer.notes import Notes, NoteStore
-from umbra.services.trainer.pulse import Pulse
-from umbra.services.trainer.ranks import Ranks
-from umbra.services.trainer.rendezvous import RankPlace
+from umbra.services.trainer.distributed.heartbeat import Heartbeat, RankMessages, RankStore
+from umbra.services.trainer.distributed.ranks import Ranks
+from umbra.services.trainer.distributed.rendezvous import RankPlace
 from umbra.services.trainer.snapshot import write_shards, written_rows
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.manifest import checksum, owned_buckets
@@ -34,18 +33,18 @@ class ShardSync:
 
     Args:
         store: shared by all ranks, for this purpose alone (`PrefixStore`).
-        pulse: how the ranks wait for each other.
+        heartbeat: how the ranks wait for each other.
     """
 
-    def __init__(self, store: NoteStore, rank: int, world: int, pulse: Pulse) -> None:
+    def __init__(self, store: RankStore, rank: int, world: int, heartbeat: Heartbeat) -> None:
         self.rank = rank
         self.world = world
-        self._notes = Notes(store, rank, pulse)
+        self._messages = RankMessages(store, rank, heartbeat)
         self._meetings = 0
 
     def set(self, what: str, value: Any) -> None:
         """Leave `value`, which JSON can say, for the other ranks; `what` names it once."""
-        self._notes.leave(what, json.dumps(value))
+        self._messages.put(what, json.dumps(value))
 
     def get(self, what: str, rank: int) -> Any:
         """What `rank` left.
@@ -53,7 +52,7 @@ class ShardSync:
         Raises:
             DeadlineError: it is silent.
         """
-        return json.loads(self._notes.of(rank, what, f"the {what}"))
+        return json.loads(self._messages.get(rank, what, f"the {what}"))
 
     def agree(self, place: tuple[str, int] | None) -> tuple[str, int]:
         """Path of the arena and slot, given by rank 0 (None elsewhere), for the next snapshot.
@@ -100,7 +99,7 @@ class ShardSync:
     def _forget(self, meeting: int) -> None:
         """Keep the store small: all ranks are past that meeting when rank 0 begins the next."""
         for what in ("slot", "written", "checksums"):
-            self._notes.forget(range(self.world), f"{what} of snapshot {meeting}")
+            self._messages.forget(range(self.world), f"{what} of snapshot {meeting}")
 
 
 def own_buckets(manifest: Manifest, place: RankPlace) -> list[int]:
@@ -171,7 +170,7 @@ class Snapshots:
         self._ranks = ranks
         self._sync: ShardSync | None = None
         if ranks.store is not None:
-            self._sync = ShardSync(ranks.store, ranks.rank, ranks.world, ranks.pulse)
+            self._sync = ShardSync(ranks.store, ranks.rank, ranks.world, ranks.heartbeat)
         self._arena: tuple[str, Arena] | None = None
 
     def write(

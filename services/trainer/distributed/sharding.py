@@ -31,8 +31,8 @@ from transformers import PreTrainedModel
 from umbra.proto.errors import UsageError
 from umbra.services.config import TrainerConfig
 from umbra.services.modeling.expert_parallel import divide_experts
+from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.optimizer import local
-from umbra.services.trainer.ranks import Ranks
 
 _ATEN = torch.ops.aten
 # What selective recomputation keeps: linear layers, experts, and attention that keeps no scores.
