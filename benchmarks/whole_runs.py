@@ -11,7 +11,7 @@ from typing import Any
 
 from umbra.deploy.commands.demo import HELDOUT, RECIPES
 from umbra.deploy.files.run_folder import RunFolder, read_rows
-from umbra.deploy.report.overlap import Interval, clip, merge, total
+from umbra.deploy.report.summary import Interval, clip, merge, total
 from umbra.deploy.run.live import QuietView
 from umbra.deploy.run.up import Up
 from umbra.services.config import RunConfig
