@@ -37,7 +37,7 @@ from chaos_audit import audit, curve
 from chaos_run import DemoRun, SecondNode, free_port, make_task
 from report import Report
 
-from umbra.deploy.files.toml import to_toml
+from umbra.deploy.files.formats import to_toml
 from umbra.services.config.loader import as_dict, load_config
 
 DEMO = Path(__file__).resolve().parents[1] / "examples" / "sort.toml"

@@ -28,7 +28,7 @@ from chaos_audit import audit, rows
 from chaos_run import DemoRun
 from report import Report
 
-from umbra.deploy.files.toml import to_toml
+from umbra.deploy.files.formats import to_toml
 from umbra.proto.deadline import Deadline
 from umbra.services.config.loader import as_dict, load_config
 from umbra.services.generator.tasks import write_task

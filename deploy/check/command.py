@@ -22,11 +22,11 @@ from umbra.deploy.check.machine import Finding, as_text, findings, has_problem, 
 from umbra.deploy.check.machine_defaults import Hardware, for_hardware, this_hardware
 from umbra.deploy.check.nodes import look_at_cluster
 from umbra.deploy.check.share import shares_if_any
-from umbra.deploy.check.start import try_start
 from umbra.deploy.cluster.cluster_file import load_cluster
-from umbra.deploy.files.toml import to_toml
+from umbra.deploy.files.formats import to_toml
 from umbra.deploy.prepare.load import load_run, set_option
 from umbra.deploy.prepare.preflight import check_packages, check_run, search_path
+from umbra.deploy.prepare.stage import try_start
 from umbra.proto.errors import EXIT_DONE, UsageError
 from umbra.services.config import RunConfig
 from umbra.services.config.cautions import cautions
@@ -177,7 +177,7 @@ def _of(there: int | None, name: str = "") -> str:
 
 
 def _table(need: Need) -> list[str]:
-    """What a process needs; what is not there at the time of its peak is in brackets."""
+    """Return the lines of a process; what is absent at the time of its peak is in brackets."""
     where = ""
     if need.gpus:
         indices = sorted({index for gpus in need.gpus for index in gpus})

@@ -110,7 +110,6 @@ def kv_numbers(config: Any, *, latent: bool) -> int:
 
 
 def _memory(kind: str, gpu: int, host: int | None, processes: int = 1) -> int:
-    """Bytes that a process on such a device has in all."""
     if kind == "cuda":
         return gpu or UNKNOWN_GPU
     return (host_bytes() if host is None else host) // processes

@@ -113,7 +113,7 @@ class Estimate:
 
 
 def estimate(config: RunConfig, facts: Facts, machine: Machine) -> Estimate:
-    """What the processes of a run on one such machine need, and whether they fit."""
+    """Return what the processes of a run on one such machine need, and whether they fit."""
     found = needs(config, facts, gpu=machine.gpu > 0)
     slots = arena(config, facts.sizes, gpu=machine.gpu > 0)
     by_gpu: dict[int, list[Need]] = defaultdict(list)
@@ -150,7 +150,7 @@ def _with_margin(name: str, needed: int, there: int | None) -> str:
 
 
 def taken(config: RunConfig, need: Need, machine: Machine) -> int:
-    """Bytes of each of its GPUs; vLLM takes its share whatever it needs."""
+    """Return the bytes of each of its GPUs; vLLM takes its share whatever it needs."""
     if need.name == "generator" and config.generator.engine == "vllm" and machine.gpu:
         return int(_vllm_share(config) * machine.gpu)
     return peak(need.device)
@@ -161,7 +161,7 @@ def _vllm_share(config: RunConfig) -> float:
 
 
 def vllm_room(config: RunConfig, found: list[Need], machine: Machine) -> tuple[float | None, str]:
-    """How many sequences of a whole context vLLM's KV cache has room for, in words too."""
+    """Return how many full contexts vLLM's KV cache has room for, and a sentence if too few."""
     generator = config.generator
     need = next((need for need in found if need.name == "generator" and need.gpus), None)
     given = generator.engine_args.get("kv_cache_memory_bytes")
@@ -217,7 +217,7 @@ def _host_faults(found: list[Need], slots: Item, host: int, machine: Machine) ->
 
 
 def _largest(items: tuple[Item, ...] | list[Item]) -> Item:
-    """The largest of those that a user can change, in the phase that needs most."""
+    """Return the largest item that a user can change, in the phase that needs most."""
     phase = max(PHASES, key=lambda name: sum(i.bytes for i in items if name in i.during))
     known = [item for item in items if item.remedy and phase in item.during]
     return max(known or items, key=lambda item: item.bytes)

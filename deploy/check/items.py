@@ -78,12 +78,11 @@ class Sized:
 
     @property
     def count(self) -> int:
-        """Its numbers."""
         return prod(self.shape)
 
     @property
     def width(self) -> int:
-        """Numbers of a row; 0: its rows are numbers."""
+        """Return the numbers of a row; 0 for a vector."""
         return prod(self.shape[1:]) if len(self.shape) > 1 else 0
 
     def share(self, ranks: int) -> int:
@@ -104,17 +103,16 @@ class ModelSizes:
 
     @property
     def parameters(self) -> int:
-        """Numbers of the model; an adapter, which is merged into it, left out."""
+        """Return the numbers of the model without an adapter, which is merged into it."""
         return sum(t.count for t in self.tensors if not t.adapter)
 
     @property
     def adapter(self) -> int:
-        """Numbers of an adapter."""
         return sum(t.count for t in self.tensors if t.adapter)
 
     @property
     def trained(self) -> int:
-        """Numbers that have a gradient."""
+        """Return the numbers that have a gradient."""
         return sum(t.count for t in self.tensors if t.trained)
 
     def share(self, ranks: int, *, trained: bool = False) -> int:
@@ -123,26 +121,24 @@ class ModelSizes:
 
     @property
     def root(self) -> tuple[int, int]:
-        """Numbers outside of the layers, and those of them that are trained."""
+        """Return the numbers outside of the layers, and how many of them are trained."""
         return self._in({-1})
 
     @property
     def layers(self) -> int:
-        """Numbers of all layers."""
         return sum(t.count for t in self.tensors if t.layer >= 0)
 
     def root_share(self, ranks: int) -> int:
-        """Numbers outside of the layers that are trained, and that one of `ranks` ranks holds."""
+        """Return the trained numbers outside of the layers that one of `ranks` ranks holds."""
         return sum(t.share(ranks) for t in self.tensors if t.trained and t.layer < 0)
 
     @property
     def largest_layer(self) -> tuple[int, int]:
-        """Numbers of the largest layer, and those of it that are trained."""
+        """Return the numbers of the largest layer, and how many of them are trained."""
         return max(self._in({layer}) for layer in {t.layer for t in self.tensors} - {-1})
 
     @property
     def alike(self) -> bool:
-        """Whether all layers have the same tensors."""
         layers: dict[int, list[tuple[tuple[int, ...], bool]]] = {}
         for tensor in self.tensors:
             layers.setdefault(tensor.layer, []).append((tensor.shape, tensor.trained))
@@ -174,7 +170,7 @@ class PassPeaks:
 
     @property
     def working(self) -> int:
-        """Most beyond `kept` while the layers compute."""
+        """Return the most bytes beyond `kept` while the layers compute."""
         return max(0, self.forward - self.kept, self.backward - self.kept)
 
     @property
@@ -211,12 +207,11 @@ class Facts:
 
 
 def kind_of(device: str, *, gpu: bool) -> str:
-    """ "cuda" or "cpu": what a configured device name means on a machine with or without GPUs."""
+    """Return "cuda" or "cpu": the meaning of a device name on a machine with or without GPUs."""
     name = device.partition(":")[0]
     return ("cuda" if gpu else "cpu") if name == "auto" else name
 
 
 def first_gpu(device: str) -> int:
-    """The index in a configured device name; 0 if it has none."""
     number = device.partition(":")[2]
     return int(number) if number.isdigit() else 0

@@ -207,7 +207,6 @@ def _shm() -> tuple[int, int]:
 
 
 def shared_memory(free: int, total: int, needed: int | None) -> Finding:
-    """Check that the versions of the weights have room in /dev/shm."""
     fact = f"{size(free)} free of {size(total)}"
     fact += "" if needed is None else f", the run needs {size(needed)}"
     remedy = (
@@ -222,7 +221,6 @@ def shared_memory(free: int, total: int, needed: int | None) -> Finding:
 
 
 def host_memory(available: int, total: int, needed: int | None) -> Finding:
-    """Check that the host has the memory that is estimated."""
     fact = f"{size(available)} free of {size(total)}"
     fact += "" if needed is None else f", the run needs {size(needed)}"
     if needed is not None and available < needed:

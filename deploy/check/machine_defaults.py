@@ -44,7 +44,7 @@ class Hardware:
 
 
 def for_this_machine(config: RunConfig, tree: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:
-    """`for_hardware` of this machine; what `tree` has is what the user has set."""
+    """Apply `for_hardware` to this machine; keys in `tree` are the user's and stay."""
     return for_hardware(config, given_keys(tree), this_hardware(), shares_aside)
 
 
@@ -107,7 +107,7 @@ def choose(
 
 
 def positions(model: str) -> int:
-    """How many tokens that model (as `directory_of` takes it) was made for; 0: it is not known."""
+    """Return the longest context of a model (as `directory_of` takes it); 0: unknown."""
     try:
         config = read_config(directory_of(model, weights=False))
     except (UsageError, StartupError):
@@ -137,7 +137,7 @@ def this_hardware() -> Hardware:
 
 
 def _may_need_room(config: RunConfig) -> bool:
-    """Whether memory of a GPU is divided: with the trainer, or the torch engine's into slots."""
+    """True if memory of a GPU is divided: with the trainer, or the torch engine's into slots."""
     generator, trainer = config.generator, config.trainer
     if kind_of(generator.device, gpu=True) != "cuda":
         return False
@@ -183,7 +183,7 @@ def _with_shares(config: RunConfig, found: GpuShares) -> RunConfig:
 
 
 def _changes(before: RunConfig, after: RunConfig) -> Iterator[str]:
-    """What differs, as `section.key = value`."""
+    """Yield the differences, as `section.key = value`."""
     old, new = as_dict(before), as_dict(after)
     for section in ("generator", "sampling", "trainer"):
         for key, value in new[section].items():

@@ -50,7 +50,7 @@ def fullest(config: RunConfig) -> list[RowShape]:
 
 
 def _filled(tokens: int, width: int, *, packed: bool) -> Iterator[RowShape]:
-    """So many `tokens` in rows as wide as can be, and in narrower ones if those leave some out."""
+    """Yield rows as wide as can be for so many `tokens`, and narrower ones if some are left."""
     yield RowShape(max(1, tokens // width), width, packed)
     if width < tokens and tokens % width:
         count = -(-tokens // width)
@@ -58,7 +58,7 @@ def _filled(tokens: int, width: int, *, packed: bool) -> Iterator[RowShape]:
 
 
 def needs(config: RunConfig, facts: Facts, *, gpu: bool) -> list[Need]:
-    """Of each kind of process of a run that needs much, on a machine with or without GPUs."""
+    """Return the needs of each kind of process of a run, on a machine with or without GPUs."""
     return [
         trainer_need(config, facts, gpu=gpu),
         _generator(config, facts, gpu=gpu),
@@ -67,7 +67,7 @@ def needs(config: RunConfig, facts: Facts, *, gpu: bool) -> list[Need]:
 
 
 def published(config: RunConfig, sizes: ModelSizes, *, gpu: bool) -> int:
-    """Bytes of a version: the weights, or an adapter that is published by itself."""
+    """Return the bytes of a version: the weights, or an adapter published by itself."""
     kind = kind_of(config.trainer.device, gpu=gpu)
     alone = config.trainer.lora_publish == "adapter"
     numbers = sizes.adapter if alone else sizes.parameters
@@ -75,7 +75,6 @@ def published(config: RunConfig, sizes: ModelSizes, *, gpu: bool) -> int:
 
 
 def arena(config: RunConfig, sizes: ModelSizes, *, gpu: bool) -> Item:
-    """The weight hub's slots in /dev/shm."""
     slots = config.weight_hub.slots
     size = slots * published(config, sizes, gpu=gpu)
     return Item(f"arena, {slots} versions", size, AFTER_LOADING, "set weight_hub.slots = 2")
@@ -125,7 +124,6 @@ def _generator(config: RunConfig, facts: Facts, *, gpu: bool) -> Need:
 
 
 def _scorers(config: RunConfig, facts: Facts, *, gpu: bool) -> Iterator[Need]:
-    """Those that have a model: reference and proximal logprobs."""
     kind = kind_of(config.scorer.device, gpu=gpu)
     each = ITEM_BYTES[config.weight_hub.dtype_on(kind)]
     version = facts.sizes.parameters * each

@@ -47,7 +47,7 @@ class Placed:
 
 
 def trainer_need(config: RunConfig, facts: Facts, *, gpu: bool) -> Need:
-    """Of each trainer rank, on a machine with or without GPUs."""
+    """Return what each trainer rank needs, on a machine with or without GPUs."""
     trainer, sizes = config.trainer, facts.sizes
     ranks = trainer.ranks
     kind = kind_of(trainer.device, gpu=gpu)
@@ -86,7 +86,7 @@ def trainer_need(config: RunConfig, facts: Facts, *, gpu: bool) -> Need:
 
 
 def moments(trainer: TrainerConfig, sizes: ModelSizes) -> int:
-    """Bytes of what a rank's optimizer keeps of the numbers that it trains."""
+    """Return the bytes of a rank's optimizer states."""
     trained = sizes.share(trainer.ranks, trained=True)
     if trainer.optimizer == "sgd":
         return 4 * trained if trainer.betas[0] else 0
@@ -144,7 +144,7 @@ def _name(each: int) -> str:
 
 
 def _critic(trainer: TrainerConfig) -> TrainerConfig:
-    """The settings of a critic's own model: float32, on the host only where FSDP puts its rows."""
+    """Return the settings of a critic's own model: float32, on the host only where FSDP puts it."""
     offload = trainer.offload
     if offload == "optimizer":
         offload = "none"
@@ -198,7 +198,7 @@ def _gathered(trainer: TrainerConfig, sizes: ModelSizes, kind: str) -> Placed:
 
 
 def _passes(trainer: TrainerConfig, facts: Facts, kind: str) -> Placed:
-    """What a forward and a backward pass take beyond parameters and gradients."""
+    """Return what forward and backward passes take beyond parameters and gradients."""
     training, rows = facts.training, facts.rows
     less = "lower trainer.micro_tokens"
     if not trainer.recomputes_on(kind):

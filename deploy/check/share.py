@@ -27,7 +27,7 @@ SMALLER = "trainer.lora_rank, trainer.offload or a smaller generator.max_context
 
 
 class ShareRequest(msgspec.Struct, frozen=True):
-    """What is asked: of which run, which keys its user has set, and bytes and name of the GPU."""
+    """A run, the keys that its user has set, and bytes and name of the GPU."""
 
     config: RunConfig
     given: list[str]
@@ -36,7 +36,7 @@ class ShareRequest(msgspec.Struct, frozen=True):
 
 
 class GpuShares(msgspec.Struct, frozen=True):
-    """What is answered: of the generator; or why the run is refused."""
+    """A generator's slots and vLLM arguments; or why the run is refused."""
 
     slots: int
     engine_args: dict[str, Any]
@@ -80,7 +80,7 @@ def shares(config: RunConfig, given: Collection[str], machine: Machine) -> GpuSh
 
 
 def shares_if_any(request: ShareRequest) -> GpuShares:
-    """`shares`, or what the run has already where there is no room, for an estimate to tell."""
+    """Return `shares`, or the run's own settings where there is no room."""
     generator = request.config.generator
     try:
         return shares(request.config, request.given, Machine(request.gpu, request.name))

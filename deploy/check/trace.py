@@ -143,7 +143,6 @@ def pass_peaks(
 
 
 def _first(config: Any, layers: int) -> Any:
-    """`config` of the first so many layers."""
     cut = copy.deepcopy(config)
     cut.num_hidden_layers = layers
     if getattr(cut, "layer_types", None):
@@ -152,7 +151,7 @@ def _first(config: Any, layers: int) -> Any:
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-    """What a grouped product returns; torch knows its shape for bfloat16 alone."""
+    """Return the shape of a grouped product; torch knows it for bfloat16 alone."""
     if b.dim() == 3:
         return a.new_empty((*a.shape[:-1], b.shape[-1]))
     assert offs is not None
@@ -267,7 +266,7 @@ class Outline:
         return self._live.keep_away()
 
     def _shared(self, parallel: SequenceParallel, rows: MicroBatch) -> Any:
-        """`parallel`, which looks at the data of `rows`, with the share that it has found there."""
+        """Return `parallel` with the share of `rows`, which it needs data to find."""
         with unset_fake_temporarily():
             share = parallel.share(rows)
         share.rows, share.own = self._fakes(share.rows), self._fakes(share.own)
@@ -275,7 +274,7 @@ class Outline:
         return _Known(share)
 
     def _fakes(self, micro: MicroBatch) -> MicroBatch:
-        """`micro` with tensors that have no data."""
+        """Return `micro` with tensors that have no data."""
         tensors = {
             field.name: self._fake.from_tensor(value)
             for field in dataclasses.fields(micro)
@@ -285,7 +284,7 @@ class Outline:
 
 
 class _Silent(SequenceGroup):
-    """Ranks that share rows, of which there is but this one: nothing is sent."""
+    """A sequence group of one rank: nothing is sent."""
 
     def __init__(self, size: int) -> None:
         nobody: Any = None
@@ -299,7 +298,7 @@ class _Silent(SequenceGroup):
 
 
 class _Known:
-    """In the place of `SequenceParallel`: a share that is known already."""
+    """A stand-in for `SequenceParallel` with a share that is known already."""
 
     def __init__(self, share: SequenceShare) -> None:
         self._share = share
@@ -334,7 +333,6 @@ class _Marks:
         self._live.peak = self._live.now
 
     def close(self) -> None:
-        """Take no more notes."""
         self._hook.remove()
 
     def peaks(self) -> PassPeaks:

@@ -25,7 +25,7 @@ from umbra.deploy.cluster.kubernetes import manifests
 from umbra.deploy.cluster.plan import Plan
 from umbra.deploy.cluster.slurm import slurm_script
 from umbra.deploy.cluster.table import as_json
-from umbra.deploy.files.toml import to_toml
+from umbra.deploy.files.formats import to_toml
 from umbra.proto.errors import UsageError
 from umbra.services.config.loader import as_dict
 
@@ -63,7 +63,7 @@ class Bundle:
         return files
 
     def plan_file(self) -> dict[str, str]:
-        """The plan itself, by which nodes are added later."""
+        """Return plan.json, by which nodes are added later."""
         told = as_json(self._plan) | {"config": self._digest()}
         return {PLAN_FILE: json.dumps(told, indent=2) + "\n"}
 
@@ -192,11 +192,10 @@ class Bundle:
         return manifests(self._plan, paths, self._config(), only)
 
     def _digest(self) -> str:
-        """Names the configuration."""
         return hashlib.sha256(self._config().encode()).hexdigest()
 
     def _config(self) -> str:
-        """The run file for the nodes, whose environment says where their keys are."""
+        """Return the run file for the nodes, whose environment says where their keys are."""
         config = self._plan.config
         replace = msgspec.structs.replace
         return to_toml(as_dict(replace(config, security=replace(config.security, keys=""))))

@@ -29,8 +29,6 @@ FOREIGN_TASKS = {"actor-train": "train", "actor_train": "train", "rollout": "gen
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A machine."""
-
     name: Annotated[str, Meta(description="its host name for SLURM and Kubernetes", pattern=NAME)]
     address: Annotated[
         str, Meta(description="host name or address by which the others reach it", min_length=1)
@@ -65,7 +63,7 @@ Text = Annotated[str, Meta(pattern=LINE)]
 
 
 class SlurmSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What SLURM is asked for besides nodes; what is empty is the site's default."""
+    """Options for sbatch besides nodes; empty ones are the site's default."""
 
     time: Annotated[Text, Meta(description="longest run time, as sbatch takes it: 1-12:00:00")] = ""
     account: Annotated[Text, Meta(description="account that is charged")] = ""
@@ -86,8 +84,6 @@ class Toleration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
 
 class KubernetesSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What manifests say besides the plan."""
-
     namespace: Annotated[
         str,
         Meta(
@@ -119,7 +115,7 @@ class KubernetesSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 def planner() -> str:
-    """uid:gid of who plans, to whom the files belong; images' own user for root."""
+    """Return uid:gid of the planning user, to whom the files belong; the images' user for root."""
     return f"{os.geteuid()}:{os.getegid()}" if os.geteuid() else "10001:10001"
 
 
@@ -173,14 +169,11 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def owner(self) -> tuple[int, int]:
-        """uid and gid of the processes in containers."""
         user, _, group = self.user.partition(":")
         return int(user), int(group or user)
 
 
 class ClusterFile(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole file."""
-
     cluster: ClusterSpec
     nodes: list[Node]
 
@@ -275,6 +268,6 @@ def _read(kind: type[S], values: Any, where: str) -> S:
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """A hint at what `name`, which is not `known`, was meant to be."""
+    """Return a hint at what the unknown `name` was meant to be."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(known)}"

@@ -85,7 +85,7 @@ def command(
 
 
 def _keys(config: RunConfig, out: Path) -> Path | None:
-    """The folder of the run's keys: the one that the run file names, or one of the plan's own."""
+    """Return the folder of the run's keys: the run file's, or one of the plan's own."""
     if config.security.insecure and not config.security.keys:
         return None
     return Path(config.security.keys) if config.security.keys else out.resolve() / FOLDER
@@ -98,7 +98,7 @@ def _make_missing_keys(config: RunConfig, keys: Path | None) -> None:
 
 
 def _note_keys_in_sight(modules: Path, places: tuple[Path, ...]) -> None:
-    """Say so if one of the folders that have secret keys is where the containers import from."""
+    """Print a note if a folder with secret keys is where the containers import from."""
     if seen := next((str(place) for place in places if place.is_relative_to(modules)), ""):
         click.echo(
             f"note: containers that import your modules see all of {modules}, and with it secret "

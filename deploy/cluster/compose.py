@@ -9,7 +9,7 @@ from umbra.deploy.cluster import invocation
 from umbra.deploy.cluster.cluster_file import Node
 from umbra.deploy.cluster.invocation import Paths, key_files
 from umbra.deploy.cluster.plan import Plan, Process
-from umbra.deploy.cluster.yaml import to_yaml
+from umbra.deploy.files.formats import to_yaml
 
 ROOT = "/srv/umbra"
 CONFIG_FILE = "run.toml"
@@ -23,7 +23,7 @@ LOGGING = {"driver": "json-file", "options": {"max-size": "50m", "max-file": "4"
 
 
 def container_paths(plan: Plan, modules: str, *, keys: bool) -> Paths:
-    """Where the files of a run are in every container; `keys`: whether it has keys."""
+    """Return where the files of a run are in every container."""
     return Paths(
         config=f"{ROOT}/{CONFIG_FILE}",
         results=f"{ROOT}/results/{plan.run_id}",
@@ -53,7 +53,6 @@ def compose_file(plan: Plan, node: Node, paths: Paths) -> str:
 
 
 def environment_file(plan: Plan, paths: Paths) -> str:
-    """The variables of every container of a node."""
     variables = invocation.environment(plan, paths)
     return "".join(f"{name}={value}\n" for name, value in variables.items())
 
@@ -105,7 +104,7 @@ def _service(plan: Plan, process: Process, beside: list[Process], paths: Paths) 
 
 
 def _interface(node: Node) -> dict[str, Any]:
-    """Where ports are published: at the node's address alone, if the plan has it as a number."""
+    """Return where ports are published: the node's address alone, if it is a number."""
     try:
         return {"host_ip": str(ipaddress.ip_address(node.address))}
     except ValueError:

@@ -56,7 +56,7 @@ class Paths:
 
 
 def command(plan: Plan, process: Process, paths: Paths) -> list[str]:
-    """The arguments of `umbra` for `process`; the address of the buffer is in the environment."""
+    """Return the arguments of `umbra` for `process`; the buffer's address is in the environment."""
     common = ["--name", process.name, "--config", paths.config, "--run-dir", paths.results]
     advertise = process.node.address
     port = plan.cluster.port
@@ -95,7 +95,6 @@ def command(plan: Plan, process: Process, paths: Paths) -> list[str]:
 
 
 def environment(plan: Plan, paths: Paths) -> dict[str, str]:
-    """What all processes of a node find in their environment."""
     broker = plan.the("buffer").node.address
     variables = {"UMBRA_BROKER": f"tcp://{broker}:{plan.cluster.port(Port.CONTROL)}"}
     variables |= with_fast_copies({})
@@ -128,14 +127,14 @@ def health(plan: Plan, process: Process) -> list[str]:
 
 
 def key_files(process: Process) -> list[str]:
-    """The files of the run's keys that `process` needs: all public ones, and few secret ones."""
+    """Return the key files that `process` needs: all public ones, and few secret ones."""
     secret = {KEYS[process.task], "monitor"}
     public = [f"{role}{PUBLIC}" for role in KEY_ROLES]
     return [*public, *(f"{role}{SECRET}" for role in sorted(secret))]
 
 
 def ports(plan: Plan, process: Process) -> list[int]:
-    """The ports that `process` binds and others reach; gloo and NCCL choose theirs."""
+    """Return the ports that `process` binds and others reach; gloo and NCCL choose theirs."""
     meets = process.task == "train" and len(plan.trainers()) > 1 and not process.node_rank
     found = (Port.RENDEZVOUS,) if meets else PORTS.get(process.task, ())
     return [plan.cluster.port(which) for which in found]
@@ -150,7 +149,6 @@ def on_host_network(plan: Plan, process: Process) -> bool:
 
 
 def image(plan: Plan, process: Process) -> str:
-    """The image that has what `process` needs."""
     reads_data_sets = process.task == "buffer" and any(
         name.startswith(DATASETS) or is_parquet(name) for name in _read_by(plan, process)
     )
@@ -164,7 +162,6 @@ def image(plan: Plan, process: Process) -> str:
 
 
 def restarts(plan: Plan, process: Process) -> int:
-    """How often `process` is started again when it fails."""
     if process.task == "train" and len(plan.trainers()) == 1:
         return TRAINER_RESTARTS
     return RESTARTS
@@ -183,7 +180,7 @@ def memory_gib(plan: Plan, process: Process) -> float | None:
 
 
 def inputs(plan: Plan, process: Process, paths: Paths) -> list[str]:
-    """Files and folders that `process` reads, which lie at the same place on every node."""
+    """Return the files that `process` reads, at the same place on every node."""
     found = [path for path in _read_by(plan, process) if not _is_elsewhere(path)]
     if process.task in ("buffer", "generate", "reward"):
         found.append(paths.modules)
@@ -191,17 +188,17 @@ def inputs(plan: Plan, process: Process, paths: Paths) -> list[str]:
 
 
 def fetches(plan: Plan, process: Process) -> bool:
-    """Whether `process` reads models or prompts that it has to download."""
+    """True if `process` reads models or prompts that it has to download."""
     return any(map(_is_elsewhere, _read_by(plan, process)))
 
 
 def _is_elsewhere(name: str) -> bool:
-    """Whether it is the name of something that is not on the nodes, and no path there."""
+    """True if `name` is no path on the nodes."""
     return name.startswith(DATASETS) or is_url(name) or looks_like_name(name)
 
 
 def _read_by(plan: Plan, process: Process) -> list[str]:
-    """The models, prompts and other files of the run file that `process` reads."""
+    """Return the models, prompts and other files of the run file that `process` reads."""
     config = plan.config
     chat = [config.model.path, config.model.chat_template]
     found: dict[Task, list[str]] = {
@@ -217,7 +214,7 @@ def _read_by(plan: Plan, process: Process) -> list[str]:
 
 
 def modules_of(config: RunConfig, run_file: Path) -> str:
-    """The folder of the user's own modules; empty if the run names none."""
+    """Return the folder of the user's own modules; empty if the run names none."""
     named = [name for name in _prompts_of(config) if is_function(name)]
     for one in config.all_environments:
         named += [one.kind, one.reward, *one.rewards, one.agent, one.id]
@@ -225,11 +222,9 @@ def modules_of(config: RunConfig, run_file: Path) -> str:
 
 
 def _prompts_of(config: RunConfig) -> list[str]:
-    """Every source of prompts that the run file names."""
     environments = [one.prompts for one in config.environments]
     return [config.data.prompts, *config.data.sources, *environments, config.eval.prompts]
 
 
 def _hub(plan: Plan) -> str:
-    """The hub's weights endpoint."""
     return f"tcp://{plan.the('weight_hub').node.address}:{plan.cluster.port(Port.WEIGHTS)}"

@@ -14,7 +14,7 @@ from umbra.deploy.cluster.cluster_file import Node
 from umbra.deploy.cluster.compose import CONFIG_FILE, ROOT
 from umbra.deploy.cluster.invocation import KEYS, Paths, key_files
 from umbra.deploy.cluster.plan import Plan, Process
-from umbra.deploy.cluster.yaml import to_yaml
+from umbra.deploy.files.formats import to_yaml
 from umbra.proto.errors import UsageError
 
 GRACE_S = 40
@@ -23,12 +23,12 @@ LONGEST = 63  # characters of a label, and of the names that become host names
 
 
 def keys_secret(plan: Plan) -> str:
-    """The name of the Secret that holds the run's keys, which is made by hand."""
+    """Return the name of the Secret with the run's keys, which is made by hand."""
     return _name(plan, "keys")
 
 
 def keys_command(plan: Plan, keys: str) -> str:
-    """The line that makes that Secret of the folder `keys`."""
+    """Return the command that makes that Secret of the folder `keys`."""
     namespace = plan.cluster.kubernetes.namespace
     where = f" --namespace={namespace}" if namespace else ""
     return f"kubectl create secret generic {keys_secret(plan)}{where} --from-file={keys}"
@@ -139,7 +139,7 @@ def _container(plan: Plan, process: Process, paths: Paths) -> dict[str, Any]:
 
 
 def _resources(plan: Plan, process: Process) -> dict[str, Any]:
-    """What a container may use is what it asks for: the scheduler then keeps it free."""
+    """Return requests equal to limits: the scheduler then keeps them free."""
     amounts: dict[str, Any] = {}
     if (memory := invocation.memory_gib(plan, process)) is not None:
         amounts["memory"] = f"{round(memory * 1024)}Mi"
@@ -175,7 +175,7 @@ def _mounts(plan: Plan, process: Process, paths: Paths) -> list[dict[str, Any]]:
 
 
 def _in_claim(plan: Plan, path: str) -> str:
-    """Where `path` of the run file is in the claim for inputs; empty is its top."""
+    """Return the place of `path` in the claim for inputs; empty is its top."""
     root = plan.cluster.kubernetes.inputs_root.rstrip("/")
     if path != root and not path.startswith(f"{root}/"):
         raise UsageError(
@@ -208,14 +208,13 @@ def _volumes(
 
 
 def _claims(plan: Plan, processes: list[Process]) -> list[str]:
-    """What a node keeps on disk."""
     stores = any(process.task == "buffer" for process in processes)
     caches = any(invocation.fetches(plan, process) for process in processes)
     return ["results", *(["store"] if stores else []), *(["cache"] if caches else [])]
 
 
 def hub_secret(plan: Plan) -> str:
-    """The name of the Secret, made by hand if at all, whose HF_TOKEN reads private models."""
+    """Return the name of the optional Secret whose HF_TOKEN reads private models."""
     return _name(plan, "hub")
 
 
@@ -229,7 +228,7 @@ def _claim_name(node: Node, claim: str) -> str:
 
 
 def _keys(plan: Plan, processes: list[Process]) -> Iterator[dict[str, Any]]:
-    """A volume per role on the node, with the files that it needs of the run's keys."""
+    """Yield a volume per role on the node, with the key files that it needs."""
     for name, process in {_keys_volume(process): process for process in processes}.items():
         items = [{"key": file, "path": file} for file in key_files(process)]
         secret = {"secretName": keys_secret(plan), "defaultMode": KEY_MODE, "items": items}
@@ -260,7 +259,6 @@ def _object(version: str, kind: str, name: str, labels: dict[str, str]) -> dict[
 
 
 def _name(plan: Plan, part: str) -> str:
-    """The name of an object of the run."""
     return _label(f"{plan.run_id}-{part}")
 
 

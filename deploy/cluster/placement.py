@@ -1,4 +1,14 @@
-"""Which nodes, and which of their GPUs, each group of tasks gets."""
+"""Which nodes, and which of their GPUs, each group of tasks gets.
+
+Divides nodes or GPUs among groups of tasks by their ratios. The rule, in order:
+
+1. A group is due `ratio * units`.
+2. It gets the whole part of that, but one unit at least.
+3. What is left goes, unit by unit, to the group that is furthest below its due; if too much was
+   given (because of the least of one), units come back from the group furthest above its due that
+   has more than one. Of equals, the one named first gets, and the one named last gives. A group
+   that has all that it can use gets no more; what nobody can use stays idle.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +17,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from umbra.deploy.cluster.cluster_file import FOREIGN_TASKS, ClusterFile, Node
-from umbra.deploy.cluster.shares import TOLERANCE, check_ratios, divide
 from umbra.proto.errors import UsageError
 from umbra.services.config import RunConfig
 
+TOLERANCE = Fraction(1, 1000)  # ratios are written with a few digits: 0.333
 TASKS = ("train", "generate", "ref_logp", "logp", "reward")
 
 
@@ -29,11 +39,9 @@ class TaskGroup:
 
     @property
     def has_gpus(self) -> bool:
-        """Whether its tasks run on GPUs."""
         return any(self.gpus)
 
     def describe(self) -> str:
-        """The group as people name it."""
         return f"group [{', '.join(self.tasks)}]"
 
 
@@ -102,7 +110,7 @@ def _by_node(
     nodes: Sequence[Node],
     trainer_nodes: int,
 ) -> list[TaskGroup]:
-    """Whole nodes. The share of the trainer is not rounded up, unless `trainer_nodes` says so."""
+    """Divide whole nodes; the trainer's share is rounded up only to `trainer_nodes`."""
     if len(nodes) < len(groups):
         raise UsageError(
             f"{len(groups)} groups need {len(groups)} nodes with GPUs, and there are {len(nodes)}: "
@@ -130,7 +138,7 @@ def _by_gpu(
     nodes: Sequence[Node],
     trainer_nodes: int,
 ) -> list[TaskGroup]:
-    """GPUs, wherever they are; but those of the trainer on as few nodes as can be, all alike."""
+    """Divide GPUs; the trainer's are on as few nodes as possible, equally many on each."""
     total = sum(node.gpus for node in nodes)
     if total < len(groups):
         raise UsageError(
@@ -165,7 +173,7 @@ def _by_gpu(
 
 
 def _spread(count: int, nodes: Sequence[Node], wanted: int) -> list[Node]:
-    """The fewest nodes, or as many as are `wanted`, that have `count` GPUs in equal parts."""
+    """Return the fewest nodes (or `wanted`) that have `count` GPUs in equal parts."""
     for number in [wanted] if wanted > 1 else range(1, len(nodes) + 1):
         able = [node for node in nodes if node.gpus * number >= count]
         if count % number == 0 and len(able) >= number:
@@ -174,7 +182,7 @@ def _spread(count: int, nodes: Sequence[Node], wanted: int) -> list[Node]:
 
 
 def _in_turn(groups: Sequence[tuple[str, ...]], nodes: Sequence[Node]) -> list[TaskGroup]:
-    """Without GPUs and with fewer nodes than groups nothing can be divided: nodes in turn."""
+    """Deal nodes in turn, where there are fewer nodes than groups and no GPUs."""
     return [
         TaskGroup(tasks, (node,), ((),), f"node {node.name}, as there are no GPUs to divide")
         for index, tasks in enumerate(groups)
@@ -192,3 +200,50 @@ def _arithmetic(ratio: Fraction, units: int, count: int, what: str) -> str:
     due = ratio * units
     rounded = "" if due == count else f", rounded to {count}"
     return f"ratio {float(ratio):.3g} x {units} {what} = {float(due):.3g}{rounded}"
+
+
+def check_ratios(ratios: Sequence[float], groups: int) -> list[Fraction]:
+    """The ratios as exact numbers that add up to 1; equal ones if there are none.
+
+    Raises:
+        UsageError: another number of ratios than groups, or a sum that is not 1.
+    """
+    if not ratios:
+        return [Fraction(1, groups)] * groups
+    if len(ratios) != groups:
+        raise UsageError(
+            f"cluster.ratios has {len(ratios)} numbers for {groups} groups: give one to each"
+        )
+    exact = [Fraction(str(ratio)) for ratio in ratios]
+    total = sum(exact, Fraction(0))
+    if abs(total - 1) > TOLERANCE * groups:
+        terms = " + ".join(f"{ratio:g}" for ratio in ratios)
+        raise UsageError(f"cluster.ratios: {terms} = {float(total):g}, and not 1")
+    return [ratio / total for ratio in exact]
+
+
+def divide(ratios: Sequence[Fraction], units: int, limits: Sequence[int | None]) -> list[int]:
+    """Units of each group; see the rule above.
+
+    Args:
+        ratios: add up to 1.
+        units: at least as many as groups.
+        limits: the most that a group can use; None is any number.
+
+    Raises:
+        ValueError: fewer units than groups.
+    """
+    if units < len(ratios):
+        raise ValueError(f"{units} units for {len(ratios)} groups")
+    due = [ratio * units for ratio in ratios]
+    given = [max(1, int(share)) for share in due]
+    indices = range(len(due))
+    while sum(given) > units:
+        able = [i for i in indices if given[i] > 1]
+        given[max(able, key=lambda i: (given[i] - due[i], i))] -= 1
+    while sum(given) < units:
+        able = [i for i in indices if (limit := limits[i]) is None or given[i] < limit]
+        if not able:
+            break
+        given[max(able, key=lambda i: (due[i] - given[i], -i))] += 1
+    return given

@@ -41,25 +41,24 @@ class Plan:
     processes: tuple[Process, ...]
 
     def on(self, node: Node) -> list[Process]:
-        """The processes of `node`, in the order in which they start."""
+        """Return the processes of `node` in the order in which they start."""
         return [process for process in self.processes if process.node == node]
 
     def the(self, task: Task) -> Process:
-        """The only process that does `task`; of a trainer's the one with rank 0."""
+        """Return the only process that does `task`; of a trainer's the one with rank 0."""
         (found,) = (p for p in self.processes if p.task == task and not p.node_rank)
         return found
 
     def trainers(self) -> list[Process]:
-        """The trainer's process on each of its nodes, by node rank."""
+        """Return the trainer's process on each of its nodes, by node rank."""
         return [process for process in self.processes if process.task == "train"]
 
     def idle(self, node: Node) -> list[int]:
-        """GPUs of `node` that nothing uses."""
         used = {gpu for process in self.on(node) for gpu in process.gpus}
         return [gpu for gpu in range(node.gpus) if gpu not in used]
 
     def shares_gpus(self) -> bool:
-        """Whether a GPU has several processes."""
+        """True if a GPU has several processes."""
         used = [
             (process.node.name, gpu)
             for process in self.processes
@@ -69,7 +68,7 @@ class Plan:
         return len(used) != len(set(used))
 
     def readdressed(self, address: Callable[[Node], str]) -> Plan:
-        """The plan with another address of each node, for launchers that give them."""
+        """Return the plan with other addresses of nodes, for launchers that give them."""
 
         def moved(node: Node) -> Node:
             return msgspec.structs.replace(node, address=address(node))
@@ -79,7 +78,6 @@ class Plan:
 
     @property
     def on_gpus(self) -> bool:
-        """Whether the run uses GPUs at all."""
         return any(node.gpus for node in self.nodes)
 
 
@@ -141,7 +139,7 @@ def _first_gpu(file: ClusterFile, config: RunConfig, node: Node) -> tuple[int, .
 def _relays(
     file: ClusterFile, config: RunConfig, groups: list[TaskGroup], home: Node
 ) -> Iterator[Process]:
-    """One on every node but the hub's that has receivers of new weights."""
+    """Yield a relay for every node but the hub's that receives weights."""
     receiving = {
         node.name
         for group in groups
@@ -154,7 +152,7 @@ def _relays(
 
 
 def _ranks_per_node(config: RunConfig, group: TaskGroup) -> int:
-    """The trainer's ranks on each of its nodes: one per GPU, or as many as trainer.ranks says."""
+    """Return the trainer's ranks per node: one per GPU, or as trainer.ranks says."""
     ranks, nodes = config.trainer.ranks, len(group.nodes)
     fewest, most = min(map(len, group.gpus)), max(map(len, group.gpus))
     if most and ranks == 1:
@@ -186,7 +184,7 @@ def _ranks_per_node(config: RunConfig, group: TaskGroup) -> int:
 def _spread_config(
     config: RunConfig, group: TaskGroup, ranks: int, cluster: ClusterSpec
 ) -> RunConfig:
-    """`config` with the trainer's nodes, its ranks on all of them, and where they meet."""
+    """Return `config` with the trainer's nodes, all its ranks, and its rendezvous."""
     nodes, trainer = len(group.nodes), config.trainer
     rendezvous = trainer.rendezvous
     if nodes > 1:
@@ -213,7 +211,7 @@ def _spread_config(
 
 
 def _parts(group: TaskGroup) -> Iterator[Process]:
-    """One on each node of the trainer but the hub's: it holds what the ranks there write."""
+    """Yield a part hub for each node of the trainer but the hub's."""
     for rank, node in enumerate(group.nodes[1:], 1):
         yield Process(f"part-{node.name}", "part", node, node_rank=rank)
 
@@ -225,7 +223,7 @@ def _trainers(group: TaskGroup, ranks: int) -> Iterator[Process]:
 
 
 def _generators(config: RunConfig, groups: list[TaskGroup]) -> Iterator[Process]:
-    """As many as the GPUs of each node allow, or generator.count in all without GPUs."""
+    """Yield as many as the GPUs of each node allow; generator.count without GPUs."""
     (group,) = (group for group in groups if "generate" in group.tasks)
     if not group.has_gpus:
         yield from _dealt(group, "generate", "generator", config.generator.count)
@@ -247,7 +245,7 @@ def _generators(config: RunConfig, groups: list[TaskGroup]) -> Iterator[Process]
 def _joining(
     config: RunConfig, nodes: tuple[Node, ...], groups: list[TaskGroup]
 ) -> Iterator[Process]:
-    """Generators on all GPUs of the nodes that join, or one where the others have none either."""
+    """Yield generators for all GPUs of nodes that join; one each on a run without GPUs."""
     on_gpus = any(group.has_gpus for group in groups if "generate" in group.tasks)
     size = config.generator.tensor_parallel if on_gpus else 0
     for node in nodes:
@@ -262,7 +260,7 @@ def _joining(
 
 
 def _scorers(config: RunConfig, groups: list[TaskGroup], broker: Node) -> Iterator[Process]:
-    """One per GPU for models; rewards need none and run beside the buffer, unless a group says."""
+    """Yield one per GPU for models; rewards run beside the buffer unless a group says."""
     for stage in STAGES:
         name = stage.replace("_", "-")
         group = next((group for group in groups if stage in group.tasks), None)
@@ -282,7 +280,7 @@ def _scorers(config: RunConfig, groups: list[TaskGroup], broker: Node) -> Iterat
 
 
 def _dealt(group: TaskGroup, task: Task, name: str, count: int) -> Iterator[Process]:
-    """`count` processes without GPUs, dealt in turn to the group's nodes, one each at least."""
+    """Yield `count` processes without GPUs, dealt to the group's nodes, one each at least."""
     nodes = group.nodes
     for index in range(max(count, len(nodes))):
         node = nodes[index % len(nodes)]

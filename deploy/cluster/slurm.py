@@ -173,7 +173,6 @@ def _components(plan: Plan) -> list[list[Node]]:
 
 
 def _options(plan: Plan, components: list[list[Node]], file: str) -> Iterator[str]:
-    """The lines for sbatch: those of the job, and those of each component."""
     slurm = plan.cluster.slurm
     folder = file.rpartition("/")[0]  # it is there when the job begins: the script lies in it
     yield _option("job-name", f"umbra-{plan.config.run.name}")
@@ -201,7 +200,7 @@ def _option(name: str, value: str) -> str:
 
 
 def _pattern(path: str) -> str:
-    """`path` where SLURM would replace %j and the like."""
+    """Return `path` with % escaped, which SLURM would replace."""
     return path.replace("%", "%%")
 
 
@@ -212,7 +211,7 @@ def _line(text: str) -> str:
 
 
 def _step(plan: Plan, order: list[str], process: Process, paths: Paths) -> str:
-    """The line that starts `process`; every node has a folder of its own for its results."""
+    """Return the line that starts `process`; each node has a results folder of its own."""
     node = process.node.name
     own = replace(paths, results=f"{paths.results}/{node}")
     gpus = ",".join(map(str, process.gpus))
@@ -231,12 +230,12 @@ def _step(plan: Plan, order: list[str], process: Process, paths: Paths) -> str:
 
 
 def _address(index: int) -> str:
-    """What stands for the address of a host until the script runs."""
+    """Return a placeholder for a host's address, filled in when the script runs."""
     return f"\0{index}\0"
 
 
 def _quoted(text: str) -> str:
-    """`text` as a word of the shell, with the addresses that it stands for."""
+    """Return `text` as a shell word, its placeholders as variables."""
     if "\0" not in text:
         return shlex.quote(text)
     escaped = re.sub(r'([\\"$`])', r"\\\1", text)

@@ -12,7 +12,7 @@ HEADINGS = ("node", "address", "GPUs", "process", "task", "ports")
 
 
 def table(plan: Plan) -> str:
-    """The plan as lines of columns, and below it what each group got and what is idle."""
+    """Return the plan as columns, and below it what each group got and what is idle."""
     rows: list[tuple[str, ...]] = [HEADINGS]
     for node in plan.nodes:
         node_cells = [node.name, node.address]
@@ -66,7 +66,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def _spread(plan: Plan) -> list[str]:
-    """How a trainer is spread over several nodes, which the firewalls between them must allow."""
+    """Return how a trainer over several nodes connects, for firewalls."""
     trainers, trainer = plan.trainers(), plan.config.trainer
     if len(trainers) == 1:
         return []
@@ -88,7 +88,6 @@ def _cells(plan: Plan, process: Process) -> tuple[str, ...]:
 
 
 def _span(gpus: tuple[int, ...]) -> str:
-    """Numbers that follow one another as a range."""
     if len(gpus) > 2 and gpus[-1] - gpus[0] == len(gpus) - 1:
         return f"{gpus[0]}-{gpus[-1]}"
     return ",".join(map(str, gpus)) or "-"

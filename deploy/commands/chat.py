@@ -111,7 +111,7 @@ def _settings(model: str) -> RunConfig:
 
 
 def _as_model(name: str) -> str:
-    """The model that `name` is, a directory or a name on the hub; empty if it is a run."""
+    """Return `name` if it is a model, here or on the hub; empty if it is a run."""
     if name and any((Path(name) / file).is_file() for file in TOKENIZER_FILES):
         return str(Path(name).resolve())
     # In a folder that is here, ORG/NAME is a run that was misspelt.
@@ -119,7 +119,6 @@ def _as_model(name: str) -> str:
 
 
 def _context(model: Path) -> int:
-    """Tokens of a conversation at most."""
     try:
         limit = json.loads((model / "config.json").read_bytes()).get("max_position_embeddings")
     except (OSError, ValueError, AttributeError):
@@ -128,21 +127,20 @@ def _context(model: Path) -> int:
 
 
 def _changed(config: RunConfig, section: str, **values: Any) -> RunConfig:
-    """`config` with those values of a section that are given."""
+    """Return `config` with the given values of a section."""
     given = {key: value for key, value in values.items() if value is not None}
     changed = msgspec.structs.replace(getattr(config, section), **given)
     return msgspec.structs.replace(config, **{section: changed})
 
 
 def _engine(device: str) -> str:
-    """vLLM pays off on a GPU only: it takes a minute to start."""
+    """Return vLLM only with a GPU: it takes a minute to start."""
     if device == "cpu" or find_spec("vllm") is None:
         return "torch"
     return "vllm" if Path("/dev/nvidiactl").exists() else "torch"
 
 
 def _talk(conversation: Talk) -> None:
-    """Answer line after line."""
     for text in _lines():
         if text.strip() == RESET:
             conversation.reset()
@@ -166,7 +164,6 @@ def _refuse(error: ValueError) -> None:
 
 
 def _lines() -> Iterator[str]:
-    """What the person types, or what was piped in."""
     if not sys.stdin.isatty():
         yield from (line.rstrip("\r\n") for line in sys.stdin)
         return

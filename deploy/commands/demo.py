@@ -11,9 +11,9 @@ from typing import Any
 
 import click
 
+from umbra.deploy.files.formats import to_toml
 from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.files.shown import COLUMNS, command_line, shown_command, wrapped
-from umbra.deploy.files.toml import to_toml
 from umbra.deploy.prepare.load import set_option
 from umbra.deploy.prepare.preflight import check_run, resolve_paths
 from umbra.deploy.prepare.stage import StageInterrupted, last_said, run_stage
@@ -31,7 +31,7 @@ DEMOS = Path(__file__).parents[1] / "demos"
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How much data a task gets, and how long its base model is warm-started."""
+    """Sizes of a task's data, and of the warm start."""
 
     prompts: int
     demos: int
@@ -75,7 +75,7 @@ WORDS = (
 
 
 class Demo:
-    """One demo in its folder: model and data are made, then it is a run like any other."""
+    """One demo in its folder: makes model and data, then runs like any other run."""
 
     def __init__(
         self, task: str, seed: int, folder: RunFolder, view: View, interrupts: SignalCounter
@@ -88,7 +88,6 @@ class Demo:
         self._started = time.monotonic()
 
     def run(self, overrides: tuple[str, ...]) -> dict[str, Any]:
-        """Everything; the summary."""
         recipe = RECIPES[self._task]
         data = self._folder.path / "task"
         with self._stage(f"task {self._task}: prompts, held-out prompts, worked examples"):
@@ -213,7 +212,7 @@ def command(
 
 
 def closing_words(run: Path) -> Iterator[str]:
-    """What the figures mean, and what to do next, in lines of `COLUMNS` at most."""
+    """Yield the meaning of the figures and the next commands, in lines of `COLUMNS` at most."""
     yield "\nin words:"
     for name, meaning in WORDS:
         first, *more = wrapped(meaning, COLUMNS - 14)

@@ -42,7 +42,7 @@ class Version(NamedTuple):
 
 
 def publish(policy: PreTrainedModel, dtype: str = "float32") -> Version:
-    """What the trainer publishes of `policy` now."""
+    """Return what the trainer publishes of `policy` now."""
     manifest = build_manifest(tensor_layout(policy, dtype), _BUCKET_BYTES)
     memory = private_memory(manifest.total_bytes)
     write_shards(policy, manifest, memory)
@@ -132,7 +132,7 @@ def _prompts(vocabulary: int) -> list[list[int]]:
 def _generate(
     engine: TorchEngine, prompts: Sequence[Sequence[int]], new: Version, policy: KvPolicy
 ) -> list[EngineOutput]:
-    """An output for each prompt; after some steps the weights become `new`."""
+    """Return an output for each prompt; after some steps the weights become `new`."""
     sampling = Sampling(max_tokens=_TOKENS)
     engine.submit(
         EngineRequest(str(index), prompt, sampling, _TOKENS) for index, prompt in enumerate(prompts)
@@ -152,7 +152,7 @@ def _expected(
     new: Version,
     policy: KvPolicy,
 ) -> Expected:
-    """What Transformers gives for the tokens of `output`, for whose last span `new` was served."""
+    """Return Transformers' logprobs of `output`, whose last span was served by `new`."""
     tokens, first = [*prompt, *output.token_ids], len(prompt)
     before = output.spans[0].end if len(output.spans) > 1 else 0
     with torch.no_grad():
@@ -170,7 +170,7 @@ def _expected(
 
 
 def _same(name: str, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> Row:
-    """How many tensors differ in any bit, once they have the type of what is `found`."""
+    """Count tensors that differ in any bit, cast to the type of those `found`."""
     wrong = sorted(set(expected) ^ set(found))
     for key in expected.keys() & found.keys():
         wanted = expected[key].to(found[key].dtype)
@@ -184,7 +184,6 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _stored(directory: Path) -> set[str]:
-    """The names of all tensors in the files of a model."""
     names: set[str] = set()
     for file in directory.glob("*.safetensors"):
         with safe_open(file, "pt") as opened:

@@ -18,7 +18,7 @@ WINDOW = 16  # tokens; the sequences that are compared are longer
 
 
 class Subject(NamedTuple):
-    """Where it lies, Transformers' config of it, and what it lacks."""
+    """A model directory, Transformers' config of it, and what a copy lacks."""
 
     directory: Path
     config: PreTrainedConfig
@@ -80,7 +80,7 @@ def fewest_layers(config: PreTrainedConfig) -> int:
 
 
 def _cut(config: PreTrainedConfig, layers: int) -> dict[str, Any]:
-    """The fields of a config with so many layers, kinds of attention in turn."""
+    """Return the config's fields with so many layers, kinds of attention in turn."""
     fields, count = config.to_dict(), config.num_hidden_layers
     for key, values in fields.items():
         if isinstance(values, list) and len(values) == count:
@@ -94,7 +94,6 @@ def _cut(config: PreTrainedConfig, layers: int) -> dict[str, Any]:
 
 
 def _size(directory: Path) -> int:
-    """Numbers in all tensors."""
     total = 0
     for file in directory.glob("*.safetensors"):
         with safe_open(file, "pt") as opened:

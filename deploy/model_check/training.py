@@ -54,7 +54,7 @@ def compare_training(policy: PreTrainedModel, reference: Reference) -> Iterator[
 
 
 def _tokens(vocabulary: int) -> Tokens:
-    """Prompts of several lengths with responses of 2 to 40 tokens, all but prompts learned."""
+    """Return prompts of several lengths with responses of 2 to 40 tokens."""
     generator = torch.Generator().manual_seed(1)
 
     def draw(low: int, high: int) -> int:
@@ -91,7 +91,7 @@ def _tokens(vocabulary: int) -> Tokens:
 def _reference(
     reference: Reference, tokens: Tokens, weights: Tensor
 ) -> tuple[Expected, dict[str, Tensor]]:
-    """What each sequence alone gives: logprobs, and the gradients of their weighted sum."""
+    """Return each sequence's logprobs, and the gradients of their weighted sum."""
     assert tokens.prompts is not None
     reference.model.zero_grad()
     logprobs: list[Tensor] = []

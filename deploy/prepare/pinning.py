@@ -60,7 +60,7 @@ def pinned(config: RunConfig, say: Callable[[str], None]) -> RunConfig:
 
 
 def is_pinned(model: ModelConfig) -> bool:
-    """Whether it is a commit on the hub, whatever folder of its name there may be by now."""
+    """True if it is a commit on the hub, even if a folder of its name exists by now."""
     return looks_like_name(model.path) and HubName.of(model.name).pinned
 
 

@@ -73,7 +73,7 @@ def resolve_paths(
         return name
 
     def program(python: str) -> str:
-        """One by a path is looked up as files are, but no link of it is followed."""
+        """Resolve a path like a file's, but follow no link of it."""
         return str(found(python).absolute()) if "/" in python else python
 
     replace = msgspec.structs.replace
@@ -108,13 +108,13 @@ def resolve_paths(
 
 
 def _keys(config: RunConfig) -> str:
-    """The folder of keys: the one that is named, else the one in `run.dir`, if there is one."""
+    """Return the folder of keys: the named one, else the one in `run.dir` if it exists."""
     usual = Path(config.run.dir).absolute() / FOLDER
     return config.security.keys or (str(usual) if usual.is_dir() else "")
 
 
 def search_path(run_file: Path) -> list[Path]:
-    """Where the modules of a user's environment or reward are looked for, as files are."""
+    """Return where modules of the user's environment or reward are looked for."""
     here, beside = Path.cwd(), run_file.resolve().parent
     return [here] if here == beside else [beside, here]
 
@@ -153,7 +153,7 @@ def check_run(config: RunConfig, *, download: bool = True) -> None:
 
 
 def _model_dir(name: str, key: str, *, tokenizer: bool = True, download: bool) -> Path:
-    """The directory of a model; without `download` the weights need only be on the hub."""
+    """Return a model's directory; without `download` weights need only be on the hub."""
     directory = check_model_dir(name, key, tokenizer=tokenizer, weights=download)
     if is_hub_name(name) and not download:
         missing_bytes(name, key)
@@ -210,14 +210,13 @@ def check_ports_free(config: RunConfig) -> None:
 
 
 def run_endpoints(config: RunConfig) -> list[str]:
-    """The addresses that the run binds on one machine."""
     host = config.run.broker.rpartition(":")[0]
     others = [f"{host}:{port}" for port in config.buffer.ports]
     return [config.run.broker, *others, config.weight_hub.listen]
 
 
 def _check_security(config: RunConfig) -> None:
-    """All keys that processes here need are there, and nothing is bound in public without."""
+    """Check that all keys for processes here exist, and that public binds have keys."""
     roles: tuple[KeyRole, ...] = get_args(Role)
     for key, endpoint in (
         ("run.broker", config.run.broker),

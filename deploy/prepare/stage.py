@@ -17,6 +17,7 @@ from umbra.deploy.files.run_folder import CHECK, RunFolder, last_lines
 from umbra.proto.errors import ERROR_PREFIX, UmbraError
 from umbra.services.buffer.prompts import first_rows
 from umbra.services.config import RunConfig
+from umbra.services.config.cautions import cautions
 from umbra.services.config.loader import to_json
 from umbra.services.process.child import (
     ChildError,
@@ -75,7 +76,7 @@ def run_stages(
     module: str = UMBRA,
     waiting: Waiting | None = None,
 ) -> dict[str, str]:
-    """`run_stage` of several at once; outputs by name. The first failure ends them all."""
+    """Run several stages at once; return outputs by name. The first failure ends them all."""
     running: dict[str, ChildProcess] = {}
     try:
         for name, arguments in stages.items():
@@ -133,7 +134,6 @@ def last_object(text: str) -> dict[str, Any]:
 
 
 def last_said(folder: RunFolder, name: str) -> str:
-    """The last line in the log of `name`, as a sentence."""
     lines = last_lines(folder.log(name), 1)
     return lines[0].removeprefix(ERROR_PREFIX) if lines else ""
 
@@ -166,7 +166,7 @@ def try_environment(
 
 
 def try_aside(config: RunConfig, search: Sequence[Path]) -> None:
-    """`try_environment` without a run: in a folder that is removed at once."""
+    """Call `try_environment` in a folder that is removed at once."""
     with tempfile.TemporaryDirectory(prefix="umbra-check-") as scratch, SignalCounter() as signals:
         folder = RunFolder(Path(scratch))
         folder.logs.mkdir()
@@ -174,3 +174,19 @@ def try_aside(config: RunConfig, search: Sequence[Path]) -> None:
             try_environment(config, folder, child_environ(search), signals)
         except StageInterrupted as error:
             raise ChildError("interrupted", signals.exit_code) from error
+
+
+def try_start(config: RunConfig, search: list[Path]) -> list[tuple[str, str]]:
+    """Try environment, devices and chat template; return warnings by name.
+
+    Raises:
+        UsageError: something is missing or does not fit; names it.
+        ChildError: the environment cannot be used.
+    """
+    try_aside(config, search)
+    from umbra.services.generator.checks import check_chat, check_devices  # bring torch
+
+    check_devices(config)
+    row = next(iter(first_rows(config.data, config.environments).values()))
+    cut = check_chat(config, row)
+    return [*cautions(config), *([("max_tokens", cut)] if cut else [])]

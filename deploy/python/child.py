@@ -41,7 +41,6 @@ class RunChild:
                     os.close(fd)
 
     def poll(self) -> int | None:
-        """The exit code; None while it runs."""
         code = self._child.poll()
         if code is not None:
             for reader in self._readers:
@@ -53,7 +52,7 @@ class RunChild:
         self._child.terminate()
 
     def _through(self, take: Callable[[str], None]) -> int:
-        """The writing end of a pipe whose lines are given to `take`, in a thread."""
+        """Return the writing end of a pipe whose lines a thread gives to `take`."""
         reading, writing = os.pipe()
 
         def read() -> None:
@@ -77,5 +76,5 @@ def _print_out(line: str) -> None:
 
 
 def _is_terminal() -> bool:
-    """Whether our standard output is a terminal, and not something put in its place."""
+    """True if our standard output is a terminal, and not something put in its place."""
     return sys.stdout is sys.__stdout__ and sys.stdout.isatty()

@@ -27,7 +27,6 @@ def run_html(run_id: str, rewards: Sequence[float], summary: Mapping[str, Any] |
 
 
 def notebook_display() -> Callable[[Any], None] | None:
-    """Shows an object below the running cell, each time in place of the last; None elsewhere."""
     if "ipykernel" not in sys.modules:
         return None
     from IPython.display import display  # pyright: ignore

@@ -14,16 +14,24 @@ from umbra.deploy.files.rollouts import read_rollouts
 from umbra.deploy.files.run_folder import LineFollower, RunFolder
 from umbra.deploy.prepare.stage import last_object, run_stage
 from umbra.deploy.python.child import RunChild
-from umbra.deploy.python.operated import Operated, RemoteRun
+from umbra.proto.access import KeyRole
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import UsageError
+from umbra.proto.net.keys import open_security
+from umbra.services.config import SecurityConfig
+from umbra.services.monitor.client import StatusClient
 from umbra.services.monitor.run_address import RunAddress, find_run
+from umbra.services.monitor.view import status_dict
 from umbra.services.process.child import ChildError, child_environ
 from umbra.services.process.files import is_held
 from umbra.services.process.metrics import parse_row
 from umbra.services.prompts.readers import is_elsewhere
 
 LOOK_S = 0.1
+ANSWER_S = 10.0
+CHECKPOINT_S = 600.0
+WATCHING: tuple[KeyRole, ...] = ("monitor", "operator")
+OPERATING: tuple[KeyRole, ...] = ("operator", "monitor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +41,66 @@ class Step:
     number: int
     reward: float  # mean of the samples that were trained on
     metrics: dict[str, Any]
+
+
+class Operated:
+    """A run that answers at an address.
+
+    All methods raise `DeadlineError` if its buffer does not answer within 10 seconds.
+    """
+
+    @property
+    def address(self) -> RunAddress:
+        raise NotImplementedError
+
+    def status(self) -> dict[str, Any]:
+        """The state of all that is under way, as `umbra status --json` prints it."""
+        with self._client(WATCHING) as client:
+            return status_dict(client.status(ANSWER_S))
+
+    def pause(self, reason: str = "") -> None:
+        """Have no samples and no batches handed out until `resume`."""
+        with self._client(OPERATING) as client:
+            client.pause(reason, ANSWER_S)
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        with self._client(OPERATING) as client:
+            client.resume(ANSWER_S)
+
+    def checkpoint(self, timeout_s: float = CHECKPOINT_S) -> int:
+        """Have the trainer save its state; the step after which it did."""
+        with self._client(OPERATING) as client:
+            return client.checkpoint(timeout_s)
+
+    def drain(self, reason: str = "drained from Python") -> None:
+        """Have the run end in order; returns at once."""
+        with self._client(OPERATING) as client:
+            client.drain("", reason, ANSWER_S)
+
+    def _client(self, roles: tuple[KeyRole, ...]) -> StatusClient:
+        address = self.address
+        security = open_security(SecurityConfig(keys=address.keys), roles)
+        return StatusClient(address.broker, security)
+
+
+class RemoteRun(Operated):
+    """A run of which only the address is known: it can be looked at and operated.
+
+    Args:
+        broker: address of its buffer, tcp://host:port.
+        keys: folder of its keys; empty if it has none.
+    """
+
+    def __init__(self, broker: str, keys: str = "") -> None:
+        self._address = RunAddress(broker, keys)
+
+    @property
+    def address(self) -> RunAddress:
+        return self._address
+
+    def __repr__(self) -> str:
+        return f"<umbra.RemoteRun at {self._address.broker}>"
 
 
 class Run(Operated):
@@ -52,7 +120,6 @@ class Run(Operated):
 
     @property
     def path(self) -> Path:
-        """The folder with everything about the run."""
         return self._folder.path
 
     def __repr__(self) -> str:
@@ -83,12 +150,12 @@ class Run(Operated):
         return pandas.DataFrame(rows)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
 
     def samples(self) -> list[dict[str, Any]]:
-        """Rollouts that were trained on, as text, oldest first: `log.samples` of each step."""
+        """Return rollouts that were trained on, oldest first: `log.samples` of each step."""
         return list(read_rollouts(self._folder))
 
     @property
     def summary(self) -> dict[str, Any] | None:
-        """The outcome, as in summary.json; None while the run is under way."""
+        """Return the outcome, as in summary.json; None while the run is under way."""
         try:
             return json.loads(self._folder.summary.read_bytes())
         except FileNotFoundError:
@@ -140,7 +207,6 @@ class Run(Operated):
 
     @property
     def under_way(self) -> bool:
-        """Whether it goes on."""
         if self._child is not None:
             return self._child.poll() is None
         return is_held(self._folder.path)
@@ -217,7 +283,7 @@ class _StepRows:
         self._rows: dict[int, dict[str, Any]] = {}
 
     def look(self) -> dict[int, dict[str, Any]]:
-        """All so far, by step: the newest of those that a trainer has repeated."""
+        """Return all rows so far by step; of repeated ones the newest."""
         for line in self._follower.lines():
             row = parse_row(line) if '"kind":"step"' in line else None
             if row is not None:

@@ -42,7 +42,6 @@ class CopiedSource:
 
     @property
     def copied(self) -> list[str]:
-        """The names of what was copied."""
         return list(self._pieces)
 
     @property
@@ -118,7 +117,7 @@ class CopiedSource:
 
 
 def _importable(found: Any) -> tuple[str, str] | None:
-    """Module and name by which any process finds `found`; None if it is the program's own."""
+    """Return module and name that any process can import; None for the program's own."""
     module_name = getattr(found, "__module__", None)
     name = getattr(found, "__qualname__", None) or getattr(found, "_name", None)
     module = sys.modules.get(module_name or "")
@@ -131,7 +130,7 @@ def _importable(found: Any) -> tuple[str, str] | None:
 
 
 def _folder(module: ModuleType) -> Path | None:
-    """The folder from which `module` is imported; None if every Python has it."""
+    """Return the folder from which `module` is imported; None if every Python has it."""
     file = getattr(module, "__file__", None)
     if file is None:
         return None
@@ -141,7 +140,7 @@ def _folder(module: ModuleType) -> Path | None:
 
 
 def _scope(found: Any) -> dict[str, Any]:
-    """What the names in a function, or in the methods of a class, mean beside its own ones."""
+    """Return the values of global and closure names in a function, or in a class's methods."""
     scope = dict(vars(sys.modules[found.__module__]))
     if inspect.isclass(found):
         scope |= {base.__name__: base for base in found.__bases__ if base is not object}
@@ -152,7 +151,7 @@ def _scope(found: Any) -> dict[str, Any]:
 
 
 def _methods(cls: type) -> list[FunctionType]:
-    """The functions in the body of `cls`, below descriptors and decorators that wrap them."""
+    """Return the functions in the body of `cls`, unwrapped from descriptors and decorators."""
     members = (getattr(value, "__func__", value) for value in vars(cls).values())
     return [
         cast(FunctionType, one) for one in map(inspect.unwrap, members) if inspect.isfunction(one)
@@ -166,7 +165,7 @@ def _closure(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _names(tree: ast.AST) -> Iterator[tuple[str, bool]]:
-    """The names that are read in `tree`, and whether they are needed: annotations' are not."""
+    """Yield the names that `tree` reads, and whether they are needed (annotations' are not)."""
     optional = {
         id(inner)
         for node in ast.walk(tree)
@@ -191,7 +190,7 @@ def _annotations(node: ast.AST) -> list[ast.expr]:
 
 
 def _line(name: str, value: Any) -> str | None:
-    """The line that binds `name` to `value`; None if there is none."""
+    """Return the line that binds `name` to `value`; None if there is none."""
     if isinstance(value, ModuleType):
         return f"import {value.__name__} as {name}"
     if (where := _importable(value)) is not None:

@@ -119,7 +119,7 @@ def train(
 
 
 def _see_through(run: Run, folder: RunFolder, show: bool) -> None:
-    """Wait for the end of `run`; a folder in which nothing was begun goes."""
+    """Wait for the end of `run`; remove its folder if nothing was begun."""
     display, due = notebook_display() if show else None, 0.0
     try:
         while run.under_way:
@@ -157,7 +157,7 @@ def _sections(
     config: str | Path | Mapping[str, Mapping[str, Any]] | None,
     sections: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, dict[str, Any]]:
-    """The sections of `config`, with those that were given as arguments over them."""
+    """Return the sections of `config`, overridden by those given as arguments."""
     tree = read_run_file(Path(config)) if isinstance(config, str | Path) else dict(config or {})
     merged = {name: dict(values) for name, values in tree.items()}
     for name, values in sections.items():
@@ -171,7 +171,6 @@ def _sections(
 
 
 def _put(tree: dict[str, dict[str, Any]], section: str, **values: Any) -> None:
-    """Set the keys of `section` whose values are given."""
     given = {key: value for key, value in values.items() if value is not None}
     if given:
         tree.setdefault(section, {}).update(given)
@@ -184,7 +183,6 @@ def _name(tree: Mapping[str, Mapping[str, Any]]) -> str:
 def _environment(
     reward: Reward | None, environment: str | type[Any] | None, source: CopiedSource
 ) -> dict[str, Any]:
-    """Keys of `[environment]`."""
     if reward is not None and environment is not None:
         raise UsageError(
             "umbra.train: give reward or environment, not both: an environment rewards"
@@ -204,7 +202,7 @@ def _environment(
 def _with_tools(
     environment: Mapping[str, Any], tools: Sequence[Tool | str], source: CopiedSource
 ) -> dict[str, Any]:
-    """Keys of `[environment]`, for an answer with the help of `tools`."""
+    """Return keys of `[environment]` for an answer with the help of `tools`."""
     if environment.get("kind", "tools") != "tools":
         raise UsageError(
             'umbra.train: tools are for answers that are compared with the row\'s "answer": leave '
@@ -215,7 +213,7 @@ def _with_tools(
 
 
 def _write_prompts(prompts: Prompts, folder: RunFolder, argument: str) -> str:
-    """The value of `data.prompts`; rows are written to the run's folder."""
+    """Return the value of `data.prompts`; rows are written to the run's folder."""
     if isinstance(prompts, str | Path):
         return str(prompts)
     if not isinstance(prompts, Iterable):
@@ -246,7 +244,7 @@ def _row(row: Any, number: int, argument: str) -> bytes:
 
 
 def _write(folder: RunFolder, config: RunConfig, source: CopiedSource) -> None:
-    """Leave in `folder` what `umbra up` begins with."""
+    """Write what `umbra up` begins with to `folder`."""
     search: Sequence[Path] = source.search
     if source.text:
         folder.inputs.mkdir(exist_ok=True)

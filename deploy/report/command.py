@@ -13,9 +13,8 @@ import click
 from umbra.deploy.files.rollouts import read_rollouts
 from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.report.page import page
-from umbra.deploy.report.recording import Recording, gather
+from umbra.deploy.report.recording import Recording, gather, write_trace
 from umbra.deploy.report.summary import read_status, summary_rows, warning_rows
-from umbra.deploy.report.trace import write_trace
 from umbra.proto.errors import EXIT_DONE, UNREADABLE, UsageError
 
 ROLLOUTS = 8

@@ -80,7 +80,7 @@ def page(
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table; what is a number stands to the right."""
+    """Return an HTML table; numbers are aligned to the right."""
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
     if not body:
         return ""
@@ -120,7 +120,7 @@ def _curves(figures: Figures) -> Iterator[str]:
 
 
 def _accuracy(figures: Figures) -> dict[str, list[tuple[float, float]]]:
-    """Mean reward and pass@k for k > 1, as far as they were measured."""
+    """Return mean reward and pass@k for k > 1, as far as they were measured."""
     names = {name for row in figures.evals for name in row if name.startswith("pass@")}
     several = sorted(names - {"pass@1"}, key=lambda name: int(name.removeprefix("pass@")))
     return {

@@ -24,7 +24,7 @@ JOIN_S = 0.001  # spans that are closer are one
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """What the supervisor knows about the end of a run."""
+    """The supervisor's view of the end of a run."""
 
     exit_reason: str
     exit_code: int
@@ -37,7 +37,7 @@ class RunOutcome:
 
 
 def summarise(folder: RunFolder, outcome: RunOutcome) -> dict[str, Any]:
-    """The summary of the run in `folder`; what is not known is None."""
+    """Return the summary of the run in `folder`; unknown values are None."""
     measured = measure(Recording([folder.path]).rows() if folder.metrics.exists() else [])
     status = read_status(folder)
     ledger = status.get("ledger")
@@ -123,7 +123,7 @@ def measure(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class _Times:
-    """When services were busy, by their spans; contiguous ones are merged: so they stay few."""
+    """Busy and idle times by service; contiguous spans are merged, so they stay few."""
 
     def __init__(self) -> None:
         self._spans: dict[tuple[str, bool], list[Interval]] = {}  # by service, and whether busy
@@ -153,7 +153,7 @@ class _Times:
         return overlap(self._busy("train_step"), self._busy("decode"), running, window)
 
     def _busy(self, doing: str) -> list[Interval]:
-        """When those services that ever do `doing` did anything but wait."""
+        """Return when the services that ever do `doing` were not idle."""
         services = [service for service, names in self._names.items() if doing in names]
         return [span for service in services for span in self._spans.get((service, True), ())]
 
@@ -164,7 +164,7 @@ def write_summary(folder: RunFolder, summary: Mapping[str, Any]) -> None:
 
 
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The summary for people: name and value, the unknown left out."""
+    """Return the summary as names and values for people, the unknown left out."""
     rows = [("run", summary["run_id"]), ("ended", summary["exit_reason"])]
     for name in ("accuracy", "greedy"):
         before, after = summary[f"{name}_before"], summary[f"{name}_after"]
@@ -234,18 +234,17 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def warning_text(warning: Mapping[str, Any]) -> str:
-    """A warning of a run that is over: from when to when it held, and its last sentence."""
+    """Return a warning of a run that has ended: its steps, and its last sentence."""
     until = "the end" if warning["until"] < 0 else f"step {warning['until']}"
     return f"{warning['name']}, from step {warning['since']} to {until}: {warning['text']}"
 
 
 def warning_rows(rows: Iterable[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """The warnings of a run that is not over, for people: as they were first raised."""
+    """Return the warnings of a run under way, as they were first raised."""
     return [("warning", f"{row['name']}: {row['text']}") for row in rows]
 
 
 def read_status(folder: RunFolder) -> dict[str, Any]:
-    """The last status of the buffer; empty if it left none."""
     try:
         status = json.loads(folder.buffer.read_bytes())
     except (FileNotFoundError, *UNREADABLE):
@@ -254,7 +253,6 @@ def read_status(folder: RunFolder) -> dict[str, Any]:
 
 
 def _push_seconds(pushes: list[Mapping[str, Any]]) -> dict[str, float]:
-    """Median seconds of each phase of a push."""
     if not pushes:
         return {}
     return {phase: median(row.get(f"{phase}_s", 0.0) for row in pushes) for phase in PHASES}
@@ -307,7 +305,7 @@ def overlap(
 
 
 def merge(intervals: Iterable[Interval]) -> list[Interval]:
-    """Their union, as disjoint intervals in order."""
+    """Return the union, as disjoint intervals in order."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -318,13 +316,13 @@ def merge(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def clip(intervals: Iterable[Interval], window: Interval) -> list[Interval]:
-    """What of `intervals` lies within `window`."""
+    """Return the parts of `intervals` within `window`."""
     clipped = ((max(start, window[0]), min(end, window[1])) for start, end in intervals)
     return [(start, end) for start, end in clipped if end > start]
 
 
 def intersect(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
-    """Where two lists of disjoint, ordered intervals both are."""
+    """Return where two lists of disjoint, ordered intervals overlap."""
     both: list[Interval] = []
     i = j = 0
     while i < len(left) and j < len(right):

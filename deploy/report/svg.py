@@ -18,7 +18,7 @@ Scale = Callable[[float], float]
 
 
 def line_chart(lines: Mapping[str, Points], *, title: str) -> str:
-    """Lines over a common x; an empty text if there is nothing to draw."""
+    """Return lines over a common x; empty if there is nothing to draw."""
     lines = {name: _thin(points) for name, points in lines.items() if points}
     if not lines:
         return ""
@@ -36,7 +36,7 @@ def line_chart(lines: Mapping[str, Points], *, title: str) -> str:
 
 
 def bar_chart(counts: Sequence[int], *, title: str) -> str:
-    """A histogram over 0, 1, 2, ...; an empty text if there is nothing to draw."""
+    """Return a histogram over 0, 1, 2, ...; empty if there is nothing to draw."""
     if not any(counts):
         return ""
     x_of, y_of, axes = _frame(-0.5, len(counts) - 0.5, 0.0, 1.1 * max(counts), whole=True)
@@ -62,7 +62,6 @@ def _figure(title: str, inner: str) -> str:
 def _frame(
     x_min: float, x_max: float, y_min: float, y_max: float, *, whole: bool = False
 ) -> tuple[Scale, Scale, str]:
-    """Scales of both axes, and the axes themselves."""
     if y_max - y_min < 1e-12:
         y_min, y_max = y_min - 0.5, y_max + 0.5
     x_span, y_span = max(x_max - x_min, 1e-12), y_max - y_min
@@ -92,7 +91,7 @@ def _frame(
 
 
 def _ticks(low: float, high: float, count: int) -> list[float]:
-    """About `count` round numbers from `low` to `high`."""
+    """Return about `count` round numbers from `low` to `high`."""
     raw = (high - low) / max(count, 1)
     if raw <= 0 or not math.isfinite(raw):
         return [low]
@@ -103,7 +102,7 @@ def _ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def _thin(points: Points) -> Points:
-    """At most `POINTS` points, each the mean of those that it stands for."""
+    """Return at most `POINTS` points, each the mean of a group."""
     if len(points) <= POINTS:
         return points
     size = math.ceil(len(points) / POINTS)

@@ -11,7 +11,6 @@ from typing import Any
 import click
 
 from umbra.deploy.check.machine_defaults import for_this_machine
-from umbra.deploy.check.start import try_start
 from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.files.shown import print_facts, shown_command, shown_path
 from umbra.deploy.prepare.load import load_run, note, run_file_argument, set_option
@@ -22,6 +21,7 @@ from umbra.deploy.prepare.preflight import (
     check_run,
     search_path,
 )
+from umbra.deploy.prepare.stage import try_start
 from umbra.deploy.report.summary import summary_rows
 from umbra.deploy.run.live import LogView, choose_view
 from umbra.deploy.run.programs import buffer_program, other_programs
@@ -137,7 +137,6 @@ def check_extension(folder: RunFolder, config: RunConfig) -> str:
 
 
 def _print_programs(config: RunConfig) -> None:
-    """The commands of the run, in the order in which they start."""
     folder = RunFolder(Path(config.run.dir).resolve() / f"{config.run.name}-...")
     programs = [
         buffer_program(config, folder),
@@ -154,7 +153,7 @@ def _search_path(run_file: Path, before: RunFolder | None) -> list[Path]:
 
 
 def finish(summary: dict[str, Any], folder: RunFolder, *, as_json: bool) -> int:
-    """Print the outcome; the exit code."""
+    """Print the outcome; return the exit code."""
     code = int(summary["exit_code"])
     if as_json:
         click.echo(json.dumps(summary))
@@ -168,7 +167,7 @@ def finish(summary: dict[str, Any], folder: RunFolder, *, as_json: bool) -> int:
 
 
 def _how_to_go_on(code: int, folder: RunFolder) -> list[tuple[str, str]]:
-    """What to type after a run was stopped by a signal."""
+    """Return the command that resumes a run stopped by a signal."""
     if code <= SIGNALLED or not folder.config.is_file():
         return []
     if load_config(folder.config, environ={}).buffer.store == "memory":
@@ -177,7 +176,7 @@ def _how_to_go_on(code: int, folder: RunFolder) -> list[tuple[str, str]]:
 
 
 def _left(summary: dict[str, Any], folder: RunFolder) -> list[tuple[str, str]]:
-    """What there is to look at, from here."""
+    """Return the paths of model and report."""
     left = {"model": folder.model if summary["model"] else None, "report": folder.report}
     return [(name, shown_path(path)) for name, path in left.items() if path and path.exists()]
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 import click
 from rich.console import Console
@@ -13,48 +14,99 @@ from rich.live import Live
 from rich.text import Text
 
 from umbra.deploy.files.run_folder import LineFollower, RunFolder
-from umbra.deploy.run.progress import Progress
+from umbra.proto.errors import UmbraError
+from umbra.proto.messages import Status
+from umbra.proto.net.keys import Security
+from umbra.services.monitor.client import StatusClient
 from umbra.services.monitor.view import NewWarnings, headline, render, starting_text
+from umbra.services.process.metrics import parse_row
 
 FRAME_S = 0.25
 LINE_S = 5.0
 
 
-class View(Protocol):
-    """Where a run's progress goes."""
+POLL_S = 0.5
+ANSWER_S = 2.0
 
-    def say(self, text: str) -> None: ...
+log = logging.getLogger(__name__)
+
+
+class StatusWatcher:
+    """Asks for the status in a thread, so that a slow buffer never slows its supervisor."""
+
+    def __init__(self, broker: str, security: Security) -> None:
+        self.latest: Status | None = None
+        self._client = StatusClient(broker, security)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="status-watcher", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stopping.set()
+        self._client.close()
+        self._thread.join(ANSWER_S)
+
+    def _main(self) -> None:
+        while not self._stopping.wait(POLL_S):
+            try:
+                self.latest = self._client.status(ANSWER_S)
+            except UmbraError:
+                pass  # not there yet, busy, or ending: the last status still stands
+            except Exception:
+                log.exception("the status cannot be read")  # no reason to end a run
+
+
+class Progress:
+    """The newest status, and the mean reward of every step so far."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.status: Status | None = None
+        self.rewards: list[float] = []
+        self._metrics = LineFollower(folder.metrics)
+        self._watcher: StatusWatcher | None = None
+
+    def watch(self, broker: str, security: Security) -> None:
+        self._watcher = StatusWatcher(broker, security)
+
+    def poll(self) -> None:
+        """Take in what is new; never blocks."""
+        newest = None if self._watcher is None else self._watcher.latest
+        if newest is not None and newest is not self.status:
+            self.status = newest
+        for line in self._metrics.lines():
+            if '"kind":"step"' in line:  # most lines are spans: don't parse those
+                if (row := parse_row(line)) is not None:
+                    self.rewards.append(float(row.get("reward/mean") or 0.0))
+
+    @property
+    def recent_reward(self) -> float | None:
+        """Return the mean reward of the last ten steps."""
+        recent = self.rewards[-10:]
+        return sum(recent) / len(recent) if recent else None
+
+    def close(self) -> None:
+        if self._watcher is not None:
+            self._watcher.close()
+            self._watcher = None
+
+
+class View:
+    """The display of a run's progress; this one shows nothing."""
+
+    def say(self, text: str) -> None:
+        """Print a line."""
 
     def doing(self, what: str, detail: str = "") -> None:
         """Show what goes on until something else does; called often, returns at once."""
-        ...
 
     def update(self, progress: Progress, processes: Mapping[str, str]) -> None:
         """Show where things are; called often, returns at once."""
-        ...
 
     def close(self) -> None:
         """Leave the terminal as it should be."""
-        ...
 
 
-class QuietView:
-    """Nothing."""
-
-    def say(self, text: str) -> None:
-        """Drop it."""
-
-    def doing(self, what: str, detail: str = "") -> None:
-        """Drop it."""
-
-    def update(self, progress: Progress, processes: Mapping[str, str]) -> None:
-        """Drop it."""
-
-    def close(self) -> None:
-        """Nothing to do."""
-
-
-class PlainView:
+class PlainView(View):
     """Lines, one about progress every `every_s` seconds and at the last step."""
 
     def __init__(
@@ -103,11 +155,8 @@ class PlainView:
             else:
                 self.say(starting_text(status))
 
-    def close(self) -> None:
-        """Nothing to do."""
 
-
-class TerminalView:
+class TerminalView(View):
     """A table that is drawn anew four times per second; what is said scrolls by above it."""
 
     def __init__(self) -> None:
@@ -159,14 +208,13 @@ class TerminalView:
         self._live.update(table, refresh=True)
 
     def close(self) -> None:
-        """Leave what is drawn, but for what only was going on."""
         self._doing = ("", 0.0)
         if self._live is not None:
             self._live.stop()
             self._live = None
 
 
-class LogView:
+class LogView(View):
     """Another view, plus every line that the processes log."""
 
     def __init__(self, view: View, folder: RunFolder) -> None:
@@ -194,9 +242,9 @@ class LogView:
 
 
 def choose_view(*, quiet: bool, as_json: bool) -> View:
-    """The view for how we were called; with `as_json`, standard output is left to the summary."""
+    """Return the view for a command's flags; with `as_json`, stdout is left to the summary."""
     if quiet:
-        return QuietView()
+        return View()
     if as_json or not sys.stdout.isatty():
         return PlainView(err=as_json)
     return TerminalView()

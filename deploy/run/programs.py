@@ -24,12 +24,12 @@ def buffer_program(config: RunConfig, folder: RunFolder) -> Program:
 
 
 def is_durable(config: RunConfig) -> bool:
-    """Whether a buffer that ended can go on, and a trainer can repeat its steps."""
+    """True if a buffer that ended can resume, and a trainer can repeat its steps."""
     return config.buffer.store != "memory"
 
 
 def other_programs(config: RunConfig, folder: RunFolder, broker: str) -> list[Program]:
-    """Everything else, told where the buffer is."""
+    """Return all programs but the buffer, which are told its address."""
     connect = ("--broker", broker)
     durable = is_durable(config)
     return [
@@ -49,7 +49,7 @@ def other_programs(config: RunConfig, folder: RunFolder, broker: str) -> list[Pr
 def _generators(
     config: RunConfig, folder: RunFolder, connect: tuple[str, ...]
 ) -> Iterator[Program]:
-    """`generator.count` generators; with device cuda:N each has GPUs of its own, from N on."""
+    """Yield `generator.count` generators; with device cuda:N each gets GPUs of its own, from N."""
     generator = config.generator
     kind, _, first = generator.device.partition(":")
     for index in range(generator.count):
@@ -62,7 +62,6 @@ def _generators(
 
 
 def _scorers(config: RunConfig, folder: RunFolder, connect: tuple[str, ...]) -> Iterator[Program]:
-    """Workers of the scoring stages, as many of each as `[scorer]` says."""
     for stage in config.buffer.stages:
         for index in range(getattr(config.scorer, stage)):
             name = f"{stage.replace('_', '-')}-{index}"

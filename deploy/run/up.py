@@ -25,14 +25,13 @@ from umbra.deploy.prepare.stage import (
 )
 from umbra.deploy.report.command import write_report
 from umbra.deploy.report.summary import RunOutcome, read_status, summarise, write_summary
-from umbra.deploy.run.live import View
+from umbra.deploy.run.live import Progress, View
 from umbra.deploy.run.programs import (
     BUFFER,
     TRAINER,
     buffer_program,
     other_programs,
 )
-from umbra.deploy.run.progress import Progress
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import EXIT_DONE, StartupError, UmbraError
 from umbra.proto.net.keys import open_security
@@ -126,7 +125,7 @@ class Up:
         return summary
 
     def _report(self) -> None:
-        """Leave a page and a timeline; a run without metrics has none."""
+        """Write page and timeline; a run without metrics has none."""
         if self.folder.metrics.exists():
             try:
                 write_report(self.folder)
@@ -257,7 +256,7 @@ class Up:
         self._interrupts.wait(POLL_S)
 
     def _end_all(self, supervisor: Supervisor) -> None:
-        """Whatever happened, nothing stays: no process and no shared memory."""
+        """End all processes and remove shared memory, whatever happened."""
         supervisor.close()
         RunAddress.forget(self.folder.path)
         remove_leftovers(self.folder.id)
@@ -279,18 +278,16 @@ class Up:
 
 
 def _heldout(config: RunConfig) -> str:
-    """What an evaluation measures, in words."""
     kinds = " and greedy" if config.eval.greedy else ""
     return f"{config.eval.samples:,} answers to held-out prompts, sampled{kinds}"
 
 
 def _starting(states: Mapping[str, str]) -> list[str]:
-    """The processes that are there."""
     return [name for name, state in states.items() if state == "running"]
 
 
 def _contradiction(summary: Mapping[str, Any]) -> str:
-    """What is wrong with a run that seemed to end well; empty if nothing is."""
+    """Return what is wrong with a run that seemed to end well; empty if nothing is."""
     if summary["ledger"] is None:
         return "the buffer left no final status"
     if summary["ledger"]["balance"]:

@@ -43,7 +43,6 @@ class HubName:
 
     @property
     def pinned(self) -> bool:
-        """True if the revision is a commit."""
         return bool(_COMMIT.fullmatch(self.revision))
 
     def __str__(self) -> str:

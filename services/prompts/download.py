@@ -55,7 +55,6 @@ def without_secrets(value: Any) -> Any:
 
 
 def cache_folder() -> Path:
-    """Return where downloads are kept."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "umbra" / "prompts"
 
@@ -97,7 +96,6 @@ def _digest(path: Path) -> str:
 
 
 def _pinned(name: str) -> tuple[str, str]:
-    """Return URL and checksum, "" if there is none."""
     url, mark, checksum = name.partition(CHECKSUM)
     if mark and not _DIGEST.fullmatch(checksum):
         raise UsageError(

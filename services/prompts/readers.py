@@ -215,7 +215,6 @@ def _load(module: str, source: str) -> Any:
 
 
 def _line(error: Exception) -> str:
-    """Return the first line of a library's error."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from umbra._version import __version__
 
 if TYPE_CHECKING:
-    from umbra.deploy.python.operated import RemoteRun
-    from umbra.deploy.python.run import Run, Step, attach
+    from umbra.deploy.python.run import RemoteRun, Run, Step, attach
     from umbra.deploy.python.train import train
     from umbra.proto.errors import UmbraError, UsageError
     from umbra.services.environments.protocol import (
@@ -42,7 +41,7 @@ __all__ = [
 _HOMES = {
     "Environment": "umbra.services.environments.protocol",
     "Opening": "umbra.services.environments.protocol",
-    "RemoteRun": "umbra.deploy.python.operated",
+    "RemoteRun": "umbra.deploy.python.run",
     "Run": "umbra.deploy.python.run",
     "SampleError": "umbra.services.environments.protocol",
     "Step": "umbra.deploy.python.run",
@@ -56,7 +55,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name when it is first used, so that `import umbra` stays light."""
+    """Import a public name when it is first used, so that `import umbra` stays light."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -25,7 +25,7 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
 class SubCommand(NamedTuple):
-    """Where a sub-command lives and the line that `umbra --help` shows for it."""
+    """A sub-command's target, and the line that `umbra --help` shows for it."""
 
     target: str  # "module:attribute", the attribute being a click.Command
     help: str
@@ -136,7 +136,6 @@ class LazyGroup(click.Group):
     """A click group that reads names and help lines from `COMMANDS` and imports on invocation."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return every name, in the order of `COMMANDS`."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -158,7 +157,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As a group does; an unknown name is refused with the nearest one."""
+        """Resolve as a group does; refuse an unknown name with the nearest one."""
         name = args[0]
         if name not in COMMANDS and not name.startswith("-") and not ctx.resilient_parsing:
             import difflib
@@ -169,7 +168,7 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Names to complete `incomplete` with; click's own way would import every sub-command."""
+        """Return completions of `incomplete` without importing every sub-command."""
         if incomplete.startswith("-"):
             return super().shell_complete(ctx, incomplete)
         from click.shell_completion import CompletionItem

@@ -20,7 +20,7 @@ from fakes.trajectories import trajectory
 from msgspec.structs import replace
 
 from umbra.deploy.check.machine_defaults import Hardware, choose
-from umbra.deploy.files.toml import to_toml
+from umbra.deploy.files.formats import to_toml
 from umbra.proto.errors import MismatchError, UsageError
 from umbra.proto.records import SampleTask, Sampling, ScoringTask, Trajectory, unpack_float32
 from umbra.services.config import RunConfig

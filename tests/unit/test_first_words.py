@@ -16,8 +16,7 @@ from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.files.shown import COLUMNS, command_line, print_facts
 from umbra.deploy.prepare.stage import run_stage
 from umbra.deploy.run import live
-from umbra.deploy.run.live import LogView, PlainView, QuietView, TerminalView
-from umbra.deploy.run.progress import Progress
+from umbra.deploy.run.live import LogView, PlainView, Progress, QuietView, TerminalView
 from umbra.proto.records import Ledger
 from umbra.services.process.child import child_environ
 

@@ -13,8 +13,7 @@ from fakes.slowness import seconds
 
 from umbra import cli
 from umbra.deploy.commands import init as init_command
-from umbra.deploy.commands.init import command
-from umbra.deploy.commands.init_files import MACHINES, REWARDS, run_file
+from umbra.deploy.commands.init import MACHINES, REWARDS, command, run_file
 from umbra.services.config import RunConfig
 from umbra.services.config.cautions import cautions
 from umbra.services.config.feasibility import check_feasible

@@ -9,8 +9,7 @@ import pytest
 from rich.console import Console
 
 from umbra.deploy.files.run_folder import RunFolder
-from umbra.deploy.run.live import PlainView
-from umbra.deploy.run.progress import Progress
+from umbra.deploy.run.live import PlainView, Progress
 from umbra.proto.messages import Member, Rates, RunWarning, Status, Stuck
 from umbra.proto.records import EvalReport, Ledger
 from umbra.services.monitor.members import MemberRow, idle_text, member_rows, most_telling

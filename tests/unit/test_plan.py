@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from umbra.deploy.cluster.cluster_file import load_cluster
 from umbra.deploy.cluster.invocation import image
+from umbra.deploy.cluster.placement import check_ratios, divide
 from umbra.deploy.cluster.plan import Plan
-from umbra.deploy.cluster.shares import check_ratios, divide
 from umbra.deploy.cluster.table import as_json, table
 from umbra.proto.errors import UsageError
 

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 
 from umbra import cli
 from umbra.deploy.cluster.cluster_file import planner
-from umbra.deploy.cluster.yaml import to_yaml
-from umbra.deploy.files.toml import to_toml
+from umbra.deploy.files.formats import to_toml, to_yaml
 from umbra.proto.access import KEY_ROLES
 from umbra.proto.net.keys import load_keys
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from fakes.trajectories import sample, trajectory
 
-from umbra.deploy.files.toml import to_toml
+from umbra.deploy.files.formats import to_toml
 from umbra.deploy.prepare.preflight import resolve_paths
 from umbra.proto.errors import UsageError
 from umbra.services.buffer.prompts import first_rows, open_prompts

@@ -61,7 +61,7 @@ def push(folder: Path, repo: str, card: str) -> str:
 
 
 def run_summary(checkpoint: Path) -> dict[str, Any]:
-    """What the run of `checkpoint` left in its folder; nothing before it has ended."""
+    """Return the summary in the folder of the run of `checkpoint`; empty before its end."""
     for folder in (checkpoint, *checkpoint.absolute().parents[:3]):
         try:
             found = json.loads((folder / SUMMARY).read_bytes())
@@ -147,7 +147,7 @@ def _measured(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def _told(repo: str) -> Iterator[None]:
-    """Say in one sentence what goes wrong with the hub."""
+    """Turn an error of the hub into one sentence with a remedy."""
     errors: Any = importlib.import_module("huggingface_hub.errors")
     hub = importlib.import_module("huggingface_hub.constants").ENDPOINT
     where = f"--push {repo}"

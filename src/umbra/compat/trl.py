@@ -213,7 +213,6 @@ class GRPOTrainer:
 
     @property
     def log_history(self) -> list[dict[str, Any]]:
-        """What each step measured."""
         return [] if self.run is None else [step.metrics for step in self.run]
 
 
@@ -300,7 +299,6 @@ def sections_of(values: Mapping[str, Any], *, rows: int) -> dict[str, dict[str, 
 
 
 def _trainer(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of `[trainer]`: optimizer and objective."""
     loss = values["loss_type"]
     optimizer = _text(values["optim"])
     if optimizer not in ("adamw_torch", "adamw_torch_fused"):
@@ -357,5 +355,4 @@ def _translated(name: str, value: Any, table: Mapping[Any, Any]) -> Any:
 
 
 def _text(value: Any) -> str:
-    """The text of an enumeration's member, or of a text."""
     return str(getattr(value, "value", value))
