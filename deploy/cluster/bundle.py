@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from umbra.deploy.cluster.cluster_file import nearest
 from umbra.deploy.cluster.compose import (
     CONFIG_FILE,
     ENVIRONMENT_FILE,
@@ -24,7 +20,6 @@ from umbra.deploy.cluster.invocation import Paths, key_files
 from umbra.deploy.cluster.kubernetes import manifests
 from umbra.deploy.cluster.plan import Plan
 from umbra.deploy.cluster.slurm import slurm_script
-from umbra.deploy.cluster.table import as_json
 from umbra.deploy.files.formats import to_toml
 from umbra.proto.errors import UsageError
 from umbra.services.config.loader import as_dict
@@ -33,7 +28,6 @@ FORMATS = ("compose", "slurm", "kubernetes")
 COMPOSE_FILE = "compose.yaml"
 SLURM_FILE = "run.sbatch"
 KUBERNETES_FILE = "kubernetes.yaml"
-PLAN_FILE = "plan.json"
 
 
 class Bundle:
@@ -62,52 +56,6 @@ class Bundle:
             files |= getattr(self, f"_{name}")()
         return files
 
-    def plan_file(self) -> dict[str, str]:
-        """Return plan.json, by which nodes are added later."""
-        told = as_json(self._plan) | {"config": self._digest()}
-        return {PLAN_FILE: json.dumps(told, indent=2) + "\n"}
-
-    def render_added(self, names: Iterable[str], formats: Iterable[str]) -> dict[str, str]:
-        """The texts of `formats` for the nodes called `names`, which join the run under way.
-
-        Raises:
-            UsageError: they are no such nodes, or the plan is not the run's for the others.
-        """
-        before = read_plan(self._out)
-        nodes = {node.name: node for node in self._plan.nodes}
-        for name in names:
-            if name not in nodes:
-                raise UsageError(f"--add {name} is no node{nearest(name, list(nodes))}")
-            if not nodes[name].joins:
-                raise UsageError(
-                    f"--add {name}: only nodes that have generators alone can be added to a run "
-                    "that is under way: write joins = true in its [[nodes]]"
-                )
-        if before.get("config") != self._digest():
-            raise UsageError(
-                f"--add: the run file gives another configuration than that of the run of "
-                f"{self._out / PLAN_FILE}: plan with the file and the --set of that plan"
-            )
-        now = {node["name"]: node for node in as_json(self._plan)["nodes"]}
-        for node in before["nodes"]:
-            if node["name"] not in names and now.get(node["name"], node) != node:
-                raise UsageError(
-                    f"--add: node {node['name']} would get other processes than it has in the run "
-                    f"of {self._out / PLAN_FILE}: only add nodes with joins = true to the cluster "
-                    "file, and change nothing else"
-                )
-        files: dict[str, str] = {}
-        for kind in formats:
-            if kind == "slurm":
-                raise UsageError("--add is not rendered for SLURM: a job keeps the hosts it got")
-            if kind == "kubernetes":
-                for name in names:
-                    files[f"kubernetes-{name}.yaml"] = self._manifests(name)
-            else:
-                rendered = self._compose()
-                files |= {p: t for p, t in rendered.items() if p.partition("/")[0] in names}
-        return files
-
     def write(self, files: dict[str, str]) -> None:
         """Write `files` below `out`.
 
@@ -124,10 +72,8 @@ class Bundle:
                     f"cannot write {path}: {error.strerror}; choose another --out"
                 ) from error
 
-    def copy_keys(self, only: Collection[str] = ()) -> None:
+    def copy_keys(self) -> None:
         """Put into each node's folder the keys that it needs, readable by their owner alone.
-
-        Only of the nodes called `only`, if any are named.
 
         That is the user of the containers, if we may give files away or are that user.
 
@@ -144,8 +90,6 @@ class Bundle:
                 f"leave it out (then it is you, {os.geteuid()}:{os.getegid()}), or plan as root"
             )
         for node in self._plan.nodes:
-            if only and node.name not in only:
-                continue
             names = {name for process in self._plan.on(node) for name in key_files(process)}
             folder = self._out / node.name / KEYS_FOLDER
             try:
@@ -185,36 +129,14 @@ class Bundle:
         return {SLURM_FILE: script, CONFIG_FILE: self._config()}
 
     def _kubernetes(self) -> dict[str, str]:
-        return {KUBERNETES_FILE: self._manifests()}
-
-    def _manifests(self, only: str = "") -> str:
         paths = container_paths(self._plan, self._modules, keys=self._keys is not None)
-        return manifests(self._plan, paths, self._config(), only)
-
-    def _digest(self) -> str:
-        return hashlib.sha256(self._config().encode()).hexdigest()
+        return {KUBERNETES_FILE: manifests(self._plan, paths, self._config())}
 
     def _config(self) -> str:
         """Return the run file for the nodes, whose environment says where their keys are."""
         config = self._plan.config
         replace = msgspec.structs.replace
         return to_toml(as_dict(replace(config, security=replace(config.security, keys=""))))
-
-
-def read_plan(out: Path, flag: str = "--add") -> dict[str, Any]:
-    """The plan that was written to the folder `out`, for `flag`.
-
-    Raises:
-        UsageError: there is none.
-    """
-    try:
-        found = json.loads((out / PLAN_FILE).read_text(encoding="utf-8"))
-        return {"run": str(found["run"]), "nodes": list(found["nodes"]), **found}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"{flag}: {out / PLAN_FILE} is no plan ({error}): name the folder that `umbra plan` "
-            "has written for the run (--out)"
-        ) from error
 
 
 def _copy_private(source: Path, target: Path) -> None:

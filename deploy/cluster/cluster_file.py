@@ -28,15 +28,20 @@ FOREIGN = {
 FOREIGN_TASKS = {"actor-train": "train", "actor_train": "train", "rollout": "generate"}
 
 
-class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    name: Annotated[str, Meta(description="its host name for SLURM and Kubernetes", pattern=NAME)]
-    address: Annotated[
-        str, Meta(description="host name or address by which the others reach it", min_length=1)
-    ]
-    gpus: Annotated[int, Meta(description="GPUs that the run may use: 0 to n - 1", ge=0)] = 0
-    joins: Annotated[
-        bool, Meta(description="has generators alone, which may come and go while the run goes on")
-    ] = False
+class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A table of the cluster file; docs/cluster.md describes the keys."""
+
+
+Count = Annotated[int, Meta(ge=0)]
+Text = Annotated[str, Meta(min_length=1)]
+Line = Annotated[str, Meta(pattern=LINE)]
+
+
+class Node(_Table, frozen=True):
+    name: Annotated[str, Meta(pattern=NAME)]  # its host name for SLURM and Kubernetes
+    address: Text  # by which the others reach it
+    gpus: Count = 0  # that the run may use: 0 to n - 1
+    joins: bool = False  # has generators alone, which may come and go while the run goes on
 
 
 Task = Literal[
@@ -59,19 +64,13 @@ class Port(IntEnum):
     PART_CONNECTIONS = 9
 
 
-Text = Annotated[str, Meta(pattern=LINE)]
-
-
-class SlurmSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SlurmSpec(_Table, frozen=True):
     """Options for sbatch besides nodes; empty ones are the site's default."""
 
-    time: Annotated[Text, Meta(description="longest run time, as sbatch takes it: 1-12:00:00")] = ""
-    account: Annotated[Text, Meta(description="account that is charged")] = ""
-    partition: Annotated[Text, Meta(description="partition")] = ""
-    options: Annotated[
-        list[Annotated[str, Meta(pattern=r"^--[a-z][a-z-]*(=[^\x00-\x1f]*)?$")]],
-        Meta(description="more options of sbatch: --constraint=a100"),
-    ] = []
+    time: Line = ""  # longest run time, as sbatch takes it: 1-12:00:00
+    account: Line = ""
+    partition: Line = ""
+    options: list[Annotated[str, Meta(pattern=r"^--[a-z][a-z-]*(=[^\x00-\x1f]*)?$")]] = []
 
 
 class Toleration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -83,35 +82,15 @@ class Toleration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
 
 
-class KubernetesSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    namespace: Annotated[
-        str,
-        Meta(
-            description="of all objects; empty = that of kubectl",
-            pattern=r"^([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)?$",
-        ),
-    ] = ""
-    image_pull_policy: Annotated[
-        Literal["IfNotPresent", "Always", "Never"], Meta(description="when images are fetched")
-    ] = "IfNotPresent"
-    tolerations: Annotated[
-        list[Toleration], Meta(description="taints of the nodes that pods tolerate")
-    ] = []
-    storage_class: Annotated[
-        str, Meta(description="of the claims for results and store; empty = the default one")
-    ] = ""
-    storage: Annotated[
-        str, Meta(description="size of each of them", pattern=r"^[1-9][0-9]*(Mi|Gi|Ti)$")
-    ] = "100Gi"
-    inputs_claim: Annotated[
-        str, Meta(description="claim that has models and prompts; empty = the nodes' own paths")
-    ] = ""
-    inputs_root: Annotated[
-        str, Meta(description="folder of the run file's paths that is the claim's top")
-    ] = "/"
-    keep_finished_s: Annotated[
-        int, Meta(description="seconds until Kubernetes removes Jobs that have ended", ge=0)
-    ] = 86_400
+class KubernetesSpec(_Table, frozen=True):
+    namespace: Annotated[str, Meta(pattern=r"^([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)?$")] = ""
+    image_pull_policy: Literal["IfNotPresent", "Always", "Never"] = "IfNotPresent"
+    tolerations: list[Toleration] = []
+    storage_class: str = ""  # of the claims for results and store; empty = the default one
+    storage: Annotated[str, Meta(pattern=r"^[1-9][0-9]*(Mi|Gi|Ti)$")] = "100Gi"  # of each of them
+    inputs_claim: str = ""  # has models and prompts; empty = the nodes' own paths
+    inputs_root: str = "/"  # folder of the run file's paths that is the claim's top
+    keep_finished_s: Count = 86_400  # until Kubernetes removes Jobs that have ended
 
 
 def planner() -> str:
@@ -119,48 +98,24 @@ def planner() -> str:
     return f"{os.geteuid()}:{os.getegid()}" if os.geteuid() else "10001:10001"
 
 
-class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ClusterSpec(_Table, frozen=True):
     """How the nodes are shared, and what every container has in common."""
 
-    groups: Annotated[
-        list[str | list[str]],
-        Meta(description="tasks train, generate, ref_logp, logp, reward; those in a list share"),
-    ] = msgspec.field(default_factory=lambda: ["train", "generate"])
-    ratios: Annotated[
-        list[Annotated[float, Meta(gt=0, le=1)]],
-        Meta(description="share of the nodes (or GPUs) of each group; empty = equal shares"),
-    ] = []
-    unit: Annotated[
-        Literal["auto", "node", "gpu"],
-        Meta(description="what ratios count; auto = nodes, and GPUs if there are fewer nodes"),
-    ] = "auto"
-    broker: Annotated[str, Meta(description="node of the buffer; empty = the first one")] = ""
-    base_port: Annotated[
-        int, Meta(description="first of the ten ports that the run uses", ge=1024, le=65526)
-    ] = 5555
-    image: Annotated[
-        str, Meta(description="images are called IMAGE-broker:TAG and so on", min_length=1)
-    ] = "umbra"
-    tag: Annotated[str, Meta(description="tag of the images", min_length=1)] = "latest"
-    user: Annotated[
-        str,
-        Meta(description="uid:gid of the processes in containers", pattern=r"^[0-9]+(:[0-9]+)?$"),
-    ] = msgspec.field(default_factory=planner)
-    shm_gib: Annotated[
-        int, Meta(description="GiB of shared memory per node, for the weights' versions", ge=1)
-    ] = 16
-    network: Annotated[
-        Literal["bridge", "host"],
-        Meta(description="containers publish the run's ports, or use the host's network (NCCL)"),
-    ] = "bridge"
-    memory_gib: Annotated[
-        dict[str, Annotated[float, Meta(gt=0)]],
-        Meta(description="limit on the memory of each process of a task, shared memory apart"),
-    ] = {}
-    cpus: Annotated[
-        dict[str, Annotated[float, Meta(gt=0)]],
-        Meta(description="CPUs of each process of a task"),
-    ] = {}
+    # Tasks train, generate, ref_logp, logp, reward; those in a list share nodes.
+    groups: list[str | list[str]] = msgspec.field(default_factory=lambda: ["train", "generate"])
+    ratios: list[Annotated[float, Meta(gt=0, le=1)]] = []  # of the groups; empty = equal shares
+    unit: Literal["auto", "node", "gpu"] = "auto"  # what ratios count; auto = nodes if enough
+    broker: str = ""  # node of the buffer; empty = the first one
+    base_port: Annotated[int, Meta(ge=1024, le=65526)] = 5555  # first of the run's ten ports
+    image: Text = "umbra"  # images are called IMAGE-broker:TAG and so on
+    tag: Text = "latest"
+    user: Annotated[str, Meta(pattern=r"^[0-9]+(:[0-9]+)?$")] = msgspec.field(
+        default_factory=planner
+    )  # uid:gid of the processes in containers
+    shm_gib: Annotated[int, Meta(ge=1)] = 16  # per node, for the weights' versions
+    network: Literal["bridge", "host"] = "bridge"  # publish the run's ports, or the host's (NCCL)
+    memory_gib: dict[str, Annotated[float, Meta(gt=0)]] = {}  # by task, shared memory apart
+    cpus: dict[str, Annotated[float, Meta(gt=0)]] = {}  # by task
     slurm: SlurmSpec = SlurmSpec()
     kubernetes: KubernetesSpec = KubernetesSpec()
 

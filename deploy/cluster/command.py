@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from umbra.deploy.cluster.bundle import FORMATS, Bundle, read_plan
+from umbra.deploy.cluster.bundle import FORMATS, Bundle
 from umbra.deploy.cluster.cluster_file import load_cluster
 from umbra.deploy.cluster.invocation import modules_of
 from umbra.deploy.cluster.kubernetes import keys_command
@@ -16,7 +16,7 @@ from umbra.deploy.cluster.table import as_json as plan_as_json
 from umbra.deploy.cluster.table import table
 from umbra.deploy.files.run_folder import new_run_id
 from umbra.deploy.prepare.load import load_run, run_file_argument, set_option
-from umbra.proto.errors import EXIT_DONE, UsageError
+from umbra.proto.errors import EXIT_DONE
 from umbra.proto.net.keys import FOLDER, make_keys
 from umbra.services.config import RunConfig
 from umbra.services.config.feasibility import check_feasible
@@ -34,10 +34,6 @@ from umbra.services.config.feasibility import check_feasible
     "--format", "formats", multiple=True, type=click.Choice(FORMATS), default=("compose",),
     show_default=True, help="What to render; may be given several times.",
 )  # fmt: skip
-@click.option(
-    "--add", "added", multiple=True, metavar="NODE",
-    help="Only the files of this node, which joins the run whose plan is in --out.",
-)  # fmt: skip
 @click.option("--run-id", help="Id of the run.  [default: <run.name>-<date>-<time>-<4 digits>]")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
@@ -47,7 +43,6 @@ def command(
     overrides: tuple[str, ...],
     out: Path,
     formats: tuple[str, ...],
-    added: tuple[str, ...],
     run_id: str | None,
     as_json: bool,
     dry_run: bool,
@@ -59,25 +54,19 @@ def command(
     """
     cluster = load_cluster(cluster_file)
     config = load_run(run_file, overrides)
-    if added and run_id:
-        raise UsageError("--run-id has no effect with --add, which joins a run: leave it out")
-    if added:
-        run_id = read_plan(out)["run"]
     plan = make_plan(cluster, config, run_id or new_run_id(config.run.name))
     check_feasible(plan.config)
     modules, keys = modules_of(config, run_file), _keys(config, out)
     bundle = Bundle(plan, modules, out.resolve(), keys)
-    files = bundle.render_added(added, formats) if added else bundle.render(formats)
-    files |= bundle.plan_file()
+    files = bundle.render(formats)
     click.echo(json.dumps(plan_as_json(plan), indent=2) if as_json else table(plan), nl=as_json)
     if not dry_run:
         bundle.write(files)
-        if not added:
-            _make_missing_keys(config, keys)
+        _make_missing_keys(config, keys)
         if "compose" in formats:
-            bundle.copy_keys(added)
+            bundle.copy_keys()
         click.echo(f"{len(files)} files written to {out}", err=as_json)
-        if "kubernetes" in formats and not added and keys:
+        if "kubernetes" in formats and keys:
             click.echo(f"the keys: {keys_command(plan, str(keys))}", err=as_json)
         if modules and keys and set(formats) != {"slurm"}:
             _note_keys_in_sight(Path(modules), (keys, out.resolve()))

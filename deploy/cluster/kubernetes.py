@@ -34,8 +34,8 @@ def keys_command(plan: Plan, keys: str) -> str:
     return f"kubectl create secret generic {keys_secret(plan)}{where} --from-file={keys}"
 
 
-def manifests(plan: Plan, paths: Paths, config: str, only: str = "") -> str:
-    """All manifests of the run, or those of the node called `only`, which joins it later.
+def manifests(plan: Plan, paths: Paths, config: str) -> str:
+    """Return all manifests of the run.
 
     `config` is the text of its configuration.
 
@@ -52,12 +52,10 @@ def manifests(plan: Plan, paths: Paths, config: str, only: str = "") -> str:
         raise UsageError("cluster.network = host is not rendered for Kubernetes: use bridge")
     addressed = plan.readdressed(lambda node: _name(plan, node.name))
     labels = {"app.kubernetes.io/name": "umbra", "app.kubernetes.io/instance": _label(plan.run_id)}
-    documents: list[dict[str, Any]] = []
-    if not only:
-        shared = _object("v1", "ConfigMap", _name(plan, "config"), labels)
-        documents.append(shared | {"data": {CONFIG_FILE: config}})
+    shared = _object("v1", "ConfigMap", _name(plan, "config"), labels)
+    documents = [shared | {"data": {CONFIG_FILE: config}}]
     for node in addressed.nodes:
-        if addressed.on(node) and only in ("", node.name):
+        if addressed.on(node):
             documents += _of_node(addressed, node, paths, labels)
     if namespace := plan.cluster.kubernetes.namespace:
         for document in documents:

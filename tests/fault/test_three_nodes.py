@@ -96,7 +96,7 @@ def planned(tmp_path: Path, ratios: list[float], steps: int, *more: str, late: s
     umbra(*make_plan, "--run-id", "three")
     if late:
         file.write_text(f"{written}{nodes[late]}joins = true\n", encoding="utf-8")
-        umbra(*make_plan, "--add", late)
+        umbra(*make_plan, "--run-id", "three")
     return project / "plan"
 
 

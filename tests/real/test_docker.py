@@ -232,7 +232,7 @@ def test_a_machine_joins_the_run_and_is_drained(project: Path) -> None:
     operate() { umbra "$@" --broker tcp://10.88.0.1:5555 --keys plan/keys; }
     operate pause  # or the others might be done before it has started
     cat late.toml >> cluster.toml
-    umbra plan cluster.toml run.toml --add c $SET
+    umbra plan cluster.toml run.toml --run-id real $SET
     compose c up -d
     until [ "$(on c docker ps --format '{{.Status}}' | grep -c '(healthy)')" = 2 ]; do
         if ! on a docker ps --quiet | grep -q .; then echo "the run ended" >&2; exit 1; fi
