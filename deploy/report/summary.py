@@ -165,71 +165,57 @@ def write_summary(folder: RunFolder, summary: Mapping[str, Any]) -> None:
 
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the summary as names and values for people, the unknown left out."""
-    rows = [("run", summary["run_id"]), ("ended", summary["exit_reason"])]
+    rows: list[tuple[str, str]] = []
+
+    def add(name: str, *texts: str) -> None:
+        rows.append((name, "".join(texts)))
+
+    add("run", summary["run_id"])
+    add("ended", summary["exit_reason"])
     for name in ("accuracy", "greedy"):
         before, after = summary[f"{name}_before"], summary[f"{name}_after"]
         if before is not None or after is not None:
-            rows.append((name, f"{_share(before)} -> {_share(after)}"))
+            add(name, f"{_share(before)} -> {_share(after)}")
     if evals := summary["evals"]:
         shown = ", ".join(f"{one['version']}: {_share(one['accuracy'])}" for one in evals)
-        rows.append(("accuracy by version", shown))
-    rows.append(("steps", f"{summary['steps']} ({summary['samples']} samples)"))
-    if staleness := summary["staleness"]:
-        rows.append(
-            (
-                "staleness",
-                f"mean {staleness.get('mean', 0):.2f}, max {staleness.get('max', 0):g}, "
-                f"bound {staleness.get('bound', 0):g}",
-            )
-        )
+        add("accuracy by version", shown)
+    add("steps", f"{summary['steps']} ({summary['samples']} samples)")
+    if stale := summary["staleness"]:
+        mean, most, bound = (stale.get(name, 0) for name in ("mean", "max", "bound"))
+        add("staleness", f"mean {mean:.2f}, max {most:g}, bound {bound:g}")
     if (k3 := summary["mismatch_k3_on_policy"]) is not None:
-        rows.append(("logprobs", f"generator and trainer agree to k3 = {k3:.2g} on equal weights"))
+        add("logprobs", f"generator and trainer agree to k3 = {k3:.2g} on equal weights")
     if compared := summary["mismatch_compared"]:
-        rows.append(("compared", f"{compared} tokens of generators with the trainer's"))
+        add("compared", f"{compared} tokens of generators with the trainer's")
     elif summary["steps"]:
-        rows.append(("compared", "NOTHING: no token was sampled by weights that the trainer had"))
+        add("compared", "NOTHING: no token was sampled by weights that the trainer had")
     if outliers := summary["outlier_tokens"]:
-        rows.append(("outliers", f"{outliers} tokens left out (trainer.max_ratio)"))
+        add("outliers", f"{outliers} tokens left out (trainer.max_ratio)")
     if seconds := summary["push_seconds"]:
         phases = ", ".join(f"{phase} {1000 * spent:.1f}" for phase, spent in seconds.items())
-        rows.append(("pushes", f"{summary['pushes']}; median ms: {phases}"))
+        add("pushes", f"{summary['pushes']}; median ms: {phases}")
     if ledger := summary["ledger"]:
-        ended = counts(ledger["ended"])
+        parts = [f"{ledger['trained']} trained", counts(ledger["ended"])]
+        sums = " + ".join(part for part in (*parts, counts(ledger["in_flight"])) if part)
         balance = "balanced" if not ledger["balance"] else f"OFF BY {ledger['balance']}"
-        rows.append(
-            (
-                "ledger",
-                f"{ledger['issued']} issued = {ledger['trained']} trained"
-                + (f" + {ended}" if ended else "")
-                + (f" + {in_flight}" if (in_flight := counts(ledger["in_flight"])) else "")
-                + f", {balance}"
-                + (" when last asked" if summary.get("ledger_last_seen") else ""),
-            )
-        )
+        when = " when last asked" if summary.get("ledger_last_seen") else ""
+        add("ledger", f"{ledger['issued']} issued = {sums}, {balance}{when}")
     if health := summary["health"]:
-        rows.append(("health", health_text(health, "/run")))
+        add("health", health_text(health, "/run"))
     rows += [("warning", warning_text(one)) for one in summary["warnings"]]
     if both := summary["overlap"]:
-        rows.append(
-            (
-                "busy",
-                f"generation {both['generator_busy']:.0%}, training {both['trainer_busy']:.0%}, "
-                f"both at once {both['both_busy']:.0%}",
-            )
+        add(
+            "busy",
+            f"generation {both['generator_busy']:.0%}, training {both['trainer_busy']:.0%}, ",
+            f"both at once {both['both_busy']:.0%}",
         )
-    if summary["samples_per_s"] is not None:
-        rows.append(
-            (
-                "speed",
-                f"{number(summary['samples_per_s'])} samples/s, "
-                f"{number(summary['tokens_per_s'])} tokens/s",
-            )
-        )
+    if (rate := summary["samples_per_s"]) is not None:
+        add("speed", f"{number(rate)} samples/s, {number(summary['tokens_per_s'])} tokens/s")
     if summary["restarts"]:
-        rows.append(("restarts", ", ".join(f"{n} {c}" for n, c in summary["restarts"].items())))
-    rows.append(("seconds", f"{summary['seconds']['total']:.1f}"))
+        add("restarts", ", ".join(f"{name} {count}" for name, count in summary["restarts"].items()))
+    add("seconds", f"{summary['seconds']['total']:.1f}")
     if summary["model"]:
-        rows.append(("model", summary["model"]))
+        add("model", summary["model"])
     return rows
 
 
