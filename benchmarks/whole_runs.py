@@ -11,8 +11,8 @@ from typing import Any
 
 from umbra.deploy.commands.demo import HELDOUT, RECIPES
 from umbra.deploy.files.run_folder import RunFolder, read_rows
-from umbra.deploy.report.summary import Interval, clip, merge, total
-from umbra.deploy.run.live import QuietView
+from umbra.deploy.report.overlap import Interval, clip, merge, total
+from umbra.deploy.run.live import View
 from umbra.deploy.run.up import Up
 from umbra.services.config import RunConfig
 from umbra.services.process.child import umbra_argv
@@ -65,7 +65,7 @@ def run(config: RunConfig) -> tuple[Any, RunFolder]:
     """
     folder = RunFolder.create(config.run.dir, config.run.name)
     with SignalCounter() as interrupts:
-        up = Up(config, folder, view=QuietView(), interrupts=interrupts, evaluate=False)
+        up = Up(config, folder, view=View(), interrupts=interrupts, evaluate=False)
         summary = up.run()
     if interrupts.count:
         raise KeyboardInterrupt

@@ -16,7 +16,7 @@ from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.files.shown import COLUMNS, command_line, print_facts
 from umbra.deploy.prepare.stage import run_stage
 from umbra.deploy.run import live
-from umbra.deploy.run.live import LogView, PlainView, Progress, QuietView, TerminalView
+from umbra.deploy.run.live import LogView, PlainView, Progress, TerminalView, View
 from umbra.proto.records import Ledger
 from umbra.services.process.child import child_environ
 
@@ -89,7 +89,7 @@ def test_lines_say_what_goes_on_once_and_details_now_and_then(
     now[0] = 10.0
     assert said(["warm start", "step 4/9"]) == []
     assert said(["starting"], ["starting"]) == ["starting ..."]
-    QuietView().doing("anything")
+    View().doing("anything")
     assert capsys.readouterr().out == ""
 
 
