@@ -160,9 +160,9 @@ def open_environments(
     if not environment.asks:
         return open_pool(environment, wake=wake)
     # No other environment needs an HTTP server.
-    from umbra.services.generator.agents.address import bind
     from umbra.services.generator.agents.calls import CallRules
     from umbra.services.generator.agents.pool import AgentPool, AgentSettings
+    from umbra.services.generator.agents.server import bind
     from umbra.services.http import read_key
 
     rules = CallRules(

@@ -16,7 +16,7 @@ from fakes.trajectories import sample
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Sampling, unpack_int32
 from umbra.services.config import EnvironmentConfig
-from umbra.services.generator.agents.address import url_of
+from umbra.services.generator.agents.server import url_of
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
 

@@ -23,8 +23,7 @@ from umbra.proto.errors import UsageError
 from umbra.proto.records import Sampling, unpack_int32
 from umbra.services.config import EnvironmentConfig
 from umbra.services.generator.agents import server
-from umbra.services.generator.agents.address import bind, url_of
-from umbra.services.generator.agents.server import MAX_BODY
+from umbra.services.generator.agents.server import MAX_BODY, bind, url_of
 from umbra.services.generator.rollout import Limits
 from umbra.services.http import read_key
 from umbra.services.modeling.chat import Chat

@@ -12,8 +12,7 @@ from umbra.services.environments.time_limits import TimeLimits
 from umbra.services.environments.turn_request import RefusedError, Turn
 from umbra.services.generator.agents.calls import Call
 from umbra.services.generator.agents.replies import Answer
-from umbra.services.generator.agents.session import AgentSession
-from umbra.services.generator.agents.session_registry import SessionRegistry
+from umbra.services.generator.agents.session import AgentSession, SessionRegistry
 from umbra.services.generator.agents.session_tree import News
 from umbra.services.http import ApiError
 from umbra.services.modeling.parsers import TOLD, ResponseTemplateParser, read

@@ -312,15 +312,7 @@ def limit_of(given: int | None, name: str) -> int:
     return given or 0
 
 
-_KNOWN = {
-    "role",
-    "content",
-    "name",
-    "tool_call_id",
-    "tool_calls",
-    "reasoning_content",
-    "reasoning",
-}
+_KNOWN = {"role", "content", "name", "tool_call_id", "tool_calls", "reasoning_content", "reasoning"}
 _CARRIED = {"provider_specific_fields", "annotations"}
 """What client libraries add to the messages that they got, for themselves."""
 

@@ -32,12 +32,10 @@ from umbra.services.environments.response import Said
 from umbra.services.environments.time_limits import TimeLimits
 from umbra.services.environments.turn_request import Ask, Begun, Lost, Turn
 from umbra.services.environments.worker_pool import END_S
-from umbra.services.generator.agents.address import host_of, url_of
 from umbra.services.generator.agents.calls import Call, CallRules
 from umbra.services.generator.agents.replies import Answer
-from umbra.services.generator.agents.server import MAX_BODY, Edge
-from umbra.services.generator.agents.session import AgentSession
-from umbra.services.generator.agents.session_registry import SessionRegistry, over
+from umbra.services.generator.agents.server import MAX_BODY, Edge, host_of, url_of
+from umbra.services.generator.agents.session import AgentSession, SessionRegistry, over
 from umbra.services.generator.agents.session_tree import News
 from umbra.services.http import ApiError, HttpServer
 from umbra.services.process.loop_thread import LoopThread, ends_with_it
@@ -138,9 +136,14 @@ class AgentPool:
     # -- sessions, within the event loop ----------------------------------------------------------
 
     def find(self, session_id: str) -> AgentSession:
+        """Return the session; raises ApiError if there is none."""
         return self._registry.find(session_id)
 
     async def lease(self, wait_s: float, lease_s: float, environment: str) -> AgentSession | None:
+        """Return a session for an agent from outside, as soon as there is one.
+
+        Raises ApiError if this is not the endpoint of `environment`; "" = any.
+        """
         if self._workers is not None:
             raise ApiError(
                 "this run starts its own agents (environment.agent)", status=404, code="no_work"
@@ -163,6 +166,7 @@ class AgentPool:
         return session
 
     def renew(self, session_ids: Sequence[str], lease_s: float) -> list[str]:
+        """Renew the leases of these sessions; return those that are over."""
         return self._registry.renew(session_ids, self._clock(), lease_s)
 
     async def ask(self, session: AgentSession, call: Call, *, repeated: bool) -> Answer:

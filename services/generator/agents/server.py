@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from functools import partial
-from typing import Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
@@ -17,7 +21,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from umbra.proto.bounds import LEASES, Name
-from umbra.proto.errors import UNREADABLE
+from umbra.proto.errors import UNREADABLE, UsageError
 from umbra.services.environments.protocol import StepResult
 from umbra.services.generator.agents.calls import Call, CallRules, read_chat, read_text
 from umbra.services.generator.agents.messages_api import Messages, read_messages
@@ -31,12 +35,17 @@ from umbra.services.generator.agents.replies import (
 )
 from umbra.services.generator.agents.responses_api import Responses, read_responses
 from umbra.services.generator.agents.session import AgentSession
-from umbra.services.http import ApiError, url_at
+from umbra.services.http import KEY_VARIABLE, ApiError, is_local, listen, url_at
+
+if TYPE_CHECKING:
+    from umbra.services.generator.agents.pool import AgentPool
 
 MAX_BODY = 32 << 20
 _MAX_WAIT_S = 60.0
 SILENT_S = 15.0  # of a stream, after which a comment is sent
 _EVENTS = "text/event-stream"
+_PORTS_TRIED = 64
+_ANY_PORT = "127.0.0.1:0"
 _REPEATED = "x-stainless-retry-count"  # what the openai clients send; not "0" in a repetition
 
 LeaseSeconds = Annotated[float, Meta(ge=0, le=3600)]
@@ -49,41 +58,6 @@ _COMPLETIONS: dict[str, tuple[Read, Callable[[ReplyHead], Form]]] = {
     "/v1/messages": (read_messages, Messages),
 }
 """How the model is asked: by path, what reads a request and how its reply looks."""
-
-
-class Sessions(Protocol):
-    """What the edge asks of the pool, within its event loop."""
-
-    def find(self, session_id: str) -> AgentSession:
-        """The session; raises ApiError if there is none."""
-        ...
-
-    async def lease(self, wait_s: float, lease_s: float, environment: str) -> AgentSession | None:
-        """A session for an agent from outside, as soon as there is one.
-
-        Raises ApiError if this is not the endpoint of `environment`; "" = any.
-        """
-        ...
-
-    def renew(self, session_ids: Sequence[str], lease_s: float) -> list[str]:
-        """Renew the leases of these sessions; return those that are over."""
-        ...
-
-    async def ask(self, session: AgentSession, call: Call, *, repeated: bool) -> Answer:
-        """The model's answer; raises ApiError if there is none for this call."""
-        ...
-
-    def reward(self, session: AgentSession, result: StepResult) -> None:
-        """The agent is done; raises ApiError if that can't be."""
-        ...
-
-    def scoring(self, session: AgentSession) -> None:
-        """The agent finds its reward now; raises ApiError if the session is over."""
-        ...
-
-    def give_up(self, session: AgentSession, reason: str) -> None:
-        """The agent failed; raises ApiError if the session is over."""
-        ...
 
 
 class _Lease(msgspec.Struct):
@@ -108,18 +82,12 @@ class _Reason(msgspec.Struct):
 
 
 class Edge:
-    """Serves `sessions` to HTTP clients.
-
-    Args:
-        sessions: the conversations.
-        rules: what calls must agree with.
-        model: the name that replies carry.
-        created: seconds since the epoch, for replies.
-        url: what agents are told instead of the address at which they came; "" = that.
+    """Serves `sessions` to HTTP clients, which are told `url` if it is not empty, else the address
+    at which they came. `model` and `created`, seconds since the epoch, stand in replies.
     """
 
     def __init__(
-        self, sessions: Sessions, rules: CallRules, model: str, created: int, url: str = ""
+        self, sessions: AgentPool, rules: CallRules, model: str, created: int, url: str = ""
     ) -> None:
         self._url = url
         self._sessions = sessions
@@ -285,3 +253,49 @@ async def _http_error(request: Request, error: Exception) -> Response:
         code="not_found",
     )
     return _refusal(said)
+
+
+def bind(address: str, key: str) -> socket.socket:
+    """A listening socket at HOST:PORT, or at the first port after it that is free.
+
+    Several generators on one host can so be given the same address. "" is any port of this host.
+
+    Raises:
+        UsageError: not an address, or one that others reach while there is no key.
+        StartupError: no port is free.
+    """
+    bound = listen(address or _ANY_PORT, "generator.serve =", ports=_PORTS_TRIED)
+    if not key and not is_local(bound):
+        bound.close()
+        raise UsageError(
+            f"generator.serve = {address} is reached from other machines: set {KEY_VARIABLE}, or "
+            "generator.serve_key to a file with a key, or use 127.0.0.1"
+        )
+    return bound
+
+
+def url_of(bound: socket.socket, advertise: str = "") -> str:
+    """Return the URL at which agents reach the socket.
+
+    `advertise` is HOST or HOST:PORT to tell them instead of its own; raises UsageError if neither.
+    """
+    host, port = bound.getsockname()[:2]
+    if advertise:
+        name, told = _split(advertise)
+        return url_at(name, told or port)
+    if ipaddress.ip_address(host).is_unspecified:
+        host = "127.0.0.1" if bound.family == socket.AF_INET else "::1"
+    return url_at(host, port)
+
+
+def host_of(advertise: str) -> str:
+    """The HOST of `generator.serve_advertise`; "" if that is empty."""
+    return _split(advertise)[0] if advertise else ""
+
+
+def _split(advertise: str) -> tuple[str, int]:
+    parts = urlsplit(f"//{advertise}")
+    with suppress(ValueError):
+        if parts.hostname and parts.netloc == advertise and "@" not in advertise:
+            return parts.hostname, parts.port or 0
+    raise UsageError(f"generator.serve_advertise = {advertise}: write it as HOST or HOST:PORT")

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import deque
-from collections.abc import Callable
+import secrets
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ from umbra.services.generator.agents.replies import Answer, answer_of
 from umbra.services.generator.agents.session_tree import News, SessionTree
 from umbra.services.http import ApiError
 
+_REMEMBERED = 4096  # sessions that are over, so that late requests learn why
 _ANSWERS = 16  # the newest, kept for calls that come again: so many may have come at once
 
 Listener = Callable[[Answer | ApiError], None]
@@ -43,7 +45,7 @@ class _Open:
 
 
 class AgentSession:
-    """What is known of a sample that an agent works on.
+    """The session of a sample that an agent works on.
 
     Args:
         session_id: unguessable; part of the agent's URL.
@@ -74,7 +76,7 @@ class AgentSession:
         self.refusal = ""  # why the last request got nothing
         self.left = False  # the agent's program has ended
         self.verdict = ""  # why nothing more is expected of the agent
-        self._begun = False
+        self.begun = False  # an agent works on it
         self._branches = branches
         self._tree = SessionTree(session_id, branches=branches)
         self._open: _Open | None = None  # what the model answers
@@ -82,23 +84,16 @@ class AgentSession:
         self._answers: dict[bytes, Answer] = {}  # by the call's mark
 
     @property
-    def begun(self) -> bool:
-        """Whether an agent works on it."""
-        return self._begun
-
-    @property
     def asking(self) -> bool:
-        """Whether the model has to answer."""
         return self._open is not None
 
     @property
     def turns(self) -> int:
-        """Turns that the model has given."""
         return self._tree.turns
 
     def begin(self, now: float, lease_s: float = math.inf) -> None:
         """An agent has taken it, for `lease_s` seconds unless it renews."""
-        self._begun = True
+        self.begun = True
         self.leased_until = now + lease_s
         self._wait(self.limits.opening, now)
 
@@ -110,11 +105,10 @@ class AgentSession:
         *,
         repeated: bool = False,
     ) -> None:
-        """The agent wants a completion; `ask` is called with what is new to the model.
+        """Pass a call on by `ask`, with what is new to the model, once those before are answered.
 
-        That is at once, or when the calls before it are answered. A call that the client has
-        `repeated`, because it did not get the reply, gets the reply of the first time. `listener`
-        is told the answer, at once if it is there already.
+        A call that the client has `repeated`, because it did not get the reply, gets the reply of
+        the first time. `listener` is told the answer.
 
         Raises:
             ApiError: the call does not continue the conversation, or comes while another is open.
@@ -156,7 +150,7 @@ class AgentSession:
         self._go_on()
 
     def refused(self, error: UmbraError, now: float) -> None:
-        """There is no turn for the call; the conversation is what it was before."""
+        """The call gets no turn; the conversation is what it was before."""
         asked = self._take_open()
         self.refusal = str(error)
         self._wait(self.limits.step, now)
@@ -255,6 +249,105 @@ class AgentSession:
     def _take_open(self) -> _Open | None:
         found, self._open = self._open, None
         return found
+
+
+class SessionRegistry:
+    """The sessions of a generator, by id and by sample. Not thread-safe.
+
+    Args: as of `AgentSession`; `new_id` makes unguessable names.
+    """
+
+    def __init__(
+        self,
+        limits: TimeLimits,
+        new_id: Callable[[], str] = lambda: secrets.token_urlsafe(18),
+        *,
+        branches: bool = False,
+    ) -> None:
+        self._limits = limits
+        self._branches = branches
+        self._new_id = new_id
+        self._by_id: dict[str, AgentSession] = {}
+        self._by_key: dict[str, AgentSession] = {}
+        self._waiting: deque[AgentSession] = deque()
+        self._over: OrderedDict[str, AgentSession] = OrderedDict()
+
+    @property
+    def waiting(self) -> int:
+        """Samples that no agent has taken."""
+        return sum(not session.begun for session in self._by_id.values())
+
+    def open(self, key: str, row: dict[str, Any]) -> AgentSession:
+        """A session for the sample `key`, which nobody works on yet; an older one of it is over."""
+        self.close(key, over("its sample began anew in another session"))
+        session = AgentSession(self._new_id(), key, row, self._limits, branches=self._branches)
+        self._by_id[session.id] = self._by_key[key] = session
+        self._waiting.append(session)
+        return session
+
+    def lease(self, now: float, lease_s: float = math.inf) -> AgentSession | None:
+        """The session that has waited longest for an agent; None if there is none."""
+        while self._waiting:
+            session = self._waiting.popleft()
+            if session.over is None and not session.begun:
+                session.begin(now, lease_s)
+                return session
+        return None
+
+    def find(self, session_id: str) -> AgentSession:
+        """Return the session of that id, over or not; raises ApiError if there is none."""
+        found = self._by_id.get(session_id) or self._over.get(session_id)
+        if found is None:
+            raise ApiError(
+                "there is no such session here: POST /sessions gives one",
+                status=404,
+                code="session_not_found",
+            )
+        return found
+
+    def of(self, key: str) -> AgentSession | None:
+        return self._by_key.get(key)
+
+    def close(self, key: str, why: ApiError | None = None) -> None:
+        """The sample is over."""
+        session = self._by_key.pop(key, None)
+        if session is None:
+            return
+        del self._by_id[session.id]
+        self._over[session.id] = session
+        if len(self._over) > _REMEMBERED:
+            self._over.popitem(last=False)
+        if why is None:
+            taken_back = session.verdict or "its sample was taken back"
+            why = over("it has its reward" if session.reward else taken_back)
+        session.end(why)
+
+    def close_all(self, why: str) -> None:
+        for key in list(self._by_key):
+            self.close(key, over(why))
+
+    def renew(self, session_ids: Iterable[str], now: float, lease_s: float) -> list[str]:
+        """Renew the leases of these sessions; return those that are over or unknown."""
+        lost: list[str] = []
+        for session_id in session_ids:
+            if session_id in self._by_id:
+                self._by_id[session_id].leased_until = now + lease_s
+            else:
+                lost.append(session_id)
+        return lost
+
+    def expired(self, now: float) -> list[AgentSession]:
+        """The sessions without a reward whose leases were not renewed in time."""
+        held = self._by_id.values()
+        return [one for one in held if one.leased_until <= now and one.reward is None]
+
+    def overdue(self, now: float) -> list[AgentSession]:
+        """The sessions whose agents have been silent for too long."""
+        return [session for session in self._by_id.values() if session.deadline <= now]
+
+
+def over(why: str) -> ApiError:
+    return ApiError(f"this session is over: {why}", status=410, code="session_over")
 
 
 def _tell(asked: _Open | None, answer: Answer | ApiError) -> None:

@@ -91,11 +91,9 @@ class _Place:
 
 
 class SessionTree:
-    """The turns of a session. Not thread-safe.
+    """The turns of a session.
 
-    Args:
-        session_id: part of the ids of responses.
-        branches: whether a request may go on from any turn, or begin anew; else only from the last.
+    With `branches` a request may go on from any turn, or begin anew; else only from the last.
     """
 
     def __init__(self, session_id: str, *, branches: bool = False) -> None:
