@@ -9,7 +9,7 @@ import xxhash
 
 from umbra.proto.errors import UsageError
 from umbra.services.modeling.hub import fetch, is_hub_name, looks_like_name
-from umbra.services.weights.safetensors_file import checksum_of
+from umbra.services.modeling.safetensors_file import checksum_of
 
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")

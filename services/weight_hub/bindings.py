@@ -25,7 +25,7 @@ class _Owner:
 
 
 class Bindings:
-    """The names at one hub."""
+    """Owners of the names at one hub."""
 
     def __init__(self) -> None:
         self._owners: OrderedDict[str, _Owner] = OrderedDict()

@@ -79,7 +79,7 @@ def _run(context: ServiceContext) -> int:
 
 
 def _with_subcommands(service: click.Command) -> click.Group:
-    """`service` as a group that is the service itself when no sub-command is named."""
+    """Turn `service` into a group that runs the service itself when no sub-command is named."""
 
     def invoke(**values: Any) -> None:
         context = click.get_current_context()
@@ -96,7 +96,7 @@ def _with_subcommands(service: click.Command) -> click.Group:
 
 
 def _on_another_node(function: Callable[..., None]) -> click.Command:
-    """`function` as a command with the options that all hubs beside the run's own have."""
+    """Turn `function` into a command with the options of relays and part hubs."""
     options = (
         click.option("--hub", required=True, help="Weights endpoint of the hub."),
         click.option(
@@ -123,7 +123,7 @@ def _on_another_node(function: Callable[..., None]) -> click.Command:
 
 @dataclass(frozen=True, slots=True)
 class _Beginning:
-    """What such a command has before it begins."""
+    """What relays and part hubs have before they start."""
 
     settings: RunConfig
     security: Security
@@ -132,7 +132,7 @@ class _Beginning:
     broker: str
 
     def join(self, stack: ExitStack, role: Role, name: str) -> Session | None:
-        """The membership in the run of `--broker`, if that was given."""
+        """Join the run of `--broker`, if that was given."""
         if not self.broker:
             return None
         return stack.enter_context(
@@ -150,7 +150,7 @@ class _Beginning:
 
 
 def _begin(stack: ExitStack, role: KeyRole, name: str, values: dict[str, Any]) -> _Beginning:
-    """Read the options of `_on_another_node`, and begin to log as `name`."""
+    """Read the options of `_on_another_node` and start logging as `name`."""
     check_address(values["hub"], "--hub")
     if values["broker"]:
         check_address(values["broker"], "--broker")

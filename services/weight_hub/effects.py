@@ -11,7 +11,7 @@ Ticket = object  # a request that is answered later; opaque here
 
 @dataclass(frozen=True, slots=True)
 class HubPeer:
-    """Who sent something: a name in the run, and which start of that process."""
+    """Sender of a message: its name in the run and its incarnation."""
 
     name: str
     incarnation: str
@@ -73,7 +73,7 @@ class Pushed:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Effect: a push came to nothing; with `dropped`, the receiver is no longer subscribed."""
+    """Effect: a push failed; with `dropped`, the receiver is unsubscribed."""
 
     receiver: str
     version: int | None

@@ -69,22 +69,20 @@ class HubPlanes:
 
     @property
     def deltas(self) -> bool:
-        """Whether deltas are made, as far as is known now."""
+        """Return whether deltas are made, as far as is known now."""
         slow = self._tcp is not None and self._tcp.links_are_slow
         return slow or self._config.delta == "always"
 
     @property
     def ends(self) -> list[HubEnd]:
-        """Those that are open."""
         return list(self._ends.values())
 
     @property
     def refused(self) -> int:
-        """How often somebody was refused buckets for lack of the right key."""
+        """Number of peers refused for lack of the right key."""
         return 0 if self._tcp is None else self._tcp.server.refused
 
     def of(self, name: str) -> HubEnd:
-        """The end of a receiver's plane."""
         return self._chosen[name]
 
     def subscribe(self, peer: HubPeer, message: Subscribe) -> str:
@@ -137,13 +135,13 @@ class HubPlanes:
         return self._tcp
 
     def layout(self, arena: Arena, manifest: Manifest) -> None:
-        """What is pushed from now on; before the arena of the layout before is given up."""
+        """Set the arena of all pushes from now on, before the one before is closed."""
         self._layout = arena, manifest
         for end in self._ends.values():
             end.layout(arena, manifest)
 
     def awaits_gpu(self, message: Subscribe) -> bool:
-        """Whether to choose for `message` only when our own GPU is known; begins to look at it."""
+        """Return whether our own GPU must be known to choose a plane; starts the look-up."""
         if message.gpu is None or self._side.gpu is not None or self._broken or self._is_divided:
             return False
         if all(PLANES[name].available() for name in self._gpu_planes):
@@ -154,11 +152,11 @@ class HubPlanes:
 
     @property
     def looking(self) -> bool:
-        """Whether our own GPU is being looked at."""
+        """Return whether our own GPU is being looked up."""
         return self._looking.busy
 
     def looked(self) -> bool:
-        """Whether what `awaits_gpu` began has ended since the last call."""
+        """Return whether the look-up has ended since the last call."""
         found = self._looking.take()
         if found is None:
             return False
@@ -170,7 +168,7 @@ class HubPlanes:
         return True
 
     def found(self, parts: Mapping[int, str]) -> None:
-        """Where the buckets of the trainer's other hosts are handed out."""
+        """Set the buckets endpoints of the trainer's other hosts."""
         if self._tcp is not None:
             self._tcp.parts = parts
 
@@ -193,7 +191,6 @@ class HubPlanes:
             )
 
     def close(self) -> None:
-        """End all planes."""
         self._closing.set()
         self._looking.close()
         for end in self.ends:
@@ -201,7 +198,7 @@ class HubPlanes:
 
     @property
     def _is_divided(self) -> bool:
-        """Whether versions lie on several hosts, so that receivers need plane `tcp`."""
+        """Return whether versions lie on several hosts, so that receivers need plane `tcp`."""
         return self._layout is not None and bool(self._layout[1].owners)
 
     @property
@@ -209,14 +206,14 @@ class HubPlanes:
         return [name for name in GPU_PLANES if self._config.plane in (AUTO, name)]
 
     def _relay_beside(self, message: Subscribe) -> str:
-        """Weights endpoint of the relay on the host of a receiver that is none itself, or ""."""
+        """Return the weights endpoint of the relay on a receiver's host, or ""."""
         if message.serves or self._tcp is None:
             return ""
         relay = self._tcp.relay_at(message.host)
         return "" if relay == message.avoid else relay
 
     def _facts(self) -> GpuFacts:
-        """On the thread: a worker looks at the GPU, which takes seconds, and ends."""
+        """Look at the GPU in a worker, which takes seconds; on the thread."""
         worker = GpuWorkerProcess(self._config.device)
         try:
             worker.order("facts")

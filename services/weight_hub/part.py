@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Holding:
-    """The arena that we were told to hold."""
+    """The arena that the hub told us to hold."""
 
     order: HoldArena
     arena: Arena | None = None  # None: not yet, or it cannot be had
@@ -116,7 +116,7 @@ class PartHub:
             self.close()
 
     def close(self) -> None:
-        """Leave everything, and remove the arena; those who have it mapped may go on."""
+        """Leave, and remove the arena; processes that have it mapped may go on."""
         self._making.wait()  # bounded by the size of the arena
         self._made()
         self._drop()
@@ -125,7 +125,7 @@ class PartHub:
     # -- the hub ----------------------------------------------------------------------------------
 
     def _state(self, stopping: threading.Event) -> bool:
-        """Say how we are; whether the hub has answered."""
+        """Report our state; returns whether the hub has answered."""
         holding = self._holding
         known = holding is not None and (holding.arena is not None or bool(holding.error))
         state = PartState(
@@ -142,7 +142,7 @@ class PartHub:
         return True
 
     def _listen(self, stopping: threading.Event, until: float) -> int:
-        """Do what the hub says until then, or until it should hear of it; how much that was."""
+        """Handle the hub's commands until it needs our state, or `until`; returns how many."""
         done = 0
         while not stopping.is_set() and (left_s := until - time.monotonic()) > 0:
             if self._made():
@@ -171,7 +171,7 @@ class PartHub:
     # -- the arena --------------------------------------------------------------------------------
 
     def _hold(self, order: HoldArena) -> None:
-        """Begin to hold another arena, unless it is the one that we have."""
+        """Begin to hold another arena, unless it is the current one."""
         before = self._holding
         if before is not None and not before.error:
             if (before.order.path, before.order.manifest) == (order.path, order.manifest):
@@ -202,7 +202,7 @@ class PartHub:
         return make
 
     def _made(self) -> bool:
-        """Take the arena that has been made; whether there is news of one."""
+        """Take the arena that was made; returns whether there was one, or an error."""
         result, holding = self._making.take(), self._holding
         if result is None:
             return False
@@ -225,7 +225,7 @@ class PartHub:
             holding.arena.close()
 
     def _offer(self, message: OfferSlot) -> None:
-        """Hand out a slot, or nothing of it any more."""
+        """Hand out a slot, or stop doing so."""
         holding = self._holding
         if holding is None or holding.arena is None or holding.order.path != message.path:
             return  # of an arena before

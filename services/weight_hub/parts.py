@@ -31,7 +31,7 @@ NOTHING = Manifest(tensors=[], buckets=[], total_bytes=0, digest="")
 
 @dataclass(slots=True)
 class _PartHub:
-    """A part hub that is there."""
+    """A connected part hub."""
 
     peer: HubPeer
     state: PartState
@@ -42,7 +42,7 @@ class _PartHub:
 
 @dataclass(slots=True)
 class _HeldLayout:
-    """What all part hubs are to hold."""
+    """The arena that all part hubs must hold."""
 
     manifest: Manifest
     path: str
@@ -75,12 +75,12 @@ class Parts:
 
     @property
     def endpoints(self) -> Mapping[int, str]:
-        """Where the buckets of each owner are handed out."""
+        """Return the buckets endpoint of each owner."""
         return {owner: part.state.buckets for owner, part in self._parts.items()}
 
     @property
     def missing(self) -> str:
-        """Why no version is whole now; empty where all part hubs hold theirs, or none is needed."""
+        """Return why no version is whole now, or ""."""
         for owner in sorted(self._layout.owners if self._layout else ()):
             if why := self._lacks(owner):
                 return why
@@ -88,22 +88,22 @@ class Parts:
 
     @property
     def broken(self) -> str:
-        """Why a part hub cannot make the arena; empty where none has said so."""
+        """Return why a part hub cannot make the arena, or ""."""
         return self._error(made=False)
 
     @property
     def gone(self) -> str:
-        """Why what was published is lost: the memory of a host is."""
+        """Return why the published versions are lost with the memory of a host, or ""."""
         return self._error(made=True)
 
     def next_deadline(self) -> float | None:
-        """When `tick` has something to do at the latest."""
+        """Return when `tick` must be called at the latest."""
         return min((part.heard_at + SILENT_S for part in self._parts.values()), default=None)
 
     # -- what happens -----------------------------------------------------------------------------
 
     def begin(self, manifest: Manifest, path: str, slots: int, *, made: bool) -> None:
-        """This is what part hubs are to hold; `made`: their hosts have it from a hub before."""
+        """Set the arena to hold; `made`: the hosts have it from a hub before."""
         owners = frozenset(manifest.owners) - {0}
         had = set(owners) if made else set[int]()
         self._layout = _HeldLayout(manifest, path, slots, owners, had)
@@ -112,17 +112,17 @@ class Parts:
             part.offered.clear()
 
     def forget(self) -> None:
-        """There is no layout any more."""
+        """Forget the layout."""
         self._layout = None
 
     def ask_again(self) -> None:
-        """Have those that could not make the arena try once more."""
+        """Let part hubs that could not make the arena retry."""
         for part in self._parts.values():
             if part.state.error:
                 part.held, part.state = None, replace(part.state, path="", error="")
 
     def heard(self, peer: HubPeer, state: PartState, now: float) -> Nack | None:
-        """A part hub has stated how it is; why it is refused, if it is."""
+        """Record the state of a part hub; returns why it is refused, if it is."""
         if not 0 < state.owner < OWNERS:
             return _bad(f"trainer hosts with a part hub count from 1, below {OWNERS}")
         before = self._parts.get(state.owner)
@@ -148,18 +148,18 @@ class Parts:
         return None
 
     def lost(self, name: str) -> None:
-        """The part hub of this name cannot be reached."""
+        """Forget a part hub that cannot be reached."""
         self._parts = {owner: p for owner, p in self._parts.items() if p.peer.name != name}
 
     def tick(self, now: float) -> list[str]:
-        """Time has passed; the names of those that are gone."""
+        """Forget silent part hubs; returns their names."""
         gone = [p.peer.name for p in self._parts.values() if now >= p.heard_at + SILENT_S]
         for name in gone:
             self.lost(name)
         return gone
 
     def tell(self, held: Mapping[int, Publication], *, deltas: bool) -> list[Tell]:
-        """What part hubs do not know yet, where slots hold `held`."""
+        """Return what part hubs do not know yet, where slots hold `held`."""
         messages: list[Tell] = []
         if self._layout is None:
             return []  # a trainer may still come back to what they hold

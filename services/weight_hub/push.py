@@ -132,14 +132,14 @@ class PushProtocol:
 
     @property
     def serving(self) -> dict[str, int]:
-        """By subscribed receiver the version it serves, -1 for none yet; from any thread."""
+        """Return the version that each receiver serves, -1 for none yet; from any thread."""
         return {
             name: receiver.served.version if receiver.served else -1
             for name, receiver in tuple(self._receivers.items())
         }
 
     def knows(self, peer: HubPeer) -> bool:
-        """Whether `peer` is the trainer, a subscribed receiver, or about to be one."""
+        """Return whether `peer` is the trainer, a subscribed receiver, or about to be one."""
         if peer == self._publisher:
             return True
         receiver = self._receivers.get(peer.name)
@@ -150,15 +150,15 @@ class PushProtocol:
 
     @property
     def waiting(self) -> dict[str, Ticket]:
-        """The subscriptions that wait for a layout, by receiver."""
+        """Return the subscriptions that wait for a layout, by receiver."""
         return {name: ticket for name, (_, ticket) in self._lobby.items()}
 
     def readers(self, slot: int) -> list[str]:
-        """Receivers that read `slot`."""
+        """Return the receivers that read `slot`."""
         return [name for name, r in self._receivers.items() if r.reads(slot)]
 
     def next_deadline(self) -> float | None:
-        """When `tick` has something to do at the latest; None while nothing is under way."""
+        """Return when `tick` must be called at the latest; None while nothing is under way."""
         due = [r.push.deadline for r in self._receivers.values() if r.push]
         if self._holding_up():
             due.append(self._patient_until())
@@ -193,21 +193,21 @@ class PushProtocol:
         return self._settle(now)
 
     def withdraw(self, reason: str, now: float) -> list[Effect]:
-        """The layout and all that was published is gone, until a trainer registers again."""
+        """Forget the layout and all versions, until a trainer registers again."""
         self._refuse_parked(reason)
         self._publisher = None
         self._change_layout("", reason)
         return self._settle(now)
 
     def hold_back(self, reason: str, now: float) -> list[Effect]:
-        """No push may begin from now on, for this reason; with an empty one they may again."""
+        """Start no push from now on, for this reason; an empty one allows them again."""
         if reason == self.held_back:
             return []
         self.held_back = reason
         return self._settle(now)
 
     def acquire(self, ticket: Ticket, publisher: HubPeer, version: int, now: float) -> list[Effect]:
-        """The trainer wants a slot for `version`; the answer comes when one is free."""
+        """Grant the trainer a slot for `version`, when one is free."""
         if not self._may_write(ticket, publisher):
             return self._settle(now)
         self._refuse_parked("the trainer asked again")
@@ -221,7 +221,7 @@ class PushProtocol:
     def publish(
         self, ticket: Ticket, publisher: HubPeer, message: Publish, now: float
     ) -> list[Effect]:
-        """The trainer has filled its slot."""
+        """Publish the slot that the trainer has filled."""
         if not self._may_write(ticket, publisher):
             return self._settle(now)
         if self._grant != (message.slot, message.version):
@@ -243,7 +243,7 @@ class PushProtocol:
     # -- receivers --------------------------------------------------------------------------------
 
     def subscribe(self, ticket: Ticket, peer: HubPeer, now: float) -> list[Effect]:
-        """A receiver wants every new version; a second subscription starts it afresh."""
+        """Push every new version to a receiver; a second subscription starts it afresh."""
         if self.digest:
             self._admit(peer, ticket, now)
         else:
@@ -251,7 +251,7 @@ class PushProtocol:
         return self._settle(now)
 
     def ready(self, peer: HubPeer, message: Ready, now: float) -> list[Effect]:
-        """A receiver has staged its version, or could not."""
+        """Commit the version that a receiver has staged, or count its failure."""
         receiver, push = self._under_way(peer, message.epoch, "staging")
         if receiver and push:
             if message.error:
@@ -265,7 +265,7 @@ class PushProtocol:
         return self._settle(now)
 
     def committed(self, peer: HubPeer, message: Committed, now: float) -> list[Effect]:
-        """A receiver's engine serves its version, or could not load it."""
+        """End the push of a receiver that serves its version, or count its failure."""
         receiver, push = self._under_way(peer, message.epoch, "committing")
         if receiver and push and push.ready:
             if message.error:
@@ -275,14 +275,14 @@ class PushProtocol:
         return self._settle(now)
 
     def lost(self, name: str, reason: str, now: float) -> list[Effect]:
-        """A receiver cannot be reached any more."""
+        """Drop a receiver that cannot be reached."""
         self._lobby.pop(name, None)
         if (receiver := self._receivers.get(name)) is not None:
             self._drop(receiver, reason, tell=False)
         return self._settle(now)
 
     def tick(self, now: float) -> list[Effect]:
-        """Time has passed: drop who missed the deadline of its phase, or holds the trainer up."""
+        """Drop receivers that missed the deadline of their phase, or block the trainer."""
         while self._impatience and now >= self._halved_at + RECOVERS_S:
             self._impatience -= 1
             self._halved_at += RECOVERS_S
@@ -313,7 +313,7 @@ class PushProtocol:
         self.held.clear()
 
     def _add(self, version: int, slot: int, sums: list[int], snapshot_s: float, now: float) -> None:
-        """What lies in `slot` is the newest version from now on."""
+        """Make the version in `slot` the newest."""
         self._publications += 1
         self.newest = self.held[slot] = Publication(
             number=self._publications,
@@ -342,7 +342,7 @@ class PushProtocol:
     def _under_way(
         self, peer: HubPeer, epoch: int, phase: str
     ) -> tuple[ReceiverState, PushInProgress] | tuple[None, None]:
-        """The push that an answer belongs to; late ones are counted."""
+        """Return the push that an answer belongs to; late answers are counted."""
         receiver = self._receivers.get(peer.name)
         if receiver is not None and receiver.peer == peer:
             push = receiver.push
@@ -422,7 +422,7 @@ class PushProtocol:
         )
 
     def _settle(self, now: float) -> list[Effect]:
-        """Start what can start now; the effects of this event."""
+        """Start what can start now; returns the effects of this event."""
         newest = self.newest
         if newest is not None and not self.held_back:
             for receiver in self._receivers.values():
@@ -448,7 +448,7 @@ class PushProtocol:
         return min(free, key=lambda slot: ages.get(slot, 0), default=None)
 
     def _holding_up(self) -> list[ReceiverState]:
-        """Receivers for which the trainer waits, while others serve the newest version."""
+        """Return the receivers that block the trainer while others serve the newest version."""
         newest = self.newest
         if self._parked is None or newest is None:
             return []
@@ -459,12 +459,12 @@ class PushProtocol:
 
     @property
     def _patience_s(self) -> float:
-        """Seconds that the trainer waits for a slot that somebody reads."""
+        """Return how long the trainer waits for a slot that is read."""
         patience_s = max(PATIENCE_S, STAGINGS * self._longest_s) / 2**self._impatience
         return min(self._deadline_s, max(LEAST_PATIENCE_S, patience_s))
 
     def _patient_until(self) -> float:
-        """When who holds the trainer up is dropped; the trainer waits."""
+        """Return when receivers that block the trainer are dropped."""
         assert self._parked is not None
         return self._parked[2] + self._patience_s
 

@@ -107,7 +107,6 @@ class RelayReceiver:
         self._publisher.publish(version, 0.0, list(contents))
 
     def close(self) -> None:
-        """Close the sockets and the arena."""
         self._end.close()
         self._arena.close()
         self._publisher.close()
@@ -164,7 +163,6 @@ class RelayPlanes:
         return self.end
 
     def close(self) -> None:
-        """End the GPU's worker."""
         if self._gpu is not None:
             self._gpu.close()
 
@@ -267,7 +265,6 @@ class Relay:
             self.close()
 
     def close(self) -> None:
-        """Leave everything."""
         self._receiver.close()
         self._stack.close()
 

@@ -117,11 +117,12 @@ class WeightHub:
         )
 
     def step(self, timeout_s: float = POLL_S) -> int:
-        """Serve what arrives within `timeout_s` seconds; the number of requests."""
+        """Serve what arrives within `timeout_s` seconds; returns the number of requests."""
         for due in (self.protocol.next_deadline(), self._parts.next_deadline()):
             if due is not None:
                 timeout_s = min(timeout_s, max(0.0, due - self._clock()))
-        if self._is_busy or any(end.busy for end in self.planes.ends):
+        working = (self.planes.looking, self._making.busy, *(end.busy for end in self.planes.ends))
+        if any(working):
             timeout_s = min(timeout_s, BUSY_POLL_S)
         requests = self._server.poll(timeout_s)
         if (made := self._making.take()) is not None:
@@ -140,12 +141,8 @@ class WeightHub:
                 self._apply(self._go_on(outcome))
         return len(requests)
 
-    @property
-    def _is_busy(self) -> bool:
-        return self.planes.looking or self._making.busy
-
     def stats(self) -> dict[str, float]:
-        """Figures for the monitor."""
+        """Return figures for the monitor."""
         counters = self.protocol.counters
         newest = self.protocol.newest
         return {
@@ -157,7 +154,7 @@ class WeightHub:
         }
 
     def close(self) -> None:
-        """Remove the arena; those who have it mapped may go on reading."""
+        """Remove the arena; processes that have it mapped may go on reading."""
         self.planes.close()
         self._making.wait()
         if isinstance(made := self._making.take(), Arena):
@@ -238,7 +235,7 @@ class WeightHub:
         return effects + self._registered(request, peer, manifest, now)
 
     def _arena_made(self, made: Arena | UmbraError, now: float) -> list[Effect]:
-        """What a registration waited for is there, or not; others may have come meanwhile."""
+        """Answer the registrations that waited for the arena."""
         (request, peer, message), *others = self._registering
         self._registering = []
         effects: list[Effect] = []
@@ -294,7 +291,7 @@ class WeightHub:
         return effects + (self._choose_again(now) if manifest.owners else [])
 
     def _choose_again(self, now: float) -> list[Effect]:
-        """Choose the planes of those that wait for a layout, now that there is one."""
+        """Choose the planes of receivers that wait for a layout, now that there is one."""
         effects: list[Effect] = []
         for name, ticket in list(self.protocol.waiting.items()):
             request = cast(Request, ticket)
@@ -310,7 +307,7 @@ class WeightHub:
         return effects
 
     def _not_whole(self) -> Nack:
-        """Why a trainer has to ask again."""
+        """Return why a trainer has to register again."""
         if broken := self._parts.broken:
             self._parts.ask_again()
             return Nack(code="no_room", reason=broken)
@@ -318,7 +315,7 @@ class WeightHub:
         return Nack(code="part_missing", reason=reason)
 
     def _part_hubs(self, now: float) -> list[Effect]:
-        """Bring the part hubs up to date, and pushes to a halt while one is missing."""
+        """Update the part hubs; hold pushes back while one is missing."""
         effects: list[Effect] = []
         if gone := self._parts.gone:
             log.warning("all versions are withdrawn, the trainer has to register again: %s", gone)
@@ -360,7 +357,7 @@ class WeightHub:
         return published
 
     def _make_arena(self, manifest: Manifest) -> None:
-        """Begin to make an arena: to allocate all its pages takes a second for each 1 or 2 GB."""
+        """Start to allocate an arena, which takes a second for each 1 or 2 GB."""
         self._arenas_made += 1
         suffix = f"weights_{self._token}_{self._arenas_made}"
         nbytes, slots = manifest.total_bytes, self._config.slots
@@ -373,11 +370,6 @@ class WeightHub:
         self.planes.layout(arena, manifest)
         self._drop_arena()  # the old layout's; only now, so that a failure left it as it was
         self._arena, self._manifest = arena, manifest
-
-    def _overwritten(self, slot: int) -> None:
-        """`slot` is about to be written."""
-        for end in self.planes.ends:
-            end.granted(slot)
 
     def _drop_arena(self) -> None:
         if self._arena is not None:
@@ -425,17 +417,14 @@ class WeightHub:
 
     def _status(self, peer: HubPeer) -> HubStatus:
         newest = self.protocol.newest
+        waiting = self._unplaced.get(peer.name)  # until its plane can be chosen
+        is_waiting = waiting is not None and waiting[1] == peer
         return HubStatus(
             version=newest.version if newest else -1,
             pushes=self.protocol.counters["pushes"],
             receivers=self.protocol.serving,
-            subscribed=self.protocol.knows(peer) or self._awaited(peer),
+            subscribed=self.protocol.knows(peer) or is_waiting,
         )
-
-    def _awaited(self, peer: HubPeer) -> bool:
-        """Whether `peer` has subscribed, and waits until its plane can be chosen."""
-        waiting = self._unplaced.get(peer.name)
-        return waiting is not None and waiting[1] == peer
 
     # -- effects ----------------------------------------------------------------------------------
 
@@ -446,7 +435,8 @@ class WeightHub:
             match todo.popleft():
                 case HubReply(ticket=ticket, message=message):
                     if isinstance(message, SlotGranted):
-                        self._overwritten(message.slot)
+                        for end in self.planes.ends:
+                            end.granted(message.slot)
                     self._server.reply(cast(Request, ticket), message)
                 case Admit(ticket=ticket, receiver=name):
                     self._admit(cast(Request, ticket), name)
@@ -477,7 +467,7 @@ class WeightHub:
             end.left(name)
 
     def _go_on(self, outcome: Outcome) -> list[Effect]:
-        """A plane has done what a push waited for, or could not."""
+        """Apply what a plane did with a push."""
         if not outcome.error:
             return self._push(outcome.receiver, outcome.prepare)
         failed = Ready(

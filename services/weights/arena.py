@@ -204,11 +204,11 @@ class Arena:
 
     @classmethod
     def inherited(cls, fd: int, *, slot_bytes: int) -> Arena:
-        """The arena in `fd`, which another process has handed over; `fd` is ours then."""
+        """Take over the arena in `fd`, which another process has sent."""
         return cls(Path(), fd, slot_bytes, os.fstat(fd).st_size // _stride(slot_bytes))
 
     def fileno(self) -> int:
-        """The open file, to be handed to another process."""
+        """Return the open file, to send to another process."""
         return self._fd
 
     def slot(self, index: int) -> memoryview:
@@ -237,7 +237,7 @@ class Arena:
         copy(self.slot(index)[start : start + len(into)], into)
 
     def close(self) -> None:
-        """Unmap, as soon as the last view of a slot is gone. Does not remove the file."""
+        """Unmap as soon as the last view of a slot is gone. Does not remove the file."""
         if self._fd < 0:
             return
         os.close(self._fd)
@@ -247,7 +247,7 @@ class Arena:
             self._map.close()
 
     def unlink(self) -> None:
-        """Remove the file; once is enough, more does no harm."""
+        """Remove the file; may be called again."""
         self.path.unlink(missing_ok=True)
 
     def _populate(self, ranges: Iterable[tuple[int, int]]) -> None:
@@ -298,7 +298,7 @@ def _stride(slot_bytes: int) -> int:
 
 
 def _pages(own: Ranges, slots: int, stride: int) -> Iterator[tuple[int, int]]:
-    """The pages of the bytes `own` of every slot, in order."""
+    """Yield the page ranges of the bytes `own` of every slot, in order."""
     begun: tuple[int, int] | None = None
     for slot in range(slots):
         for start, end in own:
@@ -315,7 +315,7 @@ def _pages(own: Ranges, slots: int, stride: int) -> Iterator[tuple[int, int]]:
 
 
 def _extents(fd: int, size: int) -> Iterator[tuple[int, int]]:
-    """Where the file has memory that was written."""
+    """Yield the ranges of the file that have memory."""
     end = 0
     with suppress(OSError):  # no more
         while end < size:
@@ -345,7 +345,7 @@ def _allocate(fd: int, ranges: Ranges) -> None:
 
 
 def _open(path: Path, slot_bytes: int) -> tuple[int, int]:
-    """The open file and its number of slots. The path came over the wire, so it is checked."""
+    """Open the file at `path`, which came over the wire; returns it and its number of slots."""
     if path.parent != SHM or not path.name.startswith("umbra-"):
         raise StartupError(f"{path} is no arena of Umbra's")
     try:

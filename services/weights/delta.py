@@ -37,12 +37,12 @@ _U8_GAP_DENSITY = 1 / 250  # of changed elements; below, one byte would need too
 
 
 def available() -> bool:
-    """Whether this process can encode and decode deltas."""
+    """Return whether this process can encode and decode deltas."""
     return all(importlib.util.find_spec(name) is not None for name in ("numpy", "zstandard"))
 
 
 def compressor() -> Any:
-    """For `advance`: costly to make, so that each thread makes one and keeps it."""
+    """Make a compressor for `advance`: costly, so each thread keeps one."""
     import zstandard
 
     return zstandard.ZstdCompressor(level=LEVEL, write_checksum=False)

@@ -142,7 +142,7 @@ def check_manifest(manifest: Manifest) -> None:
 
 
 def owned_buckets(manifest: Manifest) -> dict[int, list[int]]:
-    """The buckets of each owner that has any, in order."""
+    """Return the buckets of each owner that has any, in order."""
     if not manifest.owners:
         return {0: list(range(len(manifest.buckets)))}
     owned: dict[int, list[int]] = {}
@@ -152,7 +152,7 @@ def owned_buckets(manifest: Manifest) -> dict[int, list[int]]:
 
 
 def owned_ranges(manifest: Manifest, owner: int) -> list[tuple[int, int]]:
-    """The bytes `[start, end)` of a version that trainer host `owner` holds, in order."""
+    """Return the byte ranges of a version that trainer host `owner` holds, in order."""
     ranges: list[tuple[int, int]] = []
     for bucket in owned_buckets(manifest).get(owner, []):
         start, end = manifest.buckets[bucket]
@@ -163,7 +163,7 @@ def owned_ranges(manifest: Manifest, owner: int) -> list[tuple[int, int]]:
 
 
 def held_whole(manifest: Manifest) -> Manifest:
-    """The same layout for who holds whole versions, as a relay does: without owners."""
+    """Return the same layout without owners, for a relay, which holds whole versions."""
     if not manifest.owners:
         return manifest
     digest = _digest(manifest.tensors, manifest.buckets, [], manifest.adapter)
@@ -184,28 +184,27 @@ def check_dtype(manifest: Manifest, dtype: str) -> None:
 
 
 def checksum(data: memoryview) -> int:
-    """xxh3-64 of one bucket's bytes."""
+    """Return the xxh3-64 of one bucket's bytes."""
     return xxhash.xxh3_64_intdigest(data)
 
 
 def wrong_checksum(manifest: Manifest, bucket: int) -> str:
-    """What is said of a bucket whose bytes are not those that were published."""
+    """Return the error text for a bucket whose bytes are not those that were published."""
     start, end = manifest.buckets[bucket]
     return f"checksum of bucket {bucket} [{start}, {end}) is wrong"
 
 
 def largest_bucket(manifest: Manifest) -> int:
-    """Bytes of the largest bucket."""
     return max(end - start for start, end in manifest.buckets)
 
 
 def checksums(manifest: Manifest, view: memoryview) -> list[int]:
-    """The checksum of every bucket of the version in `view`, `[total_bytes]`."""
+    """Return the checksum of every bucket of the version in `view`, `[total_bytes]`."""
     return [checksum(view[start:end]) for start, end in manifest.buckets]
 
 
 def item_bytes(manifest: Manifest) -> list[int]:
-    """By bucket the size of its elements: 4 where all are fp32, else 2."""
+    """Return the element size of each bucket: 4 where all are fp32, else 2."""
     sizes: list[int] = []
     index = 0
     for start, end in manifest.buckets:
@@ -257,7 +256,7 @@ def _stretches(
 
 
 def _buckets(stretches: Iterable[_Stretch], bound: int) -> Iterator[tuple[int, int, int]]:
-    """Start, end and owner of each bucket."""
+    """Yield start, end and owner of each bucket."""
     start = end = owner = 0
     for stretch in stretches:
         if start < end and (stretch.owner != owner or stretch.end - start > bound):
@@ -275,7 +274,7 @@ def _buckets(stretches: Iterable[_Stretch], bound: int) -> Iterator[tuple[int, i
 
 
 def _step(entry: TensorEntry, room: int) -> int:
-    """Bytes of a large tensor per bucket: whole rows, or elements where a row is too large."""
+    """Return the bytes of a large tensor per bucket: whole rows, or elements of too large rows."""
     row = entry.nbytes // entry.shape[0] if entry.shape else entry.nbytes
     unit = row if row <= room else ITEM_BYTES[entry.dtype]
     return room // unit * unit

@@ -125,13 +125,12 @@ class Publisher:
 
     @property
     def _answer_s(self) -> float:
-        """Seconds that the hub may take for an answer: a restarted one allocates a new arena."""
+        """Return how long the hub may take for an answer: a restarted one allocates an arena."""
         slots = self._arena.slots if self._arena is not None else 1
         return self._pace.limit_s(slots * self.manifest.total_bytes)
 
     @property
     def _parts_back_s(self) -> float:
-        """Seconds that a part hub may be away."""
         return PARTS_BACK_S + self._answer_s
 
     def check(self) -> None:
@@ -262,7 +261,7 @@ class Publisher:
             publishing.result()  # has deadlines of its own
 
     def close(self) -> None:
-        """Publish what is under way, let go of the arena."""
+        """Finish the publication under way and detach from the arena."""
         try:
             self._join()
         except UmbraError as error:
@@ -282,7 +281,7 @@ class Publisher:
     # -- a restarted hub --------------------------------------------------------------------------
 
     def _follow(self) -> None:
-        """Bring every restarted hub up to date. What is being written is `publish`'s matter."""
+        """Bring every restarted hub up to date; what is being written is left to `publish`."""
         while True:
             moved = self._moved.wait(CHECK_S if self.manifest.owners else None)
             self._moved.clear()
@@ -294,7 +293,7 @@ class Publisher:
                 return
 
     def _is_known(self) -> bool:
-        """Whether the hub still has our layout, or does not answer now."""
+        """Return whether the hub still has our layout, or does not answer now."""
         try:
             return self._call(HubStatusRequest(), HubStatus, CHECK_S).subscribed
         except UmbraError:
@@ -364,7 +363,7 @@ class Publisher:
             ) from error
 
     def _insist(self, message: Message, reply: type[M], timeout_s: float, deadline: Deadline) -> M:
-        """Ask until `deadline` as long as a part hub is missing, each time for `timeout_s`."""
+        """Retry until `deadline` while a part hub is missing, for `timeout_s` each time."""
         told = ""
         while True:
             try:

@@ -257,7 +257,7 @@ def transfer(gpu: FakeGpu, *, sends: bool, working: bool = True) -> None:
             gpu.done_until = len(gpu.log)
 
     broadcast(
-        BUCKETS, gpu, gpu, host=1000, ring=[1, 2], sends=sends, deadline_s=1.0,
+        BUCKETS, cast(Any, gpu), cast(Any, gpu), host=1000, ring=[1, 2], sends=sends, deadline_s=1.0,
         clock=lambda: gpu.now, pause=pause,
     )  # fmt: skip
 

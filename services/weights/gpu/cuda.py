@@ -46,7 +46,7 @@ class GpuError(UmbraError):
 
 @cache
 def cuda_unavailable() -> str | None:
-    """Why there is no CUDA device for us here; None if there is one."""
+    """Return why there is no CUDA device, or None."""
     try:
         from cupy import cuda
     except ImportError:
@@ -60,7 +60,7 @@ def cuda_unavailable() -> str | None:
 
 @cache
 def nccl_unavailable() -> str | None:
-    """Why NCCL cannot be used here; None if it can."""
+    """Return why NCCL cannot be used, or None."""
     if (reason := cuda_unavailable()) is not None:
         return reason
     from cupy.cuda import nccl
@@ -120,13 +120,13 @@ def unique_id() -> bytes:
 
 
 def device_stride(slot_bytes: int) -> int:
-    """Bytes from one slot to the next in device memory."""
+    """Return the bytes from one slot to the next in device memory."""
     return -(-slot_bytes // DEVICE_ALIGN_BYTES) * DEVICE_ALIGN_BYTES
 
 
 @contextmanager
 def _cuda(what: str, kind: type[UmbraError] = GpuError) -> Iterator[None]:
-    """CUDA's errors in the block as `kind`, with a sentence that says what was done."""
+    """Raise CUDA's errors as `kind`, with a sentence that says what was done."""
     from cupy import cuda
 
     try:
@@ -137,7 +137,7 @@ def _cuda(what: str, kind: type[UmbraError] = GpuError) -> Iterator[None]:
 
 @contextmanager
 def _nccl(what: str) -> Iterator[None]:
-    """NCCL's and CUDA's errors in the block as a peer that is lost."""
+    """Raise NCCL's and CUDA's errors as a lost peer."""
     from cupy.cuda import nccl
 
     try:
@@ -226,12 +226,10 @@ class Device:
 
     @property
     def total_bytes(self) -> int:
-        """Its memory, used or not."""
         with self._working("it does not say how much memory it has"):
             return self._runtime.memGetInfo()[1]
 
     def free(self, address: int) -> None:
-        """Give memory back."""
         with self._working("memory cannot be given back"):
             self._runtime.free(address)
 
@@ -248,38 +246,34 @@ class Device:
         return address
 
     def unpin(self, address: int) -> None:
-        """Undo `pin`."""
         with self._working("host memory cannot be unpinned"):
             self._runtime.hostUnregister(address)
 
     def to_device(self, target: int, source: int, size: int) -> None:
-        """Begin a copy from pinned host memory."""
         self._copy(target, source, size, self._runtime.memcpyHostToDevice)
 
     def to_host(self, target: int, source: int, size: int) -> None:
-        """Begin a copy to pinned host memory."""
         self._copy(target, source, size, self._runtime.memcpyDeviceToHost)
 
     def within(self, target: int, source: int, size: int) -> None:
-        """Begin a copy inside of the device."""
         self._copy(target, source, size, self._runtime.memcpyDeviceToDevice)
 
     def mark_copies(self) -> CudaEvent:
-        """A mark after the copies so far; later collectives wait for it."""
+        """Mark the copies so far; later collectives wait for them."""
         return self._mark(self.copies, self.collectives)
 
     def mark_collectives(self) -> CudaEvent:
-        """A mark after the collectives so far; later copies wait for it."""
+        """Mark the collectives so far; later copies wait for them."""
         return self._mark(self.collectives, self.copies)
 
     def drain(self) -> None:
-        """Wait until nothing that was begun can touch any memory any more."""
+        """Wait until nothing that was begun can touch memory any more."""
         with self._working("what was begun has failed"):
             self.collectives.synchronize()
             self.copies.synchronize()
 
     def export(self, address: int) -> bytes:
-        """A handle with which another process on this machine can map an allocation; do it once."""
+        """Return a handle with which another process can map an allocation; call it once."""
         with self._working("no handle of its memory"):
             return self._runtime.ipcGetMemHandle(address)
 
@@ -293,7 +287,6 @@ class Device:
             return self._runtime.ipcOpenMemHandle(handle)
 
     def close(self, address: int) -> None:
-        """Unmap what `open` mapped."""
         with self._working("memory of the hub cannot be unmapped"):
             self._runtime.ipcCloseMemHandle(address)
 
@@ -340,7 +333,7 @@ class DeviceMemory:
         }
 
     def __bytes__(self) -> bytes:
-        """A copy in host memory."""
+        """Copy to host memory."""
         self.device.use()
         host = ctypes.create_string_buffer(self.size)
         self.device.to_host(ctypes.addressof(host), self.address, self.size)
@@ -446,5 +439,5 @@ class NcclCommunicator:
 
 
 def _signed(uid: bytes) -> tuple[int, ...]:
-    """As CuPy before 14 takes it."""
+    """Convert an id for CuPy before 14."""
     return tuple(byte - 256 if byte > 127 else byte for byte in uid)

@@ -27,7 +27,7 @@ import queue
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -41,40 +41,15 @@ from umbra.services.weights.gpu import cuda
 POLL_S = 0.0002  # between two looks at an event
 
 
-class StreamMark(Protocol):
-    """A point in a stream of work."""
-
-    @property
-    def done(self) -> bool: ...
-
-
-class Copier(Protocol):
-    """What is needed of a device; `cuda.Device` is one."""
-
-    def to_device(self, target: int, source: int, size: int) -> None: ...
-    def to_host(self, target: int, source: int, size: int) -> None: ...
-    def mark_copies(self) -> StreamMark: ...
-    def mark_collectives(self) -> StreamMark: ...
-    def drain(self) -> None: ...
-
-
-class Communicator(Protocol):
-    """What is needed of a communicator; `cuda.NcclCommunicator` is one."""
-
-    def broadcast(self, address: int, size: int) -> None: ...
-    def check(self) -> None: ...
-    def abort(self) -> bool: ...
-
-
 def chunks(total: int, chunk_bytes: int) -> list[tuple[int, int]]:
-    """The byte ranges in which `total` bytes are broadcast."""
+    """Cut `total` bytes into the ranges that are broadcast."""
     return [(start, min(start + chunk_bytes, total)) for start in range(0, total, chunk_bytes)]
 
 
 def broadcast(
     ranges: Sequence[tuple[int, int]],
-    device: Copier,
-    communicator: Communicator,
+    device: cuda.Device,
+    communicator: cuda.NcclCommunicator,
     *,
     host: int,
     ring: Sequence[int],
@@ -100,7 +75,7 @@ def broadcast(
         DeadlineError: a chunk was not through in time: a peer is gone or stuck.
         PeerLostError: NCCL says so itself.
     """
-    marks: list[StreamMark | None] = [None] * len(ring)
+    marks: list[cuda.CudaEvent | None] = [None] * len(ring)
 
     def wait(index: int, lane: int) -> None:
         mark = marks[lane]
@@ -168,7 +143,7 @@ class GpuWorker:
         }
 
     def carry_out(self, order: dict[str, Any], fd: int = -1) -> dict[str, Any]:
-        """Answer one order; whatever goes wrong is in the answer."""
+        """Execute one command; errors are in the answer."""
         arguments = dict(order) if fd < 0 else {**order, "fd": fd}
         try:
             act = self._orders.get(str(arguments.pop("op", "")))
@@ -183,17 +158,16 @@ class GpuWorker:
             return {"error": repr(error), "broken": True}
 
     def facts(self) -> dict[str, Any]:
-        """What must agree between all workers; makes the CUDA context on the way."""
+        """Return what must agree between all workers; makes the CUDA context."""
         found = cuda.facts(self._index)
         self._open()
         return {"facts": msgspec.to_builtins(found)}
 
     def unique_id(self) -> dict[str, Any]:
-        """A fresh id for a communicator."""
         return {"uid": cuda.unique_id().hex()}
 
     def attach(self, slot_bytes: int, chunk_bytes: int, fd: int) -> dict[str, Any]:
-        """Use the arena in `fd`: pin its slots."""
+        """Pin the slots of the arena in `fd`."""
         device = self._open()
         self._arena = Arena.inherited(fd, slot_bytes=slot_bytes)
         self._chunk_bytes = chunk_bytes
@@ -228,7 +202,7 @@ class GpuWorker:
         return {}
 
     def export(self) -> dict[str, Any]:
-        """Make device memory with a place for each slot of the arena."""
+        """Allocate device memory with a place for each slot of the arena."""
         device, arena = self._open(), self._attached()
         self._exported = device.allocate(arena.slots * cuda.device_stride(arena.slot_bytes))
         return {"handle": device.export(self._exported).hex()}
@@ -267,7 +241,7 @@ class GpuWorker:
 
 
 def serve(worker: GpuWorker, owner: Pipe[dict[str, Any]]) -> None:
-    """Carry out orders until the owner hangs up."""
+    """Execute commands until the owner hangs up."""
     waiting: queue.SimpleQueue[tuple[dict[str, Any], int]] = queue.SimpleQueue()
 
     def watch() -> None:

@@ -66,7 +66,6 @@ class GpuWorkerProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, if it runs."""
         return self._process.pid if self._process is not None else None
 
     def use(self, arena: Arena, chunk_bytes: int, pace: Pace) -> None:
@@ -154,7 +153,7 @@ class GpuWorkerProcess:
         return result(self.answer(timeout_s))
 
     def kill(self) -> None:
-        """End it at once; the next order starts another."""
+        """Kill it; the next command starts another."""
         process, self._process = self._process, None
         self._pending, self._state = 0, "none"
         if self._pipe is not None:
@@ -166,7 +165,7 @@ class GpuWorkerProcess:
                 log.warning("GPU worker %d does not end: it hangs in the driver", process.pid)
 
     def _leave(self) -> None:
-        """Abort what is under way; a worker that cannot do even that is killed."""
+        """Abort what is under way; kill a worker that cannot do even that."""
         with suppress(UmbraError):
             self.order("abort")
             while self._pending and self._receive(ABORT_S) is not None:

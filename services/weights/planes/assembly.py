@@ -145,7 +145,7 @@ class Assembly:
         return self._complete(bucket, checksum(area))
 
     def _complete(self, bucket: int, actual: int) -> bool:
-        """All of a bucket is in the target, with checksum `actual`."""
+        """Check a bucket that is in the target with checksum `actual`."""
         if actual != self._wanted[bucket]:
             return self._failed(bucket)
         self._contents[self._target][bucket] = self._wanted[bucket]
@@ -154,7 +154,7 @@ class Assembly:
         return True
 
     def _have(self, bucket: int) -> bool:
-        """Whether the target holds the wanted content, or can get it from another buffer."""
+        """Return whether the target holds the wanted content, or gets it from another buffer."""
         start, end = self.manifest.buckets[bucket]
         wanted = self._wanted[bucket]
         area = self._buffers[self._target][start:end]
@@ -187,7 +187,7 @@ class Assembly:
         self._now[bucket] = piece.result
 
     def _failed(self, bucket: int) -> bool:
-        """A bucket came wrong: it is ordered again, without a delta."""
+        """Note a wrong bucket: it is ordered again, without a delta."""
         self.corrupted += 1
         self._failures[bucket] += 1
         self.awaited.discard(bucket)

@@ -123,7 +123,6 @@ class BucketConnection:
         return Received(piece, place, given is not None)
 
     def close(self) -> None:
-        """Close it."""
         self._socket.close()
 
     def _fill(self, memory: memoryview) -> Generator[None, None, None]:
@@ -241,7 +240,6 @@ class BucketSource:
         return None, made
 
     def close(self) -> None:
-        """Close the sockets."""
         self._disconnect()
         self._context.destroy(linger=0)
 

@@ -144,7 +144,6 @@ class BucketServer:
 
     @property
     def port(self) -> int:
-        """Port of the connections."""
         return self._connections.port
 
     @property
@@ -153,7 +152,6 @@ class BucketServer:
         return self._server.refusals.counts.total()
 
     def close(self) -> None:
-        """Stop serving."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -251,7 +249,6 @@ class BucketConnections:
             self._expected[order.ticket] = self._orders[order.receiver] = order
 
     def forget_all(self) -> None:
-        """End all orders."""
         with self._lock:
             for order in list(self._orders.values()):
                 self._end(order)
@@ -264,7 +261,6 @@ class BucketConnections:
             self._news.notify_all()
 
     def close(self) -> None:
-        """End all connections and threads."""
         self._closing.set()
         self.forget_all()
         self._listening.shutdown(socket.SHUT_RDWR)  # which wakes the thread
@@ -443,7 +439,6 @@ class _Sender:
 
     @property
     def is_left(self) -> bool:
-        """Return whether the other end is gone."""
         try:
             self._connection.settimeout(0)
             self._connection.recv(1)

@@ -208,12 +208,10 @@ class DeltaEncoder:
         self._job = None
 
     def join(self) -> None:
-        """Wait until the version is encoded."""
         for worker in self._job.workers if self._job else ():
             worker.result()
 
     def close(self) -> None:
-        """Stop, and end the threads."""
         self.stop()
         self._executor.shutdown()
 

@@ -97,13 +97,12 @@ class IpcHub(HubEnd):
         self._waiting.pop(name, None)
 
     def granted(self, slot: int) -> None:
-        """`slot` will be written anew."""
         self._there.pop(slot, None)
         if self._uploading is not None and self._uploading[0] == slot:
             self._uploading = None  # its bytes may be of two versions
 
     def poll(self, now: float) -> list[Outcome]:
-        """Prepares whose version is on the GPU, and those whose version could not get there."""
+        """Return the Prepares whose version is on the GPU, or could not get there."""
         outcomes: list[Outcome] = []
         done = self._thread.take()
         if done is not None:
@@ -144,7 +143,7 @@ class IpcHub(HubEnd):
         return []
 
     def _upload(self, slot: int) -> bytes:
-        """On the thread: have `slot` on the GPU; the handle of the memory it is in."""
+        """Upload `slot` on the thread; returns the handle of the device memory."""
         handle = self._handle
         result(self.worker.attached())
         if self.worker.starts != self._exported_by:
@@ -179,7 +178,7 @@ class IpcReceiver:
         self._mapped = 0
 
     def receive(self, message: Prepare) -> Receiving:
-        """Copy a version inside of the GPU and verify the copy."""
+        """Copy a version within the GPU and verify the copy."""
         began = copied = time.perf_counter()
         size, error, unusable = self._manifest.total_bytes, "", False
         try:
@@ -204,7 +203,6 @@ class IpcReceiver:
         return Receipt(copied - began, stage_s, size, error, unusable=unusable, data=self._memory)
 
     def close(self) -> None:
-        """Unmap the hub's memory."""
         pinned, self._pinned = self._pinned, []
         with suppress(GpuError):  # whoever uses the GPU next hears of it
             self._device.use()
@@ -259,7 +257,7 @@ def _done(mark: CudaEvent) -> Generator[None, None, None]:
 
 
 def _groups(buckets: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """First and last bucket of each run of buckets that is read back at once."""
+    """Yield the first and last bucket of each run that is read back at once."""
     first = 0
     for index, (_, end) in enumerate(buckets):
         full = end - buckets[first][0] >= LANE_BYTES

@@ -96,7 +96,6 @@ class NcclHub(HubEnd):
         self._thread.start(self._attach)
 
     def subscribed(self, name: str, incarnation: str, message: Subscribe) -> None:
-        """A receiver is in the group from the next communicator on."""
         self.left(name)
         self._tcp.serves_beside(name, message)
         self.group.join(name, incarnation)
@@ -107,7 +106,6 @@ class NcclHub(HubEnd):
         return ()
 
     def staged(self, name: str, message: Ready) -> None:
-        """A receiver has got its version, or not."""
         current = self._rounds.current
         others = self._rounds.reported(name, message.epoch, well=not message.error)
         self._give_up(current, others, f"{name} could not receive: {message.error}")
@@ -117,13 +115,12 @@ class NcclHub(HubEnd):
         self._give_up(current, self._rounds.dropped(name), f"{name} has left the broadcast")
 
     def granted(self, slot: int) -> None:
-        """`slot` will be written anew: nobody waits for what lies there any more."""
         current = self._rounds.current
         if current is not None and current.slot == slot:
             self._give_up(current, self._rounds.failed(), "the version was overtaken")
 
     def poll(self, now: float) -> list[Outcome]:
-        """Prepares that go out now, and rounds that came to nothing."""
+        """Return the Prepares that go out now, and those of failed rounds."""
         done = self._thread.take()
         if done is not None:
             self._step_done(done, now)
@@ -136,7 +133,6 @@ class NcclHub(HubEnd):
         return outcomes
 
     def close(self) -> None:
-        """End the worker."""
         self._free_worker()
         self._thread.close()
         self.worker.kill()
@@ -200,7 +196,7 @@ class NcclHub(HubEnd):
             self._outcomes.append(Outcome(name, current.prepares[name], reason))
 
     def _free_worker(self) -> None:
-        """End what the thread does, so that the worker is ours."""
+        """Wait for the thread, so that the worker is free."""
         self._cancelled.set()
         self._thread.wait()
         self._thread.take()
@@ -294,7 +290,6 @@ class NcclReceiver:
         return Receipt(wire_s, stage_s, size, error, data=data)
 
     def close(self) -> None:
-        """End the worker, close the sockets and the arena."""
         self._worker.kill()  # first: it writes into the arena
         pinned, self._pinned = self._pinned, []
         if self._device is not None:

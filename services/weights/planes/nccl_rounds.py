@@ -40,7 +40,6 @@ class CommunicatorRanks:
 
     @property
     def size(self) -> int:
-        """Number of ranks, the hub included."""
         return len(self.ranks) + 1
 
 
@@ -61,7 +60,7 @@ class NcclGroup:
 
     @property
     def eligible(self) -> list[str]:
-        """Who is to be in the next communicator, in the order of joining."""
+        """Return the members of the next communicator, in the order of joining."""
         names: list[str] = []
         unproven = 0
         for name, member in self._members.items():
@@ -71,19 +70,18 @@ class NcclGroup:
         return names
 
     def join(self, name: str, incarnation: str) -> None:
-        """Take a member in, from the next communicator on."""
+        """Add a member, from the next communicator on."""
         before = self._members.pop(name, None)
         out = before is not None and before.out and before.incarnation == incarnation
         self._members[name] = _GroupMember(incarnation, out=out)
         self._ranks.pop(name, None)
 
     def leave(self, name: str) -> None:
-        """A member is gone, by itself or because it missed a deadline."""
         self._members.pop(name, None)
         self._ranks.pop(name, None)
 
     def begin(self) -> CommunicatorRanks:
-        """The communicator for a broadcast to all who are eligible."""
+        """Return the communicator for a broadcast to all eligible members."""
         names = self.eligible
         if self._whole and set(names) == set(self._ranks) and self._size == len(names) + 1:
             return CommunicatorRanks(self.epoch, dict(self._ranks), fresh=False)
@@ -94,7 +92,7 @@ class NcclGroup:
         return CommunicatorRanks(self.epoch, dict(self._ranks), fresh=True)
 
     def worked(self) -> None:
-        """A broadcast reached all ranks."""
+        """Note a broadcast that reached all ranks."""
         self._whole = True
         for name in self._ranks:
             self._members[name].proven = True
@@ -159,12 +157,12 @@ class Rounds:
     _given: dict[str, Content] = field(default_factory=dict[str, Content])
 
     def offer(self, name: str, prepare: Prepare, now: float) -> None:
-        """`name` is to get a version."""
+        """Add a version that `name` is to get."""
         content = (prepare.slot, tuple(prepare.checksums))
         self._waiting[name] = _PendingPush(prepare, content, now)
 
     def settle(self, now: float, *, idle: bool) -> tuple[list[tuple[str, Prepare]], Round | None]:
-        """Who is to fetch now, and the round that begins now (if the hub's worker is `idle`)."""
+        """Return who must fetch now, and the round that begins if the hub's worker is `idle`."""
         eligible = self.group.eligible
         fetch = [
             name
@@ -189,7 +187,7 @@ class Rounds:
         return pulled, self.current
 
     def next_due(self) -> float | None:
-        """When `settle` has something to do at the latest, as far as waiting goes."""
+        """Return when `settle` must be called at the latest."""
         return min(map(self._limit, self._waiting.values()), default=None)
 
     def reported(self, name: str, epoch: int, *, well: bool) -> Sequence[str]:
@@ -204,7 +202,7 @@ class Rounds:
         return self._end() if well else self.failed()
 
     def dropped(self, name: str) -> Sequence[str]:
-        """`name` is not subscribed any longer; who else is given up because of it."""
+        """Remove `name`; returns the other members whose round ends with it."""
         concerned = self.current is not None and name in self.current.open
         self._waiting.pop(name, None)
         self._given.pop(name, None)
@@ -212,7 +210,7 @@ class Rounds:
         return self.failed(gone=name) if concerned else []
 
     def sent(self) -> None:
-        """The hub's own worker has sent everything."""
+        """Note that the hub's worker has sent everything."""
         if self.current is not None:
             self.current.sent = True
             self._end()

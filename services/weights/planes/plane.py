@@ -54,7 +54,7 @@ class ReceiverEnd(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of files and sockets; versions that were handed out stay valid."""
+        """Release files and sockets; versions that were handed out stay valid."""
         ...
 
 
@@ -79,7 +79,7 @@ class HubEnd:
 
     @property
     def busy(self) -> bool:
-        """Whether `poll` will have something soon."""
+        """Return whether `poll` will have something soon."""
         return False
 
     def layout(self, arena: Arena, manifest: Manifest) -> None:
@@ -96,7 +96,7 @@ class HubEnd:
         return (Outcome(name, prepare),)
 
     def poll(self, now: float) -> Iterable[Outcome]:
-        """What is to be done now. Between two of them receivers may leave."""
+        """Return what is to be done now. Receivers may leave between two outcomes."""
         return ()
 
     def staged(self, name: str, message: Ready) -> None:
@@ -128,11 +128,11 @@ class Background(Generic[T]):
 
     @property
     def busy(self) -> bool:
-        """Whether a call is under way, or its result was not taken yet."""
+        """Return whether a call is under way, or its result was not taken yet."""
         return self._future is not None
 
     def start(self, call: Callable[[], T]) -> None:
-        """Begin a call; none may be under way."""
+        """Start a call; none may be under way."""
         assert self._future is None
         self._future = self._thread.submit(call)
 
@@ -151,12 +151,11 @@ class Background(Generic[T]):
         return future.result()
 
     def wait(self) -> None:
-        """Wait for the call under way, if there is one; its result stays to be taken."""
+        """Wait for the call under way; its result stays to be taken."""
         if self._future is not None:
             wait([self._future])
 
     def close(self) -> None:
-        """Wait for the call under way, and end the thread."""
         self._thread.shutdown()
 
 
@@ -187,7 +186,7 @@ class Plane:
 
 
 def mismatch(ours: GpuFacts, theirs: GpuFacts) -> str | None:
-    """Why these two must not enter NCCL together (they would hang); None if they may."""
+    """Return why these two would hang together in NCCL; None if they may enter it."""
     if theirs.nccl == 0 or ours.nccl == 0:
         return f"there is no NCCL {'there' if theirs.nccl == 0 else 'here'}"
     if ours.nccl != theirs.nccl:

@@ -113,7 +113,6 @@ class GpuReceiving:
         return NcclReceiver(self.worker, arena, config.chunk_bytes, pull, config.pace, device)
 
     def close(self) -> None:
-        """End the worker."""
         self.worker.kill()
 
 
@@ -165,7 +164,7 @@ def find_gpu(
 
 
 def host_planes(configured: str) -> list[str]:
-    """What a receiver offers besides its GPU's planes, by `weight_hub.plane`."""
+    """Return the planes that a receiver offers besides its GPU's, by `weight_hub.plane`."""
     if configured == "auto":
         return ["shm", "tcp"]
     return [] if configured in REASONS else [configured]
@@ -177,7 +176,7 @@ REMEDY = 'set weight_hub.dtype = "bfloat16", or use a host with more memory'
 
 
 class ReceiverPlanes(Protocol):
-    """Planes as a receiver has them."""
+    """The planes that a receiver offers, and its end of the chosen one."""
 
     offered: list[str]
     """Names, best first."""
@@ -197,9 +196,7 @@ class ReceiverPlanes(Protocol):
         """
         ...
 
-    def close(self) -> None:
-        """End what belongs to no end."""
-        ...
+    def close(self) -> None: ...
 
 
 class StagedPlanes:
@@ -230,7 +227,6 @@ class StagedPlanes:
         self._allocate = allocate
 
     def open(self, reply: Subscribed, name: str, security: Security) -> ReceiverEnd:
-        """See `ReceiverPlanes.open`."""
         if self._gpu is not None and reply.plane in self._gpu.planes:
             return self._gpu.open(reply, name, self._frame_bytes, security)
         manifest = reply.manifest
@@ -248,6 +244,5 @@ class StagedPlanes:
         return ShmReceiver(reply, data)
 
     def close(self) -> None:
-        """End the GPU's worker."""
         if self._gpu is not None:
             self._gpu.close()

@@ -57,5 +57,4 @@ class ShmReceiver:
         return Receipt(wire_s, stage_s, manifest.total_bytes, data=data)
 
     def close(self) -> None:
-        """Unmap the arena."""
         self._arena.close()

@@ -55,21 +55,20 @@ class RelayChain:
 
     @property
     def relays(self) -> list[str]:
-        """Names, in the order of the chain."""
         return list(self._relays)
 
     def join(self, name: str, endpoint: str) -> None:
-        """A relay has subscribed; one that was in the chain before goes to its end."""
+        """Add a relay at the end of the chain."""
         self._relays.pop(name, None)
         self._relays[name] = endpoint
 
     def leave(self, name: str) -> None:
-        """A receiver is not subscribed any longer: the next in the chain takes its place."""
+        """Remove a receiver: the next in the chain takes its place."""
         self._relays.pop(name, None)
         self._told.pop(name, None)
 
     def source(self, name: str) -> str:
-        """The endpoint from which `name` is to fetch its next version."""
+        """Return the endpoint from which `name` is to fetch its next version."""
         before = ""
         for relay in self._relays:
             if relay == name:
@@ -144,27 +143,23 @@ class TcpHub(HubEnd):
         self._arena = arena
         self.store_of(manifest)
 
-    def store_of(self, manifest: Manifest) -> BucketStore:
-        """Where the buckets of a layout are found, which is that of all pushes from now on."""
-        with self._lock:
-            return self._layout(manifest)
-
     def relay_at(self, host: str) -> str:
-        """Weights endpoint of the relay on `host`; empty if there is none."""
+        """Return the weights endpoint of the relay on `host`, or ""."""
         return next((r.serves for r in self._relays.values() if r.host == host), "")
 
-    def _layout(self, manifest: Manifest) -> BucketStore:
-        if self._store is not None and self._manifest is not None:
-            if self._manifest.digest == manifest.digest:
-                return self._store
-        self._close_encoder()
-        self._manifest = manifest
-        self._own = frozenset(owned_buckets(manifest).get(self._owner, []))
-        self._store = self.server.serve(manifest)
-        return self._store
+    def store_of(self, manifest: Manifest) -> BucketStore:
+        """Return the store of a layout, which is that of all pushes from now on."""
+        with self._lock:
+            if self._store is not None and self._manifest is not None:
+                if self._manifest.digest == manifest.digest:
+                    return self._store
+            self._close_encoder()
+            self._manifest = manifest
+            self._own = frozenset(owned_buckets(manifest).get(self._owner, []))
+            self._store = self.server.serve(manifest)
+            return self._store
 
     def subscribed(self, name: str, incarnation: str, message: Subscribe) -> None:
-        """A receiver fetches every version; it hands buckets on if it is a relay."""
         self._chained.add(name)
         self.serves_beside(name, message)
         if message.buckets:
@@ -172,7 +167,7 @@ class TcpHub(HubEnd):
             log.info("chain of relays: %s", ", ".join(self.chain.relays))
 
     def serves_beside(self, name: str, message: Subscribe) -> None:
-        """A receiver fetches, from the hub, what another plane does not bring."""
+        """Note a relay whose receivers other planes may send here."""
         if message.buckets:
             self._relays[name] = message
 
@@ -180,7 +175,7 @@ class TcpHub(HubEnd):
         return (Outcome(name, self.complete(name, prepare)),)
 
     def complete(self, name: str, message: Prepare) -> Prepare:
-        """`message` so that `name` fetches the version that it is about."""
+        """Return `message` with the sources from which `name` fetches the version."""
         assert self._manifest is not None
         self.offer(message.slot, message.checksums, deltas=self.links_are_slow)
         source = self.chain.source(name)
@@ -192,7 +187,7 @@ class TcpHub(HubEnd):
         return msgspec.structs.replace(message, source=source, relayed=relayed, sources=sources)
 
     def offer(self, slot: int, checksums: Sequence[int], *, deltas: bool) -> None:
-        """Hand out the version in `slot`, as far as it is ours; with deltas to the one before."""
+        """Hand out our buckets of the version in `slot`, with deltas to the one before."""
         assert self._store is not None and self._arena is not None and self._manifest is not None
         data, version = self._arena.slot(slot), (slot, checksums)
         if self._deltas and deltas and self._encoded != version:
@@ -219,7 +214,7 @@ class TcpHub(HubEnd):
         self._encoder.start(data, contents)
 
     def staged(self, name: str, message: Ready) -> None:
-        """Where all bytes of a version travelled, the link has shown its rate."""
+        """Measure the rate of a link over which all bytes of a version travelled."""
         if message.source_lost:
             if relay := self.chain.broken(name):
                 self._relays.pop(relay, None)
@@ -230,7 +225,7 @@ class TcpHub(HubEnd):
 
     @property
     def links_are_slow(self) -> bool:
-        """Whether deltas pay."""
+        """Return whether deltas pay."""
         slow = any(rate < FAST_LINK for rate in self._rates.values())
         return slow or self._config.delta == "always"
 
@@ -247,7 +242,6 @@ class TcpHub(HubEnd):
             self._store.withdraw(slot)
 
     def close(self) -> None:
-        """Stop serving."""
         self._close_encoder()
         self.server.close()
 
@@ -358,11 +352,11 @@ class TcpReceiver:
         return source
 
     def overwritten(self, target: int) -> None:
-        """Buffer `target` is about to be filled in another way."""
+        """Forget the contents of buffer `target`: a broadcast fills it."""
         self._holdings.contents[target] = [0] * len(self.manifest.buckets)
 
     def verify(self, target: int, checksums: Sequence[int]) -> Iterator[tuple[int, bool]]:
-        """Each bucket that was filled in another way, and whether it is right: it counts then."""
+        """Check each bucket that a broadcast has filled; yields bucket and result."""
         data = self._holdings.buffers[target]
         for bucket, (start, end) in enumerate(self.manifest.buckets):
             right = checksum(data[start:end]) == checksums[bucket]
@@ -371,11 +365,10 @@ class TcpReceiver:
             yield bucket, right
 
     def close(self) -> None:
-        """Close the sockets."""
         for source in self._sources.values():
             source.close()
 
 
 def _server(message: Prepare) -> Role:
-    """Whose key the source has."""
+    """Return the role whose key the source has."""
     return "relay" if message.relayed else "weight_hub"

@@ -53,7 +53,7 @@ def prepare(moment: str, at: int) -> None:
     """Have this process end there."""
     from umbra.proto.messages import CheckpointSaved, CommitBatch
     from umbra.proto.net.channel import Channel
-    from umbra.services.weights import safetensors_file
+    from umbra.services.modeling import safetensors_file
 
     call, rename, write = Channel.call, Path.rename, safetensors_file.write_safetensors
 
