@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -256,8 +257,9 @@ def transfer(gpu: FakeGpu, *, sends: bool, working: bool = True) -> None:
         if working:
             gpu.done_until = len(gpu.log)
 
+    double = cast(Any, gpu)
     broadcast(
-        BUCKETS, cast(Any, gpu), cast(Any, gpu), host=1000, ring=[1, 2], sends=sends, deadline_s=1.0,
+        BUCKETS, double, double, host=1000, ring=[1, 2], sends=sends, deadline_s=1.0,
         clock=lambda: gpu.now, pause=pause,
     )  # fmt: skip
 
