@@ -15,8 +15,8 @@ import msgspec
 
 from umbra.proto.errors import UNREADABLE, UmbraError
 from umbra.services.config import CheckpointConfig
+from umbra.services.modeling.safetensors_file import checksum_of
 from umbra.services.process.files import DISK, Disk
-from umbra.services.weights.safetensors_file import checksum_of
 
 SCRATCH = ".writing-"
 REPLACED = "replaced-"  # of a life that went on from an earlier one, until the new one is there

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from umbra.proto.errors import UmbraError
+from umbra.services.modeling.safetensors_file import Stored, Written, write_safetensors
 from umbra.services.process.files import DISK, FILE_MODE, Disk
 from umbra.services.trainer.checkpoints.folder import (
     CheckpointFolder,
@@ -38,7 +39,6 @@ from umbra.services.trainer.distributed.heartbeat import RankMessages
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.metrics import Row
 from umbra.services.trainer.snapshot import own_rows
-from umbra.services.weights.safetensors_file import Stored, Written, write_safetensors
 
 log = logging.getLogger(__name__)
 
