@@ -209,7 +209,7 @@ class VllmEngine:
         update = {"path": path, "manifest": msgspec.msgpack.encode(layout)}
         under_way = set(self._open)
         self.pause = self._server.update(
-            [update], version, kv_policy, self.pace.limit_s(manifest.total_bytes)
+            update, version, kv_policy, self.pace.limit_s(manifest.total_bytes)
         )
         log.debug("version %d: %s", version, self.pause)
         self.version = version

@@ -33,7 +33,6 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import (
-    PeerLostError,
     StartupError,
     UmbraError,
     UsageError,
@@ -58,9 +57,6 @@ _REPLY_S = 60.0  # of a request's abort
 _CLOSE_S = 5.0
 _LOOK_S = 1.0  # between looks at whether the core still lives
 _KILL_S = 2.0  # until its processes, which hold nothing that is needed any more, are killed
-# Of `UpdateInfo`: the version begins anew, and that of an adapter is complete.
-AGAIN = {"path": "", "manifest": b""}
-COMPLETE = {"path": "", "manifest": b"", "complete": True}
 _REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
 
 T = TypeVar("T")
@@ -156,7 +152,6 @@ class VllmServer:
         # Its path is never read: no request is made before the first version is loaded.
         self._lora = LoRARequest("umbra", ADAPTER, "umbra") if adapter else None
         self.done: queue.SimpleQueue[EngineOutput | Exception] = queue.SimpleQueue()
-        self._loading = False  # from the pause until a version is in place
         self._salts = Salts()
         self._cache_log = CacheLog()
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -235,35 +230,26 @@ class VllmServer:
         return self._wait(self._look(set(keys)), _REPLY_S)
 
     def update(
-        self, parts: Iterable[dict[str, Any]], version: int, kv_policy: KvPolicy, limit_s: float
+        self, part: dict[str, Any], version: int, kv_policy: KvPolicy, limit_s: float
     ) -> Pause:
         """Load a version between two steps. Under "abort", all jobs are in `done` afterwards.
 
         Args:
-            parts: what `UpdateInfo` says of each; asked for one by one, each good until the next.
-                The first is asked for before decoding stops.
+            part: fields of `UpdateInfo`.
             version: of the weights.
             kv_policy: what becomes of jobs under way.
-            limit_s: seconds that vLLM may take for a part, and before and after them.
+            limit_s: seconds that vLLM may take to pause, to load, and to resume.
 
         Raises:
-            PeerLostError: `parts` broke off. If decoding had stopped, nothing is decoded until an
-                update succeeds.
             EngineError: vLLM died, or the load broke off: it must not be used any more.
         """
-        coming = iter(parts)
-        part = next(coming, None)
         began = time.perf_counter()
         try:
             stop_s = self._wait(self._pause(kv_policy), limit_s)
             stopped = time.perf_counter()
-            while part is not None:
-                request = WeightTransferUpdateRequest(update_info=part)
-                self._wait(self._llm.update_weights(request), limit_s)
-                part = next(coming, None)
+            request = WeightTransferUpdateRequest(update_info=part)
+            self._wait(self._llm.update_weights(request), limit_s)
             self._wait(self._resume(version, kv_policy), limit_s)
-        except PeerLostError:
-            raise
         except Exception as error:
             if (died := self.died) is not None:
                 raise died from error
@@ -357,17 +343,11 @@ class VllmServer:
 
     async def _pause(self, kv_policy: KvPolicy) -> float:
         """Stop decoding and open the model's layers; seconds until no step was under way."""
-        if self._loading:  # the last update broke off
-            await self._llm.update_weights(WeightTransferUpdateRequest(update_info=AGAIN))
-            return 0.0
         began = time.perf_counter()
         clear = kv_policy == "recompute"
         await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear)
         stopped = time.perf_counter()
-        self._loading = True
-        if self._adapter:
-            await self._llm.update_weights(WeightTransferUpdateRequest(update_info=AGAIN))
-        else:
+        if not self._adapter:
             await self._llm.start_weight_update()
         return stopped - began
 
@@ -375,11 +355,9 @@ class VllmServer:
         if kv_policy == "abort":
             await self._abort(list(self._tasks))
         if self._adapter:
-            await self._llm.update_weights(WeightTransferUpdateRequest(update_info=COMPLETE))
             await self._llm.update_weight_version(str(version))
         else:
             await self._llm.finish_weight_update(str(version))
-        self._loading = False
         self._salts.loaded(version, keep=kv_policy == "keep")
         await self._restart_unstarted()
         await self._llm.resume_generation()

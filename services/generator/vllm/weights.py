@@ -51,15 +51,11 @@ class InitInfo(WeightTransferInitInfo):
 class UpdateInfo(WeightTransferUpdateInfo):
     """Where tensors of a version lie, verified: in a block of the generator's shared memory.
 
-    They lie there until the whole update is finished.
-
-    Without a path: forget those that came before, the version begins anew; or, of an adapter, it
-    is `complete` and to be served.
+    They lie there until the update is finished.
     """
 
     path: str
     manifest: bytes  # msgpack of a `Manifest`, of these tensors alone
-    complete: bool = False
 
 
 class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -92,9 +88,6 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         Raises:
             StartupError: they are not where they should be.
         """
-        if not update_info.path:
-            self._begin_anew()
-            return
         manifest = msgspec.msgpack.decode(update_info.manifest, type=Manifest)
         memory = self._blocks.view(update_info.path)
         self._load(tensors_in(manifest, memory))
@@ -132,14 +125,6 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         """Nothing is held that the end of the process does not free."""
-
-    def _begin_anew(self) -> None:
-        """Layers that were complete are opened again; of others, what came so far is dropped."""
-        for layer in self.model.modules():
-            info = get_layerwise_info(layer)
-            info.loaded_weights.clear()
-            info.load_numel = 0
-        self.start_weight_update()
 
 
 def not_reached(model: torch.nn.Module, tied: bool) -> list[str]:
@@ -201,7 +186,6 @@ def pack_experts_again(model: torch.nn.Module) -> None:
             method.process_weights_after_loading = experts.process_weights_after_loading
 
 
-_NAMES_SHOWN = 3
 _PREFIX = "base_model.model."  # of names in peft's files
 
 
@@ -229,7 +213,6 @@ class AdapterTransferEngine(UmbraWeightTransferEngine):
         self._facts = msgspec.msgpack.decode(init_info.facts, type=AdapterFacts)
         self._manager: Any = self.model.lora_manager
         self._names = frozenset(_PREFIX + name for name in init_info.names)
-        self._came: dict[str, torch.Tensor] = {}
         layers = {name.partition(".lora_")[0] for name in init_info.names}
         if strange := sorted(layers - self._places()):
             more = len(strange) - _NAMES_SHOWN
@@ -243,24 +226,19 @@ class AdapterTransferEngine(UmbraWeightTransferEngine):
     def start_weight_update(self) -> None:
         """Called once: nothing is taken apart."""
 
-    def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Keep these factors aside; the old ones are served until a version is complete."""
-        if update_info.complete:
-            self._serve()
-        else:
-            super().receive_weights(update_info)
-
     def finish_weight_update(self) -> None:
         """Never called."""
         raise NotImplementedError
 
-    def _serve(self) -> None:
-        """Put the factors that came in the place of those before.
+    def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Put these factors in the place of those before.
 
         Raises:
-            UsageError: some have not come.
+            UsageError: some are missing.
         """
-        if missing := sorted(self._names - self._came.keys()):
+        # Copies: the memory is used again, and vLLM multiplies B by the scale where it lies.
+        came = {_PREFIX + name: tensor.clone() for name, tensor in tensors}
+        if missing := sorted(self._names - came.keys()):
             raise UsageError(f"the version lacks {missing[0]} (of {len(missing)} such tensors)")
         # peft's config of it. Scales are any number, whatever the annotation says.
         config = PEFTHelper(
@@ -269,19 +247,11 @@ class AdapterTransferEngine(UmbraWeightTransferEngine):
             target_modules=[],
         )
         adapter = LoRAModel.from_lora_tensors(
-            ADAPTER, self._came, config, device="cpu", dtype=self._manager.lora_config.lora_dtype
+            ADAPTER, came, config, device="cpu", dtype=self._manager.lora_config.lora_dtype
         )
-        self._came = {}
         self._manager.remove_adapter(ADAPTER)
         self._manager.add_adapter(adapter)
         self._manager.activate_adapter(ADAPTER)
-
-    def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        # Copies: the memory is used again, and vLLM multiplies B by the scale where it lies.
-        self._came |= {_PREFIX + name: tensor.clone() for name, tensor in tensors}
-
-    def _begin_anew(self) -> None:
-        self._came = {}
 
     def _places(self) -> set[str]:
         """The layers that have an adapter in vLLM, by their names in checkpoints."""
