@@ -84,15 +84,14 @@ class Activity:
         return closed
 
     def idle(self, started: float, reason: str) -> bool:
-        """Nothing to do since `started`, for want of `reason`; whether a span was closed."""
+        """Note idleness since `started`, for want of `reason`; True if a span ended."""
         return self._extend(("idle", reason), started)
 
     def loaded(self, start: float, end: float, version: int) -> None:
-        """`version` was loaded within another span."""
+        """Write the span in which `version` was loaded, within another one."""
         self._metrics.write("span", name="load_weights", start=start, end=end, version=version)
 
     def close(self) -> None:
-        """Write the span that is open."""
         if self._current is not None and self._end > self._start:
             name, reason = self._current
             fields = {"reason": reason} if reason else asdict(self._decoded)
@@ -133,7 +132,7 @@ class SampleLog:
         self._slowest: Trajectory | None = None
 
     def finished(self, trajectories: Sequence[Trajectory]) -> None:
-        """These are done."""
+        """Take finished samples in."""
         for trajectory in trajectories:
             if self._slowest is None or _seconds(trajectory) > _seconds(self._slowest):
                 self._slowest = trajectory
@@ -213,22 +212,21 @@ class StallWatch:
         self._live = 0
 
     def moved(self, nbytes: int = 0) -> None:
-        """A token came, or there is nothing to do; or `nbytes` of new weights are to be loaded."""
+        """Note a token, an idle engine, or `nbytes` of new weights that are to be loaded."""
         self._quiet_s = self.limit_s - self._pace.limit_s(nbytes)
 
     def waits(self, doing: str, live: int) -> None:
-        """The loop is about to do something that may hang, with `live` requests in flight."""
+        """Note what is about to be done, which may hang, with `live` requests in flight."""
         self._doing, self._live = doing, live
 
     def look(self) -> float:
-        """Seconds without progress; to be asked every `look_s` seconds."""
+        """Return the seconds without progress; call it every `look_s` seconds."""
         now = self._clock()
         self._quiet_s += min(now - self._looked_at, 2 * self.look_s)
         self._looked_at = now
         return self._quiet_s
 
     def describe(self) -> str:
-        """What it waits for, and for how long."""
         return (
             f"the {self._engine} engine is stuck: no token for {self._quiet_s:.0f} s while it was "
             f"{self._doing or 'starting'}, with {self._live} requests in flight "
@@ -238,7 +236,7 @@ class StallWatch:
 
 @contextmanager
 def watching(watch: StallWatch, session: Session) -> Iterator[None]:
-    """Within the block, a generator that is stuck for `watch.limit_s` leaves the run and ends."""
+    """Within the block, let a generator that is stuck for `watch.limit_s` leave the run and end."""
     closing = threading.Event()
 
     def arm() -> None:

@@ -78,7 +78,7 @@ class BufferClient:
         self._lease_s: float | None = None
 
     def more_pinned(self, version: int) -> bool:
-        """Whether the buffer has more samples that are pinned to `version`, as far as we know."""
+        """True if the buffer is known to have more samples that are pinned to `version`."""
         return self._pinned_to == version
 
     def ask(self, capacity: int, version: int) -> None:
@@ -123,7 +123,7 @@ class BufferClient:
             self.deliver(capacity, version)
 
     def deliver(self, capacity: int = 0, version: int = 0) -> None:
-        """Send what is gathered now, with a question as that of `submit`."""
+        """Send the gathered samples now, with a question as that of `submit`."""
         gathered, self._gathered = self._gathered, []
         for portion in portions(gathered, array_bytes):
             leases = [(t.sample_id, t.attempt) for t in portion]
@@ -152,13 +152,13 @@ class BufferClient:
             self._send(ReturnSamples(samples=portion), lambda future: _answer(future, Message))
 
     def save(self, partials: Sequence[Trajectory]) -> None:
-        """Have the buffer keep what there is of samples that go on."""
+        """Send partials of samples that go on, for the buffer to keep."""
         for portion in portions(partials, array_bytes):
             held = [(t.sample_id, t.attempt) for t in portion]
             self._send(FlushPartials(partials=portion), partial(self._renewed, held))
 
     def interrupts(self) -> list[Interrupt]:
-        """What the buffer wants back, since the last call."""
+        """Return the interrupts since the last call."""
         found: list[Interrupt] = []
         while not self._channel.pushes.empty():
             message = self._channel.pushes.get_nowait()
@@ -167,7 +167,7 @@ class BufferClient:
         return found
 
     def renew(self, leases: Callable[[], Sequence[Lease]]) -> None:
-        """Every third of a lease: say that we still work on these (and what is being delivered)."""
+        """Renew the leases, those of undelivered samples included, every third of a lease."""
         now = self._clock()
         if self._lease_s is None or now < self._renew_at:
             return
@@ -201,13 +201,12 @@ class BufferClient:
         return tasks, lost
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until `wake` is set, for `timeout_s` seconds at most."""
         self.deliver()
         self._wake.wait(timeout_s)
         self._wake.clear()
 
     def flush(self, deadline_s: float) -> list[SampleTask]:
-        """Wait until everything is answered, or the deadline; samples that still came."""
+        """Wait until everything is answered, or the deadline; return samples that still came."""
         self.deliver()
         deadline = Deadline(deadline_s, clock=self._clock)
         late, _ = self.poll()
@@ -231,7 +230,7 @@ class BufferClient:
 
 
 def _answer(future: Future[Message], cls: type[M]) -> M | None:
-    """The answer; None if there was none in time, which the next question makes up for."""
+    """Return the answer, or None if none came in time; the next question makes up for it."""
     try:
         answer = future.result()
     except DeadlineError as error:

@@ -215,7 +215,6 @@ def check_environment(config: RunConfig, row: dict[str, Any]) -> None:
 
 
 def _played(pool: EnvironmentPool, row: dict[str, Any], responses: list[str]) -> EpisodeOutcome:
-    """What comes of a play; the pool sees to it that something does."""
     pool.play("first", row, responses)
     while not (outcomes := pool.collect()):
         time.sleep(_LOOK_S)

@@ -173,7 +173,7 @@ def evaluate(
 
 
 def _beside(run_file: Path, path: str) -> str:
-    """What a path in a run file stands for."""
+    """Resolve a path of a run file."""
     found = run_file.parent / path
     return str((found if found.exists() else Path(path)).absolute())
 

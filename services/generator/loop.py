@@ -104,7 +104,7 @@ class GeneratorLoop:
         self.drain(self._session.stop_reason or "stopped")
 
     def turn(self) -> None:
-        """Do what there is to do; if that is nothing, wait for a few milliseconds."""
+        """Do one turn; wait a few milliseconds if there is nothing to do."""
         started = self._clock()
         tasks, lost = self._buffer.poll()
         self._runner.drop(lost)
@@ -159,7 +159,7 @@ class GeneratorLoop:
         self._buffer.flush(DRAIN_S)
 
     def _deliver_last(self) -> None:
-        """What is finished must not be lost with the engine; what broke may break this as well."""
+        """Deliver what is finished before an engine that broke is lost."""
         try:
             self._deliver()
             self._buffer.flush(DRAIN_S)
@@ -224,7 +224,7 @@ class GeneratorLoop:
         )
 
     def _asked(self) -> int:
-        """How many samples to ask for: none before weights are loaded, nor while new ones wait."""
+        """Return how many samples to ask for: none before weights are loaded or while some wait."""
         return self._capacity() if self._engine.version >= 0 and self._staged is None else 0
 
     def _capacity(self) -> int:

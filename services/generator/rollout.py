@@ -34,8 +34,6 @@ from umbra.services.modeling.chat import Chat
 
 
 class Phase(enum.Enum):
-    """What a rollout waits for."""
-
     RESET = "reset"
     GENERATE = "generate"
     STEP = "step"
@@ -84,8 +82,6 @@ class RolloutSettings:
 
 
 class Rollout:
-    """The state of one `SampleTask`."""
-
     def __init__(self, task: SampleTask, settings: RolloutSettings) -> None:
         self.task = task
         self.phase = Phase.RESET
@@ -111,12 +107,11 @@ class Rollout:
 
     @property
     def session(self) -> str:
-        """What its plays of the environment are known by, and mostly its requests to the engine."""
+        """Name of its plays of the environment, and mostly of its requests to the engine."""
         return f"{self.task.sample_id}/{self.task.attempt}"
 
     @property
     def engine_sessions(self) -> set[str]:
-        """What its requests to the engine were known by."""
         return {self._engine_session(line) for line in self._lines}
 
     def _engine_session(self, line: Line) -> str:
@@ -178,7 +173,7 @@ class Rollout:
         self._continue_turn()
 
     def begin_again(self) -> None:
-        """The agent is gone: the next one gets the recorded turns again if it asks the same."""
+        """Give the next agent the recorded turns again, as far as it asks the same."""
         partial = self.partial() if self.task.pinned_version < 0 else None
         tokens = tokens_of(partial, self._settings.sampling) if partial is not None else None
         self._restart()
@@ -186,7 +181,7 @@ class Rollout:
             self._resume(partial, tokens)
 
     def turn(self) -> Turn:
-        """What the model said last, for the agent that asked for it (phase STEP)."""
+        """Return the model's last turn, for the agent that asked for it (phase STEP)."""
         replayed = [said for said, _ in self._replay]
         heard = sum(len(said) + len(heard) for said, heard in self._replay)
         start = self._line.turn_start - heard
@@ -206,7 +201,7 @@ class Rollout:
         )
 
     def request(self) -> EngineRequest:
-        """What the engine has to generate now (phase GENERATE)."""
+        """Return the engine's next request (phase GENERATE)."""
         return EngineRequest(
             request_id=self.task.sample_id,
             prompt_ids=[*self._line.prompt, *self._line.tokens.ids],
@@ -225,15 +220,15 @@ class Rollout:
 
     @property
     def watched(self) -> bool:
-        """Whether a stop string may end the turn while the engine makes it."""
+        """True if a stop string may end the turn while the engine makes it."""
         return bool(self._stops())
 
     def under_way(self, output: EngineOutput) -> bool:
-        """Return whether the turn ends here, given what the engine has of it."""
+        """True if the turn ends here, given what the engine has of it."""
         return self._stopped(output) is not None
 
     def responses(self) -> list[Said]:
-        """All that the model said, turn by turn; the last is new to the environment."""
+        """Return all turns of the model; the last is new to the environment."""
         if self._told is None:
             heard = sum(len(said) + len(heard) for said, heard in self._replay)
             start = self._line.turn_start - heard
@@ -271,7 +266,7 @@ class Rollout:
         self._continue_turn()
 
     def overdue(self) -> bool:
-        """Whether the sample's time is over; waiting for an agent to begin does not count."""
+        """True once the sample's time is over; waiting for an agent to begin does not count."""
         limit = self._settings.limits.seconds
         if not limit or (self.phase is Phase.RESET and self._settings.agents):
             return False
@@ -291,12 +286,12 @@ class Rollout:
 
     @property
     def branched(self) -> bool:
-        """Whether it is more than one line of tokens."""
+        """True if it has more than one line of tokens."""
         return len(self._lines) > 1
 
     @property
     def tokens(self) -> int:
-        """Response tokens, without those of the model's turn that is under way."""
+        """Response tokens without the model's current turn."""
         return len(self._line.tokens.ids)
 
     @property
@@ -385,7 +380,7 @@ class Rollout:
         line.turn_start = len(line.tokens.ids)
 
     def _asked_line(self, ask: Ask) -> Line:
-        """The line that an agent wants to go on with: one that there is, or a new one."""
+        """Return the line that an agent wants to go on with, or a new one."""
         if ask.after is None:
             self._check_branches()
             opening = Opening(ask.messages, ask.tools)
@@ -415,7 +410,7 @@ class Rollout:
             )
 
     def _asked_prompt(self, ask: Ask) -> list[int]:
-        """The tokens that a conversation begins with."""
+        """Return the tokens of a conversation's opening."""
         chat = self._settings.chat
         if ask.text is not None:
             prompt = chat.text_ids(ask.text)
@@ -432,7 +427,7 @@ class Rollout:
         return prompt
 
     def _asked_ids(self, ask: Ask, line: Line, last_token: int) -> list[int]:
-        """The tokens before the turn that is asked for, from the end of one of `line` on."""
+        """Return the tokens between the end of a turn of `line` and the turn that is asked for."""
         chat = self._settings.chat
         if ask.text is not None:
             return chat.text_ids(ask.text)
@@ -442,16 +437,15 @@ class Rollout:
         )
 
     def _end_turn(self, end: int, complete: bool) -> None:
-        """The current turn ends at `end` of its line, and another one of the model follows."""
+        """End the current turn at `end` of its line; another one of the model follows."""
         self._turn_ends.append((self._line, end, complete))
         self._turns += 1
 
     def _stops(self) -> tuple[str, ...]:
-        """Texts that end the current turn."""
         return self._settings.stops + (self.ask.stops if self.ask is not None else ())
 
     def _stopped(self, output: EngineOutput) -> int | None:
-        """How many tokens of `output` there are until a stop string is complete; None: none is."""
+        """Return how many tokens of `output` complete a stop string, or None."""
         stops = self._stops()
         if not stops:
             return None
@@ -461,24 +455,24 @@ class Rollout:
         return None if end is None else end - len(turn)
 
     def _cut(self, output: EngineOutput) -> EngineOutput:
-        """`output` up to a stop string."""
+        """Cut `output` after a stop string."""
         end = self._stopped(output)
         if end is None:
             return output
         return shortened(output, end, len(self._line.prompt) + len(self._line.tokens.ids))
 
     def _said(self, ids: list[int], start: int) -> Said:
-        """The turn `ids`, which begins at response token `start`."""
+        """Parse the turn `ids`, which begins at response token `start`."""
         before = [*self._line.prompt, *self._line.tokens.ids[:start]]
         tools, chat = self._line.opening.tools, self._settings.chat
         return chat.said(ids, before, tools, self._stops(), words=self._is_text())
 
     def _is_text(self) -> bool:
-        """Whether an agent continues plain text, without the chat template."""
+        """True if an agent continues plain text, without the chat template."""
         return self.ask is not None and self.ask.text is not None
 
     def _ends(self, ids: list[int]) -> bool:
-        """Whether the model ended the turn `ids` itself."""
+        """True if the model ended the turn `ids` itself."""
         chat = self._settings.chat
         if not ids:
             return False
@@ -486,12 +480,11 @@ class Rollout:
         return ids[-1] in chat.stop_ids or stopped
 
     def _continue_turn(self) -> None:
-        """The model speaks on, or the environment answers what it said."""
         over = bool(self._replay) or self._turn_complete() or self._room() <= 0
         self.phase = Phase.STEP if over else Phase.GENERATE
 
     def _room(self) -> int:
-        """Tokens that the current turn may still get."""
+        """Return the tokens that the current turn may still get."""
         said = len(self._line.tokens.ids)
         limit = self._settings.sampling.max_tokens
         if self.ask is not None and self.ask.max_tokens:
@@ -499,12 +492,11 @@ class Rollout:
         return min(self._most(self._line) - said, limit - (said - self._line.turn_start))
 
     def _most(self, line: Line) -> int:
-        """Tokens that the whole response of `line` may have."""
+        """Return the tokens that the whole response of `line` may have."""
         context = self._settings.max_context - len(line.prompt)
         return min(context, self._settings.limits.tokens or context)
 
     def _turn_complete(self) -> bool:
-        """Whether the model ended its turn itself."""
         return self._ends(self._line.tokens.ids[self._line.turn_start :])
 
     def _finish(self, reason: str) -> None:
@@ -533,7 +525,7 @@ class Rollout:
         self._line.turn_start = sum(len(said) + len(heard) for said, heard in self._replay)
 
     def _replayed(self, result: StepResult) -> None:
-        """One turn of the partial was played again; what the environment says must be the same."""
+        """Compare a turn of a partial that was played again; the environment must say the same."""
         said, heard = self._replay.pop(0)
         if not result.done and self._environment_ids(result, said[-1]) == heard:
             self._continue_turn()

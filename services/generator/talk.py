@@ -52,7 +52,7 @@ class Talk:
         return cls(open_engine(config, name), sampling, list(config.sampling.stop), system)
 
     def reset(self) -> None:
-        """Forget what was said."""
+        """Begin a new conversation."""
         self._messages = list(self._opening)
 
     def say(self, text: str) -> Generator[Piece, None, None]:
@@ -80,7 +80,7 @@ class Talk:
     def _answer(
         self, prompt: list[int], reader: TurnReader, told: dict[str, str]
     ) -> Generator[Piece, None, Said]:
-        """The pieces; returns the whole turn."""
+        """Yield the pieces; return the whole turn."""
         self._turns += 1
         name = f"turn-{self._turns}"
         limit = self._sampling.max_tokens
@@ -105,5 +105,4 @@ class Talk:
         return reader.end(over[0].token_ids)
 
     def close(self) -> None:
-        """Free what the engine holds."""
         self._engine.close()

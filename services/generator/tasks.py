@@ -149,7 +149,7 @@ def _draw(
 
 
 def _is_held_out(row: Row) -> bool:
-    """An eighth of all prompts of every length, the same for every seed."""
+    """True for an eighth of all prompts of every length, the same for every seed."""
     text = row["prompt"] if "prompt" in row else row["messages"][0]["content"]
     return zlib.crc32(text.encode()) % 8 == 0
 
@@ -173,7 +173,7 @@ def _sort_demo(source: random.Random) -> Row:
 
 
 def _spoil(digits: list[int], answer: list[int], source: random.Random) -> list[int]:
-    """One mistake: the input copied, two neighbours swapped, or a digit changed."""
+    """Make one mistake: copy the input, swap two neighbours, or change a digit."""
     kind = source.randrange(3)
     spoiled = list(answer)
     if kind == 0:
@@ -191,7 +191,7 @@ def _guess_prompt(source: random.Random) -> Row:
 
 
 def _guess_demo(source: random.Random) -> Row:
-    """Guesses that mostly take no notice of the hints."""
+    """Return guesses that mostly ignore the hints."""
     secret = source.randrange(10)
     low, high = 0, 9
     turns = [_GUESS_PROMPT]
@@ -218,7 +218,7 @@ def _calculator_prompt(source: random.Random) -> Row:
 
 
 def _calculator_demo(source: random.Random) -> Row:
-    """Calls the tool, now and then with a wrong expression or a malformed call."""
+    """Call the tool, now and then with a wrong expression or a malformed call."""
     asked = _expression(source)
     typed = asked if source.random() < _CAREFUL else _expression(source)
     call = json.dumps({"name": "calculator", "arguments": {"expression": typed}})
@@ -288,7 +288,7 @@ def library_rows(
 
 
 def divide(rows: list[Any], prompts: int, heldout: int) -> tuple[list[Any], list[Any]]:
-    """`rows` as prompts and held-out prompts, which share none."""
+    """Divide `rows` into prompts and held-out prompts."""
     aside = min(heldout, len(rows) // _HELD_OUT_SHARE) if len(rows) < prompts + heldout else heldout
     held = rows[len(rows) - aside :]
     return rows[: min(prompts, len(rows) - aside)], held

@@ -73,20 +73,20 @@ class ResponseTokens:
         )
 
     def first(self, count: int) -> ResponseTokens:
-        """The first `count` of them, without routing."""
+        """Return the first `count` of them, without routing."""
         spans = [
             replace(span, end=min(span.end, count)) for span in self.spans if span.start < count
         ]
         return ResponseTokens(self.ids[:count], self.mask[:count], self.logprobs[:count], spans)
 
     def segments(self) -> list[list[int]]:
-        """The tokens of model turn, environment turn, model turn, ... in order."""
+        """Return the tokens of model turn, environment turn, model turn, ... in order."""
         ids = iter(self.ids)
         return [[next(ids) for _ in run] for _, run in itertools.groupby(self.mask)]
 
 
 def shortened(output: EngineOutput, count: int, before: int) -> EngineOutput:
-    """`output` without the tokens after its first `count`; `before` were there before it."""
+    """Return `output` with its first `count` tokens only; `before` tokens precede it."""
     routing = output.routing
     if routing is not None:
         kept = (before + count - 1) * routing.token_bytes
@@ -129,7 +129,7 @@ def tokens_of(partial: Trajectory, sampling: Sampling) -> ResponseTokens | None:
 
 @dataclass(eq=False)
 class Line:
-    """A line of tokens: a prompt, and the model's turns with what came between them."""
+    """A prompt, and the model's turns with what came between them."""
 
     opening: Opening
     prompt: list[int] = field(default_factory=list)
@@ -140,9 +140,9 @@ class Line:
 
     @property
     def spoken(self) -> bool:
-        """Whether the model has said something in it that is in no line before it."""
+        """True if it has a model's token that no line before it has."""
         return 1 in self.tokens.mask[self.shared :]
 
     def until(self, end: int) -> Line:
-        """A line that goes its own way after `end` response tokens, at the end of a turn."""
+        """Return a line that branches off after `end` response tokens, at the end of a turn."""
         return Line(self.opening, self.prompt, self.tokens.first(end), end, end, self.number)

@@ -17,56 +17,21 @@ from umbra.proto.errors import UsageError
 
 # Transformers' `model_type`.
 PROVEN = frozenset(
-    {
-        "cohere",
-        "cohere2",
-        "deepseek_v3",
-        "ernie4_5",
-        "exaone4",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "glm4",
-        "glm4_moe",
-        "gpt_oss",
-        "granite",
-        "llama",
-        "ministral",
-        "mistral",
-        "mixtral",
-        "olmo2",
-        "olmo3",
-        "olmoe",
-        "phi3",
-        "qwen2",
-        "qwen2_moe",
-        "qwen3",
-        "qwen3_moe",
-        "seed_oss",
-        "smollm3",
-        "starcoder2",
-    }
+    """
+    cohere cohere2 deepseek_v3 ernie4_5 exaone4 gemma gemma2 gemma3_text glm4 glm4_moe
+    gpt_oss granite llama ministral mistral mixtral olmo2 olmo3 olmoe phi3 qwen2
+    qwen2_moe qwen3 qwen3_moe seed_oss smollm3 starcoder2
+    """.split()
 )
 # Of those, the ones whose experts ranks can divide; and where a config says how many there are.
-_DIVISIBLE = frozenset(
-    {"deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"}
-)
+_DIVISIBLE = frozenset("deepseek_v3 glm4_moe gpt_oss mixtral olmoe qwen2_moe qwen3_moe".split())
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # Of `PROVEN`, the ones whose class looks at `layer_types`; all others give each layer one window.
 _BY_LAYER = frozenset(
-    {
-        "cohere2",
-        "exaone4",
-        "gemma2",
-        "gemma3_text",
-        "gpt_oss",
-        "ministral",
-        "olmo3",
-        "qwen2",
-        "qwen2_moe",
-        "qwen3",
-        "smollm3",
-    }
+    """
+    cohere2 exaone4 gemma2 gemma3_text gpt_oss ministral olmo3 qwen2 qwen2_moe qwen3
+    smollm3
+    """.split()
 )
 _ATTENTION = {"full_attention", "sliding_attention"}
 # Fields that only architectures with a running state have.
@@ -167,13 +132,13 @@ def check_experts(config: Mapping[str, Any], ranks: int) -> None:
 
 
 def architecture(config: Mapping[str, Any]) -> str:
-    """What to call the model: its class, or else its `model_type`."""
+    """Return the model's class, or else its `model_type`."""
     named = config.get("architectures") or [config.get("model_type") or "model of no known type"]
     return str(named[0])
 
 
 def in_the_way(config: Mapping[str, Any]) -> str:
-    """What of the model in `config` Umbra would get wrong, as the rest of "which ..."; or ""."""
+    """Return what of the model Umbra would get wrong, as the rest of "which ...", or ""."""
     layers = config.get("layer_types") or []
     strange = sorted(set(layers) - _ATTENTION)
     others = [key for key in config if key.endswith(("vision_config", "audio_config"))]
@@ -210,7 +175,7 @@ def in_the_way(config: Mapping[str, Any]) -> str:
 
 
 def _ropes(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """What is said of rotary positions: for all layers, or for each kind of layer."""
+    """Return the settings of rotary positions, for all layers or for each kind of layer."""
     found: list[Mapping[str, Any]] = []
     for key in ("rope_scaling", "rope_parameters"):
         value = config.get(key)

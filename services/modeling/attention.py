@@ -1,7 +1,7 @@
 """Which earlier positions each layer of a model attends to, and by which backend.
 
 Transformers calls our attention (`attention_backends.py`). The torch engine gives it a `SlotMask`
-(`slot_attention.py`). Packed rows (`Scorer`, the value model) have the backend that
+(`attention_backends.py`). Packed rows (`Scorer`, the value model) have the backend that
 `trainer.attention` names, or the one that is right for the device and the rows:
 
 | backend | where | in memory |
@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from umbra.proto.errors import UsageError
 from umbra.services.modeling import attention_probe
 from umbra.services.modeling.attention_backends import NAME
-from umbra.services.modeling.row_mask import RowMask
+from umbra.services.modeling.micro_batch import RowMask
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class Attention:
         return mask
 
     def _backend(self, rows: RowMask) -> Choice:
-        """The one that was chosen, or that is right for `rows`."""
+        """Return the chosen backend, or the one that is right for `rows`."""
         if self.backend != "auto":
             return self.backend
         if rows.positions.device.type != "cuda" or not self.flexes:

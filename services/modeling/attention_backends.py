@@ -3,12 +3,19 @@
 The mask's type says which: a tensor or None: SDPA with a dense mask, or all scores at once where
 there are soft caps or sinks; `BlockMask`: flex_attention; `SlotMask`: what the torch engine's cache
 holds.
+
+The queries of a pass of the torch engine lie end to end: one of each of n rows, which sees what the
+cache holds of its row up to its own position, and then those of contexts, which see causally what
+was just written of them. So prompts are read in the very pass in which running sequences get their
+next token.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +24,59 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from umbra.services.modeling.slot_attention import SlotMask, slot_attention
+
+class Context(NamedTuple):
+    """A sequence that is read from its beginning."""
+
+    row: int  # of the cache, where it is found
+    length: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SlotMask:
+    """What the tokens of such a pass attend to."""
+
+    newest: Tensor
+    """What is added to the scores of the first tokens, [n, 1, 1, L]: 0 or -inf."""
+    contexts: Sequence[Context]
+    window: int | None = None
+
+    @property
+    def ndim(self) -> int:
+        """Four, as of a mask [1, 1, T, L]: Transformers looks, and hands such a one on as it is."""
+        return 4
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """As of such a mask."""
+        tokens = len(self.newest) + sum(context.length for context in self.contexts)
+        return 1, 1, tokens, self.newest.shape[-1]
+
+
+def slot_mask(
+    positions: Tensor,
+    columns: int,
+    contexts: Sequence[Context],
+    window: int | None,
+    dtype: torch.dtype,
+) -> SlotMask:
+    """Return the mask of newest tokens at `positions` [n] of `columns`, and of contexts."""
+    held = torch.arange(columns, device=positions.device)
+    hidden = held > positions[:, None]
+    if window is not None:
+        hidden |= held <= positions[:, None] - window
+    newest = torch.zeros(hidden.shape, dtype=dtype, device=positions.device)
+    return SlotMask(newest.masked_fill_(hidden, -torch.inf)[:, None, None], contexts, window)
+
+
+def _causal(context: Context, window: int | None, device: torch.device) -> Tensor | None:
+    """Return the mask of a context, [1, 1, length, length]; None: a causal one without window."""
+    if window is None or context.length <= window:
+        return None
+    ones = torch.ones(context.length, context.length, dtype=torch.bool, device=device)
+    seen = ones.tril() & ~ones.tril(-window)
+    return seen[None, None]
+
 
 NAME = "umbra"  # of our attention in Transformers
 LayerMask = Tensor | BlockMask | SlotMask | None
@@ -48,7 +107,7 @@ def attend(
     if isinstance(mask, BlockMask):
         return _flex(query, key, value, mask, scale, cap, sinks)
     if isinstance(mask, SlotMask):
-        return slot_attention(attend, query, key, value, mask, scale=scale, cap=cap, sinks=sinks)
+        return _slots(query, key, value, mask, scale, cap, sinks)
     if cap is None and sinks is None:
         groups = query.shape[1] // key.shape[1]
         # With a mask or wide heads, GPUs have no kernel for fewer keys' heads but the slow one.
@@ -67,6 +126,57 @@ def attend(
     return _plain(query, key, value, mask, scale, cap, sinks)
 
 
+def _slots(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: SlotMask,
+    scale: float,
+    cap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """softmax(scores) value, [1, H, T, E].
+
+    Args:
+        query: [1, H, T, D].
+        key: what the cache holds, [n, G, L, D].
+        value: [n, G, L, E].
+        mask: of all parts.
+        scale: as of `attend`, and so are `cap` and `sinks`.
+    """
+    count, groups = len(mask.newest), key.shape[1]
+    parts: list[Tensor] = []
+    if count:
+        newest = query[0, :, :count].transpose(0, 1)  # [n, H, D]
+        if cap is None and sinks is None:
+            # Query heads that share a key head stand where its queries would: no key is copied.
+            newest = newest.unflatten(1, (groups, -1))
+            found = torch.nn.functional.scaled_dot_product_attention(
+                newest, key, value, attn_mask=mask.newest, scale=scale
+            ).flatten(1, 2)
+        else:
+            found = attend(
+                newest[:, :, None], key, value, mask.newest, scale=scale, cap=cap, sinks=sinks
+            ).squeeze(2)
+        parts.append(found.transpose(0, 1)[None])
+    start = count
+    for context in mask.contexts:
+        length, own = context.length, slice(context.row, context.row + 1)
+        parts.append(
+            attend(
+                query[:, :, start : start + context.length],
+                key[own, :, :length],
+                value[own, :, :length],
+                _causal(context, mask.window, query.device),
+                scale=scale,
+                cap=cap,
+                sinks=sinks,
+            )
+        )
+        start += context.length
+    return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
+
+
 def _plain(
     query: Tensor,
     key: Tensor,
@@ -76,7 +186,7 @@ def _plain(
     cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """All scores at once: what SDPA has no place for."""
+    """Compute all scores at once, with soft caps and sinks."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.transpose(-1, -2) * scale
@@ -106,7 +216,7 @@ def _flex(
     cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """By torch's flex_attention, compiled once; on CPUs there is no backward pass."""
+    """Attend by torch's flex_attention, compiled once; on CPUs there is no backward pass."""
     if isinstance(query, FakeTensor):
         return _linear(query, key, value, scale)
     if torch.is_autocast_enabled(query.device.type):
@@ -131,7 +241,7 @@ def _flex(
 
 @functools.cache
 def _flex_kernel(kind: str) -> Any:
-    """For devices of that kind. On CPUs it is for tests: all scores are in memory there."""
+    """Compile for CUDA; on CPUs it is for tests: all scores are in memory there."""
     return torch.compile(flex_attention) if kind == "cuda" else flex_attention
 
 
@@ -165,7 +275,7 @@ def _from_transformers(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """`attend` with the arguments and results that Transformers' models have."""
+    """Call `attend` with the arguments of Transformers' models."""
     del module
     assert not dropout, "policies have no dropout"
     found = attend(query, key, value, attention_mask, scale=scaling, cap=softcap, sinks=s_aux)
@@ -173,7 +283,7 @@ def _from_transformers(
 
 
 def _mask_of(*args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
-    """What a layer is given: our masks as they are, or the one that it would have with SDPA."""
+    """Return our masks as they are, or else the mask that SDPA would have."""
     if isinstance(attention_mask, BlockMask | SlotMask):
         return attention_mask
     return sdpa_mask(*args, attention_mask=attention_mask, **kwargs)

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from umbra.services.modeling.attention_backends import attend
-from umbra.services.modeling.micro_batch import MicroBatch, Tokens
+from umbra.services.modeling.micro_batch import MicroBatch, RowMask, Tokens
 from umbra.services.modeling.packing import pack
-from umbra.services.modeling.row_mask import RowMask
 
 WITHIN = 0.02  # of the norm: bfloat16 is 0.003 to 0.01 off, a wrong mask 0.1 and more
 HEADS = 2  # of keys at most; all are alike
@@ -38,7 +37,6 @@ class Shape:
 
     @classmethod
     def of(cls, config: Any, *, sinks: bool) -> Shape:
-        """By a model's Transformers config."""
         known = config.get_text_config()
         heads = known.num_attention_heads
         groups = getattr(known, "num_key_value_heads", None) or heads
@@ -101,7 +99,6 @@ def _rows() -> MicroBatch:
 
 
 def _inputs(shape: Shape, mask: RowMask, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """Queries, keys and values, and scores of sinks if there are some."""
     rows, length = mask.positions.shape
     drawn = torch.Generator().manual_seed(0)
     sizes = [(shape.heads, shape.width), (shape.groups, shape.width), (shape.groups, shape.values)]

@@ -146,7 +146,6 @@ class Chat:
 
     @property
     def has_template(self) -> bool:
-        """Whether there is a chat template; without one, prompts are text."""
         return self._template is not None
 
     @functools.cached_property
@@ -159,11 +158,11 @@ class Chat:
         return choose_parser(self._parser, self._tokenizer, self._template)
 
     def text_ids(self, text: str) -> list[int]:
-        """Tokens of plain text, without a template."""
+        """Tokenise plain text, without a template."""
         return list(self._encode(text))
 
     def piece(self, token: int) -> str:
-        """The text of one token, special or not."""
+        """Return the text of one token, special or not."""
         return self._piece(token)
 
     def said(
@@ -195,13 +194,12 @@ class Chat:
         return (PLAIN if words else self.parser).begin(self._cue(before), tools)
 
     def split_stop(self, token_ids: Sequence[int]) -> tuple[list[int], str]:
-        """A turn without its end token, and the text of that; "" if there is none."""
+        """Split a turn into its tokens and the text of its end token, or ""."""
         if token_ids and token_ids[-1] in self.stop_ids:
             return list(token_ids[:-1]), self.piece(token_ids[-1])
         return list(token_ids), ""
 
     def pieces(self, token_ids: Sequence[int]) -> str:
-        """The text of a part of a turn, as it is read."""
         return self._decode(token_ids)
 
     def stopped_at(
@@ -221,7 +219,7 @@ class Chat:
         return None
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """All of `token_ids` as text, special tokens included, for people to read."""
+        """Decode all of `token_ids`, special tokens included, for people to read."""
         return self._tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
@@ -295,7 +293,7 @@ class TurnReader:
         self._fed = 0  # characters of it that were passed on
 
     def feed(self, token_ids: Sequence[int]) -> list[Piece]:
-        """What is new, now that the turn has the tokens `token_ids`, all of them."""
+        """Return the new pieces, now that the turn has the tokens `token_ids`, all of them."""
         ids = list(token_ids)
         known = self._chat.pieces(ids[self._window : self._read])
         text = self._chat.pieces(ids[self._window :])
@@ -307,7 +305,7 @@ class TurnReader:
         return self._pass_on(len(self._text) - self._held)
 
     def end(self, token_ids: Sequence[int]) -> Said:
-        """The whole turn, which is over; what `feed` gave is part of it."""
+        """Return the whole turn, which is over."""
         ids, stop = self._chat.split_stop(token_ids)
         known = self._chat.pieces(ids[self._window : self._read])
         self._text += self._chat.pieces(ids[self._window :])[len(known) :]
@@ -324,7 +322,7 @@ class TurnReader:
 
 
 def cut(text: str, stops: Sequence[str]) -> tuple[str, str]:
-    """`text` up to the first of `stops`, and which one it is; "" if there is none in it."""
+    """Return `text` up to the first of `stops`, and that one, or ""."""
     found = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
     at, stop = min(found, default=(len(text), ""))
     return text[:at], stop

@@ -117,7 +117,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def tells_tools(self) -> bool:
-        """Whether it has words for tools; else they, calls and answers are told in plain text."""
+        """True if it has words for tools; else plain text describes tools, calls and answers."""
         try:
             return _TOOL in self._apply([_user()], [_SCHEMA], cue=True)
         except TurnsError:
@@ -125,7 +125,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def writes_calls(self) -> bool:
-        """Whether it writes the calls of an earlier turn; else they are in that turn's text."""
+        """True if it writes the calls of an earlier turn; else they are in that turn's text."""
         said = _said(0, _calls(1))
         try:
             text = self._apply([_user(), said, *_heard(0, ("tool",), said)], [_SCHEMA], cue=True)
@@ -229,7 +229,7 @@ class ChatTemplate:
     def _tail(
         self, messages: Sequence[Message], calls: Sequence[dict[str, Any]]
     ) -> tuple[str, list[int]]:
-        """The text after the end of a model's turn, and its tokens with the end token before."""
+        """Return the text after a model's turn, and its tokens with the end token before."""
         said = _said(0, [_marked(0, i, call) for i, call in enumerate(calls)])
         text = self.render([_user(), said, *_addressed(messages, calls)])
         found, rest = True, text
@@ -252,7 +252,7 @@ class ChatTemplate:
         return rest, self._encode(stop + rest)
 
     def _reasoned(self, message: Message) -> Message:
-        """`message` with its reasoning where this template looks for it."""
+        """Move the reasoning of `message` to where this template looks for it."""
         if "reasoning_content" not in message or self.reasoning_field == "reasoning_content":
             return message
         rest = {key: value for key, value in message.items() if key != "reasoning_content"}
@@ -291,7 +291,7 @@ class ChatTemplate:
 
 
 def with_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
-    """`messages` after a system message that says what may be called, and how."""
+    """Put a system message first that says what may be called, and how."""
     described = "\n".join(json.dumps(tool) for tool in tools)
     system: Message = {
         "role": "system",
@@ -347,7 +347,6 @@ def _user() -> Message:
 
 
 def _mark(number: int, index: int) -> str:
-    """What the model says in turn `number`, or as the argument of its call `index`."""
     return f"UMBRASAID{number}N{index}E"
 
 
@@ -369,7 +368,7 @@ def _marked(number: int, index: int, call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _said(number: int, calls: Sequence[dict[str, Any]], field: str = "") -> Message:
-    """A turn of the model: words, or calls; with reasoning in `field` of the message, if any."""
+    """Return a turn of the model, words or calls, with reasoning in `field` of the message."""
     said: Message = {"role": "assistant", "content": "" if calls else _mark(number, 0)}
     if calls:
         said["tool_calls"] = [_marked(number, i, call) for i, call in enumerate(calls)]

@@ -33,7 +33,7 @@ class ExpertGroup:
     size: int
 
     def mesh(self, kind: str) -> DeviceMesh:
-        """All ranks on devices of this kind, by their place in `alike` and in `group`."""
+        """Return all ranks on devices of this kind, by their place in `alike` and in `group`."""
         ranks = dist.get_world_size(self.alike) * self.size
         return DeviceMesh.from_group(
             [self.alike, self.group],
@@ -160,8 +160,6 @@ def _exchange(rows: Tensor, group: ExpertGroup, send: list[int], receive: list[i
 
 
 class _Exchange(torch.autograd.Function):
-    """See `_exchange`."""
-
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, group: dist.ProcessGroup, send: list[int], receive: list[int]

@@ -78,7 +78,6 @@ class Routers:
 
     @property
     def kind(self) -> tuple[int, int, int]:
-        """L, k and E."""
         return self.layers, self.choices, self.experts
 
     def route(self, layer: int, forward: Callable[[Tensor], Any], hidden: Tensor) -> Any:
@@ -120,7 +119,7 @@ class Routers:
         self.load[layer, -1] += (other.flatten() * weight).sum()
 
     def take_load(self) -> Tensor:
-        """What was counted since the last call, on the CPU."""
+        """Return the counts since the last call, on the CPU."""
         load, self.load = self.load, None
         if load is None:
             return torch.zeros(self.layers, self.experts + 1, dtype=torch.int64)
@@ -177,7 +176,7 @@ def set_experts(model: Any, name: str) -> None:
 
 
 def chosen_experts(trajectory: Trajectory) -> NDArray[np.integer[Any]]:
-    """The routing of a trajectory that has one, [R, layers, choices]."""
+    """Return the routing of a trajectory that has one, [R, layers, choices]."""
     routing = trajectory.routing
     assert routing is not None
     kind = "u1" if routing.experts <= 256 else "<u2"
@@ -253,7 +252,7 @@ _LAYER = re.compile(r"\.(\d+)\.")
 
 
 def _named_routers(model: nn.Module) -> dict[str, Any]:
-    """The modules that Transformers takes `router_logits` from, by name."""
+    """Return the modules that Transformers takes `router_logits` from, by name."""
     kinds: set[type] = set()
     for module in model.modules():
         recorded = getattr(module, "_can_record_outputs", None) or {}

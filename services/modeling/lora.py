@@ -81,7 +81,7 @@ class LowRank:
         )
 
     def _product(self, b: Tensor, a: Tensor, first: int, end: int) -> Tensor:
-        """B A, of experts `[first, end)`."""
+        """Return B A, of experts `[first, end)`."""
         if self.base.dim() == 2:
             return b @ a
         experts = self.base.shape[0]
@@ -186,7 +186,6 @@ def _targets(model: PreTrainedModel, wanted: list[str]) -> tuple[list[str], list
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name belongs to an adapter."""
     return ".lora_A." in name or ".lora_B." in name
 
 

@@ -95,7 +95,6 @@ def _on_hub(path: str) -> str:
 
 
 def _unreadable(error: OSError, source: str) -> UsageError:
-    """What to say when the operating system refuses to open a file or folder of the model."""
     remedy = ""
     if isinstance(error, PermissionError):
         remedy = f": let the user with uid {os.geteuid()}, as whom this process runs, read it"

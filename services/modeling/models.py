@@ -165,7 +165,6 @@ def outline_weights(
 
 
 def _outline(kind: Any, directory: Path, source: str, checked: Collection[str], **how: Any) -> Any:
-    """A model of `kind` on the meta device."""
     check_architecture(directory, source, checked)
     with loading(directory, source):
         config = read_transformers_config(directory)
@@ -207,7 +206,6 @@ def load_tokenizer(path: str | Path, source: str = "model.path", *, trust: bool 
 
 
 def _tokenizer_code(directory: Path) -> str:
-    """The class of its own that a tokenizer names, or ""."""
     try:
         config = json.loads((directory / "tokenizer_config.json").read_bytes())
         named = config.get("auto_map", {}).get("AutoTokenizer") or ()

@@ -31,7 +31,7 @@ Cost = Callable[[int, int, int], float]
 
 
 def count_tokens(start: int, end: int, learned: int) -> float:
-    """The cost of tokens that all cost the same."""
+    """Price all tokens alike."""
     del learned
     return end - start
 
@@ -80,7 +80,7 @@ def pack(
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Indices of `lengths` in rows of at most `capacity`; one that is longer has a row alone."""
+    """Return indices of `lengths` in rows of at most `capacity`; a longer one has a row alone."""
     rows: list[list[int]] = []
     room: list[int] = []
     for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -96,7 +96,7 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
 
 
 def _units(tokens: Tokens, chosen: Sequence[int], capacity: int, share: bool) -> list[Unit]:
-    """What has to stay within one row: sequences alone, or a prompt and responses to it."""
+    """Return what has to stay within one row: sequences, or a prompt and its responses."""
     lengths = tokens.lengths.tolist()
     if not share or tokens.family is None or tokens.prompts is None:
         return [Unit((item,), 0, lengths[item] - 1) for item in chosen]
@@ -116,7 +116,7 @@ def _units(tokens: Tokens, chosen: Sequence[int], capacity: int, share: bool) ->
 
 
 def _priced(units: list[Unit], tokens: Tokens, cost: Cost) -> list[Unit]:
-    """`units` with what they cost: a shared prompt once, each response behind it."""
+    """Return `units` with their costs: a shared prompt once, each response behind it."""
     lengths = tokens.lengths.tolist()
     learned = torch.bincount(tokens.owner, minlength=len(lengths)).tolist()
     priced: list[Unit] = []
@@ -143,14 +143,14 @@ def _shares(units: list[Unit], world: int, size: Callable[[Unit], float]) -> lis
 
 
 def _plans(shares: list[list[Unit]], pack_tokens: int, micro_tokens: int) -> list[list[list[Row]]]:
-    """The micro-batches of each rank, equally many, the costliest first."""
+    """Return each rank's micro-batches, equally many, the costliest first."""
     plans = [_plan(share, pack_tokens, micro_tokens) for share in shares]
     count = max(len(plan) for plan in plans)
     return [sorted(_extended(plan, count), key=_cost, reverse=True) for plan in plans]
 
 
 def _time(plans: list[list[list[Row]]]) -> float:
-    """How long all ranks take, each pass as long as that of the slowest."""
+    """Return how long all ranks take, each pass as long as that of the slowest."""
     return sum(max(map(_cost, passes)) for passes in zip(*plans, strict=True))
 
 
@@ -159,7 +159,6 @@ def _cost(rows: list[Row]) -> float:
 
 
 def _plan(units: list[Unit], pack_tokens: int, micro_tokens: int) -> list[list[Row]]:
-    """The rows of each micro-batch."""
     filled = first_fit_decreasing([unit.fed for unit in units], pack_tokens)
     rows = [[units[item] for item in row] for row in filled]
     sums = [sum(unit.fed for unit in row) for row in rows]
@@ -179,7 +178,7 @@ def _plan(units: list[Unit], pack_tokens: int, micro_tokens: int) -> list[list[R
 
 
 def _extended(plan: list[list[Row]], count: int) -> list[list[Row]]:
-    """`plan` in `count` micro-batches: its largest are halved, then empty ones are added."""
+    """Extend `plan` to `count` micro-batches: halve its largest, then add empty ones."""
     plan = list(plan)
     while len(plan) < count:
         most = max(range(len(plan)), key=lambda at: len(plan[at]), default=None)

@@ -75,7 +75,6 @@ class Reference:
 
 
 def _expected(logits: Tensor, targets: Sequence[int]) -> Expected:
-    """Of float [T, V] logits and T tokens."""
     logprobs = logits.float().log_softmax(-1)
     found = logprobs.gather(-1, torch.tensor(targets).unsqueeze(-1)).squeeze(-1)
     return Expected(found, logits.detach().abs().amax(-1))

@@ -78,12 +78,12 @@ def scoring_rows(
 
 
 def room_for_tokens(memory: int, weights: int, config: SizedRows) -> int:
-    """Bytes for activations, if weights and what belongs to them take so many; never negative."""
+    """Return the bytes for activations beside `weights`; never negative."""
     return max(0, int(ACTIVATIONS * (memory - weights - 4 * int(config.logits_mib * 2**20))))
 
 
 def memory_of(device: torch.device, per_host: int) -> int:
-    """Bytes that a process has in all: of its GPU, or its share of the host's or container's."""
+    """Return the bytes of the GPU, or this process's share of the host's or container's."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return host_bytes() // per_host

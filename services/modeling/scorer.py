@@ -14,7 +14,6 @@ from umbra.proto.errors import UsageError
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.experts import Routers
 from umbra.services.modeling.micro_batch import MicroBatch
-from umbra.services.modeling.restrict import restrict
 from umbra.services.modeling.sequence_parallel import (
     SequenceGroup,
     SequenceParallel,
@@ -24,7 +23,7 @@ from umbra.services.modeling.sequence_parallel import (
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What a forward pass of the model is asked for; the arguments of `Scorer.forward`."""
+    """The arguments of `Scorer.forward`."""
 
     batch: MicroBatch
     temperature: Tensor | None = None  # None: hidden states are all that is wanted
@@ -117,14 +116,14 @@ class Scorer(nn.Module):
         return logprobs, share.join(entropy) if with_entropy else torch.zeros_like(logprobs)
 
     def hidden(self, batch: MicroBatch) -> Tensor:
-        """What the output layer is given at the positions that predict a learned token, [N, H]."""
+        """Return the output layer's inputs where a learned token is predicted, [N, H]."""
         if self._parallel is None:
             return self._run(_Request(batch), batch)[0]
         share = self._parallel.share(batch)
         return share.join(self._run(_Request(share.own), share.rows, share)[0])
 
     def _run(self, request: _Request, rows: MicroBatch, share: SequenceShare | None = None) -> Any:
-        """What is asked for; `rows` are those that attention sees, of which this is a `share`."""
+        """Run `request`; attention sees `rows`, of which this rank may have a `share`."""
         self._request = request
         batch = request.batch
         if self.routers is not None:
@@ -162,7 +161,7 @@ class Scorer(nn.Module):
         return (self._hidden[: 0 if self._compared else 1], *args[1:])
 
     def _replace_logits(self, model: nn.Module, _args: Any, output: Any) -> Any:
-        """What was asked for, as the result of the model's forward pass."""
+        """Put what was asked for in the place of logits."""
         request, hidden = self._request, self._hidden
         if request is None or hidden is None:
             return None
@@ -199,7 +198,6 @@ class Scorer(nn.Module):
         with_entropy: bool,
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
-        """`forward` for some of the learned tokens, by their hidden states."""
         head: Any = self.model.get_output_embeddings()
         logits = self._logits(head(hidden)).float() / temperature.unsqueeze(-1)  # [n, V]
         distribution = logits.log_softmax(-1)
@@ -228,7 +226,7 @@ class Scorer(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class LogitTransform:
-    """What a model's forward pass does to what its output layer gives."""
+    """What a model's class does to the output of its last layer."""
 
     factor: float = 1.0  # Cohere
     divisor: float = 1.0  # Granite
@@ -236,7 +234,6 @@ class LogitTransform:
 
     @classmethod
     def of(cls, config: Any) -> LogitTransform:
-        """What Transformers' `config` says."""
         return cls(
             factor=getattr(config, "logit_scale", None) or 1.0,
             divisor=getattr(config, "logits_scaling", None) or 1.0,
@@ -244,7 +241,7 @@ class LogitTransform:
         )
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """`logits` [n, V] as the model means them, in their own precision."""
+        """Transform `logits` [n, V] in their own precision."""
         if self.factor != 1:
             logits = logits * self.factor
         if self.divisor != 1:
@@ -252,3 +249,26 @@ class LogitTransform:
         if self.cap is not None:
             logits = torch.tanh(logits / self.cap) * self.cap
         return logits
+
+
+def restrict(logits: torch.Tensor, settings: torch.Tensor, greedy: torch.Tensor) -> torch.Tensor:
+    """`logits` [n, V] within top-k, top-p and min-p, in this order; those left out are -inf.
+
+    Args:
+        logits: after temperature.
+        settings: a row (temperature, top_k, top_p, min_p) for each, [n, 4]; the first is not read.
+        greedy: rows that stay as they are, bool [n, 1].
+    """
+    vocabulary = logits.shape[1]
+    top_k, top_p, min_p = settings[:, 1].long(), settings[:, 2], settings[:, 3]
+    ordered, order = torch.sort(logits, dim=-1, descending=True)
+    ranks = torch.arange(vocabulary, device=logits.device)[None]
+    kept = ranks < torch.where(top_k > 0, top_k, vocabulary)[:, None]
+    probs = torch.softmax(ordered.masked_fill(~kept, -torch.inf), dim=-1)
+    # Keep a token while the mass before it is below top_p: the first one that reaches it stays.
+    kept &= (probs.cumsum(dim=-1) - probs < top_p[:, None]) | (top_p >= 1)[:, None]
+    kept &= probs >= min_p[:, None] * probs[:, :1]
+    kept |= greedy
+    kept[:, 0] = True
+    allowed = torch.zeros_like(kept).scatter(1, order, kept)
+    return logits.masked_fill(~allowed, -torch.inf)

@@ -39,7 +39,7 @@ class SequenceGroup:
     size: int
 
     def exchange(self, sent: Tensor) -> Tensor:
-        """What the ranks give each other: row i of what rank i sent to this one; [size, bytes]."""
+        """Exchange rows: row i goes to rank i; [size, bytes]."""
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         return received
@@ -72,7 +72,6 @@ class SequenceShare:
         self.layers = 0  # that have attended in this pass
 
     def arguments(self) -> dict[str, Any]:
-        """What the model is given besides tokens and masks."""
         return {_ARGUMENT: self}
 
     def join(self, values: Tensor) -> Tensor:
@@ -106,7 +105,7 @@ class SequenceParallel:
         model.set_attn_implementation(_SHARED)
 
     def share(self, batch: MicroBatch) -> SequenceShare:
-        """This rank's part of `batch`, whose tensors are where the model is."""
+        """Return this rank's part of `batch`, whose tensors are where the model is."""
         group = self._group
         rows = _padded(batch, group.size)
         if rows.segment is None and self._windows:
@@ -145,7 +144,7 @@ class SequenceParallel:
 
 
 def _padded(batch: MicroBatch, multiple: int) -> MicroBatch:
-    """`batch` with rows of a multiple of so many tokens."""
+    """Pad rows to a multiple of so many tokens."""
     width = batch.input_ids.shape[1]
     more = -width % multiple
     if not more:
@@ -167,7 +166,7 @@ def _padded(batch: MicroBatch, multiple: int) -> MicroBatch:
 
 
 def _by_row(cells: Tensor | None, width: int, change: Callable[[Tensor], Tensor]) -> Tensor | None:
-    """`cells` [R * L, ...] after a `change` of the rows [R, L, ...]."""
+    """Apply `change` to rows [R, L, ...] of `cells` [R * L, ...]."""
     return None if cells is None else change(cells.unflatten(0, (-1, width))).flatten(0, 1)
 
 
@@ -209,19 +208,18 @@ def _attend(
 
 
 def _mask_of(*_: Any, attention_mask: Any = None, **__: Any) -> Any:
-    """What a layer is given: our masks as they are; without one it attends causally."""
     return attention_mask
 
 
 def _to_heads(group: SequenceGroup, *tensors: Tensor) -> list[Tensor]:
-    """[R, heads, L / ranks, D] each, to [R, heads / ranks, L, D]."""
+    """Exchange [R, heads, L / ranks, D] each for [R, heads / ranks, L, D]."""
     parts = [x.unflatten(1, (group.size, -1)).movedim(1, 0) for x in tensors]
     found: Any = _Exchange.apply(group, *parts)
     return [x.movedim(0, 2).flatten(2, 3) for x in found]
 
 
 def _to_tokens(group: SequenceGroup, output: Tensor) -> Tensor:
-    """[R, L, heads / ranks, D] to [R, L / ranks, heads, D]."""
+    """Exchange [R, L, heads / ranks, D] for [R, L / ranks, heads, D]."""
     parts = output.unflatten(1, (group.size, -1)).movedim(1, 0)
     (found,) = _Exchange.apply(group, parts)  # pyright: ignore[reportGeneralTypeIssues]
     return found.movedim(0, 2).flatten(2, 3)
@@ -241,7 +239,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchange(group: SequenceGroup, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """In one message, as bytes: under autocast queries, keys and values may differ in dtype."""
+    """Exchange in one message, as bytes: queries, keys and values may differ in dtype."""
     flat = [x.contiguous().view(group.size, -1).view(torch.uint8) for x in tensors]
     received = group.exchange(torch.cat(flat, 1))
     parts = received.split([x.shape[1] for x in flat], 1)
@@ -252,8 +250,6 @@ def _exchange(group: SequenceGroup, tensors: tuple[Tensor, ...]) -> tuple[Tensor
 
 
 class _Join(torch.autograd.Function):
-    """See `SequenceShare.join`."""
-
     @staticmethod
     def forward(ctx: Any, values: Tensor, share: SequenceShare) -> Tensor:
         ctx.learned = share.learned

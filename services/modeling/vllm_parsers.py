@@ -14,7 +14,6 @@ PREFIX = "vllm/"
 
 
 def is_installed() -> bool:
-    """Whether there is a vLLM here."""
     return find_spec("vllm") is not None
 
 

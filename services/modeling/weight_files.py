@@ -48,12 +48,11 @@ class _Origin:
 
     @property
     def key(self) -> str:
-        """The one tensor, where there is no converter."""
         return next(iter(self.keys))
 
     @property
     def by_experts(self) -> bool:
-        """Whether each row is made of one tensor of each pattern: experts, stacked."""
+        """True if each row is made of one tensor of each pattern: experts, stacked."""
         operations = self.converter.operations if self.converter is not None else []
         if not operations or not isinstance(operations[0], MergeModulelist) or operations[0].dim:
             return False
@@ -146,7 +145,6 @@ class WeightFiles:
     def _convert(
         self, name: str, converter: WeightConverter, tensors: Mapping[str, list[Tensor]]
     ) -> Tensor:
-        """What Transformers makes of them."""
         own = deepcopy(converter)
         for pattern, some in tensors.items():
             for number, tensor in enumerate(some):
@@ -157,7 +155,7 @@ class WeightFiles:
         return found[0] if isinstance(found, list) else found
 
     def _origins(self, conversions: list[Any]) -> dict[str, _Origin]:
-        """What each tensor of a state dict is made of, as `from_pretrained` decides it."""
+        """Return the origin of each tensor of a state dict, as `from_pretrained` decides it."""
         renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
         converters = [one for one in conversions if isinstance(one, WeightConverter)]
         by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
@@ -185,7 +183,7 @@ class WeightFiles:
         return found
 
     def _check_shapes(self, origins: Mapping[str, _Origin]) -> None:
-        """Compare all tensors that are read as they are, and how many experts there are."""
+        """Compare the shapes of tensors that are read as they are, and the number of experts."""
         faults: list[str] = []
         with ExitStack() as files:
             held: dict[Path, Any] = {}
@@ -209,7 +207,7 @@ class WeightFiles:
             )
 
     def _check_tied(self, name: str, origin: _Origin, other: _Origin, alias: str) -> None:
-        """Transformers unties what the files have twice and unlike; that we leave to it."""
+        """Leave to Transformers what the files have twice and unlike, which it unties."""
         with ExitStack() as files:
             mine, its = (self._open(files, one.key).get_slice(one.key) for one in (origin, other))
             rows = self._shapes[name][0]
@@ -217,7 +215,7 @@ class WeightFiles:
                 raise NotByRowsError(f"{name} and {alias} are tied, but differ in the files")
 
     def _make_buffers(self, model: PreTrainedModel) -> None:
-        """Stored ones from the files; all others as the class computes them, like Transformers."""
+        """Read stored buffers, and compute all others as the class does."""
         stored = {name for name, _ in model.named_buffers()} & set(self._shapes)
         for name, buffer in list(model.named_buffers()):
             path, _, own = name.rpartition(".")
@@ -234,7 +232,7 @@ class WeightFiles:
         model.initialize_weights()
 
     def _open(self, files: ExitStack, key: str, held: dict[Path, Any] | None = None) -> Any:
-        """The file with tensor `key`; what was read of it is let go with `files`."""
+        """Return the file with tensor `key`, open until `files` is closed."""
         path = self._files[key]
         if held is not None and path in held:
             return held[path]
@@ -245,7 +243,7 @@ class WeightFiles:
 
 
 def _files(directory: Path) -> dict[str, Path]:
-    """The file of every stored tensor, by its name there."""
+    """Return the file of every stored tensor."""
     whole, index = (directory / name for name in WEIGHT_FILES)
     if not whole.is_file():
         found: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -255,7 +253,7 @@ def _files(directory: Path) -> dict[str, Path]:
 
 
 def _aliases(model: nn.Module) -> list[list[str]]:
-    """The names of each tensor of a state dict; those that are tied have several."""
+    """Return the names of each tensor of a state dict; tied ones have several."""
     names: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), []).append(name)

@@ -107,7 +107,7 @@ class WeightTable:
             torch.cuda.current_stream(device).synchronize()
 
     def left_out(self, given: Collection[str]) -> dict[str, list[str]]:
-        """Names that are not in `given`, by the name in `given` whose place they share."""
+        """Return names that are not in `given`, by the name in `given` whose place they share."""
         found: dict[str, list[str]] = {}
         for names in self._aliases.values():
             there = [name for name in names if name in given]

@@ -71,7 +71,7 @@ class LogprobWorker:
     def score(
         self, tasks: Sequence[ScoringTask], alive: Callable[[], None]
     ) -> Iterator[list[Score]]:
-        """Logprobs for each of `tasks`, all by the same weights; an error for what has none."""
+        """Return logprobs for each of `tasks`, all by the same weights, or an error."""
         version = self._refresh()
         sound: list[ScoringTask] = []
         for task in tasks:
@@ -116,7 +116,7 @@ class LogprobWorker:
 
 
 def lay_out(trajectories: Sequence[Trajectory]) -> Tokens:
-    """The sequences of `trajectories`; what the policy sampled is what is "learned"."""
+    """Lay out `trajectories`; the tokens that the policy sampled are "learned"."""
     ids: list[Any] = []
     learned: list[Any] = []
     start = 0
@@ -138,7 +138,7 @@ def lay_out(trajectories: Sequence[Trajectory]) -> Tokens:
 
 
 def _spread(trajectory: Trajectory, logprobs: Tensor) -> bytes:
-    """`logprobs` of the sampled tokens as float32 [T], 0 for those of the environment."""
+    """Return `logprobs` of the sampled tokens as float32 [T], 0 for the environment's."""
     mask = np.frombuffer(trajectory.loss_mask, "u1").astype(bool)
     spread = np.zeros(len(mask), "<f4")
     spread[mask] = logprobs.numpy()

@@ -71,12 +71,12 @@ class ScorerLoop:
         self._scored = 0
 
     def run(self) -> None:
-        """Turn until asked to stop. What is unfinished goes to others when this process leaves."""
+        """Turn until asked to stop; others get what is unfinished when this process leaves."""
         while not self._session.stopping.is_set():
             self.turn()
 
     def turn(self) -> None:
-        """One question for work, and what comes of it."""
+        """Ask once for work, and do it."""
         self._session.progress(f"waiting for {self._stage}", 0)
         ask = LeaseScoring(stage=self._stage, capacity=self._capacity, wait_s=WAIT_S)
         with self._metrics.span("wait_work"):

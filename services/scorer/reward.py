@@ -45,7 +45,7 @@ class RewardWorker:
     def score(
         self, tasks: Sequence[ScoringTask], alive: Callable[[], None]
     ) -> Iterator[list[Score]]:
-        """A reward for each of `tasks`, as the environments answer."""
+        """Return a reward for each of `tasks`, as the environments answer."""
         open_: dict[str, list[ScoringTask]] = {}  # by what the environment calls a sample
         for task in tasks:
             key = task.trajectory.group_id if self._whole else task.sample_id
@@ -72,7 +72,7 @@ class RewardWorker:
 
 
 def _scores(tasks: Sequence[ScoringTask], outcome: EpisodeOutcome) -> list[Score]:
-    """What `outcome` says of each of `tasks`, which were played at once."""
+    """Return the scores of `tasks`, which were played at once, by `outcome`."""
     found = outcome.value
     results = found if isinstance(found, list) else [found]
     if len(results) != len(tasks) or not all(isinstance(one, StepResult) for one in results):

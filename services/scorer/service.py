@@ -40,7 +40,7 @@ def run(context: ServiceContext) -> int:
 
 
 def reward_worker(config: RunConfig) -> StageWorker:
-    """The worker of stage "reward". Needs a tokenizer, but no model."""
+    """Return the worker of stage "reward". Needs a tokenizer, but no model."""
     from umbra.services.environments.pool import open_rewards
     from umbra.services.modeling.chat import Chat
     from umbra.services.modeling.models import load_tokenizer, named_tokens

@@ -26,7 +26,7 @@ from umbra.proto.records import Sampling, Trajectory, VersionSpan, pack_float32
 from umbra.services.config.loader import load_config
 from umbra.services.generator.engines.engine import EngineOutput, EngineRequest
 from umbra.services.generator.engines.torch_engine import TorchEngine
-from umbra.services.modeling.slot_attention import slot_mask
+from umbra.services.modeling.attention_backends import slot_mask
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.metrics import Row

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from umbra.proto.errors import UsageError
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.attention_backends import attend
-from umbra.services.modeling.row_mask import BLOCK
+from umbra.services.modeling.micro_batch import BLOCK
 from umbra.services.modeling.scorer import Scorer
 from umbra.services.trainer.policy import load_policy
 

@@ -17,7 +17,7 @@ from umbra.proto.errors import UsageError
 from umbra.services.modeling import attention_probe
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.attention_probe import Shape, differences, fault
-from umbra.services.modeling.row_mask import RowMask
+from umbra.services.modeling.micro_batch import RowMask
 from umbra.services.trainer.policy import load_policy
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -5,7 +5,7 @@ import torch
 
 from umbra.proto.records import Sampling
 from umbra.services.generator.engines.torch_engine import Sampler
-from umbra.services.modeling.restrict import restrict
+from umbra.services.modeling.scorer import restrict
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -2.0])
 DRAWS = 20_000

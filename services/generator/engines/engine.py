@@ -41,7 +41,7 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class CacheFigures:
-    """What an engine's cache of keys and values holds now, and did since the start."""
+    """Figures of an engine's KV cache."""
 
     usage: float = 0.0
     """Share of it that sequences under way take, in [0, 1]."""
@@ -85,7 +85,7 @@ class Engine(Protocol):
 
     @property
     def cache(self) -> CacheFigures:
-        """What its cache of keys and values holds, and did."""
+        """Figures of its KV cache."""
         ...
 
     @property
@@ -145,7 +145,7 @@ class Engine(Protocol):
         ...
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[EngineOutput]:
-        """End these requests (None: all) now; returns what there is of them."""
+        """End these requests (None: all) now; return what there is of them."""
         ...
 
     def peek(self, at_least: Mapping[str, int]) -> list[EngineOutput]:
@@ -157,7 +157,7 @@ class Engine(Protocol):
         ...
 
     def forget(self, session: str) -> None:
-        """No more requests of this session come: what is kept for it is of no use."""
+        """Drop what is kept for a session that has no more requests."""
         ...
 
     def close(self) -> None:

@@ -67,7 +67,7 @@ def open_engine(config: RunConfig, name: str) -> OpenEngine:
 
 
 def engine_here(config: RunConfig) -> str:
-    """Which engine `generator.engine` stands for on this machine."""
+    """Resolve `generator.engine` on this machine."""
     generator = config.generator
     if generator.engine != "auto":
         return generator.engine
@@ -104,7 +104,7 @@ def _vllm(config: RunConfig, name: str) -> OpenEngine:
 
 
 def _seed(config: RunConfig, name: str) -> int:
-    """Generators of one run must not draw the same numbers."""
+    """Return a seed that generators of one run do not share."""
     return zlib.crc32(f"{config.run.seed}/{name}".encode())
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import Cache
 
-from umbra.services.modeling.slot_attention import Context
+from umbra.services.modeling.attention_backends import Context
 
 _FIRST_COLUMNS = 64
 
@@ -119,7 +119,7 @@ class SlotCache(Cache):
             stored[list(targets), :length] = stored[list(sources), :length]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns of the current view. The model never asks: positions and masks are given."""
+        """Return the columns of the current view; models do not ask."""
         return self._view[1]
 
     def _allocate(self, states: torch.Tensor) -> torch.Tensor:

@@ -32,9 +32,9 @@ from umbra.services.generator.engines.engine import (
 )
 from umbra.services.generator.engines.slots import SlotCache
 from umbra.services.modeling.attention import Attention
+from umbra.services.modeling.attention_backends import Context, slot_mask
 from umbra.services.modeling.experts import NO_ROUTERS, Routers, check_routing_fits
-from umbra.services.modeling.restrict import restrict
-from umbra.services.modeling.slot_attention import Context, slot_mask
+from umbra.services.modeling.scorer import restrict
 from umbra.services.modeling.weights import WeightTable
 from umbra.services.weights.manifest import Part
 
@@ -54,7 +54,7 @@ class Sampler:
         self._greedy = [False] * slots
 
     def set(self, rows: Sequence[int], samplings: Sequence[Sampling]) -> None:
-        """Rows `rows` are sampled with `samplings` from now on."""
+        """Sample rows `rows` with `samplings` from now on."""
         values = [[s.temperature, float(s.top_k), s.top_p, s.min_p] for s in samplings]
         self._settings[list(rows)] = torch.tensor(values, device=self._settings.device)
         for row, s in zip(rows, samplings, strict=True):
@@ -73,7 +73,7 @@ class Sampler:
     def sample(
         self, logits: torch.Tensor, rows: Sequence[int] | slice
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens [n] and their logprobs [n] from `logits` [n, V] of rows `rows`."""
+        """Return tokens [n] and their logprobs [n] from `logits` [n, V] of rows `rows`."""
         index = range(len(self._greedy))[rows] if isinstance(rows, slice) else list(rows)
         settings = self._settings[rows if isinstance(rows, slice) else index]
         some_greedy = any(self._greedy[row] for row in index)
@@ -108,7 +108,7 @@ _PREFILL_TOKENS = 16384  # of contexts in a pass, so that its memory stays bound
 
 @dataclass(slots=True)
 class _Row:
-    """A request and what was generated for it so far."""
+    """A request and its tokens so far."""
 
     request: EngineRequest
     limit: int
@@ -124,16 +124,14 @@ class _Row:
 
     @property
     def sequence(self) -> list[int]:
-        """Prompt and new tokens."""
         return [*self.request.prompt_ids, *self.tokens]
 
     @property
     def length(self) -> int:
-        """Tokens of `sequence`."""
         return len(self.request.prompt_ids) + len(self.tokens)
 
     def serve(self, version: int) -> None:
-        """Tokens from here on are of `version`."""
+        """Attribute tokens from here on to `version`."""
         self._close_span()
         self.version, self.since = version, len(self.tokens)
 
@@ -226,22 +224,18 @@ class TorchEngine:
 
     @property
     def live(self) -> int:
-        """Sequences being decoded."""
         return len(self._rows)
 
     @property
     def free(self) -> int:
-        """Slots that neither a live nor a queued request will take."""
         return max(0, self.slots - len(self._rows) - len(self._queue))
 
     @property
     def fits(self) -> int:
-        """Sequences for which there is cache: one in each slot."""
         return self.slots
 
     @property
     def cache(self) -> CacheFigures:
-        """Each live sequence takes as much of it as the longest."""
         return CacheFigures(
             usage=len(self._rows) * self._longest / (self.slots * self.max_context),
             asked_tokens=self._asked_tokens,
@@ -250,7 +244,6 @@ class TorchEngine:
 
     @property
     def busy(self) -> bool:
-        """Whether `poll` has something to do."""
         return bool(self._rows or self._queue or self._outputs)
 
     def submit(self, requests: Iterable[EngineRequest]) -> None:
@@ -294,7 +287,7 @@ class TorchEngine:
 
     @torch.inference_mode()
     def abort(self, request_ids: Iterable[str] | None = None) -> list[EngineOutput]:
-        """End these requests (None: all) now; returns what there is of them."""
+        """End these requests (None: all) now; return what there is of them."""
         wanted = None if request_ids is None else set(request_ids)
 
         def hit(row: _Row) -> bool:
@@ -308,7 +301,7 @@ class TorchEngine:
         return aborted
 
     def peek(self, at_least: Mapping[str, int]) -> list[EngineOutput]:
-        """What there is of the live rows that have so many tokens; see `Engine.peek`."""
+        """Return partial outputs of the live rows that have so many tokens; see `Engine.peek`."""
         never = self.max_context + 1
         return [
             row.peek()
@@ -320,7 +313,6 @@ class TorchEngine:
         """Nothing is kept of a session between its turns."""
 
     def close(self) -> None:
-        """Free what the engine holds."""
         self._rows.clear()
         self._queue.clear()
         self._cache = SlotCache(self.slots, self.max_context)
@@ -365,7 +357,6 @@ class TorchEngine:
 
     @property
     def _longest(self) -> int:
-        """Columns that the live rows need."""
         return max((row.length for row in self._rows), default=0)
 
     def _unread(self) -> list[_Reading]:
@@ -454,7 +445,7 @@ class TorchEngine:
             row.chosen += data[slot * size : (slot + 1) * size]
 
     def _append(self, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
-        """Note the new tokens of all rows; those that are done leave."""
+        """Note the new tokens of all rows; rows that are done leave."""
         done: list[int] = []
         # One transfer, the only time in a step that a GPU is waited for; double holds both exactly.
         both = torch.stack((tokens.double(), logprobs.double())).tolist()

@@ -21,7 +21,6 @@ class RecentLengths:
         self._sum = 0
 
     def ended(self, length: int) -> None:
-        """A sequence left with so many tokens."""
         if len(self._recent) == _RECENT:
             self._sum -= self._recent[0]
         self._recent.append(length)
@@ -29,7 +28,6 @@ class RecentLengths:
 
     @property
     def mean(self) -> float:
-        """Of the last ones."""
         return self._sum / len(self._recent) if self._recent else float(self._most)
 
     def fitting(self, capacity: int, live: Iterable[int]) -> int:
@@ -71,7 +69,7 @@ class Salts:
             self._own.clear()
 
     def of(self, session: str) -> str:
-        """The salt of the next request of `session`; "" = of no session."""
+        """Return the salt of the next request of `session`; "" = of no session."""
         last = self._last.get(session, self.shared)
         if last == self.shared or last in self._own:
             return last
@@ -80,12 +78,12 @@ class Salts:
         return own
 
     def used(self, session: str, salt: str) -> None:
-        """A request of `session` was made under `salt`."""
+        """Note that a request of `session` was made under `salt`."""
         if session:
             self._last[session] = salt
 
     def forget(self, sessions: Iterable[str]) -> None:
-        """There will be no more requests of these sessions."""
+        """Forget sessions that have no more requests."""
         for session in sessions:
             self._own.discard(self._last.pop(session, ""))
 

@@ -48,7 +48,6 @@ class Differences:
 
     @property
     def worst(self) -> float:
-        """The largest of the three."""
         return max(self.from_disk, self.same, self.changed)
 
 
@@ -125,7 +124,6 @@ def _difference(engine: Engine, reference: Reference, prompts: list[list[int]]) 
 
 
 def _sample(engine: Engine, prompts: list[list[int]]) -> list[EngineOutput]:
-    """An output for each prompt, in their order."""
     sampling = Sampling(max_tokens=_TOKENS)
     engine.submit(
         EngineRequest(str(index), prompt, sampling, _TOKENS) for index, prompt in enumerate(prompts)
@@ -140,7 +138,6 @@ def _sample(engine: Engine, prompts: list[list[int]]) -> list[EngineOutput]:
 def _logprobs(
     reference: Reference, prompts: list[list[int]], outputs: list[EngineOutput]
 ) -> torch.Tensor:
-    """Of all sampled tokens."""
     return torch.cat(
         [
             reference.logprobs([*prompt, *output.token_ids], len(prompt)).logprobs
@@ -151,7 +148,7 @@ def _logprobs(
 
 @torch.no_grad()
 def change(model: Any, dtype: torch.dtype) -> None:
-    """Move every weight of `model` to other numbers that `dtype` has, the same each time."""
+    """Move every weight of `model` to other numbers of `dtype`, the same each time."""
     generator = torch.Generator().manual_seed(1)
     for weight in model.parameters():
         spread = weight.std() if weight.numel() > 1 else weight.abs().mean()
@@ -160,7 +157,7 @@ def change(model: Any, dtype: torch.dtype) -> None:
 
 
 def _version(model: Any, publish: Publish, dtype: torch.dtype) -> tuple[Manifest, memoryview]:
-    """As they lie in a slot of the trainer: weights in `dtype`, buffers as they are."""
+    """Return a version as in a slot of the trainer: weights in `dtype`, buffers as they are."""
     weights = {name for name, _ in model.named_parameters()}
     given = {
         name: tensor.detach().to(dtype if name in weights else tensor.dtype)

@@ -43,12 +43,12 @@ log = logging.getLogger(__name__)
 
 
 def platform() -> str:
-    """What the vLLM that is installed was built for: "cpu", "cuda", ..."""
+    """Return what the installed vLLM was built for: "cpu", "cuda", ..."""
     return current_platform.device_type
 
 
 def _moved(manifest: Manifest, by: int) -> Manifest:
-    """The same layout, beginning at byte `by`."""
+    """Shift a layout by `by` bytes."""
     entries = [
         msgspec.structs.replace(entry, offset=entry.offset + by) for entry in manifest.tensors
     ]
@@ -123,12 +123,10 @@ class VllmEngine:
 
     @property
     def free(self) -> int:
-        """Slots that neither a live nor a queued request will take."""
         return max(0, self.slots - len(self._open))
 
     @property
     def fits(self) -> int:
-        """Sequences that vLLM need not preempt, as far as one can tell; see `Engine`."""
         capacity = self._server.cache_tokens
         if not capacity or capacity >= self.slots * self.max_context:
             return self.slots
@@ -138,13 +136,11 @@ class VllmEngine:
 
     @property
     def cache(self) -> CacheFigures:
-        """Of vLLM's cache of keys and values, as of its last step."""
         figures = self._server.cache
         return figures if self._open else dataclasses.replace(figures, usage=0.0)
 
     @property
     def busy(self) -> bool:
-        """Whether `poll` has something to do: that vLLM has died is something, too."""
         return bool(self._open or self._ready) or self._server.died is not None
 
     def submit(self, requests: Iterable[EngineRequest]) -> None:
@@ -223,7 +219,6 @@ class VllmEngine:
         return aborted
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[EngineOutput]:
-        """End these requests (None: all) now; returns what there is of them."""
         wanted = None if request_ids is None else set(request_ids)
         keys = [key for key, name in self._open.items() if wanted is None or name in wanted]
         lost = self._server.abort(keys) if keys else []
@@ -234,7 +229,6 @@ class VllmEngine:
         return self._take(wanted)
 
     def peek(self, at_least: Mapping[str, int]) -> list[EngineOutput]:
-        """What there is of the live requests that have so many tokens; see `Engine.peek`."""
         keys = [
             key
             for key, count in self._server.lengths().items()
@@ -244,7 +238,6 @@ class VllmEngine:
         return [_named(output, self._open[output.request_id]) for output in outputs]
 
     def forget(self, session: str) -> None:
-        """No more requests of this session come."""
         self._server.forget([session])
 
     def close(self) -> None:
@@ -277,7 +270,7 @@ class VllmEngine:
         return params
 
     def _named_as_stored(self, layout: Manifest, tied: Mapping[str, list[str]]) -> Manifest:
-        """`layout` in the names of checkpoints; `tied`: more names of its tensors."""
+        """Return `layout` in the names of checkpoints; `tied`: more names of its tensors."""
         if self._checkpoint is None:
             return layout  # factors have one name
         tensors = [
@@ -289,7 +282,7 @@ class VllmEngine:
         return msgspec.structs.replace(layout, tensors=tensors)
 
     def _collect(self, timeout_s: float) -> None:
-        """Take what the server has, or wait for something for `timeout_s` seconds."""
+        """Take the server's outputs, or wait `timeout_s` seconds for one."""
         try:
             first = self._server.done.get(timeout=timeout_s) if timeout_s else None
             while True:

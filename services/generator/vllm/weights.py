@@ -77,7 +77,6 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._loaded = set()
 
     def update_weights(self, update_info: dict[str, object]) -> None:
-        """As in the base class, which would also synchronise where there is no accelerator."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
@@ -254,6 +253,6 @@ class AdapterTransferEngine(UmbraWeightTransferEngine):
         self._manager.activate_adapter(ADAPTER)
 
     def _places(self) -> set[str]:
-        """The layers that have an adapter in vLLM, by their names in checkpoints."""
+        """Return the names in checkpoints of the layers that have an adapter in vLLM."""
         packed: dict[str, list[str]] = self._manager.packed_modules
         return {name for layer in self._manager.modules for name in packed.get(layer, [layer])}
