@@ -46,8 +46,10 @@ def test_what_is_right_is_within_rounding(
 
 
 def dense(mask: RowMask) -> Any:
-    """Another form of the dense mask: flex_attention has no backward pass on CPUs."""
-    return mask.allowed().unsqueeze(1).float().log()
+    """A dense mask in the place of blocks: flex_attention has no backward pass on CPUs."""
+    found = mask.allowed().unsqueeze(1)
+    found.other = True
+    return found
 
 
 def wider(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,15 +57,14 @@ def wider(monkeypatch: pytest.MonkeyPatch) -> None:
     attend = attention_probe.attend
 
     def wrong(q: Tensor, k: Tensor, v: Tensor, mask: Any, **how: Any) -> Tensor:
-        return attend(q, k, v, mask if mask.dtype == torch.bool else one_more(mask), **how)
+        return attend(q, k, v, one_more(mask) if hasattr(mask, "other") else mask, **how)
 
     monkeypatch.setattr(attention_probe, "attend", wrong)
 
 
 def one_more(mask: Tensor) -> Tensor:
     """The key before the first that is seen is seen as well."""
-    seen = mask == 0
-    return (seen | seen.roll(-1, -1).tril(-1)).float().log()
+    return mask | mask.roll(-1, -1).tril(-1)
 
 
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +72,7 @@ def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
     attend = attention_probe.attend
 
     def wrong(q: Tensor, k: Tensor, v: Tensor, mask: Any, **how: Any) -> Tensor:
-        keep = v if mask.dtype == torch.bool else v.detach() + 0 * v
+        keep = v.detach() + 0 * v if hasattr(mask, "other") else v
         return attend(q, k, keep, mask, **how)
 
     monkeypatch.setattr(attention_probe, "attend", wrong)

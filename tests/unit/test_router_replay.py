@@ -20,8 +20,6 @@ from torch import Tensor
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Routing, Sampling, ScoringTask, Trajectory
 from umbra.services.config import ScorerConfig
-from umbra.services.config.feasibility import check_feasible
-from umbra.services.config.loader import load_config
 from umbra.services.config.trajectory_rules import RunFacts, find_fault
 from umbra.services.generator.engines.engine import EngineOutput, EngineRequest
 from umbra.services.generator.engines.torch_engine import TorchEngine
@@ -375,12 +373,6 @@ def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
         engine(dense)
     with pytest.raises(UsageError, match="lower generator"):
         engine(ARCHITECTURES[MIXTURE].model(), max_context=1 << 23)
-    with pytest.raises(UsageError, match="replay engine has no model"):
-        check_feasible(
-            load_config(
-                overrides=["trainer.router_replay=true", "generator.engine=replay"], environ={}
-            )
-        )
     with pytest.raises(UsageError, match="vLLM on CPUs"):
         told_routers(ARCHITECTURES[MIXTURE].model(), "cpu", 64)
 
