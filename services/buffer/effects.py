@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 
-from umbra.proto.messages import Message
+from umbra.proto.messages import Message, Nack
 from umbra.proto.net.server import Request
 
 
@@ -44,6 +44,9 @@ class Effects:
 
     def reply(self, request: Request, body: Message) -> None:
         self._effects.append(Reply(request.bare, body))
+
+    def refuse(self, request: Request, code: str, reason: str, path: str = "$") -> None:
+        self.reply(request, Nack(code=code, reason=reason, path=path))
 
     def push(self, identity: bytes, body: Message, channel: str = "control") -> None:
         self._effects.append(Notify(identity, body, channel))

@@ -52,10 +52,6 @@ class Participant:
     meter: Meter | None = None  # of its progress, from its first heartbeat on
 
     @property
-    def is_single(self) -> bool:
-        return self.role in SINGLE
-
-    @property
     def is_needed(self) -> bool:
         return self.role in NEEDED
 
@@ -238,7 +234,7 @@ class Membership:
 
     def _add(self, peer: Participant) -> None:
         self.peers[peer.name] = peer
-        if peer.is_single:
+        if peer.role in SINGLE:
             self._single[peer.role] = peer
 
     def _stale(self, name: str) -> Nack:

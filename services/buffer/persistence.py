@@ -150,10 +150,20 @@ class Recovery:
         if same is None:
             self._journal.write("run", self._same)
             return False
-        _check_same(same, self._same)
-        record = self._read()
-        if record is None:
+        for key, value in self._same.items():
+            if same.get(key) != value:
+                raise UsageError(
+                    f"the store is of a run with {key} = {same.get(key)}, this one has {value}: "
+                    "choose another --run-dir, or go on with the settings of before"
+                )
+        try:
+            record = _decode(self._journal.store.get(NOW))
+        except KeyError:
             return False
+        except msgspec.MsgspecError as error:
+            raise StoreError(
+                f"the counts of the run in the store cannot be read ({error}): begin a new run"
+            ) from error
         repaired = self._journal.read(REPAIRED) is not None
         put_back(record, self._run)
         groups, mended = self._journal.load(mend=repaired)
@@ -177,16 +187,6 @@ class Recovery:
             self._journal.store.delete(REPAIRED)
         return True
 
-    def _read(self) -> RunRecord | None:
-        try:
-            return _decode(self._journal.store.get(NOW))
-        except KeyError:
-            return None
-        except msgspec.MsgspecError as error:
-            raise StoreError(
-                f"the counts of the run in the store cannot be read ({error}): begin a new run"
-            ) from error
-
     def _settle(self, *, repaired: bool) -> None:
         """Balance the ledger: samples that a repair lost end as `lost`, else it is an error."""
         ledger = self._run.pool.ledger
@@ -200,15 +200,6 @@ class Recovery:
         elif missing:
             raise StoreError(
                 f"the store does not fit together: {missing} samples are unaccounted for"
-            )
-
-
-def _check_same(before: dict[str, Any], now: dict[str, Any]) -> None:
-    for key, value in now.items():
-        if before.get(key) != value:
-            raise UsageError(
-                f"the store is of a run with {key} = {before.get(key)}, this one has {value}: "
-                "choose another --run-dir, or go on with the settings of before"
             )
 
 
@@ -255,14 +246,9 @@ class DiskQuota:
     def stuck(self, now: float) -> list[Stuck]:
         if self._since is None:
             return []
-        return [
-            Stuck(
-                what=f"new groups: {self._pool.blocked}",
-                holder="buffer",
-                age_s=now - self._since,
-                action="none are issued until there is room; what is under way goes on",
-            )
-        ]
+        what = f"new groups: {self._pool.blocked}"
+        action = "none are issued until there is room; what is under way goes on"
+        return [Stuck(what=what, holder="buffer", age_s=now - self._since, action=action)]
 
     def _block(self, reason: str, now: float) -> None:
         if reason and not self._pool.blocked:

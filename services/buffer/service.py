@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import zmq
@@ -142,9 +142,9 @@ def bind(
     if not address.startswith("tcp://") or not separator or not host:
         raise UsageError(f"--broker {address}: write it as tcp://host:port (port * picks one)")
     before = addresses.before(host, port, settings.ports)
-    control = server.bind("control", before.control, CONTROL)
-    data = server.bind("data", before.data, DATA)
-    events_in, events_out = server.relay_events(before.events_in, before.events_out)
+    control = server.bind("control", before[0], CONTROL)
+    data = server.bind("data", before[1], DATA)
+    events_in, events_out = server.relay_events(*before[2:])
     bound = [control, data, events_in, events_out]
     addresses.keep(host, bound)
     told = [reachable(endpoint, settings.advertise) for endpoint in bound]
@@ -265,37 +265,27 @@ def _write_status(run_dir: Path | None, broker: Broker) -> None:
 KEY = "addresses"
 
 
-class Bound(NamedTuple):
-    """Addresses to bind; the port may be `*`."""
-
-    control: str
-    data: str
-    events_in: str
-    events_out: str
-
-
 class Addresses:
     """The bound addresses, kept in the store for the next start."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def before(self, host: str, port: str, ports: Sequence[int]) -> Bound:
+    def before(self, host: str, port: str, ports: Sequence[int]) -> list[str]:
         """Return where the buffer was bound on `host`, unless another port is asked for.
 
-        `port` is that of control, `ports` those of the others; 0 is any.
+        `port` is that of control, `ports` those of data, events in and events out; 0 is any.
         """
-        others = (f"tcp://{host}:{number or '*'}" for number in ports)
-        fresh = Bound(f"tcp://{host}:{port}", *others)
+        fresh = [f"tcp://{host}:{number or '*'}" for number in (port, *ports)]
         try:
             record = msgspec.msgpack.decode(self._store.get(KEY))
         except KeyError:
             return fresh
-        bound = Bound(*record["endpoints"])
-        if record["host"] != host or (port not in ("*", "0") and not bound.control.endswith(port)):
+        bound: list[str] = record["endpoints"]
+        if record["host"] != host or (port not in ("*", "0") and not bound[0].endswith(port)):
             return fresh
         pairs = zip(fresh[1:], bound[1:], strict=True)
-        return Bound(bound.control, *(old if new.endswith("*") else new for new, old in pairs))
+        return [bound[0], *(old if new.endswith("*") else new for new, old in pairs)]
 
     def forget(self) -> None:
         self._store.delete(KEY)

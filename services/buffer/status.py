@@ -42,11 +42,15 @@ class StallReport:
         for group in run.pool.groups.values():
             if not group.completed:
                 return text + self._open_sample(_oldest_open(group), now)
-        if not any(peer.role == "generator" for peer in self._members.peers.values()):
+        if not self._has_generator:
             return text + "no generator has joined"
         if run.pool.filtered_in_a_row:
             return text + f"the last {run.pool.filtered_in_a_row} groups were filtered"
         return text + "no generator has asked for the next samples with new enough weights"
+
+    @property
+    def _has_generator(self) -> bool:
+        return any(peer.role == "generator" for peer in self._members.peers.values())
 
     def stuck(self, now: float) -> list[Stuck]:
         """Return all that is overdue in samples, scoring, evaluations and batches."""
@@ -61,17 +65,13 @@ class StallReport:
     def _open_sample(self, sample: Sample, now: float) -> str:
         match sample.state:
             case State.GENERATING:
-                age_s = now - sample.leased_at
-                return (
-                    f"waiting for sample {sample.sample_id} held by {sample.holder} for "
-                    f"{age_s:.1f} s"
-                )
+                held = f"held by {sample.holder} for {now - sample.leased_at:.1f} s"
+                return f"waiting for sample {sample.sample_id} {held}"
             case State.SCORING:
                 stage = self._run.pool.stage_of(sample)
                 if missing := _awaited(sample, self._run):
-                    return f"stage {stage} waits for all of its group: " + self._open_sample(
-                        missing, now
-                    )
+                    why = self._open_sample(missing, now)
+                    return f"stage {stage} waits for all of its group: {why}"
                 lease = self._run.scoring.leases.get(sample.sample_id)
                 if lease is None:
                     return f"sample {sample.sample_id} waits for a scorer of stage {stage}"
@@ -79,9 +79,9 @@ class StallReport:
                     f"waiting for sample {sample.sample_id} in stage {stage}, held by "
                     f"{lease.holder} for {now - lease.leased_at:.1f} s"
                 )
+            case _ if not self._has_generator:
+                return "no generator has joined"
             case _:
-                if not any(peer.role == "generator" for peer in self._members.peers.values()):
-                    return "no generator has joined"
                 version = max(self._run.leases.required_version(sample), 0)
                 return (
                     f"sample {sample.sample_id} is queued for a generator that has room and "

@@ -42,7 +42,7 @@ class GeneratorEndpoint:
         if not self._exists(body.version):
             name, newest = request.header.sender, self._batches.newest
             reason = f"{name} serves version {body.version}, but 0 to {newest} exist"
-            self._outbox.reply(request, m.Nack(code="wrong_version", reason=reason, path="version"))
+            self._outbox.refuse(request, "wrong_version", reason, "version")
             return
         if tasks := self._grant(request, body.version, body.capacity, now):
             more = self._evals.waits_for(body.version)

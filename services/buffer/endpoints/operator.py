@@ -83,7 +83,7 @@ class OperatorRequests:
         try:
             samples = self._run.evals.ask()
         except RejectedError as error:
-            self._outbox.reply(request, m.Nack(code=error.code, reason=str(error)))
+            self._outbox.refuse(request, error.code, str(error))
             return
         version = self._run.batches.version
         self._outbox.reply(request, m.EvalBegun(version=version, samples=samples))
@@ -103,7 +103,7 @@ class OperatorRequests:
                 else f"{body.member} is the {peer.role}, without which the run cannot go on: drain "
                 "the run as a whole"
             )
-            self._outbox.reply(request, m.Nack(code="not_drainable", reason=reason, path="member"))
+            self._outbox.refuse(request, "not_drainable", reason, "member")
             return
         peer.drained = body.reason or "drained on request"
         log.info("%s is asked to leave: %s", peer.name, peer.drained)

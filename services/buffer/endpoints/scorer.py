@@ -31,7 +31,7 @@ class ScorerEndpoint:
             known = ", ".join(self._stages) or "none"
             reason = f"the run has no stage {body.stage!r}; buffer.stages has {known}"
             self._counters["unknown_stage"] += 1
-            self._outbox.reply(request, m.Nack(code="unknown_stage", reason=reason, path="stage"))
+            self._outbox.refuse(request, "unknown_stage", reason, "stage")
             return
         self._scoring.serving[request.header.sender] = body.stage
         self._parked.park(Parked(request, body, now + body.wait_s))

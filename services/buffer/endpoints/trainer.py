@@ -58,7 +58,7 @@ class TrainerEndpoint:
             )
             if expected <= self._steps:
                 reason += f", so the next is {expected}"
-            self._outbox.reply(request, m.Nack(code="wrong_step", reason=reason, path="step"))
+            self._outbox.refuse(request, "wrong_step", reason, "step")
             return
         if self.closed:
             self._outbox.reply(request, self._nothing(body.step, "nothing: the run is ending"))
@@ -86,7 +86,7 @@ class TrainerEndpoint:
                 f"step {body.step} cannot be committed: its batch was not leased, version is "
                 f"{self._batches.version}"
             )
-            self._outbox.reply(request, m.Nack(code="not_leased", reason=reason, path="step"))
+            self._outbox.refuse(request, "not_leased", reason, "step")
             return
         ledger = self._pool.ledger.snapshot()
         self._outbox.reply(request, m.CommitAck(version=self._batches.version, ledger=ledger))
@@ -97,7 +97,7 @@ class TrainerEndpoint:
         if not 0 <= body.step <= version:
             self._counters["wrong_step"] += 1
             reason = f"no checkpoint can cover step {body.step}: {version} steps are committed"
-            self._outbox.reply(request, m.Nack(code="wrong_step", reason=reason, path="step"))
+            self._outbox.refuse(request, "wrong_step", reason, "step")
             return
         self._batches.cover(body.step)
         self._outbox.reply(request, m.Ok())
@@ -246,5 +246,5 @@ class CheckpointRequests:
 
     def _refuse(self, refused: list[_Waiting], reason: str) -> None:
         for waiting in refused:
-            self._outbox.reply(waiting.request, m.Nack(code="no_checkpoint", reason=reason))
+            self._outbox.refuse(waiting.request, "no_checkpoint", reason)
         self._waiting = [waiting for waiting in self._waiting if waiting not in refused]
