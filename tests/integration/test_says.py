@@ -129,9 +129,7 @@ def test_a_run_that_cannot_learn_says_so_everywhere(
     )
     # What members report, and the columns of a step, are named in the documents.
     stats = {name for member in status["members"] for name in member["stats"]}
-    assert stats | {*SHOWN, "step", "scored", "progress_per_s"} == set(
-        names("Figures of members")
-    )
+    assert stats | {*SHOWN, "step", "scored", "progress_per_s"} == set(names("Figures of members"))
     columns = {name.partition("/")[0] for row in process.steps() for name in row}
     known = set(re.findall(r"\w+", "".join(re.findall(r"`[^`\n]+`", STEPS))))
     assert columns - known == {"time", "service", "kind"}
