@@ -232,27 +232,27 @@ def steps_for(mode: Mode, generators: int) -> int:
 
 
 def summarise(report: Report) -> None:
-    """State the table by generators, and the asynchronous mode over the others."""
-    columns = ["generators", "mode", "samples/s", "step s", "slots in use", "trainer trains"]
-    columns += ["staleness mean (max)", "broker busy", "requests/s", "wait in line ms"]
-    lines = [
-        [
-            row["generators"],
-            row["mode"],
-            row["samples_per_s"],
-            row["step_s"],
-            f"{row['slots']:.0%}",
-            f"{row['trains']:.0%}",
-            f"{row['staleness']:.2f} ({row['staleness_max']:.0f})",
-            f"{row['broker_busy']:.1%}",
-            row["broker_per_s"],
-            f"{row['broker_wait_ms']:.1f}",
-        ]
-        for row in report.rows
-    ]
-    report.table("generators", columns, lines)
+    """State samples/s by generators and mode, and more of the asynchronous mode."""
     rates = {(row["mode"], row["generators"]): row["samples_per_s"] for row in report.rows}
     ours, turns = MODES[-1].name, MODES[0].name
+    lines: list[list[Any]] = []
+    for row in report.rows:
+        if row["mode"] == ours:
+            count = row["generators"]
+            lines.append(
+                [
+                    count,
+                    *(rates.get((mode.name, count)) for mode in MODES),
+                    f"{row['slots']:.0%}",
+                    f"{row['trains']:.0%}",
+                    f"{row['staleness']:.2f} ({row['staleness_max']:.0f})",
+                    f"{row['broker_busy']:.1%}",
+                    f"{row['broker_wait_ms']:.1f}",
+                ]
+            )
+    columns = ["generators", *(mode.name for mode in MODES), "slots in use", "trainer trains"]
+    columns += ["staleness mean (max)", "broker busy", "a request waits ms"]
+    report.table("generators", columns, lines)
     over = [
         rate / rates[turns, count]
         for (mode, count), rate in rates.items()
