@@ -272,14 +272,14 @@ def test_exit_codes() -> None:
 
 def codes_in(tree: ast.AST) -> set[str]:
     """Return the codes that a file gives to Nacks and to the errors that become one."""
-    refusals = {"Nack", "WireError", "RejectedError", "_nack"}
+    refusals = {"Nack", "WireError", "RejectedError", "_nack", "refuse"}
     found: set[str] = set()
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
         name = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
         given = [word.value for word in node.keywords if word.arg == "code"]
-        if name == "_nack":
+        if name in ("_nack", "refuse"):
             given += node.args[1:2]
         for value in given:
             if name in refusals and isinstance(value, ast.Constant):
