@@ -140,7 +140,7 @@ def in_child(cell: Sequence[str], work: Path, steps: int) -> dict[str, Any]:
 
 def summarise(report: Report) -> None:
     """State a table of each task, and the asynchronous mode over the others."""
-    columns = ["mode", "seeds", "s to 90 %", "steps to it", "samples/s", "tokens/s", "step s"]
+    columns = ["mode", "s to 90 %", "steps to it", "samples/s", "step s"]
     columns += ["final reward", "idle: generators / trainer", "staleness mean (max)"]
     for task in dict.fromkeys(row["mix"] for row in report.rows):
         modes: dict[str, list[dict[str, Any]]] = {}
@@ -162,11 +162,9 @@ def _line(name: str, rows: Sequence[dict[str, Any]]) -> list[Any]:
         staleness = f"{text(mean(_column(rows, 'staleness')))} ({most:.0f})"
     return [
         name,
-        len(rows),
         spread(times, ".1f") + short,
         spread(_column(rows, "to_accuracy_steps"), ".0f"),
         spread(_column(rows, "samples_per_s")),
-        mean(_column(rows, "tokens_per_s")),
         mean(_column(rows, "step_s")),
         f"{mean(_column(rows, 'final_reward')):.3f}",
         idle,

@@ -11,7 +11,6 @@ from typing import Any
 
 from umbra.deploy.commands.demo import HELDOUT, RECIPES
 from umbra.deploy.files.run_folder import RunFolder, read_rows
-from umbra.deploy.report.overlap import Interval, clip, merge, total
 from umbra.deploy.run.live import View
 from umbra.deploy.run.up import Up
 from umbra.services.config import RunConfig
@@ -123,9 +122,14 @@ def steady(folder: RunFolder, *, first: int, last: int, generators: int) -> Stea
     )
 
 
-def _busy(spans: Iterable[Mapping[str, Any]], window: Interval) -> float:
-    """Seconds of `window` in which one of `spans` was under way."""
-    return total(clip(merge([(row["start"], row["end"]) for row in spans]), window))
+def _busy(spans: Iterable[Mapping[str, Any]], window: tuple[float, float]) -> float:
+    """Return the seconds of `window` in which one of `spans` was under way."""
+    busy, until = 0.0, window[0]
+    for start, end in sorted((row["start"], row["end"]) for row in spans):
+        begin, end = max(start, until), min(end, window[1])
+        busy += max(0.0, end - begin)
+        until = max(until, end)
+    return busy
 
 
 def curve(folder: RunFolder) -> tuple[list[float], list[float]]:

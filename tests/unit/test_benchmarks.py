@@ -93,6 +93,13 @@ def test_an_accuracy_is_reached_by_the_mean_of_ten_batches() -> None:
     assert reached([0.5, 1.0] * 20) is None
 
 
+def test_the_busy_time_of_a_service_counts_overlapping_spans_once() -> None:
+    from whole_runs import _busy
+
+    spans = [{"start": s, "end": e} for s, e in ((0, 3), (2, 4), (2.5, 3), (6, 9), (20, 30))]
+    assert _busy(spans, (1.0, 8.0)) == 5.0  # 1 to 4 and 6 to 8
+
+
 def test_every_mode_is_a_possible_run() -> None:
     from end_to_end import MODES, TASKS
 
