@@ -16,9 +16,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from umbra.services.monitor.keys import KeyBindings
+from umbra.services.monitor.feed import Watch
+from umbra.services.monitor.live import KeyBindings
 from umbra.services.monitor.screen import screen
-from umbra.services.monitor.watch import Watch
 
 HERE = Path(__file__).parent
 UMBRA = (sys.executable, "-m", "umbra")

@@ -16,10 +16,10 @@ from umbra.proto.errors import EXIT_DONE, PeerLostError, UsageError
 from umbra.proto.messages import Role, Status
 from umbra.proto.net.keys import Security
 from umbra.services.monitor.client import StatusClient
+from umbra.services.monitor.feed import Look, Watch, look_dict
 from umbra.services.monitor.live import LiveView
-from umbra.services.monitor.options import checked_run, operated_run, timeout_option
+from umbra.services.monitor.operate import checked_run, operated_run, timeout_option
 from umbra.services.monitor.view import NewWarnings, headline, left_text, plain, status_dict
-from umbra.services.monitor.watch import Look, Watch, look_dict
 from umbra.services.monitor.web.board import Board, Resource
 from umbra.services.process.signals import stop_on_signals
 

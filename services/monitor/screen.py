@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from umbra.proto.messages import Status
-from umbra.services.monitor.feed import SampleSeen
+from umbra.services.monitor.feed import Look, SampleSeen
 from umbra.services.monitor.layout import Scroll, ScrolledWindow, beside
 from umbra.services.monitor.view import (
     REFUSED_SHOWN,
@@ -27,7 +27,6 @@ from umbra.services.monitor.view import (
     stuck_text,
     warning_lines,
 )
-from umbra.services.monitor.watch import Look
 from umbra.services.reporting.figures import PHASES
 from umbra.services.reporting.tables import clock, number, rich_table
 

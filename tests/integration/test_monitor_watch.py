@@ -37,7 +37,7 @@ from umbra.proto.net.keys import OPEN, Security, make_keys, open_security
 from umbra.proto.net.server import Server
 from umbra.proto.net.session import Session
 from umbra.services.config import SecurityConfig as SecurityConfig
-from umbra.services.monitor.watch import Look, Watch
+from umbra.services.monitor.feed import Look, Watch
 from umbra.services.process.metrics import MetricsFile
 
 WAIT_S = seconds(20.0)

@@ -19,8 +19,7 @@ from fakes.slowness import seconds
 
 from umbra.proto.errors import StartupError
 from umbra.proto.messages import Curves, Event
-from umbra.services.monitor.feed import Feed
-from umbra.services.monitor.watch import Look
+from umbra.services.monitor.feed import Feed, Look
 from umbra.services.monitor.web.board import TIMELINE_S, Board
 from umbra.services.monitor.web.prometheus import prometheus_text
 from umbra.services.monitor.web.server import PageServer
@@ -111,7 +110,7 @@ def test_what_is_seldom_asked_is_made_once(
         made += 1
         return b"{}"
 
-    monkeypatch.setattr("umbra.services.monitor.web.board.msgspec.json.encode", count)
+    monkeypatch.setattr("umbra.services.monitor.web.server.msgspec.json.encode", count)
     for _ in range(20):
         get(server, "/look.json")
     assert made == 1

@@ -10,12 +10,18 @@ from fakes.looks import PUSH, SAMPLE, header, heard, look, member, status
 from rich.console import Console
 
 from umbra.proto.messages import Curves, Event
-from umbra.services.monitor.feed import PUSHES_KEPT, SPANS_KEPT, PushSeen, SampleSeen
-from umbra.services.monitor.keys import HELP, KeyBindings, next_key, unbuffered
+from umbra.services.monitor.feed import (
+    PUSHES_KEPT,
+    SPANS_KEPT,
+    Look,
+    PushSeen,
+    SampleSeen,
+    look_dict,
+)
 from umbra.services.monitor.layout import Scroll
+from umbra.services.monitor.live import HELP, KeyBindings, next_key, unbuffered
 from umbra.services.monitor.screen import help_screen, screen
 from umbra.services.monitor.view import left_text
-from umbra.services.monitor.watch import Look, look_dict
 
 
 def shown(what: Look, footer: str = "") -> str:

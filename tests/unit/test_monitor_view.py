@@ -12,10 +12,13 @@ from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.run.live import PlainView, Progress
 from umbra.proto.messages import Member, Rates, RunWarning, Status, Stuck
 from umbra.proto.records import EvalReport, Ledger
-from umbra.services.monitor.members import MemberRow, idle_text, member_rows, most_telling
 from umbra.services.monitor.view import (
+    MemberRow,
     headline,
+    idle_text,
     ledger_text,
+    member_rows,
+    most_telling,
     plain,
     render,
     sparkline,

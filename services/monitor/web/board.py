@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from umbra.services.monitor.watch import Look, look_dict
+from umbra.services.monitor.feed import Look, look_dict
 
 TIMELINE_S = 25.0  # of spans that go to the page
 

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from umbra.services.monitor.watch import Look
+from umbra.services.monitor.feed import Look
 from umbra.services.reporting.figures import PHASES, busy
 
 Series = Iterable[tuple[Mapping[str, str], float]]
