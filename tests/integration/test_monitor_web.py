@@ -110,7 +110,7 @@ def test_what_is_seldom_asked_is_made_once(
         made += 1
         return b"{}"
 
-    monkeypatch.setattr("umbra.services.monitor.web.server.msgspec.json.encode", count)
+    monkeypatch.setattr("umbra.services.monitor.web.board.msgspec.json.encode", count)
     for _ in range(20):
         get(server, "/look.json")
     assert made == 1
