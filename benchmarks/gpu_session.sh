@@ -8,7 +8,7 @@
 # It takes eight minutes at most (SECONDS_IN_ALL). A step has a limit of its own, one that fails or
 # hangs does not keep the next from running, and one for which no time is left is not begun.
 # $OUT/summary.json has a row for each step as soon as it ends; session.tar.gz its junit file or JSON,
-# its output, and what `umbra env` says.
+# its output, and what `umbra check` says.
 
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
@@ -85,7 +85,7 @@ fi
 
 failed=0
 rows=()
-[ -n "$DRY" ] || timeout 60 "$PYTHON" -m umbra env > "$WORK/env.log" 2>&1 # versions and devices
+[ -n "$DRY" ] || timeout 60 "$PYTHON" -m umbra check > "$WORK/check.log" 2>&1 # GPUs, versions
 if [ -n "$DRY" ]; then # the tests of all steps are collected in one process
     files=$(printf '%s\n' "${STEPS[@]}" | sed -n 's/.* tests //p' | xargs)
     benches=()
