@@ -36,13 +36,7 @@ from umbra.services.process.signals import stop_on_signals
 
 
 def _run(context: ServiceContext) -> int:
-    """Run the hub until it is told to stop; the exit code.
-
-    Raises:
-        UsageError: the configured plane is not available, or an address cannot be bound.
-        StartupError: the address is taken, or no broker answers.
-        UmbraError: why the run was given up.
-    """
+    """Run the hub until it is told to stop; the exit code."""
     import zmq
 
     from umbra.proto.net.address import reachable

@@ -194,10 +194,6 @@ def wrong_checksum(manifest: Manifest, bucket: int) -> str:
     return f"checksum of bucket {bucket} [{start}, {end}) is wrong"
 
 
-def largest_bucket(manifest: Manifest) -> int:
-    return max(end - start for start, end in manifest.buckets)
-
-
 def checksums(manifest: Manifest, view: memoryview) -> list[int]:
     """Return the checksum of every bucket of the version in `view`, `[total_bytes]`."""
     return [checksum(view[start:end]) for start, end in manifest.buckets]
@@ -233,11 +229,7 @@ class _Stretch:
 def _stretches(
     entries: list[TensorEntry], total: int, owners: Mapping[str, RowOwners]
 ) -> Iterator[_Stretch]:
-    """All bytes of the slot, in order.
-
-    Raises:
-        ValueError: owners of other rows than a tensor has.
-    """
+    """All bytes of the slot, in order."""
     ends = [*(entry.offset for entry in entries[1:]), total]
     for entry, end in zip(entries, ends, strict=True):
         rows = entry.shape[0] if entry.shape else 1

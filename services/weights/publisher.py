@@ -319,11 +319,7 @@ class Publisher:
             return True
 
     def _move(self, place: _ArenaVersion, message: Publish) -> tuple[_ArenaVersion, Publish]:
-        """Publish what lies in `place` from where the restarted hub wants it.
-
-        Raises:
-            PeerLostError: only a part of it lies here, and the others have lost theirs.
-        """
+        """Publish what lies in `place` from where the restarted hub wants it."""
         if self.manifest.owners and self._arena is not place.arena:
             self._failure = PeerLostError(
                 f"version {place.version} is lost with the shared memory of a trainer host: the "

@@ -189,11 +189,7 @@ class GpuWorkerProcess:
         return self._pipe
 
     def _receive(self, timeout_s: float) -> dict[str, Any] | None:
-        """The next answer; None if none came in time.
-
-        Raises:
-            PeerLostError: the worker has ended.
-        """
+        """The next answer; None if none came in time."""
         assert self._pipe is not None
         try:
             answer = self._pipe.receive(timeout_s)

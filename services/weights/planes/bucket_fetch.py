@@ -387,11 +387,7 @@ class Transfer:
             yield piece.bucket
 
     def _failed(self, error: WireError) -> None:
-        """Order again, up to `SPOILED` times.
-
-        Raises:
-            WireError: it failed too often.
-        """
+        """Order again, up to `SPOILED` times."""
         if isinstance(error, BrokenError):
             self._broken += 1
         else:

@@ -244,11 +244,7 @@ class IpcReceiver:
 
 
 def _done(mark: CudaEvent) -> Generator[None, None, None]:
-    """Wait until the GPU has come to `mark`.
-
-    Raises:
-        DeadlineError: it has not for `COPY_DEADLINE_S`.
-    """
+    """Wait until the GPU has come to `mark`."""
     deadline = Deadline(COPY_DEADLINE_S, "a copy on the GPU did not end")
     while not mark.done:
         deadline.check()

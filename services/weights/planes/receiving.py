@@ -18,23 +18,18 @@ from umbra.services.process.host_memory import ask_for
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.gpu.cuda import (
     Device,
-    cuda_unavailable,
-    nccl_unavailable,
 )
 from umbra.services.weights.gpu.worker_process import START_S, GpuWorkerProcess
 from umbra.services.weights.memory import private_memory
 from umbra.services.weights.planes.cuda_ipc import IpcReceiver
 from umbra.services.weights.planes.nccl import NcclReceiver
-from umbra.services.weights.planes.plane import ReceiverEnd
+from umbra.services.weights.planes.plane import GPU_PLANES, PLANES, ReceiverEnd
 from umbra.services.weights.planes.shm import ShmReceiver
 from umbra.services.weights.planes.tcp import TcpReceiver
 
 GpuPlane = Literal["nccl", "cuda_ipc"]
-REASONS: dict[GpuPlane, Callable[[], str | None]] = {
-    "nccl": nccl_unavailable,
-    "cuda_ipc": cuda_unavailable,
-}
-
+FRAME_BYTES = 4 << 20
+REMEDY = 'set weight_hub.dtype = "bfloat16", or use a host with more memory'
 AUTO_SHARE = 0.1  # of a GPU's memory that plane auto may take for versions
 
 log = logging.getLogger(__name__)
@@ -67,7 +62,7 @@ class GpuReceiving:
     def open(
         self, reply: Subscribed, name: str, frame_bytes: int, security: Security
     ) -> ReceiverEnd:
-        """The end for the layout and plane in `reply`.
+        """Open the end for the layout and plane in `reply`.
 
         Raises:
             StartupError: there is too little memory, here or on the GPU.
@@ -88,11 +83,7 @@ class GpuReceiving:
         return self.broadcasts(arena, pull, Device(self._device))
 
     def _check_share(self, nbytes: int) -> None:
-        """See that versions of `nbytes` take little of a GPU that nobody has promised them.
-
-        Raises:
-            StartupError: they would take memory that trainer or engine may come to need.
-        """
+        """See that versions of `nbytes` take little of a GPU that nobody has promised them."""
         versions = self._config.slots + 1  # the hub's, and what is verified here
         total = Device(self._device).total_bytes
         if self._config.plane == "auto" and versions * nbytes > AUTO_SHARE * total:
@@ -105,7 +96,7 @@ class GpuReceiving:
     def broadcasts(
         self, arena: Arena, pull: TcpReceiver, device: Device | None = None
     ) -> NcclReceiver:
-        """An end of plane `nccl` that fills `arena`, whose slots are also those that `pull` fills.
+        """Open an end of plane `nccl` that fills `arena`, whose slots `pull` fills too.
 
         `device`: where this process loads them from there.
         """
@@ -117,7 +108,7 @@ class GpuReceiving:
 
 
 def gpu_for(config: WeightHubConfig, device: str) -> GpuReceiving | None:
-    """The GPU of a receiver that computes on `device` (torch's name: cpu, cuda, cuda:1).
+    """Return the GPU of a receiver that computes on `device` (torch's name: cpu, cuda, cuda:1).
 
     With `weight_hub.plane` "auto" None where there is none; with a plane that needs no GPU, None.
 
@@ -139,14 +130,14 @@ def gpu_for(config: WeightHubConfig, device: str) -> GpuReceiving | None:
 def find_gpu(
     config: WeightHubConfig, asked: Sequence[GpuPlane], device: int
 ) -> GpuReceiving | None:
-    """GPU `device` for those of the planes `asked` that `weight_hub.plane` allows.
+    """Return GPU `device` for those of the planes `asked` that `weight_hub.plane` allows.
 
     Raises:
         UsageError: one of them is set by name and cannot be used here.
     """
     by_name = config.plane != "auto"
     asked = [plane for plane in asked if not by_name or config.plane == plane]
-    reasons = {plane: REASONS[plane]() for plane in asked}
+    reasons = {plane: PLANES[plane].available() for plane in asked}
     planes: list[GpuPlane] = [plane for plane in asked if reasons[plane] is None]
     reason = "; ".join(text for text in reasons.values() if text)
     if planes:
@@ -167,12 +158,7 @@ def host_planes(configured: str) -> list[str]:
     """Return the planes that a receiver offers besides its GPU's, by `weight_hub.plane`."""
     if configured == "auto":
         return ["shm", "tcp"]
-    return [] if configured in REASONS else [configured]
-
-
-FRAME_BYTES = 4 << 20
-STAGED = "versions that are staged until they are loaded"
-REMEDY = 'set weight_hub.dtype = "bfloat16", or use a host with more memory'
+    return [] if configured in GPU_PLANES else [configured]
 
 
 class ReceiverPlanes(Protocol):
@@ -184,7 +170,7 @@ class ReceiverPlanes(Protocol):
     """Of the GPU, where there is a plane for it."""
 
     def open(self, reply: Subscribed, name: str, security: Security) -> ReceiverEnd:
-        """The end for the layout and plane in `reply`.
+        """Open the end for the layout and plane in `reply`.
 
         Args:
             reply: of the hub.
@@ -205,7 +191,7 @@ class StagedPlanes:
     Args:
         planes: to be offered besides those of `gpu`, which come first.
         gpu: for planes `nccl` and `cuda_ipc`; closed with this.
-        frame_bytes: of one message, at most, where weights come over a socket.
+        frame_bytes: of one record of plane `tcp`, at most.
         connections: at a time to each source, there.
         allocate: gives the memory to hold them, so many writable bytes.
     """
@@ -230,7 +216,7 @@ class StagedPlanes:
         if self._gpu is not None and reply.plane in self._gpu.planes:
             return self._gpu.open(reply, name, self._frame_bytes, security)
         manifest = reply.manifest
-        ask_for(manifest.total_bytes, STAGED, REMEDY)
+        ask_for(manifest.total_bytes, "a version that is staged until it is loaded", REMEDY)
         data = self._allocate(manifest.total_bytes)
         if reply.plane == "tcp":
             return TcpReceiver(

@@ -334,11 +334,7 @@ class TcpReceiver:
         return Receipt(wire_s, stage_s, wire_bytes, error, lost, data=data)
 
     def _connected(self, owner: int, lane: int, message: Prepare) -> BucketSource:
-        """The source of the buckets of `owner`, connected or about to be.
-
-        Raises:
-            UsageError: its address is none.
-        """
+        """The source of the buckets of `owner`, connected or about to be."""
         if (owner, lane) not in self._sources:
             name = self._name if owner == lane == 0 else f"{self._name}/{owner}.{lane}"
             self._sources[owner, lane] = BucketSource(name, self._security)
