@@ -80,7 +80,7 @@ def test_what_is_computed_is_what_transformers_computes(model_dir: Path) -> None
     outcome = models_page.examine(model_dir)
     assert isinstance(outcome, Outcome), outcome
     assert outcome.equal, outcome.as_text()
-    assert len(outcome.rows) == 17
+    assert len(outcome.rows) == 15
     assert outcome.model_type in PROVEN
     assert models_page.right(ARCHITECTURES[model_dir.name], outcome) in page()
 
@@ -275,7 +275,7 @@ def test_a_soft_cap_that_is_left_out_is_noticed(
     )
     found = different(compare(model_dir))
     assert "logprobs of rows of one sequence" in found
-    assert "logprobs of shared prompts, segment by segment" in found
+    assert "logprobs of packed rows, shared prompts" in found
     assert "logprobs of the torch engine" in found
 
 
@@ -407,7 +407,7 @@ def test_the_command_prints_the_table_and_ends_well(model_dir: Path) -> None:
     )
     assert result.return_value == 0
     assert "Qwen3ForCausalLM" in result.output
-    assert result.output.count(" equal ") == 17
+    assert result.output.count(" equal ") == 15
     assert "model.checked" not in result.output
 
 
