@@ -21,10 +21,8 @@ from umbra.deploy.prepare.preflight import (
     check_run,
     search_path,
 )
-from umbra.deploy.prepare.stage import try_start
 from umbra.deploy.report.summary import summary_rows
 from umbra.deploy.run.live import LogView, choose_view
-from umbra.deploy.run.programs import buffer_program, other_programs
 from umbra.deploy.run.up import Up
 from umbra.proto.errors import ERROR_PREFIX, EXIT_DONE, UsageError
 from umbra.services.config import RunConfig
@@ -45,7 +43,6 @@ SIGNALLED = 128  # exit codes above it are of signals
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 @click.option("--quiet", is_flag=True, help="Show only the outcome.")
 @click.option("--logs", is_flag=True, help="Show the logs of all processes as they come.")
-@click.option("--dry-run", is_flag=True, help="Check all, print what would be started, and end.")
 def up(
     run_file: Path,
     overrides: tuple[str, ...],
@@ -53,7 +50,6 @@ def up(
     as_json: bool,
     quiet: bool,
     logs: bool,
-    dry_run: bool,
 ) -> int:
     """Start a whole run on this machine and see it through.
 
@@ -63,7 +59,7 @@ def up(
 
     If RUN_FILE is the folder of a run that was stopped or killed, that run goes on: from the newest
     checkpoint, with the very batches that came after it. One that has reached its end is trained on
-    with --set run.steps=N.
+    with --set run.steps=N. `umbra check RUN_FILE` tries all of it and starts nothing.
     """
     extends = any(text.partition("=")[0].strip() == "run.steps" for text in overrides)
     before = RunFolder.existing(run_file, extends=extends) if run_file.is_dir() else None
@@ -74,20 +70,12 @@ def up(
         config = load_run(run_file, overrides)
         told = check_extension(before, config) if before is not None and before.has_ended() else ""
         check_one_machine(config)
-        if not dry_run and (missing := _to_download(config)):
+        if missing := _to_download(config):
             note(f"model: {size(missing)} of weights to download")
-        check_run(config, download=not dry_run)  # before a folder is made
+        check_run(config)  # before a folder is made
         config, chosen = for_this_machine(config, load_tree(run_file, overrides=overrides))
         check_packages(config)
         search = _search_path(run_file, before)
-        if dry_run:
-            warnings = try_start(config, search)
-            _print_programs(config)
-            for name, text in dict(warnings).items():
-                note(f"warning:   {name}: {text}")
-            if chosen:
-                click.echo(f"chosen:    {', '.join(chosen)} (for this machine)")
-            return EXIT_DONE
         check_ports_free(config)
         view = choose_view(quiet=quiet, as_json=as_json)
         interrupts = stack.enter_context(SignalCounter())
@@ -134,16 +122,6 @@ def check_extension(folder: RunFolder, config: RunConfig) -> str:
             f"another one with model.path = {folder.model}"
         )
     return f"{done} steps are done; {after_extension(config.trainer, done, done, config.run.steps)}"
-
-
-def _print_programs(config: RunConfig) -> None:
-    folder = RunFolder(Path(config.run.dir).resolve() / f"{config.run.name}-...")
-    programs = [
-        buffer_program(config, folder),
-        *other_programs(config, folder, config.run.broker),
-    ]
-    for program in programs:
-        click.echo(f"{program.name}: {shlex.join(program.argv)}")
 
 
 def _search_path(run_file: Path, before: RunFolder | None) -> list[Path]:

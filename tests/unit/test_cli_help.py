@@ -116,27 +116,6 @@ def test_there_are_few_commands() -> None:
     assert len(cli.COMMANDS) <= 28, sorted(cli.COMMANDS)
 
 
-def test_a_dry_run_starts_nothing(project: Path) -> None:
-    done = subprocess.run(
-        [*UMBRA, "up", "run.toml", "--dry-run", "--set", "generator.count=2"],
-        cwd=project, capture_output=True, text=True, timeout=seconds(50), check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    names = [line.partition(":")[0] for line in done.stdout.splitlines()]
-    assert names == ["buffer", "weight-hub", "trainer", "generator-0", "generator-1"]
-    assert not (project / "runs").exists()
-
-
-def test_a_dry_run_finds_what_is_missing(project: Path) -> None:
-    (project / "prompts.jsonl").unlink()
-    done = subprocess.run(
-        [*UMBRA, "up", "run.toml", "--dry-run"],
-        cwd=project, capture_output=True, text=True, timeout=seconds(50), check=False,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert "prompts.jsonl" in done.stderr
-
-
 def test_a_service_s_dry_run_shows_what_counts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

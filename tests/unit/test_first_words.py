@@ -33,7 +33,7 @@ def test_figures_and_commands_fit_into_80_columns(
     text = "\n".join(lines)
     for name, _ in WORDS:
         assert f"  {name} " in text
-    for command in (f"runs {RUN_ID} --worst", f"chat runs/{RUN_ID}", "init my-run"):
+    for command in (f"runs runs/{RUN_ID} --worst", f"chat runs/{RUN_ID}", "init my-run"):
         assert f"umbra {command}\n" in text, command
 
 
