@@ -16,10 +16,10 @@ from umbra.services.environments.protocol import (
     Row,
     SampleError,
     StepResult,
+    content_of,
     expected_answer,
     prompt_messages,
 )
-from umbra.services.environments.response import content_of
 
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,11 +14,13 @@ from umbra.services.environments.protocol import (
     EnvironmentFactory,
     Message,
     Opening,
+    Response,
     Row,
+    Said,
     SampleError,
     StepResult,
+    finite_number,
 )
-from umbra.services.environments.response import Response, Said
 
 Result = Opening | StepResult
 Delivered = Result | list[StepResult]  # a list: one for each sample of a group
@@ -103,11 +104,11 @@ class EnvironmentHost:
                 begins(False)
                 results.append(await self._step(session, response))
                 session.heard += 1
-        except SampleError:
-            self._break(key)
-            raise
         except (Exception, SystemExit) as error:
-            self._break(key)
+            if key in self._sessions:
+                self._sessions[key].broken = True
+            if isinstance(error, SampleError):
+                raise
             raise SampleError(f"{self._name} raised {type(error).__name__}: {error}") from error
         return results
 
@@ -127,10 +128,6 @@ class EnvironmentHost:
         for key in list(self._sessions):
             await self.forget(key)
 
-    def _break(self, key: str) -> None:
-        if key in self._sessions:
-            self._sessions[key].broken = True
-
     async def _reset(self, session: _Episode, row: Row) -> Opening:
         opened = await _answer(session.environment, session.environment.reset, row)
         if not isinstance(opened, Opening):
@@ -147,11 +144,11 @@ class EnvironmentHost:
                 f"{self._name}: step returned {type(result).__name__} instead of a StepResult"
             )
         return StepResult(
-            reward=self._number(result.reward, "reward"),
+            reward=finite_number(result.reward, f"{self._name}: step"),
             done=bool(result.done),
             messages=self._messages(result.messages, "step"),
             reward_parts={
-                str(part): self._number(value, f"reward part {part!r}")
+                str(part): finite_number(value, f"{self._name}: part {part!r}")
                 for part, value in result.reward_parts.items()
             },
             reason=str(result.reason),
@@ -173,14 +170,6 @@ class EnvironmentHost:
             f'{self._name}: step gave tool_calls {calls!r} instead of a list of {{"id": ..., '
             '"type": "function", "function": {"name": ..., "arguments": {...}}}'
         )
-
-    def _number(self, value: Any, what: str) -> float:
-        try:
-            if not isinstance(value, str) and math.isfinite(value):
-                return float(value)
-        except TypeError:
-            pass
-        raise SampleError(f"{self._name}: {what} is {value!r}, which is not a finite number")
 
     def _messages(self, messages: Any, method: str) -> list[Message]:
         if isinstance(messages, list) and all(

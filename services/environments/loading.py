@@ -48,6 +48,7 @@ _KINDS: dict[str, Callable[..., Environment]] = {
     "reasoning-gym": ReasoningGym,
     UNREWARDED: Unrewarded,
 }
+_PROGRAMS = ("verifiers", "openenv", "trl")
 _INSTANT = {"exact", "numeric", "guess", UNREWARDED}
 
 
@@ -61,7 +62,7 @@ def runs_inline(config: EnvironmentConfig) -> bool:
 
 
 def name_of(config: EnvironmentConfig) -> str:
-    """What the user calls the environment, for errors."""
+    """Return what the user calls the environment, for errors."""
     match config.kind:
         case "reward":
             return f"environment {config.reward or ', '.join(config.rewards)}"
@@ -156,36 +157,30 @@ def _rewards(config: EnvironmentConfig) -> Rewards:
 
 
 def _program(config: EnvironmentConfig) -> Program:
-    """What plays a sample of another library's environment."""
+    """Return what plays a sample of another library's environment."""
     if not config.id:
         raise UsageError(f'environment.kind = "{config.kind}" needs environment.id')
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)  # what it names may lie there instead of being installed
+    _find_modules_here()
+    name, options = name_of(config), config.options
     try:
-        return _PROGRAMS[config.kind](config)
+        match config.kind:
+            case "verifiers":
+                return verifiers_program(config.id, options, name)
+            case "openenv":
+                return openenv_program(config.id, name, **options)
+            case _:
+                make = _load(config.id, "environment.id")
+                return trl_program(make, _rewards(config), name, **options)
     except TypeError as error:
         raise UsageError(f"environment.options do not fit {config.kind!r}: {error}") from error
 
 
-def _trl(config: EnvironmentConfig) -> Program:
-    make = _load(config.id, "environment.id")
-    return trl_program(make, _rewards(config), name_of(config), **config.options)
-
-
-def _openenv(config: EnvironmentConfig) -> Program:
-    return openenv_program(config.id, name_of(config), **config.options)
-
-
-def _verifiers(config: EnvironmentConfig) -> Program:
-    return verifiers_program(config.id, config.options, name_of(config))
-
-
-_PROGRAMS: dict[str, Callable[[EnvironmentConfig], Program]] = {
-    "verifiers": _verifiers,
-    "openenv": _openenv,
-    "trl": _trl,
-}
+def _find_modules_here() -> str:
+    """Let modules in the working directory be imported; return its path."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    return here
 
 
 def _names(tools: Any) -> list[str]:
@@ -220,13 +215,11 @@ def _checked(factory: EnvironmentFactory, config: EnvironmentConfig) -> Environm
 
 
 def _load(target: str, key: str) -> Callable[..., Any]:
-    """The callable "module:name"; modules in the working directory are found as well."""
+    """Return the callable "module:name", which may lie in the working directory."""
     module_name, separator, name = target.partition(":")
     if not separator or not module_name or not name:
         raise UsageError(f'{key} {target!r}: write it as "module:name"')
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    here = _find_modules_here()
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

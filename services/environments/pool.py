@@ -15,9 +15,15 @@ from umbra.services.config import EnvironmentConfig, NamedEnvironment, RunConfig
 from umbra.services.config.generation import ENVIRONMENT
 from umbra.services.environments.environment_host import Delivered, EnvironmentHost
 from umbra.services.environments.loading import load_environment, runs_inline
-from umbra.services.environments.protocol import EnvironmentFactory, Row, SampleError
-from umbra.services.environments.response import Said
-from umbra.services.environments.turn_request import Ask, Begun, Lost
+from umbra.services.environments.protocol import (
+    Ask,
+    Begun,
+    EnvironmentFactory,
+    Lost,
+    Row,
+    Said,
+    SampleError,
+)
 from umbra.services.environments.worker_pool import END_S, WorkerPool
 from umbra.services.process.loop_thread import LoopThread
 

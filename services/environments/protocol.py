@@ -73,6 +73,54 @@ class Environment(Protocol):
 EnvironmentFactory = Callable[[], Environment]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Said:
+    """A turn of the model as it travels to an environment.
+
+    `text` is the whole turn without the token that ended it. `content` is it without reasoning and
+    calls. `tool_calls` are as in an assistant's message of a chat template, with arguments as
+    objects. `problem` says why what looks like a call is none; then it is part of `content`.
+    """
+
+    text: str
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    problem: str = ""
+    stop: str = ""  # the stop string that ended the turn; no part of the others
+    read: bool = False
+    """Whether the model's own way of calling tools was looked for. If not, an environment that has
+    told the model another way may look for that in `text`."""
+
+
+class Response(str):
+    """What `Environment.step` is given: the text of the turn, which is a `str`, and its parts."""
+
+    __slots__ = ("content", "problem", "read", "reasoning", "stop", "tool_calls")
+
+    content: str
+    reasoning: str
+    tool_calls: list[dict[str, Any]]
+    problem: str
+    stop: str
+    read: bool
+
+    @classmethod
+    def of(cls, said: Said | str) -> Response:
+        """The response that an environment gets for `said`; a `str` is nothing but words."""
+        if isinstance(said, str):
+            said = Said(text=said, content=said)
+        response = cls(said.text)
+        for part in cls.__slots__:
+            setattr(response, part, getattr(said, part))
+        return response
+
+
+def content_of(response: str) -> str:
+    """The words of a turn without reasoning and calls; all of a plain `str`."""
+    return response.content if isinstance(response, Response) else response
+
+
 class SampleError(UmbraError):
     """One sample failed because of its data or its environment; the others go on."""
 
@@ -111,3 +159,59 @@ def finite_number(value: Any, name: str) -> float:
     except TypeError:
         pass
     raise SampleError(f"{name} returned {value!r}, which is not a finite number")
+
+
+class RefusedError(UmbraError):
+    """There is no turn for what was asked; the sample stays as it is. `code` is for programs."""
+
+    def __init__(self, reason: str, code: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of the model, T tokens, as it was sampled.
+
+    `complete` is whether the model ended it itself; `version` is that of the newest token.
+    """
+
+    said: Said
+    token_ids: list[int]
+    logprobs: list[float]
+    pieces: list[str]  # the tokens as text, if they were asked for
+    prompt_tokens: int  # all tokens before it
+    complete: bool
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """An agent works on the sample from now on; what it asks for comes when it likes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The agent of the sample is gone: the sample begins again, for another one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """An agent's wish for one turn of the model.
+
+    `messages` are those since the model's last turn, in the first ask all of them, and `calls` the
+    tools that this turn called, as the agent was told; with `text` the model goes on from plain
+    text instead. `after` is the turn that they follow, counted from 0 in the order of the asks that
+    got one; None where they begin a conversation. `reply` is called once, from any thread.
+    `stops` are texts that end the turn, besides those of the run.
+    """
+
+    reply: Callable[[Turn | UmbraError], None]
+    messages: list[Message] = field(default_factory=list)
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    text: str | None = None
+    after: int | None = None
+    max_tokens: int = 0  # of the turn, at most; 0 = as configured
+    pieces: bool = False
+    stops: tuple[str, ...] = ()

@@ -27,15 +27,15 @@ import msgspec
 from umbra.proto.errors import PeerLostError, RejectedError, UsageError
 from umbra.services.config import EnvironmentConfig
 from umbra.services.config.loader import load_config
-from umbra.services.environments.agent_workers import (
+from umbra.services.environments.environment_host import Delivered
+from umbra.services.environments.protocol import StepResult
+from umbra.services.environments.worker_pool import (
     NO_REWARD,
     PLAYED_TWICE,
     agent_workers,
     offered_name,
     start_agent,
 )
-from umbra.services.environments.environment_host import Delivered
-from umbra.services.environments.protocol import StepResult
 from umbra.services.http import read_key
 from umbra.services.process.logs import setup_logging
 from umbra.services.process.loop_thread import ends_with_it

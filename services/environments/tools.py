@@ -21,13 +21,14 @@ from umbra.services.environments.built_in import last_number, same_number
 from umbra.services.environments.protocol import (
     Message,
     Opening,
+    Response,
     Row,
     StepResult,
     Tool,
+    content_of,
     expected_answer,
     prompt_messages,
 )
-from umbra.services.environments.response import Response, content_of
 from umbra.services.environments.sandbox import SandboxTools
 
 _BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {

@@ -1,6 +1,6 @@
 """A process that runs a user's environments, in a Python environment of its own if need be.
 
-The pool that started it asks over a pipe (`worker_messages.py`). What the user's code prints goes
+The pool that started it asks over a pipe (`worker_pool.py`). What the user's code prints goes
 to stderr.
 """
 
@@ -23,9 +23,9 @@ from umbra.services.environments.loading import load_environment, name_of
 from umbra.services.environments.protocol import (
     EnvironmentFactory,
     Opening,
+    Said,
     SampleError,
 )
-from umbra.services.environments.response import Said
 from umbra.services.process.parent import FRAME_HEAD, die_with_parent, parents_end
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class Worker:
 
 
 def hello(make: EnvironmentFactory) -> dict[str, Any]:
-    """What a worker says first (`worker_messages.Hello`).
+    """What a worker says first (`worker_pool.Hello`).
 
     It takes one play at a time if the environment's methods may block.
     """

@@ -8,30 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
+import math
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import DeadlineError, UsageError
-from umbra.services.config import EnvironmentConfig
+from umbra.services.config import EnvironmentConfig, NamedEnvironment
 from umbra.services.environments.environment_host import Delivered, Result
 from umbra.services.environments.loading import name_of
+from umbra.services.environments.protocol import Opening, Row, Said, StepResult
 from umbra.services.environments.python_apart import apart
-from umbra.services.environments.response import Said
 from umbra.services.environments.time_limits import TimeLimit, TimeLimits
-from umbra.services.environments.worker_messages import (
-    Forget,
-    FromWorker,
-    GoesOn,
-    Hello,
-    Play,
-    Played,
-    Setup,
-    ToWorker,
-)
 from umbra.services.process.child import ChildProcess, describe_exit, start_worker
 from umbra.services.process.loop_thread import ends_with_it
 from umbra.services.process.pipe import AsyncPipe
@@ -42,6 +35,80 @@ _CLOSE_S = 5.0  # for all environments to be closed in the end
 END_S = 60.0  # within which `WorkerPool.close` is done on any machine
 _ENDING_S = 1.0  # for a process that has closed its pipe to end
 _GRACE_S = 5.0  # a worker that can still answer says itself that a play is overdue
+
+
+NO_REWARD = "its agent returned no reward, and has posted none"
+PLAYED_TWICE = "the process of its agent ended because of another agent in it"
+"""Why a sample fails whose agent would begin anew: what it did must not be done twice."""
+
+_NO_KEY = "none"  # the client insists on one
+
+
+class Setup(msgspec.Struct, tag="setup"):
+    """First to a worker: which environment."""
+
+    config: EnvironmentConfig
+
+
+class Hello(msgspec.Struct, tag="hello"):
+    """First from a worker, or why it can't work.
+
+    `room` is how many plays it takes at once. `closes` is whether environments have to be closed,
+    `lasting` whether something of theirs outlives them, and is closed when the pipe ends.
+    """
+
+    room: int = 1
+    closes: bool = False
+    lasting: bool = False
+    usage_error: str = ""
+
+
+class Play(msgspec.Struct, tag="play"):
+    """To a worker: the last of `responses` is new. `reset` and each step have so many seconds."""
+
+    number: int
+    key: str
+    row: dict[str, Any]
+    responses: list[Said | str]
+    opening_s: float
+    step_s: float
+
+
+class Forget(msgspec.Struct, tag="forget"):
+    """To a worker: the sample is over. With a number its environment is closed and that is told."""
+
+    key: str
+    number: int = 0
+    limit_s: float = 0.0  # seconds for that
+
+
+class GoesOn(msgspec.Struct, tag="goes_on"):
+    """From a worker: one call of a play is done, and the next one, a step, begins."""
+
+    number: int
+
+
+class Played(msgspec.Struct, tag="played"):
+    """From a worker: answers, or why there are none.
+
+    `exhausted`: memory ran out, it leaves. `overdue`: the call that was under way took too long.
+    """
+
+    number: int
+    opening: Opening | None = None  # if the conversation was opened for it
+    steps: list[StepResult] = msgspec.field(default_factory=list)
+    error: str = ""
+    exhausted: bool = False
+    overdue: bool = False
+
+    @property
+    def results(self) -> list[Opening | StepResult]:
+        """All answers, in order."""
+        return [*([] if self.opening is None else [self.opening]), *self.steps]
+
+
+ToWorker = Setup | Play | Forget
+FromWorker = Hello | GoesOn | Played
 
 
 @dataclass(slots=True)
@@ -375,6 +442,36 @@ class WorkerPool:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(ends_with_it)
+
+
+def offered_name(environment: EnvironmentConfig) -> str:
+    """Return what generators and runners call the environment."""
+    several = isinstance(environment, NamedEnvironment)
+    return environment.name if several else name_of(environment)
+
+
+def agent_workers(
+    config: EnvironmentConfig,
+    left: Callable[[str, Delivered | None, str], None],
+    began: Callable[[str], None],
+) -> WorkerPool:
+    """A pool of processes for agents, to be used within one event loop.
+
+    The work of an agent has no limit here: whoever holds its session limits its silence.
+
+    Args:
+        config: the agent, and how many processes of it there may be.
+        left: called with sample, what its agent returned, and error ("" if it returned).
+        began: called with the sample whenever a process begins to play for it.
+    """
+    lasting = msgspec.structs.replace(config, timeout_s=math.inf, reset_s=0.0)
+    return WorkerPool(lasting, left, began, end_forgotten=True)
+
+
+def start_agent(workers: WorkerPool, sample: str, row: Row, session_url: str, key: str) -> None:
+    """Have an agent play `row`, which asks the session at `session_url` for turns."""
+    endpoint = {"base_url": f"{session_url}/v1", "api_key": key or _NO_KEY}
+    workers.play(sample, row, [json.dumps(endpoint)])
 
 
 async def _end(process: ChildProcess, pipe: AsyncPipe[FromWorker]) -> str:

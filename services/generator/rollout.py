@@ -25,9 +25,15 @@ from umbra.proto.records import (
     unpack_int32,
 )
 from umbra.services.config.generation import ENVIRONMENT
-from umbra.services.environments.protocol import Opening, SampleError, StepResult
-from umbra.services.environments.response import Said
-from umbra.services.environments.turn_request import Ask, RefusedError, Turn
+from umbra.services.environments.protocol import (
+    Ask,
+    Opening,
+    RefusedError,
+    Said,
+    SampleError,
+    StepResult,
+    Turn,
+)
 from umbra.services.generator.engines.engine import EngineOutput, EngineRequest
 from umbra.services.generator.tokens import Line, ResponseTokens, shortened, tokens_of
 from umbra.services.modeling.chat import Chat

@@ -11,8 +11,15 @@ from collections.abc import Iterable
 from umbra.proto.messages import ReturnedSample
 from umbra.proto.records import SampleTask, Trajectory
 from umbra.services.environments.pool import EnvironmentPool, EpisodeOutcome
-from umbra.services.environments.protocol import Opening, SampleError, StepResult
-from umbra.services.environments.turn_request import Ask, Begun, Lost, RefusedError
+from umbra.services.environments.protocol import (
+    Ask,
+    Begun,
+    Lost,
+    Opening,
+    RefusedError,
+    SampleError,
+    StepResult,
+)
 from umbra.services.generator.engines.engine import Engine, EngineOutput
 from umbra.services.generator.rollout import Phase, Rollout, RolloutSettings
 

@@ -7,8 +7,7 @@ from collections.abc import Generator
 from umbra.proto.records import Sampling
 from umbra.services.config import RunConfig
 from umbra.services.config.trajectory_rules import sampling_of
-from umbra.services.environments.protocol import Message
-from umbra.services.environments.response import Said
+from umbra.services.environments.protocol import Message, Said
 from umbra.services.generator.engines.engine import EngineOutput, EngineRequest
 from umbra.services.generator.engines.opening import OpenEngine, open_engine
 from umbra.services.modeling.chat import TurnReader

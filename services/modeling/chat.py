@@ -12,8 +12,7 @@ from typing import Any
 
 from umbra.proto.errors import UsageError
 from umbra.services.config import ModelConfig
-from umbra.services.environments.protocol import Message, Opening
-from umbra.services.environments.response import Said
+from umbra.services.environments.protocol import Message, Opening, Said
 from umbra.services.modeling.chat_template import ChatTemplate, Finding, Kind, TurnsError
 from umbra.services.modeling.parser_choice import choose_parser
 from umbra.services.modeling.parsers import (

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from umbra.proto.errors import UsageError
-from umbra.services.environments.protocol import Message
-from umbra.services.environments.response import Said
+from umbra.services.environments.protocol import Message, Said
 from umbra.services.modeling import vllm_parsers
 from umbra.services.modeling.chat_template import ChatTemplate, TurnsError
 from umbra.services.modeling.parsers import PLAIN, TOLD, Parser, ResponseTemplateParser, read

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
-from umbra.services.environments.response import Said
+from umbra.services.environments.protocol import Said
 
 Kind = Literal["content", "reasoning"]
 Tools = Sequence[dict[str, Any]]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
-from umbra.services.environments.response import Said
+from umbra.services.environments.protocol import Said
 from umbra.services.modeling.parsers import Piece, Reading, Tools
 
 PREFIX = "vllm/"

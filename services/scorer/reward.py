@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from umbra.proto.records import Score, ScoringTask, unpack_int32
 from umbra.services.environments.pool import EnvironmentPool, EpisodeOutcome
-from umbra.services.environments.protocol import Row, StepResult
-from umbra.services.environments.response import Said
+from umbra.services.environments.protocol import Row, Said, StepResult
 from umbra.services.modeling.chat import Chat
 
 WAIT_S = 0.05

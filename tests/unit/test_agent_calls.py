@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from umbra.proto.records import Sampling
-from umbra.services.environments.turn_request import Turn
+from umbra.services.environments.protocol import Turn
 from umbra.services.generator.agents.calls import (
     Call,
     CallRules,

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from umbra.services.config import EnvironmentConfig
-from umbra.services.environments.protocol import StepResult
+from umbra.services.environments.protocol import RefusedError, StepResult, Turn
 from umbra.services.environments.time_limits import TimeLimits
-from umbra.services.environments.turn_request import RefusedError, Turn
 from umbra.services.generator.agents.calls import Call
 from umbra.services.generator.agents.replies import Answer
 from umbra.services.generator.agents.session import AgentSession, SessionRegistry

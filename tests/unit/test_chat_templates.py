@@ -14,8 +14,7 @@ import pytest
 from fakes.chat_templates import chat_tokenizer, template_names, training_names
 
 from umbra.proto.errors import UsageError
-from umbra.services.environments.protocol import Message, Opening
-from umbra.services.environments.response import Said
+from umbra.services.environments.protocol import Message, Opening, Said
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.chat_template import as_text, with_tools
 

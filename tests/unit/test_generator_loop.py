@@ -27,7 +27,7 @@ from umbra.proto.messages import (
 )
 from umbra.services.environments.built_in import ExactMatch
 from umbra.services.environments.pool import InlinePool
-from umbra.services.environments.response import Said
+from umbra.services.environments.protocol import Said
 from umbra.services.generator.engines.engine import CacheFigures, EngineError
 
 

@@ -14,8 +14,7 @@ from umbra.proto.records import SampleTask, Trajectory, unpack_int32
 from umbra.services.environments.built_in import ExactMatch, Guess
 from umbra.services.environments.environment_host import Result
 from umbra.services.environments.pool import EpisodeOutcome, InlinePool
-from umbra.services.environments.protocol import StepResult
-from umbra.services.environments.turn_request import Ask, Begun
+from umbra.services.environments.protocol import Ask, Begun, StepResult
 from umbra.services.generator.rollout import Limits
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.modeling.chat import Chat

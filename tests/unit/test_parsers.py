@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from umbra.proto.errors import UsageError
 from umbra.services.config import ModelConfig
-from umbra.services.environments.response import Response, Said
+from umbra.services.environments.protocol import Response, Said
 from umbra.services.environments.tools import ToolCall, ToolCallError, parse_tool_calls
 from umbra.services.modeling.chat import Chat, TurnReader
 

@@ -12,8 +12,7 @@ from fakes.trajectories import sample
 
 from umbra.proto.records import Sampling, Trajectory, VersionSpan, unpack_float32, unpack_int32
 from umbra.services.config.trajectory_rules import RunFacts, find_fault
-from umbra.services.environments.protocol import SampleError, StepResult
-from umbra.services.environments.turn_request import Ask, RefusedError
+from umbra.services.environments.protocol import Ask, RefusedError, SampleError, StepResult
 from umbra.services.generator.rollout import Limits, Phase, Rollout
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer

@@ -11,8 +11,7 @@ from fakes.trajectories import sample
 
 from umbra.proto.records import Routing, Sampling, VersionSpan, unpack_int32
 from umbra.services.environments.pool import InlinePool
-from umbra.services.environments.protocol import Opening, Row, StepResult
-from umbra.services.environments.response import Response
+from umbra.services.environments.protocol import Opening, Response, Row, StepResult
 from umbra.services.generator.engines.engine import EngineOutput
 from umbra.services.generator.rollout import Rollout
 from umbra.services.generator.runner import RolloutRunner

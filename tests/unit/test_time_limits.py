@@ -19,10 +19,9 @@ from umbra.services.environments.built_in import Guess
 from umbra.services.environments.environment_host import EnvironmentHost
 from umbra.services.environments.kinds.trl import trl_program
 from umbra.services.environments.pool import EpisodeOutcome, ProcessPool
-from umbra.services.environments.protocol import Opening, StepResult
+from umbra.services.environments.protocol import Opening, StepResult, Turn
 from umbra.services.environments.rewards import Rewards
 from umbra.services.environments.time_limits import TimeLimits
-from umbra.services.environments.turn_request import Turn
 from umbra.services.generator.agents.calls import Call
 from umbra.services.generator.agents.session import AgentSession
 from umbra.services.http import ApiError

@@ -48,7 +48,7 @@ _INVALID = "(code: VALIDATION_ERROR)"  # what the client's error ends with
 def openenv_program(
     where: str, name: str, *, text: str = "", observation: str = "", message_s: float = 60.0
 ) -> Program:
-    """What plays one sample.
+    """Return what plays one sample.
 
     Args:
         where: URL of a server, or "module:app" of the one to start.
@@ -57,8 +57,7 @@ def openenv_program(
         observation: the field that the model is shown; empty = all of them, as JSON.
         message_s: seconds that an answer of the server may take.
 
-    Raises:
-        UsageError: no openenv, no such server, or an action that has no such field.
+    Raises UsageError if there is no openenv, server or field.
     """
     try:
         client_class = importlib.import_module("openenv").GenericEnvClient

@@ -10,7 +10,6 @@ Calls and their order are those of `trl` 1.16, `experimental/async_grpo/async_ro
 from __future__ import annotations
 
 import asyncio
-import functools
 import importlib
 import inspect
 import threading
@@ -74,7 +73,8 @@ def trl_program(
         try:
             result = await _play(environment, row, endpoint)
         except BaseException:
-            await _close(environment)  # nobody knows what state it is in
+            if (close := close_of(environment)) is not None:  # its state is unknown
+                await _call(close)
             raise
         idle.append(environment)
         return result
@@ -164,30 +164,14 @@ async def _call(function: Callable[..., Any], **arguments: Any) -> Any:
     return await done
 
 
-async def _close(environment: Any) -> None:
-    close = close_of(environment)
-    if close is not None:
-        await _call(close)
-
-
 def _schema(method: Callable[..., Any], name: str) -> dict[str, Any]:
-    return _schema_maker()(method, name)
-
-
-@functools.cache
-def _schema_maker() -> Callable[[Callable[..., Any], str], dict[str, Any]]:
     try:
         library = importlib.import_module("transformers.utils.chat_template_utils")
     except ImportError as error:
         raise UsageError(
             f'environment.kind = "trl" needs transformers, as TRL does, for schemas: {error}'
         ) from error
-    faults = (library.DocstringParsingException, library.TypeHintParsingException)
-
-    def make(method: Callable[..., Any], name: str) -> dict[str, Any]:
-        try:
-            return library.get_json_schema(method)
-        except faults as error:
-            raise UsageError(f"{name} makes no tool: {error}") from error
-
-    return make
+    try:
+        return library.get_json_schema(method)
+    except (library.DocstringParsingException, library.TypeHintParsingException) as error:
+        raise UsageError(f"{name} makes no tool: {error}") from error

@@ -33,16 +33,11 @@ _V1_DEFAULTS: dict[str, Any] = {
 
 
 def verifiers_program(name: str, options: Mapping[str, Any], said: str) -> Program:
-    """What plays one sample of the environment or taskset `name`.
+    """Return what plays one sample of the environment or taskset `name`.
 
-    Args:
-        name: as verifiers has it.
-        options: v0: arguments of `load_environment`; v1: tables of its configuration ("taskset",
-            "agent", "timeout", ...), which go over defaults of our own.
-        said: what the user calls it, for errors.
-
-    Raises:
-        UsageError: it can't be loaded, or rewards whole groups only.
+    `options` are arguments of `load_environment` (v0) or tables of the configuration over our
+    defaults (v1: "taskset", "agent", ...); `said` is the user's name for it. Raises UsageError if
+    it can't be loaded, or rewards whole groups only.
     """
     if is_v0(name):
         return _v0_program(_v0_environment(name, options), said)
@@ -50,24 +45,20 @@ def verifiers_program(name: str, options: Mapping[str, Any], said: str) -> Progr
 
 
 def verifiers_rows(name: str, options: Mapping[str, Any], count: int, seed: int) -> list[Row]:
-    """The first `count` tasks, shuffled by `seed` where there is an end of them, as prompt rows.
-
-    Raises:
-        UsageError: it can't be loaded.
-    """
+    """Return the first `count` tasks as prompt rows, shuffled by `seed` if they are finite."""
     if is_v0(name):
         dataset = _v0_environment(name, options).get_dataset(n=count, seed=seed)
-        return [_present(row) for row in dataset.to_list()]
+        rows = dataset.to_list()  # None where there is no value
+        return [{k: value for k, value in row.items() if value is not None} for row in rows]
     taskset = _v1_environment(name, options).taskset
     tasks: Iterable[Any] = taskset if taskset.INFINITE else taskset.shuffle(seed)
     return [_v1_row(task, n) for n, task in enumerate(itertools.islice(tasks, count))]
 
 
 def is_v0(name: str) -> bool:
-    """Whether `name` is an environment of the first generation.
+    """Return whether `name` is an environment of the first generation.
 
-    Raises:
-        UsageError: no verifiers, or one that knows no such environments any more.
+    Raises UsageError if verifiers is missing, or does not know such environments any more.
     """
     library = _library()
     try:
@@ -156,11 +147,6 @@ def _v0_reason(outcome: Mapping[str, Any]) -> str:
     return ends.get(str(outcome.get("stop_condition")), "stop")
 
 
-def _present(row: Row) -> Row:
-    """Without what the dataset has no value for."""
-    return {key: value for key, value in row.items() if value is not None}
-
-
 # -- v1 -------------------------------------------------------------------------------------------
 
 
@@ -201,7 +187,6 @@ def _v1_program(environment: Any, said: str) -> Program:
     serving: asyncio.Future[None] | None = None
 
     async def serve(ready: asyncio.Future[None]) -> None:
-        """Keep what all episodes share, until this process ends and cancels it."""
         try:
             async with environment.serving():
                 ready.set_result(None)
@@ -258,7 +243,7 @@ def _v1_result(episode: Any, said: str) -> StepResult:
 
 
 def _key_variable(endpoint: Mapping[str, str]) -> str:
-    """The environment variable with the key of `endpoint`; verifiers reads keys from there only.
+    """Return the environment variable with the key of `endpoint`, where verifiers reads it.
 
     Each key has its own: endpoints may have different ones.
     """

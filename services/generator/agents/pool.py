@@ -18,20 +18,18 @@ from dataclasses import dataclass
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import UmbraError
 from umbra.services.config import EnvironmentConfig
-from umbra.services.environments.agent_workers import (
+from umbra.services.environments.environment_host import Delivered
+from umbra.services.environments.pool import EpisodeOutcome, taken
+from umbra.services.environments.protocol import Ask, Begun, Lost, Row, Said, StepResult, Turn
+from umbra.services.environments.time_limits import TimeLimits
+from umbra.services.environments.worker_pool import (
+    END_S,
     NO_REWARD,
     PLAYED_TWICE,
     agent_workers,
     offered_name,
     start_agent,
 )
-from umbra.services.environments.environment_host import Delivered
-from umbra.services.environments.pool import EpisodeOutcome, taken
-from umbra.services.environments.protocol import Row, StepResult
-from umbra.services.environments.response import Said
-from umbra.services.environments.time_limits import TimeLimits
-from umbra.services.environments.turn_request import Ask, Begun, Lost, Turn
-from umbra.services.environments.worker_pool import END_S
 from umbra.services.generator.agents.calls import Call, CallRules
 from umbra.services.generator.agents.replies import Answer
 from umbra.services.generator.agents.server import MAX_BODY, Edge, host_of, url_of

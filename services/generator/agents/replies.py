@@ -8,8 +8,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from umbra.services.environments.protocol import Message
-from umbra.services.environments.turn_request import Turn
+from umbra.services.environments.protocol import Message, Turn
 from umbra.services.generator.agents.calls import Call
 from umbra.services.http import ApiError
 

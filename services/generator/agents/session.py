@@ -20,9 +20,8 @@ from typing import Any
 import msgspec
 
 from umbra.proto.errors import UmbraError
-from umbra.services.environments.protocol import StepResult
+from umbra.services.environments.protocol import RefusedError, StepResult, Turn
 from umbra.services.environments.time_limits import TimeLimit, TimeLimits
-from umbra.services.environments.turn_request import RefusedError, Turn
 from umbra.services.generator.agents.calls import Call
 from umbra.services.generator.agents.replies import Answer, answer_of
 from umbra.services.generator.agents.session_tree import News, SessionTree
