@@ -52,10 +52,8 @@ class ExactMatch(SingleTurn):
 
 
 class NumericMatch(SingleTurn):
-    """Reward 1 if the last number of the response is the row's "answer".
-
-    Args:
-        tolerance: difference that still counts as equal, relative to the answer.
+    """Reward 1 if the last number of the response is the row's "answer", within `tolerance`
+    relative to it.
     """
 
     def __init__(self, tolerance: float = 1e-6) -> None:
@@ -118,13 +116,9 @@ class ReasoningGym(SingleTurn):
 def gym_rows(
     name: str, count: int, seed: int, options: Mapping[str, Any] | None = None
 ) -> list[Row]:
-    """`count` rows of the dataset `name`, each with the entry that its verifier needs.
+    """Return `count` rows of the dataset `name`, each with the entry that its verifier needs.
 
-    Args:
-        name: of the dataset.
-        count: how many.
-        seed: of the draws.
-        options: parameters of the dataset, such as `max_word_len`.
+    `options` are parameters of the dataset, such as `max_word_len`.
 
     Raises:
         UsageError: the package is missing, or has no such dataset or parameter.
@@ -182,9 +176,8 @@ class Guess:
             return StepResult(reward=1.0)
         if self._left <= 0:
             return StepResult(reason="turns")
-        if not (len(text) == 1 and text.isascii() and text.isdigit()):
-            hint = "?"
-        else:
+        hint = "?"
+        if len(text) == 1 and text.isascii() and text.isdigit():
             hint = ">" if int(text) < self._secret else "<"
         return StepResult(done=False, messages=[{"role": "user", "content": hint}])
 

@@ -42,7 +42,7 @@ class EpisodeOutcome:
 
 
 def taken(outcomes: queue.SimpleQueue[EpisodeOutcome]) -> list[EpisodeOutcome]:
-    """All that is in `outcomes`, which another thread fills; nothing is left there."""
+    """Take all that is in `outcomes`, which another thread fills."""
     found: list[EpisodeOutcome] = []
     while True:
         try:
@@ -76,11 +76,7 @@ class EnvironmentPool(Protocol):
 def open_pool(
     config: EnvironmentConfig, *, wake: Callable[[], None] = lambda: None
 ) -> EnvironmentPool:
-    """The pool that fits the configured environment.
-
-    Args:
-        config: which environment, its limits, and how many processes.
-        wake: called, from any thread, whenever an outcome is there.
+    """Return the pool for an environment; `wake` is called from any thread at each outcome.
 
     Raises:
         UsageError: the environment can't be loaded.
@@ -92,12 +88,7 @@ def open_pool(
 
 
 class InlinePool:
-    """Environments that only compute, within the call.
-
-    Args:
-        make: a fresh environment, whose coroutines, if it has some, never wait.
-        name: what the user calls it, for errors.
-    """
+    """Environments that only compute, within the call; their coroutines never wait."""
 
     def __init__(self, make: EnvironmentFactory, name: str = "environment") -> None:
         self._plays = EnvironmentHost(make, name)
@@ -178,39 +169,25 @@ class EnvironmentSet:
             return cls(pools)
 
     def play(self, key: str, row: Row, responses: Sequence[Said | str]) -> None:
-        """As of `EnvironmentPool`."""
         home = self._homes[key] = self._pools[row[ENVIRONMENT]]
         home.play(key, row, responses)
 
     def forget(self, key: str) -> None:
-        """As of `EnvironmentPool`."""
         home = self._homes.pop(key, None)
         if home is not None:
             home.forget(key)
 
     def collect(self) -> list[EpisodeOutcome]:
-        """As of `EnvironmentPool`."""
         return [outcome for pool in self._pools.values() for outcome in pool.collect()]
 
     def close(self) -> None:
-        """Close them all, also if one can't be."""
         with ExitStack() as stack:
             for pool in self._pools.values():
                 stack.callback(pool.close)
 
 
 def open_rewards(config: RunConfig, *, wake: Callable[[], None] = lambda: None) -> EnvironmentPool:
-    """Where rewards are found for samples that are whole: in the run's environment, or in those of
-    several that reward groups.
-
-    Args:
-        config: the run.
-        wake: called, from any thread, whenever an outcome is there.
-
-    Raises:
-        UsageError: a reward can't be loaded.
-        DeadlineError: loading it took too long.
-    """
+    """Return the pool that rewards whole samples; arguments and errors as of `open_pool`."""
     if not config.environments:
         return open_pool(config.environment, wake=wake)
     groups = [one for one in config.environments if one.reward_scope == "group"]

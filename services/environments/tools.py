@@ -31,7 +31,7 @@ from umbra.services.environments.protocol import (
 )
 from umbra.services.environments.sandbox import SandboxTools
 
-_BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
+_OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -39,8 +39,6 @@ _BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
     ast.Pow: operator.pow,
-}
-_UNARY: dict[type[ast.unaryop], Callable[[float], float]] = {
     ast.UAdd: operator.pos,
     ast.USub: operator.neg,
 }
@@ -58,10 +56,13 @@ def calculator(expression: str) -> str:
     if len(expression) > _LONGEST:
         raise ValueError(f"the expression is longer than {_LONGEST} characters")
     try:
-        tree = ast.parse(expression.strip(), mode="eval")
-    except (SyntaxError, ValueError):
+        value = _evaluate(ast.parse(expression.strip(), mode="eval").body)
+    except SyntaxError:
         raise ValueError(f"{expression!r} is not an arithmetic expression") from None
-    value = _evaluate(tree.body)
+    except ZeroDivisionError:
+        raise ValueError("division by zero") from None
+    except OverflowError:
+        raise ValueError("the result is too large") from None
     return str(int(value)) if float(value).is_integer() and abs(value) < _LARGEST else f"{value:g}"
 
 
@@ -69,18 +70,13 @@ def _evaluate(node: ast.expr) -> float:
     match node:
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
             return value
-        case ast.UnaryOp(op=op, operand=operand) if type(op) in _UNARY:
-            return _UNARY[type(op)](_evaluate(operand))
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_evaluate(operand))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
             a, b = _evaluate(left), _evaluate(right)
             if isinstance(op, ast.Pow) and (abs(a) > _LARGEST or abs(b) > _HIGHEST_POWER):
                 raise ValueError("the power is too large")
-            try:
-                value = _BINARY[type(op)](a, b)
-            except ZeroDivisionError:
-                raise ValueError("division by zero") from None
-            except OverflowError:
-                raise ValueError("the result is too large") from None
+            value = _OPERATORS[type(op)](a, b)
             if not isinstance(value, complex):
                 return value
             raise ValueError("the result is not a real number")
@@ -159,13 +155,8 @@ class ToolUse:
     """Answer the row's prompt with the help of tools; reward 1 for the row's "answer".
 
     The answer is the first response without a tool call: its last number, if the row's answer is
-    one, else its stripped text.
-
-    Args:
-        tools: what may be called; the functions' names are the tools' names.
-        sandbox: has the tools of `SandboxTools` besides, those of them that are named in `tools`.
-        calls: turns with tool calls until the sample ends without a reward.
-        tolerance: difference of numbers that still counts as equal, relative to the answer.
+    one (within `tolerance`, relative), else its stripped text. After `calls` turns with calls the
+    sample ends without a reward. Tools that are names are those of `sandbox`.
     """
 
     def __init__(
@@ -202,21 +193,13 @@ class ToolUse:
             for a in answers
         ]
         # Calls are told as such if all could be read; else they are the text of the model's turn.
-        told = [
-            call.as_message(f"call_{index}")
-            for index, call in enumerate(calls)
-            if isinstance(call, ToolCall)
-        ]
-        whole = len(told) == len(calls)
-        return StepResult(
-            done=False,
-            messages=messages,
-            reward_parts=parts,
-            tool_calls=told if whole else [],
-        )
+        read = [call for call in calls if isinstance(call, ToolCall)]
+        told = [call.as_message(f"call_{index}") for index, call in enumerate(read)]
+        if len(read) < len(calls):
+            told = []
+        return StepResult(done=False, messages=messages, reward_parts=parts, tool_calls=told)
 
     async def close(self) -> None:
-        """The sample is over."""
         if self._sandbox is not None:
             await self._sandbox.close()
 

@@ -44,6 +44,10 @@ PLAYED_TWICE = "the process of its agent ended because of another agent in it"
 _NO_KEY = "none"  # the client insists on one
 
 
+# What pool and worker say to each other. The worker (`worker.py`) sends and receives the same as
+# plain MessagePack maps: its Python environment may have neither Umbra nor msgspec.
+
+
 class Setup(msgspec.Struct, tag="setup"):
     """First to a worker: which environment."""
 
@@ -184,7 +188,7 @@ class WorkerPool:
 
     @property
     def room(self) -> int:
-        """Plays at once in all processes that there may be; known once the first has started."""
+        """Plays at once in all processes; known once the first has started."""
         return self._config.workers * self._workers[0].room
 
     async def start(self) -> None:
@@ -196,7 +200,7 @@ class WorkerPool:
         """
         self._workers.append(await self._hire())
 
-    def play(self, key: str, row: dict[str, object], responses: Sequence[Said | str]) -> None:
+    def play(self, key: str, row: Row, responses: Sequence[Said | str]) -> None:
         """Ask for the answer to the last of `responses`; it is delivered."""
         session = self._sessions.setdefault(key, _Conversation())
         call = self._numbered(session, key, dict(row), list(responses))
@@ -313,11 +317,7 @@ class WorkerPool:
         worker.tell(Forget(key, call.play.number, limit.seconds))
 
     def _numbered(
-        self,
-        session: _Conversation,
-        key: str,
-        row: dict[str, object],
-        responses: list[Said | str],
+        self, session: _Conversation, key: str, row: Row, responses: list[Said | str]
     ) -> _PendingPlay:
         self._number += 1
         opening, step = self._limits.opening, self._limits.step
@@ -455,14 +455,9 @@ def agent_workers(
     left: Callable[[str, Delivered | None, str], None],
     began: Callable[[str], None],
 ) -> WorkerPool:
-    """A pool of processes for agents, to be used within one event loop.
+    """Return a pool of processes for agents; `left` and `began` are its `deliver` and `started`.
 
-    The work of an agent has no limit here: whoever holds its session limits its silence.
-
-    Args:
-        config: the agent, and how many processes of it there may be.
-        left: called with sample, what its agent returned, and error ("" if it returned).
-        began: called with the sample whenever a process begins to play for it.
+    The work of an agent has no limit here: the holder of its session limits its silence.
     """
     lasting = msgspec.structs.replace(config, timeout_s=math.inf, reset_s=0.0)
     return WorkerPool(lasting, left, began, end_forgotten=True)
