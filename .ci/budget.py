@@ -24,7 +24,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "services": (300, 10),
     "services/buffer": (7_300, 125),
     "services/config": (3_100, 60),
-    "services/environments": (4_350, 105),
+    "services/environments": (3_950, 100),
     "services/generator": (8_950, 135),
     "services/modeling": (5_200, 105),
     "services/monitor": (2_200, 65),

@@ -31,11 +31,7 @@ _MAX_PORT = 65535
 def listen(address: str, what: str, *, default_host: str = "", ports: int = 1) -> socket.socket:
     """Return a socket that listens at `HOST:PORT`, or at the first free one of `ports` ports.
 
-    Args:
-        address: port 0 is any that is free.
-        what: the flag or key that says it, for errors.
-        default_host: of an address that is `:PORT`.
-        ports: to try, from the given one on.
+    Port 0 is any that is free; `what` is the flag or key that says the address, for errors.
 
     Raises:
         UsageError: it is no address.
@@ -61,7 +57,7 @@ def listen(address: str, what: str, *, default_host: str = "", ports: int = 1) -
 
 
 def is_local(bound: socket.socket) -> bool:
-    """Return whether only this machine can connect to the socket."""
+    """Return true if only this machine can connect to the socket."""
     return is_loopback(bound.getsockname()[0])
 
 
@@ -116,13 +112,11 @@ class Gate:
     """ASGI middleware: checks the head of each request, then reads its body within limits.
 
     Args:
-        app: answers what is let in.
         local: only this machine reaches the server. Requests must then use a loopback name as
             Host, so that no web page can ask through a browser (DNS rebinding).
         key: bearer token, or value of the header X-Api-Key, that clients must send; "" = none.
         max_body: bytes that the body of a request may have.
         requests: answered at once; more get 503.
-        refusals: counts the refused ones.
         name: one more name of this machine, in lower case.
     """
 
@@ -213,13 +207,7 @@ class Gate:
 
 
 class HttpServer:
-    """Serves `app` behind a `Gate` at a socket, within a running event loop.
-
-    Args:
-        app: an ASGI application.
-        bound: listens; closed in the end.
-        key, max_body, requests, name: as of `Gate`.
-    """
+    """Serves `app` behind a `Gate` at a socket, within an event loop; the socket is closed."""
 
     def __init__(
         self,

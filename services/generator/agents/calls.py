@@ -55,7 +55,7 @@ _UNFORCED: dict[str, tuple[Any, ...]] = {"tool_choice": ("required", {"type": "a
 
 
 class Overridden:
-    """How often agents asked for a sampling that they did not get, by field."""
+    """Counts fields by which agents asked for a sampling that they did not get."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -75,10 +75,9 @@ class Overridden:
 
 @dataclass(frozen=True, slots=True)
 class CallRules:
-    """What the run has decided, and calls may repeat but not change.
+    """The run's choices, which calls may repeat but not change.
 
-    With `override` a call that asks for another sampling gets the run's, which is counted; without
-    it such a call is refused.
+    A call for another sampling gets the run's, which is counted, or is refused without `override`.
     """
 
     sampling: Sampling
@@ -90,11 +89,7 @@ class CallRules:
     overridden: Overridden = field(default_factory=Overridden)
 
     def settle(self, name: str, given: Any, why: str) -> None:
-        """A call has asked for a sampling that is not the run's.
-
-        Raises:
-            ApiError: such calls are refused.
-        """
+        """Count a call for another sampling than the run's; raises ApiError if that is refused."""
         if not self.override:
             raise ApiError(why, param=name)
         self.overridden.add(name, given)
@@ -194,9 +189,7 @@ def read_text(body: bytes, rules: CallRules) -> Call:
 
 
 def continues(old: Message, new: Message) -> bool:
-    """Whether `new` is `old` as it comes back: white space around it is no edit, and reasoning,
-    which many clients don't keep, may be missing.
-    """
+    """Return whether `new` is `old` as it comes back, white space and missing reasoning aside."""
     if "reasoning_content" not in new:
         old = {name: value for name, value in old.items() if name != "reasoning_content"}
     return _stripped(old) == _stripped(new)
@@ -287,11 +280,7 @@ def readable(tools: list[dict[str, Any]], rules: CallRules) -> list[dict[str, An
 
 
 def leave_out(tool: dict[str, Any], where: str, rules: CallRules) -> None:
-    """A tool that is no function of the client's: the model isn't told of it, which is counted.
-
-    Raises:
-        ApiError: the run refuses agents that ask for more than they get.
-    """
+    """Count a tool that is no function of the client's; raises ApiError if the run refuses it."""
     why = f"{where} is of type {tool.get('type')!r}: only functions of the client can be called"
     if not rules.override:
         raise ApiError(why, param=where)

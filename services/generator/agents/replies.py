@@ -24,7 +24,7 @@ class Answer:
 
 
 def answer_of(turn: Turn, call: Call, number: int) -> Answer:
-    """What `turn` says to `call`: text, and calls of tools if the call named some.
+    """Return what `turn` says to `call`: text, and calls of tools if the call named some.
 
     Calls are objects only if all of them are well formed; else they stay text, for the agent to
     answer. The ids of tool calls are the same whenever the turn is played again.
