@@ -20,25 +20,25 @@ PRODUCTION = ("deploy", "proto", "services", "src")
 
 # folder: lines, public names
 BUDGETS: dict[str, tuple[int, int]] = {
-    "proto": (4_400, 175),
+    "proto": (4_350, 175),
     "services": (300, 10),
-    "services/buffer": (7_300, 125),
+    "services/buffer": (7_050, 120),
     "services/config": (3_100, 60),
-    "services/environments": (3_950, 100),
-    "services/generator": (8_950, 135),
-    "services/modeling": (5_200, 105),
-    "services/monitor": (2_200, 65),
+    "services/environments": (4_050, 100),
+    "services/generator": (8_500, 130),
+    "services/modeling": (5_200, 110),
+    "services/monitor": (2_150, 65),
     "services/process": (1_850, 50),
-    "services/prompts": (450, 20),
+    "services/prompts": (500, 20),
     "services/reporting": (250, 20),
     "services/scorer": (550, 10),
-    "services/trainer": (8_900, 205),
-    "services/weight_hub": (2_600, 30),
-    "services/weights": (6_750, 115),
-    "deploy": (9_750, 240),
+    "services/trainer": (8_800, 200),
+    "services/weight_hub": (2_450, 25),
+    "services/weights": (6_250, 105),
+    "deploy": (9_900, 235),
     "src": (750, 10),
     "benchmarks": (5_500, 165),
-    "tests": (65_050, 3575),
+    "tests": (64_300, 3535),
 }
 
 
