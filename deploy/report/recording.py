@@ -53,7 +53,7 @@ class Recording:
         service = row["service"]
         match row["kind"]:
             case "span":
-                left_out = ("time", "service", "kind", "name", "start", "end", "lengths")
+                left_out = ("time", "service", "kind", "name", "start", "end")
                 yield ReportSpan(
                     service,
                     span_name(dict(row)),

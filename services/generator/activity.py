@@ -6,9 +6,9 @@ import faulthandler
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from umbra.proto.deadline import Pace
@@ -27,22 +27,18 @@ _LONGEST_SPAN_S = 1.0  # spans are cut here, so that a long one is seen while it
 @dataclass
 class _Decoded:
     tokens: int = 0
-    steps: float = 0.0
-    prompt_tokens: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
     cache_usage: float = 0.0
-    lengths: list[int] = field(default_factory=list)
 
 
 class Activity:
     """Merges what the loop reports at each turn into contiguous spans.
 
     A row is `{"kind": "span", "name", "start", "end", ...}`, in seconds since the epoch. "idle" has
-    `reason`: "weights", "work" or "environment". "decode" has `tokens` sampled, `steps` (of about
-    so many forward passes), `prompt_tokens` given to read and the `lengths` of the turns that
-    ended, in tokens; `cached_tokens`, `preemptions` and the
-    highest `cache_usage` of the engine's `CacheFigures` meanwhile. "load_weights" has `version`.
+    `reason`: "weights", "work" or "environment". "decode" has `tokens` sampled; `cached_tokens`,
+    `preemptions` and the highest `cache_usage` of the engine's `CacheFigures` meanwhile.
+    "load_weights" has `version`.
 
     Args:
         metrics: receives the rows.
@@ -57,35 +53,18 @@ class Activity:
         self._cache = CacheFigures()  # at the end of the last turn
         self._decoded = _Decoded()
 
-    def decoding(
-        self,
-        started: float,
-        tokens: int,
-        *,
-        steps: float = 0.0,
-        prompt_tokens: int = 0,
-        lengths: Iterable[int] = (),
-        cache: CacheFigures | None = None,
-    ) -> bool:
-        """The engine was busy from `started` until now, for `tokens`; whether a span was closed.
-
-        `cache` is what the engine says of it now.
-        """
-        closed = self._extend(("decode", ""), started)
+    def decoding(self, started: float, tokens: int, cache: CacheFigures) -> None:
+        """Note that the engine sampled `tokens` since `started`; `cache` is its state now."""
+        self._extend(("decode", ""), started)
         self._decoded.tokens += tokens
-        self._decoded.steps += steps
-        self._decoded.prompt_tokens += prompt_tokens
-        self._decoded.lengths += lengths
-        if cache is not None:
-            self._decoded.cached_tokens += cache.cached_tokens - self._cache.cached_tokens
-            self._decoded.preemptions += cache.preemptions - self._cache.preemptions
-            self._decoded.cache_usage = max(self._decoded.cache_usage, cache.usage)
-            self._cache = cache
-        return closed
+        self._decoded.cached_tokens += cache.cached_tokens - self._cache.cached_tokens
+        self._decoded.preemptions += cache.preemptions - self._cache.preemptions
+        self._decoded.cache_usage = max(self._decoded.cache_usage, cache.usage)
+        self._cache = cache
 
-    def idle(self, started: float, reason: str) -> bool:
-        """Note idleness since `started`, for want of `reason`; True if a span ended."""
-        return self._extend(("idle", reason), started)
+    def idle(self, started: float, reason: str) -> None:
+        """Note idleness since `started`, for want of `reason`."""
+        self._extend(("idle", reason), started)
 
     def loaded(self, start: float, end: float, version: int) -> None:
         """Write the span in which `version` was loaded, within another one."""
@@ -98,16 +77,14 @@ class Activity:
             self._metrics.write("span", name=name, start=self._start, end=self._end, **fields)
         self._current, self._decoded = None, _Decoded()
 
-    def _extend(self, kind: tuple[str, str], started: float) -> bool:
-        closed = self._current is not None and (
+    def _extend(self, kind: tuple[str, str], started: float) -> None:
+        if self._current is not None and (
             self._current != kind or started - self._start >= _LONGEST_SPAN_S
-        )
-        if closed:
+        ):
             self.close()
         if self._current is None:
             self._current, self._start = kind, started
         self._end = self.clock()
-        return closed
 
 
 EVERY_S = 10.0

@@ -77,7 +77,6 @@ class GeneratorLoop:
         self._failed = 0
         self._stats_at = self._clock()
         self._stats_tokens = 0
-        self._prompt_tokens = 0  # read by the engine
 
     def run(self) -> None:
         """Turn until asked to stop, then hand back what is unfinished.
@@ -114,10 +113,9 @@ class GeneratorLoop:
             self._runner.interrupt(interrupt.leases, interrupt.reason)
         self._buffer.ask(self._asked(), self._engine.version)
         self._watch.waits("decoding", self._engine.live)
-        before, live, read = self._engine.decoded_tokens, self._engine.live, self._prompt_tokens
+        before = self._engine.decoded_tokens
         self._runner.poll(_IDLE_WAIT_S)
         tokens = self._engine.decoded_tokens - before
-        self._prompt_tokens = self._runner.prompt_tokens
         self._deliver()
         self._buffer.save(self._runner.flush())
         self._buffer.renew(lambda: self._runner.leases)
@@ -127,14 +125,7 @@ class GeneratorLoop:
                 self._watch.moved()
             else:
                 self._session.waits("decoding")
-            self._activity.decoding(
-                started,
-                tokens,
-                steps=tokens / max(live, self._engine.live, 1),
-                prompt_tokens=self._prompt_tokens - read,
-                lengths=self._runner.turn_lengths(),
-                cache=self._engine.cache,
-            )
+            self._activity.decoding(started, tokens, self._engine.cache)
         else:
             self._idle(started)
         self._report()

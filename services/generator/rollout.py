@@ -300,11 +300,6 @@ class Rollout:
         """Response tokens without the model's current turn."""
         return len(self._line.tokens.ids)
 
-    @property
-    def turn_tokens(self) -> int:
-        """Tokens of the model's current turn, without what the engine has not handed over."""
-        return len(self._line.tokens.ids) - self._line.turn_start
-
     def trajectory(self, under_way: EngineOutput | None = None) -> Trajectory:
         """What there is of the sample, finished or not; needs at least one response token.
 

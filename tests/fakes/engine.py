@@ -39,10 +39,6 @@ class ScriptedEngine:
         return len(self._live)
 
     @property
-    def free(self) -> int:
-        return max(0, self.slots - len(self._live))
-
-    @property
     def fits(self) -> int:
         return min(self.slots, self.holds)
 

@@ -168,7 +168,6 @@ def test_an_update_that_aborts_hands_back_what_there_is(
     )
     assert {o.finish_reason for o in aborted} == {"abort"}
     assert not served.busy
-    assert served.free == SLOTS
     known = {int(o.request_id[1:]): o for o in aborted if o.token_ids}
     assert len(known) > SLOTS // 2
     assert all(span.version == 0 for o in known.values() for span in o.spans)

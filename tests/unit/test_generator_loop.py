@@ -319,8 +319,7 @@ def test_spans_and_figures_show_what_the_loop_does(bench: Bench) -> None:
     reasons = [row["reason"] for row in bench.spans("idle")]
     assert reasons[:2] == ["weights", "work"]
     (decode,) = bench.spans("decode")
-    assert (decode["tokens"], decode["lengths"]) == (11, [11])
-    assert (decode["steps"], decode["prompt_tokens"]) == (11, 3)
+    assert decode["tokens"] == 11
     assert decode["start"] < decode["end"]
     assert bench.session.figures["finished"] == 1
     assert bench.session.figures["version"] == 0

@@ -100,7 +100,6 @@ def test_the_trace_has_the_spans_of_all_services(folder: RunFolder) -> None:
     assert push["ts"] == 1e6 * (T0 + 2.0)
     assert push["args"]["wire_s"] == 0.02
     assert spans["buffer", "eval of version 1"]["dur"] == 1e6
-    assert "lengths" not in spans["generator-0", "decode"]["args"]
 
 
 def test_the_trace_names_its_tracks(folder: RunFolder) -> None:

@@ -63,7 +63,6 @@ def test_a_stop_string_of_the_run_ends_turns_of_environments(tokenizer: Any) -> 
     assert sum(mask) == len("look</search>") + len("42") + 1
     assert made[-1].heard == [("look", "</search>"), ("42", "")]
     assert (trajectory.reward, trajectory.finish_reason) == (1.0, "stop")
-    assert runner.turn_lengths() == [len("look</search>"), len("42") + 1]
 
 
 def output(chat: Chat, text: str, reason: Any = "abort") -> EngineOutput:

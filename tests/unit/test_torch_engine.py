@@ -298,22 +298,6 @@ def test_tied_weights_are_known_by_each_of_their_names(model: Any) -> None:
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_a_request_may_have_stop_tokens_of_its_own(model: Any) -> None:
-    engine = TorchEngine(model, stop_ids={STOP}, slots=4, max_context=128)
-    own = frozenset(range(5, 90))
-    asked = [
-        EngineRequest(f"r{i}", [7, 8], PLAIN, 60, own if i % 2 else frozenset()) for i in range(8)
-    ]
-    engine.submit(asked)
-    outputs = finish(engine)
-    for request in asked:
-        tokens = outputs[request.request_id].token_ids
-        ends = {STOP} | request.stop_ids
-        assert not ends & set(tokens[:-1])
-        assert (tokens[-1] in ends) == (outputs[request.request_id].finish_reason == "stop")
-    assert any(own & set(outputs[f"r{i}"].token_ids) for i in (0, 2, 4, 6))
-
-
 def test_sampling_is_each_requests_own(model: Any) -> None:
     """Scenario: greedy, restricted and plain rows in one batch. Result: each as if alone."""
     kinds = [Sampling(temperature=0.0), Sampling(top_k=1), Sampling(temperature=0.5), Sampling()]

@@ -26,16 +26,14 @@ class EngineError(UmbraError):
 class EngineRequest:
     """Continue `prompt_ids` by at most `max_tokens` tokens; a stop token ends it and is kept.
 
-    Stop tokens are those of the engine and, for this request, `stop_ids`. Requests of one `session`
-    come one after the other, each beginning with what the one before was given and has made; its
-    later ones may read the keys and values that its earlier ones left.
+    Requests of one `session` come one after the other, each beginning with the prompt and output of
+    the one before; later ones may read the keys and values that earlier ones left.
     """
 
     request_id: str
     prompt_ids: Sequence[int]
     sampling: Sampling
     max_tokens: int
-    stop_ids: frozenset[int] = frozenset()
     session: str = ""
 
 
@@ -91,11 +89,6 @@ class Engine(Protocol):
     @property
     def live(self) -> int:
         """Sequences being decoded."""
-        ...
-
-    @property
-    def free(self) -> int:
-        """Slots that neither a live nor a queued request will take."""
         ...
 
     @property

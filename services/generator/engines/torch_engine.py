@@ -112,7 +112,6 @@ class _Row:
 
     request: EngineRequest
     limit: int
-    stop_ids: frozenset[int]
     unread: bool = True  # the cache has nothing of it that counts
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -227,10 +226,6 @@ class TorchEngine:
         return len(self._rows)
 
     @property
-    def free(self) -> int:
-        return max(0, self.slots - len(self._rows) - len(self._queue))
-
-    @property
     def fits(self) -> int:
         return self.slots
 
@@ -250,8 +245,7 @@ class TorchEngine:
         """Queue `requests`; each takes a slot as soon as one is free."""
         for request in requests:
             limit = check_request(request, self.max_context, self._vocabulary)
-            stops = self._stop_ids | request.stop_ids
-            self._queue.append(_Row(request, limit, stops, routing=self._routing))
+            self._queue.append(_Row(request, limit, routing=self._routing))
 
     @torch.inference_mode()
     def poll(self, timeout_s: float = 0.0) -> list[EngineOutput]:
@@ -459,7 +453,7 @@ class TorchEngine:
             row.unread = False
             row.tokens.append(token)
             row.logprobs.append(logprob)
-            if token in row.stop_ids:
+            if token in self._stop_ids:
                 self._outputs.append(row.output("stop"))
                 done.append(slot)
             elif len(row.tokens) >= row.limit:

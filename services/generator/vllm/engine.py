@@ -97,7 +97,7 @@ class VllmEngine:
         self._checkpoint = CheckpointNames(outline) if adapter is None else None
         self._vocabulary: int = outline.config.get_text_config().vocab_size
         self._stop_ids = frozenset(stop_ids)
-        self._params: dict[tuple[Sampling, int, frozenset[int]], SamplingParams] = {}
+        self._params: dict[tuple[Sampling, int], SamplingParams] = {}
         self._names = itertools.count()
         self._open: dict[str, str] = {}  # our key of each request under way, and its id
         self._prompts: dict[str, int] = {}  # tokens of their prompts
@@ -120,10 +120,6 @@ class VllmEngine:
     @property
     def live(self) -> int:
         return min(len(self._open), self.slots)
-
-    @property
-    def free(self) -> int:
-        return max(0, self.slots - len(self._open))
 
     @property
     def fits(self) -> int:
@@ -153,7 +149,7 @@ class VllmEngine:
         try:
             for request in requests:
                 limit = check_request(request, self.max_context, self._vocabulary)
-                params = self._sampling(request.sampling, limit, request.stop_ids)
+                params = self._sampling(request.sampling, limit)
                 key = f"{request.request_id}#{next(self._names)}"
                 jobs.append(Job(key, list(request.prompt_ids), params, request.session))
                 self._open[key] = request.request_id
@@ -245,8 +241,8 @@ class VllmEngine:
         self._prompts.clear()
         self._server.close()
 
-    def _sampling(self, sampling: Sampling, limit: int, stop_ids: frozenset[int]) -> SamplingParams:
-        params = self._params.get((sampling, limit, stop_ids))
+    def _sampling(self, sampling: Sampling, limit: int) -> SamplingParams:
+        params = self._params.get((sampling, limit))
         if params is None:
             if 0 < sampling.temperature < VLLM_COOLEST:
                 raise ValueError(
@@ -259,14 +255,14 @@ class VllmEngine:
                 top_k=sampling.top_k,
                 min_p=sampling.min_p,
                 max_tokens=limit,
-                stop_token_ids=sorted(self._stop_ids | stop_ids),
+                stop_token_ids=sorted(self._stop_ids),
                 ignore_eos=True,  # stop_token_ids say it all
                 logprobs=0,  # that of the sampled token
                 flat_logprobs=True,
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
-            self._params[sampling, limit, stop_ids] = params
+            self._params[sampling, limit] = params
         return params
 
     def _named_as_stored(self, layout: Manifest, tied: Mapping[str, list[str]]) -> Manifest:
