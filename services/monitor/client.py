@@ -39,6 +39,8 @@ NEEDED: tuple[Role, ...] = ("trainer", "weight_hub", "part")  # the run stands s
 class StatusClient:
     """A connection to the buffer at `broker`; a context manager.
 
+    Each call raises DeadlineError if nobody answers within `timeout_s` seconds.
+
     A hub, and a relay, can be asked for a sign of life too: `server` is its role then.
 
     Raises:
@@ -51,49 +53,28 @@ class StatusClient:
         incarnation = uuid.uuid4().hex[:12]
         self._link = IoThread(f"monitor-{incarnation}", incarnation, security=security)
         self._channel = self._link.channel(broker, server.replace("_", " "), server=server)
-        self._hub: Channel | None = None
         # Nothing that we send is worth waiting for at the end.
         self._link.run(lambda: self._channel.socket.set(zmq.LINGER, 0))
 
     def status(self, timeout_s: float) -> Status:
-        """The whole state of the run.
-
-        Raises:
-            DeadlineError: nobody answered within `timeout_s` seconds.
-        """
+        """The whole state of the run."""
         return self._ask(StatusRequest(), Status, timeout_s)
 
     def ping(self, timeout_s: float) -> Pong:
-        """A sign of life.
-
-        Raises:
-            DeadlineError: nobody answered within `timeout_s` seconds.
-        """
+        """A sign of life."""
         return self._ask(Ping(), Pong, timeout_s)
 
     def interrupt(self, samples: list[str], timeout_s: float) -> int:
-        """Have `samples` (empty: all) handed back by their generators; how many that are.
-
-        Raises:
-            DeadlineError: nobody answered within `timeout_s` seconds.
-        """
+        """Have `samples` (empty: all) handed back by their generators; how many that are."""
         body = InterruptRequest(samples=samples, reason="on request")
         return self._ask(body, Interrupted, timeout_s).samples
 
     def pause(self, reason: str, timeout_s: float) -> None:
-        """Have nothing handed out any more, until `resume`.
-
-        Raises:
-            DeadlineError: nobody answered within `timeout_s` seconds.
-        """
+        """Have nothing handed out any more, until `resume`."""
         self._ask(PauseRequest(reason=reason), Ok, timeout_s)
 
     def resume(self, timeout_s: float) -> None:
-        """Have work handed out again.
-
-        Raises:
-            DeadlineError: nobody answered within `timeout_s` seconds.
-        """
+        """Have work handed out again."""
         self._ask(ResumeRequest(), Ok, timeout_s)
 
     def checkpoint(self, timeout_s: float) -> int:

@@ -167,11 +167,6 @@ def placed(name: str, place: Callable[[str], str]) -> str:
     return DATASETS + ":".join([folder, *parts])
 
 
-def hub_data_set(name: str) -> str:
-    """Return the data set on the hub that the source `name` is a part of, or ""."""
-    return _dataset(name)[0] if name.startswith(DATASETS) and is_elsewhere(name) else ""
-
-
 def _read_dataset(name: str) -> list[dict[str, Any]]:
     """Return the rows of a folder or data set on the hub, of split "train" by default.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import DeadlineError, DivergedError, RejectedError, UmbraError, UsageError
@@ -56,14 +56,6 @@ SHOWN = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Outlet:
-    """Where new weights go."""
-
-    snapshots: Snapshots
-    publisher: Publisher
-
-
 class Loop:
     """Trains to `run.steps`. The version counts committed optimizer steps.
 
@@ -76,7 +68,8 @@ class Loop:
         session: Session,
         learner: Learner,
         update: Update,
-        outlet: Outlet,
+        snapshots: Snapshots,
+        publisher: Publisher,
         saver: Saver,
         sinks: Sinks,
         rollouts: RolloutLog,
@@ -86,7 +79,8 @@ class Loop:
         self._config = context.config
         self._session = session
         self._learner = learner
-        self._outlet = outlet
+        self._snapshots = snapshots
+        self._publisher = publisher
         self._grace_s = context.config.run.broker_grace_s  # what the buffer may be away for
         self._update = update
         self._saver = saver
@@ -174,11 +168,11 @@ class Loop:
             DeadlineError: no slot became free in time.
         """
         self._session.progress(f"snapshot of version {self.version}")
-        nbytes = self._outlet.publisher.manifest.total_bytes
+        nbytes = self._publisher.manifest.total_bytes
         timeout_s = 2 * self._config.weight_hub.pace.limit_s(nbytes)
         with self._phase("wait_slot"):
             try:
-                slot = self._outlet.publisher.slot(self.version, timeout_s)
+                slot = self._publisher.slot(self.version, timeout_s)
             except DeadlineError:
                 if self._session.stopping.is_set():
                     return False
@@ -186,9 +180,8 @@ class Loop:
         with self._phase("snapshot"):
             begin = time.perf_counter()
             send_command(self._learner.ranks, Snapshot())
-            publisher = self._outlet.publisher
-            sums = self._outlet.snapshots.write(slot, publisher.place, publisher.wrote)
-            publisher.publish_soon(self.version, time.perf_counter() - begin, sums)
+            sums = self._snapshots.write(slot, self._publisher.place, self._publisher.wrote)
+            self._publisher.publish_soon(self.version, time.perf_counter() - begin, sums)
         return True
 
     @contextmanager
@@ -215,7 +208,7 @@ class Loop:
         while not self._session.stopping.is_set():
             self._saved(self._saver.settled())
             self._learner.ranks.check()
-            self._outlet.publisher.check()
+            self._publisher.check()
             self._session.progress(f"waiting for batch {step}", 0)
             ask = LeaseBatch(step=step, wait_s=LEASE_SLICE_S)
             limit = LEASE_SLICE_S + self._grace_s

@@ -32,7 +32,7 @@ from umbra.services.trainer.distributed.commands import (
 from umbra.services.trainer.distributed.ranks import join_ranks
 from umbra.services.trainer.distributed.shards import Snapshots, row_owners
 from umbra.services.trainer.learner import Learner
-from umbra.services.trainer.loop import Loop, Outlet
+from umbra.services.trainer.loop import Loop
 from umbra.services.trainer.phases import Profile
 from umbra.services.trainer.policy import export_policy, open_policy
 from umbra.services.trainer.rollout_log import RolloutLog
@@ -156,8 +156,9 @@ def _lead(
             ) as rollouts,
         ):
             publisher.register(pace.limit_s(config.weight_hub.slots * manifest.total_bytes))
-            outlet = Outlet(snapshots, publisher)
-            loop = Loop(context, session, learner, update, outlet, saver, sinks, rollouts)
+            loop = Loop(
+                context, session, learner, update, snapshots, publisher, saver, sinks, rollouts
+            )
             loop.resume()
             loop.publish()
             context.ready({"device": str(learner.device), "bytes": manifest.total_bytes})

@@ -67,14 +67,3 @@ def test_from_a_name_to_a_name(hub: Hub, project: Path) -> None:
         "up", str(folder), "--set", "run.steps=3", "--no-eval", "--quiet", HF_HUB_OFFLINE="1"
     )
     assert more.returncode == 0, more
-
-    refused = umbra("export", str(folder), "--push", "acme/trained")
-    assert refused.returncode == 2 and "set HF_TOKEN to a token that may" in refused.stderr
-    done = umbra("export", str(folder), "--push", "acme/trained", "--private", HF_TOKEN="hf_x")
-    assert done.returncode == 0, done
-    repo = hub.repos["models/acme/trained"]
-    pushed = repo.commits[repo.branches["main"]]
-    assert repo.private and {"config.json", "model.safetensors", "tokenizer.json"} <= set(pushed)
-    card = pushed["README.md"].decode()
-    assert "base_model: acme/tiny\n" in card and "| steps | 3 of 3 |" in card
-    assert "| samples | 48 |" in card

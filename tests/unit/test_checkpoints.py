@@ -17,7 +17,7 @@ import torch
 from accelerate.state import AcceleratorState
 from fakes.rank_bench import as_text, make_batches, narrow_model
 from fakes.slowness import seconds
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from umbra.proto.errors import UsageError
@@ -29,14 +29,10 @@ from umbra.services.trainer.checkpoints import saver
 from umbra.services.trainer.checkpoints.export import export_checkpoint
 from umbra.services.trainer.checkpoints.folder import (
     CheckpointFolder,
-    FileInfo,
-    Index,
-    TensorInfo,
-    file_name,
     read_index,
 )
 from umbra.services.trainer.checkpoints.parts import CheckpointPart
-from umbra.services.trainer.checkpoints.reading import Saved, SavedPart
+from umbra.services.trainer.checkpoints.reading import SavedPart
 from umbra.services.trainer.checkpoints.resume import resume
 from umbra.services.trainer.checkpoints.saver import Saver, ShardWriter
 from umbra.services.trainer.critic import open_critic
@@ -397,31 +393,3 @@ def test_they_are_for_their_user_alone(tiny_model_dir: Path, tmp_path: Path) -> 
         modes = {p: p.stat().st_mode & 0o777 for p in [folder, *folder.rglob("*")]}
     assert {mode for path, mode in modes.items() if path.is_dir()} == {0o700}
     assert {mode for path, mode in modes.items() if path.is_file()} == {0o600}
-
-
-def test_rows_of_files_that_do_not_tell_them_are_those_of_equal_chunks(tmp_path: Path) -> None:
-    """Format 1: two ranks divided five rows as `torch.chunk` does, three and two."""
-    whole = torch.arange(10.0).reshape(5, 2)
-    for number, rows in enumerate(whole.chunk(2)):
-        tensors = {
-            "model/w": rows.clone(),
-            **({"model/one": torch.tensor(7.0)} if not number else {}),
-        }
-        save_file(tensors, tmp_path / file_name(number), {"facts": "{}"})
-    index = Index(
-        format=1,
-        step=3,
-        run="r",
-        saved_at=0.0,
-        config={},
-        metrics={},
-        tensors={"model/w": TensorInfo([5, 2], "F32"), "model/one": TensorInfo([], "F32")},
-        files=[FileInfo(0, 0), FileInfo(0, 0)],
-    )
-    paths = {number: tmp_path / file_name(number) for number in range(2)}
-    with Saved(tmp_path, index, paths) as saved:
-        found, one = torch.zeros(5, 2), torch.zeros(())
-        saved.fill("model/w", found)
-        saved.fill("model/one", one)
-    assert found.equal(whole)
-    assert one == 7

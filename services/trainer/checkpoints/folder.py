@@ -172,7 +172,7 @@ def _steps(path: Path) -> list[int]:
 
 NAME = "checkpoint.json"
 NODE = "node-"  # begins the names of the folders of other nodes than the first
-FORMAT = 2  # in 1 files did not tell the first of their rows
+FORMAT = 2
 
 
 class DamagedError(UmbraError):
@@ -243,7 +243,7 @@ def read_index(directory: Path) -> Index:
         raise DamagedError(f"{path} cannot be read: {error.strerror}") from error
     except UNREADABLE as error:
         raise DamagedError(f"{path} is damaged: {error}") from error
-    if index.format not in (1, FORMAT):
+    if index.format != FORMAT:
         raise DamagedError(f"{path} has format {index.format}, this Umbra reads {FORMAT}")
     return index
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from umbra.services.trainer.checkpoints.folder import DamagedError, Index
 from umbra.services.trainer.distributed.ranks import Ranks
-from umbra.services.trainer.snapshot import PIECE_BYTES, as_bytes, chunk, held_rows
+from umbra.services.trainer.snapshot import PIECE_BYTES, as_bytes, held_rows
 
 # Safetensors' names of what optimizers and models keep.
 DTYPES = {
@@ -175,9 +175,6 @@ class Saved:
         for name in file.keys():
             shape = file.get_slice(name).get_shape()
             count = shape[0] if shape else 1
-            if self.index.format == 1 and shape:
-                whole = self.index.tensors[name].shape[0]
-                first[name] = chunk(whole, number, self.index.world)[0]
             rows[name] = first.get(name, 0), first.get(name, 0) + count
         return _Content(json.loads(known["facts"]), rows)
 
