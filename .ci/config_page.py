@@ -9,7 +9,6 @@ from umbra.services.config.describe import (
     WITH_FLAGS,
     Described,
     described,
-    related,
     section_summary,
 )
 from umbra.services.config.loader import ENVIRONMENTS
@@ -23,16 +22,13 @@ all defaults, `umbra check RUN.toml` tries it. Paths are looked for in the run f
 then in the current directory. Objectives, and the keys that they set:
 [algorithms.md](algorithms.md).
 Settings for staleness: [staleness.md](staleness.md).
-*See also* names the keys that are chosen with a key, those of another section with its name.
 """
 
 
 def config_page() -> str:
     """The page, as Markdown."""
     parts = [HEAD]
-    every = list(described())
-    beside = related(every)
-    for section, keys in groupby(every, key=lambda key: key.section):
+    for section, keys in groupby(described(), key=lambda key: key.section):
         flags = ""
         if section in WITH_FLAGS:
             command = section.replace("_", "-")
@@ -41,10 +37,8 @@ def config_page() -> str:
             f"## {_heading(section)}\n\n{section_summary(section)} Read by: {READERS[section]}."
             f"{flags}\n"
         )
-        parts.append(
-            "| key | value | default | unit | meaning | see also |\n|---|---|---|---|---|---|"
-        )
-        parts.append("\n".join(_row(key, beside[key.path]) for key in keys) + "\n")
+        parts.append("| key | value | default | unit | meaning |\n|---|---|---|---|---|")
+        parts.append("\n".join(_row(key) for key in keys) + "\n")
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -52,13 +46,11 @@ def _heading(section: str) -> str:
     return f"[[{section}]]" if section == ENVIRONMENTS else f"[{section}]"
 
 
-def _row(key: Described, beside: list[str]) -> str:
+def _row(key: Described) -> str:
     default = f"`{key.default}`" if key.default else ""
     if key.default == "of the objective":
         default = "of the [objective](algorithms.md)"
-    own = f"{key.section}."
-    others = ", ".join(f"`{other.removeprefix(own)}`" for other in beside)
-    cells = (f"`{key.name}`", key.value, default, key.unit, key.meaning, others)
+    cells = (f"`{key.name}`", key.value, default, key.unit, key.meaning)
     return "| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells) + " |"
 
 

@@ -51,12 +51,9 @@ COUNTED = ("acknowledged", "trained", "untrained", "lost", "twice", "repeated", 
 # sample's fault here.
 SETTINGS = (
     "buffer.stages=[\"reward\"]",
-    "buffer.heartbeat_s=0.25",
     "buffer.dead_after_s=5",
     "buffer.lease_s=8",
-    "buffer.score_lease_s=8",
     "buffer.max_attempts=1000",
-    "buffer.score_attempts=1000",
     "checkpoint.every=10",
     "checkpoint.keep=1000",
 )  # fmt: skip

@@ -122,10 +122,12 @@ def _scoring(
     if not {"ref_logp", "logp"} & set(config.buffer.stages):
         return _NOTHING
     kind = kind_of(scorer.device, gpu=bool(gpu))
-    settings = TrainerConfig(logits_mib=scorer.logits_mib)
+    settings = TrainerConfig(logits_mib=config.trainer.logits_mib)
     each, memory = _served(config, kind).itemsize, _memory(kind, gpu, host)
     longest = config.longest_turn
-    keys = scoring_rows(scorer, model, sizes.parameters, each, memory, kind, longest)._asdict()
+    keys = scoring_rows(
+        config.trainer, model, sizes.parameters, each, memory, kind, longest
+    )._asdict()
     trainer = msgspec.structs.replace(config.trainer, **keys)
     rows = fullest(msgspec.structs.replace(config, trainer=trainer))
 

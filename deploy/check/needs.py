@@ -134,7 +134,7 @@ def _scorers(config: RunConfig, facts: Facts, *, gpu: bool) -> Iterator[Need]:
         work = facts.scoring.peak
         device = [
             Item("weights", version),
-            Item("forward pass", work, remedy="lower scorer.micro_tokens or scorer.logits_mib"),
+            Item("forward pass", work, remedy="lower trainer.micro_tokens"),
         ]
         host = [Item("process", GPU_PROCESS if kind == "cuda" else PROCESS)]
         if kind == "cuda":

@@ -122,10 +122,7 @@ def _states(trainer: TrainerConfig, sizes: ModelSizes) -> Placed:
         rows.append(Item("gradients of a micro-batch", each * trained, (FIRST, COLLECT), _SHARD))
         head = each * sizes.root_share(ranks)
         rows.append(Item("of these, outside of layers", head, FULL, _SHARD))
-    # Whole gradients become a rank's share of them in the last backward pass of an update.
-    summed = trainer.reduce_gradients == "update" and ranks > 1
-    during = (UPDATE, EXPORT) if summed else AFTER_LOADING
-    step.append(Item("gradients, float32", 4 * trained, during, _SHARD))
+    step.append(Item("gradients, float32", 4 * trained, AFTER_LOADING, _SHARD))
     name = f"moments, {trainer.optimizer}"
     step.append(Item(name, moments(trainer, sizes), AFTER_LOADING, _SHARD))
     if trainer.optimizer == "adamw8bit":
@@ -133,9 +130,6 @@ def _states(trainer: TrainerConfig, sizes: ModelSizes) -> Placed:
         step.append(Item("an update's scratch", _8BIT_COPIES * 4 * largest, (UPDATE,)))
     device = [*(() if rows_on_host else rows), *(() if step_on_host else step)]
     host = [*(rows if rows_on_host else ()), *(step if step_on_host else ())]
-    if summed:
-        less = "set trainer.reduce_gradients = micro_batch"
-        device.append(Item("gradients, not reduced", 4 * sizes.trained, PASSES, less))
     return Placed(tuple(device), tuple(host))
 
 
@@ -155,7 +149,6 @@ def _critic(trainer: TrainerConfig) -> TrainerConfig:
         weights="float32",
         optimizer="adamw",
         offload=offload,
-        reduce_gradients="micro_batch",
     )
 
 
@@ -178,15 +171,10 @@ def _gathered(trainer: TrainerConfig, sizes: ModelSizes, kind: str) -> Placed:
     root, root_trained = sizes.root
     layer, trained = sizes.largest_layer
     none = "there is no key for it; a GPU with more memory"
-    keep = "set trainer.reshard_after_forward = true"
     buffered = 2 * each * layer if kind == "cuda" else 0
     items = [Item("gathered parameters", each * root, PASSES, none)]
-    if trainer.reshard_after_forward:
-        items.append(Item("a layer, gathered", each * layer, (BACKWARD, FIRST), none))
-        items.append(Item("the next one and its buffer", buffered, (*FULL, FIRST), none))
-    else:
-        items.append(Item("layers that stay gathered", each * sizes.layers, FULL, keep))
-        items.append(Item("a layer, gathered", each * layer, (FIRST,), none))
+    items.append(Item("a layer, gathered", each * layer, (BACKWARD, FIRST), none))
+    items.append(Item("the next one and its buffer", buffered, (*FULL, FIRST), none))
     shared = 4 + 4 // ranks  # a buffer in float32, and what comes of it
     items += [
         Item("gathered gradients", each * root_trained, (BACKWARD, REDUCE, FIRST, COLLECT), none),

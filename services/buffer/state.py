@@ -76,8 +76,8 @@ class RunState:
         )
         self.scoring = Scoring(
             [eval_pool, self.pool],
-            lease_s=buffer.score_lease_s,
-            max_attempts=buffer.score_attempts,
+            lease_s=buffer.lease_s,
+            max_attempts=buffer.max_attempts,
             counters=self.counters,
         )
 

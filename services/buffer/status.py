@@ -138,7 +138,7 @@ class StallReport:
 
     def _scoring(self, now: float) -> Iterator[Stuck]:
         """Scoring that takes more than two leases, and stages that nobody serves."""
-        lease_s = self._config.score_lease_s
+        lease_s = self._config.lease_s
         leases = self._run.scoring.all_leases()
         overdue = [lease for lease in leases if now - lease.leased_at > 2 * lease_s]
         for lease in overdue[:SHOWN]:

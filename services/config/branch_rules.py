@@ -24,10 +24,6 @@ def branch_faults(config: RunConfig) -> Iterator[str]:
         if one.branches == "train":
             training = training or f"{where}.branches = train"
             yield from _alone(one, where, config.generator.max_context)
-        elif one.max_branches != EnvironmentConfig().max_branches:
-            yield (
-                f'{where}.max_branches has no effect: set {where}.branches = "train", or remove it'
-            )
     if not training:
         return
     for setting in _unproven(config, config.trainer.pieces):
@@ -42,9 +38,9 @@ def _alone(one: EnvironmentConfig, where: str, max_context: int) -> Iterator[str
         )
     if one.max_branches * max_context > TOKENS:
         yield (
-            f"{where}.max_branches = {one.max_branches} of generator.max_context = {max_context} "
-            f"tokens are more than the {TOKENS} of a sample that one message holds: lower "
-            f"max_branches to {max(2, TOKENS // max_context)}, or max_context"
+            f"{one.max_branches} branches of generator.max_context = {max_context} tokens are more "
+            f"than the {TOKENS} of a sample that one message holds: lower max_context to "
+            f"{TOKENS // one.max_branches}"
         )
 
 

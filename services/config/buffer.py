@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from umbra.services.config.keys import Section, key
 
@@ -50,9 +50,9 @@ class BufferConfig(Section):
         "wait", "a group with slow samples waits, or is trained without them"
     )
     straggler_s: float = key(60.0, "seconds that a group's first sample waits for the rest", gt=0)
-    min_survivors: int = key(2, "samples without which a group waits nevertheless", ge=1)
+    min_survivors: ClassVar[int] = 2  # without which a group waits nevertheless
     dynamic_sampling: bool = key(False, "replace groups whose rewards are all equal (DAPO)")
-    max_filtered: int = key(256, "groups replaced in a row until one is trained on anyway", ge=1)
+    max_filtered: ClassVar[int] = 256  # groups replaced in a row until one is trained on anyway
     max_failed_share: float = key(
         0.5,
         "the run ends when more than this share of the samples of the last batches failed for "
@@ -66,24 +66,17 @@ class BufferConfig(Section):
     stages: list[Literal["reward", "ref_logp", "logp"]] = key(
         [], "scoring stages between generation and training, in order"
     )
-    score_lease_s: float = key(
-        60.0, "seconds without a renewal until a scorer loses a sample", gt=0
-    )
-    score_attempts: int = key(3, "attempts to score a sample until it ends as failed", ge=1)
     lease_s: float = key(30.0, "seconds without a renewal until a sample is taken back", gt=0)
-    batch_lease_s: float = key(
-        120.0, "seconds the trainer may hold a batch without a heartbeat", gt=0
-    )
+    batch_lease_s: ClassVar[float] = 120.0  # that the trainer may hold a batch in silence
     max_attempts: int = key(5, "leases of one sample until it ends as failed", ge=1)
-    heartbeat_s: float = key(
-        1.0,
-        "seconds between heartbeats of a service; longer with many members, up to a third of "
-        "dead_after_s",
-        gt=0,
-    )
     dead_after_s: float = key(15.0, "seconds of silence until a member counts as dead", gt=0)
     stall_s: float = key(60.0, "seconds without progress until a member counts as stuck", gt=0)
     store: str = key("", 'folder of the durable store; empty = <run dir>/store, or "memory"')
     store_max_bytes: int = key(
         8 << 30, "disk space of the store; no new groups beyond it", ge=64 << 20
     )
+
+    @property
+    def heartbeat_s(self) -> float:
+        """Seconds between heartbeats of a service; longer with many members."""
+        return min(1.0, self.dead_after_s / 15)

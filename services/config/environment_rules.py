@@ -6,10 +6,9 @@ from collections.abc import Iterator
 
 from umbra.proto.bounds import SUBMITTED
 from umbra.services.config import EnvironmentConfig, RunConfig
-from umbra.services.config.generation import JUDGED_AT_ONCE, LIBRARIES
+from umbra.services.config.generation import LIBRARIES
 
 _REWARDED = ("reward", "trl")  # kinds that take functions of the user's
-_JUDGE_APART = (*JUDGED_AT_ONCE, "agent", "trl")
 
 
 def environment_faults(config: RunConfig) -> Iterator[str]:
@@ -32,11 +31,10 @@ def environment_faults(config: RunConfig) -> Iterator[str]:
         )
     for one in config.all_environments:
         yield from _faults(one, serve)
-        key = max(("timeout_s", "reset_s", "score_s"), key=lambda key: getattr(one, key))
-        if (seconds := getattr(one, key)) >= config.trainer.batch_wait_s:
+        if one.timeout_s >= config.trainer.batch_wait_s:
             yield (
                 f"trainer.batch_wait_s = {config.trainer.batch_wait_s:g} ends the run before an "
-                f"environment that takes {one.where}.{key} = {seconds:g} is given up"
+                f"environment that takes {one.where}.timeout_s = {one.timeout_s:g} is given up"
             )
     yield from _stage_faults(config)
 
@@ -109,11 +107,6 @@ def _faults(one: EnvironmentConfig, serve: str) -> Iterator[str]:
         yield (
             f"{where}.workers = 0 leaves the programs to `umbra run-agents`: set generator.serve "
             "to the HOST:PORT that it comes to"
-        )
-    if one.score_s and one.kind not in _JUDGE_APART:
-        yield (
-            f"{where}.score_s = {one.score_s:g} has no effect: kind {one.kind} judges within its "
-            f"steps, so set {where}.timeout_s, or remove it"
         )
     for key, value, kinds in (
         ("agent", one.agent, ("agent",)),

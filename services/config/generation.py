@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from umbra.services.config.keys import Section, key
 
@@ -54,28 +54,11 @@ class EnvironmentConfig(Section):
         "turns may be silent for between two of them",
         gt=0,
     )
-    reset_s: float = key(
-        0.0,
-        "seconds that a conversation's opening may take, or a program until it asks for its "
-        "first turn; 0 = timeout_s",
-        ge=0,
-    )
-    score_s: float = key(
-        0.0,
-        "seconds that a reward may take: of kinds that judge at once, and of a program that "
-        "says that it judges; 0 = timeout_s",
-        ge=0,
-    )
-    setup_s: float = key(
-        120.0,
-        "seconds that a process for user code may take to start: its imports, and what it loads",
-        gt=0,
-    )
+    setup_s: ClassVar[float] = 120.0  # until a process for user code has made its imports
     max_turns: int = key(0, "turns of the model; 0 = any number", ge=0)
     max_tokens: int = key(
         0, "response tokens of all turns, the environment's included; 0 = any", ge=0
     )
-    max_s: float = key(0.0, "seconds that a sample may take on one generator; 0 = any", ge=0)
     workers: int = key(
         4,
         "processes that run user code, per generator or scorer; 0 = none, since `umbra run-agents` "
@@ -93,17 +76,15 @@ class EnvironmentConfig(Section):
     )
     agent_sampling: Literal["override", "refuse"] = key(
         "override",
-        "an agent that asks for another sampling than the run's gets the run's, which is "
-        "counted, or is refused",
+        "an agent that asks for another sampling than the run's gets the run's, which is counted, "
+        "or is refused",
     )
     branches: Literal["refuse", "train"] = key(
         "refuse",
         "an agent that changes its history, or asks several times at once, is refused, or its "
         "sample becomes several branches that are trained on with weights that sum to one",
     )
-    max_branches: int = key(
-        16, "branches of a sample, after which changes are refused", ge=2, le=64
-    )
+    max_branches: ClassVar[int] = 16  # of a sample; changes of the history are refused after
     python: str = key(
         "",
         "Python (3.10 or newer) of those processes, of an environment of its own in which Umbra"
@@ -212,7 +193,7 @@ class GeneratorConfig(Section):
     stall_s: float = key(
         600.0,
         "seconds that the engine may be busy without a token, or load one version (besides "
-        "those for its bytes, weight_hub.least_rate), until this generator ends with exit code "
+        "those for its bytes, at 20 MB/s), until this generator ends with exit code "
         "6",
         gt=0,
     )
@@ -255,16 +236,6 @@ class ScorerConfig(Section):
     model: str = key(
         "", "reference model, a directory or ORG/NAME[@REVISION] on the hub; empty = model.path"
     )
-    capacity: int = key(32, "trajectories leased at once", ge=1)
-    pack_tokens: int | Literal["auto"] = key(
-        "auto", "tokens per packed row; auto = room for several samples", ge=8
-    )
-    micro_tokens: int | Literal["auto"] = key(
-        "auto", "tokens per forward pass; auto = what fits into memory", ge=8
-    )
-    attention: Literal["auto", "sdpa", "flex"] = key(
-        "auto", "backend of attention over packed rows, as of the trainer"
-    )
-    logits_mib: float = key(256.0, "MiB of float32 logits at a time", gt=0)
+    capacity: ClassVar[int] = 32  # trajectories leased at once
     device: str = key("auto", "cpu, cuda, cuda:1, ... or auto")
     threads: int = key(0, "CPU threads; 0 = torch's choice", ge=0)

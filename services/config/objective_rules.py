@@ -14,7 +14,6 @@ BY_RULE = ("m2po", "opsm", "probability")  # masks with a threshold
 READ: dict[str, tuple[str, Callable[[ObjectiveSpec], bool]]] = {
     "gamma": ("advantage reinforce_pp or gae", lambda p: p.advantage in ("reinforce_pp", "gae")),
     "gae_lambda": ("advantage gae", lambda p: p.advantage == "gae"),
-    "overlong_factor": ("overlong_buffer", lambda p: p.overlong_buffer > 0),
     "proximal": ("anchor proximal, a correction or a mask by ratio", lambda p: p.uses_proximal),
     "clip_low": ("clip ppo or cispo", lambda p: p.clip in ("ppo", "cispo")),
     "clip_high": ("clip ppo or cispo", lambda p: p.clip in ("ppo", "cispo")),
@@ -29,8 +28,8 @@ READ: dict[str, tuple[str, Callable[[ObjectiveSpec], bool]]] = {
         "aggregation token_mean, sequence_mean or sequence_sum",
         lambda p: p.aggregation not in ("constant", "token_sum"),
     ),
-    "kl_estimator": ("kl_coef", lambda p: p.kl_coef > 0),
     "kl_to": ("kl_coef", lambda p: p.kl_coef > 0),
+    "kl_estimator": ("kl_coef", lambda p: p.kl_coef > 0),
     "kl_in": ("kl_coef", lambda p: p.kl_coef > 0),
     "kl_unbiased": ("kl_coef", lambda p: p.kl_coef > 0),
 }

@@ -52,7 +52,6 @@ class ObjectiveSpec(msgspec.Struct, frozen=True, kw_only=True):
     gamma: float = 1.0
     gae_lambda: float = 1.0
     overlong_buffer: int = 0
-    overlong_factor: float = 1.0
     overlong_filter: bool = False
     ratio_level: Level = "token"
     anchor: Anchor = "behaviour"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from umbra.services.config.keys import Section, key
 from umbra.services.config.objective import ObjectiveKeys
@@ -75,12 +75,6 @@ class TrainerConfig(ObjectiveKeys):
     expert_parallel: int = key(
         1, "ranks that divide the experts of each layer; divides ranks", ge=1
     )
-    reshard_after_forward: bool = key(
-        True, "gather a layer again for the backward pass instead of keeping it"
-    )
-    reduce_gradients: Literal["micro_batch", "update"] = key(
-        "micro_batch", "when ranks sum gradients; by update, each holds whole ones till then"
-    )
     rank_timeout_s: float = key(
         120.0, "seconds a rank may be silent until the others give up", gt=0
     )
@@ -105,8 +99,8 @@ class TrainerConfig(ObjectiveKeys):
     )
     max_ratio: float = key(
         1e4,
-        "a token is left out of the loss if its probability is more than so many times that "
-        "with which it was generated; 0 = no bound",
+        "a token is left out of the loss if its probability is more than so many times that with "
+        "which it was generated; 0 = no bound",
         ge=0,
     )
     max_mismatch: float = key(
@@ -118,13 +112,11 @@ class TrainerConfig(ObjectiveKeys):
     on_mismatch: Literal["stop", "warn"] = key("stop", "what is done above it")
     mismatch_every: int = key(
         20,
-        "steps without such a comparison until weights are kept aside (in host memory) for one "
-        "of later samples; 0 = never",
+        "steps without such a comparison until weights are kept aside (in host memory) for one of "
+        "later samples; 0 = never",
         ge=0,
     )
-    max_skipped: int = key(
-        10, "batches in a row whose updates are left out until the run ends", ge=1
-    )
+    max_skipped: ClassVar[int] = 10  # batches in a row without an update until the run ends
     batch_wait_s: float = key(600.0, "seconds to wait for a batch until the run fails", gt=0)
 
     def precision_on(self, kind: str) -> Literal["no", "bf16", "fp16"]:
@@ -153,8 +145,7 @@ class CriticConfig(Section):
     path: str = key("", "directory it starts from, as an earlier run wrote it; empty = the policy")
     learning_rate: float = key(1e-5, "its learning rate", gt=0)
     epochs: int = key(1, "passes over each batch", ge=1)
-    value_clip: float = key(0.2, "how far a value may move for its loss, as in PPO; 0 = any", ge=0)
-    max_grad_norm: float = key(1.0, "clipping of its gradient", gt=0)
+    value_clip: ClassVar[float] = 0.2  # how far a value may move for its loss, as in PPO
     warmup_steps: int = key(0, "first steps in which it alone learns, not the policy", ge=0)
 
 
@@ -166,7 +157,6 @@ class CheckpointConfig(Section):
     best_metric: str = key(
         "", "also keep the checkpoint whose step has the best value of this metric"
     )
-    best_mode: Literal["max", "min"] = key("max", "whether the highest or the lowest value is best")
 
 
 class MetricsConfig(Section):
@@ -176,14 +166,12 @@ class MetricsConfig(Section):
     wandb: Literal["off", "offline", "online"] = key(
         "off", "also log them with Weights & Biases: in <run dir>/wandb, or online"
     )
-    wandb_project: str = key("umbra", "project at Weights & Biases", min_length=1)
 
 
 class EvalConfig(Section):
     """Accuracy on held-out prompts: before and after the run (`umbra up`), and within it."""
 
     prompts: str = key("", "held-out prompts, as data.prompts; empty = no eval")
-    columns: dict[str, str] = key({}, "columns of held-out prompts, as data.columns")
     samples: int = key(1024, "samples drawn", ge=1)
     greedy: bool = key(False, "also evaluate greedy decoding")
     every: int = key(0, "steps between evaluations within the run; 0 = none", ge=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from umbra.proto.deadline import LEAST_RATE, Pace
 from umbra.services.config.keys import Section, key
@@ -57,12 +57,7 @@ class WeightHubConfig(Section):
         " (least_rate)",
         gt=0,
     )
-    least_rate: float = key(
-        LEAST_RATE,
-        "bytes per second at which weights move at the least, over links and in memory; all "
-        "deadlines for moving them grow with their bytes by it",
-        gt=0,
-    )
+    least_rate: ClassVar[float] = LEAST_RATE  # bytes per second; deadlines grow with bytes by it
 
     @property
     def pace(self) -> Pace:

@@ -3,7 +3,7 @@
 An environment is an object per sample: `reset(row)` opens the conversation, `step(response)`
 answers the model's turn. Both may be plain or async methods. `close()`, if there is one, is called
 when the sample is over. A user's class runs in processes of its own (`pool.py`), where it may
-block, for `environment.timeout_s` seconds and `reset_s` in `reset`.
+block, for `environment.timeout_s` seconds.
 
 What a worker process imports, this module included, needs the standard library and msgpack only,
 of Python 3.10 or newer: it may run in a Python environment without Umbra (`run_module.py`).

@@ -42,18 +42,15 @@ class TimeLimits:
 
     @classmethod
     def of(cls, config: EnvironmentConfig) -> TimeLimits:
-        """Those of `config`: what has no key of its own has `timeout_s`."""
+        """Return the limits of `config`: `timeout_s` for each."""
         name = name_of(config).strip()  # an agent from outside has none
 
-        def limit(what: str, key: str) -> TimeLimit:
-            own = getattr(config, key)
-            key = key if own else "timeout_s"
-            seconds = own or config.timeout_s
-            return TimeLimit(f"{name}: {what}" if what else name, seconds, f"{config.where}.{key}")
+        def limit(what: str) -> TimeLimit:
+            title = f"{name}: {what}" if what else name
+            return TimeLimit(title, config.timeout_s, f"{config.where}.timeout_s")
 
-        scoring = limit("its reward", "score_s")
+        scoring = limit("its reward")
         if config.asks:  # it is silent, whatever it does
-            return cls(limit("", "reset_s"), limit("", "timeout_s"), scoring)
-        judged = config.kind in JUDGED_AT_ONCE
-        step = scoring if judged else limit("a step", "timeout_s")
-        return cls(limit("the opening (reset)", "reset_s"), step, scoring)
+            return cls(limit(""), limit(""), scoring)
+        step = scoring if config.kind in JUDGED_AT_ONCE else limit("a step")
+        return cls(limit("the opening (reset)"), step, scoring)

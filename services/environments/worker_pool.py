@@ -423,7 +423,7 @@ class WorkerPool:
             process.kill()
             await _end(process, pipe)
             raise DeadlineError(
-                f"a process for environments was not ready after {config.where}.setup_s = "
+                f"{config.where}: a process for environments was not ready after "
                 f"{config.setup_s:g} s: does importing {name_of(config)} hang?"
             ) from None
         if isinstance(hello, Hello) and not hello.usage_error:
@@ -459,7 +459,7 @@ def agent_workers(
 
     The work of an agent has no limit here: the holder of its session limits its silence.
     """
-    lasting = msgspec.structs.replace(config, timeout_s=math.inf, reset_s=0.0)
+    lasting = msgspec.structs.replace(config, timeout_s=math.inf)
     return WorkerPool(lasting, left, began, end_forgotten=True)
 
 

@@ -118,7 +118,6 @@ def settings_for(
             limits=Limits(
                 environment.max_turns,
                 environment.max_tokens,
-                environment.max_s,
                 environment.max_branches if environment.branches == "train" else 1,
             ),
             stops=tuple(sampling.stop),

@@ -52,7 +52,6 @@ class Limits:
 
     turns: int = 0  # of the model
     tokens: int = 0  # of the response, those of the environment included
-    seconds: float = 0.0  # on one generator
     branches: int = 1  # lines of tokens
 
 
@@ -104,7 +103,7 @@ class Rollout:
         self._reason = "partial"
         self._heard: list[Said] = []  # what the environment was told so far
         self._told: list[Said] | None = None  # the same with the turn that it answers now
-        self._began = self._started = settings.clock()
+        self._started = settings.clock()
         # Turns of a partial, model's and environment's, that the environment has to see again.
         self._replay: list[tuple[list[int], list[int]]] = []
         tokens = tokens_of(task.partial, settings.sampling) if task.partial is not None else None
@@ -271,25 +270,6 @@ class Rollout:
         self._line.turn_start = len(self._line.tokens.ids)
         self._continue_turn()
 
-    def overdue(self) -> bool:
-        """True once the sample's time is over; waiting for an agent to begin does not count."""
-        limit = self._settings.limits.seconds
-        if not limit or (self.phase is Phase.RESET and self._settings.agents):
-            return False
-        return self._settings.clock() - self._began > limit
-
-    def expire(self) -> None:
-        """End the sample here, with what was said and earned so far.
-
-        Raises:
-            SampleError: nothing was said yet.
-        """
-        if not any(line.tokens.ids for line in self._lines):
-            raise SampleError(
-                f"no token within environment.max_s = {self._settings.limits.seconds:g} s"
-            )
-        self._finish("time")
-
     @property
     def branched(self) -> bool:
         """True if it has more than one line of tokens."""
@@ -351,7 +331,7 @@ class Rollout:
         prompt = self._asked_prompt(ask)
         if self._line.prompt and prompt != self._line.prompt:
             self._restart()  # what there is of the sample belongs to another prompt
-        self._line.prompt, self._began = prompt, self._settings.clock()
+        self._line.prompt = prompt
         self._line.opening = Opening(ask.messages, ask.tools)
 
     def _asked_more(self, ask: Ask) -> None:
@@ -405,8 +385,8 @@ class Rollout:
         most = self._settings.limits.branches
         if sum(line.spoken for line in self._lines) >= most:
             raise RefusedError(
-                f"this history begins one more branch than environment.max_branches = {most}: go "
-                "on with one that there is, or only the reward can follow",
+                f"this history begins one more branch than the {most} that a sample may have: "
+                "go on with an existing branch, or post the reward",
                 "branch_limit_reached",
             )
 

@@ -44,8 +44,6 @@ class RolloutRunner:
         self.engine = engine
         self._pool = pool
         self._settings = settings
-        each = (settings, *settings.several.values())
-        self._timed = any(one.limits.seconds for one in each)
         self._flush_tokens = flush_tokens
         self._rollouts: dict[str, Rollout] = {}
         self._flushed: dict[str, int] = {}  # by sample: its tokens when it was flushed last
@@ -107,7 +105,6 @@ class RolloutRunner:
     def poll(self, timeout_s: float) -> None:
         """Make one step of the engine, and what follows from it."""
         self.collect()
-        self._expire()
         if self.engine.busy:
             self.take(self.engine.poll(timeout_s))
             self._look()
@@ -307,23 +304,6 @@ class RolloutRunner:
         self._watched.pop(name, None)
         rollout.begin_again()
         self._flushed[name] = min(self._flushed[name], rollout.tokens)
-
-    def _expire(self) -> None:
-        if not self._timed:
-            return
-        late = [rollout for rollout in self._rollouts.values() if rollout.overdue()]
-        if not late:
-            return
-        for output in self.engine.abort([rollout.task.sample_id for rollout in late]):
-            self._rollouts[output.request_id].generated(output)
-        for rollout in late:
-            try:
-                rollout.expire()
-            except SampleError as error:
-                self._forget(rollout)
-                self._fail(rollout.task, str(error))
-            else:
-                self._advance(rollout)
 
     def _fail(self, task: SampleTask, reason: str) -> None:
         self._failed.append(

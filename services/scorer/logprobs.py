@@ -13,7 +13,7 @@ from torch import Tensor
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Score, ScoringTask, Trajectory
-from umbra.services.config import ScorerConfig as ScorerConfig
+from umbra.services.config import TrainerConfig
 from umbra.services.config.trajectory_rules import RunFacts, find_fault
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.experts import NO_ROUTERS, chosen_experts
@@ -28,7 +28,7 @@ class LogprobWorker:
 
     Args:
         model: a causal language model on its device.
-        config: packing and `logits_mib` are read.
+        config: the trainer's, whose packing and attention are read.
         refresh: brings the newest weights into the model and returns their version; -1 for a model
             that stays as it is.
         replay: route tokens to the experts that the generator's engine chose.
@@ -41,7 +41,7 @@ class LogprobWorker:
     def __init__(
         self,
         model: Any,
-        config: ScorerConfig,
+        config: TrainerConfig,
         refresh: Callable[[], int] = lambda: -1,
         *,
         replay: bool = False,
@@ -57,7 +57,7 @@ class LogprobWorker:
             self._device.type,
             max_tokens,
         )
-        attention = Attention.prepare(model, config.attention, self._device, "scorer.attention")
+        attention = Attention.prepare(model, config.attention, self._device, "trainer.attention")
         self._scorer = Scorer(model, int(config.logits_mib * 2**20), attention).eval()
         self._facts = RunFacts(model.get_input_embeddings().num_embeddings)
         self._replay = replay

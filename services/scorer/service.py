@@ -80,7 +80,7 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
     longest = config.longest_turn
     if scorer.stage == "ref_logp":
         context.ready({"stage": scorer.stage, "model": path})
-        worker = LogprobWorker(model, scorer, max_tokens=longest)
+        worker = LogprobWorker(model, config.trainer, max_tokens=longest)
         ScorerLoop(session, scorer.stage, worker, scorer.capacity, context.metrics).run()
         return
     limit_s = config.weight_hub.first_version_s(weights_bytes(path))
@@ -110,7 +110,7 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
         refresh()
         context.ready({"stage": scorer.stage, "version": version})
         replay = config.trainer.router_replay  # as the policy that it stands for
-        worker = LogprobWorker(model, scorer, refresh, replay=replay, max_tokens=longest)
+        worker = LogprobWorker(model, config.trainer, refresh, replay=replay, max_tokens=longest)
         loop = ScorerLoop(session, scorer.stage, worker, scorer.capacity, context.metrics)
         while not session.stopping.is_set():
             refresh()  # also while there is nothing to score, so that the hub need not wait

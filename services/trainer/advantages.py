@@ -153,7 +153,7 @@ def rewarded(
     rewards, owner = batch.rewards, batch.sample[batch.tokens.owner]
     if pieces.overlong_buffer:
         own = torch.bincount(owner, minlength=len(rewards))
-        rewards = rewards + overlong(own, limit, pieces.overlong_buffer, pieces.overlong_factor)
+        rewards = rewards + overlong(own, limit, pieces.overlong_buffer)
     penalties = None
     if pieces.kl_coef and pieces.kl_in == "reward":
         assert reference is not None
@@ -163,11 +163,11 @@ def rewarded(
     return Rewarded(rewards, batch.groups, owner, penalties, values)
 
 
-def overlong(lengths: Tensor, limit: int, buffer: int, factor: float) -> Tensor:
-    """min(-(len - (limit - buffer)) / buffer * factor, 0) of each sample, float64 [S].
+def overlong(lengths: Tensor, limit: int, buffer: int) -> Tensor:
+    """min(-(len - (limit - buffer)) / buffer, 0) of each sample, float64 [S].
 
     DAPO's soft overlong punishment (arXiv 2503.14476), in verl's form: nothing until `buffer`
-    tokens before `limit`, then linearly down to -factor at `limit`.
+    tokens before `limit`, then linearly down to -1 at `limit`.
     """
     exceeding = lengths.double() - (limit - buffer)
-    return (-exceeding / buffer * factor).clamp(max=0.0)
+    return (-exceeding / buffer).clamp(max=0.0)

@@ -60,6 +60,7 @@ class LearnedCritic:
         self._source = source
         self._config = config.critic
         self._share_prompts = config.trainer.share_prompts
+        self._max_grad_norm = config.trainer.max_grad_norm
         self._rows = rows
         self._ranks = ranks
         self._cost = cost
@@ -153,7 +154,7 @@ class LearnedCritic:
                 (loss * self._ranks.world).backward()
                 total += float(loss.detach())
             self._source.sync()
-            norm = clip_gradients(self._source.parameters, config.max_grad_norm, self._ranks)
+            norm = clip_gradients(self._source.parameters, self._max_grad_norm, self._ranks)
             if torch.isfinite(norm):
                 self._optimizer.step()
             self._optimizer.zero_grad()

@@ -7,7 +7,6 @@ import os
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from umbra.proto.errors import UsageError
@@ -187,13 +186,8 @@ class Learner:
             ].cpu()
         return self.ranks.sum(result)
 
-    def backward(self, loss: Tensor, *, last: bool = True) -> None:
-        """Add the gradients of `loss`, this rank's part of a sum over all micro-batches.
-
-        `last` says that the update comes next: the ranks sum their gradients then, at the latest.
-        """
-        if isinstance(self.model, FSDPModule) and self._config.reduce_gradients == "update":
-            self.model.set_requires_gradient_sync(last)
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of `loss`, this rank's part of a sum over all micro-batches."""
         # FSDP takes the mean over the ranks; ours is a sum.
         with self.phases("backward"):
             self._accelerator.backward(loss * self.ranks.world)

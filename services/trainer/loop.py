@@ -257,7 +257,7 @@ class Loop:
     def _judge(self, row: Row) -> None:
         """Say that an update was left out; end all ranks if that was one too many."""
         try:
-            best = self._config.checkpoint.best_metric
+            best = self._config.checkpoint.best_metric.removeprefix("-")
             if best and best not in row:
                 raise UsageError(
                     f"checkpoint.best_metric: {best!r} is not measured; there is "

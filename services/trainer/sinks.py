@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -130,7 +131,7 @@ def _open_wandb(config: RunConfig, run_dir: Path) -> WeightsAndBiases:
         raise UsageError("metrics.wandb needs wandb: pip install 'umbra-rl[wandb]'") from None
     mode = config.metrics.wandb
     sink = WeightsAndBiases(
-        config.metrics.wandb_project,
+        os.environ.get("WANDB_PROJECT", "umbra"),
         id=run_dir.name,
         name=run_dir.name,
         dir=str(run_dir),

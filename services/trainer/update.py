@@ -152,7 +152,7 @@ class PolicyUpdate:
                 losses = torch.where(out, 0.0, result.losses)
                 loss = (losses * weights[here].to(logprobs)).sum()
                 guard.see(loss, out)
-                self._learner.backward(loss, last=micro is micros[-1])
+                self._learner.backward(loss)
                 work += self._learner.operations.update(micro)
                 seen.add(number, here, tokens, result, loss, out)
             if mismatch_check is not None and number == 0:

@@ -202,7 +202,7 @@ def test_one_branch_too_many_is_told_and_the_sample_goes_on(
     with client(work) as agent:
         for name in "ab":
             agent.chat.completions.create(model="m", messages=[user(name)])
-        with pytest.raises(openai.BadRequestError, match="max_branches = 2") as caught:
+        with pytest.raises(openai.BadRequestError, match="the 2 that a sample may have") as caught:
             agent.chat.completions.create(model="m", messages=[user("c")])
         assert caught.value.code == "branch_limit_reached"
         answer: Any = {"role": "assistant", "content": "1"}

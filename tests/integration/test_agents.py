@@ -340,14 +340,14 @@ def test_an_agent_that_dies_loses_its_sample(world: World) -> None:
 
 
 def test_an_agent_that_says_it_judges_has_the_time_of_a_reward(world: World) -> None:
-    impatient = EnvironmentConfig(kind="agent", score_s=0.5)
+    impatient = EnvironmentConfig(kind="agent", timeout_s=0.5)
     endpoint = world("yes", environment=impatient)
     endpoint.add(sample({"prompt": "go"}))
     work = endpoint.lease()
     assert ask(work, user("go"))[0] == 200
     assert send(f"{work['url']}/scoring", {}) == (200, {"id": work["id"], "score_s": 0.5})
     failed = endpoint.failed()
-    assert "its reward took longer than environment.score_s = 0.5 s after turn 1" in failed.reason
+    assert "its reward took longer than environment.timeout_s = 0.5 s after turn 1" in failed.reason
 
 
 def test_an_agent_can_give_up(world: World) -> None:

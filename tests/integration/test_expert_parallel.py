@@ -31,8 +31,6 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "clipped": {"max_grad_norm": 1e-2, "share_prompts": False},
     "by_update": {
-        "reduce_gradients": "update",
-        "reshard_after_forward": False,
         "max_grad_norm": 0.1,
         "minibatches": 2,
     },
@@ -50,7 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
     "critic": {
         "objective": "ppo_critic",
         "critic.learning_rate": 1e-3,
-        "critic.max_grad_norm": 1e-2,
+        "max_grad_norm": 1e-2,
     },
 }
 

@@ -58,10 +58,6 @@ SHARDED = {
     "host optimizer": Case({"offload": "optimizer"}),
     "offload all": Case({"offload": "all", "activation_checkpointing": True}),
     "offload all, bf16 weights": Case({"offload": "all", "activation_checkpointing": True, **BF16}),
-    "gathered once": Case({"reshard_after_forward": False}),
-    "gathered once, bf16": Case({"reshard_after_forward": False, "precision": "bf16"}),
-    "reduced once": Case({"reduce_gradients": "update"}),
-    "reduced once, bf16": Case({"reduce_gradients": "update", "precision": "bf16"}),
     "shared rows": Case({"sequence_parallel": 2}, (1, 2048)),
     "shared rows, recomputed": Case(
         {"sequence_parallel": 2, "activation_checkpointing": True}, (2, 1024)

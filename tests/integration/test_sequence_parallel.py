@@ -35,7 +35,6 @@ CASES: dict[str, dict[str, Any]] = {
         "objective": "ppo_critic",
         "critic.learning_rate": 1e-3,
         "critic.epochs": 2,
-        "critic.max_grad_norm": 1e9,
     },
     "value_head": {"objective": "ppo_critic", "critic.kind": "head", "critic.learning_rate": 1e-2},
 }

@@ -20,10 +20,3 @@ def test_two_ranks_hold_what_transformers_loads(tmp_path: Path) -> None:
         if architecture.config().model_type in PROVEN:
             architecture.write(tmp_path / "models" / name)
     see_through(launch(tmp_path, 2, [str(TESTS / "programs/loading_rank.py")]))
-
-
-@pytest.mark.timeout(seconds(120.0))
-def test_options_of_sharding_do_what_they_say(tmp_path: Path) -> None:
-    """When layers are gathered, and when gradients are summed; the sums are the same."""
-    make_model(tmp_path / "model", hidden=32, ff=64)
-    see_through(launch(tmp_path, 2, [str(TESTS / "programs/options_rank.py")]))

@@ -36,6 +36,7 @@ from umbra.proto.messages import (
     RunFinished,
 )
 from umbra.proto.records import EvalReport, Ledger, Manifest
+from umbra.services.config import TrainerConfig
 from umbra.services.process.command import ServiceContext
 from umbra.services.process.metrics import MetricsFile
 from umbra.services.trainer import service
@@ -347,12 +348,13 @@ def test_a_batch_that_never_comes_is_an_error_that_says_what_is_missing(
 
 
 def test_a_run_that_diverges_ends_with_a_sentence(
-    directory: Path, start: Any, tmp_path: Path
+    directory: Path, start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every update is left out: the batches are committed as skipped, the weights stay."""
     world = World(directory)
+    monkeypatch.setattr(TrainerConfig, "max_skipped", 2)
     with pytest.raises(DivergedError, match=r"stopped at step 2: .* of the last 2 batches"):
-        start(world, max_ratio=1e-9, max_skipped=2)
+        start(world, max_ratio=1e-9)
     assert world.committed() == [1, 2]
     commits = [body for body in world.asked if isinstance(body, CommitBatch)]
     assert [body.metrics["skipped"] for body in commits] == [1, 1]

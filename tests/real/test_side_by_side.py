@@ -45,7 +45,6 @@ batch_wait_s = 1800.0
 LIMITS = """
 workers = {workers}
 memory_mb = 0
-setup_s = 900.0
 timeout_s = 600.0
 max_tokens = 400
 """

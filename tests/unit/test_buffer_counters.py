@@ -121,7 +121,7 @@ def score(run: World, name: str, *scores: Score) -> dict[str, str]:
 
 
 def test_scores() -> None:
-    run = world(stages=["reward"], run_ahead=0, score_lease_s=10, score_attempts=2)
+    run = world(stages=["reward"], run_ahead=0, lease_s=10, max_attempts=2)
     run.join("scorer", "r")
     for task in run.lease("a", 4, 0):
         run.submit("a", trajectory(task, 0))

@@ -302,8 +302,8 @@ def test_answers_that_are_malformed_to_the_last_are_failures_of_their_own() -> N
 @pytest.mark.parametrize("own", [True, False])
 def test_scores_that_fail(own: bool) -> None:
     """A reward that raises is of the sample's own; a scorer that dies is not."""
-    run = World(group_size=4, batch_groups=4, stages=["reward"], score_attempts=1,
-                score_lease_s=5.0, run_ahead=9)  # fmt: skip
+    run = World(group_size=4, batch_groups=4, stages=["reward"], max_attempts=1,
+                lease_s=5.0, run_ahead=9)  # fmt: skip
     run.join("generator", "a")
     run.join("scorer", "r")
     for _ in range(16):
@@ -342,7 +342,6 @@ def test_the_survivors_of_a_group_are_no_failures() -> None:
         group_size=4,
         batch_groups=4,
         straggler="survivors",
-        min_survivors=2,
         run_ahead=9,
         max_staleness=9,
     )

@@ -27,6 +27,7 @@ from umbra.proto.messages import (
 )
 from umbra.proto.records import SampleTask, Score, ScoringTask, pack_float32
 from umbra.services.buffer.samples.ledger import REASONS_KEPT
+from umbra.services.config import BufferConfig
 
 
 def world(**options: Any) -> World:
@@ -183,8 +184,11 @@ def test_a_failed_sample_does_not_end_a_group_that_may_survive() -> None:
     assert run.pool.ledger.ended == {"failed": 1}
 
 
-def test_level_groups_are_filtered_and_replaced_but_not_for_ever() -> None:
-    run = world(run_ahead=0, batch_groups=1, dynamic_sampling=True, max_filtered=2)
+def test_level_groups_are_filtered_and_replaced_but_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(BufferConfig, "max_filtered", 2)
+    run = world(run_ahead=0, batch_groups=1, dynamic_sampling=True)
     for _ in range(2):
         answer(run, "a", run.lease("a", 2, 0), 0, 1.0, 1.0)
         assert not run.batch(1).trajectories
@@ -200,9 +204,7 @@ def test_level_groups_are_filtered_and_replaced_but_not_for_ever() -> None:
 
 
 def scored(**options: Any) -> World:
-    run = world(
-        stages=["reward", "ref_logp", "logp"], score_lease_s=10, dead_after_s=1000, **options
-    )
+    run = world(stages=["reward", "ref_logp", "logp"], lease_s=10, dead_after_s=1000, **options)
     for name in ("r", "q"):
         run.join("scorer", name)
     return run
@@ -239,7 +241,7 @@ def test_trajectories_go_through_their_stages_in_order() -> None:
 
 @pytest.mark.parametrize("how", ["error", "silence", "malformed", "death"])
 def test_a_scorer_that_fails_costs_attempts_and_then_the_group(how: str) -> None:
-    run = scored(batch_groups=1, score_attempts=2)
+    run = scored(batch_groups=1, max_attempts=2)
     answer(run, "a", run.lease("a", 2, 0), 0)
     for attempt in (1, 2):
         tasks = take(run, "r", "reward", 1)
@@ -274,7 +276,7 @@ def test_scoring_leases_are_renewed_and_belong_to_one() -> None:
 def test_a_group_that_fails_by_one_score_of_a_message_needs_no_other_of_it(
     fault: dict[str, Any],
 ) -> None:
-    run = scored(batch_groups=1, score_attempts=1)
+    run = scored(batch_groups=1, max_attempts=1)
     answer(run, "a", run.lease("a", 2, 0), 0)
     broken, sound = take(run, "r", "reward")
     scores = [
@@ -334,7 +336,7 @@ def test_stages_without_a_scorer_of_their_own_and_busy_ones_are_named() -> None:
 def test_reasons_of_failure_are_counted_by_name_as_far_as_that_is_bounded() -> None:
     """User code gives every sample a reason of its own, also across restarts of the buffer."""
     sizes = {"batch_groups": 1, "run_ahead": 1000, "steps": 2000, "durable": True}
-    run = scored(**sizes, score_attempts=1, max_failed_share=1.0)
+    run = scored(**sizes, max_attempts=1, max_failed_share=1.0)
     for number in range(120):
         (task,) = run.lease("a", 1, 0)
         if number % 2:

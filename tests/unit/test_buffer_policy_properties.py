@@ -49,7 +49,6 @@ class PolicyMachine(BrokerMachine):
             {
                 "max_attempts": st.integers(1, 4),
                 "stages": STAGES,
-                "score_attempts": st.integers(1, 3),
                 "stale_policy": st.sampled_from(["drop", "wait"]),
                 "partial_policy": st.sampled_from(["drop", "restart"]),
                 "partial_max_segments": st.integers(0, 2),
@@ -58,9 +57,7 @@ class PolicyMachine(BrokerMachine):
                 "on_batch": st.sampled_from(["continue", "interrupt"]),
                 "straggler": st.sampled_from(["wait", "survivors"]),
                 "straggler_s": st.sampled_from([5.0, 40.0]),
-                "min_survivors": st.integers(1, 2),
                 "dynamic_sampling": st.booleans(),
-                "max_filtered": st.integers(1, 3),
             }
         ),
         every=st.integers(0, 3),
@@ -89,7 +86,7 @@ class PolicyMachine(BrokerMachine):
             self.come(name)
 
     def make_world(self, **buffer: Any) -> World:
-        fixed = {"lease_s": LEASE_S, "score_lease_s": LEASE_S, "dead_after_s": 25}
+        fixed = {"lease_s": LEASE_S, "dead_after_s": 25}
         return World(
             steps=STEPS,
             eval_config=self.eval,

@@ -225,7 +225,7 @@ def test_what_is_kept(start: Any) -> None:
         covered.append(trainer.folder.covered)
     assert kept == [[1], [1, 2], [2, 3], [2, 3, 4], [4, 5], [5, 6], [5, 6, 7]]
     assert covered == [0, 1, 2, 3, 4, 5, 6], "one can go on from any of the newest two"
-    lowest = CheckpointConfig(best_metric="quality", best_mode="min")
+    lowest = CheckpointConfig(best_metric="-quality")
     assert CheckpointFolder(trainer.folder.path, lowest).best() == 6
 
 

@@ -11,7 +11,7 @@ import pytest
 from test_cli_help import every_command
 
 from umbra import cli
-from umbra.services.config.describe import GROUPS, READERS, described, related
+from umbra.services.config.describe import READERS, described
 from umbra.services.config.loader import SECTIONS
 
 SCRIPT = Path(__file__).resolve().parents[2] / ".ci" / "config_page.py"
@@ -52,12 +52,3 @@ def test_every_command_is_in_one_section_of_the_help(capsys: pytest.CaptureFixtu
     for section, names in cli.SECTIONS.items():
         listed = text.partition(f"\n{section}:\n")[2].partition("\n\n")[0].splitlines()
         assert [line.split()[0] for line in listed] == list(names)
-
-
-def test_keys_that_are_chosen_together_name_each_other() -> None:
-    keys = list(described())
-    beside = related(keys)
-    assert all(one in beside[other] for one, others in beside.items() for other in others)
-    grouped = {path for group in GROUPS for path in group}
-    assert grouped <= set(beside), "a key that there is no more"
-    assert "buffer.max_staleness" in beside["buffer.run_ahead"]

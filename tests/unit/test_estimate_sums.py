@@ -202,22 +202,6 @@ def test_a_critic_has_float32_weights_beside_its_moments() -> None:
     assert "critic: moments, adamw" not in device
 
 
-def test_layers_that_stay_gathered_are_all_there() -> None:
-    tensors = tuple(Sized(f"w{n}", (8, 10**9), True, n) for n in range(5))
-    facts = dataclasses.replace(FACTS, sizes=ModelSizes(tensors, 1000, 100))
-    config = settings("trainer.ranks=2", "trainer.reshard_after_forward=false")
-    (trainer, *_) = needs(config, facts, gpu=True)
-    found = {item.name: item.bytes for item in trainer.device}
-    assert found["layers that stay gathered"] == 2 * 5 * 8 * GB
-    assert "the next one and its buffer" not in found
-
-
-def test_gradients_that_are_not_reduced_are_whole() -> None:
-    found = amounts(settings("trainer.ranks=2", "trainer.reduce_gradients=update"))
-    assert found["gradients, not reduced"] == 40 * GB
-    assert "gradients, not reduced" not in amounts(settings("trainer.reduce_gradients=update"))
-
-
 def test_moments_in_8_bits_are_those_that_are_kept() -> None:
     """Widths that are narrow, that blocks fill and that they don't; and vectors."""
     adamw8bit = pytest.importorskip("umbra.services.trainer.adamw8bit")

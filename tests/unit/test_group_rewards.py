@@ -102,7 +102,7 @@ def test_a_function_that_takes_no_group_is_refused() -> None:
 
 def world(**options: Any) -> World:
     """Groups of three, of which two are a batch, with scorers `x` and `y`."""
-    fixed = {"stages": ["reward"], "lease_s": 1000, "dead_after_s": 1000, "score_lease_s": 10}
+    fixed = {"stages": ["reward"], "lease_s": 10, "dead_after_s": 1000}
     made = World(reward_scope="group", group_size=3, **{**fixed, **options})
     for name in "ab":
         made.join("generator", name)
@@ -180,7 +180,7 @@ def test_a_group_goes_to_another_scorer_as_a_whole() -> None:
 def test_a_group_that_cannot_be_scored_fails_once_and_is_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    run = world(score_attempts=2)
+    run = world(max_attempts=2)
     answer(run, *run.lease("a", 3, 0))
     for _ in range(2):
         give(run, "x", to_score(run), 0.0, 0.0, 0.0, error="raised ValueError: no")

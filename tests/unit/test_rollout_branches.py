@@ -124,7 +124,7 @@ def test_one_branch_too_many_is_refused_and_changes_nothing(tokenizer: Any) -> N
     for after in (None, 0):
         if after == 0:
             talk.turn("5", 0, "6")  # the line goes on, so that the turn is not its end
-        with pytest.raises(RefusedError, match=r"max_branches = 2: go on with one") as caught:
+        with pytest.raises(RefusedError, match=r"the 2 that a sample may have") as caught:
             talk.ask("7", after)
         assert caught.value.code == "branch_limit_reached"
     talk.turn("7", 1, "8")

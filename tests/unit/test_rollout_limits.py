@@ -49,25 +49,6 @@ def test_limits_end_a_sample(
     assert trajectory.response_tokens == tokens
 
 
-@pytest.mark.parametrize("polls", [0, 3])
-def test_a_samples_time_runs_out(chat: Chat, tokenizer: Any, polls: int) -> None:
-    now = [5.0]
-    engine = ScriptedEngine(says(tokenizer, "2", "3", "6"))
-    limited = settings(chat, limits=Limits(seconds=10.0), clock=lambda: now[0])
-    runner = RolloutRunner(engine, InlinePool(Guess), limited)
-    runner.add([sample({"prompt": "g", "answer": "6"})])
-    for _ in range(polls):
-        runner.poll(0.0)
-    now[0] = 16.0
-    runner.poll(0.0)
-    finished, failed = runner.results()
-    assert not runner.active
-    if polls:
-        assert [t.finish_reason for t in finished] == ["time"]
-    else:
-        assert "no token within environment.max_s = 10 s" in failed[0].reason
-
-
 def test_a_tool_is_used_within_a_rollout(chat: Chat, tokenizer: Any) -> None:
     call = '<tool_call>{"name": "calculator", "arguments": {"expression": "2*3"}}</tool_call>'
     engine = ScriptedEngine(says(tokenizer, "<tool_call>{", call, "6"), max_context=1024)

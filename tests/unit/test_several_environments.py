@@ -157,12 +157,12 @@ def test_each_sample_has_the_limits_of_its_environment(tmp_path: Path) -> None:
     config = RunConfig(
         environments=(
             NamedEnvironment(name="a", max_turns=3),
-            NamedEnvironment(name="b", kind="trl", id="m:C", max_s=2.0),
+            NamedEnvironment(name="b", kind="trl", id="m:C"),
         )
     )
     settings = settings_for(config, chat)
     a, b = settings.of({"environment": "a"}), settings.of({"environment": "b"})
-    assert (a.limits.turns, a.agents, b.limits.seconds, b.agents) == (3, False, 2.0, True)
+    assert (a.limits.turns, a.agents, b.agents) == (3, False, True)
     with pytest.raises(SampleError, match=r"is 'c', which is none of \[\[environments\]\]"):
         settings.of({"environment": "c"})
     one = settings_for(RunConfig(), chat)

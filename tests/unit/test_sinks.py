@@ -130,9 +130,12 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
 
 
 @pytest.mark.parametrize(("mode", "resume"), [("offline", None), ("online", "allow")])
-def test_weights_and_biases(tmp_path: Path, wandb: FakeWandb, mode: str, resume: Any) -> None:
+def test_weights_and_biases(
+    tmp_path: Path, wandb: FakeWandb, mode: str, resume: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "run-7"
-    settings = config(f"metrics.wandb={mode}", "metrics.wandb_project=mine")
+    settings = config(f"metrics.wandb={mode}")
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
     with open_sinks(settings, folder, 0) as sinks:
         sinks.write(1, {"loss": 0.5, "grad_norm": None})
     assert wandb.run.logged == [(1, {"loss": 0.5})]

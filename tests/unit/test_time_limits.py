@@ -97,22 +97,18 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
 
 @pytest.mark.parametrize("kind", ["Waiting", "Blocking"])
-def test_opening_and_step_have_limits_of_their_own(start: Callable[..., Played], kind: str) -> None:
-    """Each is broken with the other's never reached; the sentence names phase, seconds and key."""
+def test_opening_and_step_have_a_limit(start: Callable[..., Played], kind: str) -> None:
+    """The sentence names phase, seconds and key."""
     limit_s = seconds(0.5)  # in which the next one has to be opened
-    opening = start(f"slow_env:{kind}", reset_s=limit_s, timeout_s=NEVER)
-    assert opening.play("a", hangs="reset").error == (
-        f"environment slow_env:{kind}: the opening (reset) took longer than "
-        f"environments.slow.reset_s = {limit_s:g} s"
+    one = start(f"slow_env:{kind}", timeout_s=limit_s)
+    told = f"took longer than environments.slow.timeout_s = {limit_s:g} s"
+    assert one.play("a", hangs="reset").error == (
+        f"environment slow_env:{kind}: the opening (reset) {told}"
     )
-    assert isinstance(opening.play("b").value, Opening)
-    step = start(f"slow_env:{kind}", reset_s=NEVER, timeout_s=0.5)
-    assert isinstance(step.play("a").value, Opening)
-    assert step.play("a", "hang").error == (
-        f"environment slow_env:{kind}: a step took longer than environments.slow.timeout_s = 0.5 s"
-    )
+    assert isinstance(one.play("b").value, Opening)
+    assert one.play("b", "hang").error == f"environment slow_env:{kind}: a step {told}"
     # Played from its beginning in one go: the step is known to be the one that hangs.
-    assert "a step took longer" in step.play("b", "hang").error
+    assert "a step took longer" in one.play("c", "hang").error
 
 
 def test_a_conversation_that_is_played_again_has_time_for_each_call(
@@ -121,7 +117,7 @@ def test_a_conversation_that_is_played_again_has_time_for_each_call(
     """1. Its process ends in the third step. 2. Another one plays all of it, and hangs in the next.
     Result: the limit that counts then is that of this step, and the opening's has long passed on.
     """
-    player = start("slow_env:Blocking", reset_s=NEVER, timeout_s=seconds(2.0))
+    player = start("slow_env:Blocking", timeout_s=seconds(2.0))
     assert isinstance(player.play("a").value, Opening)
     assert isinstance(player.play("a", "1").value, StepResult)
     assert "its environment ended" in player.play("a", "1", "end").error
@@ -131,36 +127,33 @@ def test_a_conversation_that_is_played_again_has_time_for_each_call(
 
 
 def test_a_reward_has_its_own_limit(start: Callable[..., Played]) -> None:
-    player = start("reward", reward="slow_env:judge", timeout_s=NEVER, score_s=0.5)
+    player = start("reward", reward="slow_env:judge", timeout_s=0.5)
     assert player.play("a", "x").error == (
-        "environment slow_env:judge: its reward took longer than environments.slow.score_s = 0.5 s"
+        "environment slow_env:judge: its reward took longer than "
+        "environments.slow.timeout_s = 0.5 s"
     )
 
 
 def test_a_process_that_does_not_start_names_its_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(EnvironmentConfig, "setup_s", 0.5)
     (tmp_path / "hanging_env.py").write_text("import time\ntime.sleep(1000)\n")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DeadlineError, match=r"after environments\.slow\.setup_s = 0\.5 s"):
-        ProcessPool(NamedEnvironment(name="slow", kind="hanging_env:A", setup_s=0.5))
+    with pytest.raises(DeadlineError, match=r"environments\.slow: .* not ready after 0\.5 s"):
+        ProcessPool(NamedEnvironment(name="slow", kind="hanging_env:A"))
 
 
 def test_what_has_no_limit_of_its_own_has_that_of_a_step() -> None:
     limits = TimeLimits.of(EnvironmentConfig(kind="m:C", timeout_s=7.0))
     assert {one.key for one in (limits.opening, limits.step)} == {"environment.timeout_s"}
     assert limits.opening.seconds == 7.0
-    judged = TimeLimits.of(EnvironmentConfig(kind="math", reset_s=1.0, score_s=90.0))
-    assert (judged.opening.seconds, judged.step.seconds) == (1.0, 90.0)
-    assert judged.step.key == "environment.score_s"
 
 
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
-        ({"kind": "m:C", "score_s": 5.0}, "score_s = 5 has no effect: kind m:C judges within its"),
-        ({"kind": "m:C", "reset_s": NEVER}, "takes environments.x.reset_s = 3000 is given up"),
-        ({"kind": "exact", "score_s": NEVER}, "takes environments.x.score_s = 3000 is given up"),
+        ({"kind": "m:C", "timeout_s": NEVER}, "takes environments.x.timeout_s = 3000 is given up"),
     ],
 )
 def test_limits_that_cannot_work_are_refused(keys: dict[str, Any], says: str) -> None:
@@ -205,18 +198,18 @@ def turn() -> Turn:
 
 
 def test_a_silent_program_is_given_up_by_the_limit_of_its_phase() -> None:
-    config = NamedEnvironment(name="x", kind="agent", timeout_s=10.0, reset_s=50.0, score_s=200.0)
+    config = NamedEnvironment(name="x", kind="agent", timeout_s=10.0)
     session = AgentSession("id", "key", {}, TimeLimits.of(config))
     assert session.deadline == math.inf
     session.begin(1000.0)
-    assert (session.deadline, session.limit.key) == (1050.0, "environments.x.reset_s")
+    assert (session.deadline, session.limit.key) == (1010.0, "environments.x.timeout_s")
     session.ask(Call([{"role": "user", "content": "a"}]), lambda _: None, lambda _: None)
     session.scoring(1000.0)
     assert session.deadline == math.inf, "the model is at work"
     session.answered(turn(), 2000.0)
     assert (session.deadline, session.limit.key) == (2010.0, "environments.x.timeout_s")
     session.scoring(2005.0)
-    assert (session.deadline, session.limit.key) == (2205.0, "environments.x.score_s")
+    assert (session.deadline, session.limit.key) == (2015.0, "environments.x.timeout_s")
     session.rewarded(StepResult(reward=1.0))
     session.scoring(2300.0)
     assert session.deadline == math.inf, "its reward is there"

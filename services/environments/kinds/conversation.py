@@ -63,7 +63,7 @@ class Conversation:
         return choice["message"]
 
     async def scoring(self) -> None:
-        """No more turns are asked for: what happens now is the reward (`environment.score_s`)."""
+        """No more turns are asked for: what happens now is the reward (`environment.timeout_s`)."""
         await _post(self._endpoint, "/scoring", {})
 
 

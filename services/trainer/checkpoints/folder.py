@@ -129,13 +129,14 @@ class CheckpointFolder:
         config = self._config
         if not config.best_metric:
             return None
-        sign = 1 if config.best_mode == "max" else -1
+        metric = config.best_metric.removeprefix("-")
+        sign = 1 if metric == config.best_metric else -1
         values: list[tuple[float, int]] = []
         for step in self.steps():
             with suppress(DamagedError):
                 metrics = read_index(self.of(step)).metrics
-                if config.best_metric in metrics:
-                    values.append((sign * metrics[config.best_metric], step))
+                if metric in metrics:
+                    values.append((sign * metrics[metric], step))
         return max(values)[1] if values else None
 
     def set_aside(self, step: int) -> Path:

@@ -166,7 +166,7 @@ def shard(
                 # What it is given stays as it is where FSDP gathers whole layers.
                 mp_policy=replace(policy, cast_forward_inputs=False),
                 offload_policy=offload,
-                reshard_after_forward=config.reshard_after_forward,
+                reshard_after_forward=True,
             )
             # Each has the tokens of all ranks of its group, so the mean over `alike` is over all.
             module.set_gradient_divide_factor(float(ranks.world))
@@ -178,7 +178,7 @@ def shard(
             mesh=mesh,
             mp_policy=policy,
             offload_policy=offload,
-            reshard_after_forward=config.reshard_after_forward,
+            reshard_after_forward=True,
         )
     fully_shard(root or model, mesh=mesh, mp_policy=policy, offload_policy=offload)
 
