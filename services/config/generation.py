@@ -54,7 +54,9 @@ class EnvironmentConfig(Section):
         "turns may be silent for between two of them",
         gt=0,
     )
-    setup_s: ClassVar[float] = 120.0  # until a process for user code has made its imports
+    setup_s: float = key(
+        120.0, "seconds that a process for user code may take to start, its imports included", gt=0
+    )
     max_turns: int = key(0, "turns of the model; 0 = any number", ge=0)
     max_tokens: int = key(
         0, "response tokens of all turns, the environment's included; 0 = any", ge=0

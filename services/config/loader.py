@@ -54,7 +54,6 @@ DROPPED: dict[str, str] = {
     "trainer.optimizer=muon": "use adamw",
     "environment.reset_s": "set environment.timeout_s",
     "environment.score_s": "set environment.timeout_s",
-    "environment.setup_s": "leave it out: a process for user code has 120 s to start",
     "environment.max_s": "set environment.max_turns or environment.max_tokens",
     "environment.max_branches": "leave it out: a sample has 16 branches at most",
     "buffer.min_survivors": "leave it out: a group goes on with 2 samples",

@@ -10,7 +10,6 @@ from fakes.rank_processes import TESTS, launch, see_through
 from fakes.slowness import seconds
 
 from umbra.services.modeling.architectures import PROVEN
-from umbra.services.trainer.make_model import make_model
 
 
 @pytest.mark.timeout(seconds(300.0))
