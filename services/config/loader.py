@@ -87,8 +87,13 @@ Written "section.key", "section" or "section.key=value"; what a key of [environm
 [[environments]] too.
 """
 SECTIONS: dict[str, dict[str, Any]] = {
-    name: get_type_hints(NamedEnvironment if name == ENVIRONMENTS else section, include_extras=True)
+    name: {
+        key: kind
+        for key, kind in get_type_hints(struct, include_extras=True).items()
+        if key in struct.__struct_fields__
+    }
     for name, section in get_type_hints(RunConfig).items()
+    for struct in [NamedEnvironment if name == ENVIRONMENTS else section]
 }
 
 
