@@ -12,12 +12,7 @@ from fakes.trajectories import sample
 
 from umbra.proto.records import Sampling, Trajectory, VersionSpan, unpack_float32, unpack_int32
 from umbra.services.config.trajectory_rules import RunFacts, find_fault
-<<<<<<< HEAD
-from umbra.services.environments.protocol import Ask, RefusedError, SampleError, StepResult
-=======
-from umbra.services.environments.protocol import StepResult
-from umbra.services.environments.turn_request import Ask, RefusedError
->>>>>>> 7e199f80 (Only fields of a section are keys, not its constants; held-out prompts have the columns of data)
+from umbra.services.environments.protocol import Ask, RefusedError, StepResult
 from umbra.services.generator.rollout import Limits, Phase, Rollout
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
