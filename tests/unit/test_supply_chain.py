@@ -80,7 +80,7 @@ def test_one_key_turns_it_on_for_tokenizers_alone() -> None:
     for path in source_files():
         if path.relative_to(ROOT).parts[0] in SHIPPED:
             found |= set(passed.findall(path.read_text(encoding="utf-8")))
-    assert found == {"False", "trust", "Annotated"}  # the key, and the argument it is passed as
+    assert found == {"False", "trust", "bool"}  # the key, and the argument it is passed as
     trusting = re.compile(r"\btrust=([\w.]+)")
     sources = {
         text
