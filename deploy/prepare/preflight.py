@@ -235,7 +235,7 @@ def _check_security(config: RunConfig) -> None:
 def _check_eval(config: RunConfig) -> None:
     heldout = config.eval
     try:
-        prompts = read_source(heldout.prompts, columns=config.data.columns, section="eval")
+        prompts = read_source(heldout.prompts, columns=heldout.columns, section="eval")
     except UsageError as error:
         raise UsageError(f"eval.prompts: {error}") from error
     names = [one.name for one in config.environments]

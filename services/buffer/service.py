@@ -58,7 +58,7 @@ def serve(context: ServiceContext) -> int:
     )
     heldout = config.eval
     eval_prompts = (
-        read_source(heldout.prompts, columns=config.data.columns, section="eval")
+        read_source(heldout.prompts, columns=heldout.columns, section="eval")
         if heldout.prompts
         else []
     )

@@ -79,7 +79,6 @@ DROPPED: dict[str, str] = {
     "checkpoint.best_mode": 'write checkpoint.best_metric = "-NAME" for the lowest value',
     "weight_hub.least_rate": "set weight_hub.deadline_s; bytes take 20 MB/s besides",
     "metrics.wandb_project": "set the variable WANDB_PROJECT",
-    "eval.columns": "set data.columns, which hold for held-out prompts too",
 }
 """Keys, sections and values of run files that 0.2 has no more, and what to use instead.
 

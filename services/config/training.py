@@ -172,6 +172,7 @@ class EvalConfig(Section):
     """Accuracy on held-out prompts: before and after the run (`umbra up`), and within it."""
 
     prompts: str = key("", "held-out prompts, as data.prompts; empty = no eval")
+    columns: dict[str, str] = key({}, "columns of held-out prompts, as data.columns")
     samples: int = key(1024, "samples drawn", ge=1)
     greedy: bool = key(False, "also evaluate greedy decoding")
     every: int = key(0, "steps between evaluations within the run; 0 = none", ge=0)

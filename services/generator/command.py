@@ -102,7 +102,7 @@ def make_task(
 @keys_of("operator", "monitor")
 @click.option(
     "--prompts",
-    help="Prompts, as eval.prompts; columns as data.columns.  [default: those of --config]",
+    help="Prompts, as eval.prompts; columns as eval.columns.  [default: those of --config]",
 )
 @click.option("--task", help="Held-out prompts of a task of `umbra make-task` instead.")
 @click.option(
@@ -153,7 +153,7 @@ def evaluate(
     if task is not None:
         rows = _heldout(task, seed, samples)
     else:
-        columns = settings.data.columns
+        columns = settings.eval.columns
         if prompts is None and not settings.eval.prompts:
             raise UsageError(
                 "give either --prompts FILE or --task NAME, or a --config with eval.prompts"

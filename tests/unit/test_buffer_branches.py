@@ -31,7 +31,7 @@ from umbra.proto.records import (
     unpack_float32,
 )
 from umbra.services.buffer.samples.trajectories import pack, size_fault
-from umbra.services.config import ScorerConfig
+from umbra.services.config import TrainerConfig
 from umbra.services.config.trajectory_rules import RunFacts, find_fault
 from umbra.services.generator.tokens import tokens_of
 from umbra.services.modeling.models import load_model
@@ -171,7 +171,7 @@ def test_scorers_find_logprobs_of_every_line(tiny_model_dir: Path) -> None:
     ask = LeaseScoring(stage="ref_logp", capacity=1, wait_s=0.0)
     (scoring,) = run.get("r", ask, ScoringLeases).tasks
     model = load_model(tiny_model_dir, torch.device("cpu"), torch.float32)
-    worker = LogprobWorker(model, ScorerConfig())
+    worker = LogprobWorker(model, TrainerConfig())
 
     def score(made: Trajectory) -> Score:
         told: ScoringTask = msgspec.structs.replace(scoring, trajectory=made)

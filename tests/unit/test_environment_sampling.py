@@ -258,7 +258,7 @@ def worst_by_scorer(config: RunConfig, directory: Path, made: list[Trajectory]) 
         ScoringTask(sample_id=t.sample_id, attempt=1, row={}, lease_s=1.0, trajectory=t)
         for t in made
     ]
-    scores = LogprobWorker(served, config.scorer).score(tasks, lambda: None)
+    scores = LogprobWorker(served, config.trainer).score(tasks, lambda: None)
     found = [x for (score,) in scores for x in unpack_float32(score.logprobs or b"")]
     asked = [x for t in made for x in unpack_float32(t.logprobs)]
     return max(abs(one - other) for one, other in zip(found, asked, strict=True))

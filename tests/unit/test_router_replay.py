@@ -19,7 +19,7 @@ from torch import Tensor
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Routing, Sampling, ScoringTask, Trajectory
-from umbra.services.config import ScorerConfig
+from umbra.services.config import TrainerConfig
 from umbra.services.config.trajectory_rules import RunFacts, find_fault
 from umbra.services.generator.engines.engine import EngineOutput, EngineRequest
 from umbra.services.generator.engines.torch_engine import TorchEngine
@@ -350,7 +350,7 @@ def test_stage_of_the_policy_replays_too() -> None:
         ScoringTask(sample_id=t.sample_id, attempt=1, row={}, lease_s=1.0, trajectory=t)
         for t in made
     ]
-    worker = LogprobWorker(model, ScorerConfig(pack_tokens=64), replay=True)
+    worker = LogprobWorker(model, TrainerConfig(pack_tokens=64), replay=True)
     scores = {score.sample_id: score for (score,) in worker.score(tasks, lambda: None)}
     expected = logprobs(Scorer(model).eval(), make_batch(made, 1000, routers=KIND))
     found = np.concatenate(
@@ -362,7 +362,7 @@ def test_stage_of_the_policy_replays_too() -> None:
     )
     assert "does not say which experts" in score.error
     with pytest.raises(UsageError, match="no routers"):
-        LogprobWorker(ARCHITECTURES["qwen3"].model(), ScorerConfig(), replay=True)
+        LogprobWorker(ARCHITECTURES["qwen3"].model(), TrainerConfig(), replay=True)
 
 
 def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from umbra.proto.errors import UsageError
-from umbra.services.config import ScorerConfig, TrainerConfig
+from umbra.services.config import TrainerConfig
 from umbra.services.config.loader import load_config
 from umbra.services.modeling.row_sizes import RowSizes, memory_of, scoring_rows
 from umbra.services.process import host_memory
@@ -116,15 +116,14 @@ def test_activations_of_a_small_model_are_about_what_they_say() -> None:
     assert 0.6 < found < 1.2
 
 
-@pytest.mark.parametrize("section", ["trainer", "scorer"])
 @pytest.mark.parametrize("value", ["auto", "512"])
-def test_both_forms_are_read(value: str, section: str) -> None:
-    config = load_config(overrides=[f"{section}.pack_tokens={value}"], environ={})
+def test_both_forms_are_read(value: str) -> None:
+    config = load_config(overrides=[f"trainer.pack_tokens={value}"], environ={})
     expected = value if value == "auto" else int(value)
-    assert getattr(config, section).pack_tokens == expected
+    assert config.trainer.pack_tokens == expected
     for wrong in ("4", "all"):
         with pytest.raises(UsageError, match="pack_tokens"):
-            load_config(overrides=[f"{section}.pack_tokens={wrong}"], environ={})
+            load_config(overrides=[f"trainer.pack_tokens={wrong}"], environ={})
 
 
 @pytest.mark.parametrize(("text", "limit_bytes"), [("max\n", 0), ("1048576\n", 1 << 20), (None, 0)])
@@ -146,7 +145,7 @@ def test_a_scorer_keeps_one_layer_at_a_time(model: Any) -> None:
     weights = sum(parameter.numel() for parameter in model.parameters())
 
     def rows(gib: float, kind: str, max_tokens: int = 0, **keys: Any) -> RowSizes:
-        config, memory = ScorerConfig(**keys), int(gib * GIB)
+        config, memory = TrainerConfig(**keys), int(gib * GIB)
         return scoring_rows(config, model.config, weights, 2, memory, kind, max_tokens)
 
     assert rows(80, "cuda") == (16384, 16384)

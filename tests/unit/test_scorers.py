@@ -23,7 +23,7 @@ from umbra.proto.records import (
     pack_int32,
     unpack_float32,
 )
-from umbra.services.config import ScorerConfig
+from umbra.services.config import TrainerConfig
 from umbra.services.environments.built_in import ExactMatch
 from umbra.services.environments.pool import InlinePool
 from umbra.services.modeling.chat import Chat
@@ -78,7 +78,7 @@ def test_rewards_are_those_of_the_environment(
 
 def test_logprobs_are_those_of_the_model(tiny_model_dir: Path) -> None:
     model = load_model(tiny_model_dir, torch.device("cpu"), torch.float32)
-    worker = LogprobWorker(model, ScorerConfig(), lambda: 7)
+    worker = LogprobWorker(model, TrainerConfig(), lambda: 7)
     tasks = [
         scoring_task("a", [7, 8, 9, STOP], b"\1\0\1\1", {}),
         scoring_task("b", [9, STOP], b"\1\1", {}),
@@ -113,7 +113,7 @@ def test_scorer_and_trainer_find_the_same_logprobs(tiny_model_dir: Path) -> None
         )
         tasks.append(msgspec.structs.replace(task, trajectory=made))
     served = load_model(tiny_model_dir, torch.device("cpu"), torch.float32)
-    worker = LogprobWorker(served, ScorerConfig(pack_tokens=64, micro_tokens=300))
+    worker = LogprobWorker(served, TrainerConfig(pack_tokens=64, micro_tokens=300))
     scores = [score for (score,) in worker.score(tasks, lambda: None)]
     found = [unpack_float32(s.logprobs or b"") for s in scores]
 
@@ -135,7 +135,7 @@ def test_scorer_and_trainer_find_the_same_logprobs(tiny_model_dir: Path) -> None
 
 def test_what_the_model_cannot_score_costs_that_sample_only(tiny_model_dir: Path) -> None:
     model = load_model(tiny_model_dir, torch.device("cpu"), torch.float32)
-    worker = LogprobWorker(model, ScorerConfig())
+    worker = LogprobWorker(model, TrainerConfig())
     good, foreign, empty = (scoring_task(n, [7, 8], b"\1\1", {}) for n in ("a", "b", "c"))
     replace = msgspec.structs.replace
     foreign = replace(
@@ -151,7 +151,7 @@ def test_what_the_model_cannot_score_costs_that_sample_only(tiny_model_dir: Path
 
 def test_greedy_samples_are_scored_by_the_plain_softmax(tiny_model_dir: Path) -> None:
     model = load_model(tiny_model_dir, torch.device("cpu"), torch.float32)
-    worker = LogprobWorker(model, ScorerConfig())
+    worker = LogprobWorker(model, TrainerConfig())
     task = scoring_task("a", [7, 8, 9], b"\1\1\1", {})
     replace = msgspec.structs.replace
     greedy = replace(task, trajectory=replace(task.trajectory, sampling=Sampling(temperature=0.0)))

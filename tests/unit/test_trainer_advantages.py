@@ -144,6 +144,6 @@ def test_value_loss_takes_the_worse_of_plain_and_clipped() -> None:
 
 def test_overlong_costs_linearly_within_the_buffer() -> None:
     lengths = torch.tensor([10, 80, 85, 90, 100])
-    expected = [0.0, 0.0, -0.125, -0.25, -0.5]
-    got = overlong(lengths, limit=100, buffer=20, factor=0.5)
+    expected = [0.0, 0.0, -0.25, -0.5, -1.0]
+    got = overlong(lengths, limit=100, buffer=20)
     torch.testing.assert_close(got, torch.tensor(expected).double())
