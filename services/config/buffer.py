@@ -52,7 +52,7 @@ class BufferConfig(Section):
     straggler_s: float = key(60.0, "seconds that a group's first sample waits for the rest", gt=0)
     min_survivors: ClassVar[int] = 2  # without which a group waits nevertheless
     dynamic_sampling: bool = key(False, "replace groups whose rewards are all equal (DAPO)")
-    max_filtered: ClassVar[int] = 256  # groups replaced in a row until one is trained on anyway
+    max_filtered: int = key(256, "groups replaced in a row until one is trained on anyway", ge=1)
     max_failed_share: float = key(
         0.5,
         "the run ends when more than this share of the samples of the last batches failed for "

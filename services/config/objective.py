@@ -13,10 +13,13 @@ from umbra.services.config.presets import (
     PRESETS,
     Advantage,
     Aggregation,
+    Anchor,
     Clip,
     Correction,
+    Denominator,
     KlEstimator,
     KlPlace,
+    KlPolicy,
     Level,
     Mask,
     ObjectiveSpec,
@@ -43,6 +46,11 @@ class ObjectiveKeys(Section):
     )
     overlong_filter: bool | None = key(None, "leave out what was cut off at the token limit (DAPO)")
     ratio_level: Level | None = key(None, "a ratio per token, or the geometric mean of a sequence")
+    anchor: Anchor | None = key(
+        None,
+        "denominator of the ratio: the policy that sampled, or the trainer's before this batch "
+        "(proximal)",
+    )
     proximal: Proximal | None = key(
         None,
         "logprobs of the proximal policy: a forward pass, the scoring stage logp, or log-linear"
@@ -80,8 +88,12 @@ class ObjectiveKeys(Section):
         "of the token losses: mean over tokens, mean over sequences of their means or sums, sum"
         " over a constant length, or sum",
     )
+    denominator: Denominator | None = key(
+        None, "samples that a mean counts: those with an advantage, or all"
+    )
     kl_coef: float | None = key(None, "weight of the KL term; 0 = off", ge=0)
     kl_estimator: KlEstimator | None = key(None, "estimate of the KL per token")
+    kl_to: KlPolicy | None = key(None, "KL to the reference model, or to what sampled")
     kl_in: KlPlace | None = key(None, "KL as part of the loss, or of the reward")
     kl_unbiased: bool | None = key(None, "multiply the KL by the ratio (DeepSeek-V3.2)")
     entropy_coef: float | None = key(None, "weight of the entropy bonus; 0 = off", ge=0)
@@ -95,7 +107,7 @@ class ObjectiveKeys(Section):
     @property
     def chosen(self) -> dict[str, object]:
         """The pieces that have a key of their own, by name."""
-        values = {name: getattr(self, name, None) for name in ObjectiveSpec.__struct_fields__}
+        values = {name: getattr(self, name) for name in ObjectiveSpec.__struct_fields__}
         return {name: value for name, value in values.items() if value is not None}
 
     @property

@@ -145,7 +145,9 @@ class CriticConfig(Section):
     path: str = key("", "directory it starts from, as an earlier run wrote it; empty = the policy")
     learning_rate: float = key(1e-5, "its learning rate", gt=0)
     epochs: int = key(1, "passes over each batch", ge=1)
-    value_clip: ClassVar[float] = 0.2  # how far a value may move for its loss, as in PPO
+    value_clip: float = key(
+        0.2, "how far a value may move for its loss, as in PPO; 0 = any distance", ge=0
+    )
     warmup_steps: int = key(0, "first steps in which it alone learns, not the policy", ge=0)
 
 

@@ -423,7 +423,7 @@ class WorkerPool:
             process.kill()
             await _end(process, pipe)
             raise DeadlineError(
-                f"{config.where}: a process for environments was not ready after "
+                f"a process for environments was not ready after {config.where}.setup_s = "
                 f"{config.setup_s:g} s: does importing {name_of(config)} hang?"
             ) from None
         if isinstance(hello, Hello) and not hello.usage_error:

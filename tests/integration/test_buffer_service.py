@@ -209,7 +209,7 @@ def test_a_whole_run_over_tcp(start: Start, connect: Connect) -> None:
 
 
 def test_a_session_works_with_it_and_hears_of_the_end(start: Start, connect: Connect) -> None:
-    buffer = start("--heartbeat-s", "0.05")
+    buffer = start("--dead-after-s", "0.75")
     with Session.join(role="generator", name="g", broker=buffer.facts["broker"]) as session:
         lease = LeaseSamples(capacity=1, version=0, wait_s=WAIT_S)
         assert len(session.data.call(lease, SampleLeases, timeout_s=WAIT_S).tasks) == 1

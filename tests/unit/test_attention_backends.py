@@ -114,5 +114,9 @@ def test_the_estimate_counts_no_pairs_for_flex(layout: str, window: int | None) 
     q, k, v = (t.detach().float() for t in inputs(micro, 4, 2, 24, 16))
     with FakeTensorMode() as fake:
         q, k, v = (fake.from_tensor(t) for t in (q, k, v))
-        found = attend(q, k, v, micro.mask.within(window).blocks())
+        mask = micro.mask.within(window)
+        names = ("positions", "segment", "prefix")
+        held = {name: getattr(mask, name) for name in names}
+        faked = {name: t if t is None else fake.from_tensor(t) for name, t in held.items()}
+        found = attend(q, k, v, replace(mask, **faked).blocks())
     assert found.shape == v.shape[:1] + q.shape[1:3] + v.shape[-1:]
