@@ -18,7 +18,7 @@ from umbra.deploy.check.fit import (
     this_machine,
 )
 from umbra.deploy.check.items import PHASES, Item, Need, peak
-from umbra.deploy.check.machine import MachineFinding, as_text, findings, has_problem, refusal
+from umbra.deploy.check.machine import Verdict, as_text, findings, has_problem, refusal
 from umbra.deploy.check.machine_defaults import Hardware, for_hardware, this_hardware
 from umbra.deploy.check.nodes import look_at_cluster
 from umbra.deploy.check.share import shares_if_any
@@ -82,21 +82,19 @@ def command(
     machine = this_machine() if gpu is None else Machine(gpu_bytes(gpu), gpu)
     hardware = this_hardware() if gpu is None else Hardware((machine.gpu,), gpu, vllm=True)
     run, chosen = for_hardware(run, given_keys(tree), hardware, shares_if_any)
-    found, warnings, estimate = list[MachineFinding](), cautions(run), None
+    found, warnings, estimate = list[Verdict](), cautions(run), None
     try:
         estimate = estimate_on(run, machine)
         found += [refusal("memory", fault) for fault in estimate.faults]
-        found += [
-            MachineFinding("memory", "warning", note, "see --memory") for note in estimate.notes
-        ]
+        found += [Verdict("memory", "warning", note, "see --memory") for note in estimate.notes]
     except (UsageError, ModuleNotFoundError) as error:
-        found.append(MachineFinding("memory", "not looked at", str(error)))
+        found.append(Verdict("memory", "not looked at", str(error)))
     if gpu is None:
         if run.trainer.nodes == 1:
             check_packages(run)
             warnings = try_start(run, search_path(run_file))
         found += findings(run, estimate)
-    found += [MachineFinding(name, "warning", text) for name, text in dict(warnings).items()]
+    found += [Verdict(name, "warning", text) for name, text in dict(warnings).items()]
     lines = _summary(run_file, run, chosen, estimate)
     if memory and estimate is not None:
         lines += ["", *_memory(estimate)]
@@ -105,7 +103,7 @@ def command(
 
 
 def _finish(
-    lines: list[str], found: list[MachineFinding], more: dict[str, object], json_wanted: bool
+    lines: list[str], found: list[Verdict], more: dict[str, object], json_wanted: bool
 ) -> int:
     problem = has_problem(found)
     if json_wanted:

@@ -49,7 +49,7 @@ Result = Literal["ok", "warning", "problem", "not looked at"]
 
 
 @dataclass(frozen=True, slots=True)
-class MachineFinding:
+class Verdict:
     """What one check found; `remedy` is empty where all is well."""
 
     check: str
@@ -73,10 +73,10 @@ class GpusSeen(msgspec.Struct, frozen=True):
     why_not: str = ""
 
 
-def refusal(check: str, sentence: str) -> MachineFinding:
+def refusal(check: str, sentence: str) -> Verdict:
     """Return the problem in the sentence of an error, whose last part is the remedy."""
     what, _, remedy = sentence.rpartition("; " if "; " in sentence else ": ")
-    return MachineFinding(check, "problem", what or sentence, remedy)
+    return Verdict(check, "problem", what or sentence, remedy)
 
 
 def driver_version() -> str:
@@ -106,14 +106,12 @@ def gpus_seen() -> GpusSeen:
     return msgspec.json.decode(done.stdout, type=GpusSeen)
 
 
-def findings(
-    config: RunConfig | None = None, estimate: Estimate | None = None
-) -> list[MachineFinding]:
+def findings(config: RunConfig | None = None, estimate: Estimate | None = None) -> list[Verdict]:
     """Return what this machine has and lacks, for the run of `config` if there is one."""
     needed = 0 if estimate is None else 1 + max(estimate.gpus, default=-1)
     protocol = f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}"
     found = [
-        MachineFinding("umbra", "ok", f"{_version('umbra-rl')}, protocol {protocol}"),
+        Verdict("umbra", "ok", f"{_version('umbra-rl')}, protocol {protocol}"),
         *packages(),
         gpus(needed),
         *planes(),
@@ -128,21 +126,17 @@ def findings(
     return found
 
 
-def packages() -> Iterator[MachineFinding]:
+def packages() -> Iterator[Verdict]:
     """Yield packages that do not fit those that need them; else one line of versions."""
     there = {name: text for name in PACKAGES if (text := _version(name))}
     faults = list(
         misfits(there, {name: requires(name) or [] for name in MADE_FOR if name in there})
     )
     listed = ", ".join(f"{name} {text}" for name, text in there.items())
-    yield from faults or [
-        MachineFinding("packages", "ok", f"Python {sys.version.split()[0]}, {listed}")
-    ]
+    yield from faults or [Verdict("packages", "ok", f"Python {sys.version.split()[0]}, {listed}")]
 
 
-def misfits(
-    there: Mapping[str, str], needs: Mapping[str, Sequence[str]]
-) -> Iterator[MachineFinding]:
+def misfits(there: Mapping[str, str], needs: Mapping[str, Sequence[str]]) -> Iterator[Verdict]:
     """Yield a problem for each requirement in `needs` that a version in `there` breaks."""
     try:
         from packaging.requirements import Requirement  # comes with torch's companions
@@ -155,13 +149,11 @@ def misfits(
             if have and applies and not wanted.specifier.contains(have, prereleases=True):
                 exact = f"{wanted.name}{wanted.specifier}"
                 fact = f"{by} {there[by]} needs {exact}, {have} is installed"
-                yield MachineFinding("packages", "problem", fact, f"pip install '{exact}'")
+                yield Verdict("packages", "problem", fact, f"pip install '{exact}'")
     cupy = sorted(name for name in there if name.startswith("cupy-cuda"))
     if len(cupy) > 1:
         remedy = f"pip uninstall {' '.join(cupy)}, then install the one for your driver"
-        yield MachineFinding(
-            "packages", "problem", f"{' and '.join(cupy)} share one folder", remedy
-        )
+        yield Verdict("packages", "problem", f"{' and '.join(cupy)} share one folder", remedy)
 
 
 def _version(package: str) -> str:
@@ -171,46 +163,42 @@ def _version(package: str) -> str:
         return ""
 
 
-def gpus(needed: int) -> MachineFinding:
+def gpus(needed: int) -> Verdict:
     """Check that there are as many free GPUs as the run uses; no driver counts as none."""
     driver = driver_version()
     if not driver and not needed:
-        return MachineFinding("GPUs", "ok", "none")
+        return Verdict("GPUs", "ok", "none")
     try:
         seen = gpus_seen()
     except UmbraError as error:
-        return MachineFinding("GPUs", "not looked at", str(error))
+        return Verdict("GPUs", "not looked at", str(error))
     return judge_gpus(seen, driver, needed)
 
 
-def judge_gpus(seen: GpusSeen, driver: str, needed: int) -> MachineFinding:
+def judge_gpus(seen: GpusSeen, driver: str, needed: int) -> Verdict:
     if not seen.gpus:
         remedy = (
             "give this process the GPUs (docker: --gpus all and NVIDIA's container toolkit; see "
             "CUDA_VISIBLE_DEVICES), or install a torch that is built for this driver's CUDA"
         )
-        return MachineFinding("GPUs", "problem", f"torch sees none: {seen.why_not}", remedy)
+        return Verdict("GPUs", "problem", f"torch sees none: {seen.why_not}", remedy)
     names = ", ".join(sorted({gpu.name for gpu in seen.gpus}))
     count, free = len(seen.gpus), min(gpu.free for gpu in seen.gpus)
     if count < needed:
         remedy = "lower generator.count or trainer.ranks, or add GPUs"
-        return MachineFinding(
-            "GPUs", "problem", f"{count} ({names}), the run uses {needed}", remedy
-        )
+        return Verdict("GPUs", "problem", f"{count} ({names}), the run uses {needed}", remedy)
     fact = f"{count} ({names}, driver {driver}), {size(free)} free on each at least"
     if taken := [str(i) for i, gpu in enumerate(seen.gpus) if gpu.free < 0.9 * gpu.total]:
         remedy = f"see with nvidia-smi who has memory of GPU {', '.join(taken)}"
-        return MachineFinding("GPUs", "warning", fact, remedy)
-    return MachineFinding("GPUs", "ok", fact)
+        return Verdict("GPUs", "warning", fact, remedy)
+    return Verdict("GPUs", "ok", fact)
 
 
-def planes() -> Iterator[MachineFinding]:
+def planes() -> Iterator[Verdict]:
     """Yield which planes can carry weights here, and why others cannot."""
     for name, plane in PLANES.items():
         reason = plane.available()
-        yield MachineFinding(
-            f"plane {name}", "not looked at" if reason else "ok", reason or "available"
-        )
+        yield Verdict(f"plane {name}", "not looked at" if reason else "ok", reason or "available")
 
 
 def _shm() -> tuple[int, int]:
@@ -218,7 +206,7 @@ def _shm() -> tuple[int, int]:
     return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
 
 
-def shared_memory(free: int, total: int, needed: int | None) -> MachineFinding:
+def shared_memory(free: int, total: int, needed: int | None) -> Verdict:
     fact = f"{size(free)} free of {size(total)}"
     fact += "" if needed is None else f", the run needs {size(needed)}"
     remedy = (
@@ -226,32 +214,32 @@ def shared_memory(free: int, total: int, needed: int | None) -> MachineFinding:
         "remove what ended runs left there (/dev/shm/umbra-*)"
     )
     if needed is not None and free < needed:
-        return MachineFinding("/dev/shm", "problem", fact, remedy)
+        return Verdict("/dev/shm", "problem", fact, remedy)
     if needed is None and free < SMALL_SHM:
-        return MachineFinding("/dev/shm", "warning", fact, remedy)
-    return MachineFinding("/dev/shm", "ok", fact)
+        return Verdict("/dev/shm", "warning", fact, remedy)
+    return Verdict("/dev/shm", "ok", fact)
 
 
-def host_memory(available: int, total: int, needed: int | None) -> MachineFinding:
+def host_memory(available: int, total: int, needed: int | None) -> Verdict:
     fact = f"{size(available)} free of {size(total)}"
     fact += "" if needed is None else f", the run needs {size(needed)}"
     if needed is not None and available < needed:
         remedy = "end what else runs here, or see `umbra check --memory` for what takes most"
-        return MachineFinding("host memory", "problem", fact, remedy)
-    return MachineFinding("host memory", "ok", fact)
+        return Verdict("host memory", "problem", fact, remedy)
+    return Verdict("host memory", "ok", fact)
 
 
-def open_files() -> MachineFinding:
+def open_files() -> Verdict:
     """Check the hard limit of open files, to which Umbra raises its own."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most == resource.RLIM_INFINITY or most >= ENOUGH_FILES:
-        return MachineFinding("open files", "ok", f"at most {most} per process")
+        return Verdict("open files", "ok", f"at most {most} per process")
     remedy = "raise it: ulimit -Hn 65536 (docker: --ulimit nofile=65536, systemd: LimitNOFILE)"
     result = "problem" if most < LEAST_FILES else "warning"
-    return MachineFinding("open files", result, f"at most {most} per process", remedy)
+    return Verdict("open files", result, f"at most {most} per process", remedy)
 
 
-def disk(folder: Path) -> Iterator[MachineFinding]:
+def disk(folder: Path) -> Iterator[Verdict]:
     """Check room and the time of a sync at `folder`, or where it will be made."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     try:
@@ -262,25 +250,25 @@ def disk(folder: Path) -> Iterator[MachineFinding]:
             sync_s = time.monotonic() - begin
     except OSError as error:
         remedy = f"give this user a run.dir that it may write to, with room ({error.strerror})"
-        yield MachineFinding("disk", "problem", f"{there} cannot be written to", remedy)
+        yield Verdict("disk", "problem", f"{there} cannot be written to", remedy)
         return
     yield judge_disk(str(there), shutil.disk_usage(there).free, sync_s)
 
 
-def judge_disk(folder: str, free: int, sync_s: float) -> MachineFinding:
+def judge_disk(folder: str, free: int, sync_s: float) -> Verdict:
     fact = f"{size(free)} free at {folder}, a sync takes {1000 * sync_s:.1f} ms"
     if free < DISK_LOW:
         remedy = "free some, or set run.dir elsewhere: checkpoints and the store go there"
-        return MachineFinding("disk", "problem" if free < DISK_FULL else "warning", fact, remedy)
+        return Verdict("disk", "problem" if free < DISK_FULL else "warning", fact, remedy)
     if sync_s > SLOW_SYNC_S:
         remedy = "set run.dir to a faster disk: the buffer syncs before it acknowledges answers"
-        return MachineFinding("disk", "warning", fact, remedy)
-    return MachineFinding("disk", "ok", fact)
+        return Verdict("disk", "warning", fact, remedy)
+    return Verdict("disk", "ok", fact)
 
 
-def ports(endpoints: Sequence[str]) -> list[MachineFinding]:
+def ports(endpoints: Sequence[str]) -> list[Verdict]:
     """Check that nobody listens at those of `endpoints` that name a port."""
-    found: list[MachineFinding] = []
+    found: list[Verdict] = []
     for endpoint in endpoints:
         number = endpoint.rpartition(":")[2]
         if number in ("*", "0"):
@@ -289,13 +277,13 @@ def ports(endpoints: Sequence[str]) -> list[MachineFinding]:
             check_port_free(endpoint)
         except StartupError as error:
             who = f"see who it is with: ss -tlnp | grep {number}"
-            found.append(MachineFinding("port", "problem", str(error), who))
+            found.append(Verdict("port", "problem", str(error), who))
         else:
-            found.append(MachineFinding("port", "ok", f"{endpoint} is free"))
-    return found or [MachineFinding("port", "ok", "free ones are chosen")]
+            found.append(Verdict("port", "ok", f"{endpoint} is free"))
+    return found or [Verdict("port", "ok", "free ones are chosen")]
 
 
-def keys(folder: Path | None, public: str) -> MachineFinding:
+def keys(folder: Path | None, public: str) -> Verdict:
     """Check that the keys in `folder` are there, private and sound.
 
     Args:
@@ -304,25 +292,23 @@ def keys(folder: Path | None, public: str) -> MachineFinding:
     """
     if folder is None:
         if not public:
-            return MachineFinding("keys", "ok", "none: only this machine can connect")
+            return Verdict("keys", "ok", "none: only this machine can connect")
         remedy = "make keys (umbra keys FOLDER), and name the folder in security.keys"
-        return MachineFinding(
-            "keys", "warning", f"none, and others can connect to {public}", remedy
-        )
+        return Verdict("keys", "warning", f"none, and others can connect to {public}", remedy)
     held: list[KeyRole] = [role for role in KEY_ROLES if (folder / f"{role}{SECRET}").exists()]
     for role in held or KEY_ROLES[:1]:
         try:
             load_keys(folder, role)
         except UsageError as error:
             return refusal("keys", str(error))
-    return MachineFinding("keys", "ok", f"{folder}: {', '.join(held)}")
+    return Verdict("keys", "ok", f"{folder}: {', '.join(held)}")
 
 
-def has_problem(found: Sequence[MachineFinding]) -> bool:
+def has_problem(found: Sequence[Verdict]) -> bool:
     return any(one.result == "problem" for one in found)
 
 
-def as_text(found: Sequence[MachineFinding]) -> list[str]:
+def as_text(found: Sequence[Verdict]) -> list[str]:
     """Return lines for people: the checks, then what to do, problems first."""
     lines = aligned((one.check, one.result, one.fact) for one in found)
     todo = [

@@ -49,7 +49,7 @@ from umbra.services.weight_hub.parts import Parts
 from umbra.services.weight_hub.push import PushProtocol
 from umbra.services.weights.arena import Arena, remove_leftovers, shm_host
 from umbra.services.weights.manifest import check_manifest, owned_ranges
-from umbra.services.weights.planes.plane import Background, PlaneOutcome
+from umbra.services.weights.planes.plane import Background, Settled
 
 CHANNEL = "weights"
 ACCEPTS: tuple[type[Message], ...] = (
@@ -466,7 +466,7 @@ class WeightHub:
         for end in self.planes.ends:
             end.left(name)
 
-    def _go_on(self, outcome: PlaneOutcome) -> list[Effect]:
+    def _go_on(self, outcome: Settled) -> list[Effect]:
         """Apply what a plane did with a push."""
         if not outcome.error:
             return self._push(outcome.receiver, outcome.prepare)

@@ -24,7 +24,7 @@ from umbra.proto.net.server import Server
 from umbra.services.config import WeightHubConfig as WeightHubConfig
 from umbra.services.modeling.weights import tensors_in
 from umbra.services.process.metrics import MetricsFile
-from umbra.services.trainer.distributed.heartbeat import RankHeartbeat
+from umbra.services.trainer.distributed.heartbeat import Liveness
 from umbra.services.trainer.distributed.rendezvous import RankPlace
 from umbra.services.trainer.distributed.shards import ShardSync, own_buckets, owners_of
 from umbra.services.trainer.snapshot import chunk
@@ -154,7 +154,7 @@ def test_rows_of_a_host_need_not_lie_together() -> None:
 
 def test_a_rank_that_is_gone_is_named() -> None:
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-    with closing(RankHeartbeat(store, 0, 0.05)) as heartbeat:
+    with closing(Liveness(store, 0, 0.05)) as heartbeat:
         sync = ShardSync(store, 0, 3, heartbeat)
         sync.agree(("/dev/shm/x", 1))
         other = ShardSync(store, 1, 3, heartbeat)

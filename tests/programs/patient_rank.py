@@ -25,7 +25,7 @@ from umbra.services.config import CheckpointConfig, TrainerConfig
 from umbra.services.trainer.checkpoints.folder import CheckpointFolder
 from umbra.services.trainer.checkpoints.parts import Weights
 from umbra.services.trainer.checkpoints.saver import Saver, ShardCopy, ShardWriter, join_in
-from umbra.services.trainer.distributed.heartbeat import RankHeartbeat
+from umbra.services.trainer.distributed.heartbeat import Liveness
 from umbra.services.trainer.distributed.ranks import Ranks, join_ranks
 from umbra.services.trainer.distributed.shards import ShardSync
 
@@ -64,10 +64,10 @@ def begin(ranks: Ranks) -> None:
         ranks.heartbeat.wait(1, lambda: store.check(["begun"]) or None, "rank 1")
 
 
-def impatient(ranks: Ranks) -> RankHeartbeat:
+def impatient(ranks: Ranks) -> Liveness:
     """A heartbeat whose ear has little patience."""
     assert ranks.store is not None
-    return RankHeartbeat(ranks.store, ranks.rank, TIMEOUT_S)
+    return Liveness(ranks.store, ranks.rank, TIMEOUT_S)
 
 
 def order(ranks: Ranks) -> None:

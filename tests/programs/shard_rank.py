@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from umbra.proto.net.io_thread import IoThread
-from umbra.services.trainer.distributed.heartbeat import RankHeartbeat
+from umbra.services.trainer.distributed.heartbeat import Liveness
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.distributed.shards import ShardSync, snapshot_shards
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
@@ -96,7 +96,7 @@ def main(rank: int, world: int, replicas: int, folder: Path, endpoint: str) -> N
     path = f"{folder}/snapshots"
     store = dist.FileStore(path, world)  # pyright: ignore[reportPrivateImportUsage]
     store.set_timeout(timedelta(seconds=WAIT_S))
-    heartbeat = RankHeartbeat(store, rank, WAIT_S)
+    heartbeat = Liveness(store, rank, WAIT_S)
     sync = ShardSync(store, rank, world, heartbeat)
     link = IoThread("trainer", uuid.uuid4().hex)
     publisher = Publisher(link.channel(endpoint, "weight hub"), manifest)

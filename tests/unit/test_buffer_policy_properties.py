@@ -58,6 +58,7 @@ class PolicyMachine(BrokerMachine):
                 "straggler": st.sampled_from(["wait", "survivors"]),
                 "straggler_s": st.sampled_from([5.0, 40.0]),
                 "dynamic_sampling": st.booleans(),
+                "max_filtered": st.integers(1, 3),
             }
         ),
         every=st.integers(0, 3),

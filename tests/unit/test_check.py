@@ -14,7 +14,7 @@ from fakes.ports import reserved_port
 
 from umbra import cli
 from umbra.deploy.check import machine, nodes
-from umbra.deploy.check.machine import GIB, Gpu, GpusSeen, MachineFinding, as_text
+from umbra.deploy.check.machine import GIB, Gpu, GpusSeen, Verdict, as_text
 from umbra.proto.errors import UmbraError, UsageError
 from umbra.proto.net.keys import make_keys
 
@@ -49,7 +49,7 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "gpus_seen", hangs)
     monkeypatch.setattr(machine, "driver_version", lambda: "")
     assert machine.gpus(0).fact == "none"
-    assert machine.gpus(1) == MachineFinding("GPUs", "not looked at", "it took longer than 180 s")
+    assert machine.gpus(1) == Verdict("GPUs", "not looked at", "it took longer than 180 s")
 
 
 def test_memory_disk_and_files() -> None:
@@ -96,10 +96,10 @@ def test_a_disk_is_measured_where_the_folder_will_be(tmp_path: Path) -> None:
 
 
 def test_the_page_says_what_to_do_worst_first() -> None:
-    fine = [MachineFinding("a", "ok", "1"), MachineFinding("c", "warning", "2", "do that")]
+    fine = [Verdict("a", "ok", "1"), Verdict("c", "warning", "2", "do that")]
     assert not machine.has_problem(fine)
     assert as_text(fine)[-2:] == ["What to do:", "- c: do that"]
-    bad = [*fine, MachineFinding("d", "problem", "3", "do this first")]
+    bad = [*fine, Verdict("d", "problem", "3", "do this first")]
     assert machine.has_problem(bad)
     assert as_text(bad)[-2:] == ["- d: do this first", "- c: do that"]
     assert as_text(fine[:1])[-1] == "Nothing to do."

@@ -21,7 +21,7 @@ from umbra.deploy.prepare.preflight import check_one_machine
 from umbra.proto.errors import DeadlineError, PeerLostError, StartupError, UsageError
 from umbra.proto.net.address import interface_towards
 from umbra.services.config import RunConfig, TrainerConfig
-from umbra.services.trainer.distributed.heartbeat import RankHeartbeat
+from umbra.services.trainer.distributed.heartbeat import Liveness
 from umbra.services.trainer.distributed.launch import launch
 from umbra.services.trainer.distributed.ranks import Ranks, end, join_ranks
 from umbra.services.trainer.distributed.rendezvous import Hosts, RankPlace, meet
@@ -105,7 +105,7 @@ def test_one_that_comes_back_waits_for_the_next_life(
 def test_who_is_lost_is_told_by_their_pulse() -> None:
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     hosts = Hosts(RankPlace(0, 4, 2), ("alpha", "beta"))
-    living = [RankHeartbeat(store, rank, 8.0, hosts.describe) for rank in (0, 1)]
+    living = [Liveness(store, rank, 8.0, hosts.describe) for rank in (0, 1)]
     try:
         lost = "trainer rank 2 on node 1 (beta), trainer rank 3 on node 1 (beta)"
         assert living[0].blame(4) == lost
@@ -121,7 +121,7 @@ def test_who_is_lost_is_told_by_their_pulse() -> None:
 def test_rank_0_notices_a_silent_rank_while_it_waits_for_something_else() -> None:
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     with (
-        closing(RankHeartbeat(store, 0, 0.05)) as heartbeat,
+        closing(Liveness(store, 0, 0.05)) as heartbeat,
         pytest.raises(DeadlineError) as caught,
     ):
         while True:
@@ -135,8 +135,8 @@ def test_the_other_hosts_leave_when_rank_0_has_ended_for_good(
     """Their supervisors would start them again if they took it for lost."""
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     with (
-        closing(RankHeartbeat(store, 0, 8.0)) as first,
-        closing(RankHeartbeat(store, 1, 8.0)) as second,
+        closing(Liveness(store, 0, 8.0)) as first,
+        closing(Liveness(store, 1, 8.0)) as second,
     ):
         follower = Ranks(1, 2, store, 8.0, heartbeat=second)
         with ThreadPoolExecutor() as executor, caplog.at_level(logging.INFO):

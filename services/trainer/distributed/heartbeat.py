@@ -50,7 +50,7 @@ class Silence:
         return now - self._since
 
 
-class RankHeartbeat:
+class Liveness:
     """One rank's heartbeat, and its ear for those of the others.
 
     Args:
@@ -198,7 +198,7 @@ class RankMessages:
         heartbeat: how the ranks wait for each other.
     """
 
-    def __init__(self, store: RankStore, rank: int, heartbeat: RankHeartbeat) -> None:
+    def __init__(self, store: RankStore, rank: int, heartbeat: Liveness) -> None:
         self._store = store
         self._rank = rank
         self._heartbeat = heartbeat

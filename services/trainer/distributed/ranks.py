@@ -30,7 +30,7 @@ from umbra.proto.errors import EXIT_DONE, PeerLostError, UmbraError, UsageError
 from umbra.proto.net.address import interface_towards
 from umbra.services.config import TrainerConfig
 from umbra.services.process.supervisor import FINAL_CODES
-from umbra.services.trainer.distributed.heartbeat import POLL_S, RankHeartbeat
+from umbra.services.trainer.distributed.heartbeat import POLL_S, Liveness
 from umbra.services.trainer.distributed.rendezvous import Hosts, RankPlace, meet
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Ranks:
         store: Store | None = None,
         timeout_s: float = 0.0,
         groups: Groups | None = None,
-        heartbeat: RankHeartbeat | None = None,
+        heartbeat: Liveness | None = None,
         hosts: Hosts | None = None,
     ) -> None:
         self.rank = rank
@@ -142,7 +142,7 @@ class Ranks:
         return self.hosts.place.node(self.rank)
 
     @property
-    def heartbeat(self) -> RankHeartbeat:
+    def heartbeat(self) -> Liveness:
         """How these ranks wait for each other.
 
         Raises:
@@ -364,7 +364,7 @@ def _meet(
         world_size=world,
         timeout=timeout,
     )
-    heartbeat = RankHeartbeat(
+    heartbeat = Liveness(
         PrefixStore("heartbeat", store), rank, config.rank_timeout_s, hosts.describe
     )
     groups = _groups(

@@ -20,7 +20,7 @@ import msgspec
 from torch import nn
 
 from umbra.proto.records import Manifest
-from umbra.services.trainer.distributed.heartbeat import RankHeartbeat, RankMessages, RankStore
+from umbra.services.trainer.distributed.heartbeat import Liveness, RankMessages, RankStore
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.distributed.rendezvous import RankPlace
 from umbra.services.trainer.snapshot import write_shards, written_rows
@@ -36,7 +36,7 @@ class ShardSync:
         heartbeat: how the ranks wait for each other.
     """
 
-    def __init__(self, store: RankStore, rank: int, world: int, heartbeat: RankHeartbeat) -> None:
+    def __init__(self, store: RankStore, rank: int, world: int, heartbeat: Liveness) -> None:
         self.rank = rank
         self.world = world
         self._messages = RankMessages(store, rank, heartbeat)

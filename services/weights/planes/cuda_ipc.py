@@ -33,9 +33,9 @@ from umbra.services.weights.memory import private_memory
 from umbra.services.weights.planes.plane import (
     Background,
     HubEnd,
-    PlaneOutcome,
     Receipt,
     Receiving,
+    Settled,
 )
 
 LANE_BYTES = 32 << 20  # read back at once
@@ -89,7 +89,7 @@ class IpcHub(HubEnd):
     def subscribed(self, name: str, incarnation: str, message: Subscribe) -> None:
         self.left(name)
 
-    def prepare(self, name: str, prepare: Prepare, now: float) -> Iterable[PlaneOutcome]:
+    def prepare(self, name: str, prepare: Prepare, now: float) -> Iterable[Settled]:
         self._waiting[name] = prepare
         return ()
 
@@ -101,9 +101,9 @@ class IpcHub(HubEnd):
         if self._uploading is not None and self._uploading[0] == slot:
             self._uploading = None  # its bytes may be of two versions
 
-    def poll(self, now: float) -> list[PlaneOutcome]:
+    def poll(self, now: float) -> list[Settled]:
         """Return the Prepares whose version is on the GPU, or could not get there."""
-        outcomes: list[PlaneOutcome] = []
+        outcomes: list[Settled] = []
         done = self._thread.take()
         if done is not None:
             outcomes += self._uploaded(done)
@@ -111,7 +111,7 @@ class IpcHub(HubEnd):
             if self._there.get(prepare.slot) == prepare.checksums:
                 del self._waiting[name]
                 outcomes.append(
-                    PlaneOutcome(name, msgspec.structs.replace(prepare, memory=self._handle))
+                    Settled(name, msgspec.structs.replace(prepare, memory=self._handle))
                 )
         if self._waiting and not self._thread.busy:
             prepare = next(iter(self._waiting.values()))
@@ -124,7 +124,7 @@ class IpcHub(HubEnd):
         self._thread.close()
         self.worker.kill()
 
-    def _uploaded(self, done: bytes | UmbraError) -> list[PlaneOutcome]:
+    def _uploaded(self, done: bytes | UmbraError) -> list[Settled]:
         uploading, self._uploading = self._uploading, None
         if isinstance(done, UmbraError):
             self._there.clear()
@@ -133,7 +133,7 @@ class IpcHub(HubEnd):
                 self.broken = f"the hub's GPU worker does not work: {done}"
             log.warning("plane cuda_ipc: %s", done)
             failed, self._waiting = self._waiting, {}
-            return [PlaneOutcome(name, prepare, str(done)) for name, prepare in failed.items()]
+            return [Settled(name, prepare, str(done)) for name, prepare in failed.items()]
         self._failures = 0
         if done != self._handle:
             self._there.clear()  # another memory than before

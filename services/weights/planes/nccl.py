@@ -27,9 +27,9 @@ from umbra.services.weights.planes.nccl_rounds import NcclGroup, Round, Rounds
 from umbra.services.weights.planes.plane import (
     Background,
     HubEnd,
-    PlaneOutcome,
     Receipt,
     Receiving,
+    Settled,
 )
 from umbra.services.weights.planes.tcp import TcpHub, TcpReceiver
 
@@ -77,7 +77,7 @@ class NcclHub(HubEnd):
         self._uid = b""  # of the communicator made last
         self._announced: Round | None = None  # the round whose members know of it
         self._cancelled = threading.Event()  # what the worker does is of no use any more
-        self._outcomes: list[PlaneOutcome] = []
+        self._outcomes: list[Settled] = []
         self._waiting = False
 
     @property
@@ -100,7 +100,7 @@ class NcclHub(HubEnd):
         self._tcp.serves_beside(name, message)
         self.group.join(name, incarnation)
 
-    def prepare(self, name: str, prepare: Prepare, now: float) -> Iterable[PlaneOutcome]:
+    def prepare(self, name: str, prepare: Prepare, now: float) -> Iterable[Settled]:
         self._rounds.offer(name, prepare, now)
         self._waiting = True
         return ()
@@ -119,15 +119,13 @@ class NcclHub(HubEnd):
         if current is not None and current.slot == slot:
             self._give_up(current, self._rounds.failed(), "the version was overtaken")
 
-    def poll(self, now: float) -> list[PlaneOutcome]:
+    def poll(self, now: float) -> list[Settled]:
         """Return the Prepares that go out now, and those of failed rounds."""
         done = self._thread.take()
         if done is not None:
             self._step_done(done, now)
         fetching, begun = self._rounds.settle(now, idle=not self._thread.busy)
-        self._outcomes += [
-            PlaneOutcome(name, self._tcp.complete(name, held)) for name, held in fetching
-        ]
+        self._outcomes += [Settled(name, self._tcp.complete(name, held)) for name, held in fetching]
         if begun is not None:
             self._begin(begun)
         self._waiting = self._rounds.next_due() is not None
@@ -186,7 +184,7 @@ class NcclHub(HubEnd):
                     deadline_s=self._wait_s,
                 )
                 held = msgspec.structs.replace(prepare, round=group)
-                self._outcomes.append(PlaneOutcome(name, held))
+                self._outcomes.append(Settled(name, held))
         self._thread.start(lambda: self._send(current, self._uid))
 
     def _give_up(self, current: Round | None, names: Sequence[str], reason: str) -> None:
@@ -195,7 +193,7 @@ class NcclHub(HubEnd):
         self._cancelled.set()
         log.warning("broadcast of epoch %d was given up: %s", current.communicator.epoch, reason)
         for name in names:
-            self._outcomes.append(PlaneOutcome(name, current.prepares[name], reason))
+            self._outcomes.append(Settled(name, current.prepares[name], reason))
 
     def _free_worker(self) -> None:
         """Wait for the thread, so that the worker is free."""

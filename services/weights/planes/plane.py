@@ -59,7 +59,7 @@ class ReceiverEnd(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class PlaneOutcome:
+class Settled:
     """Send this Prepare, completed by its plane, now; with `error`, its push came to nothing."""
 
     receiver: str
@@ -88,14 +88,14 @@ class HubEnd:
     def subscribed(self, name: str, incarnation: str, message: Subscribe) -> None:
         """A receiver was given this plane."""
 
-    def prepare(self, name: str, prepare: Prepare, now: float) -> Iterable[PlaneOutcome]:
+    def prepare(self, name: str, prepare: Prepare, now: float) -> Iterable[Settled]:
         """A version is to go to `name`: what is to be done at once, where `poll` is not to say.
 
         It replaces the one before.
         """
-        return (PlaneOutcome(name, prepare),)
+        return (Settled(name, prepare),)
 
-    def poll(self, now: float) -> Iterable[PlaneOutcome]:
+    def poll(self, now: float) -> Iterable[Settled]:
         """Return what is to be done now. Receivers may leave between two outcomes."""
         return ()
 

@@ -29,7 +29,7 @@ from umbra.services.weights.planes.bucket_fetch import (
 )
 from umbra.services.weights.planes.bucket_server import BucketServer
 from umbra.services.weights.planes.bucket_store import BucketStore, DeltaEncoder
-from umbra.services.weights.planes.plane import HubEnd, PlaneOutcome, Receipt, Receiving
+from umbra.services.weights.planes.plane import HubEnd, Receipt, Receiving, Settled
 
 COPY = 'set weight_hub.delta = "off", or use a host with more memory'
 FAST_LINK = 1e9  # bytes per second; encoding on two cores is hardly faster
@@ -171,8 +171,8 @@ class TcpHub(HubEnd):
         if message.buckets:
             self._relays[name] = message
 
-    def prepare(self, name: str, prepare: Prepare, now: float) -> Iterable[PlaneOutcome]:
-        return (PlaneOutcome(name, self.complete(name, prepare)),)
+    def prepare(self, name: str, prepare: Prepare, now: float) -> Iterable[Settled]:
+        return (Settled(name, self.complete(name, prepare)),)
 
     def complete(self, name: str, message: Prepare) -> Prepare:
         """Return `message` with the sources from which `name` fetches the version."""
