@@ -201,14 +201,14 @@ def test_the_hubs_broadcasts_grow_with_the_version(arena: Arena) -> None:
     hub.group.join("a", "1")
     list(hub.prepare("a", _prepare(), 0.0))
     (deliver,) = [outcome for _ in range(3) for outcome in _after(hub)]
-    assert isinstance(deliver, nccl.Outcome) and deliver.prepare.round is not None
+    assert isinstance(deliver, nccl.Settled) and deliver.prepare.round is not None
     assert deliver.prepare.round.deadline_s == 10.0, "a quarter, for a chunk"
     hub.close()
     assert worker.used == [PACE]
     assert worker.limits[-1] == 97.5, "three quarters of a phase for all of them"
 
 
-def _after(hub: nccl.NcclHub) -> list[nccl.Outcome]:
+def _after(hub: nccl.NcclHub) -> list[nccl.Settled]:
     outcomes = hub.poll(0.0)
     while hub._thread.busy and not outcomes:
         outcomes = hub.poll(0.0)
