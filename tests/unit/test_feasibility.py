@@ -157,13 +157,6 @@ def test_all_faults_are_told_at_once() -> None:
     [
         ("async_generation_ratio", 2, 2, 2),
         ("generate_ahead_steps", 2, 1, 1),
-        ("max_head_offpolicyness", 4, 4, 4),
-        ("max_staleness_steps", 3, 3, 3),
-        ("max_off_policy_steps", 8, 1, 8),
-        ("max_trajectory_age_steps", 2, 2, 2),
-        ("max_policy_age", 5, 1, 5),
-        ("off_by_n", 5, 1, 5),
-        ("async_queue_size", 3, 3, 2),
     ],
 )
 def test_other_systems_names_are_understood(
@@ -187,8 +180,6 @@ def test_other_systems_names_are_understood(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[buffer]\nstaleness_threshold = 0.5", "run_ahead = 1 and max_staleness = 1"),
-        ("[buffer]\nmax_lag = 100", "run_ahead = max_lag / batch"),
         ("[trainer]\nasync_generation_ratio = 1", r"in \[buffer\] it means run_ahead"),
         ("async_generation_ratio = 1", r"in \[buffer\] it means run_ahead"),
         ("[buffer]\nasync_generation_ratios = 1", r"in \[buffer\] it means run_ahead"),
