@@ -16,10 +16,10 @@ def _run(context: ServiceContext) -> int:
 
 
 def _repair(context: ServiceContext) -> int:
-    from umbra.services.buffer.repair import repair
     from umbra.services.buffer.service import store_directory
+    from umbra.services.buffer.store.repair import repair
 
-    for line in repair(store_directory(context)).tell():
+    for line in repair(store_directory(context)):
         click.echo(line)
     return 0
 

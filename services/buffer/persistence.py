@@ -17,11 +17,11 @@ from umbra.services.buffer.samples.evaluation import OpenEvaluation
 from umbra.services.buffer.samples.staleness import StalenessStats
 from umbra.services.buffer.state import RunState
 from umbra.services.buffer.store.api import StoreError
+from umbra.services.buffer.store.repair import REPAIRED
 
 log = logging.getLogger(__name__)
 
 NOW = "now"  # key of the `RunRecord`
-REPAIRED = "repaired"  # key that tells that the store was mended: see `repair`
 PROMPTS = "c/"  # prefix of the keys of what is known about prompts
 MEMBER = "m/"  # prefix of the keys of members
 
@@ -159,7 +159,9 @@ class Recovery:
         try:
             record = _decode(self._journal.store.get(NOW))
         except KeyError:
-            return False
+            raise StoreError(
+                "the counts of the run are gone from the store: begin a new run"
+            ) from None
         except msgspec.MsgspecError as error:
             raise StoreError(
                 f"the counts of the run in the store cannot be read ({error}): begin a new run"
