@@ -40,7 +40,7 @@ from umbra.services.http import read_key
 from umbra.services.process.logs import setup_logging
 from umbra.services.process.loop_thread import ends_with_it
 
-LEASE_S = 30.0
+LEASE_S = 10.0  # below environment.timeout_s, after which a silent sample fails
 WAIT_S = 2.0  # for a generator to find a session
 PAUSE_S = 1.0  # before a generator without sessions for us, or without an answer, is asked again
 GONE_S = 120.0  # without an answer of any generator, after which the run is taken to be over
@@ -165,11 +165,11 @@ class AgentRunner:
             url = f"{generator}/sessions/{name}"
             start_agent(self._workers, name, work["row"], url, self._generators.key)
 
-    async def renew(self, lease_s: float = LEASE_S) -> None:
+    async def renew(self, lease_s: float | None = None) -> None:
         """Renew all leases; 0 gives them back. Drop the sessions that are lost."""
         for generator in set(self._held.values()):
             ids = [name for name, url in self._held.items() if url == generator]
-            asked = {"ids": ids, "lease_s": lease_s}
+            asked = {"ids": ids, "lease_s": LEASE_S if lease_s is None else lease_s}
             try:
                 answer = await self._generators.ask(generator, "/sessions/renew", asked)
                 lost = answer["lost"]

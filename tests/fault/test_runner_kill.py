@@ -26,7 +26,12 @@ def post(endpoint, messages):
     with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=60) as answer:
         return json.load(answer)
 
+def note(sign):
+    with open("work.log", "a") as file:
+        file.write(sign)
+
 async def solve(row, endpoint, tries=3):
+    note("+")
     messages = [{"role": "user", "content": row["prompt"]}]
     for turn in range(tries):
         try:
@@ -36,6 +41,7 @@ async def solve(row, endpoint, tries=3):
             break  # the last answer was cut off
         await asyncio.sleep(0.2)  # a tool
         messages += [said["choices"][0]["message"], {"role": "user", "content": f"go on {turn}"}]
+    note("-")
     return len(messages) + 0.01 * len(str(messages))
 """
 ENVIRONMENT = """
@@ -44,10 +50,13 @@ name = "{name}"
 kind = "agent"
 agent = "tiny_agent:solve"
 workers = 0
+timeout_s = {timeout_s}
 prompts = "prompts.jsonl"
 options = {{ tries = {tries} }}
 """
-ENVIRONMENTS = "".join(ENVIRONMENT.format(name=f"of-{n}", tries=n) for n in (2, 3))
+ENVIRONMENTS = "".join(
+    ENVIRONMENT.format(name=f"of-{n}", tries=n, timeout_s=seconds(60.0)) for n in (2, 3)
+)
 # Leases of a killed runner end soon enough for a test.
 RUNNER = (
     "from umbra.services.environments import runner; runner.LEASE_S = {lease_s}; runner.command()"
@@ -91,12 +100,22 @@ def test_a_run_outlives_its_runners(
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
 
-    runner = start()
+    def at_work() -> int:
+        """Agents that have begun and not ended, those that were killed included."""
+        log = project / "work.log"
+        noted = log.read_text() if log.exists() else ""
+        return noted.count("+") - noted.count("-")
+
+    runner, lost = start(), 0
     try:
         for killed_at in (1, 2):
-            process.until(lambda at=killed_at: len(process.steps()) >= at, f"step {killed_at}")
+            process.until(
+                lambda at=killed_at, lost=lost: len(process.steps()) >= at and at_work() > lost,
+                f"step {killed_at}, and an agent at work",
+            )
             runner.kill()
             runner.wait()
+            lost = at_work()
             runner = start()
         summary = process.finish(seconds(200))
     finally:
