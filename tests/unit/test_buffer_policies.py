@@ -27,7 +27,6 @@ from umbra.proto.messages import (
 )
 from umbra.proto.records import SampleTask, Score, ScoringTask, pack_float32
 from umbra.services.buffer.samples.ledger import REASONS_KEPT
-from umbra.services.config import BufferConfig
 
 
 def world(**options: Any) -> World:
@@ -184,11 +183,8 @@ def test_a_failed_sample_does_not_end_a_group_that_may_survive() -> None:
     assert run.pool.ledger.ended == {"failed": 1}
 
 
-def test_level_groups_are_filtered_and_replaced_but_not_for_ever(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(BufferConfig, "max_filtered", 2)
-    run = world(run_ahead=0, batch_groups=1, dynamic_sampling=True)
+def test_level_groups_are_filtered_and_replaced_but_not_for_ever() -> None:
+    run = world(run_ahead=0, batch_groups=1, dynamic_sampling=True, max_filtered=2)
     for _ in range(2):
         answer(run, "a", run.lease("a", 2, 0), 0, 1.0, 1.0)
         assert not run.batch(1).trajectories
