@@ -34,8 +34,7 @@ READERS = {
 }
 WITH_FLAGS = ("buffer", "generator", "trainer", "weight_hub", "scorer")
 _UNITS = {"_s": "seconds", "_bytes": "bytes", "_mib": "MiB", "_mb": "MiB", "_tokens": "tokens"}
-_ODD_UNITS = {"max_context": "tokens", "least_rate": "bytes per second", "steps": "steps",
-              "warmup_steps": "steps"}  # fmt: skip
+_ODD_UNITS = {"max_context": "tokens", "steps": "steps", "warmup_steps": "steps"}
 _NO_UNITS = ("stop_tokens",)
 
 

@@ -25,8 +25,7 @@ MOVED = {"environment.sampling": "environment.agent_sampling"}
 """Keys that had another name."""
 DROPPED: dict[str, str] = {
     **{
-        f"{section}.attention={name}": "leave it out: auto takes sdpa on a CPU and flex on a GPU"
-        for section in ("trainer", "scorer")
+        f"trainer.attention={name}": "leave it out: auto takes sdpa on a CPU and flex on a GPU"
         for name in ("segments", "varlen")
     },
     "model.dialect": "leave it out, or name a parser in model.parser",

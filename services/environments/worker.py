@@ -104,12 +104,12 @@ class Worker:
             if task is not None:
                 task.cancel()
 
-        def begins(opening: bool) -> None:
+        def begins(_opening: bool) -> None:
             nonlocal timer
             if timer is not None:
                 timer.cancel()
                 self._wire.send("goes_on", number=number)
-            timer = loop.call_later(play["opening_s" if opening else "step_s"], give_up)
+            timer = loop.call_later(play["limit_s"], give_up)
 
         try:
             answers = await self._plays.play(play["key"], play["row"], _heard(play), begins)

@@ -68,14 +68,13 @@ class Hello(msgspec.Struct, tag="hello"):
 
 
 class Play(msgspec.Struct, tag="play"):
-    """To a worker: the last of `responses` is new. `reset` and each step have so many seconds."""
+    """To a worker: the last of `responses` is new. Each call has `limit_s` seconds."""
 
     number: int
     key: str
     row: dict[str, Any]
     responses: list[Said | str]
-    opening_s: float
-    step_s: float
+    limit_s: float
 
 
 class Forget(msgspec.Struct, tag="forget"):
@@ -320,8 +319,8 @@ class WorkerPool:
         self, session: _Conversation, key: str, row: Row, responses: list[Said | str]
     ) -> _PendingPlay:
         self._number += 1
-        opening, step = self._limits.opening, self._limits.step
-        play = Play(self._number, key, row, responses, opening.seconds, step.seconds)
+        opening = self._limits.opening
+        play = Play(self._number, key, row, responses, opening.seconds)
         return _PendingPlay(play, session, opening)
 
     def _time(self, worker: _WorkerHandle, call: _PendingPlay, limit: TimeLimit) -> None:

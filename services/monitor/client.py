@@ -27,7 +27,6 @@ from umbra.proto.messages import (
     Status,
     StatusRequest,
 )
-from umbra.proto.net.channel import Channel
 from umbra.proto.net.io_thread import IoThread
 from umbra.proto.net.keys import OPEN, Security
 from umbra.proto.sockets import check_address
@@ -137,13 +136,6 @@ class StatusClient:
 
     def __exit__(self, *_raised: object) -> None:
         self.close()
-
-    def _at_hub(self, hub: str) -> Channel:
-        if self._hub is None:
-            self._hub = self._link.channel(hub, "weight hub", server="weight_hub")
-        elif self._hub.endpoint != hub:
-            self._hub.move(hub)
-        return self._hub
 
     def _ask(self, body: Message, reply: type[M], timeout_s: float) -> M:
         try:
