@@ -40,7 +40,7 @@ from umbra.services.http import read_key
 from umbra.services.process.logs import setup_logging
 from umbra.services.process.loop_thread import ends_with_it
 
-LEASE_S = 10.0  # below environment.timeout_s, after which a silent sample fails
+LEASE_S = 10.0  # at most
 WAIT_S = 2.0  # for a generator to find a session
 PAUSE_S = 1.0  # before a generator without sessions for us, or without an answer, is asked again
 GONE_S = 120.0  # without an answer of any generator, after which the run is taken to be over
@@ -133,6 +133,9 @@ class AgentRunner:
 
     def __init__(self, config: EnvironmentConfig, generators: Generators) -> None:
         self.name = offered_name(config)
+        # Of a runner that dies the leases have to end before the generator counts its agents as
+        # silent, which fails their samples.
+        self.lease_s = min(LEASE_S, config.timeout_s / 2)
         self._generators = generators
         self._workers = agent_workers(config, self._left, self._began)
         self._held: dict[str, str] = {}  # the generator of each session
@@ -147,7 +150,7 @@ class AgentRunner:
 
     async def lease_from(self, generator: str) -> None:
         """Lease sessions of a generator for ever, one for each free place."""
-        wanted = {"wait_s": WAIT_S, "lease_s": LEASE_S, "environment": self.name}
+        wanted = {"wait_s": WAIT_S, "lease_s": self.lease_s, "environment": self.name}
         while True:
             await self._places.acquire()
             pause_s = PAUSE_S
@@ -165,16 +168,22 @@ class AgentRunner:
             url = f"{generator}/sessions/{name}"
             start_agent(self._workers, name, work["row"], url, self._generators.key)
 
-    async def renew(self, lease_s: float | None = None) -> None:
+    async def keep(self) -> None:
+        """Renew all leases, for ever."""
+        while True:
+            await asyncio.sleep(self.lease_s / 3)
+            await self._renew(self.lease_s)
+
+    async def _renew(self, lease_s: float) -> None:
         """Renew all leases; 0 gives them back. Drop the sessions that are lost."""
         for generator in set(self._held.values()):
             ids = [name for name, url in self._held.items() if url == generator]
-            asked = {"ids": ids, "lease_s": LEASE_S if lease_s is None else lease_s}
+            asked = {"ids": ids, "lease_s": lease_s}
             try:
                 answer = await self._generators.ask(generator, "/sessions/renew", asked)
                 lost = answer["lost"]
             except (PeerLostError, RejectedError) as error:
-                lost = ids if self._generators.silent_s(generator) > LEASE_S else []
+                lost = ids if self._generators.silent_s(generator) > self.lease_s else []
                 log.warning("leases of %d sessions are not renewed: %s", len(ids), error)
             for name in lost:
                 self._drop(name)
@@ -183,7 +192,7 @@ class AgentRunner:
         """End all agents; their sessions begin again elsewhere."""
         for report in self._reports:
             report.cancel()
-        await self.renew(0.0)
+        await self._renew(0.0)
         await self._workers.close()
 
     def _began(self, name: str) -> None:
@@ -254,7 +263,8 @@ async def run_agents(
             raise fault
         log.info("runs %s for %s", [one.name for one in runners], generators.urls)
         work = [runner.lease_from(url) for runner in runners for url in generators.urls]
-        tasks = [*map(asyncio.ensure_future, [*work, _keep(runners, generators), stop.wait()])]
+        work += [runner.keep() for runner in runners]
+        tasks = [*map(asyncio.ensure_future, [*work, _until_gone(generators), stop.wait()])]
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
@@ -265,11 +275,10 @@ async def run_agents(
         await asyncio.gather(*(runner.close() for runner in runners))
 
 
-async def _keep(runners: Sequence[AgentRunner], generators: Generators) -> None:
-    """Renew leases until all generators are gone."""
+async def _until_gone(generators: Generators) -> None:
+    """Return when no generator has answered for `GONE_S` seconds."""
     while True:
         await asyncio.sleep(LEASE_S / 3)
-        await asyncio.gather(*(runner.renew() for runner in runners))
         silent_s = generators.silent_s(*generators.urls)
         if GONE_S < silent_s < math.inf:
             log.info("no generator has answered for %.0f s: the run is over", silent_s)
