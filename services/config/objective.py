@@ -95,7 +95,7 @@ class ObjectiveKeys(Section):
     kl_estimator: KlEstimator | None = key(None, "estimate of the KL per token")
     kl_to: KlPolicy | None = key(None, "KL to the reference model, or to what sampled")
     kl_in: KlPlace | None = key(None, "KL as part of the loss, or of the reward")
-    kl_unbiased: bool | None = key(None, "multiply the KL by the ratio (DeepSeek-V3.2)")
+    kl_unbiased: bool | None = key(None, "multiply the KL by pi / mu of the token (DeepSeek-V3.2)")
     entropy_coef: float | None = key(None, "weight of the entropy bonus; 0 = off", ge=0)
     response_limit: int = key(
         0,

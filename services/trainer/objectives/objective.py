@@ -120,12 +120,15 @@ class Objective:
             gain = torch.where(keep, gain, 0.0)
         losses = -gain
         kl = self._kl(tokens)
+        known = None if kl is None else kl.detach()
         if pieces.kl_coef and pieces.kl_in == "loss":
             assert kl is not None
-            losses = losses + pieces.kl_coef * (kl * free if pieces.kl_unbiased else kl)
+            if pieces.kl_unbiased:
+                # An expectation under pi from tokens of mu: by pi / mu, whatever the anchor is.
+                kl = kl * ratio(tokens.logprobs, tokens.behaviour)
+            losses = losses + pieces.kl_coef * kl
         if pieces.entropy_coef:
             losses = losses - pieces.entropy_coef * tokens.entropy
-        known = None if kl is None else kl.detach()
         return TokenLosses(losses, free.detach(), clipped.detach() & (advantages != 0), kept, known)
 
     def _gain(self, free: Tensor, tokens: TokenInputs) -> tuple[Tensor, Tensor]:
