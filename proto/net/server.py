@@ -88,7 +88,7 @@ class _Peer:
     """What must be remembered of one sender to know its resends, by request id."""
 
     incarnation: str
-    heard_at: float = 0.0  # on the clock of `Server._listened_s`
+    heard_at: float = 0.0  # on the clock of `Server.listened_s`
     pending: OrderedDict[int, None] = field(default_factory=OrderedDict[int, None])
     replies: OrderedDict[int, list[bytes]] = field(default_factory=OrderedDict[int, list[bytes]])
     reply_bytes: int = 0
@@ -139,7 +139,7 @@ class Server:
         self._relay: tuple[zmq.Socket[bytes], zmq.Socket[bytes]] | None = None
         self._clock = clock
         self._polled_at = clock()
-        self._listened_s = 0.0  # time since the start, without that in which nobody polled
+        self.listened_s = 0.0  # time since the start, less that in which nobody polled
         self._peers: OrderedDict[tuple[str, bytes], _Peer] = OrderedDict()  # by `heard_at`
         self._reply_bytes = 0  # kept, of all peers
         self._topics: set[bytes] = set()  # that telemetry is watched under
@@ -208,7 +208,7 @@ class Server:
         requests: list[Request] = []
         ready = self._poller.poll(timeout=max(0, round(timeout_s * 1000)))
         now = self._clock()
-        self._listened_s += min(now - self._polled_at, LISTENED_S)
+        self.listened_s += min(now - self._polled_at, LISTENED_S)
         self._polled_at = now
         for socket, _ in ready:
             channel = self._channels.get(socket)
@@ -389,7 +389,7 @@ class Server:
             peer = self._peers[key] = _Peer(header.incarnation)
             if len(self._peers) > PEERS_KEPT:
                 self._forget_oldest()
-        peer.heard_at = self._listened_s
+        peer.heard_at = self.listened_s
         self._peers.move_to_end(key)
         frames = peer.replies.get(header.id)
         if frames is None and header.id not in peer.pending:
@@ -402,7 +402,7 @@ class Server:
     def _forget_silent(self) -> None:
         while self._peers:
             oldest = self._peers[next(iter(self._peers))]
-            if self._listened_s - oldest.heard_at < SILENT_S:
+            if self.listened_s - oldest.heard_at < SILENT_S:
                 return
             self._forget_oldest()
 

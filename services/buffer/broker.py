@@ -1,7 +1,8 @@
 """The broker as a whole, sans-IO: a request or a tick goes in, effects come out.
 
-`handle_all` and `tick` take the time from their caller (seconds, monotonic) and return what to send
-and write. A request that cannot be answered yet is parked until work arrives or its wait is over.
+`handle_all` and `tick` take the time from their caller and return what to send and write. It is in
+seconds in which the buffer listened: while this process is stopped, its peers are not silent. A
+request that cannot be answered yet is parked until work arrives or its wait is over.
 The caller calls `save` and commits the store before it sends anything. A broker that is made with
 the store of an earlier one continues its run.
 """

@@ -60,6 +60,16 @@ class Effects:
         return effects
 
 
+    def refuse_departed(self, request: Request) -> None:
+        """Refuse a waiting request of a member that has left or is given up.
+
+        If it lives, it joins again and asks again; without an answer its resends would be taken for
+        those of a request that still waits.
+        """
+        reason = f"{request.header.sender!r} is not a member any more"
+        self.refuse(request, "not_member", reason, "sender")
+
+
 B = TypeVar("B", bound=Message)
 
 

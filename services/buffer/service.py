@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -77,7 +76,7 @@ def serve(context: ServiceContext) -> int:
             RunState(config, store, prompts, eval_prompts),
             run_id=_run_id(context),
             endpoints=endpoints,
-            now=time.monotonic(),
+            now=server.listened_s,
             wire_counters=server.counters,
             refusals=server.refusals,
         )
@@ -90,7 +89,7 @@ def serve(context: ServiceContext) -> int:
         try:
             Service(context, server, broker, store).run()
         finally:
-            _write_status(context.run_dir, broker)
+            _write_status(context.run_dir, broker, server.listened_s)
     if broker.failure:
         raise FailedSamplesError(broker.failure)
     return EXIT_DONE
@@ -173,7 +172,7 @@ class Service:
                 if self._committer.under_way and self._store.waiting_bytes > WAITING_BYTES:
                     self._turn_over()  # the disk is slower than they are: let them wait too
                 requests = self._server.poll(POLL_S)
-                now = time.monotonic()
+                now = self._server.listened_s
                 if requests:
                     self._held += self._broker.handle_all(requests, now)
                 if now - ticked_at >= TICK_S:  # it looks at all members, so not at every message
@@ -253,10 +252,10 @@ def _run_id(context: ServiceContext) -> str:
     return context.run_dir.name if context.run_dir is not None else context.config.run.name
 
 
-def _write_status(run_dir: Path | None, broker: Broker) -> None:
+def _write_status(run_dir: Path | None, broker: Broker, now: float) -> None:
     """Write the last status, also when the loop ends by an error."""
     if run_dir is not None:
-        status = broker.status(time.monotonic())
+        status = broker.status(now)
         target = run_dir / "buffer.json"
         text = msgspec.json.format(msgspec.json.encode(status), indent=2) + b"\n"
         DISK.replace(target, text, mode=READABLE_MODE)

@@ -1,10 +1,11 @@
-"""Whole runs by `umbra up`, in which the buffer or the trainer is killed on the way.
+"""Whole runs by `umbra up`, in which services are killed or suspended on the way.
 
-By `make test-real`: `test_demo_kill.py` sees the same, and more, of the demo.
+Kills by `make test-real`: `test_demo_kill.py` sees the same, and more, of the demo.
 """
 
 import os
 import signal
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +13,15 @@ from pathlib import Path
 import pytest
 from integration.test_up import UpProcess, up
 
+from umbra.proto import sockets
+
 __all__ = ["up"]  # a fixture
 
 STEPS = 40
 
 
-def kill(process: UpProcess, service: str) -> None:
-    """`kill -9` one of the run's processes."""
+def kill(process: UpProcess, service: str, number: signal.Signals = signal.SIGKILL) -> None:
+    """Send a signal to one of the run's processes."""
     config = bytes(process.run_dir / "config.json")
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -26,7 +29,7 @@ def kill(process: UpProcess, service: str) -> None:
         except (FileNotFoundError, ProcessLookupError):  # it ended just now
             continue
         if config in words and service.encode() in words:
-            os.kill(int(path.parent.name), signal.SIGKILL)
+            os.kill(int(path.parent.name), number)
             return
     raise AssertionError(f"no {service} is running")
 
@@ -72,3 +75,29 @@ def test_a_trainer_that_starts_again_gets_the_same_batches(up: Callable[..., UpP
     ledger = summary["ledger"]
     assert (ledger["trained"], ledger["balance"]) == (STEPS * 16, 0)
     assert summary["steps"] == STEPS
+
+
+@pytest.mark.e2e
+@pytest.mark.fault
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("services", [("buffer", "weight-hub"), ("trainer", "generator")])
+def test_a_run_outlives_a_stop_of_its_processes(
+    up: Callable[..., UpProcess], services: tuple[str, ...]
+) -> None:
+    """As by `docker pause` or a virtual machine that is suspended: nothing ends, nothing is lost.
+
+    Longer than the kernel waits for an acknowledgement, and than a member may be silent.
+    """
+    process = up(f"run.steps={STEPS}")
+    process.broker()
+    process.until(lambda: len(process.steps()) >= 5, "step 5")
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for service in services:
+            kill(process, service, number)
+        if number == signal.SIGSTOP:
+            time.sleep(sockets.UNACKNOWLEDGED_MS / 1000 + 5)
+    summary = process.finish()
+    assert process.popen.returncode == 0, process.lines
+    assert summary["restarts"] == {}
+    ledger = summary["ledger"]
+    assert (ledger["trained"], ledger["balance"]) == (STEPS * 16, 0)

@@ -252,8 +252,7 @@ def test_a_role_may_send_no_byte_of_what_it_must_not(role: Any) -> None:
 def test_socket_options() -> None:
     text = " ".join(section("Sockets", 2).split())
     assert f"`LINGER` {sockets.LINGER_MS} ms" in text
-    assert f"every {sockets.HEARTBEAT_INTERVAL_MS} ms" in text
-    assert f"timeout of {sockets.HEARTBEAT_TIMEOUT_MS} ms" in text
+    assert f"keepalive after {sockets.KEEPALIVE_IDLE_S} s" in text
     assert f"after {sockets.RECONNECT_MS} to {sockets.RECONNECT_MAX_MS} ms" in text
     assert f"takes in only {sockets.ROUTER_RECEIVE_HWM} messages" in text
     hwm = {row[0]: int(row[4]) for row in rows(section("Sockets", 2))}

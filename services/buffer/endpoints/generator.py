@@ -113,8 +113,9 @@ class GeneratorEndpoint:
             self._outbox.reply(question.request, NOTHING)
 
     def forget(self, name: str) -> None:
-        """Drop the parked request of `name` unanswered: its next incarnation would take it."""
-        self._parked.take(name)
+        """Refuse the parked request of `name`, which is no member any more."""
+        if question := self._parked.take(name):
+            self._outbox.refuse_departed(question.request)
         self._granted.pop(name, None)
 
     def close(self) -> None:

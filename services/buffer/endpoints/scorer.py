@@ -74,7 +74,8 @@ class ScorerEndpoint:
 
     def take_back(self, name: str, *, lost: bool) -> int:
         """Requeue the work of `name`, which has left."""
-        self._parked.take(name)
+        if question := self._parked.take(name):
+            self._outbox.refuse_departed(question.request)
         self._scoring.serving.pop(name, None)
         return self._scoring.take_all_back(name, lost=lost)
 

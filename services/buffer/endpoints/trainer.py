@@ -151,7 +151,9 @@ class TrainerEndpoint:
         self.checkpoint_requests.expire(now)
 
     def forget(self) -> None:
-        """Drop the parked request; the batch stays leased for the next trainer."""
+        """Refuse the parked request; the batch stays leased for the next trainer."""
+        if self._question is not None:
+            self._outbox.refuse_departed(self._question.request)
         self._question = self._run.wanted_since = None
 
     def close(self) -> None:
