@@ -59,7 +59,6 @@ class Effects:
         effects, self._effects = self._effects, []
         return effects
 
-
     def refuse_departed(self, request: Request) -> None:
         """Refuse a waiting request of a member that has left or is given up.
 
