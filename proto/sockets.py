@@ -1,12 +1,12 @@
 """ZeroMQ sockets, every option in this one place.
 
 High-water marks bound memory per peer: they are libzmq's, 1000 messages each way, where nothing
-else is said. LINGER is bounded so that no process hangs at exit; TCP keepalive finds dead peers, on
-both sides, and not ZMTP's heartbeats: libzmq 4.3.5 aborts (stream_engine_base.cpp:310, `!_io_error`)
-where it takes a PING from a broken connection whose reading a receive limit had stopped, as after
-a process was suspended for longer than the heartbeats' timeout; ROUTER_MANDATORY turns a send to an unknown
-peer into an error instead of a silent drop; ROUTER_HANDOVER lets a peer whose connection broke come
-back under its identity before the old connection is known to be dead.
+else is said. LINGER is bounded so that no process hangs at exit. TCP keepalive finds dead peers, on
+both sides. ZMTP's heartbeats stay off: libzmq 4.3.5 aborts (stream_engine_base.cpp:310,
+`!_io_error`) on a PING from a broken connection whose reading a receive limit had stopped, as after
+a process was suspended. ROUTER_MANDATORY turns a send to an unknown peer into an error instead of a
+silent drop; ROUTER_HANDOVER lets a peer whose connection broke come back under its identity before
+the old connection is known to be dead.
 """
 
 from __future__ import annotations
