@@ -67,7 +67,9 @@ class EnvironmentConfig(Section):
         "runs the environment elsewhere",
         ge=0,
     )
-    memory_mb: int = key(4096, "MiB of address space of such a process; 0 = any", ge=0)
+    memory_mb: int = key(
+        4096, "MiB of address space that such a process may take for its plays; 0 = any", ge=0
+    )
     sandbox: str = key(
         "",
         'where a model\'s code runs: "docker", "podman" or a class as "module:Class"; empty = '

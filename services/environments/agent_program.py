@@ -8,9 +8,11 @@ import json
 import os
 from collections.abc import Awaitable, Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 from umbra.services.environments.protocol import Message, Row, StepResult, reward_result
 from umbra.services.environments.sandbox import Sandbox
+from umbra.services.process.parent import bypass_proxy
 
 Program = Callable[..., Any]
 """Called as `program(row, endpoint, **options)`; returns what `AgentProgram` says."""
@@ -59,6 +61,7 @@ class AgentProgram:
 
     def step(self, response: str) -> StepResult | Awaitable[StepResult]:
         endpoint: dict[str, str] = json.loads(response)
+        bypass_proxy(os.environ, urlsplit(endpoint["base_url"]).hostname or "")
         if not self.concurrent:
             os.environ["OPENAI_BASE_URL"] = endpoint["base_url"]
             os.environ["ANTHROPIC_BASE_URL"] = endpoint["base_url"].removesuffix("/v1")

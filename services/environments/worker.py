@@ -19,6 +19,7 @@ import msgpack
 
 from umbra.proto.errors import UmbraError
 from umbra.services.environments.environment_host import EnvironmentHost, close_of, waits
+from umbra.services.environments.guard import enter_guarded
 from umbra.services.environments.loading import load_environment, name_of
 from umbra.services.environments.protocol import (
     EnvironmentFactory,
@@ -26,7 +27,7 @@ from umbra.services.environments.protocol import (
     Said,
     SampleError,
 )
-from umbra.services.process.parent import FRAME_HEAD, die_with_parent, parents_end
+from umbra.services.process.parent import FRAME_HEAD, parents_end
 
 if TYPE_CHECKING:
     from umbra.services.config import EnvironmentConfig
@@ -170,6 +171,12 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{value!r} is not plain data")
 
 
+def _address_space() -> int:
+    """Return the bytes of address space that this process has."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
 async def _serve() -> None:
     wire = Wire(*await asyncio.open_unix_connection(sock=parents_end()))
     setup = await wire.receive()
@@ -185,7 +192,7 @@ async def _serve() -> None:
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # some libraries set a handler of their own
     if config.memory_mb:
-        limit = config.memory_mb << 20
+        limit = (config.memory_mb << 20) + _address_space()
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     wire.send("hello", **said)
     worker = Worker(EnvironmentHost(make, name_of(config)), wire)
@@ -198,7 +205,7 @@ def main() -> None:
     """Serve the process that started this one."""
     # Ctrl-C is for the parent: it ends this process, after it has handed its samples back.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with_parent(signal.SIGKILL)  # whatever the user's code is in
+    enter_guarded()
     asyncio.run(_serve())
     atexit._run_exitfuncs()  # where some libraries end what they have started
     os._exit(0)  # a thread of the user's must not hold the process

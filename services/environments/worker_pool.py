@@ -34,6 +34,7 @@ _LOOK_S = 0.005
 _CLOSE_S = 5.0  # for all environments to be closed in the end
 END_S = 60.0  # within which `WorkerPool.close` is done on any machine
 _ENDING_S = 1.0  # for a process that has closed its pipe to end
+_TREE_S = 10.0  # for a guard that was told so to end its processes
 _GRACE_S = 5.0  # a worker that can still answer says itself that a play is overdue
 
 
@@ -291,6 +292,9 @@ class WorkerPool:
         if worker.suspect is call:
             worker.suspect = None
         error = call.limit.overdue() if reply.overdue else reply.error
+        if reply.exhausted:
+            config = self._config
+            error += f": it took more than {config.where}.memory_mb = {config.memory_mb}; raise it"
         error = error or _differs(call, reply.results)
         if error and call.session.worker is worker:
             call.session.worker = None
@@ -364,7 +368,7 @@ class WorkerPool:
 
     def _end(self, worker: _WorkerHandle, verdict: str) -> None:
         worker.verdict = worker.verdict or verdict
-        worker.process.kill()
+        _kill(worker.process)
 
     async def _read(self, worker: _WorkerHandle) -> None:
         while isinstance(message := await worker.pipe.receive(), GoesOn | Played):
@@ -400,7 +404,7 @@ class WorkerPool:
             worker = await self._hire()
             self._workers.append(worker)
             if self._closed:
-                worker.process.kill()
+                _kill(worker.process)
         except (UsageError, DeadlineError, OSError) as error:
             if not self._workers:
                 waiting, self._queue = self._queue, deque()
@@ -419,7 +423,7 @@ class WorkerPool:
             async with asyncio.timeout(config.setup_s):
                 hello = await pipe.receive()
         except TimeoutError:
-            process.kill()
+            _kill(process)
             await _end(process, pipe)
             raise DeadlineError(
                 f"a process for environments was not ready after {config.where}.setup_s = "
@@ -468,12 +472,19 @@ def start_agent(workers: WorkerPool, sample: str, row: Row, session_url: str, ke
     workers.play(sample, row, [json.dumps(endpoint)])
 
 
+def _kill(process: ChildProcess) -> None:
+    """Have the guard of a worker (`guard.py`) end it with all that it has started."""
+    process.terminate()
+    asyncio.get_running_loop().call_later(_TREE_S, process.kill)
+
+
 async def _end(process: ChildProcess, pipe: AsyncPipe[FromWorker]) -> str:
     """How it ended, in words; killed if it runs on: it closed the pipe, or wrote nonsense."""
     deadline = Deadline(_ENDING_S)
     while (code := process.poll()) is None:
         if deadline.passed:
-            process.kill()
+            _kill(process)
+            deadline = Deadline(math.inf)
         await asyncio.sleep(_LOOK_S)
     pipe.close()
     return describe_exit(code)

@@ -142,6 +142,8 @@ class Rollout:
         self._line.opening = opening
         if not self._line.prompt:
             chat = self._settings.chat
+            if chat.cannot_fit(opening.messages, self._settings.max_context):
+                raise SampleError(f"prompt {self.task.prompt_id} {self._too_long()}")
             self._line.prompt = _templated(
                 "the prompt", lambda: chat.prompt_ids(opening.messages, opening.tools)
             )
@@ -262,8 +264,11 @@ class Rollout:
         if self._turns == self._settings.limits.turns:
             self._finish("turns")
             return
-        ids = self._environment_ids(result, self._line.tokens.ids[-1])
-        if len(self._line.tokens.ids) + len(ids) >= self._most(self._line):
+        room = self._most(self._line) - len(self._line.tokens.ids)
+        ids: list[int] | None = None
+        if not self._settings.chat.cannot_fit(result.messages, room):
+            ids = self._environment_ids(result, self._line.tokens.ids[-1])
+        if ids is None or len(ids) >= room:
             self._finish("length")  # no room for another turn
             return
         self._line.tokens.add_environment(ids)
@@ -390,9 +395,20 @@ class Rollout:
                 "branch_limit_reached",
             )
 
+    def _check_length(self, ask: Ask) -> None:
+        """Raise RefusedError if what is asked has too many characters for the context."""
+        given = (ask.text, ask.messages, ask.tools)
+        if self._settings.chat.cannot_fit(given, self._settings.max_context):
+            raise RefusedError(f"the request {self._too_long()}", "context_length_exceeded")
+
+    def _too_long(self) -> str:
+        limit = self._settings.max_context
+        return f"exceeds the context length, generator.max_context = {limit}, by its characters"
+
     def _asked_prompt(self, ask: Ask) -> list[int]:
         """Return the tokens of a conversation's opening."""
         chat = self._settings.chat
+        self._check_length(ask)
         if ask.text is not None:
             prompt = chat.text_ids(ask.text)
         else:
@@ -410,6 +426,7 @@ class Rollout:
     def _asked_ids(self, ask: Ask, line: Line, last_token: int) -> list[int]:
         """Return the tokens between the end of a turn of `line` and the turn that is asked for."""
         chat = self._settings.chat
+        self._check_length(ask)
         if ask.text is not None:
             return chat.text_ids(ask.text)
         return _templated(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import uuid
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
@@ -29,11 +30,12 @@ def run(
 ) -> int:
     """Generate until the run ends or this process is told to stop.
 
-    `make_engine` makes the engine of the generator of that name.
+    `make_engine` makes the engine of a generator; its second argument seeds what is drawn.
     """
     config = ctx.config
     config = unrewarded(config, config.rewarded_by_scorers)
-    opened = make_engine(config, ctx.name)
+    # A process that is started again must not draw what the one before it drew.
+    opened = make_engine(config, f"{ctx.name}/{uuid.uuid4().hex}")
     wake = threading.Event()
     settings = settings_for(config, opened.chat, generator=ctx.name)
     # An eighth early: so much is decoded at most while what is flushed is on its way.

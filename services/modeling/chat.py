@@ -156,6 +156,17 @@ class Chat:
         """
         return choose_parser(self._parser, self._tokenizer, self._template)
 
+    def cannot_fit(self, given: Any, tokens: int) -> bool:
+        """Return whether the texts in `given` (lists, objects) must have more than `tokens` tokens.
+
+        It counts characters against the longest token, before anything is templated or tokenized.
+        """
+        return _characters(given) > tokens * self._longest_token
+
+    @functools.cached_property
+    def _longest_token(self) -> int:
+        return max(map(len, self._tokenizer.get_vocab()))
+
     def text_ids(self, text: str) -> list[int]:
         """Tokenise plain text, without a template."""
         return list(self._encode(text))
@@ -325,6 +336,14 @@ def cut(text: str, stops: Sequence[str]) -> tuple[str, str]:
     found = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
     at, stop = min(found, default=(len(text), ""))
     return text[:at], stop
+
+
+def _characters(given: Any) -> int:
+    if isinstance(given, dict):
+        given = given.values()
+    elif isinstance(given, str) or not isinstance(given, list | tuple):
+        return len(given) if isinstance(given, str) else 0
+    return sum(map(_characters, given))
 
 
 def _kind(roles: tuple[str, ...], calls: int, opening: Opening) -> Kind:

@@ -14,6 +14,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import MutableMapping
 from typing import Any
 
 PARENT_PID_VARIABLE = "UMBRA_PARENT_PID"
@@ -44,6 +45,15 @@ def tell_ready(facts: dict[str, Any]) -> None:
 def is_supervised() -> bool:
     """Whether a process of ours started this one, or one that said so in its environment."""
     return PARENT_PID_VARIABLE in os.environ
+
+
+def bypass_proxy(environ: MutableMapping[str, str], *hosts: str) -> None:
+    """Have clients with this environment reach `hosts` directly, whatever HTTP_PROXY says."""
+    given = environ.get("no_proxy") or environ.get("NO_PROXY") or ""
+    known = given.split(",") if given else []
+    if known != ["*"]:
+        known += [host for host in hosts if host not in known]
+        environ["no_proxy"] = environ["NO_PROXY"] = ",".join(known)
 
 
 def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:

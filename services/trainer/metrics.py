@@ -44,6 +44,7 @@ def sample_metrics(batch: TrainBatch, version: int) -> Row:
         "response_length/p90": float(lengths.quantile(0.9)),
         "response_length/p99": float(lengths.quantile(0.99)),
         "turns": sum(t.turns for t in batch.samples) / len(batch.samples),
+        "duplicates": 1 - len({(t.group_id, t.response_ids) for t in batch.samples}) / len(lengths),
         "truncated": _fraction(t.finish_reason == "length" for t in batch.samples),
         "multi_version": float((newest > oldest).double().mean()),
         "branches/mean": len(batch.trajectories) / len(batch.samples),

@@ -37,7 +37,8 @@ class Talk:
         self.said += 1
         if getattr(self, "name", None) is not None:
             with open("said.jsonl", "a") as file:
-                file.write(json.dumps([os.getppid(), self.name, response]) + chr(10))
+                generator = int(os.environ["UMBRA_PARENT_PID"])
+                file.write(json.dumps([generator, self.name, response]) + chr(10))
         if self.said == {TURNS}:
             return StepResult(reward=float(len(response)))
         return StepResult(done=False, messages=[{{"role": "user", "content": "go"}}])
@@ -45,7 +46,7 @@ class Talk:
 
 
 def said(project: Path) -> dict[int, dict[str, list[str]]]:
-    """By generator (the parent of its workers) and sample: what the environment was told."""
+    """By generator (which started the workers) and sample: what the environment was told."""
     turns: defaultdict[int, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     path = project / "said.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []

@@ -108,6 +108,17 @@ def task(name: str, do: str) -> SampleTask:
     return sample({"do": do}, sample_id=name)
 
 
+@pytest.mark.parametrize("agent", ["mine:plain", "mine:together"])
+def test_agents_reach_the_endpoint_past_a_proxy(
+    world: World, monkeypatch: pytest.MonkeyPatch, agent: str
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    made = world(agent)
+    made.add(task("s0", ""))
+    assert made.trajectory().turns == 2
+
+
 def test_what_an_agent_does_costs_its_own_sample_only(world: World) -> None:
     patience_s = seconds(1.0)
     endpoint = world("mine:plain", timeout_s=patience_s)

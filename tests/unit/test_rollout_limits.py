@@ -8,11 +8,13 @@ from fakes.engine import ScriptedEngine
 from fakes.rollouts import STOP, finish, says, settings
 from fakes.trajectories import sample
 
-from umbra.proto.records import Sampling, unpack_int32
+from umbra.proto.records import Sampling, VersionSpan, unpack_int32
 from umbra.services.environments.built_in import Guess
 from umbra.services.environments.pool import InlinePool
+from umbra.services.environments.protocol import Ask, Opening, RefusedError, SampleError, StepResult
 from umbra.services.environments.tools import ToolUse
-from umbra.services.generator.rollout import Limits
+from umbra.services.generator.engines.engine import EngineOutput
+from umbra.services.generator.rollout import Limits, Rollout
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
@@ -64,3 +66,43 @@ def test_a_tool_is_used_within_a_rollout(chat: Chat, tokenizer: Any) -> None:
     assert response.endswith("<|user|><tool_response>6</tool_response><|assistant|>6<|end|>")
     assert (trajectory.reward, trajectory.turns) == (1.0, 3)
     assert trajectory.reward_parts == {"tool_calls": 2.0, "malformed_calls": 1.0}
+
+
+LONG = [{"role": "user", "content": [{"type": "text", "text": "x" * 10_000_000}]}]
+
+
+@pytest.fixture
+def untokenized(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> Chat:
+    """A chat that must not be asked for tokens of anything long."""
+
+    def short_only(*given: Any) -> list[int]:
+        assert len(str(given)) < 1000, "a text that cannot fit was tokenized"
+        return [5]
+
+    for name in ("prompt_ids", "turn_ids", "text_ids"):
+        monkeypatch.setattr(chat, name, short_only)
+    return chat
+
+
+@pytest.mark.parametrize("ask", [{"messages": LONG}, {"text": "x" * 10_000_000}, {"tools": LONG}])
+def test_what_an_agent_asks_is_measured_before_it_is_tokenized(
+    untokenized: Chat, ask: dict[str, Any]
+) -> None:
+    """Ten million characters for a context of 64 took 16 s and 2 GB."""
+    rollout = Rollout(sample({"prompt": "g"}), settings(untokenized))
+    answers: list[Any] = []
+    with pytest.raises(RefusedError, match=r"max_context = 64, by its characters") as refused:
+        rollout.asked(Ask(answers.append, **ask))
+    assert refused.value.code == "context_length_exceeded"
+
+
+def test_what_environments_say_is_measured_before_it_is_tokenized(untokenized: Chat) -> None:
+    rollout = Rollout(sample({"prompt": "g"}), settings(untokenized))
+    with pytest.raises(SampleError, match="by its characters"):
+        rollout.reset_done(Opening(LONG))
+    rollout.reset_done(Opening([{"role": "user", "content": "g"}]))
+    rollout.generated(
+        EngineOutput("s", [STOP], [-0.5], [VersionSpan(version=0, start=0, end=1)], "stop")
+    )
+    rollout.stepped(StepResult(done=False, messages=LONG))
+    assert rollout.trajectory().finish_reason == "length"

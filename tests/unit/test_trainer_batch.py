@@ -58,7 +58,13 @@ def test_tensors() -> None:
     assert (row["staleness/total/mean"], row["staleness/total/max"]) == (2.5, 3.0)
     assert (row["staleness/in_flight/mean"], row["staleness/in_queue/mean"]) == (0.5, 2.0)
     assert row["response_length/mean"] == 2.0
-    assert row["truncated"] == 0.0
+    assert row["truncated"] == row["duplicates"] == 0.0
+
+
+def test_samples_that_repeat_another_of_their_group_are_counted() -> None:
+    again, elsewhere = trajectory(sample_id="s2"), trajectory(sample_id="s3", group_id="g2")
+    batch = make_batch([trajectory(), again, elsewhere], vocab_size=10)
+    assert sample_metrics(batch, version=6)["duplicates"] == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ class OpenEngine:
 
 
 def open_engine(config: RunConfig, name: str) -> OpenEngine:
-    """The engine of the generator called `name`.
+    """Open the configured engine; `name` and the seed of the run seed what is drawn.
 
     Raises:
         UsageError: a model or tokenizer that can't be used, or settings that the engine does not
@@ -104,7 +104,6 @@ def _vllm(config: RunConfig, name: str) -> OpenEngine:
 
 
 def _seed(config: RunConfig, name: str) -> int:
-    """Return a seed that generators of one run do not share."""
     return zlib.crc32(f"{config.run.seed}/{name}".encode())
 
 
