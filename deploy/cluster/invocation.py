@@ -72,15 +72,13 @@ def command(plan: Plan, process: Process, paths: Paths) -> list[str]:
             own += ["--buckets-listen", everywhere[Port.BUCKETS]]
             own += ["--connections-listen", everywhere[Port.CONNECTIONS]]
         case "relay":
-            own = ["weight-hub", "relay", "--hub", _hub(plan), "--listen", everywhere[Port.WEIGHTS]]
-            own += ["--set", f"weight_hub.advertise={advertise}"]
-            own += ["--set", f"weight_hub.buckets_listen={everywhere[Port.BUCKETS]}"]
-            own += ["--set", f"weight_hub.connections_listen={everywhere[Port.CONNECTIONS]}"]
+            own = ["weight-hub", "--upstream", _hub(plan), "--listen", everywhere[Port.WEIGHTS]]
+            own += ["--advertise", advertise, "--buckets-listen", everywhere[Port.BUCKETS]]
+            own += ["--connections-listen", everywhere[Port.CONNECTIONS]]
         case "part":
-            own = ["weight-hub", "part", "--hub", _hub(plan), "--listen", everywhere[Port.PART]]
-            own += ["--owner", str(process.node_rank)]
-            own += ["--set", f"weight_hub.connections_listen={everywhere[Port.PART_CONNECTIONS]}"]
-            own += ["--set", f"weight_hub.advertise={advertise}"]
+            own = ["weight-hub", "--upstream", _hub(plan), "--owner", str(process.node_rank)]
+            own += ["--listen", everywhere[Port.PART], "--advertise", advertise]
+            own += ["--connections-listen", everywhere[Port.PART_CONNECTIONS]]
         case "train":
             own = ["trainer", "--device", device, "--ranks", str(plan.config.trainer.ranks)]
             if plan.config.trainer.nodes > 1:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Protocol
@@ -74,21 +74,6 @@ class Security:
         if self.keys is None:
             return None
         return Curve(self.keys.public, self.keys.secret, domain=socket)
-
-    def within(self) -> tuple[Security, Security]:
-        """For a relay: of the hub within it, and of the one who publishes there.
-
-        That one has a pair of its own, made here and known to nobody else, as the only trainer that
-        this hub knows. So the key of a relay publishes nowhere.
-        """
-        if self.keys is None:
-            return self, self
-        public, secret = zmq.curve_keypair()
-        roles: dict[KeyRole, bytes] = {**self.keys.roles, "trainer": public}
-        return (
-            replace(self, keys=replace(self.keys, roles=roles)),
-            replace(self, keys=Keys("trainer", public, secret, roles)),
-        )
 
     def check_bind(self, endpoint: str) -> None:
         """Whether `endpoint` may be bound.

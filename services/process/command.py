@@ -30,6 +30,7 @@ from umbra.services.process.parent import tell_ready
 from umbra.services.process.signals import stop_on_signals
 
 OPEN_FILES = 65_536
+ALONE: tuple[Role, ...] = ("relay", "part")  # may run without a buffer
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,10 @@ class ServiceContext:
     metrics: MetricsFile
     security: Security = OPEN
     options: Mapping[str, Any] = field(default_factory=dict)  # of this command alone
+
+    @property
+    def broker_given(self) -> bool:
+        return self.broker != RunSection().broker
 
     def join(self, role: Role, endpoints: dict[str, str] | None = None, **facts: Any) -> Session:
         """Join the run; see `Session.join`."""
@@ -76,8 +81,6 @@ INSECURE: dict[str, Any] = {
     "default": None,
     "help": "Bind addresses that other machines can reach without keys (security.insecure).",
 }
-keys_option = click.option("--keys", **KEYS)
-insecure_option = click.option("--insecure", **INSECURE)
 
 
 def keys_of(*roles: KeyRole) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -113,14 +116,15 @@ def service_command(
     *,
     alternative: Alternative | None = None,
     options: Sequence[click.Option] = (),
+    identify: Callable[[Mapping[str, Any]], tuple[Role, str]] | None = None,
 ) -> click.Command:
     """The command of a service: common flags plus one per field of its configuration section.
 
     What `options` say differs from process to process and is no part of the configuration; `run`
-    finds it in its context.
+    finds it in its context. `identify` returns the role and the default name of a process with
+    these options, where they decide that.
     """
     service = section.replace("_", "-")
-    role = cast(Role, section)
     cls: type[Any] = get_type_hints(RunConfig)[section]
     fields = msgspec.structs.fields(cls)
 
@@ -140,13 +144,14 @@ def service_command(
             overrides.append(f"run.broker={values['broker']}")
         overrides += security_overrides(values["keys"], values["insecure"])
         config = load_config(values["config"], overrides=overrides)
+        role, name = identify(own) if identify is not None else (cast(Role, section), service)
+        name = values["name"] or name
         if values["dry_run"]:
-            _print_dry_run(values["name"] or service, section, config, values["run_dir"])
+            _print_dry_run(name, role, section, config, values["run_dir"])
             return
         chosen_run = run
         if alternative is not None and values[alternative.flag]:
             chosen_run = alternative.run
-        name = values["name"] or service
         raise SystemExit(_run_service(chosen_run, role, config, name, values["run_dir"], own))
 
     params: list[click.Parameter] = [
@@ -174,9 +179,11 @@ def service_command(
     return click.Command(service, params=params, callback=invoke, help=_first_line(cls))
 
 
-def _print_dry_run(name: str, section: str, config: RunConfig, run_dir: Path | None) -> None:
+def _print_dry_run(
+    name: str, role: Role, section: str, config: RunConfig, run_dir: Path | None
+) -> None:
     """Say as what the service would start; what is given in several places is settled here."""
-    security = open_security(config.security, [cast(Role, section)], run_dir)
+    security = open_security(config.security, [role], run_dir)
     click.echo(f"name = {name}")
     click.echo(f"broker = {config.run.broker}")
     click.echo(f"keys = {'none' if security.keys is None else config.security.keys or run_dir}")
@@ -194,7 +201,7 @@ def _run_service(
 ) -> int:
     setup_logging(config.log, name)
     allow_connections()
-    if role != "buffer":  # which binds it
+    if role != "buffer" and not (role in ALONE and config.run.broker == RunSection().broker):
         check_address(config.run.broker, "--broker")
     security = open_security(config.security, [role], run_dir)
     if run_dir is not None:

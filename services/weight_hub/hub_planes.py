@@ -260,6 +260,6 @@ def check_offer(message: Subscribe) -> None:
         return
     raise RejectedError(
         "no way to push weights to this receiver: they lie on several trainer hosts, and it offers "
-        "no plane tcp; start a relay on its host (`umbra weight-hub relay`), which has them whole",
+        "no plane tcp; start a relay on its host (`umbra weight-hub --upstream HUB`)",
         code="no_plane",
     )

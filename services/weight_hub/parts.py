@@ -207,7 +207,7 @@ class Parts:
         if part is None:
             return (
                 f"trainer host {owner} has no part hub, or it is silent: start "
-                f"`umbra weight-hub part --owner {owner}` there"
+                f"`umbra weight-hub --upstream HUB --owner {owner}` there"
             )
         if self._holds(part):
             return ""

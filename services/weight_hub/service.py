@@ -7,6 +7,8 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import cast
 
 from umbra.proto.errors import RejectedError, StartupError, UmbraError, UsageError, WireError
@@ -43,6 +45,7 @@ from umbra.services.weight_hub.effects import (
     HubReply,
     Pushed,
     Send,
+    Ticket,
 )
 from umbra.services.weight_hub.hub_planes import HubPlanes
 from umbra.services.weight_hub.parts import Parts
@@ -58,9 +61,11 @@ ACCEPTS: tuple[type[Message], ...] = (
 )  # fmt: skip
 # What is done in the name of its sender; the rest is asked by anyone, or by an operator.
 IN_A_NAME = (RegisterManifest, AcquireSlot, Publish, PartState, Subscribe, Ready, Committed)
+LEAVING = Nack(code="leaving", reason="this daemon is about to end")
 POLL_S = 0.2
 NO_MANIFEST = Manifest(tensors=[], buckets=[], total_bytes=0, digest="")
 BUSY_POLL_S = 0.01  # while the arena is made, or a plane works
+UPSTREAM = HubPeer("upstream", "")  # who writes the versions of a daemon with an upstream
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +79,7 @@ class WeightHub:
         config: the section `weight_hub`.
         metrics: receives a row "push" per version and receiver.
         host: names the /dev/shm of this process; empty = find out.
+        upstream: address of the hub that versions come from; empty: a trainer publishes them.
         clock: monotonic seconds.
     """
 
@@ -84,6 +90,7 @@ class WeightHub:
         config: WeightHubConfig,
         metrics: MetricsFile,
         host: str = "",
+        upstream: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.protocol = PushProtocol(config.slots, config.pace, first_epoch=int(time.time() * 1000))
@@ -91,13 +98,17 @@ class WeightHub:
         self._run_id = run_id
         self._config = config
         self._metrics = metrics
+        self._upstream = upstream
         self._clock = clock
+        self._asked: SimpleQueue[tuple[Message, Future[Message]]] = SimpleQueue()
+        self._is_leaving = False
+        self._wake = server.waker() if upstream else None
         self._arena: Arena | None = None
         self._token = uuid.uuid4().hex[:8]  # another hub on this machine may have the same run id
         self._arenas_made = 0
         self._making: Background[Arena] = Background("umbra-arena")
         # For the first of these the arena is made; the others wait until it is there.
-        self._registering: list[tuple[Request, HubPeer, RegisterManifest]] = []
+        self._registering: list[tuple[Ticket, HubPeer, RegisterManifest]] = []
         self._manifest: Manifest | None = None
         self._bindings = Bindings()
         self._identities: dict[str, bytes] = {}
@@ -133,6 +144,9 @@ class WeightHub:
                 self._apply(self._subscribe(request, peer, message, self._clock()))
         for request in requests:
             self._apply(self._handle(request))
+        while not self._asked.empty():
+            body, ticket = self._asked.get_nowait()
+            self._apply(self._versions(ticket, UPSTREAM, body, self._clock()))
         for name in self._parts.tick(self._clock()):
             log.warning("part hub %s is silent", name)
         self._apply(self.protocol.tick(self._clock()))
@@ -140,6 +154,23 @@ class WeightHub:
             for outcome in end.poll(self._clock()):
                 self._apply(self._go_on(outcome))
         return len(requests)
+
+    def ask(self, body: Message) -> Future[Message]:
+        """Have `step` handle what the receiver of a daemon with an upstream asks; any thread."""
+        answer: Future[Message] = Future()
+        if self._is_leaving:
+            answer.set_result(LEAVING)
+            return answer
+        self._asked.put((body, answer))
+        if self._wake is not None:
+            self._wake()
+        return answer
+
+    def leave(self) -> None:
+        """Refuse what is asked from now on: `step` will not be called again."""
+        self._is_leaving = True
+        while not self._asked.empty():
+            self._asked.get_nowait()[1].set_result(LEAVING)
 
     def stats(self) -> dict[str, float]:
         """Return figures for the monitor."""
@@ -173,12 +204,11 @@ class WeightHub:
             self._refuse(request, nack)
             return []
         match request.body:
-            case RegisterManifest() as message:
-                return self._register(request, peer, message, now)
-            case AcquireSlot(version=version):
-                return self.protocol.acquire(request, peer, version, now)
-            case Publish() as message:
-                return self._publish(request, peer, message, now)
+            case RegisterManifest() | AcquireSlot() | Publish() | PartState() if self._upstream:
+                reason = f"versions come from {self._upstream} here"
+                self._refuse(request, Nack(code="not_allowed", reason=reason))
+            case RegisterManifest() | AcquireSlot() | Publish() as message:
+                return self._versions(request, peer, message, now)
             case PartState() as message:
                 refused = self._parts.heard(peer, message, now)
                 if refused is None:
@@ -201,6 +231,25 @@ class WeightHub:
                 pass  # an Ok or Nack that nobody asked for
         return []
 
+    def _versions(self, ticket: Ticket, peer: HubPeer, body: Message, now: float) -> list[Effect]:
+        """Handle a message of whoever writes the versions."""
+        match body:
+            case RegisterManifest():
+                return self._register(ticket, peer, body, now)
+            case AcquireSlot():
+                return self.protocol.acquire(ticket, peer, body.version, now)
+            case Publish():
+                return self._publish(ticket, peer, body, now)
+            case _:
+                raise TypeError(f"unexpected message {type(body).__name__}")
+
+    def _reply(self, ticket: Ticket, message: Message) -> None:
+        """Answer a request, or what was asked in this process."""
+        if isinstance(ticket, Request):
+            self._server.reply(ticket, message)
+        else:
+            cast("Future[Message]", ticket).set_result(message)
+
     def _refuse(self, request: Request, nack: Nack) -> None:
         kind = type(request.body).__name__
         self._server.refusals.add(f"{kind} of {request.header.sender!r}: {nack.reason}")
@@ -208,10 +257,10 @@ class WeightHub:
         self._server.reply(request, nack)
 
     def _register(
-        self, request: Request, peer: HubPeer, message: RegisterManifest, now: float
+        self, ticket: Ticket, peer: HubPeer, message: RegisterManifest, now: float
     ) -> list[Effect]:
         if self._registering:
-            self._registering.append((request, peer, message))
+            self._registering.append((ticket, peer, message))
             return []
         manifest, effects = message.manifest, list[Effect]()
         try:
@@ -222,39 +271,39 @@ class WeightHub:
                 self._taken_over = self._take_over(message)
                 if self._taken_over is None:
                     self._make_arena(manifest)
-                    self._registering.append((request, peer, message))
+                    self._registering.append((ticket, peer, message))
                     return []
                 effects += self._begin(manifest, now)
         except (WireError, RejectedError) as error:
             path = error.path if isinstance(error, WireError) else "manifest"
-            self._server.reply(request, Nack(code=error.code, reason=str(error), path=path))
+            self._reply(ticket, Nack(code=error.code, reason=str(error), path=path))
             return effects
         except (StartupError, UsageError) as error:
-            self._server.reply(request, Nack(code="no_room", reason=str(error)))
+            self._reply(ticket, Nack(code="no_room", reason=str(error)))
             return effects
-        return effects + self._registered(request, peer, manifest, now)
+        return effects + self._registered(ticket, peer, manifest, now)
 
     def _arena_made(self, made: Arena | UmbraError, now: float) -> list[Effect]:
         """Answer the registrations that waited for the arena."""
-        (request, peer, message), *others = self._registering
+        (ticket, peer, message), *others = self._registering
         self._registering = []
         effects: list[Effect] = []
         if isinstance(made, UmbraError):
-            self._server.reply(request, Nack(code="no_room", reason=str(made)))
+            self._reply(ticket, Nack(code="no_room", reason=str(made)))
         else:
             self._begin_layout(made, message.manifest)
             effects += self._begin(message.manifest, now)
-            effects += self._registered(request, peer, message.manifest, now)
+            effects += self._registered(ticket, peer, message.manifest, now)
         for other in others:
             effects += self._register(*other, now)
         return effects
 
     def _registered(
-        self, request: Request, peer: HubPeer, manifest: Manifest, now: float
+        self, ticket: Ticket, peer: HubPeer, manifest: Manifest, now: float
     ) -> list[Effect]:
         effects = self._part_hubs(now)
         if self._is_lost or self._parts.missing:
-            self._server.reply(request, self._not_whole())
+            self._reply(ticket, self._not_whole())
             return effects
         assert self._arena is not None
         is_new = manifest.digest != self.protocol.digest
@@ -265,7 +314,7 @@ class WeightHub:
         if is_new:
             self._remove_leftovers()  # now that what is still needed is ours
         ready = ArenaReady(path=str(self._arena.path), slots=self._config.slots)
-        self._server.reply(request, ready)
+        self._reply(ticket, ready)
         log.info(
             "%s registered %d tensors, %d bytes in %d buckets",
             peer.name, len(manifest.tensors), manifest.total_bytes, len(manifest.buckets),
@@ -294,15 +343,14 @@ class WeightHub:
         """Choose the planes of receivers that wait for a layout, now that there is one."""
         effects: list[Effect] = []
         for name, ticket in list(self.protocol.waiting.items()):
-            request = cast(Request, ticket)
             try:
                 relay = self.planes.subscribe_again(name)
             except UmbraError as error:
-                self._server.reply(request, _no_plane(error))
+                self._reply(ticket, _no_plane(error))
             else:
                 if not relay:
                     continue
-                self._server.reply(request, _at_relay(relay))
+                self._reply(ticket, _at_relay(relay))
             effects += self.protocol.lost(name, "it was sent elsewhere", now)
         return effects
 
@@ -382,15 +430,13 @@ class WeightHub:
         for path in remove_leftovers(self._run_id):
             log.warning("removed %s, which an earlier hub of this run had left", path)
 
-    def _publish(
-        self, request: Request, peer: HubPeer, message: Publish, now: float
-    ) -> list[Effect]:
+    def _publish(self, ticket: Ticket, peer: HubPeer, message: Publish, now: float) -> list[Effect]:
         buckets = len(self._manifest.buckets) if self._manifest else 0
         if self._manifest is not None and len(message.checksums) != buckets:
             reason = f"{len(message.checksums)} checksums for {buckets} buckets"
-            self._server.reply(request, Nack(code="malformed", reason=reason, path="checksums"))
+            self._reply(ticket, Nack(code="malformed", reason=reason, path="checksums"))
             return []
-        return self.protocol.publish(request, peer, message, now)
+        return self.protocol.publish(ticket, peer, message, now)
 
     def _subscribe(
         self, request: Request, peer: HubPeer, message: Subscribe, now: float
@@ -437,9 +483,9 @@ class WeightHub:
                     if isinstance(message, SlotGranted):
                         for end in self.planes.ends:
                             end.granted(message.slot)
-                    self._server.reply(cast(Request, ticket), message)
+                    self._reply(ticket, message)
                 case Admit(ticket=ticket, receiver=name):
-                    self._admit(cast(Request, ticket), name)
+                    self._admit(ticket, name)
                 case Send(receiver=name, message=Prepare() as message):
                     for outcome in self.planes.of(name).prepare(name, message, self._clock()):
                         todo.extend(self._go_on(outcome))
@@ -479,12 +525,12 @@ class WeightHub:
         )
         return self.protocol.ready(self._peers[outcome.receiver], failed, self._clock())
 
-    def _admit(self, request: Request, name: str) -> None:
+    def _admit(self, ticket: Ticket, name: str) -> None:
         assert self._manifest is not None and self._arena is not None
         reply = Subscribed(
             manifest=self._manifest, plane=self.planes.of(name).plane, path=str(self._arena.path)
         )
-        self._server.reply(request, reply)
+        self._reply(ticket, reply)
         log.info("%s subscribed by %s", name, reply.plane)
 
     def _record(self, pushed: Pushed) -> None:

@@ -107,8 +107,10 @@ class Receiver:
         channel: to the weight hub.
         planes: those that the hub can choose from; closed with this.
         host: names the /dev/shm of this process; empty = find out (`shm_host`).
-        serves: endpoint at which a relay serves others; told to the hub.
-        buckets: endpoint at which a relay hands out buckets; told to the hub.
+        serves: endpoint at which a daemon serves others; told to the hub.
+        buckets: endpoint at which it hands out buckets; told to the hub.
+        load: called on the receiver's thread with each version that is committed, in place of
+            `poll`; what goes wrong is reported to the hub.
         dtype: required of versions, as `weight_hub.dtype` names it; empty = any.
         check_s: seconds of silence after which it asks the hub whether it is still subscribed.
         retry_s: seconds between being dropped and subscribing again.
@@ -122,6 +124,7 @@ class Receiver:
         *,
         serves: str = "",
         buckets: str = "",
+        load: Callable[[StagedVersion], None] | None = None,
         dtype: str = "",
         check_s: float = 5.0,
         retry_s: float = 1.0,
@@ -132,6 +135,7 @@ class Receiver:
         self._host = host or shm_host()
         self._serves = serves
         self._buckets_endpoint = buckets
+        self._load = load
         self._dtype = dtype
         self._avoided = ""  # a relay that was gone
         self._relays: dict[str, Channel] = {}
@@ -295,6 +299,8 @@ class Receiver:
                 with self._changed:
                     if self._staging.commit(message.epoch):
                         self._changed.notify_all()
+                if self._load is not None and (staged := self.poll()) is not None:
+                    self._load_now(self._load, staged)
             case Abort():
                 log.info("version %d was aborted: %s", message.version, message.reason)
                 under_way = self._receiving[0] if self._receiving is not None else self._waiting
@@ -312,6 +318,14 @@ class Receiver:
                     self._drop("the hub does not know us")
             case _:
                 log.warning("the weight hub pushed an unexpected %s", type(message).__name__)
+
+    def _load_now(self, load: Callable[[StagedVersion], None], staged: StagedVersion) -> None:
+        began, error = time.perf_counter(), ""
+        try:
+            load(staged)
+        except UmbraError as problem:
+            error = str(problem)
+        self.committed(staged, time.perf_counter() - began, error)
 
     def _drop(self, reason: str) -> None:
         """Note that we are unsubscribed; from any thread."""

@@ -13,7 +13,7 @@ import zmq
 from fakes.slowness import seconds
 
 from umbra.proto.deadline import LEAST_RATE, Pace
-from umbra.proto.messages import Ping, Pong
+from umbra.proto.messages import Ping, Pong, Role
 from umbra.proto.net.channel import Channel
 from umbra.proto.net.io_thread import IoThread
 from umbra.proto.net.keys import OPEN, Security
@@ -107,10 +107,10 @@ class Bench:
             channel.call(Ping(), Pong, timeout_s=WAIT_S)
         self.stop()
 
-    def channel(self, name: str, security: Security = OPEN) -> Channel:
+    def channel(self, name: str, security: Security = OPEN, server: Role = "weight_hub") -> Channel:
         link = self.links[name] = IoThread(name, uuid.uuid4().hex, security=security)
         self.closers.append(link.close)
-        self.channels.append(link.channel(self.endpoint, "weight hub", server="weight_hub"))
+        self.channels.append(link.channel(self.endpoint, "weight hub", server=server))
         return self.channels[-1]
 
     def publisher(

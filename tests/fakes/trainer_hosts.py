@@ -1,6 +1,6 @@
 """A trainer on several hosts: this process is host 0, the others are mount namespaces.
 
-Each has a /dev/shm of its own, in which a part hub runs (`umbra weight-hub part`) and a program
+Each has a /dev/shm of its own, in which a part hub runs (`umbra weight-hub --owner`) and a program
 that writes what the ranks there would. They may have networks of their own as well (`Place`).
 """
 
@@ -87,7 +87,7 @@ class TrainerHost:
 
     def start_part(self, *options: str) -> None:
         """Start its part hub; does not wait until it is there."""
-        umbra = [sys.executable, "-m", "umbra", "weight-hub", "part", "--hub", self._hub]
+        umbra = [sys.executable, "-m", "umbra", "weight-hub", "--upstream", self._hub]
         own = ["--listen", self._listen, "--owner", str(self.owner), *options]
         with self._log.open("ab") as log:
             self._part = subprocess.Popen(

@@ -9,21 +9,21 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fakes.hub_bench import OTHER_LAYOUT, WAIT_S, Bench, content, publish, take, whole
 from fakes.keys import keys, of
+from fakes.relays import Relay
 from fakes.slowness import seconds
 from fakes.trainer_hosts import Trainer, layout, skip_without_namespaces
 from fakes.waiting import until
 
 from umbra.proto.errors import PeerLostError, RejectedError
 from umbra.proto.net.keys import OPEN, Security
-from umbra.services.process.metrics import MetricsFile
 from umbra.services.weight_hub.part import PartHub
-from umbra.services.weight_hub.relay import Relay
 from umbra.services.weights.manifest import owned_ranges
 from umbra.services.weights.planes import tcp
 from umbra.services.weights.planes.bucket_fetch import BucketSource, Transfer
@@ -86,26 +86,8 @@ def test_every_bit_of_every_host_arrives_as_deltas_too(start: Start) -> None:
     assert 0 < max(sizes[1:]) < total / 4
 
 
-class RunningRelay:
-    """A relay in a thread, on a host that has its name."""
-
-    def __init__(self, bench: Bench, name: str) -> None:
-        self.metrics_path = bench.metrics_path.with_name(f"{name}.jsonl")
-        self._metrics = MetricsFile(self.metrics_path, name)
-        config = bench.config(plane="tcp", delta="always")
-        self.relay = Relay(
-            name, bench.endpoint, "tcp://127.0.0.1:*", config, self._metrics, host=name
-        )
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self.relay.run, args=(self._stop, WAIT_S))
-        self._thread.start()
-        bench.closers.append(self.end)
-        until(lambda: name in bench.hub.protocol.serving, f"no {name}")
-
-    def end(self) -> None:
-        self._stop.set()
-        self._thread.join(WAIT_S)
-        self._metrics.close()
+def relay_of(bench: Bench, name: str) -> Relay:
+    return Relay(bench, name, plane="tcp", delta="always")
 
 
 @pytest.fixture
@@ -128,7 +110,7 @@ def test_each_host_sends_its_bytes_once_for_a_chain_of_relays(
     """The first relay fetches from all hosts, and has versions whole; the next one from it."""
     trainer = start(3)
     bench = trainer.bench
-    chain = [RunningRelay(bench, name) for name in ("relay-1", "relay-2", "relay-3")]
+    chain = [relay_of(bench, name) for name in ("relay-1", "relay-2", "relay-3")]
     near = [receiver(bench, f"gen-{name}", name) for name in ("relay-1", "relay-2", "relay-3")]
     trainer.publish(0)
     for one in near:
@@ -139,7 +121,7 @@ def test_each_host_sends_its_bytes_once_for_a_chain_of_relays(
     for owner, endpoint in hosts.items():
         own = sum(end - start for start, end in owned_ranges(trainer.manifest, owner))
         assert fetched(endpoint) == own > 0
-    assert [fetched(one.relay.buckets) for one in chain] == [total, total, 0]
+    assert [fetched(one.buckets) for one in chain] == [total, total, 0]
     trainer.publish(1)
     for one in near:
         load(trainer, one, 1)
@@ -164,22 +146,22 @@ def test_who_loses_the_relay_before_it_fetches_from_all_hosts(
     """1. The first relay has half of a version, which the second has from it. 2. The first ends."""
     trainer = start()
     bench = trainer.bench
-    first, second = RunningRelay(bench, "relay-1"), RunningRelay(bench, "relay-2")
+    first, second = relay_of(bench, "relay-1"), relay_of(bench, "relay-2")
     near = receiver(bench, "gen-relay-2", "relay-2")
     trainer.publish(0)
     load(trainer, near, 0)
     (host,) = trainer.hosts
-    sums, before = trainer.write(1), fetched(first.relay.buckets)
+    sums, before = trainer.write(1), fetched(first.buckets)
     host.signal_part(signal.SIGSTOP)
     trainer.publisher.publish(1, 0.0, sums)
-    until(lambda: fetched(first.relay.buckets) > before, "the second relay got nothing")
-    first.end()
+    until(lambda: fetched(first.buckets) > before, "the second relay got nothing")
+    first.stop()
     assert near.poll() is None
     host.signal_part(signal.SIGCONT)
     load(trainer, near, 1)
     trainer.publish(2)
     load(trainer, near, 2)
-    assert fetched(second.relay.buckets) == 0
+    assert fetched(second.buckets) == 0
 
 
 def test_nothing_is_published_while_a_part_hub_is_away(start: Start) -> None:
@@ -334,10 +316,10 @@ def test_with_keys_a_part_hub_needs_its_own(start: Start, bench: Bench, keys: Pa
         trainer.publish(version)
         load(trainer, one, version)
     posing = PartHub(
-        "part-2", 2, bench.endpoint, "tcp://127.0.0.1:*", bench.config(), "elsewhere",
+        "part-2", 2, bench.endpoint, bench.config(), "elsewhere",
         security=of(keys, "relay"),
     )  # fmt: skip
-    with pytest.raises(RejectedError, match="nothing that the relay key allows"):
+    with closing(posing), pytest.raises(RejectedError, match="nothing that the relay key allows"):
         posing.run(threading.Event(), WAIT_S)
 
 
@@ -370,8 +352,8 @@ def test_a_host_that_lost_its_memory_takes_the_version_with_it(start: Start) -> 
 def test_a_part_hub_needs_a_host_of_its_own(start: Start) -> None:
     trainer = start()
     config = trainer.bench.config()
-    part = PartHub("part-2", 2, trainer.bench.endpoint, "tcp://127.0.0.1:*", config)
-    with pytest.raises(RejectedError, match="trainer hosts 0 and 2 share /dev/shm"):
+    part = PartHub("part-2", 2, trainer.bench.endpoint, config)
+    with closing(part), pytest.raises(RejectedError, match="trainer hosts 0 and 2 share /dev/shm"):
         part.run(threading.Event(), WAIT_S)
 
 

@@ -43,7 +43,7 @@ def buffer(tmp_path: Path) -> Iterator[BufferProcess]:
 
 SERVICES = {
     "weight-hub": (),
-    "weight-hub relay": ("--hub", NOBODY, "--listen", ANY),
+    "weight-hub --upstream": (NOBODY, "--listen", ANY),
     "scorer": ("--stage", "reward"),
     "generator": (),
     "trainer": ("--run-dir", "out"),
@@ -78,7 +78,7 @@ def test_an_address_that_is_none(project: Path, service: str, address: str) -> N
     [
         ("buffer", "--config", "run.toml", "--broker", "{}"),
         ("weight-hub", "--broker", NOBODY, "--listen", "{}"),
-        ("weight-hub", "relay", "--hub", NOBODY, "--listen", "{}"),
+        ("weight-hub", "--upstream", NOBODY, "--listen", "{}"),
     ],
 )
 def test_a_port_in_use(project: Path, words: tuple[str, ...]) -> None:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 
 import pytest
 from fakes.gpu_world import TOTAL, GpuWorld, kill_worker
 from fakes.hub_bench import OTHER_LAYOUT, WAIT_S, content, load, publish, take, whole
+from fakes.relays import Relay
 from fakes.slowness import seconds
 
 from umbra.proto.errors import RejectedError
-from umbra.services.process.metrics import MetricsFile
-from umbra.services.weight_hub.relay import Relay
 from umbra.services.weights.planes.receiving import StagedPlanes
 from umbra.services.weights.receiver import Receiver
 
@@ -244,32 +242,14 @@ def test_a_relay_receives_a_broadcast_and_serves_its_node(gpu_world: GpuWorld) -
     bench = gpu_world.bench
     gpu_world.start("auto")
     publisher = bench.publisher()
-    metrics = MetricsFile(None, "relay")
-    relay = Relay(
-        "relay-1",
-        bench.endpoint,
-        "tcp://127.0.0.1:*",
-        bench.config(deadline_s=seconds(8.0), chunk_bytes=4096),
-        metrics,
-        host="node-1",
-        gpu=gpu_world.gpu("relay-1", device=1, planes=("nccl",)),
-    )
-    stopping = threading.Event()
-    thread = threading.Thread(target=relay.run, args=(stopping, WAIT_S))
-    thread.start()
-    try:
-        gpu_world.await_subscriber("relay-1")
-        local = Receiver(
-            bench.channel("gen-0"), StagedPlanes(["shm", "tcp"]), "node-1", check_s=0.05
-        )
-        bench.closers.append(local.close)
-        local.subscribe(WAIT_S)
-        for version in range(3):
-            publish(publisher, version)
-            load(local, version)
-    finally:
-        stopping.set()
-        thread.join(WAIT_S)
-        metrics.close()
+    gpu = gpu_world.gpu("relay-1", device=1, planes=("nccl",))
+    relay = Relay(bench, "relay-1", gpu=gpu, deadline_s=seconds(8.0), chunk_bytes=4096)
+    local = Receiver(bench.channel("gen-0"), StagedPlanes(["shm", "tcp"]), "relay-1", check_s=0.05)
+    bench.closers.append(local.close)
+    local.subscribe(WAIT_S)
+    for version in range(3):
+        publish(publisher, version)
+        load(local, version)
+    relay.stop()
     assert gpu_world.communicators == [("hub", "relay-1")]
     assert {row["plane"] for row in gpu_world.rows(3)} == {"nccl"}

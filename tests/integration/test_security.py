@@ -10,9 +10,9 @@ import pytest
 import zmq
 from fakes.hub_bench import Bench, load, publish
 from fakes.keys import of
+from fakes.relays import Relay
 from fakes.slowness import seconds
 from fakes.waiting import until
-from zmq.utils import z85
 
 from umbra.proto import sockets
 from umbra.proto.access import KeyRole, may_send
@@ -36,6 +36,7 @@ from umbra.proto.messages import (
     Pong,
     Publish,
     RegisterManifest,
+    SlotGranted,
     SubmitTrajectories,
     Subscribe,
     Subscribed,
@@ -44,7 +45,6 @@ from umbra.proto.net.channel import Channel
 from umbra.proto.net.io_thread import IoThread
 from umbra.proto.net.keys import OPEN, Security, load_keys
 from umbra.proto.net.server import Server
-from umbra.proto.net.zap import AllowList, Refusals
 from umbra.services.weights.planes.receiving import StagedPlanes
 from umbra.services.weights.receiver import Receiver
 
@@ -357,24 +357,15 @@ def test_only_a_relay_may_serve(
     assert bench.hub.planes.open_tcp().relay_at("h") == ""
 
 
-def test_a_relays_key_publishes_nowhere(keys: Path) -> None:
-    """Nor at a relay: who publishes there has a pair of its own, which is known to no other."""
-    outer = of(keys, "relay")
-    serving, publishing = outer.within()
-    assert serving.keys is not None and publishing.keys is not None
-    at_relay, at_hub = (
-        AllowList(serving.keys, Refusals()),
-        AllowList(load_keys(keys, "weight_hub"), Refusals()),
-    )
-
-    def answer(server: AllowList, public: bytes) -> list[bytes]:
-        frames = [b"1.0", b"1", b"weights", b"h", b"", b"CURVE", z85.decode(public)]
-        return [server.answer(frames)[2], server.answer(frames)[4]]
-
-    own = load_keys(keys, "relay").public
-    assert answer(at_relay, publishing.keys.public) == [b"200", b"trainer"]
-    assert answer(at_hub, publishing.keys.public) == [b"400", b""]
-    assert answer(at_relay, own) == answer(at_hub, own) == [b"200", b"relay"]
-    assert answer(at_relay, load_keys(keys, "trainer").public) == [b"400", b""]
+def test_a_relays_key_publishes_nowhere(bench: Bench, keys: Path) -> None:
+    """Nor does anyone at a relay, whose versions come from the hub above."""
     for kind in (RegisterManifest, AcquireSlot, Publish, CommitBatch, SubmitTrajectories):
         assert not may_send("relay", kind)
+    bench.security = of(keys, "weight_hub")
+    bench.start()
+    bench.publisher(channel=bench.channel("trainer", of(keys, "trainer")))
+    relay = Relay(bench, "relay-1", security=of(keys, "relay"))
+    bench.endpoint = relay.daemon.endpoint
+    channel = bench.channel("trainer-2", of(keys, "trainer"), server="relay")
+    with pytest.raises(RejectedError, match="versions come from tcp://"):
+        channel.call(AcquireSlot(version=1), SlotGranted, timeout_s=WAIT_S)

@@ -34,7 +34,7 @@ def umbra(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     [
         ("buffer", "--broker", "tcp://0.0.0.0:*", "--set", "data.prompts=p.jsonl"),
         ("weight-hub", "--listen", "tcp://*:*", "--broker", "tcp://127.0.0.1:9"),
-        ("weight-hub", "relay", "--hub", "tcp://127.0.0.1:9", "--listen", "tcp://0.0.0.0:*"),
+        ("weight-hub", "--upstream", "tcp://127.0.0.1:9", "--listen", "tcp://0.0.0.0:*"),
     ],
 )
 def test_what_others_can_reach_is_not_bound_without_keys(

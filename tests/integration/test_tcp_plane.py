@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 from fakes.hub_bench import OTHER_LAYOUT, WAIT_S, Bench, content, load, publish, take, whole
 from fakes.keys import of
+from fakes.relays import Relay
 from fakes.slowness import seconds
 from fakes.waiting import until
 
@@ -20,8 +19,6 @@ from umbra.proto.access import KeyRole
 from umbra.proto.messages import Ready
 from umbra.proto.net.keys import OPEN, Security
 from umbra.proto.records import Manifest
-from umbra.services.process.metrics import MetricsFile
-from umbra.services.weight_hub.relay import Relay
 from umbra.services.weights.manifest import build_manifest
 from umbra.services.weights.planes.bucket_records import Authenticated, Encrypted, Seal
 from umbra.services.weights.planes.bucket_server import BucketConnections, BucketOrder, BucketServer
@@ -187,37 +184,6 @@ def test_another_layout_reaches_those_who_had_the_old(bench: Bench) -> None:
     assert whole(staged) == content(7, OTHER_LAYOUT.total_bytes)
 
 
-class Node:
-    """A relay in threads of this process, under a host name of its own, and its generator."""
-
-    def __init__(self, name: str, hub: str, security: Security = OPEN) -> None:
-        self.stopping = threading.Event()
-        self.relay = Relay(
-            name,
-            hub,
-            "tcp://127.0.0.1:*",
-            Bench.config(),
-            MetricsFile(None, name),
-            host=name,
-            security=security,
-        )
-        self.thread = threading.Thread(target=self.relay.run, args=(self.stopping, WAIT_S))
-        self.thread.start()
-
-    def stop(self) -> None:
-        self.stopping.set()
-        self.thread.join(WAIT_S)
-
-
-@pytest.fixture
-def nodes(bench: Bench) -> Iterator[list[Node]]:
-    bench.start(plane="tcp", delta="always", deadline_s=seconds(5.0))
-    made: list[Node] = []
-    yield made
-    for node in made:
-        node.stop()
-
-
 @pytest.mark.parametrize("planes", [["shm", "tcp"], ["tcp"]])
 def test_relays_have_a_key_of_their_own(bench: Bench, keys: Path, planes: list[str]) -> None:
     """Hub, two relays in a chain and a generator of the second, each with the key of its role."""
@@ -225,26 +191,18 @@ def test_relays_have_a_key_of_their_own(bench: Bench, keys: Path, planes: list[s
     bench.start(plane="tcp", delta="off")
     publisher = bench.publisher(channel=bench.channel("trainer", of(keys, "trainer")))
     publish(publisher, 0)
-    nodes: list[Node] = []
-    try:
-        for index in range(2):
-            nodes.append(Node(f"node-{index}", bench.endpoint, of(keys, "relay")))
-            while f"node-{index}" not in bench.hub.protocol.serving:
-                nodes[-1].thread.join(0.01)
-                assert nodes[-1].thread.is_alive()
-        channel = bench.channel("gen", of(keys, "generator"))
-        receiver = Receiver(channel, StagedPlanes(planes), "node-1", check_s=0.05, retry_s=0.02)
-        bench.closers.append(receiver.close)
-        receiver.subscribe(WAIT_S)
-        for version in range(3):
-            if version:
-                publish(publisher, version)
-            load(receiver, version)
-        assert bench.hub.planes.open_tcp().chain.relays == ["node-0", "node-1"]
-        assert bench.hub.stats()["refused"] == 0
-    finally:
-        for node in nodes:
-            node.stop()
+    for index in range(2):
+        Relay(bench, f"node-{index}", security=of(keys, "relay"))
+    channel = bench.channel("gen", of(keys, "generator"))
+    receiver = Receiver(channel, StagedPlanes(planes), "node-1", check_s=0.05, retry_s=0.02)
+    bench.closers.append(receiver.close)
+    receiver.subscribe(WAIT_S)
+    for version in range(3):
+        if version:
+            publish(publisher, version)
+        load(receiver, version)
+    assert bench.hub.planes.open_tcp().chain.relays == ["node-0", "node-1"]
+    assert bench.hub.stats()["refused"] == 0
 
 
 @pytest.fixture
@@ -276,24 +234,19 @@ def test_weights_are_sealed_on_their_way_through_a_relay(
     publisher = bench.publisher(LAYOUT, channel=bench.channel("trainer", of(keys, "trainer")))
     weights = Weights(LAYOUT)
     weights.publish(publisher, 0.0)
-    node = Node("node-0", bench.endpoint, secured("relay", receiver_encrypts))
-    try:
-        while "node-0" not in bench.hub.protocol.serving:
-            node.thread.join(0.01)
-            assert node.thread.is_alive()
-        channel = bench.channel("gen", secured("generator", receiver_encrypts))
-        receiver = Receiver(channel, StagedPlanes(["tcp"]), "node-0", check_s=0.05, retry_s=0.02)
-        bench.closers.append(receiver.close)
-        receiver.subscribe(WAIT_S)
-        weights.load(receiver, 0)
-        for _ in range(3):
-            weights.load(receiver, weights.publish(publisher, 0.01))
-        to_relay = Encrypted if hub_encrypts or receiver_encrypts else Authenticated
-        to_generator = Encrypted if receiver_encrypts else Authenticated
-        assert {type(seal) for seal in seals} == {to_relay, to_generator}
-        assert bench.hub.stats()["refused"] == 0
-    finally:
-        node.stop()
+    node = Relay(bench, "node-0", security=secured("relay", receiver_encrypts))
+    channel = bench.channel("gen", secured("generator", receiver_encrypts))
+    receiver = Receiver(channel, StagedPlanes(["tcp"]), "node-0", check_s=0.05, retry_s=0.02)
+    bench.closers.append(receiver.close)
+    receiver.subscribe(WAIT_S)
+    weights.load(receiver, 0)
+    for _ in range(3):
+        weights.load(receiver, weights.publish(publisher, 0.01))
+    to_relay = Encrypted if hub_encrypts or receiver_encrypts else Authenticated
+    to_generator = Encrypted if receiver_encrypts else Authenticated
+    assert {type(seal) for seal in seals} == {to_relay, to_generator}
+    assert bench.hub.stats()["refused"] == 0
+    node.stop()
     sizes = wire_bytes(bench, "node-0")
     assert sizes[0] == LAYOUT.total_bytes
     assert max(sizes[2:]) < LAYOUT.total_bytes / 5
@@ -342,18 +295,16 @@ def test_a_port_that_is_closed_is_named(
     assert any(said in text and "weight_hub.connections_listen" in text for text in told)
 
 
-def test_relays_hand_on_what_they_get(bench: Bench, nodes: list[Node]) -> None:
+def test_relays_hand_on_what_they_get(bench: Bench) -> None:
     """Three relays in a chain; each generator asks the hub, and is sent to the relay beside it.
 
     Then the first relay goes away: the others are linked anew, its generator goes to the hub.
     """
+    bench.start(plane="tcp", delta="always", deadline_s=seconds(5.0))
     publisher = bench.publisher(LAYOUT)
     weights = Weights(LAYOUT)
     weights.publish(publisher, 0.0)
-    for index in range(3):
-        nodes.append(Node(f"node-{index}", bench.endpoint))
-        while f"node-{index}" not in bench.hub.protocol.serving:
-            nodes[-1].thread.join(0.01)
+    nodes = [Relay(bench, f"node-{index}") for index in range(3)]
     receivers = [
         Receiver(
             bench.channel(f"gen-{i}"),

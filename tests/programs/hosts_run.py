@@ -96,7 +96,7 @@ def services(folder: Path, hosts: dict[str, Host], relays: list[str]) -> dict[st
         },
         "beta": {
             "part": [
-                *("weight-hub", "part", "--hub", hub, "--listen", f"tcp://{beta}:5562"),
+                *("weight-hub", "--upstream", hub, "--listen", f"tcp://{beta}:5562"),
                 *("--owner", "1"),
             ],
             "trainer": ["trainer", "--node-rank", "1"],
@@ -106,7 +106,7 @@ def services(folder: Path, hosts: dict[str, Host], relays: list[str]) -> dict[st
         wanted[host] = {}
         if host in relays:
             own = f"tcp://{ADDRESSES[host]}:5563"
-            wanted[host]["relay"] = ["weight-hub", "relay", "--hub", hub, "--listen", own]
+            wanted[host]["relay"] = ["weight-hub", "--upstream", hub, "--listen", own]
         wanted[host]["generator"] = ["generator"]
     made: dict[str, list[Service]] = {}
     for host, those in wanted.items():

@@ -58,7 +58,7 @@ def test_every_planned_command_is_one_that_exists(
 
 def test_a_wrong_flag_is_noticed() -> None:
     with pytest.raises(click.NoSuchOption):
-        parse_planned(["weight-hub", "relay", "--hbu", "tcp://h:1"])
+        parse_planned(["weight-hub", "--upstraem", "tcp://h:1"])
     with pytest.raises(click.NoSuchOption):
         parse_planned(["buffer", "--prots", "[1, 2, 3]"])
 

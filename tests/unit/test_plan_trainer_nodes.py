@@ -206,13 +206,13 @@ def test_every_node_s_ranks_know_where_they_meet() -> None:
 
 def test_a_part_finds_the_hub_and_says_where_it_is_found() -> None:
     found = flags(TWO, "part-b")
-    assert found["--hub"] == "tcp://10.0.0.1:5559"
+    assert found["--upstream"] == "tcp://10.0.0.1:5559"
     assert found["--listen"] == "tcp://0.0.0.0:5562"
     assert found["--owner"] == "1"
-    assert found["--set"] == "weight_hub.advertise=10.0.0.2"
+    assert found["--advertise"] == "10.0.0.2"
     (part,) = (process for process in TWO.processes if process.task == "part")
     own = invocation.command(TWO, part, container_paths(TWO, "", keys=False))
-    assert "weight_hub.connections_listen=tcp://0.0.0.0:5564" in own
+    assert "tcp://0.0.0.0:5564" in own
 
 
 def test_all_trainers_come_again_as_often_as_others() -> None:
@@ -275,7 +275,7 @@ def test_pods_meet_at_the_name_of_the_first_node_s_service() -> None:
         assert services[host]["clusterIP"] == "None"  # all other ports of the pod are reached too
     assert services[host]["selector"]["umbra/node"] == "a"
     arguments = containers["part-b"]["args"]
-    (own,) = (word.split("=")[1] for word in arguments if word.startswith("weight_hub.advertise="))
+    own = arguments[arguments.index("--advertise") + 1]
     assert {5562, 5564} <= {entry["port"] for entry in services[own]["ports"]}
 
 
@@ -288,7 +288,7 @@ def test_a_script_for_slurm_ends_with_rank_0_and_meets_on_its_host() -> None:
         assert '--rendezvous "${addresses[0]}:5561" ' in steps[name]
     assert lines.count("trainer=$!") == 1
     assert lines[lines.index("trainer=$!") - 1] == steps["trainer"]
-    assert '"weight_hub.advertise=${addresses[1]}"' in steps["part-b"]
+    assert '--advertise "${addresses[1]}"' in steps["part-b"]
 
 
 def test_the_run_file_of_the_nodes_says_how_the_trainer_is_spread() -> None:

@@ -25,9 +25,10 @@ from umbra.services.http import HttpServer, listen
 from umbra.services.process.command import service_command
 from umbra.services.process.loop_thread import LoopThread
 from umbra.services.process.metrics import MetricsFile
-from umbra.services.weight_hub.relay import Relay
+from umbra.services.weight_hub.daemon import Daemon
 from umbra.services.weights.planes.bucket_server import BucketServer
 from umbra.services.weights.planes.bucket_store import BucketStore, DeltaEncoder
+from umbra.services.weights.receiver import Receiver
 
 Ends = Callable[[], str]
 
@@ -81,14 +82,6 @@ Event().wait()
     assert done.returncode == code
     assert done.stderr.splitlines()[-1] == f"umbra: error: {said}"
     assert not done.stdout
-
-
-def relay_of(bench: Bench) -> Relay:
-    bench.start(plane="tcp")
-    metrics = MetricsFile(None, "relay-0")
-    return Relay(
-        "relay-0", bench.endpoint, "tcp://127.0.0.1:*", Bench.config(), metrics, host="node-0"
-    )
 
 
 def test_the_links_thread(ends: Ends) -> None:
@@ -160,13 +153,6 @@ def test_the_keeper_of_environment_processes(ends: Ends, monkeypatch: pytest.Mon
     assert ends() == "the keeper of environment processes failed: KeyError: 7"
 
 
-def test_the_thread_of_a_relay(bench: Bench, ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    relay = relay_of(bench)
-    monkeypatch.setattr(relay._hub, "step", breaks)
-    assert ends() == "the thread umbra-relay failed: KeyError: 7"
-    relay.close()
-
-
 @pytest.mark.parametrize("error", [KeyError(7), RuntimeError("CUDA error: unknown"), SystemExit()])
 def test_whatever_ends_a_receivers_thread_is_its_owners_failure(
     bench: Bench, error: BaseException
@@ -188,13 +174,17 @@ def test_whatever_ends_a_receivers_thread_is_its_owners_failure(
         assert caught.value.exit_code == 6
 
 
-def test_a_relay_ends_when_its_receiver_fails(bench: Bench) -> None:
-    relay = relay_of(bench)
+def test_a_daemon_ends_when_its_receiver_fails(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.start()
     publisher = bench.publisher()
-    relay._receiver._begin = breaks  # pyright: ignore[reportAttributeAccessIssue]
+    metrics = MetricsFile(None, "relay-0")
+    relay = Daemon("relay-0", bench.config(), metrics, upstream=bench.endpoint, host="node-0")
+    monkeypatch.setattr(Receiver, "_begin", breaks)
     publish(publisher, 0)
     with pytest.raises(UmbraError, match="the receiver of weights failed: KeyError: 7"):
-        relay.run(threading.Event(), WAIT_S)
+        relay.run("relay-0", threading.Event(), WAIT_S)
 
 
 def test_a_service_ends_with_a_sentence_whatever_it_raises() -> None:
