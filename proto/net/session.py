@@ -41,6 +41,9 @@ from umbra.proto.sockets import check_address
 
 GRACE_S = 60.0  # without a sign of the broker: it is gone, or cut off from us
 LEAVE_TIMEOUT_S = 3.0
+NAME_WAIT_S = 20.0  # for the process that has our name to fall silent: a container that was restarted
+NAME_RETRY_S = 1.0
+REPLACES_VARIABLE = "UMBRA_REPLACES"  # pid of our predecessor, which our supervisor saw end
 WATCHED = ("push", "sample", "slow_sample")  # rows of the metrics that go to the watchers, too
 
 log = logging.getLogger(__name__)
@@ -149,12 +152,13 @@ class Session:
             host=socket.gethostname(),
             package_version=__version__,
             endpoints=endpoints or {},
+            replaces=int(os.environ.get(REPLACES_VARIABLE, "0")),
             vocabulary=vocabulary,
             routers=routers,
         )
         try:
             control = link.channel(broker, "broker")
-            welcome = control.call(hello, Welcome, timeout_s=deadline_s)
+            welcome = _call_join(control, hello, deadline_s)
         except DeadlineError as error:
             link.close()
             raise StartupError(
@@ -276,6 +280,8 @@ class Session:
         error = future.exception()
         if isinstance(error, RejectedError) and error.code == "not_member":
             self._rejoin()
+        elif isinstance(error, RejectedError) and error.code == "stale_incarnation":
+            self.fail(PeerLostError(str(error)))  # not final: whoever took the name may be gone
         elif isinstance(error, RejectedError):
             self.fail(error)
         elif error is None and isinstance(ack := future.result(), HeartbeatAck):
@@ -324,3 +330,16 @@ class Session:
             if isinstance(message, Command):
                 log.info("asked to drain: %s", message.reason)
                 self.drain(message.reason)
+
+
+def _call_join(control: Channel, hello: Join, deadline_s: float) -> Welcome:
+    """Join; while another process has the name, wait `NAME_WAIT_S` for it to be silent."""
+    deadline = Deadline(min(deadline_s, NAME_WAIT_S))
+    while True:
+        try:
+            return control.call(hello, Welcome, timeout_s=deadline_s)
+        except RejectedError as error:
+            if error.code != "name_in_use" or deadline.passed:
+                raise
+            log.warning("%s; trying again for %.0f s", error, deadline.left_s)
+            time.sleep(NAME_RETRY_S)

@@ -1,7 +1,7 @@
 """Who takes part: joins, incarnations, heartbeats, silence, departures; pure state, injected clock.
 
 A process is known by its name; its incarnation changes at every start. A new incarnation supersedes
-the old one at once, and whatever the old one still says is refused. Silence beyond a limit means
+one that is silent, or that its supervisor saw die, and whatever the old one still says is refused. Silence beyond a limit means
 death; a member that beats but does not move is stuck, which is only told.
 """
 
@@ -115,6 +115,12 @@ class Membership:
                 reason=f"{body.name!r} is the name of a {before.role} of this run: choose another",
                 path="name",
             )
+        if before is not None and self._lives(before, request, body, now):
+            reason = (
+                f"{body.name!r} is a member of this run (pid {before.pid} on {before.host}, heard "
+                f"{now - before.heard_at:.1f} s ago): stop it, or give this one another --name"
+            )
+            return Nack(code="name_in_use", reason=reason, path="name")
         if before is None and len(self.peers) >= MEMBERS:
             reason = f"the run has {MEMBERS} members already"
             return Nack(code="too_many", reason=reason, path="name")
@@ -136,6 +142,13 @@ class Membership:
         self.departed.pop(body.name, None)
         self.changed.add(body.name)
         return peer
+
+    def _lives(self, before: Participant, request: Request, body: Join, now: float) -> bool:
+        """True if another process holds the name: heard lately, and not known to be dead."""
+        if before.incarnation == request.header.incarnation or not before.confirmed:
+            return False
+        is_dead = body.replaces == before.pid and body.host == before.host
+        return not is_dead and now - before.heard_at <= BEATS_UNTIL_DEAD * self.pace_s
 
     def hear(self, request: Request, now: float) -> Participant | Nack:
         """Return the member that sent `request`, and note that it is alive; or why it is none.

@@ -11,11 +11,12 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import DivergedError, FailedSamplesError, RejectedError, UsageError
+from umbra.proto.net.session import REPLACES_VARIABLE
 from umbra.services.process.child import Usage, describe_exit, own_exit_code
 
 _LOOK_S = 0.02
@@ -107,6 +108,7 @@ class _Slot:
     program: Program
     policy: RestartPolicy
     child: Child | None = None
+    pid: int = 0  # of the last child
     restart_at: float | None = None
     restarts: int = 0
     code: int | None = None
@@ -159,6 +161,7 @@ class Supervisor:
         """Start `program` and watch it from now on."""
         slot = self._slots[program.name] = _Slot(program, (program.policy or self._policy)())
         slot.child = self._spawn(program)
+        slot.pid = slot.child.pid
 
     def ready(self, name: str) -> dict[str, Any] | None:
         """What `name` said when it was up; None before that."""
@@ -293,7 +296,9 @@ class Supervisor:
             if slot.restart_at is not None and self._clock() >= slot.restart_at:
                 slot.restart_at = None
                 slot.restarts += 1
-                slot.child = self._spawn(slot.program)
+                environ = {**slot.program.environ, REPLACES_VARIABLE: str(slot.pid)}
+                slot.child = self._spawn(replace(slot.program, environ=environ))
+                slot.pid = slot.child.pid
 
     def _check_finish(self, since: float) -> None:
         for slot in self._all():

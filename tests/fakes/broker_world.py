@@ -216,6 +216,7 @@ class World:
     ) -> Message | None:
         """A process joins; its later messages carry this incarnation."""
         number = incarnation or f"{name}-1"
+        facts.setdefault("replaces", 1)  # as a supervisor says whose process has died
         body = Join(
             role=role, name=name, pid=1, host="h", package_version="0", endpoints={}, **facts
         )

@@ -5,6 +5,8 @@ Kills by `make test-real`: `test_demo_kill.py` sees the same, and more, of the d
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -101,3 +103,32 @@ def test_a_run_outlives_a_stop_of_its_processes(
     assert summary["restarts"] == {}
     ledger = summary["ledger"]
     assert (ledger["trained"], ledger["balance"]) == (STEPS * 16, 0)
+
+
+@pytest.mark.e2e
+@pytest.mark.fault
+@pytest.mark.real
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("service", ["trainer", "weight-hub"])
+def test_a_second_process_of_a_name_is_refused_and_the_run_goes_on(
+    up: Callable[..., UpProcess], service: str
+) -> None:
+    process = up("run.steps=100000")
+    broker = process.broker()
+    process.until(lambda: len(process.steps()) >= 5, "step 5")
+    config = process.run_dir / "config.json"
+    words = ["--broker", broker, "--config", config, "--run-dir", process.project / "second"]
+    second = subprocess.run(
+        [sys.executable, "-m", "umbra", service, *words],
+        cwd=process.project,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert second.returncode == 4, second.stderr
+    assert "stop it, or give this one another --name" in second.stderr
+    reached = len(process.steps())
+    process.until(lambda: len(process.steps()) > reached + 5, "five steps more")
+    process.popen.send_signal(signal.SIGTERM)
+    assert process.finish()["restarts"] == {}

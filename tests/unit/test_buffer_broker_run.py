@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from fakes.broker_world import trajectory, world
 
@@ -234,6 +236,28 @@ def test_the_same_incarnation_may_join_again_and_keeps_its_leases() -> None:
     run.lease("a", 3, 0)
     assert isinstance(run.join("generator", "a"), Welcome)
     assert len(run.pool.held["a"]) == 3
+
+
+@pytest.mark.parametrize("role", ["trainer", "weight_hub", "generator"])
+def test_a_second_process_does_not_take_the_name_of_a_live_one(role: Any) -> None:
+    run, it = world(dead_after_s=15), "trainer" if role == "trainer" else "it"
+    assert isinstance(run.join(role, it), Welcome)
+    for replaces in (0, 2):  # another pid than the holder's
+        refused = run.join(role, it, "it-2", replaces=replaces)
+        assert isinstance(refused, Nack) and refused.code == "name_in_use"
+        assert "pid 1 on h" in refused.reason
+    assert isinstance(run.beat(it), HeartbeatAck)  # it is still a member
+    run.pass_time(2)
+    assert isinstance(run.beat(it), HeartbeatAck)
+    run.pass_time(2)
+    assert isinstance(run.join(role, it, "it-2", replaces=0), Nack)
+    run.pass_time(2)  # silent for three heartbeats by now
+    assert isinstance(run.join(role, it, "it-2", replaces=0), Welcome)
+
+
+def test_a_supervisor_vouches_for_the_death_of_a_predecessor() -> None:
+    run = world(dead_after_s=15)
+    assert isinstance(run.join("trainer", "trainer", "it-2", replaces=1), Welcome)
 
 
 def test_a_member_that_was_dead_is_told_so_and_may_join_again() -> None:

@@ -21,8 +21,8 @@ KILL, TERM = -9, -15
 class FakeChild:
     """A child that does what the test says."""
 
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.pid = 1
+    def __init__(self, name: str, log: list[str], pid: int) -> None:
+        self.pid = pid
         self.usage = Usage(2.0, 1.0)
         self.code: int | None = None
         self.deaf = False
@@ -51,6 +51,7 @@ class Stage:
     def __init__(self, finish_s: float = 30) -> None:
         self.now = 0.0
         self.children: dict[str, list[FakeChild]] = {}
+        self.environ: dict[str, dict[str, str]] = {}  # of the newest child
         self.log: list[str] = []
         self.said: list[str] = []
         self.supervisor = Supervisor(
@@ -67,8 +68,10 @@ class Stage:
 
     def _spawn(self, program: Program) -> FakeChild:
         self.log.append(f"start {program.name}")
-        child = FakeChild(program.name, self.log)
-        self.children.setdefault(program.name, []).append(child)
+        self.environ[program.name] = dict(program.environ)
+        before = self.children.setdefault(program.name, [])
+        child = FakeChild(program.name, self.log, pid=100 + len(before))
+        before.append(child)
         return child
 
     def end(self, name: str, code: int) -> None:
@@ -100,6 +103,15 @@ def test_a_run_that_ends_well(stage: Stage) -> None:
     assert stage.supervisor.failure is None
     assert stage.said == []
     assert stage.supervisor.usage()["trainer"] == Usage(2.0, 1.0)
+
+
+def test_a_restarted_process_is_told_whose_place_it_takes(stage: Stage) -> None:
+    assert stage.environ["generator-0"] == {}
+    for predecessor in (100, 101):
+        stage.end("generator-0", KILL)
+        stage.at(stage.now + 1)
+        stage.at(stage.now + 5)
+        assert stage.environ["generator-0"] == {"UMBRA_REPLACES": str(predecessor)}
 
 
 def test_a_generator_is_restarted_after_a_pause(stage: Stage) -> None:
