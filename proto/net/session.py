@@ -41,9 +41,7 @@ from umbra.proto.sockets import check_address
 
 GRACE_S = 60.0  # without a sign of the broker: it is gone, or cut off from us
 LEAVE_TIMEOUT_S = 3.0
-NAME_WAIT_S = (
-    20.0  # for whoever has our name to fall silent, as after a container's restart
-)
+NAME_WAIT_S = 20.0  # for whoever has our name to fall silent, as after a container's restart
 NAME_RETRY_S = 1.0
 REPLACES_VARIABLE = "UMBRA_REPLACES"  # pid of our predecessor, which our supervisor saw end
 WATCHED = ("push", "sample", "slow_sample")  # rows of the metrics that go to the watchers, too

@@ -2,7 +2,8 @@
 
 A process is known by its name; its incarnation changes at every start. A new incarnation supersedes
 one that is silent, or that its supervisor saw die, and whatever the old one still says is refused.
-Silence beyond a limit means death; a member that beats but does not move is stuck, which is only told.
+Silence beyond a limit means death; a member that beats but does not move is stuck, which is only
+told.
 """
 
 from __future__ import annotations
