@@ -6,23 +6,16 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from umbra.deploy.check.fit import (
-    GPUS,
-    Estimate,
-    Machine,
-    estimate_on,
-    gpu_bytes,
-    this_machine,
-)
-from umbra.deploy.check.items import PHASES, Item, Need, peak
-from umbra.deploy.check.machine import Verdict, as_text, findings, has_problem, refusal
-from umbra.deploy.check.machine_defaults import Hardware, for_hardware, this_hardware
-from umbra.deploy.check.nodes import look_at_cluster
-from umbra.deploy.check.share import shares_if_any
+from umbra.deploy.check.finding import Finding, as_text, has_problem, refusal
+from umbra.deploy.check.hardware import GPUS, Machine
+from umbra.deploy.check.machine import findings, reach
+from umbra.deploy.check.machine_defaults import for_hardware, this_machine
 from umbra.deploy.cluster.cluster_file import load_cluster
+from umbra.deploy.cluster.plan import make_plan
 from umbra.deploy.files.formats import to_toml
 from umbra.deploy.prepare.load import load_run, set_option
 from umbra.deploy.prepare.preflight import check_packages, check_run, search_path
@@ -30,14 +23,15 @@ from umbra.deploy.prepare.stage import try_start
 from umbra.proto.errors import EXIT_DONE, UsageError
 from umbra.services.config import RunConfig
 from umbra.services.config.cautions import cautions
-from umbra.services.config.feasibility import implied_staleness
-from umbra.services.config.loader import as_dict, given_keys, load_config, load_tree
+from umbra.services.config.feasibility import check_feasible, implied_staleness
+from umbra.services.config.loader import as_dict, given_keys, load_config
 from umbra.services.config.objective_rules import implied
 from umbra.services.modeling.hub import is_hub_name, missing_bytes
 from umbra.services.prompts.download import shown
 from umbra.services.reporting.tables import aligned, size
 
-EXIT_PROBLEM = UsageError.exit_code
+if TYPE_CHECKING:
+    from umbra.deploy.check.estimate import Estimate, Need
 
 
 @click.command()
@@ -70,48 +64,67 @@ def command(
     if run_file is None:
         if showing or cluster_file or gpu or overrides:
             raise UsageError("--show, --cluster, --gpu and --set are about a run: give RUN_FILE")
-        return _finish([], findings(), {}, json_wanted)
+        return _finish([], list(findings()), {}, json_wanted)
     if showing:
         return _show(load_config(run_file, overrides=overrides), json_wanted)
-    run, tree = load_run(run_file, overrides), load_tree(run_file, overrides=overrides)
+    run, tree = load_run(run_file, overrides)
     if gpu is None:
         check_run(run, download=False)
     if cluster_file is not None:
-        found = look_at_cluster(load_cluster(cluster_file), run)
+        found = list(_look_at_cluster(cluster_file, run))
         return _finish(_summary(run_file, run, [], None), found, {}, json_wanted)
-    machine = this_machine() if gpu is None else Machine(gpu_bytes(gpu), gpu)
-    hardware = this_hardware() if gpu is None else Hardware((machine.gpu,), gpu, vllm=True)
-    run, chosen = for_hardware(run, given_keys(tree), hardware, shares_if_any)
-    found, warnings, estimate = list[Verdict](), cautions(run), None
+    machine = this_machine() if gpu is None else Machine.with_gpu(gpu)
+    found, warnings, chosen, needed = list[Finding](), dict(cautions(run)), list[str](), None
     try:
-        estimate = estimate_on(run, machine)
-        found += [refusal("memory", fault) for fault in estimate.faults]
-        found += [Verdict("memory", "warning", note, "see --memory") for note in estimate.notes]
+        from umbra.deploy.check.estimate import estimate  # brings torch
+        from umbra.deploy.check.share import shares
+
+        run, chosen, _ = for_hardware(run, given_keys(tree), machine, shares)
+        needed = estimate(run, machine)
+        found += [refusal("memory", fault) for fault in needed.faults]
+        found += [Finding("memory", "warning", note, "see --memory") for note in needed.notes]
     except (UsageError, ModuleNotFoundError) as error:
-        found.append(Verdict("memory", "not looked at", str(error)))
+        found.append(Finding("memory", "not looked at", str(error)))
     if gpu is None:
         if run.trainer.nodes == 1:
             check_packages(run)
-            warnings = try_start(run, search_path(run_file))
-        found += findings(run, estimate)
-    found += [Verdict(name, "warning", text) for name, text in dict(warnings).items()]
-    lines = _summary(run_file, run, chosen, estimate)
-    if memory and estimate is not None:
-        lines += ["", *_memory(estimate)]
-    more = {"chosen": chosen, "estimate": estimate.as_dict() if estimate else None}
+            warnings = dict(try_start(run, search_path(run_file)))
+        found += findings(run) if needed is None else findings(run, **_sums(needed))
+    found += [Finding(name, "warning", text) for name, text in warnings.items()]
+    lines = _summary(run_file, run, chosen, needed)
+    if memory and needed is not None:
+        lines += ["", *_memory(needed)]
+    more = {"chosen": chosen, "estimate": needed.as_dict() if needed else None}
     return _finish(lines, found, more, json_wanted)
 
 
-def _finish(
-    lines: list[str], found: list[Verdict], more: dict[str, object], json_wanted: bool
-) -> int:
+def _sums(needed: Estimate) -> dict[str, int]:
+    gpus = 1 + max(needed.loads, default=-1)
+    return {"gpus": gpus, "shm": needed.arena.bytes, "host": needed.host}
+
+
+def _look_at_cluster(file: Path, config: RunConfig) -> Iterator[Finding]:
+    """Plan the run on the nodes of the cluster file, and try to reach each of them.
+
+    Raises:
+        UsageError: it cannot be placed, or its numbers do not fit the plan's ranks.
+    """
+    plan = make_plan(load_cluster(file), config, "check")
+    check_feasible(plan.config)
+    for group in plan.groups:
+        yield Finding("plan", "ok", f"{group.describe()}: {group.arithmetic}")
+    for node in plan.nodes:
+        yield reach(node.name, node.address, plan.cluster.base_port)
+
+
+def _finish(lines: list[str], found: list[Finding], more: dict[str, Any], json_wanted: bool) -> int:
     problem = has_problem(found)
     if json_wanted:
         told = {"ok": not problem, "checks": [asdict(one) for one in found], **more}
         click.echo(json.dumps(told))
     else:
         click.echo("\n".join([*lines, *([""] if lines else []), *as_text(found)]))
-    return EXIT_PROBLEM if problem else EXIT_DONE
+    return UsageError.exit_code if problem else EXIT_DONE
 
 
 def _show(run: RunConfig, as_json: bool) -> int:
@@ -131,30 +144,29 @@ def _show(run: RunConfig, as_json: bool) -> int:
 
 
 def _summary(
-    run_file: Path, run: RunConfig, chosen: list[str], estimate: Estimate | None
+    run_file: Path, run: RunConfig, chosen: list[str], needed: Estimate | None
 ) -> list[str]:
     """Return what the run is, in lines."""
-    name = run.model.name
+    name, buffer, trainer = run.model.name, run.buffer, run.trainer
     missing = missing_bytes(name, "model.path") if is_hub_name(name) else 0
-    groups, size_ = run.buffer.batch_groups, run.buffer.group_size
-    pieces = ", ".join(f"{key} = {value}" for key, value in run.trainer.chosen.items())
-    rows = [
-        ("model", f"{name}{f' ({size(missing)} to download)' if missing else ''}"),
-        ("prompts", shown(run.data.prompts)),
-        ("batch", f"{groups} groups of {size_} = {groups * size_}"),
-        ("objective", f"{run.trainer.objective}{f' with {pieces}' if pieces else ''}"),
-        (
-            "staleness",
-            f"{implied_staleness(run).describe()} (max_staleness {run.buffer.max_staleness}, "
-            f"run_ahead {run.buffer.run_ahead}, minibatches {run.trainer.minibatches}, epochs "
-            f"{run.trainer.epochs})",
+    groups, answers = buffer.batch_groups, buffer.group_size
+    pieces = ", ".join(f"{key} = {value}" for key, value in trainer.chosen.items())
+    rows = {
+        "model": f"{name}{f' ({size(missing)} to download)' if missing else ''}",
+        "prompts": shown(run.data.prompts),
+        "batch": f"{groups} groups of {answers} = {groups * answers}",
+        "objective": f"{trainer.objective}{f' with {pieces}' if pieces else ''}",
+        "staleness": (
+            f"{implied_staleness(run).describe()} (max_staleness {buffer.max_staleness}, "
+            f"run_ahead {buffer.run_ahead}, minibatches {trainer.minibatches}, epochs "
+            f"{trainer.epochs})"
         ),
-    ]
+    }
     if chosen:
-        rows.append(("chosen", f"{', '.join(chosen)} (for this machine, as the file has none)"))
-    if estimate is not None:
-        rows.append(("memory", estimate.in_short()))
-    return [f"{run_file}: good", *(f"{name + ':':10} {text}" for name, text in rows)]
+        rows["chosen"] = f"{', '.join(chosen)} (for this machine, as the file has none)"
+    if needed is not None:
+        rows["memory"] = needed.in_short()
+    return [f"{run_file}: good", *(f"{name + ':':10} {text}" for name, text in rows.items())]
 
 
 def _memory(found: Estimate) -> Iterator[str]:
@@ -164,34 +176,35 @@ def _memory(found: Estimate) -> Iterator[str]:
         yield from _table(need)
         yield ""
     rows = [
-        (f"GPU {index}", size(needed), _of(machine.gpu or None, machine.gpu_name))
-        for index, needed in sorted(found.gpus.items())
+        (f"GPU {index}", size(load), _of(machine.gpu or None, machine.name))
+        for index, load in sorted(found.loads.items())
     ]
     rows.append(("host", size(found.host), _of(machine.host)))
     rows.append(("/dev/shm", size(found.arena.bytes), _of(machine.shm)))
     yield from aligned(rows, right={1})
 
 
-def _of(there: int | None, name: str = "") -> str:
-    return "" if there is None else f"of {size(there)}{f' ({name})' if name else ''}"
+def _of(total: int | None, name: str = "") -> str:
+    return "" if total is None else f"of {size(total)}{f' ({name})' if name else ''}"
 
 
 def _table(need: Need) -> list[str]:
     """Return the lines of a process; what is absent at the time of its peak is in brackets."""
-    where = ""
-    if need.gpus:
-        indices = sorted({index for gpus in need.gpus for index in gpus})
-        where = f", GPU {', '.join(map(str, indices))}"
-    title = f"{need.name}{f' (x {need.count})' if need.count > 1 else ''}{where}"
+    from umbra.deploy.check.needs import PHASES, peak
+
+    indices = sorted({index for gpus in need.gpus for index in gpus})
+    where = f", GPU {', '.join(map(str, indices))}" if indices else ""
     rows: list[tuple[str, str]] = []
     for place, items in (("GPU", need.device), ("host", need.host)):
-        if not items:
-            continue
         phase = max(PHASES, key=lambda name: sum(i.bytes for i in items if name in i.during))
-        rows.append((f"  {place}", size(peak(items))))
-        rows += [(f"    {item.name}", _cell(item, phase)) for item in items if item.bytes]
+        rows += [(f"  {place}", size(peak(items)))] if items else []
+        rows += [
+            (
+                f"    {item.name}",
+                size(item.bytes) if phase in item.during else f"({size(item.bytes)})",
+            )
+            for item in items
+            if item.bytes
+        ]
+    title = f"{need.name}{f' (x {need.count})' if need.count > 1 else ''}{where}"
     return [title, *aligned(rows, right={1})]
-
-
-def _cell(item: Item, phase: str) -> str:
-    return size(item.bytes) if phase in item.during else f"({size(item.bytes)})"

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
-from umbra.deploy.check.fit import Estimate
+from umbra.deploy.check.finding import Finding, Level, refusal
+from umbra.deploy.check.hardware import GIB
 from umbra.deploy.prepare.preflight import run_endpoints
 from umbra.proto.access import KEY_ROLES, KeyRole
 from umbra.proto.errors import StartupError, UmbraError, UsageError
@@ -26,8 +27,9 @@ from umbra.proto.net.keys import SECRET, is_local, load_keys
 from umbra.proto.records import PROTOCOL_MAJOR, PROTOCOL_MINOR
 from umbra.proto.sockets import check_port_free
 from umbra.services.config import RunConfig
+from umbra.services.process.child import python_argv
 from umbra.services.process.host_memory import available_bytes, host_bytes
-from umbra.services.reporting.tables import aligned, size
+from umbra.services.reporting.tables import size
 from umbra.services.weights.arena import SHM
 from umbra.services.weights.planes.plane import PLANES
 
@@ -38,24 +40,12 @@ PACKAGES = (
 )  # fmt: skip
 MADE_FOR = ("vllm", "transformers", "accelerate", "torch")  # whose requirements are compared
 NVIDIA = Path("/proc/driver/nvidia")
-GIB = 1 << 30
 PROGRAM_S = 180.0  # for a process that loads torch, on a slow disk
+CONNECT_S = 5.0
 LEAST_FILES, ENOUGH_FILES = 1_024, 16_384  # each member has several sockets at the buffer
 SMALL_SHM = GIB  # Docker gives 64 MiB unless told otherwise
 DISK_FULL, DISK_LOW = 2 * GIB, 20 * GIB
 SLOW_SYNC_S = 0.1  # the buffer waits for one before it acknowledges
-
-Result = Literal["ok", "warning", "problem", "not looked at"]
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What one check found; `remedy` is empty where all is well."""
-
-    check: str
-    result: Result
-    fact: str
-    remedy: str = ""
 
 
 class Gpu(msgspec.Struct, frozen=True):
@@ -71,12 +61,6 @@ class GpusSeen(msgspec.Struct, frozen=True):
 
     gpus: list[Gpu]
     why_not: str = ""
-
-
-def refusal(check: str, sentence: str) -> Verdict:
-    """Return the problem in the sentence of an error, whose last part is the remedy."""
-    what, _, remedy = sentence.rpartition("; " if "; " in sentence else ": ")
-    return Verdict(check, "problem", what or sentence, remedy)
 
 
 def driver_version() -> str:
@@ -95,7 +79,7 @@ def gpus_seen() -> GpusSeen:
     Raises:
         UmbraError: it gave no answer; says why.
     """
-    command = [sys.executable, "-m", "umbra.deploy.check.probe"]
+    command = python_argv("umbra.deploy.check.probe")
     try:
         done = subprocess.run(command, capture_output=True, timeout=PROGRAM_S, check=False)
     except subprocess.TimeoutExpired:
@@ -106,54 +90,63 @@ def gpus_seen() -> GpusSeen:
     return msgspec.json.decode(done.stdout, type=GpusSeen)
 
 
-def findings(config: RunConfig | None = None, estimate: Estimate | None = None) -> list[Verdict]:
-    """Return what this machine has and lacks, for the run of `config` if there is one."""
-    needed = 0 if estimate is None else 1 + max(estimate.gpus, default=-1)
-    protocol = f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}"
-    found = [
-        Verdict("umbra", "ok", f"{_version('umbra-rl')}, protocol {protocol}"),
-        *packages(),
-        gpus(needed),
-        *planes(),
-        shared_memory(*_shm(), None if estimate is None else estimate.arena.bytes),
-        host_memory(available_bytes(), host_bytes(), None if estimate is None else estimate.host),
-        open_files(),
-    ]
+def findings(
+    config: RunConfig | None = None,
+    *,
+    gpus: int = 0,
+    shm: int | None = None,
+    host: int | None = None,
+) -> Iterator[Finding]:
+    """Yield what this machine has and lacks, for the run of `config` if there is one.
+
+    `gpus`, and bytes of `shm` and `host` memory, are what the run needs; None is unknown.
+    """
+    protocol = f"protocol {PROTOCOL_MAJOR}.{PROTOCOL_MINOR}"
+    yield Finding("umbra", "ok", f"{_version('umbra-rl')}, {protocol}")
+    yield from packages()
+    yield find_gpus(gpus)
+    for name, plane in PLANES.items():
+        reason = plane.available()
+        yield Finding(f"plane {name}", "not looked at" if reason else "ok", reason or "available")
+    stats = os.statvfs(SHM)
+    yield shared_memory(stats.f_bavail * stats.f_frsize, stats.f_blocks * stats.f_frsize, shm)
+    yield host_memory(available_bytes(), host_bytes(), host)
+    yield open_files()
     if config is not None:
+        endpoints = run_endpoints(config)
         folder = Path(config.security.keys) if config.security.keys else None
-        public = next((one for one in run_endpoints(config) if not is_local(one)), "")
-        found += [*ports(run_endpoints(config)), keys(folder, public), *disk(Path(config.run.dir))]
-    return found
+        yield from ports(endpoints)
+        yield keys(folder, next((one for one in endpoints if not is_local(one)), ""))
+        yield disk(Path(config.run.dir))
 
 
-def packages() -> Iterator[Verdict]:
+def packages() -> Iterator[Finding]:
     """Yield packages that do not fit those that need them; else one line of versions."""
-    there = {name: text for name in PACKAGES if (text := _version(name))}
-    faults = list(
-        misfits(there, {name: requires(name) or [] for name in MADE_FOR if name in there})
-    )
-    listed = ", ".join(f"{name} {text}" for name, text in there.items())
-    yield from faults or [Verdict("packages", "ok", f"Python {sys.version.split()[0]}, {listed}")]
+    versions = {name: text for name in PACKAGES if (text := _version(name))}
+    needed = {name: requires(name) or [] for name in MADE_FOR if name in versions}
+    faults = list(misfits(versions, needed))
+    listed = ", ".join(f"{name} {text}" for name, text in versions.items())
+    yield from faults or [Finding("packages", "ok", f"Python {sys.version.split()[0]}, {listed}")]
 
 
-def misfits(there: Mapping[str, str], needs: Mapping[str, Sequence[str]]) -> Iterator[Verdict]:
-    """Yield a problem for each requirement in `needs` that a version in `there` breaks."""
+def misfits(versions: Mapping[str, str], needs: Mapping[str, Sequence[str]]) -> Iterator[Finding]:
+    """Yield a problem for each requirement in `needs` that one of `versions` breaks."""
     try:
         from packaging.requirements import Requirement  # comes with torch's companions
     except ImportError:
         return
     for by, texts in needs.items():
         for wanted in map(Requirement, texts):
-            have = there.get(wanted.name)
+            have = versions.get(wanted.name)
             applies = wanted.marker is None or wanted.marker.evaluate({"extra": ""})
             if have and applies and not wanted.specifier.contains(have, prereleases=True):
                 exact = f"{wanted.name}{wanted.specifier}"
-                fact = f"{by} {there[by]} needs {exact}, {have} is installed"
-                yield Verdict("packages", "problem", fact, f"pip install '{exact}'")
-    cupy = sorted(name for name in there if name.startswith("cupy-cuda"))
+                text = f"{by} {versions[by]} needs {exact}, {have} is installed"
+                yield Finding("packages", "problem", text, f"pip install '{exact}'")
+    cupy = sorted(name for name in versions if name.startswith("cupy-cuda"))
     if len(cupy) > 1:
         remedy = f"pip uninstall {' '.join(cupy)}, then install the one for your driver"
-        yield Verdict("packages", "problem", f"{' and '.join(cupy)} share one folder", remedy)
+        yield Finding("packages", "problem", f"{' and '.join(cupy)} share one folder", remedy)
 
 
 def _version(package: str) -> str:
@@ -163,127 +156,111 @@ def _version(package: str) -> str:
         return ""
 
 
-def gpus(needed: int) -> Verdict:
+def find_gpus(needed: int) -> Finding:
     """Check that there are as many free GPUs as the run uses; no driver counts as none."""
     driver = driver_version()
     if not driver and not needed:
-        return Verdict("GPUs", "ok", "none")
+        return Finding("GPUs", "ok", "none")
     try:
-        seen = gpus_seen()
+        return judge_gpus(gpus_seen(), driver, needed)
     except UmbraError as error:
-        return Verdict("GPUs", "not looked at", str(error))
-    return judge_gpus(seen, driver, needed)
+        return Finding("GPUs", "not looked at", str(error))
 
 
-def judge_gpus(seen: GpusSeen, driver: str, needed: int) -> Verdict:
+def judge_gpus(seen: GpusSeen, driver: str, needed: int) -> Finding:
     if not seen.gpus:
         remedy = (
             "give this process the GPUs (docker: --gpus all and NVIDIA's container toolkit; see "
             "CUDA_VISIBLE_DEVICES), or install a torch that is built for this driver's CUDA"
         )
-        return Verdict("GPUs", "problem", f"torch sees none: {seen.why_not}", remedy)
+        return Finding("GPUs", "problem", f"torch sees none: {seen.why_not}", remedy)
     names = ", ".join(sorted({gpu.name for gpu in seen.gpus}))
     count, free = len(seen.gpus), min(gpu.free for gpu in seen.gpus)
     if count < needed:
         remedy = "lower generator.count or trainer.ranks, or add GPUs"
-        return Verdict("GPUs", "problem", f"{count} ({names}), the run uses {needed}", remedy)
-    fact = f"{count} ({names}, driver {driver}), {size(free)} free on each at least"
+        return Finding("GPUs", "problem", f"{count} ({names}), the run uses {needed}", remedy)
+    text = f"{count} ({names}, driver {driver}), {size(free)} free on each at least"
     if taken := [str(i) for i, gpu in enumerate(seen.gpus) if gpu.free < 0.9 * gpu.total]:
         remedy = f"see with nvidia-smi who has memory of GPU {', '.join(taken)}"
-        return Verdict("GPUs", "warning", fact, remedy)
-    return Verdict("GPUs", "ok", fact)
+        return Finding("GPUs", "warning", text, remedy)
+    return Finding("GPUs", "ok", text)
 
 
-def planes() -> Iterator[Verdict]:
-    """Yield which planes can carry weights here, and why others cannot."""
-    for name, plane in PLANES.items():
-        reason = plane.available()
-        yield Verdict(f"plane {name}", "not looked at" if reason else "ok", reason or "available")
-
-
-def _shm() -> tuple[int, int]:
-    found = os.statvfs(SHM)
-    return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
-
-
-def shared_memory(free: int, total: int, needed: int | None) -> Verdict:
-    fact = f"{size(free)} free of {size(total)}"
-    fact += "" if needed is None else f", the run needs {size(needed)}"
+def shared_memory(free: int, total: int, needed: int | None) -> Finding:
     remedy = (
         "make it larger (docker: --shm-size, compose: shm_size, or mount -o remount,size=...), or "
         "remove what ended runs left there (/dev/shm/umbra-*)"
     )
-    if needed is not None and free < needed:
-        return Verdict("/dev/shm", "problem", fact, remedy)
-    if needed is None and free < SMALL_SHM:
-        return Verdict("/dev/shm", "warning", fact, remedy)
-    return Verdict("/dev/shm", "ok", fact)
+    level: Level = "ok" if free >= (needed or SMALL_SHM) else "problem" if needed else "warning"
+    return _memory("/dev/shm", level, free, total, needed, remedy)
 
 
-def host_memory(available: int, total: int, needed: int | None) -> Verdict:
-    fact = f"{size(available)} free of {size(total)}"
-    fact += "" if needed is None else f", the run needs {size(needed)}"
-    if needed is not None and available < needed:
-        remedy = "end what else runs here, or see `umbra check --memory` for what takes most"
-        return Verdict("host memory", "problem", fact, remedy)
-    return Verdict("host memory", "ok", fact)
+def host_memory(available: int, total: int, needed: int | None) -> Finding:
+    remedy = "end what else runs here, or see `umbra check --memory` for what takes most"
+    level: Level = "problem" if available < (needed or 0) else "ok"
+    return _memory("host memory", level, available, total, needed, remedy)
 
 
-def open_files() -> Verdict:
+def _memory(
+    subject: str, level: Level, free: int, total: int, needed: int | None, remedy: str
+) -> Finding:
+    wanted = "" if needed is None else f", the run needs {size(needed)}"
+    text = f"{size(free)} free of {size(total)}{wanted}"
+    return Finding(subject, level, text, "" if level == "ok" else remedy)
+
+
+def open_files() -> Finding:
     """Check the hard limit of open files, to which Umbra raises its own."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most == resource.RLIM_INFINITY or most >= ENOUGH_FILES:
-        return Verdict("open files", "ok", f"at most {most} per process")
+        return Finding("open files", "ok", f"at most {most} per process")
     remedy = "raise it: ulimit -Hn 65536 (docker: --ulimit nofile=65536, systemd: LimitNOFILE)"
-    result = "problem" if most < LEAST_FILES else "warning"
-    return Verdict("open files", result, f"at most {most} per process", remedy)
+    level = "problem" if most < LEAST_FILES else "warning"
+    return Finding("open files", level, f"at most {most} per process", remedy)
 
 
-def disk(folder: Path) -> Iterator[Verdict]:
+def disk(folder: Path) -> Finding:
     """Check room and the time of a sync at `folder`, or where it will be made."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    place = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     try:
-        with tempfile.TemporaryFile(dir=there) as file:
+        with tempfile.TemporaryFile(dir=place) as file:
             file.write(os.urandom(1 << 20))
             begin = time.monotonic()
             os.fsync(file.fileno())
             sync_s = time.monotonic() - begin
     except OSError as error:
         remedy = f"give this user a run.dir that it may write to, with room ({error.strerror})"
-        yield Verdict("disk", "problem", f"{there} cannot be written to", remedy)
-        return
-    yield judge_disk(str(there), shutil.disk_usage(there).free, sync_s)
+        return Finding("disk", "problem", f"{place} cannot be written to", remedy)
+    return judge_disk(str(place), shutil.disk_usage(place).free, sync_s)
 
 
-def judge_disk(folder: str, free: int, sync_s: float) -> Verdict:
-    fact = f"{size(free)} free at {folder}, a sync takes {1000 * sync_s:.1f} ms"
+def judge_disk(folder: str, free: int, sync_s: float) -> Finding:
+    text = f"{size(free)} free at {folder}, a sync takes {1000 * sync_s:.1f} ms"
     if free < DISK_LOW:
         remedy = "free some, or set run.dir elsewhere: checkpoints and the store go there"
-        return Verdict("disk", "problem" if free < DISK_FULL else "warning", fact, remedy)
+        return Finding("disk", "problem" if free < DISK_FULL else "warning", text, remedy)
     if sync_s > SLOW_SYNC_S:
         remedy = "set run.dir to a faster disk: the buffer syncs before it acknowledges answers"
-        return Verdict("disk", "warning", fact, remedy)
-    return Verdict("disk", "ok", fact)
+        return Finding("disk", "warning", text, remedy)
+    return Finding("disk", "ok", text)
 
 
-def ports(endpoints: Sequence[str]) -> list[Verdict]:
+def ports(endpoints: Sequence[str]) -> Iterator[Finding]:
     """Check that nobody listens at those of `endpoints` that name a port."""
-    found: list[Verdict] = []
-    for endpoint in endpoints:
-        number = endpoint.rpartition(":")[2]
-        if number in ("*", "0"):
-            continue
+    named = [one for one in endpoints if one.rpartition(":")[2] not in ("*", "0")]
+    for endpoint in named:
         try:
             check_port_free(endpoint)
         except StartupError as error:
-            who = f"see who it is with: ss -tlnp | grep {number}"
-            found.append(Verdict("port", "problem", str(error), who))
+            remedy = f"see who it is with: ss -tlnp | grep {endpoint.rpartition(':')[2]}"
+            yield Finding("port", "problem", str(error), remedy)
         else:
-            found.append(Verdict("port", "ok", f"{endpoint} is free"))
-    return found or [Verdict("port", "ok", "free ones are chosen")]
+            yield Finding("port", "ok", f"{endpoint} is free")
+    if not named:
+        yield Finding("port", "ok", "free ones are chosen")
 
 
-def keys(folder: Path | None, public: str) -> Verdict:
+def keys(folder: Path | None, public: str) -> Finding:
     """Check that the keys in `folder` are there, private and sound.
 
     Args:
@@ -292,31 +269,33 @@ def keys(folder: Path | None, public: str) -> Verdict:
     """
     if folder is None:
         if not public:
-            return Verdict("keys", "ok", "none: only this machine can connect")
+            return Finding("keys", "ok", "none: only this machine can connect")
         remedy = "make keys (umbra keys FOLDER), and name the folder in security.keys"
-        return Verdict("keys", "warning", f"none, and others can connect to {public}", remedy)
+        return Finding("keys", "warning", f"none, and others can connect to {public}", remedy)
     held: list[KeyRole] = [role for role in KEY_ROLES if (folder / f"{role}{SECRET}").exists()]
     for role in held or KEY_ROLES[:1]:
         try:
             load_keys(folder, role)
         except UsageError as error:
             return refusal("keys", str(error))
-    return Verdict("keys", "ok", f"{folder}: {', '.join(held)}")
+    return Finding("keys", "ok", f"{folder}: {', '.join(held)}")
 
 
-def has_problem(found: Sequence[Verdict]) -> bool:
-    return any(one.result == "problem" for one in found)
-
-
-def as_text(found: Sequence[Verdict]) -> list[str]:
-    """Return lines for people: the checks, then what to do, problems first."""
-    lines = aligned((one.check, one.result, one.fact) for one in found)
-    todo = [
-        one
-        for result in ("problem", "warning")
-        for one in found
-        if one.result == result and one.remedy
-    ]
-    if not todo:
-        return [*lines, "", "Nothing to do."]
-    return [*lines, "", "What to do:", *(f"- {one.check}: {one.remedy}" for one in todo)]
+def reach(name: str, address: str, port: int) -> Finding:
+    """Check that a node answers: a connection that it refuses is an answer, too."""
+    subject = f"node {name}"
+    try:
+        socket.create_connection((address, port), CONNECT_S).close()
+    except ConnectionRefusedError:
+        return Finding(subject, "ok", f"{address} answers")
+    except socket.gaierror:
+        remedy = "correct the address of the node, or give it as a number"
+        return Finding(subject, "problem", f"{address}: nobody knows this name", remedy)
+    except TimeoutError:
+        remedy = f"open ports {port} to {port + 9} on {name} for the other nodes"
+        return Finding(subject, "problem", f"{address}:{port} did not answer", remedy)
+    except OSError as error:
+        routed = error.errno not in (errno.EHOSTUNREACH, errno.ENETUNREACH)
+        remedy = f"see that {name} runs" if routed else f"correct the address of {name}"
+        return Finding(subject, "problem", f"{address}: {error.strerror or error}", remedy)
+    return Finding(subject, "ok", f"{address}:{port} is in use: a run may be under way there")

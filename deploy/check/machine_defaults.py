@@ -6,72 +6,76 @@ Without a GPU only `generator.engine = "auto"` is chosen: docs/config.md has the
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from umbra.deploy.check.items import first_gpu, kind_of
+from umbra.deploy.check.hardware import (
+    GpuShares,
+    Machine,
+    ShareRequest,
+    first_gpu,
+    kind_of,
+)
 from umbra.deploy.check.machine import driver_version, gpus_seen
-from umbra.deploy.check.share import GpuShares, ShareRequest
 from umbra.proto.errors import StartupError, UmbraError, UsageError
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import as_dict, given_keys
 from umbra.services.modeling.architectures import read_config
 from umbra.services.modeling.model_directory import directory_of
+from umbra.services.process.child import python_argv
+from umbra.services.process.host_memory import host_bytes
+from umbra.services.weights.arena import SHM
 
 MOST_CONTEXT = 8192  # of a model that could take more: longer answers are asked for by name
 PATIENCE_S = 1800.0  # for an answer of another process, which ends itself far earlier
 CONTEXT, TOKENS = "generator.max_context", "sampling.max_tokens"
 
 
-@dataclass(frozen=True, slots=True)
-class Hardware:
-    """What matters of a machine.
-
-    Attributes:
-        gpus: bytes of memory of each GPU.
-        name: of the first one.
-        vllm: whether vLLM is installed.
-    """
-
-    gpus: tuple[int, ...] = ()
-    name: str = ""
-    vllm: bool = False
-
-
 def for_this_machine(config: RunConfig, tree: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:
-    """Apply `for_hardware` to this machine; keys in `tree` are the user's and stay."""
-    return for_hardware(config, given_keys(tree), this_hardware(), shares_aside)
+    """Return `for_hardware` of this machine; keys in `tree` are the user's and stay.
+
+    Raises:
+        UsageError: the run does not fit into the machine's GPUs; says what to change.
+        StartupError: see `this_machine`.
+    """
+    config, chosen, refused = for_hardware(config, given_keys(tree), this_machine(), shares_aside)
+    if refused:
+        raise UsageError(refused)
+    return config, chosen
 
 
 def for_hardware(
     config: RunConfig,
     given: Collection[str],
-    hardware: Hardware,
+    machine: Machine,
     share: Callable[[ShareRequest], GpuShares],
-) -> tuple[RunConfig, list[str]]:
-    """`config` with what is not in `given` chosen for a machine, and each choice as `key = value`.
+) -> tuple[RunConfig, list[str], str]:
+    """Return `config` with what is not in `given` chosen for a machine.
+
+    With it each choice as `key = value`, and why the run does not fit, if so.
 
     Args:
         given: keys that the user has set, which stay.
-        share: divides a GPU, as `shares_aside` does.
-
-    Raises:
-        UsageError: the run does not fit into the machine's GPUs; says what to change.
+        share: divides a GPU, as `share.shares` does.
     """
-    chosen = choose(config, given, hardware, positions(config.model.name))
-    if _may_need_room(chosen) and hardware.gpus:
-        request = ShareRequest(chosen, sorted(given), min(hardware.gpus), hardware.name)
-        chosen = _with_shares(chosen, share(request))
-    return chosen, list(_changes(config, chosen)) if hardware.gpus else []
+    chosen, refused = choose(config, given, machine, positions(config.model.name)), ""
+    if _may_need_room(chosen) and machine.gpus:
+        found = share(ShareRequest(chosen, sorted(given), machine.gpu, machine.name))
+        refused = found.refused
+        if not refused:
+            generator = msgspec.structs.replace(
+                chosen.generator, slots=found.slots, engine_args=found.engine_args
+            )
+            chosen = msgspec.structs.replace(chosen, generator=generator)
+    return chosen, list(_changes(config, chosen)) if machine.gpus else [], refused
 
 
 def choose(
-    config: RunConfig, given: Collection[str], hardware: Hardware, positions: int
+    config: RunConfig, given: Collection[str], machine: Machine, positions: int
 ) -> RunConfig:
     """Engine, devices, lengths and rows; decides by its arguments alone.
 
@@ -80,10 +84,10 @@ def choose(
         positions: tokens that the model was made for; 0: unknown.
     """
     generator, trainer, sampling = config.generator, config.trainer, config.sampling
-    count = len(hardware.gpus)
+    count = len(machine.gpus)
     on_gpu = kind_of(generator.device, gpu=count > 0) == "cuda"
     trains_on_gpu = kind_of(trainer.device, gpu=count > 0) == "cuda"
-    engine = generator.engine_on("cuda" if on_gpu else "cpu", vllm=hardware.vllm)
+    engine = generator.engine_on("cuda" if on_gpu else "cpu", vllm=machine.vllm)
     generator = msgspec.structs.replace(generator, engine=engine)
     if on_gpu:
         enough = count >= trainer.ranks + generator.count * generator.tensor_parallel
@@ -117,14 +121,16 @@ def positions(model: str) -> int:
     return found if isinstance(found, int) else 0
 
 
-def this_hardware() -> Hardware:
-    """What is here; torch is asked, in a process of its own, where there is a driver.
+def this_machine() -> Machine:
+    """Return what is here; torch is asked for GPUs, in a process of its own, if there is a driver.
 
     Raises:
         StartupError: it gives no answer, so that a run would begin with what is meant for CPUs.
     """
+    stats = os.statvfs(SHM)
+    host, shm = host_bytes(), stats.f_blocks * stats.f_frsize
     if not driver_version():
-        return Hardware()
+        return Machine(host=host, shm=shm)
     try:
         gpus = gpus_seen().gpus
     except UmbraError as error:
@@ -133,7 +139,8 @@ def this_hardware() -> Hardware:
             "`umbra check` says more"
         ) from error
     vllm = importlib.util.find_spec("vllm") is not None
-    return Hardware(tuple(gpu.total for gpu in gpus), gpus[0].name if gpus else "", vllm)
+    sizes = tuple(gpu.total for gpu in gpus)
+    return Machine(sizes, gpus[0].name if gpus else "", host, shm, vllm)
 
 
 def _may_need_room(config: RunConfig) -> bool:
@@ -146,40 +153,29 @@ def _may_need_room(config: RunConfig) -> bool:
 
 
 def shares_aside(request: ShareRequest) -> GpuShares:
-    """What `estimate.share` finds, in a process that brings torch and leaves with it.
+    """Return `share.shares`, computed in a process that brings torch and leaves with it.
 
     That process ends itself after `share.CPU_S` of processor time: of a machine that does much else
     it may get little, so by the clock it has long.
 
     Raises:
-        UsageError: the run does not fit.
         StartupError: it could not be asked.
     """
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "umbra.deploy.check.share"],
+            python_argv("umbra.deploy.check.share"),
             input=msgspec.json.encode(request),
             capture_output=True,
             timeout=PATIENCE_S,
             check=False,
         )
-        found = msgspec.json.decode(done.stdout, type=GpuShares)
+        return msgspec.json.decode(done.stdout, type=GpuShares)
     except (subprocess.TimeoutExpired, msgspec.DecodeError) as error:
         raise StartupError(
             "it cannot be estimated how trainer and generator share the GPU: set "
             "generator.device, or generator.engine_args and generator.slots; `umbra check` "
             "says more"
         ) from error
-    if found.refused:
-        raise UsageError(found.refused)
-    return found
-
-
-def _with_shares(config: RunConfig, found: GpuShares) -> RunConfig:
-    generator = msgspec.structs.replace(
-        config.generator, slots=found.slots, engine_args=found.engine_args
-    )
-    return msgspec.structs.replace(config, generator=generator)
 
 
 def _changes(before: RunConfig, after: RunConfig) -> Iterator[str]:

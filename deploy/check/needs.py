@@ -1,151 +1,336 @@
-"""How many bytes the processes of a run need, on GPUs and in host memory; arithmetic only.
+"""What each process of a run needs on its GPU and in host memory, in bytes; docs/memory.md.
 
-What depends on the model's class comes in as numbers (`ModelSizes`, `PassPeaks`), so nothing here
-needs torch. A run is taken to be on one host, as `umbra up` starts it.
+The formulas are bounds: what the kernel measures in tests is 5 % more at most. A run is taken to be
+on one host, as `umbra up` starts it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
-from umbra.deploy.check.items import (
-    AFTER_LOADING,
-    CONTEXT,
-    GPU_PROCESS,
-    ITEM_BYTES,
-    LOADING,
-    PROCESS,
-    VLLM_WORK,
-    Facts,
-    Item,
-    ModelSizes,
-    Need,
-    RowShape,
-    first_gpu,
-    kind_of,
-)
-from umbra.deploy.check.rank import trainer_need
-from umbra.services.config import RunConfig
+import msgspec
+
+from umbra.deploy.check.hardware import GIB, first_gpu, kind_of
+from umbra.deploy.check.model_sizes import ModelSizes
+from umbra.services.config import RunConfig, TrainerConfig
+from umbra.services.modeling.row_sizes import rows_within, scoring_rows
+from umbra.services.process.host_memory import host_bytes
+from umbra.services.trainer.flops import fitting_tokens
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "no": 4, "bf16": 2, "fp16": 2}
+# When an item is there, if not always: the backward pass begins at the logits and the last layer,
+# with all activations, and ends at the first layer, with all gradients.
+LOADING, LOGITS, LAST, FIRST, UPDATE, EXPORT = PHASES = (
+    "loading", "logits", "last layer", "first layer", "update", "export",
+)  # fmt: skip
+PASS = (LOGITS, LAST, FIRST)
+LOADED = (*PASS, UPDATE, EXPORT)
+PROCESS, GPU_PROCESS = int(0.6 * GIB), 2 * GIB  # Python with torch; the same with CUDA's libraries
+CONTEXT = 1 * GIB  # of a GPU: CUDA's context, cuBLAS, and NCCL's buffers
+VLLM_WORK = 3 * GIB  # CUDA graphs, and the pass that vLLM profiles
+UNKNOWN_GPU = 80 * 10**9  # of a GPU that is asked for by name on a machine without any
+PREFILL_TOKENS = 16384  # that the torch engine reads in a pass
+MASK = 5  # bytes of a pair of positions in a dense mask, and in what is made of it
+SHARD = "raise trainer.ranks, or train an adapter (trainer.lora_rank)"
+NO_KEY = "there is no key for it; a GPU with more memory"
 
 
-def fullest(config: RunConfig) -> list[RowShape]:
-    """The micro-batches that may need most of those that `packing.pack` makes.
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Bytes for one purpose, there in the phases `during`.
 
-    The longest sample fills a context, of which the last token is not fed. A sample that is longer
-    than `trainer.pack_tokens` (a number here, not "auto") has a row alone; among the rows of a
-    micro-batch, which are padded to the longest, there may be packed ones if they have half its
-    width.
+    `remedy` is what a user can change to need less, as the end of "...: ".
     """
-    trainer = config.trainer
-    longest = max(1, config.generator.max_context - 1)
-    width, together = trainer.pack_tokens, trainer.micro_tokens
-    assert width != "auto" and together != "auto"
-    if longest > width:
-        width = min(longest, 2 * width - 1)
-    found = [*_filled(together, width, packed=True)]
-    if longest > width:
-        found += _filled(together, longest, packed=False)
-    return found
+
+    name: str
+    bytes: int
+    during: tuple[str, ...] = PHASES
+    remedy: str = ""
 
 
-def _filled(tokens: int, width: int, *, packed: bool) -> Iterator[RowShape]:
-    """Yield rows as wide as can be for so many `tokens`, and narrower ones if some are left."""
-    yield RowShape(max(1, tokens // width), width, packed)
-    if width < tokens and tokens % width:
-        count = -(-tokens // width)
-        yield RowShape(count, tokens // count, packed)
+def peak(items: Iterable[Item]) -> int:
+    """Return the most that `items` take together in any phase."""
+    items = list(items)
+    return max(sum(item.bytes for item in items if phase in item.during) for phase in PHASES)
 
 
-def needs(config: RunConfig, facts: Facts, *, gpu: bool) -> list[Need]:
-    """Return the needs of each kind of process of a run, on a machine with or without GPUs."""
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Needs of each of `count` like processes, whose GPUs are `gpus`, on these and on the host."""
+
+    name: str
+    gpus: tuple[tuple[int, ...], ...]
+    device: tuple[Item, ...]
+    host: tuple[Item, ...]
+    count: int = 1
+
+
+def needs(config: RunConfig, sizes: ModelSizes, *, gpu: int, host: int | None) -> list[Need]:
+    """Return the needs of each kind of process.
+
+    Args:
+        gpu: bytes of memory of a GPU; 0: devices that are "auto" are the CPU.
+        host: bytes of the host's memory, by which rows are sized on a CPU; None: this machine's.
+    """
     return [
-        trainer_need(config, facts, gpu=gpu),
-        _generator(config, facts, gpu=gpu),
-        *_scorers(config, facts, gpu=gpu),
+        _trainer(config, sizes, gpu, host),
+        _generator(config, sizes, gpu=gpu > 0),
+        *_scorers(config, sizes, gpu, host),
     ]
+
+
+def _placed(name: str, gpus: Any, device: list[Item], host: list[Item], count: int) -> Need:
+    """Return a need; without GPUs all of it is memory of the host."""
+    if not gpus:
+        return Need(name, (), (), (Item("process", PROCESS), *host, *device), count)
+    device = [*device, Item("CUDA and NCCL", CONTEXT)]
+    return Need(name, gpus, tuple(device), (Item("process", GPU_PROCESS), *host), count)
+
+
+def _memory(kind: str, gpu: int, host: int | None, processes: int = 1) -> int:
+    if kind == "cuda":
+        return gpu or UNKNOWN_GPU
+    return (host_bytes() if host is None else host) // processes
+
+
+# -- trainer ------------------------------------------------------------------------------------
+
+
+def _trainer(config: RunConfig, sizes: ModelSizes, gpu: int, host_memory: int | None) -> Need:
+    trainer, ranks = config.trainer, config.trainer.ranks
+    kind = kind_of(trainer.device, gpu=gpu > 0)
+    memory = _memory(kind, gpu, host_memory, ranks)
+    fits = fitting_tokens(trainer, sizes.config, sizes.parameters // ranks, memory, kind)
+    rows = rows_within(trainer, fits, kind, config.longest_turn)
+    tokens, width = fullest(*rows, config.generator.max_context)
+    device, host = _rank(trainer, sizes, kind, tokens, width)
+    if trainer.pieces.advantage == "gae" and config.critic.kind == "model":
+        # Its passes and the policy's may be under way at the same time. It is float32, and on the
+        # host only where FSDP puts it there.
+        offload = trainer.offload if ranks > 1 and trainer.offload != "optimizer" else "none"
+        own = msgspec.structs.replace(
+            trainer, weights="float32", optimizer="adamw", offload=offload
+        )
+        for place, items in zip(
+            (device, host), _rank(own, sizes, kind, tokens, width), strict=True
+        ):
+            place += [replace(item, name=f"critic: {item.name}") for item in items]
+    trained = sizes.trained // ranks
+    host.append(Item("rows of a tensor while it is read", 4 * sizes.largest // ranks, (LOADING,)))
+    if config.checkpoint.every:
+        state = 4 * trained + moments(trainer, sizes)
+        host.append(Item("copy for checkpoints", state, LOADED, "set checkpoint.every = 0"))
+    if trainer.mismatch_every and config.buffer.run_ahead:
+        aside = weight_bytes(trainer) * trained
+        host.append(Item("weights kept aside", aside, PASS, "set trainer.mismatch_every = 0"))
+    if kind == "cuda" or ranks > 1 or trainer.lora_rank:
+        whole = 4 * sizes.parameters // ranks  # which rank 0 has for all of them
+        host.append(Item("the whole model for the export, per rank", whole, (EXPORT,)))
+    first = first_gpu(trainer.device)
+    gpus = tuple((first + rank,) for rank in range(ranks)) if kind == "cuda" else ()
+    return _placed("trainer rank", gpus, device, host, ranks)
+
+
+def fullest(pack_tokens: int, micro_tokens: int, max_context: int) -> tuple[int, int]:
+    """Return tokens and row width of the micro-batch that needs most of those `packing.pack` makes.
+
+    The last token of a sample is not fed. A sample longer than `pack_tokens` has a row alone; among
+    rows that are padded to it there may be packed ones if they have half its width.
+    """
+    longest = max(1, max_context - 1)
+    if longest <= pack_tokens:
+        return max(micro_tokens, pack_tokens), pack_tokens
+    return max(micro_tokens, longest), min(longest, 2 * pack_tokens - 1)
+
+
+def weight_bytes(trainer: TrainerConfig) -> int:
+    return 2 if trainer.weights == "bf16" else 4
+
+
+def moments(trainer: TrainerConfig, sizes: ModelSizes) -> int:
+    """Return the bytes of a rank's optimizer states."""
+    trained = sizes.trained // trainer.ranks
+    match trainer.optimizer:
+        case "sgd":
+            return 4 * trained if trainer.betas[0] else 0
+        case "adamw8bit":  # a byte per moment, and a scale for a block of 128
+            return 2 * (trained + 4 * trained // 128)
+        case _:
+            return 8 * trained
+
+
+def _rank(
+    trainer: TrainerConfig, sizes: ModelSizes, kind: str, tokens: int, width: int
+) -> tuple[list[Item], list[Item]]:
+    """Return the items of a rank's model on its device, and those in host memory."""
+    ranks, each = trainer.ranks, weight_bytes(trainer)
+    share = (sizes.parameters + sizes.adapter) // ranks
+    trained = sizes.trained // ranks
+    rows_on_host = trainer.offload == "all" and ranks > 1
+    step_on_host = trainer.offload in ("optimizer", "all")
+    rows = [Item(f"weights, {'bfloat16' if each == 2 else 'float32'}", each * share, remedy=SHARD)]
+    step: list[Item] = []
+    if each == 2 or (step_on_host and not rows_on_host):
+        # Each micro-batch has gradients of its own, which are added to those of the copies.
+        step.append(Item("float32 copies", 4 * trained, remedy=SHARD))
+        rows.append(Item("gradients of a micro-batch", each * trained, (FIRST,), SHARD))
+    step.append(Item("gradients, float32", 4 * trained, LOADED, SHARD))
+    step.append(Item(f"moments, {trainer.optimizer}", moments(trainer, sizes), LOADED, SHARD))
+    if trainer.optimizer == "adamw8bit":
+        scratch = 20 * sizes.largest // ranks  # five float32 copies of a tensor while it is updated
+        step.append(Item("an update's scratch", scratch, (UPDATE,)))
+    passes, offloaded = _pass(trainer, sizes, kind, tokens, width)
+    device = [*(() if rows_on_host else rows), *(() if step_on_host else step), *passes]
+    device += _gathered(trainer, sizes, kind) if ranks > 1 else ()
+    host = [*(rows if rows_on_host else ()), *(step if step_on_host else ()), *offloaded]
+    return device, host
+
+
+def _gathered(trainer: TrainerConfig, sizes: ModelSizes, kind: str) -> Iterator[Item]:
+    """Yield what FSDP2 has that is no shard: all outside of the layers, and a layer at a time.
+
+    On GPUs the next layer and the buffer that it is gathered into are there as well. Gradients are
+    summed in float32, from a buffer that lives until those of the next layer are summed.
+    """
+    each = ITEM_BYTES[trainer.precision_on(kind)]
+    (outside, outside_trained), (layer, layer_trained) = sizes.outside, sizes.layer
+    at_once, ends = (3 if kind == "cuda" else 1), (LAST, FIRST)
+    shared = 4 + 4 // trainer.ranks  # a buffer in float32, and what comes of it
+    summed = (each + 4 + shared) * layer_trained
+    yield Item("gathered parameters", each * outside, PASS, NO_KEY)
+    yield Item("gathered layers", at_once * each * layer, ends, NO_KEY)
+    yield Item("gathered gradients", each * outside_trained, ends, NO_KEY)
+    yield Item("a layer's gradients while they are summed", summed, ends, NO_KEY)
+
+
+def _pass(
+    trainer: TrainerConfig, sizes: ModelSizes, kind: str, tokens: int, width: int
+) -> tuple[list[Item], list[Item]]:
+    """Return what a forward and backward pass takes on the device, and what it moves to the host.
+
+    Autocast keeps the residual stream in float32, and casts of the weights that it computes with.
+    """
+    each, layers = ITEM_BYTES[trainer.precision_on(kind)], sizes.layers
+    tokens //= trainer.sequence_parallel
+    stream = 4 if weight_bytes(trainer) == 4 else each
+    layer = tokens * (10 * sizes.hidden * stream + (sizes.kept - 10 * sizes.hidden) * each)
+    layer = layer * 21 // 20  # what is not in `layer_numbers`
+    pairs = tokens * width
+    scores = (sizes.scores * each + 2) * pairs
+    chosen = trainer.recomputes_on(kind)
+    every = 1 if chosen is True else int(str(chosen).split()[1]) if "every" in str(chosen) else 0
+    again = layers // every if every else 0
+    inputs, whole = again * tokens * sizes.hidden * stream, layers - again
+    away = inputs if trainer.offload in ("activations", "all") and kind == "cuda" else 0
+    kept = inputs - away + whole * layer
+    if each == 2 and weight_bytes(trainer) == 4:
+        kept += 2 * (sizes.layer[0] * layers + sizes.outside[0]) // trainer.ranks
+    masks = (MASK * pairs if kind == "cpu" else 0) + (whole * scores if sizes.scores else 0)
+    chunk = min(4 * tokens * sizes.vocabulary, int(trainer.logits_mib * 2**20))
+    head = sizes.vocabulary * sizes.hidden if sizes.outside[1] else 0
+    what = f"{tokens:,} tokens in rows of {width:,}"
+    less = "lower trainer.micro_tokens"
+    if not chosen:
+        less = "set trainer.activation_checkpointing = true"
+    elif tokens <= width:
+        less = "lower generator.max_context or trainer.pack_tokens"
+    full = (LOGITS, LAST)
+    working = layer + (scores if sizes.scores else 0)
+    device = [
+        Item(f"activations, {what}", kept, full, less),
+        Item("masks and scores", masks, full, "lower trainer.pack_tokens"),
+        Item("logits", 4 * chunk + 6 * head, (LOGITS,), "lower trainer.logits_mib"),
+        Item("a layer's forward and backward pass", working, (LAST, FIRST), less),
+    ]
+    return device, [Item(f"activations, {what}", away, full, less)] if away else []
+
+
+# -- generators and scorers ---------------------------------------------------------------------
 
 
 def published(config: RunConfig, sizes: ModelSizes, *, gpu: bool) -> int:
     """Return the bytes of a version: the weights, or an adapter published by itself."""
-    kind = kind_of(config.trainer.device, gpu=gpu)
     alone = config.trainer.lora_publish == "adapter"
     numbers = sizes.adapter if alone else sizes.parameters
-    return numbers * ITEM_BYTES[config.weight_hub.dtype_on(kind)]
+    return numbers * _served(config, config.trainer.device, gpu)
 
 
-def arena(config: RunConfig, sizes: ModelSizes, *, gpu: bool) -> Item:
-    slots = config.weight_hub.slots
-    size = slots * published(config, sizes, gpu=gpu)
-    return Item(f"arena, {slots} versions", size, AFTER_LOADING, "set weight_hub.slots = 2")
+def _served(config: RunConfig, device: str, gpu: bool) -> int:
+    """Return the bytes of a weight as a process on `device` serves it."""
+    return ITEM_BYTES[config.weight_hub.dtype_on(kind_of(device, gpu=gpu))]
 
 
-def _generator(config: RunConfig, facts: Facts, *, gpu: bool) -> Need:
-    generator, sizes = config.generator, facts.sizes
+def _forward(sizes: ModelSizes, tokens: int, width: int, each: int, kind: str) -> int:
+    """Return the bytes of a pass without gradients, of one layer at a time."""
+    scores = sizes.scores * each + (MASK if kind == "cpu" else 0)
+    return tokens * (each * sizes.kept + width * scores)
+
+
+def _generator(config: RunConfig, sizes: ModelSizes, *, gpu: bool) -> Need:
+    generator, parallel = config.generator, config.generator.tensor_parallel
     kind = kind_of(generator.device, gpu=gpu)
-    dtype = config.weight_hub.dtype_on(kind)
-    each, parallel = ITEM_BYTES[dtype], generator.tensor_parallel
-    arguments = generator.engine_args
+    each, arguments = _served(config, generator.device, gpu), generator.engine_args
+    slots, context, vllm = generator.slots, generator.max_context, generator.engine == "vllm"
     version = sizes.parameters * each
-    cached = 1 if "fp8" in str(arguments.get("kv_cache_dtype", "")) else each
-    tokens = generator.slots * generator.max_context
     weights = version // 2 if arguments.get("quantization") else version
-    more = "raise generator.tensor_parallel"
+    cached = 1 if "fp8" in str(arguments.get("kv_cache_dtype", "")) else each
     cache = Item(
-        f"KV cache, {generator.slots} x {generator.max_context:,} tokens",
-        cached * sizes.kv_numbers * tokens // parallel,
+        f"KV cache, {slots} x {context:,} tokens",
+        cached * sizes.cache * slots * context // parallel,
         remedy="lower generator.slots or generator.max_context",
     )
     if given := arguments.get("kv_cache_memory_bytes"):
         remedy = "lower generator.engine_args.kv_cache_memory_bytes"
         cache = Item("KV cache", int(given), remedy=remedy)
-    device = [Item(f"weights, {dtype}", weights // parallel, remedy=more), cache]
+    name = f"weights, {config.weight_hub.dtype_on(kind)}"
+    device = [Item(name, weights // parallel, remedy="raise generator.tensor_parallel"), cache]
     if config.trainer.lora_publish == "adapter":
         device.append(Item("adapter", sizes.adapter * each))
-    sampled = 4 * 4 * generator.slots * sizes.vocabulary  # logits, their softmax, sorted, drawn
-    if generator.engine == "vllm":
+    if vllm:
         device.append(Item("vLLM's passes and graphs", VLLM_WORK))
     else:
-        device.append(Item("prefill", facts.prefill.peak))
+        read = context * max(1, min(slots, PREFILL_TOKENS // context))
+        sampled = 4 * 4 * slots * sizes.vocabulary  # logits, their softmax, sorted, drawn
+        device.append(Item("prefill", _forward(sizes, read, context, each, kind)))
         device.append(Item("sampling", sampled, remedy="lower generator.slots"))
-    host = [Item("process", GPU_PROCESS if kind == "cuda" else PROCESS)]
-    if generator.engine == "torch" and kind == "cuda":
-        host.append(Item("the whole model while it is read", version, (LOADING,)))
-    host.append(Item("staging of a version", published(config, sizes, gpu=gpu), AFTER_LOADING))
-    count = generator.count
+    host = [Item("staging of a version", published(config, sizes, gpu=gpu), LOADED)]
     if kind != "cuda":
-        return Need("generator", (), (), (*host, *device), count)
-    device.append(Item("CUDA and NCCL", CONTEXT))
+        return _placed("generator", (), device, host, generator.count)
+    if not vllm:
+        host.append(Item("the whole model while it is read", version, (LOADING,)))
     first = first_gpu(generator.device)
     own = parallel if ":" in generator.device else 0  # device "cuda": all share the first one
-    starts = [first + own * index for index in range(count)]
+    starts = [first + own * index for index in range(generator.count)]
     gpus = tuple(tuple(range(start, start + parallel)) for start in starts)
-    return Need("generator", gpus, tuple(device), tuple(host), count)
+    return _placed("generator", gpus, device, host, generator.count)
 
 
-def _scorers(config: RunConfig, facts: Facts, *, gpu: bool) -> Iterator[Need]:
-    kind = kind_of(config.scorer.device, gpu=gpu)
-    each = ITEM_BYTES[config.weight_hub.dtype_on(kind)]
-    version = facts.sizes.parameters * each
+def _scorers(
+    config: RunConfig, sizes: ModelSizes, gpu: int, host_memory: int | None
+) -> Iterator[Need]:
+    scorer, kind = config.scorer, kind_of(config.scorer.device, gpu=gpu > 0)
+    each, memory = _served(config, scorer.device, gpu > 0), _memory(kind, gpu, host_memory)
+    version = sizes.parameters * each
     for stage in ("ref_logp", "logp"):
-        count: Any = getattr(config.scorer, stage)
+        count: int = getattr(scorer, stage)
         if stage not in config.buffer.stages or not count:
             continue
-        work = facts.scoring.peak
+        rows = scoring_rows(
+            config.trainer, sizes.config, sizes.parameters, each, memory, kind, config.longest_turn
+        )
+        tokens, width = fullest(*rows, config.generator.max_context)
+        logits = 4 * min(4 * tokens * sizes.vocabulary, int(config.trainer.logits_mib * 2**20))
+        work = _forward(sizes, tokens, width, each, kind) + logits
         device = [
             Item("weights", version),
             Item("forward pass", work, remedy="lower trainer.micro_tokens"),
         ]
-        host = [Item("process", GPU_PROCESS if kind == "cuda" else PROCESS)]
+        host: list[Item] = []
         if kind == "cuda":
             host.append(Item("the whole model while it is read", version, (LOADING,)))
         if stage == "logp":
-            staged = published(config, facts.sizes, gpu=gpu)
-            host.append(Item("staging of a version", staged, AFTER_LOADING))
-        name = f"scorer {stage}"
-        if kind == "cuda":
-            gpus = ((first_gpu(config.scorer.device),),) * count
-            items = (*device, Item("CUDA and NCCL", CONTEXT))
-            yield Need(name, gpus, items, tuple(host), count)
-        else:
-            yield Need(name, (), (), (*host, *device), count)
+            host.append(Item("staging of a version", published(config, sizes, gpu=gpu > 0), LOADED))
+        gpus = ((first_gpu(scorer.device),),) * count if kind == "cuda" else ()
+        yield _placed(f"scorer {stage}", gpus, device, host, count)

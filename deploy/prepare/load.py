@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
+import msgspec
 
 from umbra.deploy.prepare.pinning import pinned
 from umbra.deploy.prepare.preflight import resolve_paths
 from umbra.services.config import RunConfig
-from umbra.services.config.loader import load_config
+from umbra.services.config.loader import load_tree
 
 run_file_argument = click.argument("run_file", type=click.Path(path_type=Path))
 set_option = click.option(
@@ -17,15 +19,18 @@ set_option = click.option(
 )
 
 
-def load_run(run_file: Path, overrides: tuple[str, ...]) -> RunConfig:
+def load_run(run_file: Path, overrides: tuple[str, ...]) -> tuple[RunConfig, dict[str, Any]]:
     """Return the configuration of `run_file` with absolute paths and pinned names.
 
+    With it the tree of what was given, without defaults.
+
     Raises:
-        UsageError: see `load_config` and `pinned`.
+        UsageError: see `load_tree` and `pinned`.
         StartupError: a model or prompts are elsewhere, and cannot be reached.
     """
-    config = load_config(run_file, overrides=overrides)
-    return pinned(resolve_paths(config, run_file, note), note)
+    tree = load_tree(run_file, overrides=overrides)
+    config = msgspec.convert(tree, RunConfig)
+    return pinned(resolve_paths(config, run_file, note), note), tree
 
 
 def note(text: str) -> None:

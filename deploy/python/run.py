@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,14 @@ from umbra.proto.net.keys import open_security
 from umbra.services.config import SecurityConfig
 from umbra.services.monitor.client import StatusClient
 from umbra.services.monitor.run_address import RunAddress, find_run
-from umbra.services.monitor.view import status_dict
+from umbra.services.monitor.view import sparkline, status_dict
 from umbra.services.process.child import ChildError, child_environ
 from umbra.services.process.files import is_held
 from umbra.services.process.metrics import parse_row
 from umbra.services.prompts.readers import is_elsewhere
 
 LOOK_S = 0.1
+CURVE = 80  # characters
 ANSWER_S = 10.0
 CHECKPOINT_S = 600.0
 WATCHING: tuple[KeyRole, ...] = ("monitor", "operator")
@@ -266,13 +268,14 @@ class Run(Operated):
             raise UsageError(f"run {self.id} is not under way, or its buffer is not up yet")
         return found
 
-    # -- in a notebook ----------------------------------------------------------------------------
-
     def _repr_html_(self) -> str:
-        from umbra.deploy.python.notebook import run_html
-
+        """Return the run for a notebook: its state in a line, and the curve of its reward."""
         rewards = [_reward(row) for row in self._steps.look().values()]
-        return run_html(self.id, rewards, self.summary)
+        state = f"step {len(rewards)}" + (f", reward {rewards[-1]:.3f}" if rewards else "")
+        if (summary := self.summary) is not None:
+            state += f"; {summary['exit_reason']}"
+        curve = sparkline(rewards, CURVE)
+        return f"<div><b>{escape(self.id)}</b>: {escape(state)}</div><pre>reward {curve}</pre>"
 
 
 class _StepRows:

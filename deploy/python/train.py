@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,6 @@ from umbra.deploy.files.shown import shown_path
 from umbra.deploy.prepare.pinning import pinned
 from umbra.deploy.prepare.preflight import check_one_machine, check_run, resolve_paths
 from umbra.deploy.python.child import RunChild
-from umbra.deploy.python.notebook import notebook_display
 from umbra.deploy.python.run import LOOK_S, Run
 from umbra.deploy.python.source import MODULE, CopiedSource
 from umbra.proto.errors import UmbraError, UsageError
@@ -120,7 +120,7 @@ def train(
 
 def _see_through(run: Run, folder: RunFolder, show: bool) -> None:
     """Wait for the end of `run`; remove its folder if nothing was begun."""
-    display, due = notebook_display() if show else None, 0.0
+    display, due = _notebook_display() if show else None, 0.0
     try:
         while run.under_way:
             if display is not None and time.monotonic() >= due:
@@ -138,6 +138,16 @@ def _see_through(run: Run, folder: RunFolder, show: bool) -> None:
         if run.summary is None and not folder.metrics.exists():
             shutil.rmtree(folder.path)
         raise
+
+
+def _notebook_display() -> Callable[[Any], None] | None:
+    """Return what draws an object in a notebook, again and again; None elsewhere."""
+    if "ipykernel" not in sys.modules:
+        return None
+    from IPython.display import display  # pyright: ignore
+
+    handle = display("", display_id=True)
+    return handle.update
 
 
 def _ignore(text: str) -> None:

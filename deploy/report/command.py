@@ -12,7 +12,7 @@ import click
 
 from umbra.deploy.files.rollouts import read_rollouts
 from umbra.deploy.files.run_folder import RunFolder
-from umbra.deploy.report.page import page
+from umbra.deploy.report.page import page, recorded_look
 from umbra.deploy.report.recording import Recording, gather, write_trace
 from umbra.deploy.report.summary import read_status, summary_rows, warning_rows
 from umbra.proto.errors import EXIT_DONE, UNREADABLE, UsageError
@@ -47,15 +47,16 @@ def write_report(folder: RunFolder, others: Sequence[Path] = ()) -> list[Path]:
     write_trace(recording, trace)
     summary = _read(folder.summary)
     figures = gather(recording)
-    text = page(
+    look = recorded_look(
         folder.path.resolve().name,
         figures,
+        summary=summary,
         facts=summary_rows(summary) if summary else warning_rows(figures.warnings),
         status=read_status(folder),
         config=_read(folder.config),
         rollouts=list(deque(read_rollouts(folder), maxlen=ROLLOUTS)),
     )
-    report.write_text(text, encoding="utf-8")
+    report.write_text(page(look), encoding="utf-8")
     return [report, trace]
 
 

@@ -28,7 +28,7 @@ from umbra.proto.errors import ERROR_PREFIX, EXIT_DONE, UsageError
 from umbra.services.config import RunConfig
 from umbra.services.config.cautions import cautions
 from umbra.services.config.learning_rate import after_extension
-from umbra.services.config.loader import load_config, load_tree
+from umbra.services.config.loader import load_config
 from umbra.services.modeling.hub import is_hub_name, missing_bytes
 from umbra.services.process.signals import SignalCounter
 from umbra.services.reporting.tables import size
@@ -67,13 +67,13 @@ def up(
         if before is not None:
             stack.enter_context(before.held())
             run_file = before.config
-        config = load_run(run_file, overrides)
+        config, tree = load_run(run_file, overrides)
         told = check_extension(before, config) if before is not None and before.has_ended() else ""
         check_one_machine(config)
         if missing := _to_download(config):
             note(f"model: {size(missing)} of weights to download")
         check_run(config)  # before a folder is made
-        config, chosen = for_this_machine(config, load_tree(run_file, overrides=overrides))
+        config, chosen = for_this_machine(config, tree)
         check_packages(config)
         search = _search_path(run_file, before)
         check_ports_free(config)

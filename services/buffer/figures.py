@@ -11,7 +11,7 @@ from umbra.proto.messages import Curves, Rates
 KEPT = 256  # stretches at most; then two and two become one
 SHOWN = (
     "reward/mean", "loss", "staleness/total/mean", "response_length/mean", "entropy", "grad_norm",
-    "mismatch/k3", "ess",
+    "mismatch/k3", "ess", "train_tokens_per_s",
 )  # fmt: skip
 
 

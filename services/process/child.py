@@ -249,6 +249,11 @@ def with_fast_copies(environ: Mapping[str, str]) -> dict[str, str]:
     return {**environ, TUNABLES: f"{given}:{ours}" if given else ours}
 
 
+def python_argv(module: str, *arguments: str) -> tuple[str, ...]:
+    """The command line of a module under this very Python, which no file in the folder shadows."""
+    return (sys.executable, "-P", "-m", module, *arguments)
+
+
 def umbra_argv(*arguments: str) -> tuple[str, ...]:
     """The command line of an `umbra` sub-command under this very Python."""
-    return (sys.executable, "-m", "umbra", *arguments)
+    return python_argv("umbra", *arguments)

@@ -19,10 +19,9 @@ from typing import Any
 import torch
 import transformers
 from accelerate.state import AcceleratorState
+from fakes.full_rows import RowShape, full_rows
 from transformers import AutoModelForCausalLM
 
-from umbra.deploy.check.items import RowShape
-from umbra.deploy.check.trace import full_rows
 from umbra.services.config import TrainerConfig
 from umbra.services.modeling.models import attention_implementation
 from umbra.services.trainer.learner import Learner

@@ -20,11 +20,10 @@ from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState
+from fakes.full_rows import RowShape, full_rows
 from programs.memory_peak import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, status
 from transformers import AutoModelForCausalLM
 
-from umbra.deploy.check.items import RowShape
-from umbra.deploy.check.trace import full_rows
 from umbra.services.config import TrainerConfig
 from umbra.services.modeling.models import outline_weights
 from umbra.services.trainer.distributed.ranks import Ranks, join_ranks

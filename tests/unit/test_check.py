@@ -13,8 +13,10 @@ from fakes.clusters import cluster, run_config
 from fakes.ports import reserved_port
 
 from umbra import cli
-from umbra.deploy.check import machine, nodes
-from umbra.deploy.check.machine import GIB, Gpu, GpusSeen, Verdict, as_text
+from umbra.deploy.check import command, machine
+from umbra.deploy.check.finding import Finding, as_text, has_problem
+from umbra.deploy.check.hardware import GIB
+from umbra.deploy.check.machine import Gpu, GpusSeen
 from umbra.proto.errors import UmbraError, UsageError
 from umbra.proto.net.keys import make_keys
 
@@ -26,81 +28,81 @@ def test_packages_that_do_not_fit() -> None:
     there = {"vllm": "0.32.0", "torch": "2.12.1+cu129"}
     assert list(machine.misfits(there, {"vllm": ["torch==2.12.1", "numpy<3"]})) == []
     (found,) = machine.misfits(there, {"vllm": ["torch==2.11.0"]})
-    assert found.result == "problem"
-    assert found.fact == "vllm 0.32.0 needs torch==2.11.0, 2.12.1+cu129 is installed"
+    assert found.level == "problem"
+    assert found.text == "vllm 0.32.0 needs torch==2.11.0, 2.12.1+cu129 is installed"
     assert "torch==2.11.0" in found.remedy
     (found,) = machine.misfits({"cupy-cuda12x": "14", "cupy-cuda13x": "14"}, {})
-    assert (found.result, found.remedy[:36]) == ("problem", "pip uninstall cupy-cuda12x cupy-cuda")
+    assert (found.level, found.remedy[:36]) == ("problem", "pip uninstall cupy-cuda12x cupy-cuda")
     (found,) = machine.packages()
-    assert found.result == "ok" and "pyzmq" in found.fact
+    assert found.level == "ok" and "pyzmq" in found.text
 
 
 def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     two = GpusSeen([H200, H200])
-    assert machine.judge_gpus(two, "580.1", 2).result == "ok"
-    assert machine.judge_gpus(two, "580.1", 3).result == "problem"
+    assert machine.judge_gpus(two, "580.1", 2).level == "ok"
+    assert machine.judge_gpus(two, "580.1", 3).level == "problem"
     found = machine.judge_gpus(GpusSeen([H200, Gpu("H200", 140 * GIB, 20 * GIB)]), "580.1", 2)
-    assert (found.result, found.remedy[-5:]) == ("warning", "GPU 1")
-    assert machine.judge_gpus(NONE, "580.1", 0).result == "problem"  # the driver is there
+    assert (found.level, found.remedy[-5:]) == ("warning", "GPU 1")
+    assert machine.judge_gpus(NONE, "580.1", 0).level == "problem"  # the driver is there
 
     def hangs() -> GpusSeen:
         raise UmbraError("it took longer than 180 s")
 
     monkeypatch.setattr(machine, "gpus_seen", hangs)
     monkeypatch.setattr(machine, "driver_version", lambda: "")
-    assert machine.gpus(0).fact == "none"
-    assert machine.gpus(1) == Verdict("GPUs", "not looked at", "it took longer than 180 s")
+    assert machine.find_gpus(0).text == "none"
+    assert machine.find_gpus(1) == Finding("GPUs", "not looked at", "it took longer than 180 s")
 
 
 def test_memory_disk_and_files() -> None:
-    assert machine.shared_memory(8 * GIB, 8 * GIB, 4 * GIB).result == "ok"
+    assert machine.shared_memory(8 * GIB, 8 * GIB, 4 * GIB).level == "ok"
     full = machine.shared_memory(GIB, 8 * GIB, 4 * GIB)
-    assert (full.result, full.fact) == ("problem", "1 GiB free of 8 GiB, the run needs 4 GiB")
+    assert (full.level, full.text) == ("problem", "1 GiB free of 8 GiB, the run needs 4 GiB")
     assert "--shm-size" in full.remedy
-    assert machine.shared_memory(64 << 20, 64 << 20, None).result == "warning"
-    assert machine.host_memory(8 * GIB, 8 * GIB, 9 * GIB).result == "problem"
-    assert machine.host_memory(9 * GIB, 9 * GIB, 9 * GIB).result == "ok"
-    assert machine.judge_disk("/d", 50 * GIB, 0.001).result == "ok"
-    assert machine.judge_disk("/d", 50 * GIB, 0.5).result == "warning"
-    assert machine.judge_disk("/d", 5 * GIB, 0.001).result == "warning"
-    assert machine.judge_disk("/d", GIB, 0.001).result == "problem"
-    assert machine.open_files().check == "open files"
+    assert machine.shared_memory(64 << 20, 64 << 20, None).level == "warning"
+    assert machine.host_memory(8 * GIB, 8 * GIB, 9 * GIB).level == "problem"
+    assert machine.host_memory(9 * GIB, 9 * GIB, 9 * GIB).level == "ok"
+    assert machine.judge_disk("/d", 50 * GIB, 0.001).level == "ok"
+    assert machine.judge_disk("/d", 50 * GIB, 0.5).level == "warning"
+    assert machine.judge_disk("/d", 5 * GIB, 0.001).level == "warning"
+    assert machine.judge_disk("/d", GIB, 0.001).level == "problem"
+    assert machine.open_files().subject == "open files"
 
 
 def test_keys(tmp_path: Path) -> None:
     """As they are made; readable by all; and none."""
     make_keys(tmp_path / "keys")
     check = machine.keys(tmp_path / "keys", "")
-    assert check.result == "ok" and "trainer" in check.fact
+    assert check.level == "ok" and "trainer" in check.text
     (tmp_path / "keys" / "trainer.key_secret").chmod(0o644)
     found = machine.keys(tmp_path / "keys", "")
-    assert found.result == "problem" and "open it to every user" in found.fact
+    assert found.level == "problem" and "open it to every user" in found.text
     assert found.remedy == f"chmod 600 {tmp_path}/keys/trainer.key_secret"
-    assert machine.keys(None, "").result == "ok"
-    assert machine.keys(None, "tcp://10.0.0.1:5555").result == "warning"
-    assert machine.keys(tmp_path / "none", "").result == "problem"
+    assert machine.keys(None, "").level == "ok"
+    assert machine.keys(None, "tcp://10.0.0.1:5555").level == "warning"
+    assert machine.keys(tmp_path / "none", "").level == "problem"
 
 
 def test_a_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = f"tcp://127.0.0.1:{other.getsockname()[1]}"
         (found,) = machine.ports(["tcp://127.0.0.1:*", taken])
-    assert found.result == "problem" and "in use by another process" in found.fact
-    assert machine.ports(["tcp://127.0.0.1:0"])[0].result == "ok"
+    assert found.level == "problem" and "in use by another process" in found.text
+    assert next(machine.ports(["tcp://127.0.0.1:0"])).level == "ok"
 
 
 def test_a_disk_is_measured_where_the_folder_will_be(tmp_path: Path) -> None:
-    (found,) = machine.disk(tmp_path / "runs" / "new")
-    assert str(tmp_path) in found.fact
+    found = machine.disk(tmp_path / "runs" / "new")
+    assert str(tmp_path) in found.text
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_page_says_what_to_do_worst_first() -> None:
-    fine = [Verdict("a", "ok", "1"), Verdict("c", "warning", "2", "do that")]
-    assert not machine.has_problem(fine)
+    fine = [Finding("a", "ok", "1"), Finding("c", "warning", "2", "do that")]
+    assert not has_problem(fine)
     assert as_text(fine)[-2:] == ["What to do:", "- c: do that"]
-    bad = [*fine, Verdict("d", "problem", "3", "do this first")]
-    assert machine.has_problem(bad)
+    bad = [*fine, Finding("d", "problem", "3", "do this first")]
+    assert has_problem(bad)
     assert as_text(bad)[-2:] == ["- d: do this first", "- c: do that"]
     assert as_text(fine[:1])[-1] == "Nothing to do."
 
@@ -115,7 +117,7 @@ def test_without_a_run_the_machine_is_shown(capsys: pytest.CaptureFixture[str]) 
     assert cli.main(["check", "--json"]) in (0, 2)
     told = json.loads(capsys.readouterr().out)
     assert {"umbra", "packages", "GPUs", "plane shm", "/dev/shm", "host memory"} <= {
-        one["check"] for one in told["checks"]
+        one["subject"] for one in told["checks"]
     }
 
 
@@ -132,10 +134,10 @@ def raising(error: OSError) -> Callable[..., Any]:
 def test_nodes_that_answer_and_that_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     with reserved_port() as silent:  # where nobody listens
         port = silent.getsockname()[1]
-        assert nodes.reach("b", "127.0.0.1", port).result == "ok"
+        assert machine.reach("b", "127.0.0.1", port).level == "ok"
     with socket.create_server(("127.0.0.1", 0)) as used:
-        found = nodes.reach("b", "127.0.0.1", used.getsockname()[1])
-    assert found.result == "ok" and "in use" in found.fact
+        found = machine.reach("b", "127.0.0.1", used.getsockname()[1])
+    assert found.level == "ok" and "in use" in found.text
     for error, remedy in (
         (socket.gaierror(-2, "Name or service not known"), "give it as a number"),
         (TimeoutError(), "open ports 5555 to 5564 on b"),
@@ -143,13 +145,16 @@ def test_nodes_that_answer_and_that_do_not(monkeypatch: pytest.MonkeyPatch) -> N
         (OSError(22, "Invalid argument"), "see that b runs"),
     ):
         monkeypatch.setattr(socket, "create_connection", raising(error))
-        found = nodes.reach("b", "10.0.0.1", 5555)
-        assert found.result == "problem" and remedy in found.remedy
+        found = machine.reach("b", "10.0.0.1", 5555)
+        assert found.level == "problem" and remedy in found.remedy
 
 
 def test_a_cluster_is_planned_and_its_nodes_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "create_connection", raising(ConnectionRefusedError()))
-    found = nodes.look_at_cluster(cluster(4, 4), run_config())
-    assert [one.check for one in found] == ["plan", "plan", "node a", "node b"]
+    monkeypatch.setattr(command, "load_cluster", lambda _: cluster(4, 4))
+    found = list(command._look_at_cluster(Path("cluster.toml"), run_config()))
+    assert [one.subject for one in found] == ["plan", "plan", "node a", "node b"]
+    unfit = cluster(1, groups=["train", "generate", "reward"])
+    monkeypatch.setattr(command, "load_cluster", lambda _: unfit)
     with pytest.raises(UsageError, match="groups names reward"):
-        nodes.look_at_cluster(cluster(1, groups=["train", "generate", "reward"]), run_config())
+        list(command._look_at_cluster(Path("cluster.toml"), run_config()))

@@ -19,7 +19,8 @@ from fakes.rollouts import finish
 from fakes.trajectories import trajectory
 from msgspec.structs import replace
 
-from umbra.deploy.check.machine_defaults import Hardware, choose
+from umbra.deploy.check.hardware import Machine
+from umbra.deploy.check.machine_defaults import choose
 from umbra.deploy.files.formats import to_toml
 from umbra.proto.errors import MismatchError, UsageError
 from umbra.proto.records import SampleTask, Sampling, ScoringTask, Trajectory, unpack_float32
@@ -143,7 +144,7 @@ def test_what_does_not_fit_one_of_them_is_refused_or_warned_of(tmp_path: Path) -
 def test_on_a_gpu_the_context_has_room_for_the_longest(tmp_path: Path) -> None:
     text = RUN.replace("max_tokens = 5", "max_tokens = 6000").replace('device = "cpu"', "")
     config = loaded(tmp_path, text)
-    chosen = choose(config, set(), Hardware((80 << 30,), "gpu", vllm=True), positions=40000)
+    chosen = choose(config, set(), Machine((80 << 30,), "gpu", vllm=True), positions=40000)
     assert chosen.generator.max_context == 12000
 
 

@@ -11,26 +11,25 @@ from click.testing import CliRunner
 from transformers import Qwen3Config
 
 from umbra.cli import cli
-from umbra.deploy.check.fit import Machine
+from umbra.deploy.check.hardware import GpuShares, Machine, ShareRequest
 from umbra.deploy.check.machine_defaults import (
-    Hardware,
     choose,
     for_hardware,
     positions,
     shares_aside,
-    this_hardware,
+    this_machine,
 )
-from umbra.deploy.check.share import MARGIN, GpuShares, ShareRequest, shares, shares_if_any
+from umbra.deploy.check.share import MARGIN, shares
 from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.run.programs import other_programs
-from umbra.proto.errors import StartupError, UmbraError, UsageError
+from umbra.proto.errors import StartupError, UmbraError
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import given_keys, load_config, load_tree
 
 GIB = 1 << 30
-ONE = Hardware((8 * GIB,), "made-up", vllm=True)
-FOUR = Hardware((8 * GIB,) * 4, "made-up", vllm=True)
-NO_VLLM = Hardware((8 * GIB,), "made-up", vllm=False)
+ONE = Machine((8 * GIB,), "made-up", vllm=True)
+FOUR = Machine((8 * GIB,) * 4, "made-up", vllm=True)
+NO_VLLM = Machine((8 * GIB,), "made-up", vllm=False)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def chosen(hardware: Hardware, *settings: str, positions: int = 40_960) -> RunConfig:
+def chosen(hardware: Machine, *settings: str, positions: int = 40_960) -> RunConfig:
     config = load_config(overrides=settings, environ={})
     given = given_keys(load_tree(overrides=settings, environ={}))
     return choose(config, given, hardware, positions)
@@ -54,10 +53,10 @@ def chosen(hardware: Hardware, *settings: str, positions: int = 40_960) -> RunCo
 
 def test_without_a_gpu_the_defaults_are_those_of_the_page() -> None:
     before = load_config(environ={})
-    after = choose(before, (), Hardware(vllm=True), 40_960)
+    after = choose(before, (), Machine(vllm=True), 40_960)
     generator = msgspec.structs.replace(before.generator, engine="torch")
     assert after == msgspec.structs.replace(before, generator=generator)
-    assert for_hardware(before, (), Hardware(vllm=True), _never) == (after, [])
+    assert for_hardware(before, (), Machine(vllm=True), _never) == (after, [], "")
 
 
 def _never(request: ShareRequest) -> GpuShares:
@@ -124,10 +123,10 @@ def test_generators_get_the_gpus_that_follow_the_first_one(tmp_path: Path) -> No
 def shared(
     model: Path, gpu: float, *settings: str, vllm: bool = True
 ) -> tuple[RunConfig, GpuShares]:
-    hardware = Hardware((int(gpu * GIB),), "made-up", vllm)
+    hardware = Machine((int(gpu * GIB),), "made-up", vllm=vllm)
     run = chosen(hardware, f"model.path={model}", *settings)
     given = given_keys(load_tree(overrides=settings, environ={}))
-    return run, shares(run, given, Machine(hardware.gpus[0], "made-up"))
+    return run, shares(ShareRequest(run, sorted(given), hardware.gpu, "made-up"))
 
 
 def test_vllm_takes_what_the_trainer_leaves(model: Path) -> None:
@@ -141,7 +140,8 @@ def test_vllm_takes_what_the_trainer_leaves(model: Path) -> None:
     assert 1 < trainer[8] < 4
     run, _ = shared(model, 8)
     taken = msgspec.structs.replace(run.generator, engine_args={"gpu_memory_utilization": 0.3})
-    kept = shares(msgspec.structs.replace(run, generator=taken), (), Machine(16 * GIB, "made-up"))
+    with_share = msgspec.structs.replace(run, generator=taken)
+    kept = shares(ShareRequest(with_share, [], 16 * GIB, "made-up"))
     assert kept.engine_args == {"gpu_memory_utilization": 0.3}
 
 
@@ -149,13 +149,13 @@ def test_the_torch_engine_has_as_many_slots_as_fit(model: Path) -> None:
     run, found = shared(model, 3, vllm=False)
     assert run.generator.engine == "torch"
     assert 1 <= found.slots < 128
-    with pytest.raises(UsageError, match=r"A run is smaller with trainer\.lora_rank"):
-        shared(model, 3, "generator.slots=128", vllm=False)
+    _, refused = shared(model, 3, "generator.slots=128", vllm=False)
+    assert "A run is smaller with trainer.lora_rank" in refused.refused
 
 
 def test_a_gpu_that_is_too_small_is_refused(model: Path) -> None:
-    with pytest.raises(UsageError, match="the KV cache of a generator has room for"):
-        shared(model, 4)
+    _, found = shared(model, 4)
+    assert "the KV cache of a generator has room for" in found.refused
 
 
 def test_what_is_not_estimated_is_left_as_it_is(model: Path) -> None:
@@ -165,7 +165,7 @@ def test_what_is_not_estimated_is_left_as_it_is(model: Path) -> None:
 
 def test_who_starts_a_run_asks_another_process(model: Path, monkeypatch: Any) -> None:
     config = load_config(overrides=[f"model.path={model}"], environ={})
-    run, told = for_hardware(config, {"model.path"}, ONE, shares_aside)
+    run, told, _ = for_hardware(config, {"model.path"}, ONE, shares_aside)
     assert run.generator.engine_args == shared(model, 8)[1].engine_args
     assert told[:2] == ["generator.engine = vllm", "generator.max_context = 8192"]
     monkeypatch.setattr("umbra.deploy.check.machine_defaults.PATIENCE_S", 0.001)
@@ -180,9 +180,9 @@ def test_gpus_that_do_not_answer_are_not_taken_for_none(monkeypatch: pytest.Monk
     monkeypatch.setattr("umbra.deploy.check.machine_defaults.driver_version", lambda: "550.1")
     monkeypatch.setattr("umbra.deploy.check.machine_defaults.gpus_seen", silent)
     with pytest.raises(StartupError, match="what GPUs it sees: it took longer than 180 s"):
-        this_hardware()
+        this_machine()
     monkeypatch.setattr("umbra.deploy.check.machine_defaults.driver_version", lambda: "")
-    assert this_hardware() == Hardware()
+    assert not this_machine().gpus
 
 
 def test_an_estimate_tells_what_is_chosen_and_what_does_not_fit(
@@ -192,9 +192,10 @@ def test_an_estimate_tells_what_is_chosen_and_what_does_not_fit(
     result = CliRunner().invoke(cli, ["check", str(tmp_path / "run.toml"), "--gpu", "l4-24"])
     assert "chosen:    generator.engine = vllm" in result.output, result.output
     assert "gpu_memory_utilization" in result.output
+    tiny = Machine((GIB,), "made-up", vllm=True)
     config = load_config(overrides=[f"model.path={model}"], environ={})
-    unfit = shares_if_any(ShareRequest(chosen(ONE, f"model.path={model}"), [], GIB, "made-up"))
-    assert unfit == GpuShares(config.generator.slots, {})
+    run, _, refused = for_hardware(config, {"model.path"}, tiny, shares)
+    assert refused and run.generator.engine_args == {}, "the run is shown as it is"
 
 
 def test_positions_of_models(model: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from fakes.slowness import seconds
 
-from umbra.deploy.check.machine import planes
+from umbra.deploy.check.machine import findings
 from umbra.proto.errors import DeadlineError, PeerLostError, UmbraError, UsageError
 from umbra.proto.messages import Prepare
 from umbra.proto.records import GpuFacts
@@ -332,10 +332,10 @@ def test_without_cuda_the_planes_say_why() -> None:
 
 @no_cuda
 def test_a_check_names_planes_and_reasons() -> None:
-    found = {one.check: one for one in planes()}
-    assert found["plane shm"].fact == found["plane tcp"].fact == "available"
-    assert found["plane nccl"].fact == PLANES["nccl"].available()
-    assert found["plane nccl"].result == "not looked at"
+    found = {one.subject: one for one in findings()}
+    assert found["plane shm"].text == found["plane tcp"].text == "available"
+    assert found["plane nccl"].text == PLANES["nccl"].available()
+    assert found["plane nccl"].level == "not looked at"
 
 
 @no_cuda

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import json
 import re
-from html.parser import HTMLParser
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from fakes.slowness import seconds
 
 from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.report.command import command, write_report
-from umbra.deploy.report.recording import Recording, gather
-from umbra.deploy.report.svg import bar_chart, line_chart
+from umbra.deploy.report.page import POINTS, recorded_look
+from umbra.deploy.report.recording import Figures, Recording, gather
 from umbra.proto.errors import UsageError
 from umbra.services.reporting.figures import busy
 
 T0 = 1_700_000_000.0
-VOID = {"meta", "br", "input"}
+NODE = shutil.which("node")
+PROGRAM = Path(__file__).parents[1] / "programs" / "draw_page.js"
+needs_node = pytest.mark.skipif(NODE is None, reason="no node here")
 
 
 def row(service: str, kind: str, at: float, **fields: Any) -> dict[str, Any]:
@@ -44,7 +48,7 @@ ROWS = [
     row("weight-hub", "push", 2.5, **PUSH),
     row("buffer", "batch", 1.0, in_flight={"queued": 2, "ready": 6}),
     row("buffer", "eval", 3.5, version=1, accuracy=0.5, answered=8, samples=8, seconds=1.0),
-    row("trainer", "step", 2.0, step=1, **{"reward/mean": 0.25, "loss": 0.5}),
+    row("trainer", "step", 2.0, step=1, train_tokens_per_s=9.0, **{"reward/mean": 0.25, "loss": 0.5}),
     row("trainer", "step", 2.0, step=2, **{"reward/mean": 0.5, "loss": None}),
 ]  # fmt: skip
 
@@ -56,28 +60,19 @@ def folder(tmp_path: Path) -> RunFolder:
     return made
 
 
-class Page(HTMLParser):
-    """Checks that tags are balanced, and collects what a page refers to."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.refers: list[str] = []
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.refers += [v or "" for k, v in attrs if k in ("src", "href", "xlink:href", "data")]
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
+def drawn(folder: RunFolder, tmp_path: Path) -> dict[str, dict[str, Any]]:
+    """What the page's own script makes of its data, by the id of its places."""
+    text = folder.report.read_text()
+    (data,) = re.findall(r'<script type="application/json" id="recorded">(.*?)</script>', text)
+    (script,) = re.findall(r"<script>\n(.*?)</script>", text, re.DOTALL)
+    (tmp_path / "page.js").write_text(script)
+    (tmp_path / "look.json").write_text(data)
+    done = subprocess.run(
+        [NODE or "", PROGRAM, tmp_path / "page.js", tmp_path / "look.json"],
+        capture_output=True, text=True, check=False, timeout=seconds(60),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 def complete(folder: RunFolder) -> dict[tuple[str, str], dict[str, Any]]:
@@ -123,7 +118,8 @@ def test_figures(folder: RunFolder) -> None:
     assert [one["step"] for one in figures.steps] == [1, 2]
 
 
-def test_the_page_is_whole_and_needs_nothing_else(folder: RunFolder) -> None:
+@needs_node
+def test_the_page_is_whole_and_needs_nothing_else(folder: RunFolder, tmp_path: Path) -> None:
     folder.config.write_text(json.dumps({"run": {"name": "x</td>"}, "eval": {"every": 5}}))
     folder.buffer.write_text(
         json.dumps(
@@ -137,25 +133,30 @@ def test_the_page_is_whole_and_needs_nothing_else(folder: RunFolder) -> None:
     )  # fmt: skip
     report, _ = write_report(folder)
     text = report.read_text()
-    page = Page(text)
-    assert page.open == []
-    assert page.refers == []
-    assert not {"script", "link", "img", "iframe"} & set(page.tags)
-    assert "@import" not in text
-    assert "url(" not in text
-    for expected in (
-        folder.id, "reward", "accuracy on held-out prompts", "75%", "work 25%", "10 issued",
-        "7 trained", "balanced", "staleness of trained samples", "p95 ms", "eval",
-        "decode 3.0 s", "x&lt;/td&gt;", "expired_leases",
+    assert re.findall(r'(?:src|href)="([^"]+)"', text) == ["data:,"]
+    assert "default-src 'none'" in text
+    assert not {'<link rel="stylesheet', "<img", "<iframe", "@import", "url("} & set(text.split())
+    found = drawn(folder, tmp_path)
+    for place, expected in (
+        ("run", folder.id), ("curves", "reward"), ("curves", "accuracy on held-out prompts"),
+        ("curves", "throughput"), ("curves", "staleness of trained samples"),
+        ("services", "(work)"), ("services", "decode 3.0 s"), ("services", "25%"), ("ledger", "10 issued = 7 trained"),
+        ("ledger", "balanced"), ("pushes", "total, p95"), ("counters", "expired_leases 1"),
+        ("config", "x</td>"),
     ):  # fmt: skip
-        assert expected in text, expected
+        assert expected in found[place]["text"], (place, expected, found[place])
+    assert found["curves"]["shapes"].count("polyline") >= 5
+    assert found["timeline"]["hidden"] and not found["curves"]["hidden"]
 
 
+@needs_node
 def test_a_run_of_which_little_is_there(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path, "run")
     folder.metrics.write_text("")
-    report, _ = write_report(folder)
-    assert Page(report.read_text()).open == []
+    write_report(folder)
+    found = drawn(folder, tmp_path)
+    assert found["run"]["text"] == folder.id
+    assert all(found[place]["hidden"] for place in ("curves", "ledger", "services", "pushes"))
 
 
 def test_folders_of_several_nodes_are_one_run(folder: RunFolder, tmp_path: Path) -> None:
@@ -171,25 +172,18 @@ def test_what_is_no_run_is_named(tmp_path: Path) -> None:
         write_report(RunFolder(tmp_path))
 
 
-def test_charts() -> None:
-    assert line_chart({"a": []}, title="x") == ""
-    assert bar_chart([0, 0], title="x") == ""
-    long = [(float(i), 2.0) for i in range(10_000)]
-    chart = line_chart({"a<": long, "b": [(0.0, 1e-9)]}, title="<t>")
-    assert chart.count("polyline") == 2
-    assert len(chart) < 20_000
-    assert "a&lt;" in chart
-    assert "&lt;t&gt;" in chart
+def test_long_runs_are_thinned_out_by_means() -> None:
+    steps = [{"step": n, "loss": float(n % 2)} for n in range(1, 10_001)]
+    look = recorded_look(
+        "r", Figures(steps), summary={}, facts=[], status={}, config={}, rollouts=[]
+    )
+    assert len(look["curves"]["steps"]) == POINTS
+    assert set(look["curves"]["values"]["loss"]) <= {0.48, 0.5, 0.52}
+    assert look["curves"]["steps"][-1] == 10_000
 
 
-def test_no_tick_is_cut_off_at_the_left() -> None:
-    chart = line_chart({"loss": [(1.0, -0.000123), (2.0, -0.000119)]}, title="loss")
-    ticks = re.findall(r'class="end" x="([0-9.]+)" y="[0-9.]+">([^<]+)<', chart)
-    assert any(text.startswith("-") for _, text in ticks)
-    assert all(6 * len(text) <= float(x) for x, text in ticks), ticks
-
-
-def test_rollouts_are_shown_with_rewards_and_ages(folder: RunFolder) -> None:
+@needs_node
+def test_rollouts_are_shown_with_rewards_and_ages(folder: RunFolder, tmp_path: Path) -> None:
     rollout = {
         "kind": "rollout", "step": 2, "sample": "s-9", "reward": 1.25, "tokens": 5, "turns": 1,
         "reward_parts": {"right": 1.0, "short": 0.25}, "finish_reason": "stop", "staleness": 9,
@@ -198,10 +192,7 @@ def test_rollouts_are_shown_with_rewards_and_ages(folder: RunFolder) -> None:
     }  # fmt: skip
     folder.samples.write_text(json.dumps(rollout) + "\n")
     write_report(folder)
-    text = folder.report.read_text()
-    Page(text)
-    assert "step 2, s-9: reward 1.25 (right 1, short 0.25), 5 tokens, stop, staleness 9" in text
-    assert (
-        '&lt;i&gt;ask&lt;/i&gt;</span><span class="age4">old </span><span class="dim">env </span>'
-        '<span class="age0">new</span>'
-    ) in text
+    text = drawn(folder, tmp_path)["rollouts"]["text"]
+    assert "step 2, s-9: reward 1.25 (right 1, short 0.250), 5 tokens, stop, staleness 9" in text
+    assert "<i>ask</i> old  env  new" in text
+    assert "<i>" not in folder.report.read_text()

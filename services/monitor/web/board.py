@@ -12,6 +12,7 @@ import msgspec
 
 from umbra.services.monitor.feed import Look, look_dict
 
+WEB = "umbra.services.monitor.web"  # the package with the page, which report.html has too
 TIMELINE_S = 25.0  # of spans that go to the page
 
 
@@ -82,5 +83,5 @@ def _shown(look: Look | None) -> dict[str, Any]:
 
 
 def _file(name: str, media_type: str) -> Resource:
-    body = files("umbra.services.monitor.web").joinpath(name).read_bytes()
+    body = files(WEB).joinpath(name).read_bytes()
     return Resource(media_type, lambda: body)

@@ -1,11 +1,24 @@
-// The page of `umbra monitor --web`: asks for look.json again and again, and draws it. All text of
-// the run goes in as text, never as markup.
+// Draws a run, of one of two sources: `umbra monitor --web` is asked for look.json again and again;
+// report.html has what was recorded in itself. All text of the run goes in as text, never as markup.
 "use strict";
 
-const EVERY_MS = 1000, WINDOW_S = 20, TRACKS = 40;
+const EVERY_MS = 1000, WINDOW_S = 20, TRACKS = 40, RATES_KEPT = 600;
 const SVG = "http://www.w3.org/2000/svg";
-const CURVES = ["reward/mean", "loss", "response_length/mean", "staleness/total/mean", "entropy",
-  "grad_norm", "mismatch/k3", "ess"];
+const CHARTS = {  // title: label and column of each line
+  "reward": [["mean", "reward/mean"], ["solved", "solved"]],
+  "loss": [["loss", "loss"]],
+  "response length, tokens": [["mean", "response_length/mean"], ["p99", "response_length/p99"]],
+  "staleness of a batch, steps": [["mean", "staleness/total/mean"], ["max", "staleness/total/max"]],
+  "entropy": [["entropy", "entropy"]],
+  "gradient norm": [["norm", "grad_norm"]],
+  "mismatch k3": [["k3", "mismatch/k3"]],
+  "effective share of samples": [["ess", "ess"]],
+  "throughput: tokens/s while training": [["tokens/s", "train_tokens_per_s"]],
+  "share of answers cut off": [["truncated", "truncated"]],
+  "seconds of a step": [["wait for batch", "seconds/wait_batch"], ["train", "seconds/train_step"]],
+};
+const PHASES = ["snapshot", "wire", "stage", "commit", "total"];
+const rates = [];  // of a live run since the page was opened: seconds, trained and answered samples/s
 const $ = (id) => document.getElementById(id);
 
 function element(tag, attributes = {}, ...children) {
@@ -37,7 +50,7 @@ function table(target, columns, rows) {
       typeof value === "number" ? number(value) : String(value));
   const right = (i) => rows.length && typeof rows[0][i] === "number" ? { class: "n" } : {};
   target.replaceChildren(
-    element("tr", {}, ...columns.map((column, i) => element("th", right(i), column))),
+    ...(rows.length && columns.length ? [element("tr", {}, ...columns.map((column, i) => element("th", right(i), column)))] : []),
     ...rows.map((row) => element("tr", {}, ...row.map(cell("td")))));
 }
 
@@ -69,29 +82,58 @@ function bar(shares, classes) {
   return made;
 }
 
-function lineChart(name, steps, values) {
-  const points = steps.map((step, i) => [step, values[i]]).filter(([, value]) => value !== null);
-  if (!points.length) return null;
+// Lines over a common x, each a list of [x, y] by its name; null if there is nothing to draw.
+function lineChart(title, lines) {
+  const drawn = Object.entries(lines).map(([name, points]) => [name, points.filter(([, y]) => y !== null && y !== undefined)])
+    .filter(([, points]) => points.length);
+  if (!drawn.length) return null;
   const W = 320, H = 110, R = 4, T = 6, B = 16;
-  const xs = points.map((p) => p[0]), ys = points.map((p) => p[1]);
-  let [low, high] = [Math.min(...ys), Math.max(...ys)];
+  const all = drawn.flatMap(([, points]) => points);
+  const range = (i) => all.reduce(([low, high], p) => [Math.min(low, p[i]), Math.max(high, p[i])], [Infinity, -Infinity]);
+  let [first, last] = range(0), [low, high] = range(1);
   if (high - low < 1e-12) { low -= 0.5; high += 0.5; }
+  last = Math.max(last, first + 1);
   const ticks = [low, (low + high) / 2, high];
   const L = 8 + 6.5 * Math.max(...ticks.map((v) => number(v).length));  // room for the longest
-  const [first, last] = [xs[0], Math.max(xs[xs.length - 1], xs[0] + 1)];
   const x = (v) => L + (W - L - R) * (v - first) / (last - first);
   const y = (v) => H - B - (H - B - T) * (v - low) / (high - low);
-  const svg = shape("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": name });
+  const svg = shape("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": title });
   for (const v of ticks) {
     svg.append(shape("line", { class: "grid", x1: L, x2: W - R, y1: y(v), y2: y(v) }),
       shape("text", { class: "end", x: L - 4, y: y(v) + 4 }, number(v)));
   }
   for (const v of [first, last]) {
-    svg.append(shape("text", { class: v === last ? "end" : "mid", x: x(v), y: H - 4 }, String(v)));
+    svg.append(shape("text", { class: v === last ? "end" : "mid", x: x(v), y: H - 4 }, number(v)));
   }
-  svg.append(shape("polyline", { class: "line", points: points.map(([a, b]) => `${x(a)},${y(b)}`).join(" ") }));
-  return element("figure", {}, element("figcaption", {}, element("span", {}, name),
-    element("span", {}, number(ys[ys.length - 1]))), svg);
+  const names = element("span");
+  drawn.forEach(([name, points], i) => {
+    svg.append(shape("polyline", { class: `line c${i % 8}`, points: points.map(([a, b]) => `${x(a).toFixed(1)},${y(b).toFixed(1)}`).join(" ") }));
+    const newest = number(points[points.length - 1][1]);
+    names.append(element("span", { class: `c${i % 8}` }, drawn.length > 1 ? ` ${name} ${newest}` : newest));
+  });
+  return element("figure", {}, element("figcaption", {}, element("span", {}, title), names), svg);
+}
+
+function drawCurves(look) {
+  const { steps, values } = look.curves;
+  const charts = Object.entries(CHARTS).map(([title, columns]) => lineChart(title, Object.fromEntries(
+    columns.map(([label, column]) => [label, steps.map((step, i) => [step, (values[column] ?? [])[i]])]))));
+  if (look.rates) {
+    rates.push([look.uptime_s, look.rates.samples_per_s, look.rates.answers_per_s]);
+    if (rates.length > RATES_KEPT) rates.shift();
+    const lines = { trained: rates.map((r) => [r[0], r[1]]), answered: rates.map((r) => [r[0], r[2]]) };
+    charts.push(lineChart("throughput: samples/s, by second", lines));
+  }
+  const names = [...new Set(look.evals.flatMap((one) => Object.keys(one.scores ?? {})))]
+    .filter((name) => name.startsWith("pass@") && name !== "pass@1");
+  const scores = Object.fromEntries(names.map((name) => [name, look.evals.map((one) => [one.version, one.scores?.[name]])]));
+  charts.push(lineChart("accuracy on held-out prompts, by version",
+    { accuracy: look.evals.map((one) => [one.version, one.accuracy]), ...scores }));
+  const receivers = [...new Set(look.pushes.map((p) => p.receiver))].sort().slice(0, 8);
+  charts.push(lineChart("ms from the snapshot to the commit, by version", Object.fromEntries(receivers.map((name) =>
+    [name, look.pushes.filter((p) => p.receiver === name).map((p) => [p.version, 1e3 * p.total_s])]))));
+  charts.push(histogram(look.staleness_counts));
+  $("curves").replaceChildren(...charts.filter(Boolean));
 }
 
 function histogram(counts) {
@@ -111,6 +153,7 @@ function histogram(counts) {
 }
 
 function drawLedger(look) {
+  if (!look.ledger) return;
   const ledger = look.ledger, flight = ledger.in_flight;
   const inFlight = Object.values(flight).reduce((a, b) => a + b, 0);
   const ended = Object.entries(ledger.ended).filter(([, count]) => count);
@@ -119,45 +162,49 @@ function drawLedger(look) {
     `${inFlight.toLocaleString()} in flight`].join(" + ");
   const line = element("p", {}, words + (ledger.balance ? "" : ", balanced"));
   if (ledger.balance) line.append(element("span", { class: "bad" }, ` OFF BY ${ledger.balance}`));
-  const rates = look.rates;
-  const flow = element("p", { class: "dim" }, `${number(rates.issued_per_s)}/s issued, ` +
-    `${number(rates.answers_per_s)}/s answered, ${number(rates.samples_per_s)}/s trained, ${number(rates.ended_per_s)}/s ended`);
+  const parts = [line];
+  if (look.rates) {
+    const perSecond = (name) => number(look.rates[`${name}_per_s`]);
+    parts.push(element("p", { class: "dim" }, `${perSecond("issued")}/s issued, ${perSecond("answers")}/s answered, ` +
+      `${perSecond("samples")}/s trained, ${perSecond("ended")}/s ended`));
+  }
+  if (look.health) {
+    const share = (name) => `${(100 * (look.health[name] ?? 0)).toFixed(1)}%`;
+    parts.push(element("p", { class: "dim" }, `recent: ${share("equal_rewards")} of groups with equal rewards, ` +
+      `${share("truncated")} of answers cut off, ${share("failed_samples")} of samples failed`));
+  }
   const names = Object.keys(flight), classes = Object.fromEntries(names.map((n, i) => [n, "f" + i]));
-  const shares = Object.fromEntries(names.map((n) => [n, inFlight ? flight[n] / inFlight : 0]));
   const keys = element("p", {}, "in flight:");
   for (const name of names) keys.append(element("span", { class: "swatch " + classes[name] }), `${name} ${flight[name]}`);
-  const share = (name) => `${(100 * (look.health[name] ?? 0)).toFixed(1)}%`;
-  const health = element("p", { class: "dim" }, `recent: ${share("equal_rewards")} of groups with equal rewards, ` +
-    `${share("truncated")} of answers cut off, ${share("failed_samples")} of samples failed`);
-  const parts = [line, flow, health, bar(shares, classes), keys];
+  if (inFlight) parts.push(bar(Object.fromEntries(names.map((n) => [n, flight[n] / inFlight])), classes), keys);
   for (const one of look.evals.slice(-3)) {
     parts.push(element("p", {}, `eval of version ${one.version}: ${one.answered}/${one.samples} answered, ` +
-      `accuracy ${one.accuracy.toFixed(3)}${one.done ? "" : " so far"}`));
+      `accuracy ${one.accuracy.toFixed(3)}${one.done === false ? " so far" : ""}`));
   }
   $("ledger").replaceChildren(...parts);
 }
 
 function drawServices(look) {
-  const rows = [...look.members].sort((a, b) => (a.role + a.name).localeCompare(b.role + b.name)).map((m) => {
-    const version = m.stats.version ?? m.stats.step;
+  const rows = [...look.members].sort((a, b) => `${a.role} ${a.name}`.localeCompare(`${b.role} ${b.name}`)).map((m) => {
+    const stats = m.stats ?? {}, version = stats.version ?? stats.step;
     const idle = Object.entries(m.shares).filter(([name]) => isIdle(name)).sort((a, b) => b[1] - a[1]);
     const why = idle.length ? ` (${idle[0][0].replace(/^(idle: |wait_)/, "")})` : "";
-    return [m.name, m.silent_s >= 10 ? `silent ${m.silent_s.toFixed(0)} s` : m.state, m.incarnation,
+    return [m.name, m.silent_s >= 10 ? `silent ${m.silent_s.toFixed(0)} s` : m.state ?? "", m.incarnation ?? "",
       version ?? "", version === undefined ? "" : Math.max(0, look.version - version),
-      Math.round(m.stats.decoded_per_s ?? m.stats.train_tokens_per_s ?? 0) || "", bar(m.shares, colours(Object.keys(m.shares))),
-      m.busy === null ? "" : (100 * (1 - m.busy)).toFixed(0) + "%" + why, m.activity, m.host];
+      Math.round(stats.decoded_per_s ?? stats.train_tokens_per_s ?? 0) || "", bar(m.shares, colours(Object.keys(m.shares))),
+      m.busy === null || m.busy === undefined ? "" : (100 * (1 - m.busy)).toFixed(0) + "%" + why, m.activity ?? "", m.host ?? ""];
   });
   for (const [name, why] of Object.entries(look.departed)) {
-    rows.push([name, "gone", "", "", "", "", "", "", why, "", ""]);
+    rows.push([name, "gone", "", "", "", "", "", "", why, ""]);
   }
-  table($("services"), ["service", "state", "incarnation", "version", "lag", "tokens/s", "last 10 s", "idle",
-    "activity", "host"], rows);
+  table($("services"), ["service", "state", "incarnation", "version", "lag", "tokens/s",
+    look.recorded ? "of the run" : "last 10 s", "idle", "activity", "host"], rows);
 }
 
 function drawTimeline(look) {
-  const tracks = Object.entries(look.spans).sort().slice(0, TRACKS);
+  const tracks = Object.entries(look.spans ?? {}).sort().slice(0, TRACKS);
   const latest = tracks.reduce((end, [, spans]) => Math.max(end, spans[spans.length - 1][2]), -Infinity);
-  if (!Number.isFinite(latest)) return;
+  if (!Number.isFinite(latest)) return $("timeline").replaceChildren();
   const W = 1000, L = 130, ROW = 20, H = ROW * tracks.length + 18, since = latest - WINDOW_S;
   const svg = shape("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": "timeline" });
   const x = (t) => L + (W - L) * Math.max(0, t - since) / WINDOW_S;
@@ -181,12 +228,34 @@ function drawTimeline(look) {
   $("timeline").replaceChildren(svg, legend);
 }
 
+// Of each receiver its pushes, and the middle and the worst of each phase.
+function drawPushes(look) {
+  const rows = [...new Set(look.pushes.map((p) => p.receiver))].sort().map((receiver) => {
+    const own = look.pushes.filter((p) => p.receiver === receiver), last = own[own.length - 1];
+    const sorted = (phase) => own.map((p) => 1e3 * (p[`${phase}_s`] ?? 0)).sort((a, b) => a - b);
+    const at = (list, share) => Number(list[Math.min(list.length - 1, Math.floor(share * list.length))].toFixed(1));
+    const total = sorted("total");
+    return [receiver, last.plane ?? "", last.version, own.length, ...PHASES.map((phase) => at(sorted(phase), 0.5)), at(total, 0.95), at(total, 1)];
+  });
+  table($("pushes"), ["receiver", "plane", "version", "pushes", ...PHASES.map((p) => `${p}, median`), "total, p95", "total, max"], rows);
+}
+
+function drawConfig(look) {
+  const sections = Object.entries(look.config ?? {}).filter(([, values]) => values && typeof values === "object");
+  $("config").replaceChildren(...sections.map(([section, values]) => {
+    const own = element("table");
+    table(own, ["key", "value"], Object.entries(values).map(([key, value]) =>
+      [key, typeof value === "string" ? value : JSON.stringify(value)]));
+    return element("details", {}, element("summary", {}, section), element("div", { class: "scroll" }, own));
+  }));
+}
+
 function drawSamples(look) {
   const columns = ["sample", "seconds", "tokens", "turns", "versions", "reward", "ended by"];
   const facts = (s) => [s.sample, s.seconds, s.tokens, s.turns, s.versions.join("-"), s.reward, s.finish_reason];
-  table($("slow"), columns, look.slow_samples.map(facts));
-  $("rollouts").replaceChildren(...look.rollouts.slice(-4).reverse().flatMap(rollout));
-  $("samples").replaceChildren(...look.samples.slice(-4).reverse().flatMap((s) => [
+  table($("slow"), columns, (look.slow_samples ?? []).map(facts));
+  $("rollouts").replaceChildren(...look.rollouts.slice(-8).reverse().flatMap(rollout));
+  $("samples").replaceChildren(...(look.samples ?? []).slice(-4).reverse().flatMap((s) => [
     element("div", {}, `${s.sample}: reward ${number(s.reward)}, ${s.tokens} tokens, version ${s.versions.join("-")}, ${s.finish_reason}`),
     element("pre", {}, element("span", { class: "dim" }, s.prompt), s.response)]));
 }
@@ -211,32 +280,34 @@ function rollout(one) {
 function draw(look) {
   document.title = `${look.version}/${look.steps} ${look.run_id}`;
   $("run").textContent = look.run_id;
-  $("state").textContent = `${look.state}, up ${Math.floor(look.uptime_s / 60)} min ${Math.floor(look.uptime_s % 60)} s`;
+  $("state").textContent = `${look.state}, ${look.recorded ? "took" : "up"} ${Math.floor(look.uptime_s / 60)} min ${Math.floor(look.uptime_s % 60)} s`;
   $("progress").max = Math.max(1, look.steps);
   $("progress").value = look.version;
-  $("step").textContent = `step ${look.version}/${look.steps}, ${number(look.rates.steps_per_s)}/s`;
+  $("step").textContent = `step ${look.version}/${look.steps}${look.rates ? `, ${number(look.rates.steps_per_s)}/s` : ""}`;
   const done = look.finished || look.version >= look.steps;
-  const notice = look.lost ? (done ? `the run has done all its ${look.steps} steps and has ended`
+  const notice = look.recorded ? "" : look.lost ? (done ? `the run has done all its ${look.steps} steps and has ended`
     : `the run has ended, or cannot be reached: seen at step ${look.version}/${look.steps}`)
     : look.finished ? `all steps are done, the run ends: ${look.ending}`
     : look.ending ? `ENDING: ${look.ending}` : look.paused ? `PAUSED: ${look.paused}` : "";
   $("notice").classList.toggle("well", done);
   $("notice").hidden = !notice;
   $("notice").textContent = notice;
-  $("warnings").replaceChildren(...look.warnings.filter((w) => w.until < 0).map((w) =>
+  $("warnings").replaceChildren(...(look.warnings ?? []).filter((w) => w.until < 0).map((w) =>
     element("li", {}, `warning: ${w.name}: ${w.text}`)));
-  $("stuck").replaceChildren(...look.stuck.map((s) =>
+  $("stuck").replaceChildren(...(look.stuck ?? []).map((s) =>
     element("li", {}, `${s.what} at ${s.holder}${s.age_s ? ` for ${s.age_s.toFixed(0)} s` : ""}, ${s.action}`)));
-  const charts = CURVES.map((name) => look.curves.values[name] && lineChart(name, look.curves.steps, look.curves.values[name]));
-  $("curves").replaceChildren(...[...charts, histogram(look.staleness_counts)].filter(Boolean));
+  if (look.facts) table($("facts"), [], look.facts);
+  drawCurves(look);
   drawLedger(look);
   drawServices(look);
   drawTimeline(look);
-  table($("pushes"), ["version", "receiver", "plane", "snapshot", "wire", "stage", "commit", "total"],
-    look.pushes.slice(-8).reverse().map((p) => [p.version, p.receiver, p.plane,
-      ...[p.snapshot_s, p.wire_s, p.stage_s, p.commit_s, p.total_s].map((s) => Number((1e3 * s).toFixed(1)))]));
+  drawPushes(look);
   drawSamples(look);
-  $("counters").textContent = Object.entries(look.counters).filter(([, n]) => n).map(([k, n]) => `${k} ${n}`).join(", ");
+  drawConfig(look);
+  $("counters").textContent = Object.entries(look.counters ?? {}).filter(([, n]) => n).map(([k, n]) => `${k} ${n}`).join(", ");
+  for (const id of ["facts", "curves", "ledger", "services", "timeline", "pushes", "slow", "rollouts", "samples", "counters", "config"]) {
+    $(id).closest("section").hidden = !$(id).textContent;
+  }
 }
 
 async function turn() {
@@ -254,4 +325,5 @@ async function turn() {
   setTimeout(turn, EVERY_MS);
 }
 
-turn();
+if ($("recorded")) draw(JSON.parse($("recorded").textContent));
+else turn();

@@ -1,0 +1,188 @@
+"""Whether a run fits into memory, by how much, and which key to lower if not."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from umbra.deploy.check.hardware import Machine
+from umbra.deploy.check.model_sizes import ModelSizes, read_sizes
+from umbra.deploy.check.needs import (
+    LOADED,
+    PHASES,
+    VLLM_WORK,
+    Item,
+    Need,
+    needs,
+    peak,
+    published,
+)
+from umbra.proto.errors import UsageError
+from umbra.services.config import RunConfig
+from umbra.services.reporting.tables import size
+
+USABLE = 0.95  # of a GPU: its allocator leaves gaps
+VLLM_SHARE = 0.92  # vLLM 0.32's gpu_memory_utilization
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Needs of a run by process, and their sums by GPU (`loads`) and on the host.
+
+    `faults` are sentences about what does not fit, each with the key to change; `notes` are what
+    else is worth knowing.
+    """
+
+    machine: Machine
+    needs: tuple[Need, ...]
+    arena: Item
+    loads: dict[int, int]
+    host: int
+    faults: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    def in_short(self) -> str:
+        """Return one line with the margin of each kind of memory."""
+        machine = self.machine
+        rows = [(f"GPU {index}", load, machine.gpu) for index, load in sorted(self.loads.items())]
+        rows += [("host", self.host, machine.host), ("/dev/shm", self.arena.bytes, machine.shm)]
+        return ", ".join(
+            f"{name} {size(needed)}"
+            + (f" of {size(there)} ({1 - needed / there:.0%} left)" if there else "")
+            for name, needed, there in rows
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return values for JSON; sizes in bytes."""
+        return {
+            "fits": not self.faults,
+            "gpu": self.machine.name,
+            "gpu_bytes": self.machine.gpu,
+            "gpus": {str(index): load for index, load in sorted(self.loads.items())},
+            "host_bytes": self.host,
+            "shm_bytes": self.arena.bytes,
+            "processes": [
+                {
+                    "name": need.name,
+                    "count": need.count,
+                    "gpus": [list(gpus) for gpus in need.gpus],
+                    "device": {item.name: item.bytes for item in need.device},
+                    "host": {item.name: item.bytes for item in need.host},
+                }
+                for need in self.needs
+            ],
+        }
+
+
+def estimate(config: RunConfig, machine: Machine) -> Estimate:
+    """Return what the run needs on `machine`, by the config.json of its model.
+
+    Raises:
+        UsageError: there is no such model, it is refused, or a setting is not known here.
+    """
+    for key in ("expert_parallel", "replicas"):
+        if (value := getattr(config.trainer, key)) > 1:
+            raise UsageError(
+                f"trainer.{key} = {value}: the estimate does not know yet what it takes; "
+                f"estimate the run with {key} = 1"
+            )
+    return judge(config, read_sizes(config), machine)
+
+
+def judge(config: RunConfig, sizes: ModelSizes, machine: Machine) -> Estimate:
+    found = needs(config, sizes, gpu=machine.gpu, host=machine.host)
+    slots = config.weight_hub.slots
+    version = published(config, sizes, gpu=machine.gpu > 0)
+    arena = Item(f"arena, {slots} versions", slots * version, LOADED, "set weight_hub.slots = 2")
+    by_gpu: dict[int, list[Need]] = defaultdict(list)
+    for need in found:
+        for index in (index for gpus in need.gpus for index in gpus):
+            by_gpu[index].append(need)
+    loads = {i: sum(taken(config, one, machine) for one in own) for i, own in by_gpu.items()}
+    host = peak([arena, *(item for need in found for item in need.host * need.count)])
+    faults = [*_gpu_faults(by_gpu, loads, machine), *_host_faults(found, arena, host, machine)]
+    room, note = vllm_room(config, found, machine)
+    if room is not None and room < 1:
+        faults.append(
+            f"{note}, so vLLM would refuse to start: lower generator.max_context, or raise "
+            "generator.tensor_parallel"
+        )
+        note = ""
+    notes = (note,) if note else ()
+    return Estimate(machine, tuple(found), arena, loads, host, tuple(faults), notes)
+
+
+def taken(config: RunConfig, need: Need, machine: Machine) -> int:
+    """Return the bytes of each of its GPUs; vLLM takes its share whatever it needs."""
+    if need.name == "generator" and config.generator.engine == "vllm" and machine.gpu:
+        return int(_vllm_share(config) * machine.gpu)
+    return peak(need.device)
+
+
+def _vllm_share(config: RunConfig) -> float:
+    return float(config.generator.engine_args.get("gpu_memory_utilization", VLLM_SHARE))
+
+
+def vllm_room(config: RunConfig, found: list[Need], machine: Machine) -> tuple[float | None, str]:
+    """Return how many full contexts vLLM's KV cache has room for, and a sentence if too few."""
+    generator = config.generator
+    need = next((need for need in found if need.name == "generator" and need.gpus), None)
+    given = generator.engine_args.get("kv_cache_memory_bytes")
+    if need is None or generator.engine != "vllm" or given or not machine.gpu:
+        return None, ""
+    weights, cache = need.device[0].bytes, need.device[1].bytes
+    left = _vllm_share(config) * machine.gpu - weights - VLLM_WORK
+    room = max(0.0, left / (cache / generator.slots))
+    if room >= generator.slots:
+        return room, ""
+    return room, (
+        f"the KV cache of a generator has room for {room:.1f} sequences of generator.max_context = "
+        f"{generator.max_context} tokens, of generator.slots = {generator.slots}"
+    )
+
+
+def _gpu_faults(
+    by_gpu: dict[int, list[Need]], loads: dict[int, int], machine: Machine
+) -> Iterator[str]:
+    told: set[str] = set()
+    for index, own in sorted(by_gpu.items()):
+        names = " and ".join(need.name for need in own)
+        if not machine.gpu or loads[index] <= USABLE * machine.gpu or names in told:
+            continue
+        told.add(names)
+        what = f"GPU {index} has {size(machine.gpu)} ({machine.name}), of which "
+        if len(own) > 1:
+            yield (
+                f"{what}{names} need {size(loads[index])} together: give the "
+                "generator other GPUs (generator.device), or lower what each takes"
+            )
+            continue
+        largest = _largest(own[0].device)
+        yield (
+            f"{what}a {names} needs {size(loads[index])}, most of it {largest.name} "
+            f"({size(largest.bytes)}): {largest.remedy}"
+        )
+
+
+def _host_faults(found: list[Need], arena: Item, host: int, machine: Machine) -> Iterator[str]:
+    if machine.shm is not None and arena.bytes > machine.shm:
+        yield (
+            f"/dev/shm has {size(machine.shm)}, the arena of the weights needs "
+            f"{size(arena.bytes)}: make it larger (docker: --shm-size), or set weight_hub.slots = "
+            "2 or a smaller weight_hub.dtype"
+        )
+    if machine.host is not None and host > machine.host:
+        largest = _largest(tuple(item for need in found for item in need.host))
+        yield (
+            f"the host has {size(machine.host)} of memory, the run needs {size(host)}, most of it "
+            f"{largest.name} ({size(largest.bytes)} per process): {largest.remedy}"
+        )
+
+
+def _largest(items: tuple[Item, ...]) -> Item:
+    """Return the largest item that a user can change, in the phase that needs most."""
+    phase = max(PHASES, key=lambda name: sum(i.bytes for i in items if name in i.during))
+    known = [item for item in items if item.remedy and phase in item.during]
+    return max(known or items, key=lambda item: item.bytes)

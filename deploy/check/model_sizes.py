@@ -1,0 +1,124 @@
+"""Numbers of a model that its memory depends on, from its config.json; no weights are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from umbra.proto.errors import UsageError
+from umbra.services.config import RunConfig, TrainerConfig
+from umbra.services.modeling.architectures import check_architecture
+from umbra.services.modeling.lora import add_adapter, is_adapter
+from umbra.services.modeling.model_directory import directory_of
+from umbra.services.modeling.models import (
+    attention_implementation,
+    loading,
+    read_transformers_config,
+)
+from umbra.services.modeling.row_sizes import layer_numbers
+from umbra.services.trainer.distributed.sharding import decoder_layers
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """Counts of elements, not bytes.
+
+    Attributes:
+        parameters: of the model without an adapter, which is merged into it.
+        adapter: of the adapter; 0 without one.
+        trained: parameters that have a gradient.
+        outside: parameters outside of the decoder's layers, and how many of them are trained.
+        layer: parameters of the largest decoder layer, and how many of them are trained.
+        largest: elements of the largest tensor.
+        cache: elements in the cache of keys and values, for a token in all layers.
+        kept: elements of a token in a layer that the backward pass needs (`layer_numbers`).
+        scores: elements of a pair of positions in a layer that eager attention keeps, else 0.
+        config: Transformers', by which the trainer chooses the length of rows.
+    """
+
+    parameters: int
+    adapter: int
+    trained: int
+    outside: tuple[int, int]
+    layer: tuple[int, int]
+    largest: int
+    layers: int
+    hidden: int
+    vocabulary: int
+    cache: int
+    kept: int
+    scores: int = 0
+    config: Any = None
+
+
+def read_sizes(config: RunConfig) -> ModelSizes:
+    """Return the sizes of a run's model.
+
+    Raises:
+        UsageError: there is no such model, or it is refused.
+    """
+    if not config.model.path:
+        raise UsageError("model.path is empty: name a directory with the model's config.json")
+    directory = directory_of(config.model.name, weights=False)
+    check_architecture(directory, checked=config.model.checked)
+    with loading(directory, "model.path"):
+        model = read_transformers_config(directory)
+        return sizes_of(model, config.trainer, latent=config.generator.engine == "vllm")
+
+
+def sizes_of(model_config: Any, trainer: TrainerConfig, *, latent: bool = False) -> ModelSizes:
+    """Return the sizes of a model by Transformers' config, with the adapter of `trainer`."""
+    eager = (attention := attention_implementation(model_config)) == "eager"
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            model_config, attn_implementation=attention, trust_remote_code=False
+        )
+    if trainer.lora_rank:
+        add_adapter(model, trainer, seed=0)
+    places = {id(p): i for i, one in enumerate(decoder_layers(model)) for p in one.parameters()}
+    counts: dict[int, list[int]] = {-1: [0, 0]}  # by layer, -1 is outside of them: all, trained
+    adapter = largest = 0
+    for name, parameter in model.named_parameters():
+        count = parameter.numel()
+        own = counts.setdefault(places.get(id(parameter), -1), [0, 0])
+        own[0] += count
+        own[1] += count * parameter.requires_grad
+        adapter += count * is_adapter(name)
+        largest = max(largest, count)
+    parameters, trained = map(sum, zip(*counts.values(), strict=True))
+    outside = counts.pop(-1)
+    layer = max(counts.values(), default=[0, 0])
+    text = model_config.get_text_config()
+    return ModelSizes(
+        parameters=parameters - adapter,
+        adapter=adapter,
+        trained=trained,
+        outside=(outside[0], outside[1]),
+        layer=(layer[0], layer[1]),
+        largest=largest,
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        vocabulary=text.vocab_size,
+        cache=cache_numbers(text, latent=latent),
+        kept=layer_numbers(model_config),
+        scores=3 * text.num_attention_heads if eager else 0,
+        config=model_config,
+    )
+
+
+def cache_numbers(config: Any, *, latent: bool) -> int:
+    """Return the elements cached of a token in all layers; windows are not taken into account.
+
+    With `latent`, multi-head latent attention caches what it has compressed, as vLLM does.
+    """
+    layers, heads = config.num_hidden_layers, config.num_attention_heads
+    if getattr(config, "kv_lora_rank", None):
+        if latent:
+            return layers * (config.kv_lora_rank + config.qk_rope_head_dim)
+        key = config.qk_nope_head_dim + config.qk_rope_head_dim
+        return layers * heads * (key + config.v_head_dim)
+    head = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return layers * 2 * (getattr(config, "num_key_value_heads", None) or heads) * head
