@@ -17,7 +17,7 @@ from umbra.deploy.check.machine_defaults import for_hardware, this_machine
 from umbra.deploy.cluster.cluster_file import load_cluster
 from umbra.deploy.cluster.plan import make_plan
 from umbra.deploy.files.formats import to_toml
-from umbra.deploy.prepare.load import load_run, set_option
+from umbra.deploy.prepare.load import load_given, set_option
 from umbra.deploy.prepare.preflight import check_packages, check_run, search_path
 from umbra.deploy.prepare.stage import try_start
 from umbra.proto.errors import EXIT_DONE, UsageError
@@ -67,7 +67,7 @@ def command(
         return _finish([], list(findings()), {}, json_wanted)
     if showing:
         return _show(load_config(run_file, overrides=overrides), json_wanted)
-    run, tree = load_run(run_file, overrides)
+    run, tree = load_given(run_file, overrides)
     if gpu is None:
         check_run(run, download=False)
     if cluster_file is not None:

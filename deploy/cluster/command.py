@@ -53,7 +53,7 @@ def command(
     or a script for SLURM, or manifests for Kubernetes. Paths in RUN_FILE must be good on the nodes.
     """
     cluster = load_cluster(cluster_file)
-    config, _ = load_run(run_file, overrides)
+    config = load_run(run_file, overrides)
     plan = make_plan(cluster, config, run_id or new_run_id(config.run.name))
     check_feasible(plan.config)
     modules, keys = modules_of(config, run_file), _keys(config, out)

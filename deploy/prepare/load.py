@@ -19,15 +19,18 @@ set_option = click.option(
 )
 
 
-def load_run(run_file: Path, overrides: tuple[str, ...]) -> tuple[RunConfig, dict[str, Any]]:
+def load_run(run_file: Path, overrides: tuple[str, ...]) -> RunConfig:
     """Return the configuration of `run_file` with absolute paths and pinned names.
-
-    With it the tree of what was given, without defaults.
 
     Raises:
         UsageError: see `load_tree` and `pinned`.
         StartupError: a model or prompts are elsewhere, and cannot be reached.
     """
+    return load_given(run_file, overrides)[0]
+
+
+def load_given(run_file: Path, overrides: tuple[str, ...]) -> tuple[RunConfig, dict[str, Any]]:
+    """Return `load_run`, and the tree of what was given, without defaults."""
     tree = load_tree(run_file, overrides=overrides)
     config = msgspec.convert(tree, RunConfig)
     return pinned(resolve_paths(config, run_file, note), note), tree

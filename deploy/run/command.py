@@ -13,7 +13,7 @@ import click
 from umbra.deploy.check.machine_defaults import for_this_machine
 from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.files.shown import print_facts, shown_command, shown_path
-from umbra.deploy.prepare.load import load_run, note, run_file_argument, set_option
+from umbra.deploy.prepare.load import load_given, note, run_file_argument, set_option
 from umbra.deploy.prepare.preflight import (
     check_one_machine,
     check_packages,
@@ -67,7 +67,7 @@ def up(
         if before is not None:
             stack.enter_context(before.held())
             run_file = before.config
-        config, tree = load_run(run_file, overrides)
+        config, tree = load_given(run_file, overrides)
         told = check_extension(before, config) if before is not None and before.has_ended() else ""
         check_one_machine(config)
         if missing := _to_download(config):
