@@ -48,7 +48,7 @@ ROWS = [
     row("weight-hub", "push", 2.5, **PUSH),
     row("buffer", "batch", 1.0, in_flight={"queued": 2, "ready": 6}),
     row("buffer", "eval", 3.5, version=1, accuracy=0.5, answered=8, samples=8, seconds=1.0),
-    row("trainer", "step", 2.0, step=1, train_tokens_per_s=9.0, **{"reward/mean": 0.25, "loss": 0.5}),
+    row("trainer", "step", 2.0, step=1, loss=0.5, train_tokens_per_s=9.0, **{"reward/mean": 0.25}),
     row("trainer", "step", 2.0, step=2, **{"reward/mean": 0.5, "loss": None}),
 ]  # fmt: skip
 
@@ -140,7 +140,8 @@ def test_the_page_is_whole_and_needs_nothing_else(folder: RunFolder, tmp_path: P
     for place, expected in (
         ("run", folder.id), ("curves", "reward"), ("curves", "accuracy on held-out prompts"),
         ("curves", "throughput"), ("curves", "staleness of trained samples"),
-        ("services", "(work)"), ("services", "decode 3.0 s"), ("services", "25%"), ("ledger", "10 issued = 7 trained"),
+        ("services", "(work)"), ("services", "decode 3.0 s"), ("services", "25%"),
+        ("ledger", "10 issued = 7 trained"),
         ("ledger", "balanced"), ("pushes", "total, p95"), ("counters", "expired_leases 1"),
         ("config", "x</td>"),
     ):  # fmt: skip
