@@ -23,7 +23,13 @@ from umbra.services.process.command import ServiceContext
 from umbra.services.reporting.tables import size
 from umbra.services.trainer.batch import TrainBatch, make_batch
 from umbra.services.trainer.checkpoints.saver import SaveOutcome, Saver
-from umbra.services.trainer.distributed.commands import Snapshot, Stop, Train, send_command
+from umbra.services.trainer.distributed.commands import (
+    Save,
+    Snapshot,
+    Stop,
+    Train,
+    send_command,
+)
 from umbra.services.trainer.distributed.shards import Snapshots
 from umbra.services.trainer.guard import SkipLimit
 from umbra.services.trainer.learner import Learner
@@ -127,6 +133,7 @@ class Loop:
                     return False
             self._row = row
             with self._phase("checkpoint"):
+                send_command(self._learner.ranks, Save("after", self.version))
                 self._saver.after(self.version, row)
             published = self.publish()
             self._profile.end()
@@ -157,6 +164,8 @@ class Loop:
     def save(self) -> None:
         """Make a checkpoint of the steps that the last one does not cover, and see it through."""
         self._session.progress("saving the last checkpoint")
+        step = self.version if self._row is not None else -1
+        send_command(self._learner.ranks, Save("last", step))
         self._saved(self._saver.last(self.version, self._row))
 
     def publish(self) -> bool:
@@ -206,6 +215,8 @@ class Loop:
         step, facts = self.version + 1, self._facts
         deadline = Deadline(self._config.trainer.batch_wait_s, f"no batch for step {step}")
         while not self._session.stopping.is_set():
+            if self._saver.under_way:
+                send_command(self._learner.ranks, Save("settled"))
             self._saved(self._saver.settled())
             self._learner.ranks.check()
             self._publisher.check()
@@ -279,6 +290,8 @@ class Loop:
         """
         row = self._row
         with self._phase("checkpoint"):
+            if row is not None:
+                send_command(self._learner.ranks, Save("wanted", self.version))
             if row is None or not self._saver.wanted(self.version, row):
                 self._tell_covered()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from contextlib import closing, nullcontext
-from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
@@ -18,13 +17,12 @@ from umbra.services.modeling.lora import adapter_facts
 from umbra.services.modeling.model_directory import weights_checksum
 from umbra.services.process.command import ServiceContext
 from umbra.services.trainer.checkpoints.folder import CheckpointFolder
-from umbra.services.trainer.checkpoints.resume import resume
-from umbra.services.trainer.checkpoints.saver import Saver, ShardWriter, join_in
+from umbra.services.trainer.checkpoints.loader import resume
+from umbra.services.trainer.checkpoints.saver import Saver
 from umbra.services.trainer.critic import LearnedCritic, open_critic
 from umbra.services.trainer.distributed.commands import (
     Export,
     Gather,
-    Save,
     Stop,
     follow_commands,
     send_command,
@@ -102,26 +100,25 @@ def run(
         with (
             closing(Snapshots(learner.model, manifest, ranks)) as snapshots,
             closing(critic) if critic is not None else nullcontext(),
-            closing(ShardWriter(parts, ranks.rank, ranks.holders)) as writer,
+            closing(
+                Saver(
+                    folder,
+                    parts,
+                    ranks,
+                    every=config.checkpoint.every,
+                    begun=step,
+                    run=context.run_dir.name,
+                    config=as_dict(config),
+                )
+            ) as saver,
         ):
             if ranks.rank:
                 profile = Profile(
                     context.run_dir / "profile", config.trainer.profile_steps, ranks.rank
                 )
-                save = partial(join_in, folder, writer, ranks)
                 say = context.log.info
-                follow_commands(ranks, learner, update, snapshots, critic, save, profile, say)
+                follow_commands(ranks, learner, update, snapshots, critic, saver, profile, say)
                 return EXIT_DONE
-            saver = Saver(
-                folder,
-                writer,
-                ranks,
-                every=config.checkpoint.every,
-                begun=step,
-                run=context.run_dir.name,
-                config=as_dict(config),
-                order=lambda step, kept: send_command(ranks, Save(step, kept)),
-            )
             code = _lead(context, learner, update, snapshots, critic, manifest, tokenizer, saver)
             send_command(ranks, Stop("rank 0 has left the run"))
             return code

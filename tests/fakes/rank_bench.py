@@ -22,9 +22,9 @@ from umbra.services.config.loader import as_dict, load_config
 from umbra.services.modeling.model_directory import weights_checksum
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.checkpoints.folder import CheckpointFolder
+from umbra.services.trainer.checkpoints.loader import resume
 from umbra.services.trainer.checkpoints.parts import CheckpointPart
-from umbra.services.trainer.checkpoints.resume import resume
-from umbra.services.trainer.checkpoints.saver import Saver, ShardWriter, join_in
+from umbra.services.trainer.checkpoints.saver import Saver
 from umbra.services.trainer.critic import open_critic
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.learner import Learner
@@ -173,20 +173,9 @@ def save(
 ) -> None:
     """A checkpoint of all ranks, seen through to its end."""
     folder = CheckpointFolder(path, config.checkpoint, node=ranks.node)
-    with closing(ShardWriter(parts, ranks.rank, ranks.holders)) as writer:
-        if ranks.rank:
-            join_in(folder, writer, ranks, *msgspec.json.decode(ranks.broadcast()))
-            return
-        saver = Saver(
-            folder,
-            writer,
-            ranks,
-            every=1,
-            begun=0,
-            run="test",
-            config=as_dict(config),
-            order=lambda *told: ranks.broadcast(msgspec.json.encode(told)),
-        )
+    with closing(
+        Saver(folder, parts, ranks, every=1, begun=0, run="test", config=as_dict(config))
+    ) as saver:
         (outcome,) = saver.last(step, row)
         assert not outcome.error
 

@@ -39,7 +39,7 @@ def test_two_ranks_save_and_others_go_on(tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     shutil.rmtree(saved / f"step-{STEPS}")
     index = read_index(saved / f"step-{SAVED}")
-    assert index.tensors["optimizer/model.embed_tokens.weight.exp_avg_sq"].dtype == "U8"
+    assert index.tensors["optimizer/model.embed_tokens.weight.exp_avg_sq"].dtype == "uint8"
     with torch.compiler.set_stance("force_eager"):
         one = train(tmp_path / "model", batches, Ranks(), checkpoints=saved, **CASE)
     for name, tensor in one.weights.items():

@@ -115,15 +115,13 @@ def test_each_host_has_the_files_of_its_ranks_alone(trained: tuple[int, Path]) -
     for host, part in enumerate((".", "node-1")):
         root = folder / f"f-{host}"
         step = root / part / f"step-{SAVED}"
-        names = {path.relative_to(root).as_posix() for path in root.rglob("*.safetensors")}
+        names = {path.relative_to(root).as_posix() for path in root.rglob("*.rows")}
         ranks = (2 * host, 2 * host + 1)
-        assert names == {(step / f"rank-0000{r}.safetensors").relative_to(root).as_posix()
-                         for r in ranks}  # fmt: skip
+        assert names == {(step / f"rank-0000{r}.rows").relative_to(root).as_posix() for r in ranks}
         index = read_index(step)
-        assert (index.world, len(index.hosts), index.holders) == (4, 2, 4 // replicas)
-    files = [folder / "f-1" / "node-1" / f"step-{SAVED}" / f"rank-0000{r}.safetensors"
-             for r in (2, 3)]  # fmt: skip
-    assert all(bool(load_file(file)) == (replicas == 1) for file in files), "replica 0 has all rows"
+        assert (len(index.files), len(index.hosts)) == (4, 2)
+        with_rows = [bool(file.pieces) for file in index.files]
+        assert with_rows == [True, True, replicas == 1, replicas == 1], "replica 0 has all rows"
 
 
 def test_hosts_go_on_bit_by_bit(trained: tuple[int, Path]) -> None:
@@ -151,8 +149,8 @@ def test_a_host_whose_files_are_lost(trained: tuple[int, Path]) -> None:
     for rank in range(4):
         error = json.loads((folder / f"lost.{rank}.json").read_text())["error"]
         assert "none of the checkpoints in" in error
-        assert "rank-00002.safetensors of node 1 (" in error
-        assert "rank-00003.safetensors of node 1 (" in error
+        assert "rank-00002.rows of node 1 (" in error
+        assert "rank-00003.rows of node 1 (" in error
         assert "rank-00000" not in error
 
 
@@ -169,9 +167,9 @@ def test_one_rank_goes_on_from_what_the_hosts_have_together(
     checkpoints = tmp_path / "checkpoints"
     shutil.copytree(folder / "f-0", checkpoints)
     if replicas == 1:
-        with pytest.raises(UsageError, match=r"no rank-00002.safetensors of node 1 \("):
+        with pytest.raises(UsageError, match=r"no rank-00002.rows of node 1 \("):
             train(directory, batches, Ranks(), checkpoints=checkpoints, **ADAM)
-        with pytest.raises(UsageError, match=r"no rank-00002.safetensors of node 1 \("):
+        with pytest.raises(UsageError, match=r"no rank-00002.rows of node 1 \("):
             export_checkpoint(checkpoints / f"step-{SAVED}", tmp_path / "hf")
     shutil.copytree(folder / "f-1" / "node-1", checkpoints / "node-1")
     whole = export_checkpoint(checkpoints / f"step-{SAVED}", tmp_path / "hf")

@@ -16,7 +16,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from fakes.slowness import seconds
 
@@ -24,7 +23,7 @@ from umbra.proto.errors import PeerLostError
 from umbra.services.config import CheckpointConfig, TrainerConfig
 from umbra.services.trainer.checkpoints.folder import CheckpointFolder
 from umbra.services.trainer.checkpoints.parts import Weights
-from umbra.services.trainer.checkpoints.saver import Saver, ShardCopy, ShardWriter, join_in
+from umbra.services.trainer.checkpoints.saver import Saver
 from umbra.services.trainer.distributed.heartbeat import Liveness
 from umbra.services.trainer.distributed.ranks import Ranks, join_ranks
 from umbra.services.trainer.distributed.shards import ShardSync
@@ -90,31 +89,18 @@ def snapshot(ranks: Ranks) -> None:
 def checkpoint(ranks: Ranks, folder: Path) -> None:
     """Rank 0 waits for the file of rank 1."""
     parts: dict[str, Any] = {"policy": Weights(torch.nn.Linear(4, 4))}
-    with closing(ShardWriter(parts, ranks.rank, ranks.holders)) as writer:
-        if ranks.rank:
-            write = ShardCopy.write
+    made = CheckpointFolder(folder, CheckpointConfig())
+    write = Saver._write
 
-            def slow(self: ShardCopy, path: Path, *more: Any) -> Any:
-                time.sleep(2 * TIMEOUT_S)
-                return write(self, path, *more)
+    def slow(self: Saver, *args: Any) -> Any:
+        time.sleep(2 * TIMEOUT_S * ranks.rank)
+        return write(self, *args)
 
-            setattr(ShardCopy, "write", slow)  # noqa: B010 - of a frozen class
-            made = CheckpointFolder(folder, CheckpointConfig())
-            join_in(made, writer, ranks, *msgspec.json.decode(ranks.broadcast()))
-            return
-        saver = Saver(
-            CheckpointFolder(folder, CheckpointConfig()),
-            writer,
-            ranks,
-            every=1,
-            begun=0,
-            run="test",
-            config={},
-            order=lambda *told: ranks.broadcast(msgspec.json.encode(told)),
-        )
+    Saver._write = slow
+    with closing(Saver(made, parts, ranks, every=1, begun=0, run="test", config={})) as saver:
         (outcome,) = saver.last(1, {})
-        assert not outcome.error, outcome.error
-        assert CheckpointFolder(folder, CheckpointConfig()).steps() == [1]
+    assert not outcome.error, outcome.error
+    assert made.steps() == [1]
 
 
 if __name__ == "__main__":

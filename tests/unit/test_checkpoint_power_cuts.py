@@ -15,10 +15,9 @@ from torch import Tensor
 
 from umbra.services.config import CheckpointConfig
 from umbra.services.process.files import Disk
-from umbra.services.trainer.checkpoints.folder import CheckpointFolder, check_files, read_index
-from umbra.services.trainer.checkpoints.reading import SavedPart
-from umbra.services.trainer.checkpoints.resume import resume
-from umbra.services.trainer.checkpoints.saver import Saver, ShardWriter
+from umbra.services.trainer.checkpoints.folder import CheckpointFolder, read_index
+from umbra.services.trainer.checkpoints.loader import Saved, SavedPart, resume
+from umbra.services.trainer.checkpoints.saver import Saver
 from umbra.services.trainer.distributed.ranks import Ranks
 
 KEEP = CheckpointConfig(every=1, keep=2)
@@ -40,7 +39,7 @@ class Counting:
 
     def load(self, saved: SavedPart) -> None:
         """Take over the step."""
-        saved.fill("rows", self.rows)
+        saved.fill({"rows": self.rows})
 
 
 class Training:
@@ -50,16 +49,8 @@ class Training:
         self.part = Counting()
         self.folder = CheckpointFolder(path, KEEP, disk)
         self.step = resume(self.folder, {"part": self.part}, Ranks())
-        self._writer = ShardWriter({"part": self.part}, 0, 1)
         self._saver = Saver(
-            self.folder,
-            self._writer,
-            Ranks(),
-            every=1,
-            begun=self.step,
-            run="test",
-            config={},
-            order=lambda step, kept: None,
+            self.folder, {"part": self.part}, Ranks(), every=1, begun=self.step, run="t", config={}
         )
 
     def save(self, step: int) -> None:
@@ -71,7 +62,7 @@ class Training:
 
     def close(self) -> None:
         """End its thread."""
-        self._writer.close()
+        self._saver.close()
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +91,7 @@ def test_a_power_cut_leaves_each_checkpoint_whole_or_not_there(
         folder = training.folder
         assert not list(folder.path.glob("damaged-*")), f"after step {step}: {disk.steps[step - 1]}"
         for one in folder.steps():
-            check_files(folder.of(one), read_index(folder.of(one)))
+            Counting().load(Saved(folder, read_index(folder.of(one))).part("part"))
         shutil.rmtree(place)
 
 

@@ -24,9 +24,14 @@ def export_checkpoint(checkpoint: Path, out: Path, model: str = "") -> Path:
     """
     from umbra.services.modeling.lora import add_adapter
     from umbra.services.modeling.model_directory import weights_checksum
-    from umbra.services.trainer.checkpoints.folder import DamagedError, check_files, read_index
+    from umbra.services.trainer.checkpoints.folder import (
+        NODE,
+        CheckpointFolder,
+        DamagedError,
+        read_index,
+    )
+    from umbra.services.trainer.checkpoints.loader import Saved
     from umbra.services.trainer.checkpoints.parts import Weights
-    from umbra.services.trainer.checkpoints.reading import Saved
     from umbra.services.trainer.policy import export_policy, load_policy
     from umbra.services.trainer.snapshot import whole_weights
 
@@ -34,7 +39,6 @@ def export_checkpoint(checkpoint: Path, out: Path, model: str = "") -> Path:
     try:
         index = read_index(checkpoint)
         config = msgspec.convert(index.config, RunConfig)
-        paths = check_files(checkpoint, index)
         source = "--model" if model else f"model.path of {checkpoint}, or --model"
         begun = model or config.model.name
         policy, tokenizer = load_policy(
@@ -44,8 +48,11 @@ def export_checkpoint(checkpoint: Path, out: Path, model: str = "") -> Path:
         if config.trainer.lora_rank:
             base = weights_checksum(begun)
             add_adapter(policy, config.trainer, config.run.seed)
-        with Saved(checkpoint, index, paths) as saved:
-            Weights(policy, base).load(saved.part("policy"))
+        root = checkpoint.parent
+        if root.name.startswith(NODE):
+            root = root.parent
+        folder = CheckpointFolder(root, config.checkpoint)
+        Weights(policy, base).load(Saved(folder, index).part("policy"))
     except (DamagedError, msgspec.ValidationError) as error:
         raise UsageError(f"{checkpoint} cannot be exported: {error}") from error
     return export_policy(policy, tokenizer, out, whole_weights(policy))

@@ -15,7 +15,6 @@ import msgspec
 
 from umbra.proto.errors import UNREADABLE, UmbraError
 from umbra.services.config import CheckpointConfig
-from umbra.services.modeling.safetensors_file import checksum_of
 from umbra.services.process.files import DISK, Disk
 
 SCRATCH = ".writing-"
@@ -46,10 +45,60 @@ class CheckpointFolder:
         """The steps that have a checkpoint, in order."""
         return _steps(self.path)
 
-    def seen(self) -> list[tuple[int, Path]]:
-        """Steps and folders of all checkpoints of which this host has files, in order."""
-        places = [self.root, *sorted(self.root.glob(f"{NODE}*"))]
-        return sorted((step, place / f"step-{step}") for place in places for step in _steps(place))
+    def seen(self) -> list[int]:
+        """Return the steps of all checkpoints of which this host has files, in order."""
+        return sorted({step for place in self._places() for step in _steps(place)})
+
+    def newest_index(self, step: int) -> Index:
+        """Return the index of the checkpoint of `step` that was saved last.
+
+        Raises:
+            DamagedError: there is none that can be read.
+        """
+        found: list[Index] = []
+        fault = DamagedError(f"{self.of(step)} is not there")
+        for place in self._places():
+            if (place / f"step-{step}").is_dir():
+                try:
+                    found.append(read_index(place / f"step-{step}"))
+                except DamagedError as error:
+                    fault = error
+        if not found:
+            raise fault
+        return max(found, key=lambda index: index.saved_at)
+
+    def find_files(self, index: Index) -> dict[int, Path]:
+        """Return the files of a checkpoint that are on this host, by rank; of others, none.
+
+        They may be in the folders of several nodes, if hosts share a disk, or these were copied.
+        """
+        found: dict[int, Path] = {}
+        for place in self._places():
+            directory = place / f"step-{index.step}"
+            with suppress(DamagedError):
+                if read_index(directory).saved_at != index.saved_at:
+                    continue  # of another life
+                for number, file in enumerate(index.files):
+                    path = directory / file_name(number)
+                    if path.is_file() and path.stat().st_size == file.size:
+                        found.setdefault(number, path)
+        return found
+
+    def _places(self) -> list[Path]:
+        """The folders of all nodes that are on this host, its own one first."""
+        return list(dict.fromkeys([self.path, self.root, *sorted(self.root.glob(f"{NODE}*"))]))
+
+    def adopt(self, index: Index) -> None:
+        """Make a folder for files of a checkpoint that another host has.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        with suppress(DamagedError):
+            if read_index(self.of(index.step)).saved_at == index.saved_at:
+                return
+        self.begin(index.step)
+        self.finish(index)
 
     def of(self, step: int) -> Path:
         """The folder of the checkpoint of `step`."""
@@ -118,12 +167,6 @@ class CheckpointFolder:
             if step not in keep:
                 self._drop(step)
 
-    def keep_only(self, steps: list[int]) -> None:
-        """Remove all but the checkpoints of these steps, which rank 0 keeps."""
-        for step in self.steps():
-            if step not in steps:
-                self._drop(step)
-
     def best(self) -> int | None:
         """The step of the best checkpoint, the newest of equals; None if nothing tells."""
         config = self._config
@@ -173,7 +216,7 @@ def _steps(path: Path) -> list[int]:
 
 NAME = "checkpoint.json"
 NODE = "node-"  # begins the names of the folders of other nodes than the first
-FORMAT = 2
+FORMAT = 3
 
 
 class DamagedError(UmbraError):
@@ -184,14 +227,25 @@ class TensorInfo(msgspec.Struct, frozen=True):
     """A whole tensor: all its rows, over all ranks."""
 
     shape: list[int]
-    dtype: str  # safetensors' name
+    dtype: str  # torch's name: float32, uint8
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """A part of a tensor in a file."""
+
+    name: str  # of the tensor: "part/name"
+    first: list[int]  # index of its first element in the tensor
+    shape: list[int]
+    at: int  # byte of the file
+    checksum: int  # XXH3
 
 
 class FileInfo(msgspec.Struct, frozen=True):
-    """One rank's file."""
+    """One rank's file; there is none if it has no pieces."""
 
     size: int
-    checksum: int  # XXH3
+    pieces: list[Piece]
+    facts: dict[str, Any]  # what the rank saved besides tensors, by part
 
 
 class Index(msgspec.Struct, frozen=True, kw_only=True):
@@ -200,101 +254,44 @@ class Index(msgspec.Struct, frozen=True, kw_only=True):
     format: int = FORMAT
     step: int
     run: str
-    saved_at: float  # seconds since the epoch
+    saved_at: float  # seconds since the epoch; tells apart two checkpoints of one step
     config: dict[str, Any]  # of the run, resolved
     metrics: dict[str, float]  # of the step
     tensors: dict[str, TensorInfo]  # by "part/name"
     files: list[FileInfo]  # by rank
-    holders: int = 0  # the first so many ranks have all rows; 0 = all ranks
     hosts: list[str] = []  # by node, each with equally many ranks; none = one host
 
-    @property
-    def world(self) -> int:
-        """Ranks that wrote it."""
-        return len(self.files)
-
-    @property
-    def with_rows(self) -> range:
-        """The files that rows are in; the others have what is a rank's own, which can be missed."""
-        return range(self.holders or self.world)
-
     def describe(self, number: int) -> str:
-        """The name of a file, and the host that wrote it."""
+        """Return the name of a file, with the host that wrote it."""
         if len(self.hosts) < 2:
             return file_name(number)
-        node = number * len(self.hosts) // self.world
+        node = number * len(self.hosts) // len(self.files)
         return f"{file_name(number)} of node {node} ({self.hosts[node]})"
 
 
 def file_name(rank: int) -> str:
-    """The file of `rank`."""
-    return f"rank-{rank:05d}.safetensors"
+    """Return the name of the file of `rank`."""
+    return f"rank-{rank:05d}.rows"
 
 
 def read_index(directory: Path) -> Index:
-    """The index of the checkpoint in `directory`.
+    """Return the index of the checkpoint in `directory`.
 
     Raises:
         DamagedError: there is none, or it cannot be read; says why.
     """
     path = directory / NAME
     try:
-        index = msgspec.json.decode(path.read_bytes(), type=Index)
+        content = path.read_bytes()
+        found = msgspec.json.decode(content, type=_Format).format
+        if found == FORMAT:
+            return msgspec.json.decode(content, type=Index)
     except OSError as error:
         raise DamagedError(f"{path} cannot be read: {error.strerror}") from error
     except UNREADABLE as error:
         raise DamagedError(f"{path} is damaged: {error}") from error
-    if index.format != FORMAT:
-        raise DamagedError(f"{path} has format {index.format}, this Umbra reads {FORMAT}")
-    return index
+    raise DamagedError(f"{path} has format {found}, this Umbra reads {FORMAT}")
 
 
-def find_files(directory: Path, index: Index) -> dict[int, Path]:
-    """The files of the checkpoint in `directory` that are on this host, by rank.
-
-    They may be in the folders of several nodes, if hosts share a disk, or these were copied.
-    """
-    root = directory.parent
-    if root.name.startswith(NODE):
-        root = root.parent
-    places = [directory, root / directory.name, *sorted(root.glob(f"{NODE}*/{directory.name}"))]
-    found: dict[int, Path] = {}
-    for number, file in enumerate(index.files):
-        for place in places:
-            path = place / file_name(number)
-            if path.is_file() and (number not in found or path.stat().st_size == file.size):
-                found[number] = path
-                if path.stat().st_size == file.size:
-                    break
-    return found
-
-
-def check_file(path: Path, expected: FileInfo) -> None:
-    """Check a file of a checkpoint.
-
-    Raises:
-        DamagedError: it is missing, cut off or changed; names it.
-    """
-    try:
-        size = path.stat().st_size
-        if size != expected.size:
-            raise DamagedError(f"{path} has {size} bytes instead of {expected.size}")
-        if checksum_of(path).checksum != expected.checksum:
-            raise DamagedError(f"{path} is damaged: its checksum is not that in {NAME}")
-    except OSError as error:
-        raise DamagedError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def check_files(directory: Path, index: Index) -> dict[int, Path]:
-    """The files of the checkpoint by rank, if all that have rows are on this host and whole.
-
-    Raises:
-        DamagedError: a file is missing, cut off or changed; names it.
-    """
-    found = find_files(directory, index)
-    for number in index.with_rows:
-        if number not in found:
-            raise DamagedError(f"{directory} has no {index.describe(number)}")
-    for number, path in found.items():
-        check_file(path, index.files[number])
-    return found
+class _Format(msgspec.Struct):
+    format: int

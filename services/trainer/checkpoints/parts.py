@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from umbra.proto.errors import UsageError
-from umbra.services.trainer.checkpoints.reading import SavedPart
+from umbra.services.trainer.checkpoints.loader import SavedPart
 from umbra.services.trainer.optimizer import MasterWeights, rows_like
 
 SHOWN = 3  # names in an error
@@ -92,8 +92,7 @@ class Weights:
             )
         own = self.tensors()
         check_names(saved, own)
-        for name, tensor in own.items():
-            saved.fill(name, tensor)
+        saved.fill(own)
         self._master_weights.push()
 
 
@@ -142,6 +141,7 @@ class OptimizerState:
                 f"{kind}: go on with the optimizer of before"
             )
         found: dict[nn.Parameter, dict[str, Tensor]] = {}
+        places: dict[str, Tensor] = {}
         for full in sorted(saved.names):  # all ranks in one order
             name, _, key = full.rpartition(".")
             parameter = self._parameters.get(name)
@@ -152,8 +152,8 @@ class OptimizerState:
                 place = rows_like(parameter, shape, dtype)
             else:
                 place = torch.zeros(shape, dtype=dtype, device=parameter.device)
-            saved.fill(full, place)
-            found.setdefault(parameter, {})[key] = place
+            places[full] = found.setdefault(parameter, {})[key] = place
+        saved.fill(places)
         pack = getattr(self._optimizer, "pack", lambda _, state: state)
         self._optimizer.state.clear()
         for parameter, state in found.items():

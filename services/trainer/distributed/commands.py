@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from umbra.proto.records import Trajectory
 from umbra.services.trainer.batch import make_batch
+from umbra.services.trainer.checkpoints.saver import Saver
 from umbra.services.trainer.critic import LearnedCritic
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.distributed.shards import Snapshots
@@ -29,10 +31,10 @@ class Snapshot(msgspec.Struct, frozen=True, tag=True):
 
 
 class Save(msgspec.Struct, frozen=True, tag=True):
-    """Write the own part of the checkpoint of `step`; the folder has those of the steps `kept`."""
+    """Call a method of the saver; `step` is -1 if there is nothing to save."""
 
-    step: int
-    kept: list[int]
+    method: Literal["after", "wanted", "settled", "last"]
+    step: int = 0
 
 
 class Gather(msgspec.Struct, frozen=True, tag=True):
@@ -66,7 +68,7 @@ def follow_commands(
     update: Update,
     snapshots: Snapshots,
     critic: LearnedCritic | None,
-    save: Callable[[int, list[int]], object],
+    saver: Saver,
     profile: Profile,
     say: Callable[[str], None],
 ) -> None:
@@ -85,9 +87,12 @@ def follow_commands(
                 with phases("snapshot"):
                     snapshots.write()
                 profile.end()
-            case Save(step, kept):
+            case Save(method, step):
                 with phases("checkpoint"):
-                    save(step, kept)
+                    if method == "settled":
+                        saver.settled()
+                    else:
+                        getattr(saver, method)(step, {} if step >= 0 else None)
             case Gather():
                 learner.weights()
             case Export(out):

@@ -142,6 +142,11 @@ class Ranks:
         return self.hosts.place.node(self.rank)
 
     @property
+    def leads_host(self) -> bool:
+        """True on the first rank of each host."""
+        return self.rank == self.hosts.place.ranks_on(self.node)[0]
+
+    @property
     def heartbeat(self) -> Liveness:
         """How these ranks wait for each other.
 

@@ -43,7 +43,7 @@ def put_none_off() -> None:
 
     def waiting(self: Saver, step: int, row: Any) -> None:
         if step // self._every > self.begun // self._every:
-            self._collect(wait=True)
+            self._settle(wait=True)
         after(self, step, row)
 
     Saver.after = waiting
@@ -53,9 +53,9 @@ def prepare(moment: str, at: int) -> None:
     """Have this process end there."""
     from umbra.proto.messages import CheckpointSaved, CommitBatch
     from umbra.proto.net.channel import Channel
-    from umbra.services.modeling import safetensors_file
+    from umbra.services.process.files import Disk
 
-    call, rename, write = Channel.call, Path.rename, safetensors_file.write_safetensors
+    call, rename, opened = Channel.call, Path.rename, Disk.open
 
     def calling(self: Channel, body: Any, *args: Any, **kwargs: Any) -> Any:
         if moment == "trained" and isinstance(body, CommitBatch) and body.step == at:
@@ -68,11 +68,12 @@ def prepare(moment: str, at: int) -> None:
             die()
         return reply
 
-    def writing(path: Path, *args: Any, **kwargs: Any) -> Any:
+    def opening(self: Disk, path: Path, **kwargs: Any) -> int:
+        fd = opened(self, path, **kwargs)
         if moment == "writing" and path.parent.name == f".writing-{at}":
-            path.write_bytes(b"\x10" * 1000)
+            os.write(fd, b"\x10" * 1000)
             die()
-        return write(path, *args, **kwargs)
+        return fd
 
     def renaming(self: Path, target: Path) -> Any:
         if moment == "written" and self.name == f".writing-{at}":
@@ -81,10 +82,10 @@ def prepare(moment: str, at: int) -> None:
 
     Channel.call = calling
     Path.rename = renaming  # pyright: ignore[reportAttributeAccessIssue]
-    safetensors_file.write_safetensors = writing
+    Disk.open = opening
 
 
 if "KILL_PLAN" in os.environ and "trainer" in sys.orig_argv:
     if (chosen := plan(os.environ["KILL_PLAN"])) is not None:
         prepare(*chosen)
-    put_none_off()  # it imports what is prepared
+    put_none_off()
