@@ -9,10 +9,10 @@ import xxhash
 
 from umbra.proto.errors import UsageError
 from umbra.services.modeling.hub import fetch, is_hub_name, looks_like_name
-from umbra.services.modeling.safetensors_file import checksum_of
 
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
+PIECE_BYTES = 8 << 20  # of a file, read at once
 READ_SUFFIXES = (".json", ".safetensors", ".model")
 
 
@@ -111,5 +111,13 @@ def weights_checksum(path: str | Path) -> str:
     """XXH3 over all weight files of a model, in hexadecimal."""
     checksum = xxhash.xxh3_64()
     for file in sorted(directory_of(path).glob("*.safetensors")):
-        checksum.update(checksum_of(file).checksum.to_bytes(8))
+        checksum.update(_checksum_of(file).to_bytes(8))
     return checksum.hexdigest()
+
+
+def _checksum_of(path: Path) -> int:
+    checksum = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        while piece := file.read(PIECE_BYTES):
+            checksum.update(piece)
+    return checksum.intdigest()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -179,7 +179,7 @@ class Saved:
                 stored = torch.empty(
                     piece.shape, dtype=_dtype(self.index.tensors[piece.name].dtype)
                 )
-                content = stored.view(-1).view(torch.uint8).numpy()
+                content = stored.view(-1).view(torch.uint8).numpy().data
                 file.seek(piece.at)
                 if file.readinto(content) < len(content):
                     raise DamagedError("it is cut off")

@@ -22,7 +22,7 @@ import msgspec
 import torch
 import xxhash
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
@@ -231,7 +231,7 @@ class Saver:
         try:
             with disk.opened(path, new=True) as fd:
                 for item, tensor in zip(plan, rows, strict=True):
-                    content = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+                    content = tensor.reshape(-1).view(torch.uint8).numpy().data
                     checksum, first = xxhash.xxh3_64(), item.index.offset or ()
                     for start in range(0, len(content), PIECE_BYTES):
                         some = content[start : start + PIECE_BYTES]
