@@ -162,7 +162,9 @@ class Saver:
         return self.settled()
 
     def close(self) -> None:
-        """End the thread, after what it is writing."""
+        """End the thread, after what it is writing; one rank alone still names that."""
+        if self._ranks.world == 1:
+            self._settle(wait=True)
         self._thread.shutdown()
 
     def _begin(self, step: int, row: Row) -> None:
