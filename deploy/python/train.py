@@ -25,9 +25,10 @@ from umbra.services.config import RunConfig
 from umbra.services.config.loader import config_of, read_run_file, to_json
 from umbra.services.environments.protocol import Tool
 from umbra.services.process.files import DISK, READABLE_MODE
+from umbra.services.prompts.rows import plain_row, rows_of
 
-Prompts: TypeAlias = str | Path | Iterable[str | Mapping[str, Any]]
-"""What `data.prompts` takes: a file, a URL, "datasets:NAME"; or rows, texts or mappings."""
+Prompts: TypeAlias = str | Path | Mapping[str, Sequence[Any]] | Iterable[str | Mapping[str, Any]]
+"""A value of `data.prompts`; or a table, or rows that are texts or mappings."""
 
 Reward: TypeAlias = str | Callable[..., Any]
 """A function, or "module:function"; called with `prompt=`, `completion=` and `row=`."""
@@ -226,31 +227,18 @@ def _write_prompts(prompts: Prompts, folder: RunFolder, argument: str) -> str:
     """Return the value of `data.prompts`; rows are written to the run's folder."""
     if isinstance(prompts, str | Path):
         return str(prompts)
-    if not isinstance(prompts, Iterable):
-        raise UsageError(
-            f"{argument}: give a file, a dataset or rows, not a {type(prompts).__name__}"
-        )
-    rows = [_row(row, number, argument) for number, row in enumerate(prompts)]
-    if not rows:
+    found = rows_of(prompts, argument)
+    if not found:
         raise UsageError(f"{argument} has no rows")
+    # The column that holds the prompts may have another name, by data.columns.
+    rows = [
+        plain_row(row, f"{argument}, row {number}") for number, row in enumerate(found, start=1)
+    ]
     folder.inputs.mkdir(exist_ok=True)
     path = folder.inputs / f"{argument}.jsonl"
-    DISK.replace(path, b"\n".join(rows) + b"\n", mode=READABLE_MODE)
+    lines = b"".join(msgspec.json.encode(row) + b"\n" for row in rows)
+    DISK.replace(path, lines, mode=READABLE_MODE)
     return str(path)
-
-
-def _row(row: Any, number: int, argument: str) -> bytes:
-    if isinstance(row, str):
-        row = {"prompt": row}
-    if not isinstance(row, Mapping):
-        raise UsageError(
-            f"{argument}: row {number} is a {type(row).__name__}; a row is a text, or a mapping "
-            'with "prompt"'
-        )
-    try:
-        return msgspec.json.encode(dict(row))
-    except TypeError as error:
-        raise UsageError(f"{argument}: row {number} cannot be written as JSON: {error}") from error
 
 
 def _write(folder: RunFolder, config: RunConfig, source: CopiedSource) -> None:

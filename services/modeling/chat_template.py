@@ -252,14 +252,20 @@ class ChatTemplate:
         return rest, self._encode(stop + rest)
 
     def _reasoned(self, message: Message) -> Message:
-        """Move the reasoning of `message` to where this template looks for it."""
-        if "reasoning_content" not in message or self.reasoning_field == "reasoning_content":
-            return message
-        rest = {key: value for key, value in message.items() if key != "reasoning_content"}
-        thought = message["reasoning_content"]
+        """Move the reasoning of `message` to where this template looks for it.
+
+        Keys without a value go: templates ask whether a key is there.
+        """
+        kept = {k: v for k, v in message.items() if v is not None or k == "content"}
+        if self.reasoning_field == "reasoning_content":
+            return kept
+        thought = kept.pop("reasoning_content", "")
+        if message["role"] != "assistant" or not thought:
+            return kept
         if self.reasoning_field == "content":
-            return {**rest, "content": f"<think>\n{thought}\n</think>\n\n{rest['content']}"}
-        return {**rest, self.reasoning_field: thought}
+            said = kept["content"] or ""
+            return {**kept, "content": f"<think>\n{thought}\n</think>\n\n{said}"}
+        return {**kept, self.reasoning_field: thought}
 
     def _apply(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, cue: bool

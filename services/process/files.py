@@ -8,6 +8,7 @@ forgets what it may (`tests/fakes/lossy_disk.py`).
 
 from __future__ import annotations
 
+import codecs
 import fcntl
 import os
 from collections.abc import Iterator
@@ -187,7 +188,7 @@ def read_numbered(path: str | Path, called: str = "") -> list[tuple[int, dict[st
     """`read_jsonl` with the line number (1-based) of every object; errors say `called`."""
     called = called or str(path)
     try:
-        lines = Path(path).read_bytes().splitlines()
+        lines = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
     except OSError as error:
         raise UsageError(f"{called} cannot be read: {error.strerror}") from error
     rows: list[tuple[int, dict[str, Any]]] = []

@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from umbra.proto.errors import StartupError, UsageError
 from umbra.services.process.files import read_numbered
 from umbra.services.prompts.download import file_of, is_url, pin_url, shown
-from umbra.services.prompts.rows import Prompt, check_row, renamed
+from umbra.services.prompts.rows import Prompt, check_row, renamed, rows_of
 
 DATASETS = "datasets:"
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -113,8 +113,9 @@ def _call(name: str) -> list[dict[str, Any]]:
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        made: Iterable[Mapping[str, Any]] = getattr(importlib.import_module(module), function)()
-        return [dict(row) for row in made]
+        return rows_of(getattr(importlib.import_module(module), function)(), name)
+    except UsageError:
+        raise
     except Exception as error:
         told = f"{name} gave no prompts: {type(error).__name__}: {_line(error)}"
         raise UsageError(f"{told}; it must return an iterable of rows") from error

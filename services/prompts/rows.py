@@ -1,14 +1,19 @@
-"""What a prompt is: an object with `prompt`, which is text or a list of messages."""
+"""Rows of prompts from any source: an object with `prompt`, which is text or a list of messages."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 import msgpack
 
 from umbra.proto.errors import UsageError
+
+ROW_BYTES = 16 << 20  # as it is sent; a lease of one such row fits into a frame
+ROW_KEYS = 4096  # `proto.bounds.Row`
+INTEGERS = range(-(1 << 63), 1 << 64)  # MessagePack's
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,24 +42,145 @@ def renamed(row: dict[str, Any], columns: Mapping[str, str], where: str) -> dict
     return kept | {ours: row[theirs] for ours, theirs in columns.items()}
 
 
-def check_row(row: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return `row` if it is a prompt that can be sent to a generator.
+def rows_of(table: object, where: str) -> list[dict[str, Any]]:
+    """Return the rows of a table, data set or iterable, given as a Python object.
+
+    Tables are pandas' and polars' data frames, Arrow's tables, and mappings of columns.
+
+    Args:
+        table: it, or an iterable of texts and mappings.
+        where: begins the errors: "prompts", say.
 
     Raises:
-        UsageError: it is not; begins with `where`.
+        UsageError: it is something else, whose iteration would give names of columns or splits.
     """
-    if "prompt" not in row:
+    found: Any = table
+    kind = type(table).__name__
+    if kind in ("DatasetDict", "IterableDatasetDict"):
+        raise UsageError(f'{where}: a {kind} holds splits: give one, as in dataset["train"]')
+    if isinstance(table, Mapping):
+        columns = {str(name): list(column) for name, column in _columns(found, where)}
+        if len({len(column) for column in columns.values()}) != 1:
+            raise UsageError(f"{where}: the columns of a table have one length")
+        found = [
+            dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
+        ]
+    elif hasattr(table, "to_pylist"):  # Arrow
+        found = found.to_pylist()
+    elif hasattr(table, "to_dicts"):  # polars
+        found = found.to_dicts()
+    elif hasattr(table, "to_dict") and hasattr(table, "columns"):  # pandas
+        found = found.to_dict("records")
+    if isinstance(found, str | bytes) or not isinstance(found, Iterable):
+        raise UsageError(f"{where}: give a file, a table or rows, not a {kind}")
+    rows: list[dict[str, Any]] = []
+    for number, row in enumerate(cast(Iterable[object], found), start=1):
+        if isinstance(row, str):
+            row = {"prompt": row}
+        if not isinstance(row, Mapping):
+            raise UsageError(
+                f"{where}, row {number} is a {type(row).__name__}; a row is a text, or a mapping "
+                'with "prompt"'
+            )
+        rows.append(dict(cast(Mapping[str, Any], row)))
+    return rows
+
+
+def _columns(table: Mapping[Any, Any], where: str) -> Iterable[tuple[Any, Iterable[Any]]]:
+    for name, column in table.items():
+        if isinstance(column, str | bytes | Mapping) or not isinstance(column, Iterable):
+            raise UsageError(
+                f"{where}: of a mapping each value is a column, but {name!r} is a "
+                f"{type(column).__name__}: give a list of rows, or lists by column"
+            )
+        yield name, cast(Iterable[Any], column)
+
+
+def check_row(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return `row` as plain JSON values if it is a prompt that can be sent to a generator.
+
+    Raises:
+        UsageError: it is not; begins with `where` and names the column.
+    """
+    plain = plain_row(row, where)
+    if "prompt" not in plain:
         raise UsageError(f'{where}: the object has no "prompt"')
-    if not _is_prompt(row["prompt"]):
+    prompt = plain["prompt"]
+    if not _is_prompt(prompt):
         raise UsageError(
             f'{where}: "prompt" must be text or a list of {{"role", "content"}} objects, '
-            f"got {_kind(row['prompt'])}"
+            f"got {_kind(prompt)}"
         )
     try:
-        msgpack.packb(row)
-    except (OverflowError, TypeError, ValueError) as error:
+        size = len(cast(bytes, msgpack.packb(plain)))
+    except ValueError as error:  # nested too deeply
         raise UsageError(f"{where}: cannot be sent to a generator: {error}") from error
-    return row
+    if size > ROW_BYTES:
+        raise UsageError(f"{where}: {size} bytes; {ROW_BYTES} are the most")
+    return plain
+
+
+def plain_row(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return `row` as plain JSON values.
+
+    numpy's scalars and arrays become numbers and lists. Keys of nested objects whose value is null
+    are left out: Arrow adds them where rows differ, and chat templates take them for set.
+
+    Raises:
+        UsageError: it has something else; begins with `where` and names the column.
+    """
+    if len(row) > ROW_KEYS:
+        raise UsageError(f"{where}: the object has {len(row)} keys; {ROW_KEYS} are the most")
+    try:
+        return {_key(name, where): _plain(row[name], f'{where}, "{name}"') for name in row}
+    except RecursionError:
+        raise UsageError(f"{where}: cannot be sent to a generator: nested too deeply") from None
+
+
+def _plain(value: Any, where: str) -> Any:
+    """Return `value` as JSON has it."""
+    match value:
+        case None | bool():
+            return value
+        case str():
+            if not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
+                raise UsageError(
+                    f"{where}: a lone surrogate is no text that can be written as UTF-8"
+                )
+            return str(value)
+        case int():
+            if value not in INTEGERS:
+                raise UsageError(f"{where}: {str(value)[:20]}... has more than 64 bits: write text")
+            return int(value)
+        case float():
+            if not math.isfinite(value):
+                raise UsageError(
+                    f"{where}: {value} is no number of JSON: fill it in or leave it out"
+                )
+            return float(value)
+        case Mapping():
+            items = cast(Mapping[Any, Any], value).items()
+            return {
+                _key(name, where): _plain(item, f"{where}.{name}")
+                for name, item in items
+                if item is not None
+            }
+        case list() | tuple():
+            items = enumerate(cast(list[Any], value))
+            return [_plain(item, f"{where}[{i}]") for i, item in items]
+        case _ if hasattr(value, "tolist"):
+            return _plain(value.tolist(), where)
+        case _:
+            kind = type(value).__name__
+            raise UsageError(
+                f"{where}: a {kind} is no JSON value: write text, a number, a list or an object"
+            )
+
+
+def _key(name: Any, where: str) -> str:
+    if not isinstance(name, str):
+        raise UsageError(f"{where}: the key {name!r} is a {type(name).__name__}: keys are texts")
+    return name
 
 
 def _is_prompt(value: object) -> bool:

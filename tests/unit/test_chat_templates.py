@@ -303,6 +303,16 @@ def test_what_is_appended_is_what_the_template_writes(name: str) -> None:
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="some rows name parsers of vLLM")
+@pytest.mark.parametrize("name", [*template_names(), *training_names()])
+def test_keys_without_a_value_write_nothing(name: str) -> None:
+    """As Arrow and some clients add them: a template that tests for a key takes it for set."""
+    _, chat = tokenizer_of(name)
+    said = [ASKED, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "why?"}]
+    nothing = {"reasoning_content": None, "tool_calls": None, "name": None, "tool_call_id": None}
+    padded = [nothing | message for message in said]
+    assert chat.prompt_ids(padded) == chat.prompt_ids(said)
+
+
 def test_the_document_has_the_outcome() -> None:
     _, begin, rest = DOC.read_text(encoding="utf-8").partition(BEGIN)
     assert begin

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from umbra.deploy.python.run import Run
 from umbra.deploy.python.train import train
 from umbra.proto.errors import UsageError
+from umbra.services.prompts.rows import rows_of
 
 DEFAULTS: dict[str, Any] = {
     "output_dir": None,
@@ -163,8 +164,8 @@ class GRPOTrainer:
             )
         if train_dataset is None:
             raise UsageError("GRPOTrainer: train_dataset is missing")
-        self._rows = list(train_dataset)
-        self._held_out = None if eval_dataset is None else list(eval_dataset)
+        self._rows = rows_of(train_dataset, "train_dataset")
+        self._held_out = None if eval_dataset is None else rows_of(eval_dataset, "eval_dataset")
         self._model = str(model)
         self._rewards = reward_funcs
         self._sections = sections_of(values_of(args), rows=len(self._rows))

@@ -1,0 +1,187 @@
+"""One table of odd values, and each way in: they are read as meant, or refused by their place."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from umbra.compat.trl import GRPOTrainer
+from umbra.proto.errors import UsageError
+from umbra.services.prompts.readers import read_source
+from umbra.services.prompts.rows import ROW_BYTES, ROW_KEYS, check_row, rows_of
+
+pandas = pytest.importorskip("pandas")
+pyarrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+datasets = pytest.importorskip("datasets")
+
+ROWS: list[dict[str, Any]] = [{"prompt": "one", "word": "a"}, {"prompt": "two", "word": "b"}]
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "NaN": (float("nan"), "nan is no number of JSON"),
+    "infinity": (float("-inf"), "-inf is no number of JSON"),
+    "numpy NaN": (np.float32("nan"), "nan is no number"),
+    "NaN in an array": (np.array([1.0, np.nan]), r"\[1\]: nan is no number"),
+    "bytes": (b"raw", "a bytes is no JSON value"),
+    "Decimal": (decimal.Decimal("1.5"), "a Decimal is no JSON value"),
+    "date": (datetime.datetime(2026, 1, 1), "a datetime is no JSON value"),
+    "numpy date": (np.datetime64("2026-01-01"), "a date is no JSON value"),
+    "missing": (pandas.NA, "a NAType is no JSON value"),
+    "huge": (10**30, "more than 64 bits"),
+    "set": ({1}, "a set is no JSON value"),
+    "surrogate": ("a\ud800b", "a lone surrogate"),
+    "nested": ({"deep": [{"er": b""}]}, r'"odd".deep\[0\].er: a bytes'),
+    "key": ({1: 2}, "the key 1 is a int"),
+}
+
+READ: dict[str, tuple[Any, Any]] = {
+    "None": (None, None),
+    "numpy number": (np.int64(3), 3),
+    "numpy float": (np.float64(0.5), 0.5),
+    "numpy flag": (np.bool_(True), True),
+    "numpy text": (np.str_("x"), "x"),
+    "array": (np.array([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
+    "array of objects": (np.array([{"a": None, "b": np.int8(1)}], dtype=object), [{"b": 1}]),
+    "tuple": ((1, "a"), [1, "a"]),
+    "padded": ({"a": 1, "b": None, "c": {"d": None}}, {"a": 1, "c": {}}),
+    "list with null": ([1, None], [1, None]),
+    "large": (2**63, 2**63),
+    "empty": ("", ""),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_json_cannot_say_is_refused_with_row_and_column(name: str) -> None:
+    value, words = REFUSED[name]
+    with pytest.raises(UsageError, match=words) as refused:
+        check_row({"prompt": "x", "odd": value}, "here, row 7")
+    assert str(refused.value).startswith('here, row 7, "odd"')
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_has_a_json_value_becomes_it(name: str) -> None:
+    value, expected = READ[name]
+    found = check_row({"prompt": "x", "odd": value}, "here")["odd"]
+    assert found == expected
+    assert type(found) is type(expected)
+
+
+@pytest.mark.parametrize(
+    "prompt, words",
+    [
+        ("", "got empty text"),
+        ([], "got an empty list"),
+        ([{"role": "user"}], "got a list of something else"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "got a list of something else"),
+        (3, "got a number"),
+        (None, "got null"),
+    ],
+)
+def test_a_prompt_is_text_or_messages(prompt: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        check_row({"prompt": prompt}, "here")
+
+
+def test_a_row_that_no_generator_would_receive_is_refused() -> None:
+    row: dict[str, Any] = {"prompt": "x"}
+    with pytest.raises(UsageError, match=f"{ROW_KEYS + 1} keys; {ROW_KEYS} are the most"):
+        check_row(row | {str(n): 0 for n in range(ROW_KEYS)}, "here")
+    with pytest.raises(UsageError, match=f"bytes; {ROW_BYTES} are the most"):
+        check_row(row | {"long": "x" * ROW_BYTES}, "here")
+    deep: Any = 1
+    for _ in range(600):
+        deep = [deep]
+    with pytest.raises(UsageError, match="cannot be sent to a generator"):
+        check_row(row | {"deep": deep}, "here")
+
+
+TABLES: dict[str, Callable[[], Any]] = {
+    "rows": lambda: ROWS,
+    "generator": lambda: (row for row in ROWS),
+    "columns": lambda: {"prompt": ["one", "two"], "word": ("a", "b")},
+    "pandas": lambda: pandas.DataFrame(ROWS),
+    "arrow": lambda: pyarrow.Table.from_pylist(ROWS),
+    "datasets": lambda: datasets.Dataset.from_list(ROWS),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_is_read_by_rows(name: str) -> None:
+    assert rows_of(TABLES[name](), "prompts") == ROWS
+
+
+@pytest.mark.parametrize(
+    "table, words",
+    [
+        (datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)), "holds splits: give one"),
+        ({"prompt": "one"}, "'prompt' is a str: give a list of rows"),
+        ({"prompt": ["one"], "word": ["a", "b"]}, "columns of a table have one length"),
+        ({}, "columns of a table have one length"),
+        (7, "not a int"),
+        (b"text", "not a bytes"),
+        ([["one"]], "row 1 is a list"),
+        (["one", 2], "row 2 is a int"),
+    ],
+)
+def test_what_has_no_rows_is_refused_by_its_type(table: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=f"^prompts.*{words}"):
+        rows_of(table, "prompts")
+
+
+def test_trl_data_sets_are_read_alike() -> None:
+    splits = datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS))
+    with pytest.raises(UsageError, match="train_dataset: a DatasetDict holds splits"):
+        GRPOTrainer("model", lambda: 0, train_dataset=splits)
+
+
+PADDED = [
+    {"prompt": [{"role": "user", "content": "a"}], "call": {"x": 1}},
+    {
+        "prompt": [
+            {"role": "assistant", "content": "b", "reasoning_content": "c"},
+            {"role": "user", "content": "d", "name": "e"},
+        ],
+        "call": {"y": "f"},
+    },
+]
+
+
+def jsonl(folder: Path) -> str:
+    (folder / "rows.jsonl").write_text("\ufeff" + "\n".join(map(json.dumps, PADDED)))
+    return str(folder / "rows.jsonl")
+
+
+def arrow(folder: Path) -> str:
+    parquet.write_table(pyarrow.Table.from_pylist(PADDED), folder / "rows.parquet")
+    return str(folder / "rows.parquet")
+
+
+def saved(folder: Path) -> str:
+    datasets.Dataset.from_list(PADDED).save_to_disk(folder / "saved")
+    return f"datasets:{folder / 'saved'}"
+
+
+def function(folder: Path) -> str:
+    (folder / "padded_rows.py").write_text(
+        f"import pandas\n\ndef rows():\n    return pandas.DataFrame({PADDED!r})\n"
+    )
+    return "padded_rows:rows"
+
+
+@pytest.fixture
+def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+
+
+@pytest.mark.parametrize("write", [jsonl, arrow, saved, function])
+def test_what_arrow_pads_is_left_out(beside: Path, write: Callable[[Path], str]) -> None:
+    assert [prompt.row for prompt in read_source(write(beside))] == PADDED
