@@ -23,7 +23,7 @@ from umbra.services.buffer.broker import Broker, Endpoints
 from umbra.services.buffer.effects import Reply
 from umbra.services.buffer.prompts import EpochSource, PromptFeed
 from umbra.services.buffer.state import RunState
-from umbra.services.buffer.store.api import MemoryStore
+from umbra.services.buffer.store import MemoryStore
 from umbra.services.config import RunConfig
 from umbra.services.prompts.rows import Prompt
 

@@ -121,7 +121,7 @@ class Bundle:
         paths = Paths(
             config=str(self._out / CONFIG_FILE),
             results=str(results),
-            store=str(results / "store"),
+            store=self._plan.config.buffer.store or str(results / "store"),
             keys=str(self._keys or ""),
             modules=self._modules,
         )

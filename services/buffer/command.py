@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from umbra.services.process.command import Alternative, ServiceContext, service_command
+from umbra.services.process.command import ServiceContext, service_command
 
 NEW_ADDRESS = "--new-address"
 
@@ -15,21 +15,9 @@ def _run(context: ServiceContext) -> int:
     return serve(context)
 
 
-def _repair(context: ServiceContext) -> int:
-    from umbra.services.buffer.service import store_directory
-    from umbra.services.buffer.store.repair import repair
-
-    for line in repair(store_directory(context)):
-        click.echo(line)
-    return 0
-
-
 command = service_command(
     "buffer",
     _run,
-    alternative=Alternative(
-        "repair", "Mend a damaged store, say exactly what is dropped, and end.", _repair
-    ),
     options=[
         click.Option(
             [NEW_ADDRESS],

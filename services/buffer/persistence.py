@@ -9,15 +9,16 @@ from operator import attrgetter
 from typing import Annotated, Any, TypeAlias, cast, get_type_hints
 
 import msgspec
+import xxhash
 
 from umbra.proto.errors import UsageError
 from umbra.proto.messages import Stuck
 from umbra.proto.records import EvalReport
 from umbra.services.buffer.samples.evaluation import OpenEvaluation
+from umbra.services.buffer.samples.journal import unfit
 from umbra.services.buffer.samples.staleness import StalenessStats
 from umbra.services.buffer.state import RunState
-from umbra.services.buffer.store.api import StoreError
-from umbra.services.buffer.store.repair import REPAIRED
+from umbra.services.buffer.store import StoreError
 
 log = logging.getLogger(__name__)
 
@@ -123,21 +124,22 @@ class Recovery:
 
     def save(self) -> None:
         """Put what has changed since the last call into the store; the caller commits."""
-        for name in self._run.members.changed:
-            record = self._run.members.record(name)
+        journal, members = self._journal, self._run.members
+        for name in members.changed:
+            record = members.record(name)
             if record is None:
-                self._journal.store.delete(MEMBER + name)
+                journal.store.delete(_key(MEMBER, name))
             else:
-                self._journal.write(MEMBER + name, record)
-        self._run.members.changed.clear()
-        changed = self._journal.save()
+                journal.write(_key(MEMBER, name), record)
+        members.changed.clear()
+        changed = journal.save()
         changed |= self._run.evals.journal.save()
         for name, value in self._run.prompts.changes().items():
-            self._journal.write(PROMPTS + name, value)
+            journal.write(_key(PROMPTS, name), (name, value))
         now = pack_run(self._run)
         if changed or now != self._last:
             self._last = now
-            self._journal.store.put(NOW, now)
+            journal.store.put(NOW, now)
 
     def restore(self, now: float) -> bool:
         """Take over the state in the store; False if there is none.
@@ -146,9 +148,10 @@ class Recovery:
             UsageError: the store is of another run, or of one with other sizes.
             StoreError: the store does not fit together.
         """
-        same = self._journal.read("run")
+        journal, run = self._journal, self._run
+        same = journal.read("run")
         if same is None:
-            self._journal.write("run", self._same)
+            journal.write("run", self._same)
             return False
         for key, value in self._same.items():
             if same.get(key) != value:
@@ -157,52 +160,28 @@ class Recovery:
                     "choose another --run-dir, or go on with the settings of before"
                 )
         try:
-            record = _decode(self._journal.store.get(NOW))
-        except KeyError:
-            raise StoreError(
-                "the counts of the run are gone from the store: begin a new run"
-            ) from None
-        except msgspec.MsgspecError as error:
+            record = _decode(journal.store.get(NOW))
+        except (KeyError, msgspec.MsgspecError) as error:
             raise StoreError(
                 f"the counts of the run in the store cannot be read ({error}): begin a new run"
             ) from error
-        repaired = self._journal.read(REPAIRED) is not None
-        put_back(record, self._run)
-        groups, mended = self._journal.load(mend=repaired)
-        live = {group.group_id: group for group in groups}
-        mended += self._run.batches.restore(live, self._journal.trajectories(), now)
-        groups = list(live.values())
-        self._run.pool.restore(groups, now)
-        mended += self._run.evals.restore(mend=repaired, now=now)
-        members = self._journal.store.keys(MEMBER)
-        self._run.members.restore([self._journal.read(key) for key in sorted(members)], now)
-        kept = self._journal.store.keys(PROMPTS)
-        self._run.prompts.seek(
-            record.prompts, {key.removeprefix(PROMPTS): self._journal.read(key) for key in kept}
-        )
-        if mended and not repaired:
-            raise StoreError(f"the store does not fit together: {mended[0]}")
-        for line in mended:
-            log.warning("%s", line)
-        self._settle(repaired=repaired)
-        if repaired:
-            self._journal.store.delete(REPAIRED)
+        put_back(record, run)
+        trajectories = journal.trajectories()
+        groups = journal.load(trajectories)
+        run.batches.restore({group.group_id: group for group in groups}, trajectories, now)
+        run.pool.restore(groups, now)
+        run.evals.restore(now)
+        run.members.restore([journal.read(key) for key in journal.store.keys(MEMBER)], now)
+        kept = [journal.read(key) for key in journal.store.keys(PROMPTS)]
+        run.prompts.seek(record.prompts, dict(kept))
+        if missing := run.pool.ledger.snapshot().balance:
+            raise unfit(f"{missing} samples are unaccounted for")
         return True
 
-    def _settle(self, *, repaired: bool) -> None:
-        """Balance the ledger: samples that a repair lost end as `lost`, else it is an error."""
-        ledger = self._run.pool.ledger
-        missing = ledger.snapshot().balance
-        if missing < 0 and repaired:  # the newest counts were lost, what they counted was not
-            log.warning("%d samples are taken up that the ledger had not counted yet", -missing)
-            ledger.issued -= missing
-        elif missing > 0 and repaired:
-            ledger.ended["lost"] += missing
-            log.warning("%d samples were lost with the damaged part of the store", missing)
-        elif missing:
-            raise StoreError(
-                f"the store does not fit together: {missing} samples are unaccounted for"
-            )
+
+def _key(prefix: str, name: str) -> str:
+    """Return the key of `name`, which may be longer than a key."""
+    return prefix + xxhash.xxh3_128_hexdigest(name.encode())
 
 
 class DiskQuota:

@@ -20,10 +20,10 @@ from umbra.proto.net.server import Server
 from umbra.proto.net.session import WATCHED
 from umbra.services.buffer.broker import Broker, Endpoints
 from umbra.services.buffer.effects import Effect, Measure, Notify, Reply
+from umbra.services.buffer.mark import open_marked, refuse_marked
 from umbra.services.buffer.prompts import open_prompts
 from umbra.services.buffer.state import RunState
-from umbra.services.buffer.store.api import MemoryStore, Store, StoreFullError
-from umbra.services.buffer.store.mark import open_marked, refuse_marked
+from umbra.services.buffer.store import MemoryStore, Store, StoreFullError
 from umbra.services.config import BufferConfig
 from umbra.services.config.feasibility import check_feasible
 from umbra.services.process.command import ServiceContext
@@ -102,7 +102,9 @@ def open_store(context: ServiceContext) -> Store:
         StoreError: it is damaged, foreign, in use, or not the one of this run.
         UsageError: it cannot be written to.
     """
-    where = _where(context)
+    where = context.config.buffer.store
+    if not where and context.run_dir is not None:
+        where = str(context.run_dir / "store")
     if where in ("", "memory"):
         refuse_marked(context.run_dir)
         context.log.warning("the store is in memory: nothing survives the end of this process")
@@ -111,19 +113,6 @@ def open_store(context: ServiceContext) -> Store:
         return open_marked(context.run_dir, Path(where))
     except OSError as error:
         raise UsageError(f"buffer.store = {where} cannot be opened: {error.strerror}") from error
-
-
-def store_directory(context: ServiceContext) -> Path:
-    """Return the folder of the durable store."""
-    where = _where(context)
-    if where in ("", "memory"):
-        raise UsageError("--repair needs a store: name its folder by --store, or --run-dir")
-    return Path(where)
-
-
-def _where(context: ServiceContext) -> str:
-    where = context.config.buffer.store
-    return str(context.run_dir / "store") if not where and context.run_dir else where
 
 
 def bind(

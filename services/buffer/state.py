@@ -23,7 +23,7 @@ from umbra.services.buffer.samples.pool import SamplePool
 from umbra.services.buffer.samples.scoring import Scoring
 from umbra.services.buffer.samples.staleness import StalenessPolicy
 from umbra.services.buffer.samples.trajectories import TrajectoryStore
-from umbra.services.buffer.store.api import Store
+from umbra.services.buffer.store import Store
 from umbra.services.config import RunConfig
 from umbra.services.config.trajectory_rules import RunFacts, samplings_of
 from umbra.services.prompts.rows import Prompt

@@ -73,7 +73,7 @@ class BufferConfig(Section):
     stall_s: float = key(60.0, "seconds without progress until a member counts as stuck", gt=0)
     store: str = key("", 'folder of the durable store; empty = <run dir>/store, or "memory"')
     store_max_bytes: int = key(
-        8 << 30, "disk space of the store; no new groups beyond it", ge=64 << 20
+        8 << 30, "bytes in use of the store; no new groups beyond it", ge=64 << 20
     )
 
     @property

@@ -101,20 +101,10 @@ def security_overrides(keys: str | None, insecure: bool | None = None) -> list[s
     return chosen if insecure is None else [*chosen, f"security.insecure={str(insecure).lower()}"]
 
 
-@dataclass(frozen=True, slots=True)
-class Alternative:
-    """A flag with which a service's command does something else than to serve."""
-
-    flag: str
-    help: str
-    run: Callable[[ServiceContext], int]
-
-
 def service_command(
     section: str,
     run: Callable[[ServiceContext], int],
     *,
-    alternative: Alternative | None = None,
     options: Sequence[click.Option] = (),
     identify: Callable[[Mapping[str, Any]], tuple[Role, str]] | None = None,
 ) -> click.Command:
@@ -149,10 +139,7 @@ def service_command(
         if values["dry_run"]:
             _print_dry_run(name, role, section, config, values["run_dir"])
             return
-        chosen_run = run
-        if alternative is not None and values[alternative.flag]:
-            chosen_run = alternative.run
-        raise SystemExit(_run_service(chosen_run, role, config, name, values["run_dir"], own))
+        raise SystemExit(_run_service(run, role, config, name, values["run_dir"], own))
 
     params: list[click.Parameter] = [
         click.Option(["--config"], type=str, help="Run file (TOML, or the resolved JSON)."),
@@ -174,8 +161,6 @@ def service_command(
         *options,
         *(_flag(field, cls) for field in fields),
     ]
-    if alternative is not None:
-        params.append(click.Option([f"--{alternative.flag}"], is_flag=True, help=alternative.help))
     return click.Command(service, params=params, callback=invoke, help=_first_line(cls))
 
 

@@ -2,8 +2,8 @@
 
 A disk that loses its power keeps what was synced, and any part of the rest in any order: the data
 of a file counts after `sync`, its name after `sync_directory` of the folder that it is in. All that
-must not be lost is written through this one class, so that a test can put a disk in its place that
-forgets what it may (`tests/fakes/lossy_disk.py`).
+must not be lost, but for the store, is written through this one class, so that a test can put a
+disk in its place that forgets what it may (`tests/fakes/lossy_disk.py`).
 """
 
 from __future__ import annotations

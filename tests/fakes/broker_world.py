@@ -34,7 +34,7 @@ from umbra.services.buffer.broker import Broker, Endpoints
 from umbra.services.buffer.effects import Effect, Measure, Notify, Reply
 from umbra.services.buffer.prompts import GroupEnd, PromptFeed
 from umbra.services.buffer.state import RunState
-from umbra.services.buffer.store.api import MemoryStore
+from umbra.services.buffer.store import MemoryStore
 from umbra.services.config import (
     BufferConfig,
     EnvironmentConfig,

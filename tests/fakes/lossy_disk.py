@@ -166,23 +166,6 @@ class LossyDisk(QuickDisk):
         self.steps.append((what, parts, *more))
 
 
-class Killed(BaseException):
-    """The process ends here: no handler of an error may run."""
-
-
-class KillingDisk(LossyDisk):
-    """Kills the process that works on it after so many steps, once."""
-
-    def __init__(self, root: Path, steps: int) -> None:
-        super().__init__(root)
-        self._until = steps
-
-    def _note(self, what: str, path: Path, *more: object) -> None:
-        super()._note(what, path, *more)
-        if len(self.steps) == self._until:
-            raise Killed
-
-
 class _Tree:
     """The folders and files that the steps lead to."""
 
@@ -245,11 +228,9 @@ class _Tree:
         return node
 
 
-def power_cuts(
-    disk: LossyDisk, places: Path, seeds: int, first: int = 0
-) -> Iterator[tuple[int, Path]]:
+def power_cuts(disk: LossyDisk, places: Path, seeds: int) -> Iterator[tuple[int, Path]]:
     """Every step with folders that may be found after it: the extremes, and `seeds` others."""
-    for step in range(first, len(disk.steps) + 1):
+    for step in range(len(disk.steps) + 1):
         for seed in (NOTHING, ALL, *range(seeds)):
             place = places / f"{step}-{seed}"
             disk.after(step, place, seed if seed < 0 else 1000 * step + seed)

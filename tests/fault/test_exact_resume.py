@@ -23,7 +23,7 @@ from fakes.slowness import seconds
 from integration.test_up import DEADLINE_S, UMBRA, UpProcess, leftovers
 from safetensors.torch import load_file
 
-from umbra.services.buffer.store.log import LogStore
+from umbra.services.buffer.store import LmdbStore
 from umbra.services.config import CheckpointConfig
 from umbra.services.trainer.checkpoints.export import export_checkpoint
 from umbra.services.trainer.checkpoints.folder import CheckpointFolder
@@ -100,7 +100,7 @@ def copy_from_the_beginning(folder: Path, parent: Path) -> Path:
         shutil.rmtree(copy / name)
     for name in ("summary.json", "metrics.jsonl"):
         (copy / name).unlink()
-    store = LogStore(copy / "store")
+    store = LmdbStore(copy / "store")
     now = msgspec.msgpack.decode(store.get("now"))
     store.put("now", msgspec.msgpack.encode({**now, "finished": ""}))
     store.commit()

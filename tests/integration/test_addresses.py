@@ -13,7 +13,7 @@ from fakes.ports import reserved_port
 from umbra.proto.net.address import reachable
 from umbra.proto.net.server import Server
 from umbra.services.buffer.service import Addresses, bind
-from umbra.services.buffer.store.api import MemoryStore
+from umbra.services.buffer.store import MemoryStore
 from umbra.services.config import BufferConfig
 
 

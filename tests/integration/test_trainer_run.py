@@ -20,7 +20,7 @@ from fakes.waiting import until
 from safetensors.torch import load_file
 
 from umbra.proto.records import Trajectory
-from umbra.services.buffer.store.log import LogStore
+from umbra.services.buffer.store import LmdbStore
 from umbra.services.config.loader import load_config
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.learner import Learner
@@ -72,7 +72,7 @@ def pushes(folder: Path) -> list[dict[str, Any]]:
 
 def batch(folder: Path, step: int) -> list[Trajectory]:
     """What was trained on in `step`, out of the run's store."""
-    with closing(LogStore(folder / "store")) as store:
+    with closing(LmdbStore(folder / "store")) as store:
         groups = msgspec.msgpack.decode(store.get(f"b/{step}"))["groups"]
         keys = [f"t/{sample['sample_id']}" for group in groups for sample in group["samples"]]
         return [msgspec.msgpack.decode(one, type=Trajectory) for one in store.get_all(keys)]

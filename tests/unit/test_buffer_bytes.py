@@ -25,7 +25,7 @@ from umbra.proto.net.server import Request
 from umbra.proto.records import SampleTask, Score, ScoringTask, pack_float32
 from umbra.services.buffer.effects import Reply
 from umbra.services.buffer.samples import trajectories
-from umbra.services.buffer.store.api import StoreError
+from umbra.services.buffer.store import StoreError
 
 LOGPROBS = pack_float32([-0.25, -0.75])
 FOUND: Mapping[str, dict[str, Any]] = {  # by the stages, of each sample
@@ -177,7 +177,7 @@ def test_a_score_that_is_gone_shows() -> None:
     submit(run, tasks, [unusual(trajectory(task, 0)) for task in tasks])
     score_all(run)
     run.store.delete(trajectories.score_key(tasks[0].sample_id, "reward"))
-    with pytest.raises(StoreError, match="its trajectory is gone"):
+    with pytest.raises(StoreError, match="the trajectory of sample s-0, or a score of it, is gone"):
         run.restart_broker()
     run.store.put("repaired", b"\xc3")
     run.restart_broker()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import pytest
 from fakes.broker_world import World, give_back, trajectory, world
 
 from umbra.proto.messages import (
@@ -22,7 +21,7 @@ from umbra.proto.messages import (
     SubmitScores,
 )
 from umbra.proto.records import SampleTask, Score, ScoringTask
-from umbra.services.buffer.store.api import MemoryStore
+from umbra.services.buffer.store import MemoryStore
 
 
 def counted(run: World) -> dict[str, int]:
@@ -170,7 +169,7 @@ def test_a_store_in_memory_knows_its_size() -> None:
     assert store.size_bytes == 2
 
 
-def test_batches_go_while_no_checkpoint_could_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_go_while_no_checkpoint_could_use_them() -> None:
     run = world(run_ahead=1, max_staleness=2, durable=True)
     run.produce("a", 0)
     for step in (1, 2):
@@ -178,7 +177,7 @@ def test_batches_go_while_no_checkpoint_could_use_them(monkeypatch: pytest.Monke
         run.commit(step)
     assert len(run.broker.batches.archive.steps) == 2
     counted(run)
-    monkeypatch.setattr(type(run.store), "size_bytes", run.config.buffer.store_max_bytes)
+    run.store.size_bytes = 2 * run.config.buffer.store_max_bytes
     for left in (1, 0):
         run.pass_time(0.1)
         assert len(run.broker.batches.archive.steps) == left

@@ -32,7 +32,7 @@ from umbra.services.buffer.persistence import PLACES, RunRecord, pack_run, put_b
 from umbra.services.buffer.samples.evaluation import OpenEvaluation
 from umbra.services.buffer.samples.pool import State
 from umbra.services.buffer.samples.staleness import StalenessStats
-from umbra.services.buffer.store.api import StoreError
+from umbra.services.buffer.store import StoreError
 
 
 class RestartMachine(BrokerMachine):

@@ -9,199 +9,166 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+import lmdb
 import pytest
 from fakes.lossy_disk import QuickDisk
+from test_store import contents
 
+from umbra.services.buffer import store as stores
+from umbra.services.buffer.mark import NAME as MARK
+from umbra.services.buffer.mark import open_marked, refuse_marked
 from umbra.services.buffer.service import open_store
-from umbra.services.buffer.store.api import StoreError
-from umbra.services.buffer.store.log import LogStore
-from umbra.services.buffer.store.mark import NAME as MARK
-from umbra.services.buffer.store.mark import open_marked, refuse_marked
-from umbra.services.buffer.store.repair import repair
-from umbra.services.buffer.store.segments import HEAD, segment_name, segment_numbers, segment_path
+from umbra.services.buffer.store import ACKNOWLEDGED, DATA, LmdbStore, StoreError
 from umbra.services.config import BufferConfig, RunConfig
 from umbra.services.process.command import ServiceContext
 
-SMALL = 2048  # bytes of a segment here
+PAGE = 4096
+META_BYTES = 160  # of what LMDB writes at the beginning of the first two pages
 
 
-def contents(store: LogStore) -> dict[str, bytes]:
-    """Everything in the store."""
-    return {key: bytes(store.get(key)) for key in store.keys("")}
-
-
-def filled(folder: Path, *, first: int = 0, commits: int = 100) -> dict[str, bytes]:
-    """A store of several segments, of which the first are gone; what is in it."""
-    store = LogStore(folder, segment_bytes=SMALL, disk=QuickDisk())
+def filled(folder: Path, *, first: int = 0, commits: int = 30) -> dict[str, bytes]:
+    """A store with small and large values, some of them deleted again; what is in it."""
+    store = LmdbStore(folder)
     for number in range(first, first + commits):
-        store.put(f"a{number % 40}", bytes([number % 251]) * 150)
+        store.put(f"a{number % 20}", bytes([number % 251]) * 150)
+        store.put(f"t{number}", bytes([number % 251]) * 5000)
+        store.delete(f"t{number - 4}")
         store.commit()
     held = contents(store)
     store.close()
     return held
 
 
-Change = Callable[[Path], None]
+def found(folder: Path) -> dict[str, bytes] | str:
+    """What is in the store, or why it is refused."""
+    try:
+        store = LmdbStore(folder)
+    except StoreError as error:
+        return str(error)
+    held = contents(store)
+    store.close()
+    return held
 
 
-def removed(path: Path) -> None:
-    path.unlink()
+def test_a_flipped_bit_is_refused_or_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anywhere in the heads of the file, and at places all over it."""
+    monkeypatch.setattr(stores, "DISK", QuickDisk())
+    held = filled(tmp_path, commits=8)
+    path = tmp_path / DATA
+    whole = path.read_bytes()
+    heads = [page * PAGE + at for page in (0, 1) for at in range(META_BYTES)]
+    refused = 0
+    for offset in [*heads, *range(2 * PAGE, len(whole), 197)]:
+        for bit in (2, 64) if offset < 2 * PAGE else (16,):
+            path.write_bytes(whole[:offset] + bytes([whole[offset] ^ bit]) + whole[offset + 1 :])
+            now = found(tmp_path)
+            assert now == held or "damaged" in now, offset
+            refused += now != held
+    assert refused > 100
+    path.write_bytes(whole)
+    assert found(tmp_path) == held
 
 
-def emptied(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def header_only(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:52])
-
-
-def zeroed(path: Path) -> None:
-    path.write_bytes(bytes(path.stat().st_size))
-
-
-def cut_by_a_byte(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def cut_by_a_group(path: Path) -> None:
-    """At a boundary: every record that is left is sound."""
-    data = path.read_bytes()
-    path.write_bytes(data[: data.rindex(b"\xf5uR\xfa")])
-
-
-def flipped(path: Path) -> None:
+def test_a_damaged_value_is_named_by_its_key(tmp_path: Path) -> None:
+    filled(tmp_path)
+    path = tmp_path / DATA
     data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
+    for number in (27, 29):
+        data[data.rindex(bytes([number]) * 4000) + 2000] ^= 1
     path.write_bytes(data)
+    assert "the value of t27 has a wrong checksum (and 1 more)" in found(tmp_path)
 
 
-def of_another_store(path: Path) -> None:
-    other = path.parent.with_name("other")
-    filled(other)
-    shutil.copy(other / path.name, path)
+def test_a_value_that_changed_on_the_disk_is_not_handed_out(tmp_path: Path) -> None:
+    store = LmdbStore(tmp_path)
+    store.put("large", b"x" * 5000)
+    store.commit()
+    path = tmp_path / DATA
+    offset = path.read_bytes().index(b"x" * 5000)
+    with path.open("r+b") as file:
+        file.seek(offset + 40)
+        file.write(b"y")
+    with pytest.raises(StoreError, match="the value of large has a wrong checksum"):
+        store.get("large")
+    store.close()
 
 
-CHANGES = (removed, emptied, header_only, zeroed, cut_by_a_byte, cut_by_a_group, flipped,
-           of_another_store)  # fmt: skip
+def test_a_file_that_was_cut_off_is_refused(tmp_path: Path) -> None:
+    """At any page, and in the middle of one; a memory map would end the process."""
+    held = filled(tmp_path)
+    path = tmp_path / DATA
+    whole, refused = path.read_bytes(), 0
+    for size in (*range(0, len(whole), PAGE), 100, PAGE + 50, len(whole) - 100):
+        path.write_bytes(whole[:size])
+        now = found(tmp_path)
+        assert now == held or "damaged: " in now, size
+        refused += now != held
+    assert refused > 10
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-@pytest.mark.parametrize("which", ["oldest", "middle", "newest"])
-def test_a_changed_segment_is_refused_by_name(tmp_path: Path, which: str, change: Change) -> None:
+def test_an_earlier_copy_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "store"
-    filled(folder)
-    numbers = segment_numbers(folder)
-    assert numbers[0] > 0, "the first segments were cleaned up"
-    number = {"oldest": numbers[0], "middle": numbers[2], "newest": numbers[-1]}[which]
-    change(segment_path(folder, number))
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    with pytest.raises(StoreError, match=rf"damaged: {segment_name(number)}.*--repair"):
-        LogStore(folder, segment_bytes=SMALL)
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before, "it was changed"
+    earlier = filled(folder, commits=20)
+    shutil.copy(folder / DATA, tmp_path / DATA)
+    filled(folder, first=20, commits=1)
+    shutil.copy(tmp_path / DATA, folder / DATA)
+    refusal = found(folder)
+    assert "ends with commit 21, but commit 22 was acknowledged (remove" in refusal
+    (folder / ACKNOWLEDGED).unlink()
+    assert found(folder) == earlier
 
 
-@pytest.mark.parametrize("change", [removed, emptied, zeroed, of_another_store])
-def test_a_changed_head_is_refused_by_name(tmp_path: Path, change: Change) -> None:
+def test_the_file_of_another_store_is_refused(tmp_path: Path) -> None:
     filled(tmp_path / "store")
-    change(tmp_path / "store" / HEAD)
-    with pytest.raises(StoreError, match=r"damaged: (head|.*another store).*--repair"):
-        LogStore(tmp_path / "store")
+    filled(tmp_path / "other")
+    shutil.copy(tmp_path / "other" / DATA, tmp_path / "store" / DATA)
+    assert "is that of store" in found(tmp_path / "store")
 
 
-def test_a_head_of_earlier_is_refused_by_name(tmp_path: Path) -> None:
-    folder = tmp_path / "store"
-    filled(folder, commits=20)
-    shutil.copy(folder / HEAD, tmp_path / HEAD)
-    filled(folder, first=20, commits=2)
-    shutil.copy(tmp_path / HEAD, folder / HEAD)
-    with pytest.raises(StoreError, match="head: it is older than the segments"):
-        LogStore(folder)
-
-
-def test_swapped_segments_are_refused_by_name(tmp_path: Path) -> None:
+def test_a_file_that_is_gone_or_foreign_is_refused(tmp_path: Path) -> None:
     filled(tmp_path)
-    first, second, *_ = (segment_path(tmp_path, number) for number in segment_numbers(tmp_path))
-    first.rename(tmp_path / "x")
-    second.rename(first)
-    (tmp_path / "x").rename(second)
-    with pytest.raises(StoreError, match=f"damaged: {first.name}.*it says that it is segment"):
-        LogStore(tmp_path)
+    (tmp_path / DATA).unlink()
+    assert "data.mdb is missing" in found(tmp_path)
+    (tmp_path / DATA).write_bytes(b"something else entirely, and long enough" * 400)
+    assert "not an LMDB data file" in found(tmp_path)
+    (tmp_path / DATA).unlink()
+    with lmdb.open(str(tmp_path)) as env, env.begin(write=True) as transaction:
+        transaction.put(b"key", b"value of something else")
+    assert "is of no store" in found(tmp_path)
 
 
-def test_a_segment_that_was_copied_is_refused_by_name(tmp_path: Path) -> None:
-    filled(tmp_path)
-    numbers = segment_numbers(tmp_path)
-    for number in (numbers[-1] + 1, numbers[-1] + 7):
-        copied = segment_path(tmp_path, number)
-        shutil.copy(segment_path(tmp_path, numbers[0]), copied)
-        with pytest.raises(StoreError, match=f"{copied.name}.*"):
-            LogStore(tmp_path)
-        copied.unlink()
-    LogStore(tmp_path).close()
+@pytest.mark.parametrize("data", [b"", b"x" * 24])
+def test_what_was_acknowledged_must_be_readable_or_removed(tmp_path: Path, data: bytes) -> None:
+    held = filled(tmp_path)
+    (tmp_path / ACKNOWLEDGED).write_bytes(data)
+    assert f"{ACKNOWLEDGED} has a wrong checksum" in found(tmp_path)
+    (tmp_path / ACKNOWLEDGED).unlink()
+    assert found(tmp_path) == held
 
 
-def test_a_segment_of_earlier_is_refused_by_name(tmp_path: Path) -> None:
-    """A copy of the newest one from before its last groups, with the head that it has now."""
-    folder = tmp_path / "store"
-    filled(folder, commits=40)
-    newest = segment_numbers(folder)[-1]
-    shutil.copy(segment_path(folder, newest), tmp_path / "copy")
-    filled(folder, first=40, commits=1)
-    shutil.copy(tmp_path / "copy", segment_path(folder, newest))
-    with pytest.raises(StoreError, match=f"{segment_name(newest)}.*acknowledged"):
-        LogStore(folder)
+def test_a_store_that_was_being_made_is_made_again(tmp_path: Path) -> None:
+    (tmp_path / f"{DATA}.part").write_bytes(b"half")
+    assert found(tmp_path) == {}
 
 
-def test_a_store_that_went_another_way_is_refused_by_name(tmp_path: Path) -> None:
-    """Two copies of a store went on apart: a segment of one has no place in the other."""
-    folder, fork = tmp_path / "store", tmp_path / "fork"
-    filled(folder, commits=12)
-    shutil.copytree(folder, fork)
-    for place, first in ((folder, 12), (fork, 13)):
-        filled(place, first=first, commits=40)
-    middle = segment_numbers(folder)[-2]
-    shutil.copy(segment_path(fork, middle), segment_path(folder, middle))
-    with pytest.raises(StoreError, match=rf"0000000[{middle}{middle + 1}].seg.*"):
-        LogStore(folder)
-
-
-def test_what_does_not_count_any_more_may_lie_about(tmp_path: Path) -> None:
-    """The power went before the name of a cleaned file was gone from the disk."""
-    folder = tmp_path / "store"
-    filled(folder, commits=1)
-    first = segment_path(folder, 0)
-    shutil.copy(first, tmp_path / "copy")
-    held = filled(folder, first=1)
-    assert not first.exists()
-    shutil.copy(tmp_path / "copy", first)
-    store = LogStore(folder)
-    assert contents(store) == held
-    assert not first.exists()
-    store.close()
-
-
-@pytest.mark.parametrize("change", [removed, emptied, cut_by_a_group])
-def test_a_repair_keeps_what_is_sound_and_the_store_goes_on(tmp_path: Path, change: Change) -> None:
-    folder = tmp_path / "store"
-    held = filled(folder)
-    store = LogStore(folder)
-    name = store.id
-    store.close()
-    numbers = segment_numbers(folder)
-    change(segment_path(folder, numbers[-2]))
-    mended = repair(folder)
-    assert any(segment_name(numbers[-2]) in line for line in mended)
-    store = LogStore(folder)
-    found = contents(store)
-    found.pop("repaired")
-    assert found
-    assert set(found) <= set(held)  # of a key whose newest value is gone an older one may be there
-    assert store.id == name
-    store.close()
+def test_stores_of_other_versions_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "00000003.seg").write_bytes(b"UMBRASTO")
+    assert "is of an older umbra-rl" in found(tmp_path / "old")
+    monkeypatch.setattr(stores, "SCHEMA", 99)
+    filled(tmp_path / "new")
+    monkeypatch.undo()
+    assert "schema 99" in found(tmp_path / "new")
 
 
 # -- the run that has it --------------------------------------------------------------------------
+
+
+Change = Callable[[Path], None]
 
 
 def begun(run: Path) -> str:
@@ -235,7 +202,7 @@ def test_a_run_does_not_begin_anew_in_silence(tmp_path: Path, change: Change) ->
     change(run / "store")
     with pytest.raises(StoreError, match=rf"has the store {name} in .*, but .*bring it back"):
         open_marked(run, run / "store")
-    assert not list((run / "store").glob("00000000.seg")) or change is replaced
+    assert not (run / "store" / DATA).exists() or change is replaced
 
 
 def test_a_run_with_a_store_does_not_go_on_without(tmp_path: Path) -> None:
@@ -274,6 +241,14 @@ def test_a_store_may_move(tmp_path: Path) -> None:
     assert store.get("k") == b"v"
     store.close()
     assert str(tmp_path / "elsewhere") in (run / MARK).read_text()
+
+
+def removed(path: Path) -> None:
+    path.unlink()
+
+
+def emptied(path: Path) -> None:
+    path.write_bytes(b"")
 
 
 @pytest.mark.parametrize("change", [removed, emptied])

@@ -99,22 +99,11 @@ class Batches:
         self.version = step - 1
 
     def restore(
-        self, live: dict[str, Group], trajectories: Mapping[str, int], now: float
-    ) -> list[str]:
-        """Read back the batches; return what a repair has taken of them.
-
-        Args:
-            live: groups by id; loses those that are trained already.
-            trajectories: how many stages are scored, by sample with a trajectory.
-        """
-        batches, mended = self.archive.load(live, trajectories, now)
+        self, live: Mapping[str, Group], trajectories: Mapping[str, int], now: float
+    ) -> None:
+        """Read back the batches of `live` groups, by id; `trajectories` as of `check_whole`."""
+        batches = self.archive.load(live, trajectories, now)
         self.formed = {batch.step: batch for batch in batches}
-        while self.archive.steps and self.version < self.archive.steps[-1]:
-            self.version += 1  # the newest counts were lost with a damaged part of the store
-            self.newest = max(self.newest, self.version)
-            self._pool.ledger.trained += self.archive.count_samples(self.version)
-            mended.append(f"step {self.version} is committed, though the counts of it are gone")
-        return mended
 
     def cover(self, step: int) -> None:
         """Let go of the batches up to `step`, which a checkpoint covers."""

@@ -191,14 +191,10 @@ class Evaluations:
             self.reports.append(replace(report, ended=dict(ended)))
             self.open = None
 
-    def restore(self, *, mend: bool, now: float) -> list[str]:
-        """Take over the stored samples, with a new timeout; return what was mended."""
+    def restore(self, now: float) -> None:
+        """Take over the stored samples, with a new timeout."""
         self._begun_at = now
-        groups, mended = self.journal.load(mend=mend)
-        self.pool.restore(groups, now)
-        if mend and (missing := self.pool.ledger.snapshot().balance) > 0:
-            self.pool.ledger.ended["lost"] += missing
-        return mended
+        self.pool.restore(self.journal.load(self.journal.trajectories()), now)
 
     # -- steps -------------------------------------------------------------------------------------
 

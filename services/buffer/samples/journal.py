@@ -5,18 +5,18 @@ of the state machine can be forgotten here.
 
     run             what must not change: run id, sizes; where the sockets were bound
     now             counts, versions, the ledger, the position in the prompts
-    m/<member>      who has joined
+    m/<hash>        a member
     g/<group>       fields of a live group and of its samples
-    r/<group>       its prompt row, and the names of its samples
+    r/<group>       its prompt row
     t/<sample>      trajectory of a sample, as it came (`samples.trajectories`)
     x/<sample>/<stage>  its score in that stage, as it came
     b/<step>        a batch: formed, or committed and kept for a trainer that starts again
-    c/<name>        how often a prompt failed (buffer.prompt_attempts)
+    c/<hash>        a prompt and how often it failed (buffer.prompt_attempts)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from operator import attrgetter
 from typing import Any
@@ -26,7 +26,7 @@ import msgspec
 from umbra.services.buffer.samples.groups import Group, Sample, State
 from umbra.services.buffer.samples.pool import SamplePool
 from umbra.services.buffer.samples.staleness import StalenessStats
-from umbra.services.buffer.store.api import Store, StoreError
+from umbra.services.buffer.store import Store, StoreError
 from umbra.services.prompts.rows import Prompt
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -60,9 +60,6 @@ _GROUP = _kept(Group, "prompt", "samples", "ready", "first_ready_at")
 _GroupRecord = _record("_GroupRecord", _GROUP, "prompt", "samples")
 _group_values = attrgetter(*(name for name, _ in _GROUP))
 
-# Fields that are reset with a lost trajectory.
-_MADE = ("oldest", "state", "stage", "segments", "reward", "reward_parts", "holder")
-
 
 def group_record(group: Group) -> msgspec.Struct:
     samples = [_SampleRecord(*_sample_values(sample)) for sample in group.samples]
@@ -70,7 +67,7 @@ def group_record(group: Group) -> msgspec.Struct:
 
 
 def make_group(record: dict[str, Any], row: dict[str, Any] | None = None) -> Group:
-    """Build a group from its record; without a `row`, that of its prompt is gone."""
+    """Build a group from its record and the `row` of its prompt."""
     values = {k: v for k, v in record.items() if k not in ("prompt", "samples")}
     group = Group(prompt=Prompt(record["prompt"], row or {}), **values)
     for sample in record["samples"]:
@@ -80,11 +77,20 @@ def make_group(record: dict[str, Any], row: dict[str, Any] | None = None) -> Gro
     return group
 
 
-def is_whole(sample: Mapping[str, Any], trajectories: Mapping[str, int]) -> bool:
-    """True if the store has the trajectory and the scores that the record of a sample names."""
-    if sample.get("oldest") is None:
-        return True
-    return trajectories.get(sample["sample_id"], -1) >= sample.get("stage", 0)
+def check_whole(record: Mapping[str, Any], trajectories: Mapping[str, int]) -> None:
+    """Raise StoreError unless the store has what the record of a group names.
+
+    Args:
+        trajectories: how many stages are scored, by sample with a trajectory.
+    """
+    for sample in record["samples"]:
+        name = sample["sample_id"]
+        if sample.get("oldest") is not None and trajectories.get(name, -1) < sample.get("stage", 0):
+            raise unfit(f"the trajectory of sample {name}, or a score of it, is gone")
+
+
+def unfit(what: str) -> StoreError:
+    return StoreError(f"the store does not fit together: {what}; begin a new run")
 
 
 class Journal:
@@ -112,50 +118,32 @@ class Journal:
             if self._pool.is_alive(group):
                 if not group.completed and key not in self._issued:
                     self._issued.add(key)
-                    names = [sample.sample_id for sample in group.samples]
-                    self.write(f"r/{key}", {"row": group.prompt.row, "samples": names})
+                    self.write(f"r/{key}", group.prompt.row)
                 self.write(f"g/{key}", group_record(group))
             else:
                 self.forget(key)
         return bool(changed)
 
-    def load(self, *, mend: bool) -> tuple[list[Group], list[str]]:
-        """Return all live groups in order of issue, and what had to be mended.
-
-        Args:
-            mend: after a repair: give up groups of which a record is lost, and generate lost
-                trajectories again.
+    def load(self, trajectories: Mapping[str, int]) -> list[Group]:
+        """Return all live groups in order of issue.
 
         Raises:
-            StoreError: something is missing from a store that was not repaired.
+            StoreError: something is missing.
         """
-        trajectories = self.trajectories()
-        self._issued = set(self._ids("r/"))
+        prefix = f"{self._pool.prefix}g-"
+        rows = {key[2:]: self.read(key) for key in self.store.keys(f"r/{prefix}")}
         groups: list[Group] = []
-        mended: list[str] = []
-        for group_id in self._issued.union(self._ids("g/")):
-            record, issue = self.read(f"g/{group_id}"), self.read(f"r/{group_id}")
-            if record is None:
-                mended.append(self._give_up(group_id, issue["samples"], "its state is gone"))
-                continue
-            if issue is None and not record.get("completed"):  # else nobody needs the row again
-                names = [sample["sample_id"] for sample in record["samples"]]
-                mended.append(self._give_up(group_id, names, "its prompt is gone"))
-                continue
-            again = [s for s in record["samples"] if not is_whole(s, trajectories)]
-            for sample in again:
-                mended.append(f"sample {sample['sample_id']} starts again: its trajectory is gone")
-                for field in _MADE:
-                    sample.pop(field, None)
-                record["completed"] = 0
-            group = make_group(record, issue and issue["row"])
-            if again:
-                self._pool.changed[group_id] = group
-            groups.append(group)
-        if mended and not mend:
-            raise StoreError(f"the store does not fit together: {mended[0]}")
+        for key in self.store.keys(f"g/{prefix}"):
+            record, name = self.read(key), key[2:]
+            check_whole(record, trajectories)
+            if name not in rows and not record.get("completed"):  # else nobody needs the row again
+                raise unfit(f"the prompt of group {name} is gone")
+            groups.append(make_group(record, rows.get(name)))
+        if lost := rows.keys() - {group.group_id for group in groups}:
+            raise unfit(f"the state of group {min(lost)} is gone")
+        self._issued = set(rows)
         groups.sort(key=lambda group: group.samples[0].serial)
-        return groups, mended
+        return groups
 
     def forget(self, group_id: str) -> None:
         """Drop the record of a group that is not live."""
@@ -163,23 +151,12 @@ class Journal:
         self.store.delete(f"g/{group_id}")
         self.store.delete(f"r/{group_id}")
 
-    def _give_up(self, group_id: str, samples: Sequence[str], why: str) -> str:
-        """End a group of which a repair has lost a part; return the sentence for people."""
-        self.forget(group_id)
-        for name in samples:
-            self.drop_trajectory(name)
-        return f"group {group_id} ends as lost, with {', '.join(samples)}: {why}"
-
     def trajectories(self) -> dict[str, int]:
         """Return how many stages are scored, by sample with a trajectory."""
         return self._pool.trajectory_store.scored(self._pool.prefix + "s-")
 
     def drop_trajectory(self, sample_id: str) -> None:
         self._pool.trajectory_store.drop(sample_id)
-
-    def _ids(self, kind: str) -> Iterable[str]:
-        prefix = f"{kind}{self._pool.prefix}g-"
-        return (key.removeprefix(kind) for key in self.store.keys(prefix))
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,50 +208,29 @@ class Archive:
         return batch
 
     def load(
-        self, live: dict[str, Group], trajectories: Mapping[str, int], now: float
-    ) -> tuple[list[StoredBatch], list[str]]:
-        """Return the formed batches, and what a repair has taken from them; sets `steps`.
+        self, live: Mapping[str, Group], trajectories: Mapping[str, int], now: float
+    ) -> list[StoredBatch]:
+        """Return the formed batches of `live` groups, by id; sets `steps`.
 
-        Groups are looked up in `live`, which loses those that were trained already; the samples of
-        formed batches are in training from here on.
+        Raises:
+            StoreError: a group or a trajectory is missing.
         """
         batches: list[StoredBatch] = []
-        mended: list[str] = []
-        broken = 0  # newest step that cannot be repeated
         for step in sorted(int(key[2:]) for key in self._journal.store.keys("b/")):
             record = self._journal.read(f"b/{step}")
-            names: list[str] = [group["group_id"] for group in record["groups"]]
             if not record["is_open"]:
-                for name in (name for name in names if name in live):
-                    mended.append(f"group {name} was trained in step {step}: it is not live")
-                    self._journal.forget(live.pop(name).group_id)
-                if self.steps and step != self.steps[-1] + 1:
-                    broken = step - 1
-                samples = [sample for group in record["groups"] for sample in group["samples"]]
-                if not all(is_whole(sample, trajectories) for sample in samples):
-                    broken = step
+                for group in record["groups"]:
+                    check_whole(group, trajectories)
                 self.steps.append(step)
                 continue
-            groups = [live[name] for name in names if name in live]
-            whole = [group for group in groups if group.completed]
-            _set_state(groups, State.READY)  # for those that a repair has taken a trajectory of
-            _set_state(whole, State.TRAINING)
-            batch = StoredBatch(step, whole, StalenessStats(**record["staleness"]), now)
-            if missing := len(names) - len(whole):
-                mended.append(f"the batch of step {step} goes on without {missing} groups")
-                self.form(batch) if whole else self.forget(step)
-            if whole:
-                batches.append(batch)
-        if broken:
-            mended.append(f"the batches up to step {broken} cannot be handed out again")
-            self.drop_through(broken)
-        return batches, mended
-
-    def count_samples(self, step: int) -> int:
-        """Return how many samples the committed batch of `step` has; 0 if it is not kept."""
-        if step not in self.steps:
-            return 0
-        return sum(len(group["samples"]) for group in self._journal.read(f"b/{step}")["groups"])
+            names: list[str] = [group["group_id"] for group in record["groups"]]
+            if lost := set(names) - live.keys():
+                raise unfit(f"group {min(lost)} of the batch of step {step} is gone")
+            groups = [live[name] for name in names]
+            for sample in (sample for group in groups for sample in group.samples):
+                sample.state = State.TRAINING  # a formed batch does not write its groups again
+            batches.append(StoredBatch(step, groups, StalenessStats(**record["staleness"]), now))
+        return batches
 
     def drop_through(self, step: int) -> None:
         """Forget the committed batches up to `step`, and their trajectories."""
@@ -292,10 +248,3 @@ class Archive:
     def _write(self, batch: StoredBatch, groups: list[Any], *, is_open: bool) -> None:
         record = {"groups": groups, "staleness": batch.staleness, "is_open": is_open}
         self._journal.write(f"b/{batch.step}", record)
-
-
-def _set_state(groups: list[Group], state: State) -> None:
-    """Set the state of their complete samples; a formed batch does not write them again."""
-    for sample in (sample for group in groups for sample in group.samples):
-        if sample.state in (State.READY, State.TRAINING):
-            sample.state = state

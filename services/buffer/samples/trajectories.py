@@ -16,7 +16,7 @@ import xxhash
 from umbra.proto.messages import SubmitScores, SubmitTrajectories
 from umbra.proto.net.server import Request
 from umbra.proto.records import Score, Trajectory
-from umbra.services.buffer.store.api import Store
+from umbra.services.buffer.store import Store
 
 PREFIX = "t/"
 SCORE = "x/"

@@ -10,8 +10,7 @@ from pathlib import Path
 import msgspec
 
 from umbra.proto.errors import UNREADABLE
-from umbra.services.buffer.store.api import StoreError
-from umbra.services.buffer.store.log import LogStore
+from umbra.services.buffer.store import LmdbStore, StoreError
 from umbra.services.process.files import DISK
 
 NAME = "store.json"
@@ -24,16 +23,16 @@ class RunMark(msgspec.Struct, frozen=True):
     folder: str  # where it was when the run was last begun
 
 
-def open_marked(run_dir: Path | None, folder: Path) -> LogStore:
+def open_marked(run_dir: Path | None, folder: Path) -> LmdbStore:
     """Open the store in `folder`, which must be the one of the run in `run_dir`.
 
     Raises:
-        StoreError: `folder` holds none or another one; or as `LogStore`.
+        StoreError: `folder` holds none or another one; or as `LmdbStore`.
     """
     mark = read_mark(run_dir)
     if mark is not None and not (folder.is_dir() and any(folder.iterdir())):
         raise _gone(mark, run_dir, f"{folder} holds none")
-    store = LogStore(folder)
+    store = LmdbStore(folder)
     if mark is not None and mark.store != store.id:
         store.close()
         raise _gone(mark, run_dir, f"{folder} holds another one, {store.id}")

@@ -1,1 +1,0 @@
-"""The durable store of a run: log, segments, snapshots, repair."""

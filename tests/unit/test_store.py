@@ -1,0 +1,276 @@
+"""The stores: what was put is read back, what was committed survives, a full disk loses nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from umbra.services.buffer import store as stores
+from umbra.services.buffer.store import (
+    HEADER,
+    LmdbStore,
+    MemoryStore,
+    Store,
+    StoreError,
+    StoreFullError,
+)
+from umbra.services.process import files
+
+
+def contents(store: Store) -> dict[str, bytes]:
+    """Everything in the store but its header."""
+    return {key: bytes(store.get(key)) for key in store.keys("") if key != HEADER.decode()}
+
+
+def reopen(store: LmdbStore) -> LmdbStore:
+    """The same folder, as after the end of the process."""
+    store.close()
+    return LmdbStore(store.directory)
+
+
+def filled(folder: Path) -> LmdbStore:
+    """A store with three commits of two keys each."""
+    store = LmdbStore(folder)
+    for number in range(3):
+        store.put(f"a{number}", b"x" * 100)
+        store.put(f"b{number}", b"y" * 50)
+        store.commit()
+    return store
+
+
+@pytest.fixture(params=["memory", "lmdb"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    """Each kind of store."""
+    made = MemoryStore(durable=True) if request.param == "memory" else LmdbStore(tmp_path)
+    yield made
+    made.close()
+
+
+def test_reads_see_what_is_not_committed_yet(store: Store) -> None:
+    store.put("k", b"1")
+    assert (store.get("k"), store.keys("k")) == (b"1", ["k"])
+    store.commit()
+    store.delete("k")
+    assert store.keys("k") == []
+    with pytest.raises(KeyError):
+        store.get("k")
+    store.commit()
+    with pytest.raises(KeyError):
+        store.get_all(["k"])
+
+
+def test_keys_come_in_order(store: Store) -> None:
+    for number, name in enumerate(("b/2", "a/3", "a/1", "c/1", "a/2")):
+        store.put(name, b"")
+        if number % 2:
+            store.commit()
+    store.delete("a/3")
+    assert store.keys("a/") == ["a/1", "a/2"]
+    assert store.get_all(["b/2", "a/1"]) == [b"", b""]
+
+
+def test_the_size_follows_what_is_kept(store: Store) -> None:
+    empty = store.size_bytes
+    for number in range(50):
+        store.put(f"k{number}", bytes(10_000))
+    store.commit()
+    full = store.size_bytes
+    assert 500_000 <= full - empty <= 700_000
+    for number in range(50):
+        store.delete(f"k{number}")
+    store.commit()
+    assert store.size_bytes <= empty + 8192
+
+
+def test_a_new_store_is_empty_and_stays_where_it_is(tmp_path: Path) -> None:
+    store = reopen(LmdbStore(tmp_path / "new" / "store"))
+    assert contents(store) == {}
+    store.close()
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 1 << 30))
+def test_it_is_a_dictionary_that_survives(
+    tmp_path_factory: pytest.TempPathFactory, seed: int
+) -> None:
+    """Random writes, commits, restarts and losses of what was not committed."""
+    chance = random.Random(seed)
+    store = LmdbStore(tmp_path_factory.mktemp("store"), map_bytes=1 << 16)
+    model: dict[str, bytes] = {}
+    committed: dict[str, bytes] = {}
+    for _ in range(150):
+        key = f"key-{chance.randrange(30)}"
+        match chance.randrange(8):
+            case 0:
+                store.delete(key)
+                model.pop(key, None)
+            case 1 | 2 | 3:
+                store.commit()
+                committed = dict(model)
+            case 4 if chance.random() < 0.3:
+                store = reopen(store)
+                model = dict(committed)
+            case _:
+                value = chance.randbytes(chance.choice((0, 30, 600, 3000, 20_000)))
+                store.put(key, value)
+                model[key] = value
+        assert contents(store) == model
+    store.close()
+
+
+def test_the_room_of_what_is_deleted_is_used_again(tmp_path: Path) -> None:
+    store = LmdbStore(tmp_path)
+    for number in range(500):
+        store.put(f"k{number}", b"v" * 9000)
+        store.delete(f"k{number - 3}")
+        store.commit()
+    assert (tmp_path / stores.DATA).stat().st_size < 40 * 9000
+    store = reopen(store)
+    assert sorted(contents(store)) == ["k497", "k498", "k499"]
+    store.close()
+
+
+def test_the_map_grows_before_it_is_full(tmp_path: Path) -> None:
+    store = LmdbStore(tmp_path, map_bytes=1 << 16)
+    for number in range(40):
+        store.put(f"k{number}", bytes([number]) * 100_000)
+        store.commit()
+    store.put("large", b"z" * (8 << 20))
+    store.commit()
+    store = reopen(store)
+    assert store.get("k39") == bytes([39]) * 100_000
+    assert store.get("large") == b"z" * (8 << 20)
+    store.close()
+
+
+def test_a_store_has_one_owner(tmp_path: Path) -> None:
+    store = LmdbStore(tmp_path)
+    with pytest.raises(StoreError, match=f"in use by process {os.getpid()}"):
+        LmdbStore(tmp_path)
+    store.close()
+
+
+def test_the_store_goes_on_while_a_commit_is_written(tmp_path: Path) -> None:
+    store = filled(tmp_path)
+    store.put("a0", b"new")
+    store.put("c", b"c")
+    store.delete("b0")
+    write = store.freeze()
+    assert write is not None
+    assert (store.get("a0"), store.get("c")) == (b"new", b"c")
+    with pytest.raises(KeyError):
+        store.get("b0")
+    store.delete("c")
+    store.put("b0", b"again")
+    write()
+    assert sorted(contents(store)) == ["a0", "a1", "a2", "b0", "b1", "b2"]
+    store.settle()
+    assert sorted(contents(store)) == ["a0", "a1", "a2", "b0", "b1", "b2"]
+    store = reopen(store)  # before the second commit: what the first had is there, and only that
+    assert sorted(contents(store)) == ["a0", "a1", "a2", "b1", "b2", "c"]
+    store.close()
+
+
+def test_a_commit_that_failed_yields_to_what_came_after_it(tmp_path: Path) -> None:
+    store = filled(tmp_path)
+    store.put("a0", b"first")
+    store.put("d", b"d")
+    assert store.freeze() is not None
+    store.put("a0", b"second")
+    with pytest.raises(StoreFullError):
+        store.settle(OSError(errno.ENOSPC, "full"))
+    assert (store.get("a0"), store.get("d")) == (b"second", b"d")
+    store.commit()
+    store = reopen(store)
+    assert (store.get("a0"), store.get("d")) == (b"second", b"d")
+    store.close()
+
+
+class SmallDisk:
+    """What LMDB and the system say while no file can grow: to a large write first a part of it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.full = self.broken = False
+        commit = LmdbStore._commit  # pyright: ignore[reportPrivateUsage]
+
+        def write(store: LmdbStore, group: dict[str, bytes | None]) -> None:
+            if self.full or self.broken:
+                raise OSError(errno.EIO, "Input/output error")
+            commit(store, group)
+
+        def reserve(_fd: int, _offset: int, _size: int) -> None:
+            if self.full:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(LmdbStore, "_commit", write)
+        monkeypatch.setattr(stores.os, "posix_fallocate", reserve)
+
+
+def test_a_full_disk_loses_nothing_and_recovers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = SmallDisk(monkeypatch)
+    store = filled(tmp_path)
+    disk.full = True
+    store.put("k", b"v" * 200)
+    for _ in range(3):
+        with pytest.raises(StoreFullError, match="No space left"):
+            store.commit()
+        assert store.get("k") == b"v" * 200
+    store.put("m", b"w")
+    disk.full = False
+    store.commit()
+    store = reopen(store)
+    assert (store.get("k"), store.get("m"), store.get("a0")) == (b"v" * 200, b"w", b"x" * 100)
+    store.close()
+
+
+def test_a_disk_that_fails_ends_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = SmallDisk(monkeypatch)
+    store = filled(tmp_path)
+    disk.broken = True
+    store.put("k", b"v")
+    with pytest.raises(StoreError, match=r"failed: .*Input/output error"):
+        store.commit()
+    store.close()
+
+
+def test_it_is_for_its_user_alone(tmp_path: Path) -> None:
+    store = LmdbStore(tmp_path / "store")
+    store.put("a", b"1")
+    store.commit()
+    store.close()
+    assert (tmp_path / "store").stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "store").iterdir()} == {0o600}
+
+
+def test_a_full_disk_does_not_keep_it_shut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    LmdbStore(tmp_path).close()
+    monkeypatch.setattr(files.os, "write", full)
+    store = LmdbStore(tmp_path)
+    with pytest.raises(StoreError, match="is in use by another process"):
+        LmdbStore(tmp_path)
+    store.close()
+
+
+@pytest.mark.parametrize("kind", ["nfs4", "cifs", "fuse.sshfs"])
+def test_a_network_file_system_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(stores, "file_system", lambda _: kind)
+    with pytest.raises(StoreError, match=rf"network file system \({kind}\).*buffer.store"):
+        LmdbStore(tmp_path)
+
+
+def test_the_file_system_of_a_folder_is_known() -> None:
+    assert stores.file_system(Path("/proc")) == "proc"
