@@ -27,7 +27,8 @@ from typing import TypeAlias
 
 import lmdb
 import msgspec
-from lmdb.verify import VerifyError, verify
+from lmdb.verify import VerifyError
+from lmdb.verify import verify as verify_file  # pyright: ignore[reportUnknownVariableType]
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
 from umbra.proto.errors import UmbraError
@@ -315,7 +316,7 @@ class LmdbStore:
     def _check_pages(self) -> None:
         """Check that all pages are there and fit together: a memory map would crash on others."""
         try:
-            problems = verify(str(self.directory / DATA), subdir=False)
+            problems: list[str] = verify_file(str(self.directory / DATA), subdir=False)
         except VerifyError as error:
             problems = [str(error)]
         if problems:
@@ -400,7 +401,7 @@ def _unseal(name: Value, sealed: Value) -> memoryview | None:
     """Return the value in `sealed`, or None if its checksum is wrong."""
     data = memoryview(sealed)
     value = data[DIGEST_BYTES:]
-    sound = data[:DIGEST_BYTES] == xxh3_64_digest(value, xxh3_64_intdigest(name))
+    sound = bytes(data[:DIGEST_BYTES]) == xxh3_64_digest(value, xxh3_64_intdigest(name))
     return value if sound else None
 
 
