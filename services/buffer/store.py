@@ -23,7 +23,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import lmdb
 import msgspec
@@ -316,7 +316,7 @@ class LmdbStore:
     def _check_pages(self) -> None:
         """Check that all pages are there and fit together: a memory map would crash on others."""
         try:
-            problems: list[str] = verify_file(str(self.directory / DATA), subdir=False)
+            problems = cast("list[str]", verify_file(str(self.directory / DATA), subdir=False))
         except VerifyError as error:
             problems = [str(error)]
         if problems:
