@@ -410,7 +410,7 @@ class Rollout:
         chat = self._settings.chat
         self._check_length(ask)
         if ask.text is not None:
-            prompt = chat.text_ids(ask.text)
+            prompt = chat.text_ids(ask.text, begins=True)
         else:
             prompt = _templated("the prompt", lambda: chat.prompt_ids(ask.messages, ask.tools))
         if not prompt:
@@ -428,7 +428,7 @@ class Rollout:
         chat = self._settings.chat
         self._check_length(ask)
         if ask.text is not None:
-            return chat.text_ids(ask.text)
+            return chat.text_ids(ask.text, begins=False)
         return _templated(
             "a later turn",
             lambda: chat.turn_ids(ask.messages, last_token, ask.calls, line.opening),

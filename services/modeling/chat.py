@@ -13,7 +13,13 @@ from typing import Any
 from umbra.proto.errors import UsageError
 from umbra.services.config import ModelConfig
 from umbra.services.environments.protocol import Message, Opening, Said
-from umbra.services.modeling.chat_template import ChatTemplate, Finding, Kind, TurnsError
+from umbra.services.modeling.chat_template import (
+    ChatTemplate,
+    Finding,
+    Kind,
+    TurnsError,
+    end_of_turn,
+)
 from umbra.services.modeling.parser_choice import choose_parser
 from umbra.services.modeling.parsers import (
     PLAIN,
@@ -79,6 +85,12 @@ class Chat:
                     f"model.chat_template: {config.chat_template} cannot be read: {error}"
                 ) from error
             tokenizer.chat_template = text
+            if (end := end_of_turn(tokenizer)) not in (None, *stop_ids):
+                log.warning(
+                    "model.chat_template ends turns by %r, which ends no generation: name it in "
+                    "sampling.stop_tokens",
+                    tokenizer.decode([end]),
+                )
         chat = cls(tokenizer, stop_ids, config.chat_template_kwargs, config.parser)
         log.info("the model's turns are read by parser %s", chat.parser.name)
         return chat
@@ -167,9 +179,18 @@ class Chat:
     def _longest_token(self) -> int:
         return max(map(len, self._tokenizer.get_vocab()))
 
-    def text_ids(self, text: str) -> list[int]:
-        """Tokenise plain text, without a template."""
-        return list(self._encode(text))
+    def text_ids(self, text: str, *, begins: bool) -> list[int]:
+        """Tokenise plain text, without a template; one that `begins` has the tokenizer's BOS."""
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        opening = self._opening if begins else []
+        return ids if ids[: len(opening)] == opening else [*opening, *ids]
+
+    @functools.cached_property
+    def _opening(self) -> list[int]:
+        """What the tokenizer puts before a text: its BOS, if it adds one."""
+        bare: list[int] = self._tokenizer("a", add_special_tokens=False)["input_ids"]
+        whole: list[int] = self._tokenizer("a")["input_ids"]
+        return whole[: whole.index(bare[0])]
 
     def piece(self, token: int) -> str:
         """Return the text of one token, special or not."""
@@ -252,9 +273,11 @@ class Chat:
                 raise UsageError(
                     f"{self._tokenizer.name_or_path} has no chat template: prompts must be text"
                 )
-            return self._encode(messages[0]["content"])
+            return tuple(self.text_ids(messages[0]["content"], begins=True))
         try:
-            return self._encode(self._template.render(messages, json.loads(tools_text)))
+            return tuple(
+                self._template.encode(self._template.render(messages, json.loads(tools_text)))
+            )
         except TurnsError as error:
             raise UsageError(f"{self._template.name} {error}") from error
 
@@ -277,9 +300,6 @@ class Chat:
     def _require(self, found: Finding) -> None:
         if found.refusal:
             raise UsageError(f"{self._needs_template().name} {found.refusal}")
-
-    def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 class TurnReader:

@@ -24,6 +24,8 @@ _ROUNDS = 2  # some templates write a second tool answer otherwise than the firs
 _SHOWN = 40  # characters of a text in an error
 _ASKED = "UMBRAASKED"
 _HEARD = "UMBRAHEARD"
+_TRUSTED = ("system", "developer", "assistant")  # roles whose special tokens are meant
+_QUOTED = re.compile("\ue000([^\ue001]*)\ue001")
 _TOOL = "umbratool"
 _SCHEMA: dict[str, Any] = {
     "type": "function",
@@ -95,6 +97,8 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._options = dict(options or {})
         self._stops = {tokenizer.decode([token]): token for token in sorted(stop_ids)}
+        special = sorted(_special_tokens(tokenizer), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, special))) if special else None
         self.name = f"the chat template of {tokenizer.name_or_path}"
         # Templates take reasoning in one of these fields; else it is part of the text.
         source = re.sub(r"{#.*?#}", "", str(tokenizer.chat_template), flags=re.DOTALL)
@@ -160,6 +164,19 @@ class ChatTemplate:
         _, ids = self._tail(messages, calls)
         return ids
 
+    def encode(self, text: str) -> list[int]:
+        """Tokens of what `render` wrote; special tokens in words of users and tools are plain text.
+
+        Else what a tool reads out could end its turn and begin one of the system.
+        """
+        ids: list[int] = []
+        for number, part in enumerate(_QUOTED.split(text)):
+            plain = number % 2 == 1
+            ids += self._tokenizer(part, add_special_tokens=False, split_special_tokens=plain)[
+                "input_ids"
+            ]
+        return ids
+
     def turn_text(
         self, said: Message, tools: Sequence[dict[str, Any]] = ()
     ) -> tuple[str, str, str]:
@@ -201,17 +218,17 @@ class ChatTemplate:
         tools = [_SCHEMA] if kind.tools else []
         history = [{"role": "system", "content": "UMBRARULES"}] if kind.system else []
         history.append(_user())
-        spoken = self._encode(self.render(history, tools))
+        spoken = self.encode(self.render(history, tools))
         cues = thoughts = True
         for number in range(_ROUNDS):
             said = _said(number, _calls(kind.calls), field)
             heard = _heard(number, kind.roles, said)
-            before = self._encode(self.render(history, tools, cue=False))
+            before = self.encode(self.render(history, tools, cue=False))
             text, tail = self._tail(heard, said.get("tool_calls", ()))
             _check_heard(text, heard, kind)
             history += [said, *heard]
             rendered = self.render(history, tools)
-            whole = self._encode(rendered)
+            whole = self.encode(rendered)
             if whole[-len(tail) :] != tail:
                 raise TurnsError(
                     f"writes {_roles(kind)} otherwise in a longer conversation than in a short one"
@@ -249,7 +266,7 @@ class ChatTemplate:
             )
         position, stop = min(ends)
         rest = rest[position + len(stop) :]
-        return rest, self._encode(stop + rest)
+        return rest, self.encode(stop + rest)
 
     def _reasoned(self, message: Message) -> Message:
         """Move the reasoning of `message` to where this template looks for it.
@@ -280,9 +297,10 @@ class ChatTemplate:
         cue: bool,
         parts: bool,
     ) -> str:
+        quoted = [self._quoted(message) for message in messages]
         try:
             return self._tokenizer.apply_chat_template(
-                [_in_parts(message) for message in messages] if parts else list(messages),
+                [_in_parts(message) for message in quoted] if parts else quoted,
                 tools=list(tools) or None,
                 tokenize=False,
                 add_generation_prompt=cue,
@@ -292,8 +310,41 @@ class ChatTemplate:
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise TurnsError(f"fails on messages of roles {roles}: {error}") from error
 
-    def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+    def _quoted(self, message: Message) -> Message:
+        """Mark special tokens in what a user or a tool says; `encode` reads the marks."""
+        said = message.get("content")
+        if self._special is None or message["role"] in _TRUSTED or not isinstance(said, str):
+            return message
+        return {**message, "content": self._special.sub("\ue000\\g<0>\ue001", said)}
+
+
+def end_of_turn(tokenizer: Any) -> int | None:
+    """The special token by which a chat template ends an assistant's turn; None if there is none.
+
+    Of several without text between them it is the last: some end an answer before the turn.
+    """
+    if tokenizer.chat_template is None:
+        return None
+    said = [_user(), {"role": "assistant", "content": _HEARD}]
+    try:
+        text: str = tokenizer.apply_chat_template(said, tokenize=False)
+    except Exception:  # noqa: BLE001 - a template of a stranger; a prompt that it fails on says so
+        return None
+    if _HEARD not in text:
+        return None
+    special, end = _special_tokens(tokenizer), None
+    for token in tokenizer(text.rpartition(_HEARD)[2], add_special_tokens=False)["input_ids"]:
+        written = tokenizer.decode([token])
+        if written in special:
+            end = token
+        elif written.strip() or end is not None:
+            break
+    return end
+
+
+def _special_tokens(tokenizer: Any) -> set[str]:
+    added = tokenizer.added_tokens_decoder.values()
+    return {token.content for token in added if token.special}
 
 
 def with_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:

@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from umbra.proto.errors import UsageError
 from umbra.services.modeling.architectures import architecture, check_architecture, in_the_way
+from umbra.services.modeling.chat_template import end_of_turn
 from umbra.services.modeling.model_directory import check_model_dir
 from umbra.services.modeling.weight_files import WeightFiles
 
@@ -215,16 +216,18 @@ def _tokenizer_code(directory: Path) -> str:
 
 
 def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Tokens that end a turn: those of the generation config and the tokenizer's own.
+    """Tokens that end a turn: of the generation config, the tokenizer and its chat template.
 
     Raises:
         UsageError: there are none, so that no turn would ever end.
     """
     config: GenerationConfig | None = model.generation_config
     configured = config.eos_token_id if config is not None else None
-    ids = {configured} if isinstance(configured, int) else set(configured or ())
+    ids: set[int] = {configured} if isinstance(configured, int) else set(configured or ())
     if tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
+    if (end := end_of_turn(tokenizer)) is not None:
+        ids.add(end)
     if not ids:
         raise UsageError(f"{tokenizer.name_or_path}: neither tokenizer nor model name an eos token")
     return frozenset(ids)

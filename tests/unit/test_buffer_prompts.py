@@ -65,7 +65,7 @@ def test_ids_are_line_numbers_whatever_the_blank_lines(tmp_path: Path) -> None:
         ('{"prompt": []}', "got an empty list"),
         ('{"prompt": ["x"]}', "got a list of something else"),
         ('{"prompt": [{"role": "user"}]}', "got a list of something else"),
-        ('{"prompt": "x", "n": 99999999999999999999999}', "cannot be sent"),
+        ('{"prompt": "x", "n": 99999999999999999999999}', "more than 64 bits"),
         ('{"prompt": "x", "n": ' + "[" * 99_999 + "]" * 99_999 + "}", "not a JSON object"),
     ],
 )

@@ -10,6 +10,7 @@ import pytest
 from umbra.proto.errors import UsageError
 from umbra.services.environments.protocol import Message
 from umbra.services.modeling.chat import Chat
+from umbra.services.modeling.chat_template import ChatTemplate
 from umbra.services.modeling.models import load_tokenizer
 
 USER: list[Message] = [{"role": "user", "content": "how"}]
@@ -30,7 +31,7 @@ def test_short_prompts_are_tokenised_once(
 ) -> None:
     """The samples of a group have the same; long ones would fill the memory."""
     encoded: list[str] = []
-    monkeypatch.setattr(Chat, "_encode", lambda _chat, text: (encoded.append(text), (1, 2))[1])
+    monkeypatch.setattr(ChatTemplate, "encode", lambda _, text: (encoded.append(text), [1, 2])[1])
     chat = Chat(tokenizer, {0})
     messages: list[Message] = [{"role": "user", "content": "x" * length}]
     first = chat.prompt_ids(messages)
@@ -78,7 +79,7 @@ def test_without_a_template_prompts_are_text(tokenizer: Any) -> None:
 
 def test_what_was_said_ends_before_its_stop_token(tokenizer: Any) -> None:
     chat = Chat(tokenizer, {tokenizer.eos_token_id})
-    ids = chat.text_ids("how")
+    ids = chat.text_ids("how", begins=False)
     assert chat.said(ids).text == "how"
     assert chat.said([*ids, tokenizer.eos_token_id]).text == "how"
     assert chat.said([]).text == ""

@@ -129,11 +129,11 @@ def test_stop_tokens_are_the_models_and_the_tokenizers(
     configured: Any, own: int | None, expected: set[int]
 ) -> None:
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=configured))
-    assert stop_ids(model, SimpleNamespace(eos_token_id=own)) == expected
+    assert stop_ids(model, SimpleNamespace(eos_token_id=own, chat_template=None)) == expected
 
 
 def test_without_a_stop_token_no_turn_would_end() -> None:
-    tokenizer = SimpleNamespace(eos_token_id=None, name_or_path="some/where")
+    tokenizer = SimpleNamespace(eos_token_id=None, chat_template=None, name_or_path="some/where")
     with pytest.raises(UsageError, match="some/where: neither tokenizer nor model name an eos"):
         stop_ids(SimpleNamespace(generation_config=None), tokenizer)
 

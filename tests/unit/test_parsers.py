@@ -34,7 +34,9 @@ USER = [{"role": "user", "content": "How warm is it?"}]
 
 def read(name: str, text: str, tools: Any = (WEATHER,), **options: Any) -> Said:
     chat = Chat(*chat_tokenizer(name), **options)
-    return chat.said(chat.text_ids(text), chat.prompt_ids(USER, list(tools)), list(tools))
+    return chat.said(
+        chat.text_ids(text, begins=False), chat.prompt_ids(USER, list(tools)), list(tools)
+    )
 
 
 def arguments(said: Said) -> list[Any]:
@@ -127,7 +129,7 @@ def test_piece_by_piece_it_is_the_same_as_at_once(
 ) -> None:
     chat = Chat(*chat_tokenizer("qwen3"))
     prompt = chat.prompt_ids(USER, [WEATHER])
-    ids = chat.text_ids(f"<think>\n{thought}\n</think>\n\n{words}{end}{stop}")
+    ids = chat.text_ids(f"<think>\n{thought}\n</think>\n\n{words}{end}{stop}", begins=False)
     whole = chat.said(ids, prompt, [WEATHER])
     reader = TurnReader(chat, prompt, [WEATHER])
     heard = {"content": "", "reasoning": ""}
@@ -151,7 +153,7 @@ def test_piece_by_piece_it_is_the_same_as_at_once(
 )
 def test_a_stop_string_is_found_at_its_first_token(words: str, stops: list[str]) -> None:
     chat = Chat(*chat_tokenizer("qwen3"))
-    ids = chat.text_ids(words)
+    ids = chat.text_ids(words, begins=False)
     end = chat.stopped_at(ids, stops)
     first = next(
         (n for n in range(1, len(ids) + 1) if any(s in chat.pieces(ids[:n]) for s in stops)), None
@@ -195,7 +197,7 @@ def test_a_model_may_bring_its_own_response_template() -> None:
         },
     }
     chat = Chat(tokenizer, stops)
-    ids = chat.text_ids('@weather{"days": 1};<|im_end|>')
+    ids = chat.text_ids('@weather{"days": 1};<|im_end|>', begins=False)
     said = chat.said(ids, chat.prompt_ids(USER, [WEATHER]), [WEATHER])
     assert arguments(said) == [{"days": 1}]
 

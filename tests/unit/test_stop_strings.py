@@ -66,7 +66,7 @@ def test_a_stop_string_of_the_run_ends_turns_of_environments(tokenizer: Any) -> 
 
 
 def output(chat: Chat, text: str, reason: Any = "abort") -> EngineOutput:
-    ids = chat.text_ids(text)
+    ids = chat.text_ids(text, begins=False)
     half = len(ids) // 2
     spans = [
         VersionSpan(version=0, start=0, end=half),

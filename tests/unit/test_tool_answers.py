@@ -61,7 +61,7 @@ class Thermometer:
 
 def run(chat: Chat, ends: dict[int, int], *, tells: bool) -> RolloutRunner:
     """A sample with Thermometer; turn n of the model is a word and the end token `ends[n]`."""
-    word = chat.text_ids("x")[0]
+    word = chat.text_ids("x", begins=False)[0]
     prompts: list[int] = []
 
     def script(ids: Any) -> list[int]:
