@@ -18,6 +18,7 @@ from umbra.proto.records import Manifest
 from umbra.services.modeling.weights import WeightTable, tensors_in
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
 from umbra.services.weights.manifest import build_manifest
+from umbra.services.weights.receiver import StagedVersion
 
 TENSORS = 300
 SERVED = "bfloat16"
@@ -91,6 +92,10 @@ class Model(nn.Module):
     def load(self, manifest: Manifest, data: memoryview) -> None:
         """Copy all tensors from their places, as the torch engine does."""
         self._table.load(manifest, data)
+
+    def load_staged(self, staged: StagedVersion) -> None:
+        """Load a version as the torch engine does, which is verified where it may change."""
+        self._table.load(staged.manifest, staged.data, staged.read)
 
     def equals(self, manifest: Manifest, data: memoryview) -> bool:
         """Return whether `data` holds the same bits."""

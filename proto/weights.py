@@ -149,7 +149,8 @@ class Prepare(Message, frozen=True, kw_only=True):
 class Ready(Message, frozen=True, kw_only=True):
     """`version` is staged and verified (or `error` says why not).
 
-    `source_lost`: because whoever it fetches from is gone.
+    `source_lost`: because whoever it fetches from is gone. `in_place`: its engine loads from the
+    hub's slot.
     """
 
     epoch: int
@@ -159,6 +160,7 @@ class Ready(Message, frozen=True, kw_only=True):
     error: Text = ""
     wire_bytes: int = 0  # that travelled, after encoding
     source_lost: bool = False
+    in_place: bool = False
 
 
 class Commit(Message, frozen=True, kw_only=True):

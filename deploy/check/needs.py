@@ -34,6 +34,7 @@ UNKNOWN_GPU = 80 * 10**9  # of a GPU that is asked for by name on a machine with
 PREFILL_TOKENS = 16384  # that the torch engine reads in a pass
 MASK = 5  # bytes of a pair of positions in a dense mask, and in what is made of it
 SHARD = "raise trainer.ranks, or train an adapter (trainer.lora_rank)"
+FETCHED = ("tcp", "nccl")  # planes whose receivers hold a version of their own
 NO_KEY = "there is no key for it; a GPU with more memory"
 
 
@@ -295,7 +296,9 @@ def _generator(config: RunConfig, sizes: ModelSizes, *, gpu: bool) -> Need:
         sampled = 4 * 4 * slots * sizes.vocabulary  # logits, their softmax, sorted, drawn
         device.append(Item("prefill", _forward(sizes, read, context, each, kind)))
         device.append(Item("sampling", sampled, remedy="lower generator.slots"))
-    host = [Item("staging of a version", published(config, sizes, gpu=gpu), LOADED)]
+    host: list[Item] = []
+    if config.weight_hub.plane in FETCHED:
+        host.append(Item("a fetched version", published(config, sizes, gpu=gpu), LOADED))
     if kind != "cuda":
         return _placed("generator", (), device, host, generator.count)
     if not vllm:
@@ -330,7 +333,7 @@ def _scorers(
         host: list[Item] = []
         if kind == "cuda":
             host.append(Item("the whole model while it is read", version, (LOADING,)))
-        if stage == "logp":
-            host.append(Item("staging of a version", published(config, sizes, gpu=gpu > 0), LOADED))
+        if stage == "logp" and config.weight_hub.plane in FETCHED:
+            host.append(Item("a fetched version", published(config, sizes, gpu=gpu > 0), LOADED))
         gpus = ((first_gpu(scorer.device),),) * count if kind == "cuda" else ()
         yield _placed(f"scorer {stage}", gpus, device, host, count)

@@ -17,11 +17,12 @@ from umbra.proto.records import SampleTask
 from umbra.services.config import GeneratorConfig
 from umbra.services.generator.activity import Activity, SampleLog, StallWatch
 from umbra.services.generator.buffer_client import BufferClient
-from umbra.services.generator.engines.engine import EngineError, KvPolicy
+from umbra.services.generator.engines.engine import EngineError, EngineOutput, KvPolicy
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.weights.receiver import Receiver, StagedVersion
 
 DRAIN_S = 10.0  # to hand back what is unfinished
+RELOAD_S = 60.0  # for another version, where one changed while it was loaded
 _IDLE_WAIT_S = 0.005  # new weights are noticed within this time
 _STATS_EVERY_S = 1.0
 _FAILURES_LOGGED = 20
@@ -168,20 +169,24 @@ class GeneratorLoop:
         self._buffer.deliver()  # the trainer may wait for just these
         start = self._clock()
         self._watch.waits(f"loading version {staged.version}", self._engine.live)
-        try:
+        aborted: list[EngineOutput] = []
+
+        def apply(staged: StagedVersion) -> None:
             self._watch.moved(staged.manifest.total_bytes)
-            aborted = self._runner.engine.load(
-                staged.manifest, staged.data, staged.version, self._kv_policy
+            aborted.extend(
+                self._runner.engine.load(
+                    staged.manifest, staged.data, staged.version, self._kv_policy, staged.read
+                )
             )
             self._watch.moved()
-        except UmbraError as error:
-            self._receiver.committed(staged, self._clock() - start, error=str(error))
-            raise
+
+        loaded = self._receiver.load(staged, apply, RELOAD_S, self._session.stopping)
+        if loaded is None:
+            return
         end = self._clock()
-        self._receiver.committed(staged, end - start)
-        self._activity.loaded(start, end, staged.version)
-        self._session.emit("weights", version=staged.version, commit_s=end - start)
-        log.debug("serving version %d after %.1f ms", staged.version, 1e3 * (end - start))
+        self._activity.loaded(start, end, loaded.version)
+        self._session.emit("weights", version=loaded.version, commit_s=end - start)
+        log.debug("serving version %d after %.1f ms", loaded.version, 1e3 * (end - start))
         # Under policy "abort" they go on at once, as new requests that begin with their own tokens.
         self._runner.take(aborted)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -86,8 +86,10 @@ class WeightTable:
                 self._aliases.setdefault(id(place), []).append(name)
 
     @torch.no_grad()
-    def load(self, manifest: Manifest, data: Part) -> None:
-        """Copy a version in place.
+    def load(
+        self, manifest: Manifest, data: Part, read: Callable[[int], None] = lambda _end: None
+    ) -> None:
+        """Copy a version in place; `read` is called with the number of bytes read so far.
 
         Raises:
             UsageError: a name is missing or unknown, a shape differs, or a dtype is not known;
@@ -98,13 +100,17 @@ class WeightTable:
         devices: set[torch.device] = set()
         if len(data) != manifest.total_bytes:
             raise PeerLostError(f"{len(data)} bytes came of a version of {manifest.total_bytes}")
+        ends = {entry.name: entry.offset + entry.nbytes for entry in manifest.tensors}
         for name, tensor in tensors_in(manifest, data):
             _fill(self._places[name].detach(), tensor)
             if tensor.is_cuda:
                 devices.add(tensor.device)
+            else:
+                read(ends[name])
         # Copies inside of a GPU are only begun by then, and the memory of `data` is used again.
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
+        read(manifest.total_bytes)
 
     def left_out(self, given: Collection[str]) -> dict[str, list[str]]:
         """Return names that are not in `given`, by the name in `given` whose place they share."""

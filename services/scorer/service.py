@@ -13,7 +13,7 @@ from umbra.services.modeling.model_directory import weights_bytes
 from umbra.services.process.command import ServiceContext
 from umbra.services.scorer.loop import ScorerLoop, StageWorker
 from umbra.services.weights.planes.receiving import StagedPlanes, gpu_for, host_planes
-from umbra.services.weights.receiver import Receiver
+from umbra.services.weights.receiver import Receiver, StagedVersion
 
 
 def run(context: ServiceContext) -> int:
@@ -96,18 +96,22 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
     expected = config.weight_hub.expected_on(device.type)
     with closing(Receiver(channel, planes, dtype=expected)) as receiver:
         receiver.subscribe(limit_s)
-        staged = receiver.wait_first(limit_s, session.stopping)
+        staged: StagedVersion | None = None
+
+        def apply(staged: StagedVersion) -> None:
+            table.load(staged.manifest, staged.data, staged.read)
 
         def refresh() -> int:
             nonlocal staged, version
             staged = staged or receiver.poll()
             if staged is not None:
-                table.load(staged.manifest, staged.data)
-                receiver.committed(staged, 0.0)
-                version, staged = staged.version, None
+                loaded = receiver.load(staged, apply, limit_s, session.stopping)
+                version, staged = loaded.version if loaded is not None else version, None
             return version
 
-        refresh()
+        while version < 0 and not session.stopping.is_set():
+            staged = staged or receiver.wait_first(limit_s, session.stopping)
+            refresh()
         context.ready({"stage": scorer.stage, "version": version})
         replay = config.trainer.router_replay  # as the policy that it stands for
         worker = LogprobWorker(model, config.trainer, refresh, replay=replay, max_tokens=longest)

@@ -12,8 +12,10 @@ one receiver; epochs count up and are never used again, so a late answer is told
   publishes older numbers again.
 - A slot may be granted to the trainer when it holds neither the newest version nor one that a
   receiver is staging. A receiver reads its slot from PREPARE until its READY, or until it is
-  dropped. Should one that was dropped still read while the trainer writes, its checksums fail: they
-  came with PREPARE.
+  dropped. One that loads in place reads it until COMMITTED too; the trainer waits for that no
+  longer than a few of the longest loads, because it may be the end of an evaluation that is waited
+  for. Should one still read while the trainer writes, the slot's sequence number and the checksums,
+  which came with PREPARE, show it.
 - The trainer does not wait for the deadline of a receiver that reads the slot it needs, where
   others serve the newest version: such a receiver is dropped when the trainer has waited for eight
   times as long as the longest staging took, and for five seconds at least. The next one is given
@@ -64,6 +66,8 @@ STAGINGS = 8  # the trainer waits for a slot at most as long as so many of the l
 PATIENCE_S = 5.0  # or so long, if that is longer
 LEAST_PATIENCE_S = 1.0  # with those after the first
 RECOVERS_S = 60.0  # until the patience has doubled
+LOADS = 2  # the trainer waits for a slot that is loaded at most as long as so many of the longest
+LOAD_S = 1.0  # or so long, if that is longer
 
 
 @dataclass(slots=True)
@@ -88,10 +92,12 @@ class ReceiverState:
     served: Publication | None = None  # what it serves of what this hub pushed
     offered: int = 0  # number of the last publication that was pushed to it
 
-    def reads(self, slot: int) -> bool:
-        """Return whether it is staging the version in `slot`."""
+    def reads(self, slot: int, phase: str = "staging") -> bool:
+        """Return whether it is staging the version in `slot`, or loading it from there."""
         push = self.push
-        return push is not None and push.publication.slot == slot and push.phase == "staging"
+        if push is None or push.publication.slot != slot or push.phase != phase:
+            return False
+        return phase == "staging" or (push.ready is not None and push.ready.in_place)
 
 
 class PushProtocol:
@@ -119,6 +125,8 @@ class PushProtocol:
         self._grant: tuple[int, int] | None = None  # slot and version that the trainer writes
         self._parked: tuple[Ticket, int, float] | None = None  # with the version, since when
         self._longest_s = 0.0  # that a staging took
+        self._longest_load_s = PATIENCE_S / LOADS  # until one has ended
+        self._loads_awaited = True  # the trainer still waits for loads in place
         self._impatience = 0  # how often the patience was halved
         self._halved_at = 0.0
         self._receivers: dict[str, ReceiverState] = {}
@@ -160,6 +168,8 @@ class PushProtocol:
     def next_deadline(self) -> float | None:
         """Return when `tick` must be called at the latest; None while nothing is under way."""
         due = [r.push.deadline for r in self._receivers.values() if r.push]
+        if self._parked is not None and self._loads_awaited:
+            due.append(self._parked[2] + self._load_patience_s)
         if self._holding_up():
             due.append(self._patient_until())
         return min(due, default=None)
@@ -215,7 +225,7 @@ class PushProtocol:
             self._grant = self._grant[0], version
             self._answer(ticket, SlotGranted(slot=self._grant[0]))
         else:
-            self._parked = (ticket, version, now)
+            self._parked, self._loads_awaited = (ticket, version, now), True
         return self._settle(now)
 
     def publish(
@@ -271,6 +281,10 @@ class PushProtocol:
             if message.error:
                 self._failed(receiver, push, message.error, now)
             else:
+                if push.ready.in_place:
+                    known = self._longest_load_s if self.counters["loads"] else 0.0
+                    self._longest_load_s = max(known, message.commit_s)
+                    self.counters["loads"] += 1
                 self._finish(receiver, push, push.ready, message.commit_s, now)
         return self._settle(now)
 
@@ -286,6 +300,8 @@ class PushProtocol:
         while self._impatience and now >= self._halved_at + RECOVERS_S:
             self._impatience -= 1
             self._halved_at += RECOVERS_S
+        if self._parked is not None and now >= self._parked[2] + self._load_patience_s:
+            self._loads_awaited = False
         holding_up = self._holding_up()
         impatient = bool(holding_up) and now >= self._patient_until()
         late = [r for r in self._receivers.values() if r.push and now >= r.push.deadline]
@@ -442,6 +458,9 @@ class PushProtocol:
     def _free_slot(self) -> int | None:
         """Return an empty slot, else the one with the oldest version, of those nobody needs."""
         free = [slot for slot in range(self.slots) if not self.readers(slot)]
+        if self._loads_awaited:
+            receivers = self._receivers.values()
+            free = [s for s in free if not any(r.reads(s, "committing") for r in receivers)]
         if self.newest is not None and self.newest.slot in free:
             free.remove(self.newest.slot)
         ages = {slot: publication.number for slot, publication in self.held.items()}
@@ -462,6 +481,11 @@ class PushProtocol:
         """Return how long the trainer waits for a slot that is read."""
         patience_s = max(PATIENCE_S, STAGINGS * self._longest_s) / 2**self._impatience
         return min(self._deadline_s, max(LEAST_PATIENCE_S, patience_s))
+
+    @property
+    def _load_patience_s(self) -> float:
+        """Return how long the trainer waits for a slot that is loaded in place."""
+        return max(LOAD_S, LOADS * self._longest_load_s)
 
     def _patient_until(self) -> float:
         """Return when receivers that block the trainer are dropped."""

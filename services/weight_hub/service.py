@@ -483,10 +483,14 @@ class WeightHub:
                     if isinstance(message, SlotGranted):
                         for end in self.planes.ends:
                             end.granted(message.slot)
+                        assert self._arena is not None
+                        self._arena.begin(message.slot)
                     self._reply(ticket, message)
                 case Admit(ticket=ticket, receiver=name):
                     self._admit(ticket, name)
                 case Send(receiver=name, message=Prepare() as message):
+                    assert self._arena is not None
+                    self._arena.end(message.slot)
                     for outcome in self.planes.of(name).prepare(name, message, self._clock()):
                         todo.extend(self._go_on(outcome))
                 case Send(receiver=name, message=message):

@@ -9,6 +9,9 @@ Where the trainer runs on several hosts, each has the file of the whole layout, 
 bytes of its own ranks have memory: so every byte has the same place on all hosts. The rest is a
 hole, which must not be read: it would take memory.
 
+After the slots comes a page with a sequence number for each of them, odd while the slot is written.
+The hub sets it: when it grants the slot, and when the slot is published.
+
 Mappings outlive the file's name, so that an arena may be removed while somebody still reads it.
 """
 
@@ -27,7 +30,7 @@ from pathlib import Path
 
 from umbra.proto.errors import StartupError
 from umbra.services.process.host_memory import ask_for
-from umbra.services.weights.memory import copy, share
+from umbra.services.weights.memory import share
 
 SHM = Path("/dev/shm")
 PAGE_BYTES = mmap.PAGESIZE
@@ -88,7 +91,7 @@ class Arena:
         self.slot_bytes = slot_bytes
         self.slots = slots
         self._fd = fd
-        size = slots * _stride(slot_bytes)
+        size = _size(slot_bytes, slots)
         has_holes = os.fstat(fd).st_blocks * 512 < size
         # MAP_POPULATE fills the page table at once; else every page faults at its first write,
         # and sixteen together at their first read. Holes it would fill with memory.
@@ -99,6 +102,7 @@ class Arena:
             prot=mmap.PROT_READ | mmap.PROT_WRITE,
         )
         self._view = memoryview(self._map)
+        self._sequences = self._view[size - PAGE_BYTES :].cast("Q")
         if populate and has_holes:
             self._populate(_extents(fd, size))
 
@@ -123,17 +127,17 @@ class Arena:
         if not re.fullmatch(r"\w+", suffix):
             raise ValueError(f"suffix {suffix!r} of an arena: letters, digits and _ only")
         path = SHM / f"{_prefix(run_id)}{suffix}"
-        stride = _stride(slot_bytes)
-        ranges = (
-            list(_pages(own or [], slots, stride)) if own is not None else [(0, slots * stride)]
-        )
+        stride, size = _stride(slot_bytes), _size(slot_bytes, slots)
+        ranges = [(0, size)]
+        if own is not None:
+            ranges = [*_pages(own, slots, stride), (size - PAGE_BYTES, size)]
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise StartupError(f"cannot make shared memory {path}: {error.strerror}") from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)  # for as long as we live: see `remove_leftovers`
-            os.ftruncate(fd, slots * stride)
+            os.ftruncate(fd, size)
             _allocate(fd, ranges)
             arena = cls(path, fd, slot_bytes, slots)
             if own is not None:
@@ -178,7 +182,9 @@ class Arena:
         """
         fd, slots = _open(Path(path), slot_bytes)
         try:
-            return cls(Path(path), fd, slot_bytes, slots, populate=populate)
+            arena = cls(Path(path), fd, slot_bytes, slots, populate=populate)
+            share(arena._map, len(arena._view), fd)
+            return arena
         except BaseException:
             os.close(fd)
             raise
@@ -190,7 +196,7 @@ class Arena:
         Raises:
             StartupError: there is too little memory.
         """
-        size = slots * _stride(slot_bytes)
+        size = _size(slot_bytes, slots)
         ask_for(size, "the slots of the weights", SMALLER)
         fd = os.memfd_create("umbra-weights", os.MFD_CLOEXEC)
         try:
@@ -205,7 +211,8 @@ class Arena:
     @classmethod
     def inherited(cls, fd: int, *, slot_bytes: int) -> Arena:
         """Take over the arena in `fd`, which another process has sent."""
-        return cls(Path(), fd, slot_bytes, os.fstat(fd).st_size // _stride(slot_bytes))
+        slots = (os.fstat(fd).st_size - PAGE_BYTES) // _stride(slot_bytes)
+        return cls(Path(), fd, slot_bytes, slots)
 
     def fileno(self) -> int:
         """Return the open file, to send to another process."""
@@ -222,19 +229,33 @@ class Arena:
         start = index * _stride(self.slot_bytes)
         return self._view[start : start + self.slot_bytes]
 
-    def read(self, index: int, start: int, into: memoryview) -> None:
-        """Fill `into` from byte `start` of slot `index`, while other threads go on.
+    def sequence(self, index: int) -> memoryview:
+        """The sequence number of slot `index`, as a view of one u64 that outlives `close`.
 
         Raises:
-            IndexError: outside of the slot.
-            StartupError: the file has become shorter; to read it all the same would be a SIGBUS.
+            IndexError: there is no such slot.
+        """
+        if not 0 <= index < self.slots:
+            raise IndexError(f"slot {index} of an arena with {self.slots} slots")
+        return self._sequences[index : index + 1]
+
+    def begin(self, index: int) -> None:
+        """Make the sequence number of slot `index` odd: it is about to be written."""
+        self._sequences[index] += 1 + self._sequences[index] % 2
+
+    def end(self, index: int) -> None:
+        """Make the sequence number of slot `index` even: its version is complete."""
+        self._sequences[index] += self._sequences[index] % 2
+
+    def check(self) -> None:
+        """Check that the file has all its bytes: to read past its end would be a SIGBUS.
+
+        Raises:
+            StartupError: it has become shorter.
             OSError: closed.
         """
-        if not 0 <= start <= self.slot_bytes - len(into):
-            raise IndexError(f"bytes {start}+{len(into)} of slot {index} are outside of the arena")
-        if os.fstat(self._fd).st_size < len(self._view):
+        if os.fstat(self._fd).st_size < _size(self.slot_bytes, self.slots):
             raise StartupError("the weight hub's shared memory has become shorter")
-        copy(self.slot(index)[start : start + len(into)], into)
 
     def close(self) -> None:
         """Unmap as soon as the last view of a slot is gone. Does not remove the file."""
@@ -242,6 +263,7 @@ class Arena:
             return
         os.close(self._fd)
         self._fd = -1
+        self._sequences.release()
         self._view.release()
         with suppress(BufferError):  # somebody holds a slot: unmapped when that view ends
             self._map.close()
@@ -295,6 +317,10 @@ def _prefix(run_id: str) -> str:
 
 def _stride(slot_bytes: int) -> int:
     return -(-slot_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _size(slot_bytes: int, slots: int) -> int:
+    return slots * _stride(slot_bytes) + PAGE_BYTES
 
 
 def _pages(own: Ranges, slots: int, stride: int) -> Iterator[tuple[int, int]]:
@@ -356,8 +382,10 @@ def _open(path: Path, slot_bytes: int) -> tuple[int, int]:
             "and the hub must run on one host, as one user, and share /dev/shm"
         ) from error
     size = os.fstat(fd).st_size
-    slots, rest = divmod(size, _stride(slot_bytes)) if slot_bytes > 0 else (0, size)
-    if slots == 0 or rest:
+    slots, rest = (0, size)
+    if slot_bytes > 0:
+        slots, rest = divmod(size - PAGE_BYTES, _stride(slot_bytes))
+    if slots < 1 or rest:
         os.close(fd)
         raise StartupError(f"{path} has {size} bytes, which are no slots of {slot_bytes} bytes")
     return fd, slots

@@ -30,8 +30,8 @@ from umbra.proto.messages import (
 from umbra.proto.net.channel import Channel
 from umbra.proto.records import Manifest
 from umbra.services.weights.arena import Arena
-from umbra.services.weights.manifest import checksum
 from umbra.services.weights.memory import copy
+from umbra.services.weights.verify import ChecksumsBehind
 
 PACE = Pace(30.0, LEAST_RATE)  # of a hub that answers
 RETRY_S = 1.0  # between attempts to bring a restarted hub up to date
@@ -91,7 +91,7 @@ class Publisher:
         self._channel = channel
         self._arena: Arena | None = None
         self._granted: _ArenaVersion | None = None
-        self._sums: list[Future[int]] = []  # of the first buckets of what is being written
+        self._sums: ChecksumsBehind | None = None  # of what is being written
         self._last: tuple[_ArenaVersion, Publish] | None = None
         self._failure: UmbraError | None = None
         self._lock = threading.Lock()  # one exchange with the hub at a time
@@ -181,7 +181,9 @@ class Publisher:
                 slot = self._acquire(version, deadline.left_s)
             assert self._arena is not None
             self._granted = _ArenaVersion(self._arena, slot, version)
-            self._sums = []
+            self._sums = None
+            if not self.manifest.owners:
+                self._sums = ChecksumsBehind(self._executor, self.manifest, self._granted.data)
             return self._granted.data
 
     def wrote(self, end: int) -> None:
@@ -194,14 +196,10 @@ class Publisher:
         Raises:
             ValueError: no slot is acquired.
         """
-        place, buckets = self._granted, self.manifest.buckets
-        if place is None:
+        if self._granted is None:
             raise ValueError("no slot is acquired")
-        if self.manifest.owners:
-            return
-        while len(self._sums) < len(buckets) and buckets[len(self._sums)][1] <= end:
-            start, stop = buckets[len(self._sums)]
-            self._sums.append(self._executor.submit(checksum, place.data[start:stop]))
+        if self._sums is not None:
+            self._sums.until(end)
 
     def publish(self, version: int, snapshot_s: float, sums: list[int] | None = None) -> None:
         """Publish what was written into the slot of `version`; returns before it is pushed.
@@ -223,7 +221,10 @@ class Publisher:
             place = self._granted
             if place is None or place.version != version:
                 raise ValueError(f"no slot was acquired for version {version}")
-            sums = self._all_sums(place.data) if sums is None else sums
+            if sums is None:
+                if self._sums is None:
+                    raise ValueError("the version lies on several hosts: each has its checksums")
+                sums = self._sums.result()
             message = Publish(
                 version=version, slot=place.slot, checksums=sums, snapshot_s=snapshot_s
             )
@@ -247,13 +248,6 @@ class Publisher:
         """
         self._join()
         self._publishing = self._executor.submit(self.publish, version, snapshot_s, sums)
-
-    def _all_sums(self, data: memoryview) -> list[int]:
-        if self.manifest.owners:
-            raise ValueError("the version lies on several hosts: each has checksums of its own")
-        known = [future.result() for future in self._sums]  # submitted before `publish` was
-        rest = self.manifest.buckets[len(known) :]
-        return known + [checksum(data[start:end]) for start, end in rest]
 
     def _join(self) -> None:
         publishing, self._publishing = self._publishing, None

@@ -1,4 +1,4 @@
-"""A generator's half of a push: stage a version in private memory, verify it, hand it over."""
+"""A receiver's half of a push: stage a version, verify it, have the engine load it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from umbra.proto.deadline import Deadline
-from umbra.proto.errors import StartupError, UmbraError, foreseen
+from umbra.proto.errors import PeerLostError, StartupError, UmbraError, foreseen
 from umbra.proto.messages import (
     Abort,
     Commit,
@@ -31,6 +31,7 @@ from umbra.services.weights.arena import shm_host
 from umbra.services.weights.manifest import Part, check_dtype, check_manifest
 from umbra.services.weights.planes.plane import GPU_PLANES, Receipt, ReceiverEnd, Receiving
 from umbra.services.weights.planes.receiving import ReceiverPlanes
+from umbra.services.weights.verify import ChangedError, SlotGuard
 
 LOOK_S = 0.05  # how soon a stop is noticed
 WAKE_S = 0.2  # how soon the thread notices that it should end
@@ -42,62 +43,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class StagedVersion:
-    """A complete, verified version: private, writable, unchanged until `Receiver.committed`."""
+    """A complete, verified version.
+
+    Without a `guard` its bytes are this process's own until `Receiver.committed`; with one they lie
+    in the arena of this host's daemon, and `Receiver.load` notices when they change.
+    """
 
     version: int
     epoch: int
     manifest: Manifest
     data: Part  # `[manifest.total_bytes]`
-    is_committed: bool = False
+    guard: SlotGuard | None = None
 
-
-class Staging:
-    """The staged version and the one that the engine loads; there is memory for one of them.
-
-    Only a version that was verified and that the hub committed is ever taken. Not thread-safe.
-    """
-
-    def __init__(self) -> None:
-        self._staged: StagedVersion | None = None
-        self._loading: StagedVersion | None = None
-
-    @property
-    def has_room(self) -> bool:
-        """Return whether the memory may be written."""
-        return self._loading is None
-
-    def clear(self) -> None:
-        """Forget the staged version: its memory is written again."""
-        self._staged = None
-
-    def stage(self, staged: StagedVersion) -> None:
-        """Add a version whose bytes are complete and verified."""
-        self._staged = staged
-
-    def commit(self, epoch: int) -> bool:
-        """Mark the staged version as committed; False if it is not the one of `epoch`."""
-        if self._staged is None or self._staged.epoch != epoch:
-            return False
-        self._staged.is_committed = True
-        return True
-
-    def abort(self, epoch: int) -> None:
-        """Forget the staged version if it is the one of `epoch`; a load under way goes on."""
-        if self._staged is not None and self._staged.epoch == epoch:
-            self._staged = None
-
-    def take(self) -> StagedVersion | None:
-        """Return the version to load now; None if there is none or a load is under way."""
-        staged = self._staged
-        if self._loading is not None or staged is None or not staged.is_committed:
-            return None
-        self._staged, self._loading = None, staged
-        return staged
-
-    def release(self, staged: StagedVersion) -> None:
-        """End the load of `staged`."""
-        if self._loading is staged:
-            self._loading = None
+    def read(self, end: int) -> None:
+        """Note that an engine has read the first `end` bytes; see `SlotGuard.read`."""
+        if self.guard is not None:
+            self.guard.read(end)
 
 
 class Receiver:
@@ -148,8 +109,10 @@ class Receiver:
         self._waiting: Prepare | None = None  # until the engine has loaded the version before
         self._receiving: tuple[Prepare, Receiving] | None = None
         self._dropped = ""  # why we were unsubscribed, until the thread has seen it
-        self._staging = Staging()
-        self._changed = threading.Condition()  # guards _staging, _dropped, failure
+        self._staged: StagedVersion | None = None
+        self._committed = False  # what is staged may be loaded
+        self._loading: StagedVersion | None = None  # its memory must not be written
+        self._changed = threading.Condition()  # guards these, _dropped, failure
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._main, name="umbra-receiver", daemon=True)
 
@@ -205,7 +168,53 @@ class Receiver:
         """
         self.check()
         with self._changed:
-            return self._staging.take()
+            if self._loading is not None or not self._committed:
+                return None
+            self._loading, self._staged, self._committed = self._staged, None, False
+            return self._loading
+
+    def load(
+        self,
+        staged: StagedVersion,
+        apply: Callable[[StagedVersion], None],
+        timeout_s: float,
+        stopping: threading.Event,
+    ) -> StagedVersion | None:
+        """Have `apply` load `staged`, and report it; return the version that is loaded.
+
+        `apply` calls `StagedVersion.read` while it reads, and at the end. None if the version was
+        overwritten before: nothing was loaded, and a newer one comes. If it changed under the load,
+        the model is of no use before the next version is loaded in its place; this waits for that.
+
+        Raises:
+            DeadlineError: no other version came within `timeout_s` seconds.
+            PeerLostError: nor before `stopping` was set.
+            UmbraError: as `poll`, or what `apply` raises.
+        """
+        changed = ""
+        while True:
+            began, error = time.perf_counter(), ""
+            if staged.guard is not None and not staged.guard.is_readable:
+                error = "its slot was written again before it was loaded"
+                if not changed:
+                    self.committed(staged, 0.0, error)
+                    return None
+            else:
+                try:
+                    apply(staged)
+                except ChangedError as problem:
+                    changed = error = f"version {staged.version} changed under the load: {problem}"
+                except UmbraError as problem:
+                    self.committed(staged, time.perf_counter() - began, str(problem))
+                    raise
+            self.committed(staged, time.perf_counter() - began, error)
+            if not error:
+                return staged
+            log.warning("%s; nothing is served before another version is loaded", error)
+            following = self.wait_first(timeout_s, stopping)
+            if following is None:
+                raise PeerLostError(f"{changed}, and the run stops")
+            staged = following
 
     def committed(self, staged: StagedVersion, commit_s: float, error: str = "") -> None:
         """Report that the engine serves `staged` after waiting `commit_s` seconds, or why not.
@@ -213,7 +222,8 @@ class Receiver:
         The memory of `staged` is used again from now on.
         """
         with self._changed:
-            self._staging.release(staged)
+            if self._loading is staged:
+                self._loading = None
         self._channel.send(
             Committed(epoch=staged.epoch, version=staged.version, commit_s=commit_s, error=error)
         )
@@ -297,7 +307,8 @@ class Receiver:
                     self._waiting = message
             case Commit():
                 with self._changed:
-                    if self._staging.commit(message.epoch):
+                    if self._staged is not None and self._staged.epoch == message.epoch:
+                        self._committed = True
                         self._changed.notify_all()
                 if self._load is not None and (staged := self.poll()) is not None:
                     self._load_now(self._load, staged)
@@ -307,7 +318,8 @@ class Receiver:
                 if under_way is not None and under_way.epoch == message.epoch:
                     self._give_up()
                 with self._changed:
-                    self._staging.abort(message.epoch)
+                    if self._staged is not None and self._staged.epoch == message.epoch:
+                        self._staged, self._committed = None, False
                 if message.dropped:
                     self._drop(message.reason)
             case Subscribed():
@@ -394,9 +406,9 @@ class Receiver:
     def _begin(self, message: Prepare) -> None:
         assert self._reply is not None and self._end is not None
         with self._changed:
-            if not self._staging.has_room:
+            if self._loading is not None:
                 return
-            self._staging.clear()
+            self._staged, self._committed = None, False  # its memory is written again
         self._waiting = None
         given, buckets = len(message.checksums), len(self._reply.manifest.buckets)
         if given == buckets:
@@ -410,9 +422,9 @@ class Receiver:
         if not done.error:
             assert done.data is not None
             manifest = self._reply.manifest
-            staged = StagedVersion(message.version, message.epoch, manifest, done.data)
+            staged = StagedVersion(message.version, message.epoch, manifest, done.data, done.guard)
             with self._changed:
-                self._staging.stage(staged)
+                self._staged, self._committed = staged, False
         self._channel.send(
             Ready(
                 epoch=message.epoch,
@@ -422,6 +434,7 @@ class Receiver:
                 error=done.error,
                 wire_bytes=done.wire_bytes,
                 source_lost=done.source_lost,
+                in_place=done.guard is not None,
             )
         )
         if done.unusable:
@@ -463,7 +476,8 @@ class Receiver:
             return
         self._end, self._reply = end, reply
         with self._changed:
-            self._staging = Staging()  # a load under way keeps its memory alive by itself
+            # A load under way keeps its memory alive by itself.
+            self._staged, self._loading, self._committed = None, None, False
 
 
 def _is_same(before: Subscribed | None, now: Subscribed) -> bool:

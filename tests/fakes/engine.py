@@ -10,6 +10,7 @@ from umbra.services.generator.engines.engine import (
     EngineOutput,
     EngineRequest,
     KvPolicy,
+    unguarded,
 )
 from umbra.services.weights.manifest import Part
 
@@ -65,10 +66,15 @@ class ScriptedEngine:
         return done
 
     def load(
-        self, manifest: Manifest, data: Part, version: int, kv_policy: KvPolicy
+        self,
+        manifest: Manifest,
+        data: Part,
+        version: int,
+        kv_policy: KvPolicy,
+        read: Callable[[int], None] = unguarded,
     ) -> list[EngineOutput]:
-        del manifest
         self.loads.append((version, kv_policy, bytes(data)))
+        read(manifest.total_bytes)
         self.version = version
         return self.abort(None) if kv_policy == "abort" else []
 

@@ -11,7 +11,6 @@ import torch
 import xxhash
 from fakes.hub_bench import WAIT_S, Bench
 
-from umbra.proto.errors import UmbraError
 from umbra.proto.records import Manifest, Sampling
 from umbra.services.generator.engines.engine import EngineRequest
 from umbra.services.generator.engines.torch_engine import TorchEngine
@@ -137,15 +136,14 @@ class Generating:
 
     def _load(self, staged: StagedVersion) -> None:
         self._loading()
-        try:
-            self.engine.load(staged.manifest, staged.data, staged.version, "keep")
-        except UmbraError as problem:
-            self._receiver.committed(staged, 0.0, str(problem))
-            raise
+
+        def apply(staged: StagedVersion) -> None:
+            self.engine.load(staged.manifest, staged.data, staged.version, "keep", staged.read)
+
+        self._receiver.load(staged, apply, WAIT_S, threading.Event())
         if self.engine.version >= 0:
             held = checksum_of(self.model, self._policy.manifest)
             assert held == self._policy.checksums[self.engine.version], "not the trainer's weights"
-        self._receiver.committed(staged, 0.0)
 
 
 def publisher_of(bench: Bench, policy: Policy) -> Publisher:

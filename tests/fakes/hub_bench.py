@@ -6,7 +6,7 @@ import json
 import random
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import zmq
@@ -124,9 +124,9 @@ class Bench:
         publisher.register(WAIT_S)
         return publisher
 
-    def receiver(self, name: str, dtype: str = "") -> Receiver:
+    def receiver(self, name: str, dtype: str = "", planes: Sequence[str] = ("shm",)) -> Receiver:
         receiver = Receiver(
-            self.channel(name), StagedPlanes(), dtype=dtype, check_s=0.05, retry_s=0.02
+            self.channel(name), StagedPlanes(planes), dtype=dtype, check_s=0.05, retry_s=0.02
         )
         self.closers.append(receiver.close)
         receiver.subscribe(WAIT_S)

@@ -109,11 +109,11 @@ def test_a_late_joiner_gets_the_newest_version(bench: Bench) -> None:
 
 
 def test_memory_that_is_being_loaded_is_left_alone(bench: Bench) -> None:
-    bench.start(
-        deadline_s=seconds(0.2)
-    )  # the hub drops who takes long to load, and pushes the next
+    """A receiver's own, that is; `test_verify.py` has loads from the arena."""
+    # The hub drops who takes long to load, and pushes the next.
+    bench.start(plane="tcp", deadline_s=seconds(0.2))
     publisher = bench.publisher()
-    receiver = bench.receiver("gen-0")
+    receiver = bench.receiver("gen-0", planes=["tcp"])
     publish(publisher, 0)
     loading = take(receiver)
     for version in range(1, 6):

@@ -6,7 +6,7 @@ outputs come, and between two polls, that is at a token boundary, `load` or `abo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -16,6 +16,10 @@ from umbra.services.weights.manifest import Part
 
 FinishReason = Literal["stop", "length", "abort"]
 KvPolicy = Literal["keep", "recompute", "abort"]
+
+
+def unguarded(_end: int) -> None:
+    """Nobody else writes what an engine reads."""
 
 
 class EngineError(UmbraError):
@@ -121,7 +125,12 @@ class Engine(Protocol):
         ...
 
     def load(
-        self, manifest: Manifest, data: Part, version: int, kv_policy: KvPolicy
+        self,
+        manifest: Manifest,
+        data: Part,
+        version: int,
+        kv_policy: KvPolicy,
+        read: Callable[[int], None] = unguarded,
     ) -> list[EngineOutput]:
         """Serve `version` from the next token on; returns what was aborted under policy "abort".
 
@@ -131,6 +140,8 @@ class Engine(Protocol):
             version: of the weights.
             kv_policy: what becomes of sequences under way. Under "keep", what was read for a
                 session stays good for its own later requests, and for no other's.
+            read: called with the number of bytes read so far, and with that of all before a token
+                is sampled; its errors pass.
 
         Raises:
             UsageError: the version does not fit the model; the old one is served, whole.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +29,7 @@ from umbra.services.generator.engines.engine import (
     FinishReason,
     KvPolicy,
     check_request,
+    unguarded,
 )
 from umbra.services.generator.engines.slots import SlotCache
 from umbra.services.modeling.attention import Attention
@@ -265,10 +266,15 @@ class TorchEngine:
 
     @torch.inference_mode()
     def load(
-        self, manifest: Manifest, data: Part, version: int, kv_policy: KvPolicy
+        self,
+        manifest: Manifest,
+        data: Part,
+        version: int,
+        kv_policy: KvPolicy,
+        read: Callable[[int], None] = unguarded,
     ) -> list[EngineOutput]:
         """Serve `version` from the next token on; see `Engine.load`."""
-        self._weights.load(manifest, data)
+        self._weights.load(manifest, data, read)
         self.version = version
         aborted: list[_Row] = []
         if kv_policy == "abort":

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import logging
 import queue
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from umbra.services.generator.engines.engine import (
     EngineRequest,
     KvPolicy,
     check_request,
+    unguarded,
 )
 from umbra.services.generator.vllm.cache import RecentLengths
 from umbra.services.generator.vllm.names import CheckpointNames, told_routers
@@ -174,7 +175,12 @@ class VllmEngine:
         return self._take()
 
     def load(
-        self, manifest: Manifest, data: Part, version: int, kv_policy: KvPolicy
+        self,
+        manifest: Manifest,
+        data: Part,
+        version: int,
+        kv_policy: KvPolicy,
+        read: Callable[[int], None] = unguarded,
     ) -> list[EngineOutput]:
         """Serve `version` from the next token on; see `Engine.load`.
 
@@ -201,7 +207,11 @@ class VllmEngine:
         update = {"path": path, "manifest": msgspec.msgpack.encode(layout)}
         under_way = set(self._open)
         self.pause = self._server.update(
-            update, version, kv_policy, self.pace.limit_s(manifest.total_bytes)
+            update,
+            version,
+            kv_policy,
+            self.pace.limit_s(manifest.total_bytes),
+            lambda: read(manifest.total_bytes),
         )
         log.debug("version %d: %s", version, self.pause)
         self.version = version

@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent import futures
 from contextlib import suppress
 from dataclasses import dataclass
@@ -230,7 +230,12 @@ class VllmServer:
         return self._wait(self._look(set(keys)), _REPLY_S)
 
     def update(
-        self, part: dict[str, Any], version: int, kv_policy: KvPolicy, limit_s: float
+        self,
+        part: dict[str, Any],
+        version: int,
+        kv_policy: KvPolicy,
+        limit_s: float,
+        verify: Callable[[], None],
     ) -> Pause:
         """Load a version between two steps. Under "abort", all jobs are in `done` afterwards.
 
@@ -239,6 +244,7 @@ class VllmServer:
             version: of the weights.
             kv_policy: what becomes of jobs under way.
             limit_s: seconds that vLLM may take to pause, to load, and to resume.
+            verify: raises an error if what was loaded is not the version.
 
         Raises:
             EngineError: vLLM died, or the load broke off: it must not be used any more.
@@ -249,6 +255,7 @@ class VllmServer:
             stopped = time.perf_counter()
             request = WeightTransferUpdateRequest(update_info=part)
             self._wait(self._llm.update_weights(request), limit_s)
+            verify()
             self._wait(self._resume(version, kv_policy), limit_s)
         except Exception as error:
             if (died := self.died) is not None:

@@ -13,14 +13,15 @@ from umbra.proto.records import GpuFacts, Manifest
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.gpu.cuda import cuda_unavailable, nccl_unavailable
 from umbra.services.weights.manifest import Part
+from umbra.services.weights.verify import SlotGuard
 
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
     """What became of one version: seconds of transfer and of verifying, and what went wrong.
 
-    `data`: its bytes, as an engine loads them. `unusable`: this plane will never work between
-    the hub and us.
+    `data`: its bytes, as an engine loads them; with a `guard` in memory that others may write.
+    `unusable`: this plane will never work between the hub and us.
     """
 
     wire_s: float = 0.0
@@ -30,6 +31,7 @@ class Receipt:
     source_lost: bool = False
     unusable: bool = False
     data: Part | None = None
+    guard: SlotGuard | None = None
 
 
 Receiving = Generator[int | None, None, Receipt]

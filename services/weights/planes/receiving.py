@@ -186,14 +186,14 @@ class ReceiverPlanes(Protocol):
 
 
 class StagedPlanes:
-    """Versions are held whole, verified, until the engine loads them.
+    """The planes of a receiver with an engine.
 
     Args:
         planes: to be offered besides those of `gpu`, which come first.
         gpu: for planes `nccl` and `cuda_ipc`; closed with this.
         frame_bytes: of one record of plane `tcp`, at most.
         connections: at a time to each source, there.
-        allocate: gives the memory to hold them, so many writable bytes.
+        allocate: gives so many writable bytes for a version of plane `tcp`.
     """
 
     def __init__(
@@ -215,19 +215,18 @@ class StagedPlanes:
     def open(self, reply: Subscribed, name: str, security: Security) -> ReceiverEnd:
         if self._gpu is not None and reply.plane in self._gpu.planes:
             return self._gpu.open(reply, name, self._frame_bytes, security)
-        manifest = reply.manifest
-        ask_for(manifest.total_bytes, "a version that is staged until it is loaded", REMEDY)
-        data = self._allocate(manifest.total_bytes)
-        if reply.plane == "tcp":
-            return TcpReceiver(
-                name,
-                manifest,
-                [data],
-                self._frame_bytes,
-                security=security,
-                connections=self._connections,
-            )
-        return ShmReceiver(reply, data)
+        if reply.plane == "shm":
+            return ShmReceiver(reply)
+        size = reply.manifest.total_bytes
+        ask_for(size, "a version that is fetched until it is loaded", REMEDY)
+        return TcpReceiver(
+            name,
+            reply.manifest,
+            [self._allocate(size)],
+            self._frame_bytes,
+            security=security,
+            connections=self._connections,
+        )
 
     def close(self) -> None:
         if self._gpu is not None:

@@ -1,6 +1,6 @@
-"""Plane `shm`: receivers copy versions from the hub's arena in /dev/shm.
+"""Plane `shm`: engines load versions from the hub's arena in /dev/shm; nothing is copied before.
 
-The private copy is verified, never the slot itself, which may be overwritten meanwhile.
+Staging verifies a version where it lies, which also maps its pages, so that the load is one copy.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from umbra.proto.messages import Prepare, Subscribed
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.manifest import checksum, wrong_checksum
 from umbra.services.weights.planes.plane import HubEnd, Receipt, Receiving
+from umbra.services.weights.verify import OVERWRITTEN, SlotGuard
 
 
 class ShmHub(HubEnd):
@@ -21,40 +22,41 @@ class ShmHub(HubEnd):
 
 
 class ShmReceiver:
-    """Copies versions into private memory.
+    """Verifies versions in the hub's arena.
 
     Args:
         reply: names the arena.
-        data: to be filled, `[total_bytes]`.
 
     Raises:
         StartupError: the arena cannot be seen from here.
     """
 
-    def __init__(self, reply: Subscribed, data: memoryview) -> None:
+    def __init__(self, reply: Subscribed) -> None:
         self._manifest = reply.manifest
         size = reply.manifest.total_bytes
         self._arena = Arena.attach(reply.path, slot_bytes=size, populate=False)
-        self._data = data
 
     def receive(self, message: Prepare) -> Receiving:
-        """Copy and verify bucket by bucket, while each is still in the cache."""
-        data, manifest = self._data, self._manifest
-        wire_s = stage_s = 0.0
-        for index, (start, end) in enumerate(manifest.buckets):
-            began = time.perf_counter()
-            try:
-                self._arena.read(message.slot, start, data[start:end])
-            except (IndexError, OSError, StartupError) as error:
-                return Receipt(wire_s, stage_s, start, str(error))
-            copied = time.perf_counter()
-            actual = checksum(data[start:end])
-            wire_s += copied - began
-            stage_s += time.perf_counter() - copied
-            if actual != message.checksums[index]:
-                return Receipt(wire_s, stage_s, end, wrong_checksum(manifest, index))
-            yield index
-        return Receipt(wire_s, stage_s, manifest.total_bytes, data=data)
+        """Verify a version bucket by bucket."""
+        manifest, began = self._manifest, time.perf_counter()
+        try:
+            data = self._arena.slot(message.slot)
+            sequence = self._arena.sequence(message.slot)
+            guard = SlotGuard(sequence, self._arena.check, manifest, data, message.checksums)
+            for index, (start, end) in enumerate(manifest.buckets):
+                self._arena.check()
+                if checksum(data[start:end]) != message.checksums[index]:
+                    return _failed(began, wrong_checksum(manifest, index))
+                yield index
+        except (IndexError, OSError, StartupError) as error:
+            return _failed(began, str(error))
+        if guard.is_overwritten:
+            return _failed(began, OVERWRITTEN)
+        return Receipt(stage_s=time.perf_counter() - began, data=data, guard=guard)
 
     def close(self) -> None:
         self._arena.close()
+
+
+def _failed(began: float, error: str) -> Receipt:
+    return Receipt(stage_s=time.perf_counter() - began, error=error)

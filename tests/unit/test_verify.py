@@ -1,0 +1,200 @@
+"""Loads from a slot that others may write: what is taken for a version is that version, whole."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from fakes.hub_bench import WAIT_S, Bench, content, load, publish, take
+
+from umbra.proto.errors import PeerLostError
+from umbra.services.weights.arena import Arena
+from umbra.services.weights.manifest import build_manifest, checksums
+from umbra.services.weights.receiver import Receiver, StagedVersion
+from umbra.services.weights.verify import ChangedError, SlotGuard
+
+TINY = build_manifest([("weights", "F32", [64])], 128)
+LAPS = 100_000
+WRITER = f"""
+import sys, time
+from umbra.services.weights.arena import Arena
+size, laps = {TINY.total_bytes}, {LAPS}
+arena = Arena.attach(sys.argv[1], slot_bytes=size)
+data = arena.slot(0)
+for lap in range(1, laps + 1):
+    word = lap.to_bytes(8, "little")
+    arena.begin(0)
+    for start in range(0, size, 64):
+        data[start : start + 64] = 8 * word
+    arena.end(0)
+    if lap % 100 == 0:
+        time.sleep(0.0002)
+"""
+
+
+@pytest.fixture
+def arena(run_id: str) -> Iterator[Arena]:
+    made = Arena.create(run_id, "tiny", slot_bytes=TINY.total_bytes, slots=1)
+    yield made
+    made.unlink()
+    made.close()
+
+
+def version_at(number: int) -> bytes:
+    """The version that is in the slot under an even sequence number."""
+    return (number // 2).to_bytes(8, "little") * (TINY.total_bytes // 8)
+
+
+def test_a_writer_that_laps_a_slow_reader_never_gives_it_a_torn_version(arena: Arena) -> None:
+    """1. A process writes 100,000 versions into one slot. 2. This one reads it, with a pause."""
+    data, number = arena.slot(0), arena.sequence(0)
+    half = TINY.total_bytes // 2
+    whole = torn = 0
+
+    def read() -> None:
+        nonlocal whole, torn
+        begun = number[0]
+        expected = version_at(begun)
+        sums = checksums(TINY, memoryview(bytearray(expected)))
+        guard = SlotGuard(number, arena.check, TINY, data, sums)
+        if guard.is_overwritten or number[0] != begun:
+            return
+        taken = bytes(data[:half])
+        time.sleep(0)
+        taken += bytes(data[half:])
+        by_sequence = not guard.is_overwritten
+        assert taken == expected or not by_sequence
+        try:
+            guard.read(TINY.total_bytes)
+        except ChangedError:
+            torn += 1
+        else:
+            assert by_sequence
+            whole += 1
+
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(arena.path)]) as writer:
+        while writer.poll() is None:
+            read()
+    assert writer.returncode == 0
+    assert number[0] == 2 * LAPS
+    assert torn, "the writer was never met"
+    read()
+    assert whole
+
+
+def test_bytes_that_change_without_a_number_are_noticed(arena: Arena) -> None:
+    data, good = arena.slot(0), version_at(2)
+    sums = checksums(TINY, memoryview(bytearray(good)))
+    data[:] = good
+    guard = SlotGuard(arena.sequence(0), arena.check, TINY, data, sums)
+    guard.read(TINY.total_bytes // 2)
+    guard.read(TINY.total_bytes)
+    data[-1] ^= 1
+    with pytest.raises(ChangedError, match="checksum of bucket 2 "):
+        guard.read(TINY.total_bytes)
+
+
+class Engine:
+    """Keeps what it has loaded; what happens under a load is up to a test."""
+
+    def __init__(self) -> None:
+        self.held = b""
+        self.loads = 0
+
+    def apply(self, staged: StagedVersion) -> None:
+        self.loads += 1
+        assert isinstance(staged.data, memoryview)
+        half = len(staged.data) // 2
+        taken = bytes(staged.data[:half])
+        staged.read(half)
+        self.under_way(staged)
+        self.held = taken + bytes(staged.data[half:])
+        staged.read(len(staged.data))
+
+    def under_way(self, staged: StagedVersion) -> None:
+        pass
+
+    def load(self, receiver: Receiver, staged: StagedVersion) -> StagedVersion | None:
+        return receiver.load(staged, self.apply, WAIT_S, threading.Event())
+
+
+def test_a_version_that_waits_too_long_is_overwritten_and_not_loaded(bench: Bench) -> None:
+    """The trainer waits for its slot no longer than for a load, and nobody is dropped."""
+    bench.start()
+    publisher, receiver, engine = bench.publisher(), bench.receiver("gen-0"), Engine()
+    publish(publisher, 0)
+    load(receiver, 0)
+    publish(publisher, 1)
+    staged = take(receiver)
+    for version in (2, 3):
+        publish(publisher, version)
+    assert engine.load(receiver, staged) is None
+    assert engine.loads == 0
+    loaded = engine.load(receiver, take(receiver))
+    assert loaded is not None and loaded.version == 3
+    assert engine.held == content(3)
+    bench.finish()
+    assert bench.hub.protocol.counters["dropped"] == 0
+    assert [row["version"] for row in bench.rows()] == [0, 3]
+
+
+def test_a_version_that_is_overwritten_under_its_load_gives_way_to_the_next(bench: Bench) -> None:
+    bench.start()
+    publisher, receiver, engine = bench.publisher(), bench.receiver("gen-0"), Engine()
+    publish(publisher, 0)
+    load(receiver, 0)
+
+    def overwrite(staged: StagedVersion) -> None:
+        if staged.version == 1:
+            publish(publisher, 2)
+            publish(publisher, 3)
+
+    engine.under_way = overwrite  # type: ignore[method-assign]
+    publish(publisher, 1)
+    loaded = engine.load(receiver, take(receiver))
+    assert loaded is not None and loaded.version == 3
+    assert engine.held == content(3)
+    assert engine.loads == 2
+
+
+@pytest.mark.parametrize("when", ["before", "under"])
+def test_bytes_that_something_else_changed_are_never_served(bench: Bench, when: str) -> None:
+    """1. A staged version is damaged in shared memory. 2. The next one is published."""
+    bench.start()
+    publisher, receiver, engine = bench.publisher(), bench.receiver("gen-0"), Engine()
+
+    def damage(staged: StagedVersion) -> None:
+        if staged.version == 0:
+            assert isinstance(staged.data, memoryview)
+            staged.data[-70] ^= 1
+            threading.Timer(0.2, publish, (publisher, 1)).start()
+
+    publish(publisher, 0)
+    staged = take(receiver)
+    if when == "before":
+        damage(staged)
+    else:
+        engine.under_way = damage  # type: ignore[method-assign]
+    loaded = engine.load(receiver, staged)
+    assert loaded is not None and loaded.version == 1
+    assert engine.held == content(1)
+
+
+def test_an_engine_with_half_a_version_ends_with_the_run(bench: Bench) -> None:
+    bench.start()
+    publisher, receiver, engine = bench.publisher(), bench.receiver("gen-0"), Engine()
+
+    def damage(staged: StagedVersion) -> None:
+        assert isinstance(staged.data, memoryview)
+        staged.data[0] ^= 1
+
+    engine.under_way = damage  # type: ignore[method-assign]
+    publish(publisher, 0)
+    stopping = threading.Event()
+    stopping.set()
+    with pytest.raises(PeerLostError, match="version 0 changed under the load: checksum of bucket"):
+        receiver.load(take(receiver), engine.apply, WAIT_S, stopping)
