@@ -101,6 +101,9 @@ class FakeStaged:
     manifest: Manifest
     data: memoryview
 
+    def read(self, end: int) -> None:
+        assert end <= len(self.data)
+
 
 @dataclass
 class FakeReceiver:
@@ -117,9 +120,21 @@ class FakeReceiver:
         staged, self.staged = self.staged, None
         return staged
 
-    def committed(self, staged: FakeStaged, commit_s: float, error: str = "") -> None:
-        assert commit_s >= 0
-        self.answers.append((staged.version, error))
+    def load(
+        self,
+        staged: FakeStaged,
+        apply: Callable[[FakeStaged], None],
+        timeout_s: float,
+        stopping: threading.Event,
+    ) -> FakeStaged:
+        del timeout_s, stopping
+        try:
+            apply(staged)
+        except UmbraError as error:
+            self.answers.append((staged.version, str(error)))
+            raise
+        self.answers.append((staged.version, ""))
+        return staged
 
 
 def version(number: int) -> FakeStaged:
