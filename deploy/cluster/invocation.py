@@ -12,6 +12,7 @@ from umbra.proto.net.keys import PUBLIC, SECRET
 from umbra.services.config import RunConfig
 from umbra.services.modeling.hub import looks_like_name
 from umbra.services.process.child import with_fast_copies
+from umbra.services.process.parent import SEARCH_VARIABLE
 from umbra.services.prompts.download import is_url
 from umbra.services.prompts.readers import DATASETS, is_function, is_parquet
 
@@ -99,7 +100,7 @@ def environment(plan: Plan, paths: Paths) -> dict[str, str]:
     if paths.keys:
         variables["UMBRA_SECURITY__KEYS"] = paths.keys
     if paths.modules:
-        variables["PYTHONPATH"] = paths.modules
+        variables[SEARCH_VARIABLE] = paths.modules
     if paths.cache and any(fetches(plan, process) for process in plan.processes):
         variables |= {"HF_HOME": f"{paths.cache}/huggingface", "XDG_CACHE_HOME": paths.cache}
     return variables

@@ -23,9 +23,6 @@ DRAIN_S = 120  # between SIGTERM and the end of the time limit: a trainer may ha
 FINISH_S = 60  # for the others to leave once the trainer has
 KILL_WAIT_S = 25  # SLURM kills 30 s after SIGTERM, unless its KillWait says otherwise
 
-# What a variable has already, behind what the plan puts there.
-KEPT = {"PYTHONPATH": "${PYTHONPATH:+:$PYTHONPATH}"}
-
 HEAD = """\
 #!/bin/bash
 # Submit with: sbatch {file}
@@ -145,9 +142,7 @@ def slurm_script(plan: Plan, paths: Paths, file: str) -> str:
         usage=UsageError.exit_code,
     )
     variables = invocation.environment(placed, paths)
-    exports = "".join(
-        f"export {name}={_quoted(value)}{KEPT.get(name, '')}\n" for name, value in variables.items()
-    )
+    exports = "".join(f"export {name}={_quoted(value)}\n" for name, value in variables.items())
     logs = f"{paths.results}/logs"
     body = STEPS.format(
         logs=shlex.quote(logs),

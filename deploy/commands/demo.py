@@ -13,7 +13,13 @@ import click
 
 from umbra.deploy.files.formats import to_toml
 from umbra.deploy.files.run_folder import RunFolder
-from umbra.deploy.files.shown import COLUMNS, command_line, shown_command, wrapped
+from umbra.deploy.files.shown import (
+    COLUMNS,
+    best_effort_output,
+    command_line,
+    shown_command,
+    wrapped,
+)
 from umbra.deploy.prepare.load import set_option
 from umbra.deploy.prepare.preflight import check_run, resolve_paths
 from umbra.deploy.prepare.stage import StageInterrupted, last_said, run_stage
@@ -191,8 +197,8 @@ def command(
     the asynchronous loop. sort: sort a list of digits. guess: find a digit in four tries.
     """
     load_config(DEMOS / f"{task}.toml", overrides=overrides)  # a typo should show at once
-    view = choose_view(quiet=quiet, as_json=as_json)
-    with SignalCounter() as interrupts:
+    with best_effort_output(), SignalCounter() as interrupts:
+        view = choose_view(quiet=quiet, as_json=as_json)
         folder = RunFolder.create(parent, f"demo-{task}")
         if logs:
             view = LogView(view, folder)
@@ -204,11 +210,11 @@ def command(
             return interrupts.exit_code
         finally:
             view.close()
-    code = finish(summary, folder, as_json=as_json)
-    if code == EXIT_DONE and not as_json:
-        for line in closing_words(folder.path):
-            click.echo(line)
-    return code
+        code = finish(summary, folder, as_json=as_json)
+        if code == EXIT_DONE and not as_json:
+            for line in closing_words(folder.path):
+                click.echo(line)
+        return code
 
 
 def closing_words(run: Path) -> Iterator[str]:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,12 +18,13 @@ import click
 
 from umbra.deploy.files.rollouts import as_text, read_rollouts
 from umbra.deploy.files.run_folder import RunFolder
+from umbra.deploy.files.shown import shown_name
 from umbra.proto.bounds import printable
 from umbra.proto.errors import EXIT_DONE, UNREADABLE, UsageError
 from umbra.services.config import RunSection
 from umbra.services.config.loader import load_config
 from umbra.services.monitor.run_address import find_run
-from umbra.services.process.files import is_held
+from umbra.services.process.files import is_held, open_regular, read_regular
 from umbra.services.process.metrics import parse_row
 from umbra.services.reporting.tables import aligned, size
 
@@ -118,7 +120,7 @@ def _why_none(folder: RunFolder, step: int | None) -> str:
 def list_runs(parent: Path) -> Iterator[RunEntry]:
     """The runs below `parent`; what cannot be read of one is left out."""
     for file in parent.glob("*/config.json"):
-        if (file.parent / "tokenizer_config.json").is_file():
+        if not file.is_file() or (file.parent / "tokenizer_config.json").is_file():
             continue  # a model
         yield _entry(RunFolder(file.parent))
 
@@ -127,20 +129,27 @@ def _entry(folder: RunFolder) -> RunEntry:
     run = _section(_read(folder.config), "run")
     summary = _read(folder.summary)
     steps = _last_steps(folder.metrics)
-    rewards = [row["reward/mean"] for row in steps if row.get("reward/mean") is not None]
+    rewards = [r for row in steps if (r := _number(row.get("reward/mean"))) is not None]
+    goal = _number(run.get("steps"))
     return RunEntry(
         id=folder.id,
         name=str(run.get("name", "")),
         state=_state(folder, summary),
-        steps=int(steps[-1]["step"]) if steps else 0,
-        goal=run.get("steps"),
+        steps=int((_number(steps[-1].get("step")) or 0) if steps else 0),
+        goal=None if goal is None else int(goal),
         reward=sum(rewards) / len(rewards) if rewards else None,
-        accuracy=summary.get("accuracy_after"),
+        accuracy=_number(summary.get("accuracy_after")),
         begun=folder.config.stat().st_mtime,
         bytes=_size(folder.path),
         folder=str(folder.path),
         reason=str(summary.get("exit_reason", "")),
     )
+
+
+def _number(value: Any) -> float | None:
+    """Return a finite number of a file that others may have written, else None."""
+    known = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    return float(value) if known else None
 
 
 def _state(folder: RunFolder, summary: dict[str, Any]) -> State:
@@ -155,7 +164,7 @@ def _state(folder: RunFolder, summary: dict[str, Any]) -> State:
 def _last_steps(metrics: Path) -> list[dict[str, Any]]:
     """The newest rows of steps, oldest first."""
     try:
-        with metrics.open("rb") as file:
+        with os.fdopen(open_regular(metrics), "rb") as file:
             file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
@@ -182,7 +191,7 @@ def _size(folder: Path) -> int:
 def _read(path: Path) -> dict[str, Any]:
     """The object in a file; empty if there is none."""
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(read_regular(path))
     except (OSError, *UNREADABLE):
         return {}
     return found if isinstance(found, dict) else {}
@@ -195,7 +204,7 @@ def _section(tree: dict[str, Any], name: str) -> dict[str, Any]:
 
 def _row(run: RunEntry) -> tuple[str, ...]:
     return (
-        run.id,
+        shown_name(run.id),
         run.state,
         f"{run.steps}/{run.goal}" if run.goal else str(run.steps),
         "-" if run.reward is None else f"{run.reward:.3f}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import time
 from collections.abc import Iterator, Mapping
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from umbra.proto.errors import UNREADABLE, UsageError
-from umbra.services.process.files import LOCK, HeldError, folder_lock
+from umbra.services.process.files import LOCK, HeldError, folder_lock, open_regular, read_regular
 from umbra.services.process.metrics import parse_row
 
 LAST_LINES_BYTES = 16 << 10
@@ -193,7 +194,7 @@ def _read(path: Path, remedy: str) -> dict[str, Any]:
         UsageError: it holds none.
     """
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(read_regular(path))
     except (OSError, *UNREADABLE) as error:
         raise UsageError(f"{path} cannot be read ({error}): {remedy}") from error
     if not isinstance(found, dict):
@@ -235,9 +236,11 @@ class LineFollower:
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of metrics in a file; lines that a crash or a full disk has cut are left out."""
-    if not path.exists():
+    try:
+        fd = open_regular(path)
+    except FileNotFoundError:
         return
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with os.fdopen(fd, encoding="utf-8", errors="replace") as file:
         for line in file:
             if line.endswith("\n") and (row := parse_row(line)) is not None:
                 yield row

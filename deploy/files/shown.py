@@ -7,8 +7,10 @@ import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TextIO, cast
 
 import click
 
@@ -23,6 +25,55 @@ def shown_path(path: Path) -> str:
         return str(path.relative_to(Path.cwd()))
     except ValueError:
         return str(path)
+
+
+def shown_name(name: str) -> str:
+    """Return the name of a folder that others may have made: what steers a terminal is escaped."""
+    return name if name.isprintable() else name.encode("unicode_escape").decode()
+
+
+@contextmanager
+def best_effort_output() -> Iterator[None]:
+    """Go on when nobody reads the standard output any more, or when its disk is full.
+
+    Whatever it does not take is lost from then on: a run is worth more than what it says.
+    """
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (cast(TextIO, _BestEffort(stream)) for stream in before)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        sys.stdout, sys.stderr = before
+
+
+class _BestEffort:
+    """A stream that points to nowhere once it cannot be written to."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with self._lost_if_refused():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._lost_if_refused():
+            self._stream.flush()
+
+    @contextmanager
+    def _lost_if_refused(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())  # with what Python has not written yet
+            os.close(nowhere)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def shown_command() -> str:

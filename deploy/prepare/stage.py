@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +24,7 @@ from umbra.services.process.child import (
     child_environ,
     describe_exit,
     own_exit_code,
+    python_argv,
 )
 from umbra.services.process.files import DISK, READABLE_MODE
 from umbra.services.process.signals import SignalCounter
@@ -81,7 +81,7 @@ def run_stages(
     try:
         for name, arguments in stages.items():
             running[name] = ChildProcess(
-                (sys.executable, "-m", module, *arguments),
+                python_argv(module, *arguments),
                 environ=environ,
                 stdout=_output(folder, name),
                 stderr=folder.log(name),

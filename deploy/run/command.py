@@ -12,7 +12,7 @@ import click
 
 from umbra.deploy.check.machine_defaults import for_this_machine
 from umbra.deploy.files.run_folder import RunFolder
-from umbra.deploy.files.shown import print_facts, shown_command, shown_path
+from umbra.deploy.files.shown import best_effort_output, print_facts, shown_command, shown_path
 from umbra.deploy.prepare.load import load_given, note, run_file_argument, set_option
 from umbra.deploy.prepare.preflight import (
     check_one_machine,
@@ -64,6 +64,7 @@ def up(
     extends = any(text.partition("=")[0].strip() == "run.steps" for text in overrides)
     before = RunFolder.existing(run_file, extends=extends) if run_file.is_dir() else None
     with ExitStack() as stack:
+        stack.enter_context(best_effort_output())
         if before is not None:
             stack.enter_context(before.held())
             run_file = before.config

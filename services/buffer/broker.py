@@ -103,6 +103,7 @@ class Broker:
         )
         self._handlers = self._make_handlers()
         self._resume(now)
+        self._overview.measure_from(now)
 
     def save(self) -> None:
         """Put what has changed into the store; the caller commits it."""

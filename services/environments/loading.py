@@ -179,7 +179,7 @@ def _find_modules_here() -> str:
     """Let modules in the working directory be imported; return its path."""
     here = str(Path.cwd())
     if here not in sys.path:
-        sys.path.insert(0, here)
+        sys.path.append(here)  # a file there shadows no library
     return here
 
 

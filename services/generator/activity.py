@@ -17,7 +17,7 @@ from umbra.proto.net.session import Session
 from umbra.proto.records import Trajectory, unpack_int32
 from umbra.services.generator.engines.engine import CacheFigures, EngineError
 from umbra.services.modeling.chat import Chat
-from umbra.services.process.metrics import MetricsFile
+from umbra.services.process.metrics import STEADY, MetricsFile
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Activity:
         clock: seconds since the epoch.
     """
 
-    def __init__(self, metrics: MetricsFile, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, metrics: MetricsFile, clock: Callable[[], float] = STEADY) -> None:
         self.clock = clock
         self._metrics = metrics
         self._current: tuple[str, str] | None = None  # name and reason
@@ -106,12 +106,13 @@ class SampleLog:
         self._chat = chat
         self._clock = clock
         self._due = clock()
+        self._begun = STEADY()
         self._slowest: Trajectory | None = None
 
     def finished(self, trajectories: Sequence[Trajectory]) -> None:
         """Take finished samples in."""
         for trajectory in trajectories:
-            if self._slowest is None or _seconds(trajectory) > _seconds(self._slowest):
+            if self._slowest is None or self._seconds(trajectory) > self._seconds(self._slowest):
                 self._slowest = trajectory
         now = self._clock()
         if now < self._due or self._slowest is None or not trajectories:
@@ -126,26 +127,26 @@ class SampleLog:
                 {"prompt": self._text(one.prompt_ids), "response": self._text(one.response_ids)}
                 for one in shown.branches[:FURTHER]
             ],
-            **_facts(shown),
+            **_facts(shown, self._seconds(shown)),
         )
-        self._metrics.write("slow_sample", **_facts(self._slowest))
+        self._metrics.write("slow_sample", **_facts(self._slowest, self._seconds(self._slowest)))
         self._slowest = None
 
     def _text(self, packed: bytes) -> str:
         text = self._chat.text(unpack_int32(packed))
         return text if len(text) <= TEXT_CHARS else f"{text[:TEXT_CHARS]}…"
 
+    def _seconds(self, trajectory: Trajectory) -> float:
+        """Return how long a sample took in this life: while nobody had it, it took no time."""
+        return max(0.0, trajectory.finished_at - max(trajectory.started_at, self._begun))
 
-def _seconds(trajectory: Trajectory) -> float:
-    return trajectory.finished_at - trajectory.started_at
 
-
-def _facts(trajectory: Trajectory) -> dict[str, Any]:
+def _facts(trajectory: Trajectory, seconds: float) -> dict[str, Any]:
     return {
         "sample": trajectory.sample_id,
         "prompt_id": trajectory.prompt_id,
         "reward": trajectory.reward,
-        "seconds": _seconds(trajectory),
+        "seconds": seconds,
         "tokens": trajectory.sample_tokens,
         "branches": len(trajectory.lines),
         "turns": trajectory.turns,

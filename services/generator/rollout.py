@@ -9,7 +9,6 @@ does what `phase` says next. An agent calls `asked` for each turn instead, and `
 from __future__ import annotations
 
 import enum
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +36,7 @@ from umbra.services.environments.protocol import (
 from umbra.services.generator.engines.engine import EngineOutput, EngineRequest
 from umbra.services.generator.tokens import Line, ResponseTokens, shortened, tokens_of
 from umbra.services.modeling.chat import Chat
+from umbra.services.process.metrics import STEADY
 
 
 class Phase(enum.Enum):
@@ -66,7 +66,7 @@ class RolloutSettings:
     stops: tuple[str, ...] = ()  # texts that end a turn
     generator: str = ""
     agents: bool = False  # the environments are agents, which begin when they like
-    clock: Callable[[], float] = time.time
+    clock: Callable[[], float] = STEADY
     several: Mapping[str, RolloutSettings] = field(default_factory=dict)  # by environment's name
 
     def of(self, row: dict[str, Any]) -> RolloutSettings:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from umbra.proto.errors import UNREADABLE, UsageError
 from umbra.services.config import RunSection
-from umbra.services.process.files import DISK, READABLE_MODE
+from umbra.services.process.files import DISK, READABLE_MODE, read_regular
 
 FILE = "address.json"
 
@@ -29,7 +29,7 @@ class RunAddress:
     def read(cls, folder: Path) -> RunAddress | None:
         """What the run in `folder` left; None if it is not under way."""
         try:
-            return cls(**json.loads((folder / FILE).read_bytes()))
+            return cls(**json.loads(read_regular(folder / FILE)))
         except (OSError, TypeError, *UNREADABLE):
             return None
 

@@ -18,7 +18,12 @@ from typing import Any, TypeAlias
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import PeerLostError, UmbraError
 from umbra.services.config.loader import ENV_PREFIX
-from umbra.services.process.parent import PARENT_PID_VARIABLE, READY_FD_VARIABLE, bypass_proxy
+from umbra.services.process.parent import (
+    PARENT_PID_VARIABLE,
+    READY_FD_VARIABLE,
+    SEARCH_VARIABLE,
+    bypass_proxy,
+)
 
 Output: TypeAlias = Path | int | None  # a file to append to, a file descriptor, or as ours
 TUNABLES = "GLIBC_TUNABLES"
@@ -218,8 +223,8 @@ def child_environ(search: Sequence[Path] = ()) -> dict[str, str]:
     """The environment of our children.
 
     `UMBRA_SECTION__KEY` variables are left out: they are part of the resolved configuration already
-    and would outrank what a flag said. `search` is put in front of the module search path. Loopback
-    addresses are reached without a proxy.
+    and would outrank what a flag said. Modules in `search` are found after all libraries, so that
+    none of them can take the place of one. Loopback addresses are reached without a proxy.
     """
     environ = {
         name: value
@@ -227,11 +232,8 @@ def child_environ(search: Sequence[Path] = ()) -> dict[str, str]:
         if not (name.startswith(ENV_PREFIX) and "__" in name) and name != READY_FD_VARIABLE
     }
     bypass_proxy(environ, "127.0.0.1", "localhost", "::1")
-    paths = [str(path) for path in search]
-    if before := environ.get("PYTHONPATH"):
-        paths.append(before)
-    if paths:
-        environ["PYTHONPATH"] = os.pathsep.join(paths)
+    if search:
+        environ[SEARCH_VARIABLE] = os.pathsep.join(map(str, search))
     return with_fast_copies(environ)
 
 

@@ -9,8 +9,10 @@ disk in its place that forgets what it may (`tests/fakes/lossy_disk.py`).
 from __future__ import annotations
 
 import codecs
+import errno
 import fcntl
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -160,11 +162,37 @@ def folder_lock(folder: Path) -> Iterator[None]:
         os.close(fd)
 
 
+def open_regular(path: Path) -> int:
+    """Open a file that others may have put there, to read; a pipe or device would hang its reader.
+
+    Raises:
+        OSError: there is none, or it is no regular file.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "no regular file", str(path))
+    return fd
+
+
+def read_regular(path: Path, most: int = 64 << 20) -> bytes:
+    """Return what is in a file that others may have put there.
+
+    Raises:
+        OSError: there is none, it is no regular file, or it has more than `most` bytes.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"more than {most} bytes", str(path))
+    return data
+
+
 def is_held(folder: Path) -> bool:
     """Whether a process has the lock of `folder`. A shared lock is tried, for some microseconds."""
     try:
-        fd = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
+        fd = open_regular(folder / LOCK)
+    except OSError:
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)

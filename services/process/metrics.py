@@ -27,6 +27,16 @@ KEPT = 256  # spans that nobody has taken yet
 JOIN_S = 0.001  # two of one name that are closer are one
 
 
+def steady_clock() -> Callable[[], float]:
+    """Return a clock of seconds since the epoch that goes on evenly when the machine's is set."""
+    begun = time.time() - time.monotonic()
+    return lambda: begun + time.monotonic()
+
+
+STEADY = steady_clock()
+"""The clock of this process, by which its spans and rates are measured."""
+
+
 class Span(NamedTuple):
     """Something that took from `start` to `end`, seconds since the epoch."""
 
@@ -113,7 +123,7 @@ class MetricsFile:
     """
 
     def __init__(
-        self, path: Path | None, service: str, clock: Callable[[], float] = time.time
+        self, path: Path | None, service: str, clock: Callable[[], float] = STEADY
     ) -> None:
         self.service = service
         self.spans = SpanLog(clock)

@@ -19,6 +19,7 @@ from typing import Any
 
 PARENT_PID_VARIABLE = "UMBRA_PARENT_PID"
 READY_FD_VARIABLE = "UMBRA_READY_FD"
+SEARCH_VARIABLE = "UMBRA_SEARCH"  # folders that `umbra` puts behind all others in sys.path
 GRACE_S = 15.0  # to drain and to remove shared memory before the hard end
 FRAME_HEAD = struct.Struct("<I?")
 """Before each message of a pipe: its bytes, and whether a file descriptor is with it."""

@@ -1,4 +1,8 @@
-"""SIGINT and SIGTERM: the first asks to drain, the second ends at once."""
+"""SIGINT, SIGTERM and SIGHUP: the first asks to drain, the second ends at once.
+
+SIGHUP is SIGTERM, but comes several times when a terminal is closed, so only the first counts; one
+that is ignored (nohup) stays so.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +13,19 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from signal import SIG_IGN
 from types import FrameType
 
 from umbra.services.process.parent import is_supervised
 
-HANDLED = (signal.SIGINT, signal.SIGTERM)
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
 def _handled(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Call `handle` at these signals; handlers are restored after. Only for the main thread."""
-    before = {number: signal.signal(number, handle) for number in HANDLED}
+    wanted = [one for one in HANDLED if one != signal.SIGHUP or signal.getsignal(one) != SIG_IGN]
+    before = {number: signal.signal(number, handle) for number in wanted}
     try:
         yield
     finally:
@@ -44,7 +50,7 @@ def stop_on_signals(stopping: threading.Event) -> Iterator[None]:
             # In a thread: the handler may have interrupted the main thread within a method of this
             # very event, whose lock it holds; to set it here would then wait for ever.
             _thread.start_new_thread(stopping.set, ())
-        elif not is_supervised():
+        elif not is_supervised() and number != signal.SIGHUP:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -77,6 +83,10 @@ class SignalCounter:
             os.read(self._read_fd, 64)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            if self.count:
+                return
+            number = signal.SIGTERM
         self.count += 1
         self.number = self.number or number
         with suppress(BlockingIOError):  # full: it is awake

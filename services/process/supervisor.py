@@ -15,7 +15,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from umbra.proto.deadline import Deadline
-from umbra.proto.errors import DivergedError, FailedSamplesError, RejectedError, UsageError
+from umbra.proto.errors import (
+    DivergedError,
+    FailedSamplesError,
+    PeerLostError,
+    RejectedError,
+    UsageError,
+)
 from umbra.proto.net.session import REPLACES_VARIABLE
 from umbra.services.process.child import Usage, describe_exit, own_exit_code
 
@@ -103,6 +109,11 @@ class Child(Protocol):
     def kill(self) -> None: ...
 
 
+# Who ends because another process is gone names that one, and not what ended it.
+MESSENGER_CODE = PeerLostError.exit_code
+CAUSE_S = 180.0  # how long before such an end its cause may have come
+
+
 @dataclass(slots=True)
 class _Slot:
     program: Program
@@ -112,6 +123,7 @@ class _Slot:
     restart_at: float | None = None
     restarts: int = 0
     code: int | None = None
+    ended_badly: tuple[float, str] | None = None  # when the child last did, and how it said so
     killed: bool = False
     usage: Usage = field(default_factory=Usage)
 
@@ -174,6 +186,10 @@ class Supervisor:
             if slot.child is not None and (code := slot.child.poll()) is not None:
                 slot.usage += slot.child.usage
                 slot.child, slot.code = None, code
+                if code not in (0, MESSENGER_CODE) and not self.draining:
+                    said = f"{slot.program.name} ended ({describe_exit(code)})"
+                    said += self._said(slot.program.name)
+                    slot.ended_badly = self._clock(), said
                 self._ended(slot, code)
         self._restart_due()
         if self._finishing_since is not None and not self.draining:
@@ -284,8 +300,17 @@ class Supervisor:
 
     def _fail(self, slot: _Slot, reason: str, code: int) -> None:
         name = slot.program.name
-        self.failure = Failure(f"{reason}{self._said(name)}", name, own_exit_code(code), code)
+        told = f"{reason}{self._said(name)}"
+        if code == MESSENGER_CODE and (cause := self._cause(slot)):
+            told = f"{told}; the first cause: {cause}"
+        self.failure = Failure(told, name, own_exit_code(code), code)
         self.drain()
+
+    def _cause(self, slot: _Slot) -> str:
+        """Return the oldest recent end of another process that may have ended that of `slot`."""
+        since = self._clock() - CAUSE_S
+        ends = [s.ended_badly for s in self._all() if s is not slot and s.ended_badly]
+        return min((end for end in ends if end[0] >= since), default=(0.0, ""))[1]
 
     def _said(self, name: str) -> str:
         line = self._last_line(name)

@@ -6,6 +6,8 @@ What is listed in `__all__` is the public interface (docs/api.md); everything el
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from umbra._version import __version__
@@ -52,6 +54,15 @@ _HOMES = {
     "attach": "umbra.deploy.python.run",
     "train": "umbra.deploy.python.train",
 }
+
+
+# Folders with modules of a run (`services/process/parent.py`): they come after all libraries, none
+# of which they can shadow.
+sys.path.extend(
+    folder
+    for folder in os.environ.get("UMBRA_SEARCH", "").split(os.pathsep)
+    if folder and folder not in sys.path
+)
 
 
 def __getattr__(name: str) -> Any:

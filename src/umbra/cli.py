@@ -6,7 +6,9 @@ a machine that only runs the buffer never needs torch.
 
 from __future__ import annotations
 
+import errno
 import importlib
+import os
 import platform
 import signal
 from collections.abc import Sequence
@@ -228,6 +230,11 @@ def _report(error: Exception) -> int | None:
     if isinstance(error, UmbraError):
         _print_error(str(error))
         return error.exit_code
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC and not error.filename:
+        # What Python has not written yet, and cannot write, goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        _print_error("no space is left on the disk that is written to: free some, or use another")
+        return UmbraError.exit_code
     if isinstance(error, ModuleNotFoundError):
         package = (error.name or "").partition(".")[0]
         if package in EXTRAS:

@@ -14,7 +14,13 @@ from fakes.slowness import seconds
 
 from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.prepare.stage import StageInterrupted, last_said, run_stage
-from umbra.services.process.child import ChildError, ChildProcess, Usage, child_environ
+from umbra.services.process.child import (
+    ChildError,
+    ChildProcess,
+    Usage,
+    child_environ,
+    python_argv,
+)
 from umbra.services.process.signals import SignalCounter
 from umbra.services.process.supervisor import Program, RestartPolicy, Supervisor
 
@@ -212,10 +218,30 @@ def test_children_do_not_see_what_is_resolved_already(monkeypatch: pytest.Monkey
     monkeypatch.setenv("UMBRA_RUN__STEPS", "7")
     monkeypatch.setenv("UMBRA_BROKER", "tcp://h:1")
     monkeypatch.setenv("PYTHONPATH", "before")
-    environ = child_environ([Path("/here")])
+    environ = child_environ([Path("/here"), Path("/there")])
     assert "UMBRA_RUN__STEPS" not in environ
     assert environ["UMBRA_BROKER"] == "tcp://h:1"
-    assert environ["PYTHONPATH"] == "/here:before"
+    assert environ["PYTHONPATH"] == "before"
+    assert environ["UMBRA_SEARCH"] == "/here:/there"
+
+
+def test_a_file_beside_the_run_file_shadows_no_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("json", "msgspec", "reward"):
+        (tmp_path / f"{name}.py").write_text("score = 1\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    program = "import json, msgspec, umbra, reward; json.loads; print(reward.score)"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program],
+        env={**child_environ([tmp_path]), "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=seconds(60),
+        check=False,
+    )
+    assert (done.stdout, done.stderr) == ("1\n", "")
+    assert python_argv("umbra")[1:] == ("-P", "-m", "umbra")
 
 
 COPIES = "glibc.cpu.x86_non_temporal_threshold"

@@ -116,6 +116,18 @@ def test_members_and_leases_outlive_the_buffer() -> None:
     assert world.pool.ledger.count("ready") == 3
 
 
+def test_what_an_earlier_life_did_is_no_speed_of_this_one() -> None:
+    """Rates of 7,798 to 11,528 samples/s were shown after a resume, where 420 were made."""
+    world = started()
+    world.produce("a", 0)
+    world.batch(1)
+    world.commit(1)
+    world.restart_broker()
+    world.pass_time(1.0)
+    rates = world.broker.status(world.now).rates
+    assert rates.samples_per_s == rates.issued_per_s == rates.steps_per_s == 0.0
+
+
 def test_a_holder_that_did_not_outlive_it_loses_its_leases() -> None:
     world = started()
     world.join("generator", "b")

@@ -15,7 +15,7 @@ from umbra.deploy.files.run_folder import RunFolder, read_rows
 from umbra.deploy.report.command import command
 from umbra.deploy.run.live import Progress
 from umbra.proto.errors import UsageError
-from umbra.services.process.metrics import MetricsFile, parse_row
+from umbra.services.process.metrics import MetricsFile, parse_row, steady_clock
 
 
 class Disk:
@@ -115,3 +115,10 @@ def test_a_torn_line_stops_nobody_who_reads(tmp_path: Path, torn: str) -> None:
     (tmp_path / "summary.json").write_bytes(b'{"exit')
     with pytest.raises(UsageError, match=r"summary\.json cannot be read"):
         CliRunner().invoke(command, [str(tmp_path)], catch_exceptions=False, standalone_mode=False)
+
+
+def test_a_clock_that_is_set_back_changes_no_span(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = steady_clock()
+    before = clock()
+    monkeypatch.setattr("time.time", lambda: 0.0)
+    assert before <= clock() < before + 60

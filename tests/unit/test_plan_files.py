@@ -250,10 +250,10 @@ def test_what_is_read_is_mounted_where_it_is_read() -> None:
 def test_own_modules_are_mounted_and_found() -> None:
     plan = PLANS["own modules"]
     files = render(plan, "compose")
-    assert "PYTHONPATH=/home/me/project\n" in files["a/umbra.env"]
+    assert "UMBRA_SEARCH=/home/me/project\n" in files["a/umbra.env"]
     services = yaml.safe_load(files["b/compose.yaml"])["services"]
     assert any(v["source"] == "/home/me/project" for v in services["generator-b-0"]["volumes"])
-    assert "PYTHONPATH" not in render(PLANS["one GPU"], "compose")["a/umbra.env"]
+    assert "UMBRA_SEARCH" not in render(PLANS["one GPU"], "compose")["a/umbra.env"]
 
 
 def test_the_configuration_beside_it_is_the_run_file_s(tmp_path: Path) -> None:

@@ -82,3 +82,32 @@ def test_no_run_at_all(capsys: pytest.CaptureFixture[str]) -> None:
         "no run is in runs: name the folder that runs are in (run.dir)" in capsys.readouterr().err
     )
     assert cli.main(["runs", "--json"]) == 0
+
+
+@pytest.mark.timeout(30)
+def test_what_others_put_there_neither_ends_nor_hangs_the_list() -> None:
+    """Damaged files, pipes in the place of files, and names that steer a terminal."""
+    for index, text in enumerate(
+        (
+            "null",
+            "[1]",
+            '{"exit_code": "x", "accuracy_after": "high"}',
+            '{"accuracy_after": NaN}',
+            "{",
+        )
+    ):
+        made(f"odd-{index}", index, code=0).summary.write_text(text)
+    rows = '{"kind":"step","reward/mean":"x"}\n{"kind":"step","step":[],"reward/mean":1e999}\n'
+    made("rows", 10.0).metrics.write_text(rows)
+    made("goal", 11.0).config.write_text('{"run": {"steps": "many", "name": 7}}')
+    piped = made("piped", 12.0)
+    for path in (piped.summary, piped.metrics, piped.path / ".lock"):
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+    made("\x1b[31mred", 13.0, code=0)
+    (Path("runs") / "pipe").mkdir()
+    os.mkfifo(Path("runs") / "pipe" / "config.json")
+    assert len(listed()) == 9
+    done = CliRunner().invoke(command, [])
+    assert done.exit_code == 0, done.exception
+    assert "\x1b" not in done.output and "\\x1b[31mred" in done.output

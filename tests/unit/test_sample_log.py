@@ -11,12 +11,14 @@ from umbra.proto.records import Branch, Trajectory
 from umbra.services.generator.activity import EVERY_S, FURTHER, TEXT_CHARS, SampleLog
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
-from umbra.services.process.metrics import MetricsFile
+from umbra.services.process.metrics import STEADY, MetricsFile
+
+LATER = 4e9  # than any generator of a test begins
 
 
 def timed(name: str, prompt: list[int], response: list[int], seconds: float) -> Trajectory:
     made = trajectory(prompt, response, version=3, sample_id=name, prompt_id="7", reward=0.5)
-    return msgspec.structs.replace(made, started_at=100.0, finished_at=100.0 + seconds)
+    return msgspec.structs.replace(made, started_at=LATER, finished_at=LATER + seconds)
 
 
 def test_one_sample_with_text_and_the_slowest_without(tiny_model_dir: Path) -> None:
@@ -72,3 +74,16 @@ def test_branches_of_a_sample_are_shown(tiny_model_dir: Path) -> None:
     assert (shown["prompt"], shown["response"]) == ("1", "2")
     assert shown["further"] == [{"prompt": "4", "response": "567"}] * FURTHER
     assert (shown["branches"], shown["tokens"]) == (6, 1 + 5 * 3)
+
+
+def test_hours_in_which_the_run_was_dead_do_not_count(tiny_model_dir: Path) -> None:
+    rows: list[dict[str, Any]] = []
+    metrics = MetricsFile(None, "generator-0")
+    metrics.on_row = lambda _, fields: rows.append(fields)
+    begun = STEADY()
+    sample_log = SampleLog(metrics, Chat(load_tokenizer(tiny_model_dir), {0}))
+    before = timed("resumed", [0], [1], seconds=0.0)
+    sample_log.finished(
+        [msgspec.structs.replace(before, started_at=begun - 7200.0, finished_at=begun + 5.0)]
+    )
+    assert 4.0 < rows[1]["seconds"] <= 5.0

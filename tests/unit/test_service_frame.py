@@ -23,7 +23,7 @@ from umbra.services.config import TrainerConfig
 from umbra.services.process.command import ServiceContext, service_command
 from umbra.services.process.logs import ConsoleFormatter, JsonFormatter
 from umbra.services.process.metrics import MetricsFile
-from umbra.services.process.signals import stop_on_signals
+from umbra.services.process.signals import SignalCounter, stop_on_signals
 
 WAIT_S = seconds(20.0)
 
@@ -113,6 +113,27 @@ def test_the_first_signal_sets_the_flag_and_handlers_are_restored() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         assert stopping.wait(WAIT_S)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_closed_terminal_drains_like_a_signal_to_end() -> None:
+    """SIGHUP comes several times then; the second one must not end at once."""
+    with SignalCounter() as signals:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGHUP)
+        signals.wait(WAIT_S)
+        assert (signals.count, signals.exit_code) == (1, 128 + signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.count == 2
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with SignalCounter() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signals.count == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 TWO_SIGNALS = """

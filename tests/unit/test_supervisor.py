@@ -320,3 +320,28 @@ def test_ready_passes_on_what_the_child_said(stage: Stage) -> None:
     stage.end("buffer", KILL)
     stage.at(1)
     assert stage.supervisor.ready("buffer") is None
+
+
+def test_an_end_names_its_first_cause_and_not_the_messenger() -> None:
+    stage = Stage()
+    stage.end("weight-hub", 6)
+    assert stage.at(1.0)
+    stage.end("trainer", 5)
+    stage.at(2.0)
+    failure = stage.supervisor.failure
+    assert failure is not None
+    assert failure.program == "trainer" and failure.exit_code == 5
+    assert failure.reason.endswith(
+        "the first cause: weight-hub ended (exit code 6): last words of weight-hub"
+    )
+
+
+def test_what_ended_long_before_is_no_cause() -> None:
+    stage = Stage()
+    stage.end("weight-hub", 6)
+    assert stage.at(1.0)
+    assert stage.at(500.0)
+    stage.end("trainer", 5)
+    stage.at(500.0)
+    failure = stage.supervisor.failure
+    assert failure is not None and "first cause" not in failure.reason

@@ -54,7 +54,7 @@ class GpuWorkerProcess:
         self, device: int, environ: Mapping[str, str] | None = None, program: Sequence[str] = WORKER
     ) -> None:
         self.starts = 0
-        self._argv = [sys.executable, *program, str(device)]
+        self._argv = [sys.executable, "-P", *program, str(device)]
         self._environ = {**child_environ(), **(environ or {})}
         self._process: ChildProcess | None = None
         self._pipe: Pipe[dict[str, Any]] | None = None

@@ -1,0 +1,62 @@
+"""Output that nobody reads, or whose disk is full."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fakes.slowness import seconds
+
+ON = """
+import click
+from umbra.deploy.files.shown import best_effort_output
+from rich.console import Console
+with best_effort_output():
+    for number in range(20_000):
+        click.echo(f"line {number}")
+    Console().print("more")
+    click.echo("went on", err=True)
+"""
+
+
+def run(program: list[str], stdout: int) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *program],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=seconds(60),
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+
+
+def closed_pipe() -> int:
+    reading, writing = os.pipe()
+    os.close(reading)
+    return writing
+
+
+def full_disk() -> int:
+    return os.open("/dev/full", os.O_WRONLY)
+
+
+@pytest.mark.parametrize("where", [closed_pipe, full_disk])
+def test_a_run_goes_on(where: object) -> None:
+    assert callable(where)
+    done = run(["-c", ON], where())
+    assert (done.returncode, done.stderr) == (0, "went on\n")
+
+
+def test_a_command_that_only_prints_ends_without_a_traceback(tmp_path: Path) -> None:
+    for index in range(3):
+        folder = tmp_path / "runs" / f"run-{index}"
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+    done = run(["-m", "umbra", "runs", str(tmp_path / "runs")], closed_pipe())
+    assert (done.returncode, done.stderr) == (1, "")
+    done = run(["-m", "umbra", "runs", str(tmp_path / "runs")], full_disk())
+    assert done.returncode == 6 and done.stderr.startswith("umbra: error: no space is left")
