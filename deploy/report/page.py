@@ -9,7 +9,7 @@ from importlib.resources import files
 from typing import Any
 
 from umbra.deploy.report.recording import Figures, Row
-from umbra.services.monitor.web.board import WEB
+from umbra.services.monitor.web import WEB
 from umbra.services.prompts.download import shown
 from umbra.services.reporting.figures import busy, is_idle
 

@@ -18,7 +18,9 @@ from umbra.proto.errors import UmbraError
 from umbra.proto.messages import Status
 from umbra.proto.net.keys import Security
 from umbra.services.monitor.client import StatusClient
-from umbra.services.monitor.view import NewWarnings, headline, render, starting_text
+from umbra.services.monitor.feed import Look
+from umbra.services.monitor.screen import screen
+from umbra.services.monitor.view import NewWarnings, headline, starting_text
 from umbra.services.process.metrics import parse_row
 
 FRAME_S = 0.25
@@ -163,7 +165,6 @@ class TerminalView(View):
         self._console = Console()
         self._live: Live | None = None
         self._next = 0.0
-        self._started = time.monotonic()
         self._doing = ("", 0.0)  # what, and since when
 
     def say(self, text: str) -> None:
@@ -199,13 +200,7 @@ class TerminalView(View):
         if self._live is None:
             self._live = Live(console=self._console, auto_refresh=False)
             self._live.start()
-        table = render(
-            progress.status,
-            processes=processes,
-            rewards=progress.rewards,
-            elapsed_s=now - self._started,
-        )
-        self._live.update(table, refresh=True)
+        self._live.update(screen(Look(progress.status), processes=processes), refresh=True)
 
     def close(self) -> None:
         self._doing = ("", 0.0)

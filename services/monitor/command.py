@@ -6,9 +6,9 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import click
 
@@ -20,8 +20,10 @@ from umbra.services.monitor.feed import Look, Watch, look_dict
 from umbra.services.monitor.live import LiveView
 from umbra.services.monitor.operate import checked_run, operated_run, timeout_option
 from umbra.services.monitor.view import NewWarnings, headline, left_text, plain, status_dict
-from umbra.services.monitor.web.board import Board, Resource
 from umbra.services.process.signals import stop_on_signals
+
+if TYPE_CHECKING:
+    from umbra.services.monitor.web.server import Board
 
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
 
@@ -122,36 +124,37 @@ def monitor(
     Any number may watch; none of them changes the run by being there.
     """
     stopping = threading.Event()
-    board = Board()
     with Watch(broker, security) as watch, stop_on_signals(stopping), ExitStack() as stack:
         look = watch.look(timeout_s)
-        board.show(look)
-        for flag, address, resources in (
-            ("--web", web, board.page()),
-            ("--prometheus", prometheus, board.metrics()),
-        ):
-            if address is not None:
-                _serve(stack, flag, address, resources)
         stays = web is not None or prometheus is not None
+        board = _serve(stack, look, web, prometheus) if stays else None
         if once:
             _echo_json(look) if as_json else click.echo(plain(look.status))
         elif sys.stdout.isatty() and not as_json and not stays:
             LiveView(watch, interval_s, timeout_s).run(look, stopping)
         else:
             show = _echo_json if as_json else _Lines().show
-            follow = _Follow(watch, board, interval_s, timeout_s, stays=stays)
-            follow.run(look, stopping, [board.show, show])
+            _follow(watch, look, stopping, show, board, interval_s, timeout_s)
     return EXIT_DONE
 
 
-def _serve(stack: ExitStack, flag: str, address: str, resources: dict[str, Resource]) -> None:
-    from umbra.services.monitor.web.server import PageServer  # few ask for one
+def _serve(stack: ExitStack, look: Look, web: str | None, prometheus: str | None) -> Board:
+    """Serve `look`, and what the board is shown after it, until `stack` is closed."""
+    from umbra.services.monitor.web.server import Board, PageServer  # few ask for one
 
-    server = stack.enter_context(closing(PageServer(address, flag, resources)))
-    path = "/" if "/" in resources else next(iter(resources))
-    click.echo(server.url + path, err=True)
-    if not server.is_local:
-        click.echo("umbra: whoever reaches that address can read prompts and samples", err=True)
+    board = Board()
+    board.show(look)
+    for flag, address, resources in (
+        ("--web", web, board.page()),
+        ("--prometheus", prometheus, board.metrics()),
+    ):
+        if address is None:
+            continue
+        server = stack.enter_context(closing(PageServer(address, flag, resources)))
+        click.echo(server.url + ("/" if "/" in resources else next(iter(resources))), err=True)
+        if not server.is_local:
+            click.echo("umbra: whoever reaches that address can read prompts and samples", err=True)
+    return board
 
 
 def _echo_json(look: Look) -> None:
@@ -169,34 +172,33 @@ class _Lines:
             click.echo(line)
 
 
-@dataclass(frozen=True, slots=True)
-class _Follow:
-    """Shows one look after the other until the run or the user ends it; one that `stays` waits for
-    a run that does not answer."""
+def _follow(
+    watch: Watch,
+    look: Look,
+    stopping: threading.Event,
+    show: Callable[[Look], None],
+    board: Board | None,
+    interval_s: float,
+    timeout_s: float,
+) -> None:
+    """Show `look` and what follows until the run or the user ends it.
 
-    watch: Watch
-    board: Board
-    interval_s: float
-    timeout_s: float
-    stays: bool
-
-    def run(
-        self, look: Look, stopping: threading.Event, sinks: Sequence[Callable[[Look], None]]
-    ) -> None:
-        """Show `look` and what follows to `sinks`."""
-        lost = False
-        while True:
+    With a `board`, which is served, wait for a run that does not answer.
+    """
+    lost = False
+    while True:
+        if not lost:
+            show(look)
+            if board is not None:
+                board.show(look)
+        if stopping.wait(interval_s):
+            return
+        try:
+            look, lost = watch.look(timeout_s), False
+        except PeerLostError:
             if not lost:
-                for show in sinks:
-                    show(look)
-            if stopping.wait(self.interval_s):
+                click.echo(f"umbra: {left_text(look.status, lost=True)}", err=True)
+            if board is None:
                 return
-            try:
-                look, lost = self.watch.look(self.timeout_s), False
-            except PeerLostError:
-                if not lost:
-                    click.echo(f"umbra: {left_text(look.status, lost=True)}", err=True)
-                if not self.stays:
-                    return
-                lost = True
-                self.board.lose()
+            lost = True
+            board.lose()

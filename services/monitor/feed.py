@@ -118,30 +118,17 @@ class Feed:
             except msgspec.ValidationError:
                 self.bad += 1
 
-    def pushes(self) -> list[PushSeen]:
-        """The last pushes, newest last."""
+    def look(self, status: Status) -> Look:
+        """Return what is known beside `status`; newest last, but the slowest samples first."""
         with self._lock:
-            return list(self._pushes)
-
-    def samples(self) -> list[SampleSeen]:
-        """Samples to read, newest last."""
-        with self._lock:
-            return list(self._samples)
-
-    def rollouts(self) -> list[RolloutSeen]:
-        """Rollouts that were trained on, newest last."""
-        with self._lock:
-            return list(self._rollouts)
-
-    def slow(self) -> list[SampleSeen]:
-        """The slowest recent samples, slowest first."""
-        with self._lock:
-            return sorted(self._slow, key=lambda sample: -sample.seconds)
-
-    def spans(self) -> dict[str, list[SpanSeen]]:
-        """What members did, by name; by each one's own clock."""
-        with self._lock:
-            return {name: list(spans) for name, spans in self._spans.items()}
+            return Look(
+                status=status,
+                pushes=list(self._pushes),
+                samples=list(self._samples),
+                slow=sorted(self._slow, key=lambda sample: -sample.seconds),
+                rollouts=list(self._rollouts),
+                spans={name: list(spans) for name, spans in self._spans.items()},
+            )
 
     def _take(self, header: Header, kind: str, fields: dict[str, Any]) -> None:
         match kind:
@@ -204,14 +191,7 @@ class Watch:
         if status.events and status.events != self._endpoint:
             self._endpoint = status.events
             self.client.subscribe(status.events, TOPICS, self._feed.heard)
-        return Look(
-            status=status,
-            pushes=self._feed.pushes(),
-            samples=self._feed.samples(),
-            slow=self._feed.slow(),
-            rollouts=self._feed.rollouts(),
-            spans=self._feed.spans(),
-        )
+        return self._feed.look(status)
 
     def __enter__(self) -> Watch:
         return self

@@ -21,7 +21,7 @@ from rich.live import Live
 from umbra.proto.errors import PeerLostError, UmbraError
 from umbra.services.monitor.feed import Look, Watch
 from umbra.services.monitor.layout import Scroll
-from umbra.services.monitor.screen import help_screen, screen
+from umbra.services.monitor.screen import screen
 from umbra.services.monitor.view import left_text
 
 KEY_S = 0.1  # how late a stop may be noticed
@@ -43,7 +43,6 @@ class LiveView:
         self._keys = KeyBindings()
         self._has_keys = sys.stdin.isatty()
         self._scroll = Scroll()
-        self._helping = False
 
     def run(self, first: Look, stopping: threading.Event) -> None:
         """Show `first` and what follows."""
@@ -71,8 +70,6 @@ class LiveView:
     def _draw(self, look: Look) -> RenderableType:
         if not self._has_keys:
             return screen(look)
-        if self._helping:
-            return help_screen(look, "any key: back")
         return screen(look, self._keys.footer, self._scroll)
 
     def _key(self, stopping: threading.Event) -> str:
@@ -84,9 +81,6 @@ class LiveView:
 
     def _pressed(self, key: str, look: Look) -> Action | None:
         """Do what the key asks for; what that was."""
-        if self._helping or (key == "?" and self._keys.asked is None):
-            self._helping = not self._helping
-            return None
         if self._keys.asked is None and self._scroll.press(key):
             return None
         try:
@@ -114,7 +108,7 @@ class LiveView:
 
 Action = Literal["pause", "resume", "drain", "quit"]
 
-HELP = "p pause/resume  d drain  ? help  q leave (the run goes on)"
+HELP = "p pause/resume  d drain  q leave (the run goes on)"
 SEQUENCES = {  # what a terminal sends for keys that are no characters
     "\x1b[A": "up", "\x1b[B": "down", "\x1bOA": "up", "\x1bOB": "down", "\x1b[5~": "pageup",
     "\x1b[6~": "pagedown", "\x1b[H": "home", "\x1b[F": "end", "\x1bOH": "home", "\x1bOF": "end",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -35,41 +37,30 @@ PUSHES_SHOWN = 6
 STUCK_SHOWN = 8
 BAR_WIDTH = 24
 SAMPLE_CHARS = 300
-HELP = (
-    ("p", "pause the run, or go on: no work is handed out meanwhile"),
-    ("d", "drain: the run ends in order, and `umbra up FOLDER` goes on with it"),
-    ("r", "push the version before the newest again"),
-    ("arrows, j k", "scroll by a line; PgUp, PgDn, space and b by a page, Home and End"),
-    ("q", "leave; the run goes on"),
-    ("", ""),
-    ("staleness", "steps between the weights that began a sample and those it trains"),
-    ("lag", "versions that a process serves behind the trainer"),
-    ("busy, idle", "of its last 10 s, and what it mostly waited for: the bottleneck"),
-    ("ledger", "what became of every sample that was issued"),
-    ("health", "shares of recent groups and answers that teach nothing"),
-    ("pushes", "phases of new weights on their way, ms; generation waits for commit"),
-    ("stuck", "what is overdue, and what is done about it"),
-)
 
 
-def screen(look: Look, keys: str = "", scroll: Scroll | None = None) -> RenderableType:
-    """The whole view; `keys` tells of them. With `scroll`, a window on it as high as the screen."""
+def screen(
+    look: Look,
+    keys: str = "",
+    scroll: Scroll | None = None,
+    processes: Mapping[str, str] | None = None,
+) -> RenderableType:
+    """Return the whole view.
+
+    Args:
+        look: what is known of the run.
+        keys: what tells of them.
+        scroll: if given, the view is a window as high as the screen.
+        processes: a supervisor's words on its children.
+    """
     head: list[RenderableType] = [_title(look)]
     if keys:  # up here, where no small window cuts it off
         head.append(Text(keys, style="dim"))
-    body = _body(look)
+    body = _body(look, processes)
     return Group(*head, body) if scroll is None else ScrolledWindow(Group(*head), body, scroll)
 
 
-def help_screen(look: Look, keys: str) -> RenderableType:
-    """What is to be seen and pressed."""
-    table = Table.grid(padding=(0, 2))
-    for name, meaning in HELP:
-        table.add_row(Text(name, style="bold"), meaning)
-    return Group(_title(look), Text(keys, style="dim"), table)
-
-
-def _body(look: Look) -> RenderableType:
+def _body(look: Look, processes: Mapping[str, str] | None) -> RenderableType:
     status = look.status
     parts: list[RenderableType] = []
     if notice := notice_text(status):
@@ -81,7 +72,7 @@ def _body(look: Look) -> RenderableType:
     ]
     top = beside(_curves(status), _staleness(status))
     parts += [top, Rule("samples", style="dim"), _ledger(look)]
-    parts += [Rule("services", style="dim"), member_table(status)]
+    parts += [Rule("services", style="dim"), member_table(status, processes)]
     if look.pushes:
         parts += [Rule("last pushes, ms", style="dim"), _pushes(look)]
     if look.samples:

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 import msgspec
 from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from umbra.proto.messages import Member, Status, Stuck
@@ -206,57 +204,6 @@ def stuck_text(status: Status, index: int) -> str:
 def _where(stuck: Stuck) -> str:
     since = f" for {stuck.age_s:.0f} s" if stuck.age_s else ""
     return f"{stuck.what} at {stuck.holder}{since}"
-
-
-def render(
-    status: Status,
-    *,
-    processes: Mapping[str, str] | None = None,
-    rewards: Sequence[float] = (),
-    elapsed_s: float | None = None,
-) -> RenderableType:
-    """The whole status for a terminal."""
-    elapsed = status.uptime_s if elapsed_s is None else elapsed_s
-    title = Text.assemble(
-        ("umbra ", "bold"),
-        status.run_id,
-        f"  {status.state}  {clock(elapsed)}",
-        eta_text(status),
-    )
-    bar = Table.grid(padding=(0, 1))
-    bar.add_row(
-        f"step {status.version}/{status.steps}",
-        ProgressBar(total=max(1, status.steps), completed=status.version, width=40),
-        f"{number(status.rates.steps_per_s)}/s",
-    )
-    if rewards:
-        recent = rewards[-10:]
-        mean = sum(recent) / len(recent)
-        bar.add_row("reward", Text(sparkline(rewards), style="cyan"), f"{mean:.3f}")
-    facts = Table.grid(padding=(0, 1))
-    facts.add_row("samples", f"{speed_text(status)}   {staleness_text(status.staleness)}")
-    facts.add_row("ledger", ledger_text(status))
-    facts.add_row("health", health_text(status.health))
-    if evals := evals_text(status):
-        facts.add_row("evals", evals)
-    if counters := counters_text(status):
-        facts.add_row("counters", counters)
-    for text in refused_texts(status)[:REFUSED_SHOWN]:
-        facts.add_row("refused", Text(text, style="yellow"))
-    style = "bold green" if status.finished else "bold yellow"
-    notice = [Text(notice, style=style)] if (notice := notice_text(status)) else []
-    notice += warning_lines(status)
-    parts: list[RenderableType] = [
-        title,
-        *notice,
-        bar,
-        facts,
-        member_table(status, processes),
-    ]
-    parts += [
-        Text(f"stuck: {stuck_text(status, i)}", style="bold red") for i in range(len(status.stuck))
-    ]
-    return Group(*parts)
 
 
 def member_table(status: Status, processes: Mapping[str, str] | None = None) -> RenderableType:

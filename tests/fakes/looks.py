@@ -72,9 +72,4 @@ def heard(*events: tuple[str, dict[str, Any]], sender: str = "m") -> Feed:
 
 
 def look(**changes: Any) -> Look:
-    feed = heard(("push", PUSH), ("sample", SAMPLE))
-    return Look(
-        status(**changes),
-        pushes=feed.pushes(),
-        samples=feed.samples(),
-    )
+    return heard(("push", PUSH), ("sample", SAMPLE)).look(status(**changes))

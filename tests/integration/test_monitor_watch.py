@@ -190,10 +190,6 @@ def test_the_screen_and_its_keys(zmq_context: zmq.Context[zmq.Socket[bytes]]) ->
         os.write(ours, b"y")
         read_until(b"pause: done")
         assert any(isinstance(body, PauseRequest) for body in buffer.asked)
-        os.write(ours, b"?")
-        read_until(b"any key: back")
-        os.write(ours, b"?")
-        read_until(b"q leave")
         os.write(ours, b"q")
         read_until(b"left run run-1 at step 40")
         assert process.wait(WAIT_S) == 0

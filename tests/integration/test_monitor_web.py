@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import http.client
 import json
 import re
@@ -20,9 +21,8 @@ from fakes.slowness import seconds
 from umbra.proto.errors import StartupError
 from umbra.proto.messages import Curves, Event
 from umbra.services.monitor.feed import Feed, Look
-from umbra.services.monitor.web.board import TIMELINE_S, Board
 from umbra.services.monitor.web.prometheus import prometheus_text
-from umbra.services.monitor.web.server import PageServer
+from umbra.services.monitor.web.server import TIMELINE_S, Board, PageServer
 
 WAIT_S = seconds(20.0)
 CHROMIUM = (
@@ -45,7 +45,7 @@ def full_look(**changes: Any) -> Look:
     feed.heard(header("g"), Event(kind="sample", fields={**SAMPLE, "response": "<b>1 3</b>"}))
     feed.heard(header("trainer"), Event(kind="rollout", fields=ROLLOUT))
     base = look(**changes)
-    return Look(base.status, base.pushes, feed.samples(), [], feed.rollouts(), feed.spans())
+    return dataclasses.replace(feed.look(base.status), pushes=base.pushes)
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_what_is_seldom_asked_is_made_once(
         made += 1
         return b"{}"
 
-    monkeypatch.setattr("umbra.services.monitor.web.board.msgspec.json.encode", count)
+    monkeypatch.setattr("umbra.services.monitor.web.server.msgspec.json.encode", count)
     for _ in range(20):
         get(server, "/look.json")
     assert made == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fakes.looks import PUSH, SAMPLE, header
+from fakes.looks import PUSH, SAMPLE, header, status
 
 from umbra.proto.messages import Event
 from umbra.services.monitor.feed import Feed
@@ -26,7 +26,12 @@ def test_what_cannot_be_drawn_is_counted_and_left_out(kind: str, fields: dict[st
     feed = Feed()
     feed.heard(header("g"), Event(kind=kind, fields=fields))
     assert feed.bad == 1
-    assert not (feed.pushes() or feed.samples() or feed.slow() or feed.spans())
+    assert not (
+        feed.look(status()).pushes
+        or feed.look(status()).samples
+        or feed.look(status()).slow
+        or feed.look(status()).spans
+    )
 
 
 def test_a_models_words_and_reasons_lose_their_control_characters() -> None:
@@ -34,7 +39,7 @@ def test_a_models_words_and_reasons_lose_their_control_characters() -> None:
     said = SAMPLE | {"prompt": "a\nb\x1b[2J", "response": "c\x07\n"}
     feed.heard(header("g"), Event(kind="sample", fields=said))
     feed.heard(header("g"), Event(kind="spans", fields={"spans": [["idle: a\nb", 1.0, 2.0]]}))
-    (sample,) = feed.samples()
+    (sample,) = feed.look(status()).samples
     assert (sample.prompt, sample.response) == ("a\nb [2J", "c \n")
-    assert feed.spans()["g"][0].name == "idle: a b"
+    assert feed.look(status()).spans["g"][0].name == "idle: a b"
     assert not feed.bad

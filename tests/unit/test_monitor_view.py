@@ -12,6 +12,8 @@ from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.run.live import PlainView, Progress
 from umbra.proto.messages import Member, Rates, RunWarning, Status, Stuck
 from umbra.proto.records import EvalReport, Ledger
+from umbra.services.monitor.feed import Look
+from umbra.services.monitor.screen import screen
 from umbra.services.monitor.view import (
     MemberRow,
     headline,
@@ -20,7 +22,6 @@ from umbra.services.monitor.view import (
     member_rows,
     most_telling,
     plain,
-    render,
     sparkline,
     status_dict,
 )
@@ -111,10 +112,10 @@ def test_a_warning_that_holds_is_shown_everywhere_and_told_once(
     assert "  warning: equal_rewards" in headline(warned)
     assert "truncated" not in headline(warned)
     assert sentence in plain(warned).splitlines()
-    assert sentence in shown(render(warned))
+    assert sentence in shown(screen(Look(warned)))
     shares = "87.5% of groups with equal rewards, 0.0% of answers cut off, 0.0% of samples failed"
     assert f"health: {shares}" in plain(warned).splitlines()
-    assert shares in shown(render(warned))
+    assert shares in shown(screen(Look(warned)))
     values = json.loads(json.dumps(status_dict(warned)))
     assert [(one["name"], one["until"]) for one in values["warnings"]] == [
         ("equal_rewards", -1), ("truncated", 2),
@@ -218,19 +219,18 @@ def test_plain_has_everything() -> None:
 
 def test_render_has_everything() -> None:
     text = shown(
-        render(
-            status(stuck=[STUCK], rates=Rates(steps_per_s=2.0, samples_per_s=100.0)),
+        screen(
+            Look(status(stuck=[STUCK], rates=Rates(steps_per_s=2.0, samples_per_s=100.0))),
             processes={"trainer": "restarts in 1.0 s"},
-            rewards=[0.1, 0.5],
         )
     )
-    for expected in ("run-1", "2:10 left", "step 40/300", "▁█", "expired_leases", "decoding",
-                     "restarts in 1.0 s", "leased again", "2/s", "samples/s 100"):  # fmt: skip
+    for expected in ("run-1", "2:10 left", "step 40/300", "expired_leases", "decoding",
+                     "restarts in 1.0 s", "leased again", "2/s", "100/s trained"):  # fmt: skip
         assert expected in text
 
 
 def test_text_of_others_is_never_markup() -> None:
-    text = shown(render(status(members=[member(activity="[red]x[/nothing]")])))
+    text = shown(screen(Look(status(members=[member(activity="[red]x[/nothing]")]))))
     assert "[red]x[/nothing]" in text
 
 
@@ -284,7 +284,7 @@ def test_evaluations_are_shown_while_they_are_under_way() -> None:
     text = plain(both)
     assert text.count("evals: ") == 1 and "eval of version 20: accuracy 0.750" in text
     console = Console(file=io.StringIO(), width=160)
-    console.print(render(both))
+    console.print(screen(Look(both)))
     assert "31/128" in console.file.getvalue()  # type: ignore[attr-defined]
     assert "eval" not in headline(status(evals=[done]))
     nothing = EvalReport(version=40, done=False, samples=8)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from click.testing import CliRunner
-from fakes.looks import heard
+from fakes.looks import heard, status
 from fakes.trajectories import trajectory
 
 from umbra import cli
@@ -112,7 +112,7 @@ def test_what_is_told_is_printable_and_keeps_its_length() -> None:
         "prompt": "\x1b[2J", "response": "a\r\x07b\nc\u202ed", "pieces": [[6, 3, 0]],
     }  # fmt: skip
     feed = heard(("rollout", told(row)), ("rollout", {**row, "reward": float("nan")}))
-    (seen,) = feed.rollouts()
+    (seen,) = feed.look(status()).rollouts
     assert (seen.prompt, seen.response) == (" [2J", "a  b\nc d")
     assert feed.bad == 1
 
