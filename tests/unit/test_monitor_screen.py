@@ -186,7 +186,7 @@ def test_at_80_columns_nothing_is_cut_off_and_all_can_be_scrolled_to() -> None:
         assert len(lines) <= 24
         assert max(map(len, lines)) <= 80
         assert lines[0].startswith(f"umbra {run_id}")
-        assert "? help" in lines[2]
+        assert "q leave" in lines[2]
         seen += lines
         scroll.press("pagedown")
     text = "\n".join(seen)

@@ -101,7 +101,7 @@ def test_one_is_told_now_and_then_and_is_short(folder: RunFolder) -> None:
     log.close()
     assert [row["step"] for row in rows] == [1, 4]
     assert len(rows[0]["prompt"]) == TOLD_CHARS + 1
-    (seen,) = heard(("rollout", rows[0])).rollouts()
+    (seen,) = heard(("rollout", rows[0])).look(status()).rollouts
     assert (seen.step, seen.response, seen.pieces) == (1, "y", [(1, 1, 0)])
 
 

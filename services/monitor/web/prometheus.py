@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from umbra.services.monitor.feed import Look
 from umbra.services.reporting.figures import PHASES, busy
 
-Series = list[tuple[Mapping[str, str], float]]
+Series = Sequence[tuple[Mapping[str, str], float]]
 Figure = tuple[str, str, Series]  # name, meaning, and values by their labels
 
 
