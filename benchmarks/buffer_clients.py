@@ -26,15 +26,14 @@ from umbra.proto.messages import (
     HeartbeatAck,
     Join,
     LeaseBatch,
-    LeaseSamples,
+    LeaseTasks,
     Message,
     Nack,
-    SampleLeases,
-    SubmitAck,
-    SubmitTrajectories,
+    SubmitResults,
+    TaskLeases,
     Welcome,
 )
-from umbra.proto.records import SampleTask, Trajectory, VersionSpan, pack_float32, pack_int32
+from umbra.proto.records import Task, Trajectory, VersionSpan, pack_float32, pack_int32
 
 PROMPT_TOKENS = 200
 RESPONSE_TOKENS = 1000
@@ -64,7 +63,7 @@ def template() -> Trajectory:
 _TEMPLATE = template()
 
 
-def answer(task: SampleTask) -> Trajectory:
+def answer(task: Task) -> Trajectory:
     """A 9 KB answer to `task`; `started_at` is now."""
     return msgspec.structs.replace(
         _TEMPLATE,
@@ -146,7 +145,7 @@ def join(context: zmq.Context[zmq.Socket[bytes]], broker: str, role: str, name: 
 @dataclass(slots=True)
 class _Generator:
     wire: Wire
-    tasks: deque[SampleTask] = field(default_factory=deque)
+    tasks: deque[Task] = field(default_factory=deque)
     submits: dict[int, float] = field(default_factory=dict)
     leases: int = 0
 
@@ -217,10 +216,10 @@ class Producer:
         while (reply := generator.wire.receive()) is not None:
             number, body = reply
             match body:
-                case SampleLeases(tasks=tasks):
+                case TaskLeases(tasks=tasks):
                     generator.leases -= 1
                     generator.tasks.extend(tasks)
-                case SubmitAck():
+                case TaskLeases():
                     self.latencies.append(time.monotonic() - generator.submits.pop(number))
                     self.acked += body.accepted
                     self.counts["refused"] += len(body.refused)
@@ -233,7 +232,7 @@ class Producer:
     def _lease(self, generator: _Generator) -> None:
         if not generator.leases and len(generator.tasks) < self._capacity:
             generator.leases += 1
-            generator.wire.ask(LeaseSamples(capacity=self._capacity, version=0, wait_s=2.0))
+            generator.wire.ask(LeaseTasks(capacity=self._capacity, version=0, wait_s=2.0))
 
     def _keep_pace(self, elapsed_s: float) -> None:
         """Let one generator after the other submit one message, as often as the rate allows."""
@@ -250,7 +249,7 @@ class Producer:
             messages -= 1
             count = min(self._per_submit, len(generator.tasks))
             made = [answer(generator.tasks.popleft()) for _ in range(count)]
-            number = generator.wire.ask(SubmitTrajectories(trajectories=made))
+            number = generator.wire.ask(SubmitResults(trajectories=made))
             generator.submits[number] = time.monotonic()
             sent += count
         self._sent += sent

@@ -35,25 +35,25 @@ def note(file: str, line: str) -> None:
 
 
 def noting_client() -> type[Any]:
-    """Return a `BufferClient` that records what is acknowledged."""
-    from umbra.proto.messages import Message, SubmitAck, SubmitTrajectories
-    from umbra.services.generator.buffer_client import BufferClient
+    """Return a `TaskClient` that records what is acknowledged."""
+    from umbra.proto.messages import Message, SubmitResults, TaskLeases
+    from umbra.proto.net.task_client import TaskClient
 
-    class NotingClient(BufferClient):
+    class NotingClient(TaskClient):
         def _send(
             self,
             body: Message,
             handle: Callable[[Future[Message]], object],
             timeout_s: float | None = None,
         ) -> None:
-            if not isinstance(body, SubmitTrajectories):
+            if not isinstance(body, SubmitResults):
                 return super()._send(body, handle, timeout_s)
             samples = [one.sample_id for one in body.trajectories]
 
             def stored(future: Future[Message]) -> None:
                 handle(future)
                 answer = future.result()
-                if isinstance(answer, SubmitAck):
+                if isinstance(answer, TaskLeases):
                     kept = " ".join(name for name in samples if name not in answer.refused)
                     if kept:
                         note(f"acknowledged-{os.getpid()}.txt", kept)
@@ -165,7 +165,7 @@ def main() -> int:
     if sys.argv[1:2] == ["generator"]:
         from umbra.services.generator import service as generator
 
-        generator.BufferClient = noting_client()
+        generator.TaskClient = noting_client()
     if sys.argv[1:2] == ["trainer"]:
         from umbra.services.process.command import service_command
         from umbra.services.trainer.service import run

@@ -30,16 +30,16 @@ from umbra.proto.bounds import (
 )
 from umbra.proto.errors import WireError
 from umbra.proto.records import (
+    SAMPLE,
     EvalReport,
     Ledger,
     Message,
     Order,
     Record,
     Role,
-    SampleTask,
     Score,
-    ScoringTask,
     State,
+    Task,
     Told,
     Trajectory,
     with_score,
@@ -255,43 +255,49 @@ class Status(Message, frozen=True, kw_only=True):
 # -- data socket (buffer: ROUTER) ---------------------------------------------------------------
 
 
-class LeaseSamples(Message, frozen=True, kw_only=True):
-    """A generator asks for up to `capacity` samples; the answer may wait `wait_s` for work."""
+class LeaseTasks(Message, frozen=True, kw_only=True):
+    """A generator asks for samples, a scorer for trajectories of its stage; it may wait `wait_s`.
 
-    capacity: int
-    version: int  # of the weights it serves now
+    Reply: `TaskLeases`, whose `tasks` is empty if there was no work.
+    """
+
+    kind: Name = SAMPLE  # or a scoring stage
+    capacity: int  # tasks at most
+    version: int = 0  # of the weights that a generator serves now
     wait_s: Number
 
 
-class SampleLeases(Message, frozen=True, kw_only=True):
-    """Samples to generate; empty when there was no work within `wait_s`."""
+class SubmitResults(Message, frozen=True, kw_only=True):
+    """Complete trajectories of a generator, or scores of a scorer. Acknowledged means stored.
 
-    tasks: Annotated[list[SampleTask], Meta(max_length=BATCH)]
-    more_pinned: bool = False  # keep to your version: more samples pinned to it wait for you
-
-
-class SubmitTrajectories(Message, frozen=True, kw_only=True):
-    """Complete trajectories. Acknowledged means stored.
-
-    It may ask for more work too, of what there is now: half of the messages are saved by that.
+    It may ask for more samples too, of those there are now: half of the messages are saved by that.
+    Reply: `TaskLeases`.
     """
 
-    trajectories: Annotated[list[Trajectory], Meta(max_length=SUBMITTED)]
-    capacity: int = 0  # samples that it has room for
+    trajectories: Annotated[list[Trajectory], Meta(max_length=SUBMITTED)] = []
+    scores: Annotated[list[Score], Meta(max_length=SUBMITTED)] = []
+    capacity: int = 0  # samples that a generator has room for
     version: int = 0  # of the weights it serves now
 
 
-class SubmitAck(Message, frozen=True, kw_only=True):
-    """How many were accepted; `refused` maps sample ids to why (a lease that was lost, say).
+class RenewLeases(Message, frozen=True, kw_only=True):
+    """Still working on these `(sample_id, attempt)`, of which `partials` are to be kept.
 
-    `tasks` and `more_pinned` are those of `SampleLeases`; where none were asked for, or there are
-    none now, `tasks` is empty.
+    Reply: `TaskLeases` with those that are `lost`.
     """
 
-    accepted: int
-    refused: Annotated[dict[Id, Text], Meta(max_length=BATCH)] = {}
-    tasks: Annotated[list[SampleTask], Meta(max_length=BATCH)] = []
-    more_pinned: bool = False
+    leases: Annotated[list[tuple[Id, int]], Meta(max_length=LEASES)] = []
+    partials: Annotated[list[Trajectory], Meta(max_length=SUBMITTED)] = []
+
+
+class TaskLeases(Message, frozen=True, kw_only=True):
+    """Tasks to work on, and what became of the results or leases that the request named."""
+
+    tasks: Annotated[list[Task], Meta(max_length=BATCH)] = []
+    more_pinned: bool = False  # keep to your version: more samples pinned to it wait for you
+    accepted: int = 0  # results
+    refused: Annotated[dict[Id, Text], Meta(max_length=BATCH)] = {}  # results, by sample: why
+    lost: Annotated[list[Id], Meta(max_length=LEASES)] = []  # samples to stop working on
 
 
 class ReturnedSample(Told, frozen=True, kw_only=True):
@@ -304,22 +310,10 @@ class ReturnedSample(Told, frozen=True, kw_only=True):
     partial: Trajectory | None = None
 
 
-class ReturnSamples(Message, frozen=True, kw_only=True):
+class ReturnTasks(Message, frozen=True, kw_only=True):
     """Samples handed back: an interruption, a drain, or a failure of the environment."""
 
     samples: Annotated[list[ReturnedSample], Meta(max_length=SUBMITTED)]
-
-
-class RenewLeases(Message, frozen=True, kw_only=True):
-    """Still working on these `(sample_id, attempt)`."""
-
-    leases: Annotated[list[tuple[Id, int]], Meta(max_length=LEASES)]
-
-
-class RenewAck(Message, frozen=True, kw_only=True):
-    """Samples whose lease is not ours any more: stop working on them."""
-
-    lost: Annotated[list[Id], Meta(max_length=LEASES)]
 
 
 class Interrupt(Message, frozen=True, kw_only=True):
@@ -330,33 +324,6 @@ class Interrupt(Message, frozen=True, kw_only=True):
 
     leases: Annotated[list[tuple[Id, int]], Meta(max_length=LEASES)]
     reason: Text = ""
-
-
-class FlushPartials(Message, frozen=True, kw_only=True):
-    """What there is so far of samples that are still being generated; their leases go on."""
-
-    partials: Annotated[list[Trajectory], Meta(max_length=SUBMITTED)]
-
-
-class LeaseScoring(Message, frozen=True, kw_only=True):
-    """A scorer asks for up to `capacity` trajectories of `stage`; the answer may wait `wait_s`."""
-
-    stage: Name
-    capacity: int
-    wait_s: Number
-
-
-class ScoringLeases(Message, frozen=True, kw_only=True):
-    """Trajectories to score; empty when there were none within `wait_s`."""
-
-    tasks: Annotated[list[ScoringTask], Meta(max_length=BATCH)]
-
-
-class SubmitScores(Message, frozen=True, kw_only=True):
-    """What `stage` found for trajectories that the scorer has leases on."""
-
-    stage: Name
-    scores: Annotated[list[Score], Meta(max_length=SUBMITTED)]
 
 
 # -- telemetry (PUB -> XSUB/XPUB -> SUB): may be lost, never changes behaviour -------------------
@@ -500,8 +467,7 @@ CONTROL: tuple[type[Message], ...] = (
     CheckpointRequest, CheckpointMade, InterruptRequest, Interrupted,
 )  # fmt: skip
 DATA: tuple[type[Message], ...] = (
-    LeaseSamples, SampleLeases, SubmitTrajectories, SubmitAck, ReturnSamples, RenewLeases, RenewAck,
-    Interrupt, FlushPartials, LeaseScoring, ScoringLeases, SubmitScores,
+    LeaseTasks, SubmitResults, RenewLeases, TaskLeases, ReturnTasks, Interrupt,
     LeaseBatch, BatchLease, CommitBatch, CommitAck, CheckpointSaved,
     FinishRun, RunFinished,
 )  # fmt: skip

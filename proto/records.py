@@ -230,34 +230,25 @@ def array_bytes(trajectory: Trajectory | None) -> int:
     return sum(map(len, arrays)) + sum(lines)
 
 
-class SampleTask(Record, frozen=True, kw_only=True):
-    """One sample to generate: the prompt row as the user wrote it, and the lease on it.
+SAMPLE = "sample"  # kind of a task to generate; the others are scoring stages
 
-    The lease is named by `(sample_id, attempt)`; an answer under an older attempt is refused.
+
+class Task(Record, frozen=True, kw_only=True):
+    """A sample to generate or to score, and the lease on it, named by `(kind, sample_id, attempt)`.
+
+    `attempt` counts the leases of the sample to generators, or those to scorers. A result under an
+    older attempt is refused.
     """
 
+    kind: Name = SAMPLE  # or a scoring stage
     sample_id: Id
+    attempt: int
     group_id: Id
     prompt_id: Id
-    attempt: int
     row: Row  # the JSONL row: "prompt" and whatever else the environment needs
     lease_s: Number
-    partial: Trajectory | None = None  # continue from here
+    trajectory: Trajectory | None = None  # to score, or to continue from
     pinned_version: int = -1  # of an eval sample: every token must be of this version
-
-
-class ScoringTask(Record, frozen=True, kw_only=True):
-    """One trajectory to score, and the lease on it, named by `(sample_id, attempt)`.
-
-    `attempt` grows with each lease of this sample to a scorer, apart from those to generators, and
-    when its response is made anew: a score of an earlier response is refused by it.
-    """
-
-    sample_id: Id
-    attempt: int
-    row: Row  # as in `SampleTask`
-    lease_s: Number
-    trajectory: Trajectory
 
 
 class Score(Told, Kept, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ from umbra.proto.messages import (
     Join,
     Message,
     Role,
-    SubmitTrajectories,
+    SubmitResults,
     Welcome,
 )
 from umbra.proto.net.server import Request
@@ -114,7 +114,7 @@ class SimulatedBroker:
         speed, body = self._speed, request.body
         self._open[request.header.sender, request.header.id] = answered
         cost = speed.message_s
-        if isinstance(body, SubmitTrajectories):
+        if isinstance(body, SubmitResults):
             cost += speed.trajectory_s * len(body.trajectories)
         came = self._timeline.now + speed.latency_s
         begin = max(came, self._free_at)

@@ -11,8 +11,8 @@ from statistics import NormalDist
 import xxhash
 from simulator.broker import Client, SimulatedBroker, Timeline
 
-from umbra.proto.messages import LeaseSamples, SampleLeases, SubmitAck, SubmitTrajectories
-from umbra.proto.records import SampleTask, Trajectory, VersionSpan
+from umbra.proto.messages import LeaseTasks, SubmitResults, TaskLeases
+from umbra.proto.records import Task, Trajectory, VersionSpan
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def chance(name: str) -> float:
 class Row:
     """A sample under way."""
 
-    task: SampleTask
+    task: Task
     total: int  # tokens that it will have
     begun: float = -1.0  # step of the engine at which it began
     marked: float = 0.0  # step up to which its versions are known
@@ -152,14 +152,14 @@ class SimGenerator:
         room = self._engine.slots - len(self.decoder.live) - len(self.decoder.queue)
         if room > 0 and not self._asked and self.version >= 0:
             self._asked = True
-            body = LeaseSamples(capacity=room, version=self.version, wait_s=self._wait_s)
-            self._client.ask(body, SampleLeases, self._leased)
+            body = LeaseTasks(capacity=room, version=self.version, wait_s=self._wait_s)
+            self._client.ask(body, TaskLeases, self._leased)
         at = self.decoder.next_at()
         if at is not None and at != self._due:
             self._due = at
             self._timeline.at(at, lambda: self._turn() if self._due == at else None)
 
-    def _leased(self, leases: SampleLeases) -> None:
+    def _leased(self, leases: TaskLeases) -> None:
         self._asked = False
         self._finish()
         rows = (Row(task, self._engine.length(task.sample_id)) for task in leases.tasks)
@@ -172,7 +172,7 @@ class SimGenerator:
             for row in ended:
                 self._mark(row)
             made = [answer(row, self._engine.prompt_tokens) for row in ended]
-            self._client.ask(SubmitTrajectories(trajectories=made), SubmitAck, lambda _: None)
+            self._client.ask(SubmitResults(trajectories=made), TaskLeases, lambda _: None)
 
     def _mark(self, row: Row) -> None:
         """Record that the tokens since the last mark are of the version that is served."""

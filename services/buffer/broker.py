@@ -19,10 +19,9 @@ from umbra.proto.access import QUESTIONS, SENDERS, may_send, needs_membership
 from umbra.proto.net.server import Request
 from umbra.proto.net.zap import Refusals
 from umbra.services.buffer.effects import Effect
-from umbra.services.buffer.endpoints.generator import GeneratorEndpoint
 from umbra.services.buffer.endpoints.operator import Interrupts, OperatorRequests
-from umbra.services.buffer.endpoints.scorer import ScorerEndpoint
 from umbra.services.buffer.endpoints.trainer import TrainerEndpoint
+from umbra.services.buffer.endpoints.worker import WorkerEndpoint
 from umbra.services.buffer.members import Participant
 from umbra.services.buffer.persistence import DiskQuota, Recovery
 from umbra.services.buffer.state import RunState
@@ -33,7 +32,7 @@ STOP_S = 8.0  # the same after a signal: supervisors kill after 10 s
 # These make no work for anyone and change nothing that the store keeps.
 STILL = frozenset({*QUESTIONS, *m.ANY, m.Heartbeat})
 # Frequent messages of generators: parked requests are served once for all that came together.
-TOGETHER = frozenset({m.LeaseSamples, m.SubmitTrajectories, m.RenewLeases, m.FlushPartials})
+TOGETHER = frozenset({m.LeaseTasks, m.SubmitResults, m.RenewLeases})
 
 Handler: TypeAlias = Callable[[Request, Any, float], None]
 
@@ -79,8 +78,7 @@ class Broker:
         self._finish_request: Request | None = None  # waits for an evaluation
         self._moved = True  # since the last `save`
         interrupts = Interrupts(run)
-        self._rollouts = GeneratorEndpoint(run)
-        self._scorers = ScorerEndpoint(run)
+        self._workers = WorkerEndpoint(run)
         self._training = TrainerEndpoint(
             run, missing=StallReport(run).missing, formed=interrupts.batch_formed
         )
@@ -146,10 +144,8 @@ class Broker:
             log.warning("%s is dead: silent for %.1f s", peer.name, now - peer.heard_at)
             self.counters["dead_members"] += 1
             self._remove(peer, f"dead: silent for {now - peer.heard_at:.0f} s", lost=True)
-        self.pool.expire(now)
-        self.run.evals.pool.expire(now)
-        self._scorers.expire(now)
-        self._rollouts.expire(now)
+        self._workers.expire(now)
+        self.pool.cut_stragglers(now)
         self._training.expire(now)
         for warning in self.run.health.look(self.batches.version):
             log.warning("%s: %s", warning.name, warning.text)
@@ -207,8 +203,7 @@ class Broker:
 
     def _make_handlers(self) -> dict[type[m.Message], Handler]:
         """Return the handler of each message; `proto/access.py` says who may send it."""
-        rollouts, scorers, training = self._rollouts, self._scorers, self._training
-        operator = self._operator
+        workers, training, operator = self._workers, self._training, self._operator
         return {
             m.Ok: self._stray,
             m.Nack: self._stray,
@@ -223,13 +218,10 @@ class Broker:
             m.Join: self._join,
             m.Heartbeat: self._beat,
             m.Leave: self._leave,
-            m.LeaseSamples: rollouts.lease,
-            m.SubmitTrajectories: rollouts.submit,
-            m.ReturnSamples: rollouts.hand_back,
-            m.FlushPartials: rollouts.flush,
-            m.RenewLeases: self._renew,
-            m.LeaseScoring: scorers.lease,
-            m.SubmitScores: scorers.submit,
+            m.LeaseTasks: workers.lease,
+            m.SubmitResults: workers.submit,
+            m.RenewLeases: workers.renew,
+            m.ReturnTasks: workers.hand_back,
             m.LeaseBatch: training.lease,
             m.CommitBatch: training.commit,
             m.CheckpointSaved: training.checkpoint,
@@ -293,10 +285,6 @@ class Broker:
     def _status(self, request: Request, _body: m.StatusRequest, now: float) -> None:
         self._outbox.reply(request, self._overview.recent(now, finished=self.finished))
 
-    def _renew(self, request: Request, body: m.RenewLeases, now: float) -> None:
-        scores = self._sender(request).role == "scorer"
-        (self._scorers if scores else self._rollouts).renew(request, body, now)
-
     def _leave(self, request: Request, body: m.Leave, _now: float) -> None:
         peer = self._sender(request)
         log.info("%s has left: %s", peer.name, body.reason)
@@ -327,13 +315,9 @@ class Broker:
 
     def _take_back(self, peer: Participant, *, lost: bool) -> None:
         """Requeue what `peer` holds; a batch stays leased for the next trainer."""
-        count = self.pool.take_all_back(peer.name, lost=lost)
-        count += self.run.evals.pool.take_all_back(peer.name, lost=lost)
-        count += self._scorers.take_back(peer.name, lost=lost)
-        if count:
+        if count := self._workers.take_back(peer.name, lost=lost):
             log.info("took %d samples back from %s", count, peer.name)
             self.counters["taken_back"] += count
-        self._rollouts.forget(peer.name)
         if peer.role == "trainer":
             self._training.forget()
 
@@ -369,8 +353,7 @@ class Broker:
         log.info("the run ends: %s", reason)
         self._overview.state, self._overview.ending = "draining", reason
         self._deadline = now + patience_s
-        self._rollouts.close()
-        self._scorers.close(now)
+        self._workers.close()
         self._training.close()
         for peer in self.members.peers.values():
             self._outbox.push(peer.identity, m.Command(kind="drain", reason=reason))
@@ -384,8 +367,7 @@ class Broker:
             self.run.evals.advance(now)
         self.run.note_ends()
         self._training.serve(now)
-        self._scorers.serve(now)
-        self._rollouts.serve(now)
+        self._workers.serve(now)
         self.run.check()
         if self.state == "ready" and (why := self.run.health.verdict):
             self.failure = why

@@ -14,11 +14,12 @@ from umbra.services.buffer.figures import StepCurves
 from umbra.services.buffer.health import Health
 from umbra.services.buffer.members import Membership
 from umbra.services.buffer.prompts import PromptFeed
+from umbra.services.buffer.samples.admission import Admission
 from umbra.services.buffer.samples.batches import Batches
 from umbra.services.buffer.samples.evaluation import EVAL_PREFIX, Evaluations
 from umbra.services.buffer.samples.groups import GroupRules
 from umbra.services.buffer.samples.journal import Archive, Journal
-from umbra.services.buffer.samples.leases import Leases
+from umbra.services.buffer.samples.leases import LeaseTable
 from umbra.services.buffer.samples.pool import SamplePool
 from umbra.services.buffer.samples.scoring import Scoring
 from umbra.services.buffer.samples.staleness import StalenessPolicy
@@ -56,12 +57,15 @@ class RunState:
         self.facts = RunFacts.of(config)
         self.facts.samplings = samplings_of(config)
         group_rules = GroupRules.of(config)
+        self.leases = LeaseTable(buffer.lease_s)
         self.pool = self._make_pool(store, group_rules, buffer.stages)
         self.journal = Journal(store, self.pool)
         self.batches = Batches(
             self.pool, self.policy, Archive(self.journal), wait=buffer.stale_policy == "wait"
         )
-        self.leases = Leases(self.pool, self.batches, self.policy, prompts, buffer, self.counters)
+        self.admission = Admission(
+            self.pool, self.batches, self.policy, prompts, buffer, self.counters
+        )
         eval_stages = [stage for stage in buffer.stages if stage == "reward"]
         eval_rules = GroupRules(size=1, together=group_rules.together, only=group_rules.only)
         eval_pool = self._make_pool(store, eval_rules, eval_stages, EVAL_PREFIX)
@@ -74,25 +78,24 @@ class RunState:
             self.members,
             self.outbox,
         )
-        self.scoring = Scoring(
-            [eval_pool, self.pool],
-            lease_s=buffer.lease_s,
-            max_attempts=buffer.max_attempts,
-            counters=self.counters,
-        )
+        self.scoring = Scoring([eval_pool, self.pool], self.leases, self.counters)
 
     def _make_pool(
         self, store: Store, rules: GroupRules, stages: Sequence[str], prefix: str = ""
     ) -> SamplePool:
         return SamplePool(
             rules=rules,
-            lease_s=self.buffer.lease_s,
+            leases=self.leases,
             max_attempts=self.buffer.max_attempts,
             trajectory_store=TrajectoryStore(store, stages),
             counters=self.counters,
             stages=stages,
             prefix=prefix,
+            pinned=prefix == EVAL_PREFIX,
         )
+
+    def pool_of(self, sample_id: str) -> SamplePool:
+        return self.evals.pool if sample_id.startswith(EVAL_PREFIX) else self.pool
 
     def counts(self) -> dict[str, int]:
         ledger = self.pool.ledger

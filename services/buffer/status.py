@@ -56,7 +56,7 @@ class StallReport:
         """Return all that is overdue in samples, scoring, evaluations and batches."""
         return [
             *self._batches(now),
-            *self._samples(now),
+            *self._leases(now),
             *self._groups(now),
             *self._scoring(now),
             *self._run.evals.stuck(now, self._config.stall_s),
@@ -72,17 +72,16 @@ class StallReport:
                 if missing := _awaited(sample, self._run):
                     why = self._open_sample(missing, now)
                     return f"stage {stage} waits for all of its group: {why}"
-                lease = self._run.scoring.leases.get(sample.sample_id)
-                if lease is None:
+                if not sample.holder:
                     return f"sample {sample.sample_id} waits for a scorer of stage {stage}"
                 return (
                     f"waiting for sample {sample.sample_id} in stage {stage}, held by "
-                    f"{lease.holder} for {now - lease.leased_at:.1f} s"
+                    f"{sample.holder} for {now - sample.leased_at:.1f} s"
                 )
             case _ if not self._has_generator:
                 return "no generator has joined"
             case _:
-                version = max(self._run.leases.required_version(sample), 0)
+                version = max(self._run.admission.required_version(sample), 0)
                 return (
                     f"sample {sample.sample_id} is queued for a generator that has room and "
                     f"serves version {version} or newer"
@@ -102,19 +101,22 @@ class StallReport:
             what, age_s = f"batch of step {batch.step}, not committed", now - batch.formed_at
             yield Stuck(what=what, holder=name, age_s=age_s, action=action)
 
-    def _samples(self, now: float) -> Iterator[Stuck]:
+    def _leases(self, now: float) -> Iterator[Stuck]:
         """Samples that were held, and renewed, for more than two leases."""
         lease_s = self._config.lease_s
-        pools = (self._run.pool, self._run.evals.pool)
-        held = [s for pool in pools for own in pool.held.values() for s in own.values()]
-        overdue = [sample for sample in held if now - sample.leased_at > 2 * lease_s]
+        overdue = [s for s in self._run.leases.all() if now - s.leased_at > 2 * lease_s]
         for sample in sorted(overdue, key=lambda sample: sample.leased_at)[:SHOWN]:
+            stage, times = "", sample.lost
+            if sample.state is State.SCORING:
+                stage = f" in stage {self._run.pool_of(sample.sample_id).stage_of(sample)}"
+                times = sample.score_losses
+            before = f"leases lost before: {times}; " if times else ""
             yield Stuck(
-                what=f"sample {sample.sample_id} of group {sample.group.group_id}, "
-                f"attempt {sample.attempt}",
+                what=f"sample {sample.sample_id} of group {sample.group.group_id}{stage}, "
+                f"attempt {sample.lease_attempt}",
                 holder=sample.holder,
                 age_s=now - sample.leased_at,
-                action=_taken_back(sample.lost, lease_s),
+                action=f"{before}goes to another after {lease_s:g} s without a renewal",
             )
 
     def _groups(self, now: float) -> Iterator[Stuck]:
@@ -137,17 +139,7 @@ class StallReport:
             )
 
     def _scoring(self, now: float) -> Iterator[Stuck]:
-        """Scoring that takes more than two leases, and stages that nobody serves."""
-        lease_s = self._config.lease_s
-        leases = self._run.scoring.all_leases()
-        overdue = [lease for lease in leases if now - lease.leased_at > 2 * lease_s]
-        for lease in overdue[:SHOWN]:
-            yield Stuck(
-                what=f"{lease.what} in stage {lease.stage}, attempt {lease.attempt}",
-                holder=lease.holder,
-                age_s=now - lease.leased_at,
-                action=_taken_back(lease.samples[0].score_losses, lease_s),
-            )
+        """Stages in which trajectories wait for long, or that nobody serves."""
         for stage in self._config.stages:
             since = self._run.scoring.waiting_since(stage)
             if since is None:
@@ -161,11 +153,6 @@ class StallReport:
                 continue
             holder = ", ".join(sorted(at_work)[:SHOWN]) or "nobody"
             yield Stuck(what=what, holder=holder, age_s=now - since, action=action)
-
-
-def _taken_back(times: int, lease_s: float) -> str:
-    before = "" if not times else f"leases lost before: {times}; "
-    return f"{before}goes to another after {lease_s:g} s without a renewal"
 
 
 def _awaited(sample: Sample, run: RunState) -> Sample | None:

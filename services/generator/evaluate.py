@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from umbra.proto.errors import UmbraError, UsageError
-from umbra.proto.records import SampleTask, Trajectory
+from umbra.proto.records import Task, Trajectory
 from umbra.services.config import EnvironmentConfig, RunConfig
 from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.generator.pools import (
@@ -144,7 +144,7 @@ def _scores(finished: list[Trajectory], asked: Counter[int]) -> dict[str, float]
     return eval_scores(rewards, min(asked.values()))
 
 
-def _run(runner: RolloutRunner, tasks: list[SampleTask]) -> tuple[list[Trajectory], list[str]]:
+def _run(runner: RolloutRunner, tasks: list[Task]) -> tuple[list[Trajectory], list[str]]:
     finished: list[Trajectory] = []
     failures: list[str] = []
     runner.add(tasks)
@@ -172,9 +172,9 @@ def _with_processes(config: RunConfig) -> RunConfig:
     )
 
 
-def _task(index: int, prompt: int, row: dict[str, Any]) -> SampleTask:
+def _task(index: int, prompt: int, row: dict[str, Any]) -> Task:
     name = str(index)
-    return SampleTask(
+    return Task(
         sample_id=name,
         group_id=name,
         prompt_id=str(prompt),

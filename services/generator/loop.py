@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from umbra.proto.errors import UmbraError, foreseen
 from umbra.proto.messages import ReturnedSample
 from umbra.proto.net.session import Session
-from umbra.proto.records import SampleTask
+from umbra.proto.net.task_client import TaskClient
+from umbra.proto.records import Task
 from umbra.services.config import GeneratorConfig
 from umbra.services.generator.activity import Activity, SampleLog, StallWatch
-from umbra.services.generator.buffer_client import BufferClient
 from umbra.services.generator.engines.engine import EngineError, EngineOutput, KvPolicy
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.weights.receiver import Receiver, StagedVersion
@@ -53,7 +53,7 @@ class GeneratorLoop:
         *,
         session: Session,
         receiver: Receiver,
-        buffer: BufferClient,
+        buffer: TaskClient,
         runner: RolloutRunner,
         config: GeneratorConfig,
         sample_log: SampleLog,
@@ -143,7 +143,7 @@ class GeneratorLoop:
                     sample_id=task.sample_id,
                     attempt=task.attempt,
                     reason=reason,
-                    partial=task.partial,
+                    partial=task.trajectory,
                 )
                 for task in late
             ]
@@ -199,7 +199,7 @@ class GeneratorLoop:
             return True
         return self._buffer.more_pinned(self._engine.version) and self._capacity() > 0
 
-    def _take(self, tasks: Sequence[SampleTask]) -> None:
+    def _take(self, tasks: Sequence[Task]) -> None:
         """Begin these samples, but for those that only other weights than ours may generate.
 
         None while new weights wait for those under way.

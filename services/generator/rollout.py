@@ -16,8 +16,8 @@ from typing import Any
 from umbra.proto.errors import UsageError
 from umbra.proto.records import (
     Branch,
-    SampleTask,
     Sampling,
+    Task,
     Trajectory,
     pack_float32,
     pack_int32,
@@ -87,7 +87,7 @@ class RolloutSettings:
 
 
 class Rollout:
-    def __init__(self, task: SampleTask, settings: RolloutSettings) -> None:
+    def __init__(self, task: Task, settings: RolloutSettings) -> None:
         self.task = task
         self.phase = Phase.RESET
         self.ask: Ask | None = None  # what an agent asked for last
@@ -106,9 +106,10 @@ class Rollout:
         self._started = settings.clock()
         # Turns of a partial, model's and environment's, that the environment has to see again.
         self._replay: list[tuple[list[int], list[int]]] = []
-        tokens = tokens_of(task.partial, settings.sampling) if task.partial is not None else None
-        if task.partial is not None and tokens is not None:
-            self._resume(task.partial, tokens)
+        made = task.trajectory
+        tokens = tokens_of(made, settings.sampling) if made is not None else None
+        if made is not None and tokens is not None:
+            self._resume(made, tokens)
 
     @property
     def session(self) -> str:

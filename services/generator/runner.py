@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from umbra.proto.messages import ReturnedSample
-from umbra.proto.records import SampleTask, Trajectory
+from umbra.proto.records import Task, Trajectory
 from umbra.services.environments.pool import EnvironmentPool, EpisodeOutcome
 from umbra.services.environments.protocol import (
     Ask,
@@ -25,7 +25,7 @@ from umbra.services.generator.rollout import Phase, Rollout, RolloutSettings
 
 
 class RolloutRunner:
-    """Runs `SampleTask`s to trajectories.
+    """Runs `Task`s to trajectories.
 
     Args:
         engine: where model turns are made.
@@ -83,7 +83,7 @@ class RolloutRunner:
     def leases(self) -> list[tuple[str, int]]:
         return [_lease(rollout) for rollout in self._rollouts.values()]
 
-    def add(self, tasks: Iterable[SampleTask]) -> None:
+    def add(self, tasks: Iterable[Task]) -> None:
         """Begin these samples; one that is under way starts over."""
         for task in tasks:
             if (old := self._rollouts.get(task.sample_id)) is not None:
@@ -305,7 +305,7 @@ class RolloutRunner:
         rollout.begin_again()
         self._flushed[name] = min(self._flushed[name], rollout.tokens)
 
-    def _fail(self, task: SampleTask, reason: str) -> None:
+    def _fail(self, task: Task, reason: str) -> None:
         self._failed.append(
             ReturnedSample(
                 sample_id=task.sample_id,

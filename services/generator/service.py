@@ -10,9 +10,9 @@ from contextlib import closing
 from functools import partial
 
 from umbra.proto.net.session import Session
+from umbra.proto.net.task_client import TaskClient
 from umbra.services.config import RunConfig
 from umbra.services.generator.activity import Activity, SampleLog, StallWatch, watching
-from umbra.services.generator.buffer_client import BufferClient
 from umbra.services.generator.engines.opening import OpenEngine, engine_here, open_engine
 from umbra.services.generator.loop import GeneratorLoop
 from umbra.services.generator.pools import open_environments, settings_for, unrewarded
@@ -56,7 +56,7 @@ def run(
             GeneratorLoop(
                 session=session,
                 receiver=receiver,
-                buffer=BufferClient(session.data, wake, grace_s=config.run.broker_grace_s),
+                buffer=TaskClient(session.data, wake, grace_s=config.run.broker_grace_s),
                 runner=RolloutRunner(engine, pool, settings, flush_tokens),
                 config=config.generator,
                 sample_log=SampleLog(ctx.metrics, settings.chat),

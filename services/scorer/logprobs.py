@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from umbra.proto.errors import UsageError
-from umbra.proto.records import Score, ScoringTask, Trajectory
+from umbra.proto.records import Score, Task, Trajectory
 from umbra.services.config import TrainerConfig
 from umbra.services.config.trajectory_rules import RunFacts, find_fault
 from umbra.services.modeling.attention import Attention
@@ -68,22 +68,22 @@ class LogprobWorker:
         self._refresh = refresh
 
     @torch.inference_mode()
-    def score(
-        self, tasks: Sequence[ScoringTask], alive: Callable[[], None]
-    ) -> Iterator[list[Score]]:
+    def score(self, tasks: Sequence[Task], alive: Callable[[], None]) -> Iterator[list[Score]]:
         """Return logprobs for each of `tasks`, all by the same weights, or an error."""
         version = self._refresh()
-        sound: list[ScoringTask] = []
+        sound: list[Task] = []
+        own: list[list[Trajectory]] = []
         for task in tasks:
+            assert task.trajectory is not None
             # Eval samples, which may be greedy, have no stage of logprobs; the trainer judges.
             if fault := find_fault(task.trajectory, self._facts, trained=self._replay):
                 error = f"{fault} (the scorer's model must be of the generator's family)"
                 yield [Score(sample_id=task.sample_id, attempt=task.attempt, error=error)]
             else:
                 sound.append(task)
+                own.append(task.trajectory.lines)
         if not sound:
             return
-        own = [task.trajectory.lines for task in sound]
         trajectories = [line for lines in own for line in lines]
         tokens = lay_out(trajectories)
         if self._replay:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from umbra.proto.records import Score, ScoringTask, unpack_int32
+from umbra.proto.records import Score, Task, unpack_int32
 from umbra.services.environments.pool import EnvironmentPool, EpisodeOutcome
 from umbra.services.environments.protocol import Row, Said, StepResult
 from umbra.services.modeling.chat import Chat
@@ -41,13 +41,11 @@ class RewardWorker:
         self._stops = stops
         self._whole = whole
 
-    def score(
-        self, tasks: Sequence[ScoringTask], alive: Callable[[], None]
-    ) -> Iterator[list[Score]]:
+    def score(self, tasks: Sequence[Task], alive: Callable[[], None]) -> Iterator[list[Score]]:
         """Return a reward for each of `tasks`, as the environments answer."""
-        open_: dict[str, list[ScoringTask]] = {}  # by what the environment calls a sample
+        open_: dict[str, list[Task]] = {}  # by what the environment calls a sample
         for task in tasks:
-            key = task.trajectory.group_id if self._whole else task.sample_id
+            key = task.group_id if self._whole else task.sample_id
             open_.setdefault(key, []).append(task)
         for key, own in open_.items():
             self._pool.play(key, own[0].row, [self._said(task) for task in own])
@@ -64,13 +62,14 @@ class RewardWorker:
     def close(self) -> None:
         self._pool.close()
 
-    def _said(self, task: ScoringTask) -> Said:
+    def _said(self, task: Task) -> Said:
         made = task.trajectory
+        assert made is not None
         response, prompt = unpack_int32(made.response_ids), unpack_int32(made.prompt_ids)
         return self._chat.said(response, prompt, stops=self._stops(task.row))
 
 
-def _scores(tasks: Sequence[ScoringTask], outcome: EpisodeOutcome) -> list[Score]:
+def _scores(tasks: Sequence[Task], outcome: EpisodeOutcome) -> list[Score]:
     """Return the scores of `tasks`, which were played at once, by `outcome`."""
     found = outcome.value
     results = found if isinstance(found, list) else [found]

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from contextlib import closing
 
 from umbra.proto.net.session import Session
+from umbra.proto.net.task_client import TaskClient
 from umbra.services.config import RunConfig
 from umbra.services.environments.protocol import Row
 from umbra.services.modeling.model_directory import weights_bytes
 from umbra.services.process.command import ServiceContext
-from umbra.services.scorer.loop import ScorerLoop, StageWorker
+from umbra.services.scorer.loop import GATHER_S, ScorerLoop, StageWorker
 from umbra.services.weights.planes.receiving import StagedPlanes, gpu_for, host_planes
 from umbra.services.weights.receiver import Receiver, StagedVersion
 
@@ -30,8 +31,7 @@ def run(context: ServiceContext) -> int:
         if reward is not None:
             context.ready({"stage": stage})
             with closing(reward):
-                capacity = config.scorer.capacity
-                ScorerLoop(session, stage, reward, capacity, context.metrics).run()
+                _loop(context, session, reward).run()
         else:
             _score_logprobs(context, session)
         if session.failure is not None:
@@ -81,7 +81,7 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
     if scorer.stage == "ref_logp":
         context.ready({"stage": scorer.stage, "model": path})
         worker = LogprobWorker(model, config.trainer, max_tokens=longest)
-        ScorerLoop(session, scorer.stage, worker, scorer.capacity, context.metrics).run()
+        _loop(context, session, worker).run()
         return
     limit_s = config.weight_hub.first_version_s(weights_bytes(path))
     channel = session.weights(deadline_s=limit_s)
@@ -115,7 +115,12 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
         context.ready({"stage": scorer.stage, "version": version})
         replay = config.trainer.router_replay  # as the policy that it stands for
         worker = LogprobWorker(model, config.trainer, refresh, replay=replay, max_tokens=longest)
-        loop = ScorerLoop(session, scorer.stage, worker, scorer.capacity, context.metrics)
-        while not session.stopping.is_set():
-            refresh()  # also while there is nothing to score, so that the hub need not wait
-            loop.turn()
+        # Also while there is nothing to score, so that the hub need not wait.
+        _loop(context, session, worker).run(refresh)
+
+
+def _loop(context: ServiceContext, session: Session, worker: StageWorker) -> ScorerLoop:
+    scorer, grace_s = context.config.scorer, context.config.run.broker_grace_s
+    wake = threading.Event()
+    client = TaskClient(session.data, wake, grace_s=grace_s, kind=scorer.stage, gather_s=GATHER_S)
+    return ScorerLoop(session, client, worker, scorer.capacity, context.metrics)

@@ -13,7 +13,7 @@ from fakes.trajectories import sample
 from openai import OpenAI
 
 from umbra.proto.messages import ReturnedSample
-from umbra.proto.records import SampleTask, Trajectory
+from umbra.proto.records import Task, Trajectory
 from umbra.services.config import EnvironmentConfig
 from umbra.services.generator.agents.calls import CallRules
 from umbra.services.generator.agents.pool import AgentPool, AgentSettings
@@ -61,7 +61,7 @@ class AgentWorld:
         self.url = self.pool.url
         self.runner = RolloutRunner(engine, self.pool, settings)
         self._between = between
-        self._added: list[SampleTask] = []
+        self._added: list[Task] = []
         self._dropped: list[tuple[str, int]] = []
         self._finished: list[Trajectory] = []
         self._failed: list[ReturnedSample] = []
@@ -70,7 +70,7 @@ class AgentWorld:
         self._thread = threading.Thread(target=self._main, name="generator")
         self._thread.start()
 
-    def add(self, *tasks: SampleTask) -> None:
+    def add(self, *tasks: Task) -> None:
         """Have agents work on these samples."""
         with self._changed:
             self._added += tasks
@@ -224,7 +224,7 @@ def play(
         engine = engine_of(attempt)
         interruption = Interruption(engine, cut)
         endpoint = make(engine, 0.0, between=interruption)
-        endpoint.add(sample({"prompt": "talk"}, attempt=attempt, partial=partial))
+        endpoint.add(sample({"prompt": "talk"}, attempt=attempt, trajectory=partial))
         done = False
         while not interruption.begun and not done:  # a sample that begins anew has another session
             done = converse(endpoint, hints(attempt))

@@ -17,19 +17,18 @@ from umbra.proto.messages import (
     Heartbeat,
     Join,
     LeaseBatch,
-    LeaseSamples,
+    LeaseTasks,
     Message,
     Ok,
     ReturnedSample,
-    ReturnSamples,
+    ReturnTasks,
     Role,
-    SampleLeases,
-    SubmitAck,
-    SubmitTrajectories,
+    SubmitResults,
+    TaskLeases,
     Welcome,
 )
 from umbra.proto.net.server import Request
-from umbra.proto.records import SampleTask, Trajectory, VersionSpan, pack_float32, pack_int32
+from umbra.proto.records import Task, Trajectory, VersionSpan, pack_float32, pack_int32
 from umbra.services.buffer.broker import Broker, Endpoints
 from umbra.services.buffer.effects import Effect, Measure, Notify, Reply
 from umbra.services.buffer.prompts import GroupEnd, PromptFeed
@@ -87,7 +86,7 @@ def as_sent(body: Message) -> Message:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(body), type=type(body))
 
 
-def trajectory(task: SampleTask, *versions: int, **changes: Any) -> Trajectory:
+def trajectory(task: Task, *versions: int, **changes: Any) -> Trajectory:
     """A sound answer to `task` with two tokens per entry of `versions`."""
     tokens = 2 * len(versions)
     values: dict[str, Any] = {
@@ -229,16 +228,16 @@ class World:
         """A heartbeat."""
         return self.ask(name, Heartbeat(state=state, activity="x", progress=1, idle_s=idle_s))
 
-    def lease(self, name: str, capacity: int, version: int) -> list[SampleTask]:
+    def lease(self, name: str, capacity: int, version: int) -> list[Task]:
         """What `name` gets at once."""
-        body = LeaseSamples(capacity=capacity, version=version, wait_s=0)
-        return self.get(name, body, SampleLeases).tasks
+        body = LeaseTasks(capacity=capacity, version=version, wait_s=0)
+        return self.get(name, body, TaskLeases).tasks
 
-    def submit(self, name: str, *trajectories: Trajectory) -> SubmitAck:
+    def submit(self, name: str, *trajectories: Trajectory) -> TaskLeases:
         """Deliver answers."""
-        return self.get(name, SubmitTrajectories(trajectories=list(trajectories)), SubmitAck)
+        return self.get(name, SubmitResults(trajectories=list(trajectories)), TaskLeases)
 
-    def produce(self, name: str, version: int, capacity: int = 1000) -> list[SampleTask]:
+    def produce(self, name: str, version: int, capacity: int = 1000) -> list[Task]:
         """`name` leases all it can and answers all with tokens of `version`."""
         tasks = self.lease(name, capacity, version)
         assert not self.submit(name, *(trajectory(task, version) for task in tasks)).refused
@@ -273,4 +272,4 @@ def world(**options: Any) -> World:
 
 def give_back(made: World, name: str, sample: ReturnedSample) -> None:
     """`name` hands `sample` back."""
-    assert made.ask(name, ReturnSamples(samples=[sample])) == Ok()
+    assert made.ask(name, ReturnTasks(samples=[sample])) == Ok()

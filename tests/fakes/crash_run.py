@@ -29,15 +29,14 @@ from umbra.proto.messages import (
     FinishRun,
     Join,
     LeaseBatch,
-    LeaseSamples,
+    LeaseTasks,
     Message,
     Role,
     RunFinished,
-    SampleLeases,
     Status,
     StatusRequest,
-    SubmitAck,
-    SubmitTrajectories,
+    SubmitResults,
+    TaskLeases,
     Welcome,
 )
 from umbra.proto.net.keys import Security, load_keys
@@ -265,21 +264,21 @@ class CrashRun:
     def _generate(self, index: int, peer: Peer, *, more: bool = True) -> None:
         if peer.is_waiting:
             answer = peer.take()
-            if isinstance(answer, SampleLeases) and answer.tasks:
+            if isinstance(answer, TaskLeases) and answer.tasks:
                 for task in answer.tasks:
                     self.prompts.setdefault(task.group_id, task.prompt_id)
                 made = [trajectory(task, self._serving()) for task in answer.tasks]
                 self._sent[index] = made
-                peer.ask(SubmitTrajectories(trajectories=made))
-            elif isinstance(answer, SubmitAck):
+                peer.ask(SubmitResults(trajectories=made))
+            elif isinstance(answer, TaskLeases):
                 for one in self._sent.pop(index):
                     if one.sample_id not in answer.refused:
                         self.acked[one.sample_id] = one.attempt
             else:
-                assert answer is None or isinstance(answer, SampleLeases), answer
+                assert answer is None or isinstance(answer, TaskLeases), answer
         elif more:
             capacity = self._chance.randrange(1, 6)
-            peer.ask(LeaseSamples(capacity=capacity, version=self._serving(), wait_s=0.05))
+            peer.ask(LeaseTasks(capacity=capacity, version=self._serving(), wait_s=0.05))
 
     def _serving(self) -> int:
         return self.version

@@ -14,7 +14,7 @@ from fakes.slowness import seconds
 from umbra.proto import sockets
 from umbra.proto.access import KeyRole, allowed_bytes
 from umbra.proto.codec import Encoder, decode
-from umbra.proto.messages import FinishRun, Leave, Message, Nack, Role, SubmitAck
+from umbra.proto.messages import FinishRun, Leave, Message, Nack, Role, TaskLeases
 from umbra.proto.net.keys import Security, load_keys
 from umbra.proto.records import PROTOCOL_MAJOR, PROTOCOL_MINOR
 
@@ -141,6 +141,6 @@ class HostilePeer:
 
 
 def _kind(answer: Message) -> str:
-    if isinstance(answer, SubmitAck) and answer.refused and not answer.accepted:
+    if isinstance(answer, TaskLeases) and answer.refused and not answer.accepted:
         return next(iter(answer.refused.values())).partition(":")[0] + " sample"
     return answer.code if isinstance(answer, Nack) else type(answer).__name__

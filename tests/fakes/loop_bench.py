@@ -16,16 +16,16 @@ from fakes.trajectories import sample
 from umbra.proto.deadline import LEAST_RATE, Pace
 from umbra.proto.errors import UmbraError
 from umbra.proto.messages import (
-    LeaseSamples,
+    LeaseTasks,
     Message,
-    SampleLeases,
+    TaskLeases,
 )
+from umbra.proto.net.task_client import TaskClient
 from umbra.proto.records import Manifest, Sampling, TensorEntry
 from umbra.services.config import GeneratorConfig
 from umbra.services.environments.built_in import ExactMatch
 from umbra.services.environments.pool import EnvironmentPool, InlinePool
 from umbra.services.generator.activity import Activity, SampleLog, StallWatch
-from umbra.services.generator.buffer_client import BufferClient
 from umbra.services.generator.loop import GeneratorLoop
 from umbra.services.generator.rollout import RolloutSettings
 from umbra.services.generator.runner import RolloutRunner
@@ -166,10 +166,10 @@ class Bench:
             self.now[0] += 0.01
             self.loop.turn()
 
-    def lease(self, *names: str, attempt: int = 1, pinned: int = -1) -> LeaseSamples:
+    def lease(self, *names: str, attempt: int = 1, pinned: int = -1) -> LeaseTasks:
         row, same = {"prompt": "1", "answer": "1"}, {"attempt": attempt, "pinned_version": pinned}
         tasks = [sample(row, sample_id=n, group_id=n, prompt_id=n, **same) for n in names]
-        return self.channel.answer(LeaseSamples, SampleLeases(tasks=tasks))
+        return self.channel.answer(LeaseTasks, TaskLeases(tasks=tasks))
 
     def spans(self, name: str) -> list[dict[str, Any]]:
         lines = self.metrics.read_bytes().splitlines()
@@ -200,7 +200,7 @@ def open_bench(
         loop = GeneratorLoop(
             session=cast(Any, session),
             receiver=cast(Any, receiver),
-            buffer=BufferClient(cast(Any, channel), wake, clock=lambda: now[0]),
+            buffer=TaskClient(cast(Any, channel), wake, clock=lambda: now[0]),
             runner=RolloutRunner(engine, pool or InlinePool(ExactMatch), settings, flush_tokens=4),
             config=GeneratorConfig(
                 kv_policy="drain" if drains else "keep", prefetch=2, sessions=sessions

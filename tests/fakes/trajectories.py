@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from umbra.proto.records import SampleTask, Trajectory, VersionSpan, pack_float32, pack_int32
+from umbra.proto.records import Task, Trajectory, VersionSpan, pack_float32, pack_int32
 
 
-def sample(row: dict[str, Any], **changes: Any) -> SampleTask:
+def sample(row: dict[str, Any], **changes: Any) -> Task:
     """The first attempt at a sample of the prompt `row`, with `changes` of its fields."""
     values: dict[str, Any] = {
         "sample_id": "s", "group_id": "g", "prompt_id": "p", "attempt": 1, "lease_s": 30.0,
     }  # fmt: skip
-    return SampleTask(row=row, **{**values, **changes})
+    return Task(row=row, **{**values, **changes})
 
 
 def trajectory(

@@ -26,17 +26,16 @@ from umbra.proto.messages import (
     FinishRun,
     Heartbeat,
     Join,
-    LeaseSamples,
+    LeaseTasks,
     Leave,
     Message,
     Nack,
     Ok,
     Role,
-    SampleLeases,
     Status,
     StatusRequest,
-    SubmitAck,
-    SubmitTrajectories,
+    SubmitResults,
+    TaskLeases,
     Welcome,
 )
 from umbra.proto.net.keys import Security, load_keys, make_keys
@@ -166,16 +165,16 @@ def test_a_generators_key_poisons_nothing(run: CrashRun, keys: Path) -> None:
         task = None
         while task is None:
             run.turn()
-            ask = LeaseSamples(capacity=1, version=run.version, wait_s=0.0)
+            ask = LeaseTasks(capacity=1, version=run.version, wait_s=0.0)
             given = attacker.ask(ask, "data")
-            assert isinstance(given, SampleLeases), given
+            assert isinstance(given, TaskLeases), given
             task = next(iter(given.tasks), None)
         made = trajectory(task, 0, **changes)
-        ack = attacker.ask(SubmitTrajectories(trajectories=[made]), "data")
+        ack = attacker.ask(SubmitResults(trajectories=[made]), "data")
         if isinstance(ack, Nack):  # of a type that the message may not have
             assert ack.code == "malformed" and "trajectories[0]" in ack.path, ack
             continue
-        assert isinstance(ack, SubmitAck) and not ack.accepted, changes
+        assert isinstance(ack, TaskLeases) and not ack.accepted, changes
         assert ack.refused[task.sample_id].startswith("malformed: "), ack
         judged += 1
     assert attacker.ask(Leave(reason="done")) == Ok()

@@ -20,13 +20,13 @@ from umbra.proto.messages import (
     Heartbeat,
     Join,
     LeaseBatch,
-    LeaseSamples,
+    LeaseTasks,
     RenewLeases,
     ReturnedSample,
-    ReturnSamples,
-    SubmitTrajectories,
+    ReturnTasks,
+    SubmitResults,
 )
-from umbra.proto.records import SampleTask
+from umbra.proto.records import Task
 
 FRAMES = 200_000
 GROWTH_MB = 40  # allocators need some; 200,000 leaked messages would take far more
@@ -35,18 +35,14 @@ GROWTH_MB = 40  # allocators need some; 200,000 leaked messages would take far m
 def seeds() -> list[list[bytes]]:
     """Sound messages to start from."""
     encoder = Encoder("stranger", "stranger-1")
-    task = SampleTask(
-        sample_id="s-1", group_id="g-0", prompt_id="1", attempt=1, row={}, lease_s=1.0
-    )
+    task = Task(sample_id="s-1", group_id="g-0", prompt_id="1", attempt=1, row={}, lease_s=1.0)
     made = trajectory(task, 0, 1)
     bodies = [
         Join(role="generator", name="stranger", pid=1, host="h", package_version="0"),
         Heartbeat(state="ready", activity="x", progress=1, idle_s=0.0),
-        LeaseSamples(capacity=4, version=0, wait_s=0.0),
-        SubmitTrajectories(trajectories=[made, made]),
-        ReturnSamples(
-            samples=[ReturnedSample(sample_id="s-1", attempt=1, reason="x", partial=made)]
-        ),
+        LeaseTasks(capacity=4, version=0, wait_s=0.0),
+        SubmitResults(trajectories=[made, made]),
+        ReturnTasks(samples=[ReturnedSample(sample_id="s-1", attempt=1, reason="x", partial=made)]),
         RenewLeases(leases=[("s-1", 1)]),
         LeaseBatch(step=1, wait_s=0.0),
         CommitBatch(step=1),

@@ -12,7 +12,7 @@ from fakes.slowness import seconds
 from fakes.trajectories import sample
 
 from umbra.proto.errors import UsageError
-from umbra.proto.records import SampleTask, Sampling
+from umbra.proto.records import Sampling, Task
 from umbra.services.config import (
     EnvironmentConfig,
     GeneratorConfig,
@@ -104,7 +104,7 @@ def world(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch)
         each.close()
 
 
-def task(name: str, do: str) -> SampleTask:
+def task(name: str, do: str) -> Task:
     return sample({"do": do}, sample_id=name)
 
 

@@ -30,7 +30,7 @@ from umbra.proto.messages import (
     HeartbeatAck,
     Join,
     LeaseBatch,
-    LeaseSamples,
+    LeaseTasks,
     Leave,
     Message,
     Nack,
@@ -39,11 +39,10 @@ from umbra.proto.messages import (
     Pong,
     Role,
     RunFinished,
-    SampleLeases,
     Status,
     StatusRequest,
-    SubmitAck,
-    SubmitTrajectories,
+    SubmitResults,
+    TaskLeases,
     Welcome,
 )
 from umbra.proto.net.session import Session
@@ -173,9 +172,9 @@ def connect(zmq_context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[Connect]:
 
 def generate(client: Client, version: int) -> None:
     """Lease what there is and answer it."""
-    lease = client.ask(LeaseSamples(capacity=99, version=version, wait_s=WAIT_S), SampleLeases)
+    lease = client.ask(LeaseTasks(capacity=99, version=version, wait_s=WAIT_S), TaskLeases)
     answers = [trajectory(task, version) for task in lease.tasks]
-    ack = client.ask(SubmitTrajectories(trajectories=answers), SubmitAck)
+    ack = client.ask(SubmitResults(trajectories=answers), TaskLeases)
     assert ack.accepted == len(answers) == 4
 
 
@@ -211,8 +210,8 @@ def test_a_whole_run_over_tcp(start: Start, connect: Connect) -> None:
 def test_a_session_works_with_it_and_hears_of_the_end(start: Start, connect: Connect) -> None:
     buffer = start("--dead-after-s", "0.75")
     with Session.join(role="generator", name="g", broker=buffer.facts["broker"]) as session:
-        lease = LeaseSamples(capacity=1, version=0, wait_s=WAIT_S)
-        assert len(session.data.call(lease, SampleLeases, timeout_s=WAIT_S).tasks) == 1
+        lease = LeaseTasks(capacity=1, version=0, wait_s=WAIT_S)
+        assert len(session.data.call(lease, TaskLeases, timeout_s=WAIT_S).tasks) == 1
         buffer.process.send_signal(signal.SIGTERM)
         assert session.stopping.wait(WAIT_S)
     status = buffer.end()
@@ -228,7 +227,7 @@ def test_strangers_may_look_but_not_touch(start: Start, connect: Connect) -> Non
     generator = connect(buffer, "generator-0")
     welcome = generator.join("generator")
     stranger.data = sockets.dealer(stranger.context, welcome.data, b"stranger")
-    lease = LeaseSamples(capacity=1, version=0, wait_s=0)
+    lease = LeaseTasks(capacity=1, version=0, wait_s=0)
     assert stranger.ask(lease, Nack).code == "not_member"
 
 
@@ -245,11 +244,11 @@ def test_a_new_incarnation_supersedes_the_old_one(start: Start, connect: Connect
     buffer = start()
     old = connect(buffer, "generator-0")
     old.join("generator")
-    first = old.ask(LeaseSamples(capacity=1, version=0, wait_s=0), SampleLeases).tasks[0]
+    first = old.ask(LeaseTasks(capacity=1, version=0, wait_s=0), TaskLeases).tasks[0]
     new = connect(buffer, "generator-0")  # the old one still runs, cut off by now
     new.encoder = Encoder("generator-0", "generator-0-2")
     new.join("generator")
-    again = new.ask(LeaseSamples(capacity=1, version=0, wait_s=0), SampleLeases).tasks[0]
+    again = new.ask(LeaseTasks(capacity=1, version=0, wait_s=0), TaskLeases).tasks[0]
     assert (again.sample_id, again.attempt) == (first.sample_id, 2)
 
 

@@ -7,12 +7,13 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from fakes.broker_world import trajectory
 from fakes.slowness import seconds
 
 from umbra.proto.errors import UsageError
-from umbra.proto.records import SampleTask, Score, ScoringTask, pack_int32
+from umbra.proto.records import Score, Task, pack_int32
 from umbra.services.config import (
     BufferConfig,
     EnvironmentConfig,
@@ -80,20 +81,16 @@ def scorer(config: EnvironmentConfig, model: Path) -> Iterator[RewardWorker]:
         yield worker
 
 
-def group(name: str, model: Path, *said: str, **columns: str) -> list[ScoringTask]:
+def group(name: str, model: Path, *said: str, **columns: str) -> list[Task]:
     tokenizer = load_tokenizer(model)
-    tasks: list[ScoringTask] = []
+    tasks: list[Task] = []
     row = {"prompt": "p", "answer": "1", **columns}
     for number, text in enumerate(said):
         sample = f"{name}-{number}"
-        task = SampleTask(
-            sample_id=sample, group_id=name, prompt_id="p", attempt=1, row=row, lease_s=9.0
-        )
+        task = Task(sample_id=sample, group_id=name, prompt_id="p", attempt=1, row=row, lease_s=9.0)
         ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], STOP]
         made = trajectory(task, 0, response_ids=pack_int32(ids))
-        tasks.append(
-            ScoringTask(sample_id=sample, attempt=2, row=row, lease_s=9.0, trajectory=made)
-        )
+        tasks.append(msgspec.structs.replace(task, attempt=2, trajectory=made))
     return tasks
 
 

@@ -19,7 +19,7 @@ from umbra.proto.messages import (
     CommitBatch,
     Event,
     LeaseBatch,
-    LeaseSamples,
+    LeaseTasks,
     Nack,
     Ok,
     Ping,
@@ -93,7 +93,7 @@ def link() -> Iterator[IoThread]:
 
 
 def test_a_parked_request_is_known_however_many_were_answered_since(bench: Bench) -> None:
-    number, lease = bench.encoder.encode(LeaseSamples(capacity=1, version=0, wait_s=30))
+    number, lease = bench.encoder.encode(LeaseTasks(capacity=1, version=0, wait_s=30))
     assert len(bench.send(lease)) == 1
     for _ in range(3 * server_module.REPLIES_KEPT):
         assert bench.send(bench.encoder.encode(Event(kind="other"))[1])
@@ -150,7 +150,7 @@ def test_who_is_silent_for_long_is_forgotten_with_the_replies_kept_for_it(bench:
 
 
 def test_a_parked_request_is_known_for_as_long_as_it_is_resent(bench: Bench) -> None:
-    number, lease = bench.encoder.encode(LeaseSamples(capacity=1, version=0, wait_s=30))
+    number, lease = bench.encoder.encode(LeaseTasks(capacity=1, version=0, wait_s=30))
     (request,) = bench.send(lease)
     for _ in range(4):
         bench.listen(server_module.SILENT_S - 1)

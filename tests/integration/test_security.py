@@ -28,7 +28,7 @@ from umbra.proto.messages import (
     HubStatus,
     HubStatusRequest,
     InterruptRequest,
-    LeaseSamples,
+    LeaseTasks,
     Message,
     Nack,
     Ok,
@@ -37,7 +37,7 @@ from umbra.proto.messages import (
     Publish,
     RegisterManifest,
     SlotGranted,
-    SubmitTrajectories,
+    SubmitResults,
     Subscribe,
     Subscribed,
 )
@@ -208,8 +208,8 @@ def test_telemetry_is_for_members_to_send_and_for_monitors_to_see(
     [
         ("generator", CommitBatch(step=1)),
         ("generator", FinishRun(reason="mine")),
-        ("scorer", LeaseSamples(capacity=1, version=0, wait_s=0)),
-        ("trainer", LeaseSamples(capacity=1, version=0, wait_s=0)),
+        ("scorer", LeaseTasks(capacity=1, version=0, wait_s=0)),
+        ("trainer", LeaseTasks(capacity=1, version=0, wait_s=0)),
     ],
 )
 def test_the_connection_decides_and_not_what_a_message_says(
@@ -359,7 +359,7 @@ def test_only_a_relay_may_serve(
 
 def test_a_relays_key_publishes_nowhere(bench: Bench, keys: Path) -> None:
     """Nor does anyone at a relay, whose versions come from the hub above."""
-    for kind in (RegisterManifest, AcquireSlot, Publish, CommitBatch, SubmitTrajectories):
+    for kind in (RegisterManifest, AcquireSlot, Publish, CommitBatch, SubmitResults):
         assert not may_send("relay", kind)
     bench.security = of(keys, "weight_hub")
     bench.start()

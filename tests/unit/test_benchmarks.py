@@ -15,8 +15,8 @@ import pytest
 import torch
 from fakes.trajectories import trajectory
 
-from umbra.proto.messages import SubmitAck
-from umbra.proto.records import SampleTask
+from umbra.proto.messages import TaskLeases
+from umbra.proto.records import Task
 
 ROOT = Path(__file__).parents[2]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
@@ -166,9 +166,7 @@ def test_a_decoder_takes_as_long_as_its_steps() -> None:
     )  # fmt: skip
     decoder = Decoder(engine)
     for name, tokens in (("a", 10), ("b", 20), ("c", 5)):
-        task = SampleTask(
-            sample_id=name, group_id="g", prompt_id="p", attempt=1, row={}, lease_s=1.0
-        )
+        task = Task(sample_id=name, group_id="g", prompt_id="p", attempt=1, row={}, lease_s=1.0)
         decoder.queue.append(Row(task, tokens))
     # Ten steps of two rows; then c takes the free slot for five steps; then b is alone.
     assert decoder.next_at() == pytest.approx(0.12)
@@ -235,7 +233,7 @@ def test_a_generator_records_what_was_acknowledged_and_nothing_else(
     client.wait(0.0)
     client.poll()
     assert list(tmp_path.iterdir()) == []
-    futures[0].set_result(SubmitAck(accepted=1, refused={"b": "stale"}))
+    futures[0].set_result(TaskLeases(accepted=1, refused={"b": "stale"}))
     client.poll()
     (file,) = tmp_path.iterdir()
     assert file.read_text() == "a\n"

@@ -12,17 +12,15 @@ from fakes.broker_world import World, give_back, trajectory, world
 
 from umbra.proto.bounds import BRANCHES
 from umbra.proto.messages import (
-    LeaseScoring,
+    LeaseTasks,
     ReturnedSample,
-    ScoringLeases,
-    SubmitAck,
-    SubmitScores,
+    SubmitResults,
+    TaskLeases,
 )
 from umbra.proto.records import (
     Branch,
-    SampleTask,
     Score,
-    ScoringTask,
+    Task,
     Trajectory,
     VersionSpan,
     array_bytes,
@@ -49,7 +47,7 @@ def branch(version: int = 0, tokens: int = 3, **changes: Any) -> Branch:
     return Branch(**{**values, **changes})
 
 
-def branched(task: SampleTask, *versions: int, **changes: Any) -> Trajectory:
+def branched(task: Task, *versions: int, **changes: Any) -> Trajectory:
     """An answer whose lines are of these versions."""
     first, *further = versions
     return trajectory(task, first, branches=[branch(one) for one in further], **changes)
@@ -142,7 +140,7 @@ def test_a_partial_is_one_line() -> None:
         ),
     )
     assert made.broker.counters["malformed_partial"] == 1
-    assert made.lease("b", 1, 0)[0].partial is None, "it begins anew"
+    assert made.lease("b", 1, 0)[0].trajectory is None, "it begins anew"
     assert tokens_of(partial, partial.sampling) is None
 
 
@@ -168,13 +166,13 @@ def test_scorers_find_logprobs_of_every_line(tiny_model_dir: Path) -> None:
     task = run.lease("a", 1, 0)[0]
     further = branch(loss_mask=b"\1\0\1", logprobs=pack_float32([-0.5, 0, -0.5]))
     run.submit("a", trajectory(task, 0, branches=[further]))
-    ask = LeaseScoring(stage="ref_logp", capacity=1, wait_s=0.0)
-    (scoring,) = run.get("r", ask, ScoringLeases).tasks
+    ask = LeaseTasks(kind="ref_logp", capacity=1, wait_s=0.0)
+    (scoring,) = run.get("r", ask, TaskLeases).tasks
     model = load_model(tiny_model_dir, torch.device("cpu"), torch.float32)
     worker = LogprobWorker(model, TrainerConfig())
 
     def score(made: Trajectory) -> Score:
-        told: ScoringTask = msgspec.structs.replace(scoring, trajectory=made)
+        told: Task = msgspec.structs.replace(scoring, trajectory=made)
         ((found,),) = worker.score([told], lambda: None)
         return found
 
@@ -183,6 +181,6 @@ def test_scorers_find_logprobs_of_every_line(tiny_model_dir: Path) -> None:
     found = unpack_float32(together.logprobs or b"")
     assert found == pytest.approx(alone[0] + alone[1], abs=1e-6)
     assert alone[1][1] == 0 != alone[1][2]
-    ack = run.get("r", SubmitScores(stage="ref_logp", scores=[together]), SubmitAck)
+    ack = run.get("r", SubmitResults(scores=[together]), TaskLeases)
     assert not ack.refused
     assert run.pool.samples[task.sample_id].state.value == "ready"

@@ -16,18 +16,16 @@ from umbra.proto.messages import (
     BatchLease,
     FinishRun,
     LeaseBatch,
-    LeaseSamples,
+    LeaseTasks,
     Leave,
     Message,
     Nack,
     Ok,
-    RenewAck,
     RenewLeases,
     ReturnedSample,
     RunFinished,
-    SampleLeases,
-    SubmitAck,
-    SubmitTrajectories,
+    SubmitResults,
+    TaskLeases,
     Welcome,
 )
 from umbra.proto.records import VersionSpan, pack_float32, pack_int32
@@ -134,7 +132,7 @@ def test_a_generator_with_old_weights_gets_no_sample_that_they_would_make_stale(
 def test_the_first_to_ask_leaves_a_share_to_those_that_wait() -> None:
     run = world(run_ahead=0)
     run.produce("a", 0)
-    run.ask("b", LeaseSamples(capacity=100, version=0, wait_s=9))
+    run.ask("b", LeaseTasks(capacity=100, version=0, wait_s=9))
     run.batch(1)
     run.commit(1)
     assert len(run.lease("a", 100, 1)) == 2  # half of 4; b waits too, if for newer weights
@@ -145,28 +143,28 @@ def test_parked_questions_are_answered_by_a_commit_with_fair_shares() -> None:
     run = world(run_ahead=1, max_staleness=2)
     run.produce("a", 0)
     for name in "ab":
-        assert run.ask(name, LeaseSamples(capacity=100, version=0, wait_s=9)) is None
+        assert run.ask(name, LeaseTasks(capacity=100, version=0, wait_s=9)) is None
     run.batch(1)
     run.commit(1)
     for name in "ab":
         (lease,) = run.late[name]
-        assert isinstance(lease, SampleLeases) and len(lease.tasks) == 2
+        assert isinstance(lease, TaskLeases) and len(lease.tasks) == 2
 
 
 def test_a_parked_question_ends_empty_when_its_wait_is_over_or_a_newer_one_comes() -> None:
     run = world(run_ahead=0)
     run.produce("a", 0)
-    assert run.ask("b", LeaseSamples(capacity=1, version=0, wait_s=2)) is None
-    assert run.ask("b", LeaseSamples(capacity=1, version=0, wait_s=2)) is None
-    assert run.late["b"] == [SampleLeases(tasks=[])]
+    assert run.ask("b", LeaseTasks(capacity=1, version=0, wait_s=2)) is None
+    assert run.ask("b", LeaseTasks(capacity=1, version=0, wait_s=2)) is None
+    assert run.late["b"] == [TaskLeases(tasks=[])]
     run.pass_time(2)
-    assert run.late["b"] == 2 * [SampleLeases(tasks=[])]
+    assert run.late["b"] == 2 * [TaskLeases(tasks=[])]
 
 
 @pytest.mark.parametrize("version", [-1, 1])
 def test_a_version_that_does_not_exist_is_refused(version: int) -> None:
     run = world()
-    reply = run.ask("a", LeaseSamples(capacity=1, version=version, wait_s=0))
+    reply = run.ask("a", LeaseTasks(capacity=1, version=version, wait_s=0))
     assert isinstance(reply, Nack) and reply.code == "wrong_version"
 
 
@@ -176,12 +174,12 @@ def test_a_version_that_does_not_exist_is_refused(version: int) -> None:
 def test_an_expired_lease_goes_to_the_one_who_waits() -> None:
     run = world(run_ahead=0, lease_s=30, dead_after_s=1000)
     (first, *_) = run.lease("a", 4, 0)
-    run.ask("b", LeaseSamples(capacity=1, version=0, wait_s=99))
+    run.ask("b", LeaseTasks(capacity=1, version=0, wait_s=99))
     run.pass_time(29)
     assert run.late["b"] == []
     run.pass_time(1)
     (lease,) = run.late["b"]
-    assert isinstance(lease, SampleLeases)
+    assert isinstance(lease, TaskLeases)
     assert [(t.sample_id, t.attempt) for t in lease.tasks] == [(first.sample_id, 2)]
     refused = run.submit("a", trajectory(first, 0)).refused
     assert "lease 1 was lost" in refused[first.sample_id]
@@ -205,7 +203,7 @@ def test_only_the_lease_that_was_answered_counts_as_answered() -> None:
         assert run.submit("a", trajectory(first, 0)).refused
         for attempt, lost in ((2, False), (1, True), (0, True), (3, True)):
             lease = (first.sample_id, attempt)
-            renewed = run.get("a", RenewLeases(leases=[lease]), RenewAck)
+            renewed = run.get("a", RenewLeases(leases=[lease]), TaskLeases)
             assert bool(renewed.lost) == lost
     assert run.broker.counters["duplicate_submits"] == 2
 
@@ -215,7 +213,7 @@ def test_a_renewed_lease_does_not_expire_and_lost_ones_are_named() -> None:
     kept, lost, *_ = run.lease("a", 4, 0)
     run.pass_time(20)
     renewal = RenewLeases(leases=[(kept.sample_id, 1), (lost.sample_id, 7), ("s-99", 1)])
-    assert run.ask("a", renewal) == RenewAck(lost=[lost.sample_id, "s-99"])
+    assert run.ask("a", renewal) == TaskLeases(lost=[lost.sample_id, "s-99"])
     run.pass_time(20)
     assert run.pool.samples[kept.sample_id].holder == "a"
     assert run.pool.samples[lost.sample_id].holder == ""
@@ -225,7 +223,7 @@ def test_an_accepted_answer_is_not_called_lost() -> None:
     run = world()
     task, *_ = run.lease("a", 1, 0)
     run.submit("a", trajectory(task, 0))
-    assert run.ask("a", RenewLeases(leases=[(task.sample_id, 1)])) == RenewAck(lost=[])
+    assert run.ask("a", RenewLeases(leases=[(task.sample_id, 1)])) == TaskLeases(lost=[])
 
 
 @pytest.mark.parametrize("how", ["leave", "death", "restart"])
@@ -301,10 +299,10 @@ def test_a_partial_is_continued_by_any_generator() -> None:
     partial = trajectory(task, 0, finish_reason="partial")
     give_back(run, "a", ReturnedSample(sample_id="s-0", attempt=1, reason="drain", partial=partial))
     (again,) = run.lease("b", 1, 0)
-    assert again.partial == partial and again.attempt == 2
+    assert again.trajectory == partial and again.attempt == 2
     # It survives the death of the second holder, who returned nothing.
     run.ask("b", Leave(reason=""))
-    assert run.lease("a", 1, 0)[0].partial == partial
+    assert run.lease("a", 1, 0)[0].trajectory == partial
 
 
 def test_a_partial_too_old_is_dropped_and_the_sample_starts_from_scratch() -> None:
@@ -317,7 +315,7 @@ def test_a_partial_too_old_is_dropped_and_the_sample_starts_from_scratch() -> No
     partial = trajectory(task, 0, finish_reason="partial")
     give_back(run, "a", ReturnedSample(sample_id="s-0", attempt=1, reason="x", partial=partial))
     (again,) = run.lease("b", 1, 2)
-    assert (again.sample_id, again.attempt, again.partial) == ("s-0", 2, None)
+    assert (again.sample_id, again.attempt, again.trajectory) == ("s-0", 2, None)
     assert run.broker.counters["partials_too_old"] == 1
 
 
@@ -326,7 +324,7 @@ def test_a_malformed_partial_is_not_kept() -> None:
     (task,) = run.lease("a", 1, 0)
     bad = trajectory(task, 0, loss_mask=b"")
     give_back(run, "a", ReturnedSample(sample_id="s-0", attempt=1, reason="x", partial=bad))
-    assert run.lease("a", 1, 0)[0].partial is None
+    assert run.lease("a", 1, 0)[0].trajectory is None
     assert run.broker.counters["malformed_partial"] == 1
 
 
@@ -407,9 +405,9 @@ def test_who_delivers_may_ask_for_more_in_the_same_message() -> None:
     run = world(run_ahead=1, max_staleness=1)
     mine = run.lease("a", 2, 0)
     assert run.lease("b", 2, 0)
-    run.ask("a", LeaseSamples(capacity=1, version=0, wait_s=9))
-    done = SubmitTrajectories(trajectories=[trajectory(task, 0) for task in mine], capacity=3)
-    ack = run.get("a", done, SubmitAck)
+    run.ask("a", LeaseTasks(capacity=1, version=0, wait_s=9))
+    done = SubmitResults(trajectories=[trajectory(task, 0) for task in mine], capacity=3)
+    ack = run.get("a", done, TaskLeases)
     assert (ack.accepted, len(ack.tasks)) == (2, 3)
     assert {task.sample_id for task in ack.tasks}.isdisjoint(task.sample_id for task in mine)
     assert run.pool.ledger.count("generating") == 2 + 1 + 3
@@ -418,8 +416,8 @@ def test_who_delivers_may_ask_for_more_in_the_same_message() -> None:
 def test_a_delivery_is_acknowledged_at_once_where_there_is_no_work() -> None:
     run = world(run_ahead=0)
     mine = run.lease("a", 4, 0)
-    done = SubmitTrajectories(trajectories=[trajectory(task, 0) for task in mine], capacity=3)
-    ack = run.get("a", done, SubmitAck)
+    done = SubmitResults(trajectories=[trajectory(task, 0) for task in mine], capacity=3)
+    ack = run.get("a", done, TaskLeases)
     assert (ack.accepted, ack.tasks) == (4, [])
     run.batch(1)
     run.commit(1)
@@ -429,8 +427,8 @@ def test_a_delivery_is_acknowledged_at_once_where_there_is_no_work() -> None:
 def test_a_delivery_that_names_no_version_there_is_counts_all_the_same() -> None:
     run = world()
     (task, *_) = run.lease("a", 1, 0)
-    done = SubmitTrajectories(trajectories=[trajectory(task, 0)], capacity=1, version=7)
-    ack = run.get("a", done, SubmitAck)
+    done = SubmitResults(trajectories=[trajectory(task, 0)], capacity=1, version=7)
+    ack = run.get("a", done, TaskLeases)
     assert (ack.accepted, ack.tasks) == (1, [])
     assert run.broker.counters["wrong_version"] == 1
 
@@ -438,11 +436,11 @@ def test_a_delivery_that_names_no_version_there_is_counts_all_the_same() -> None
 def test_a_delivery_sent_again_after_a_restart_is_answered_with_the_same_samples() -> None:
     run = world(durable=True, run_ahead=1, max_staleness=1)
     (task, *_) = run.lease("a", 1, 0)
-    done = SubmitTrajectories(trajectories=[trajectory(task, 0)], capacity=2)
+    done = SubmitResults(trajectories=[trajectory(task, 0)], capacity=2)
     first = run.ask("a", done, number=77)
     run.restart_broker()
     again = run.ask("a", done, number=77)
-    assert isinstance(first, SubmitAck) and isinstance(again, SubmitAck)
+    assert isinstance(first, TaskLeases) and isinstance(again, TaskLeases)
     assert [t.sample_id for t in first.tasks] == [t.sample_id for t in again.tasks]
     assert (again.accepted, len(again.tasks)) == (1, 2)
     assert run.pool.ledger.count("generating") == 2
@@ -459,12 +457,10 @@ def test_what_came_together_is_answered_as_if_one_after_the_other() -> None:
         run.ask("trainer", LeaseBatch(step=1, wait_s=9))
         tasks = {name: run.lease(name, 2, 0) for name in "ab"}
         requests = [
-            run.request(
-                name, SubmitTrajectories(trajectories=[trajectory(task, 0) for task in held])
-            )
+            run.request(name, SubmitResults(trajectories=[trajectory(task, 0) for task in held]))
             for name, held in tasks.items()
         ]
-        requests += [run.request(n, LeaseSamples(capacity=2, version=0, wait_s=0)) for n in "ba"]
+        requests += [run.request(n, LeaseTasks(capacity=2, version=0, wait_s=0)) for n in "ba"]
         broker = run.broker
         effects = (
             broker.handle_all(requests, run.now)

@@ -15,7 +15,7 @@ from umbra.proto.messages import (
     HeartbeatAck,
     Join,
     LeaseBatch,
-    LeaseSamples,
+    LeaseTasks,
     Leave,
     Nack,
     Ok,
@@ -24,10 +24,10 @@ from umbra.proto.messages import (
     RenewLeases,
     Role,
     RunFinished,
-    SampleLeases,
     Status,
     StatusRequest,
-    SubmitTrajectories,
+    SubmitResults,
+    TaskLeases,
     Welcome,
 )
 from umbra.services.buffer import members
@@ -209,12 +209,12 @@ def test_a_trainer_with_a_batch_may_be_silent_for_longer() -> None:
 def test_requests_are_only_for_members_of_the_right_role() -> None:
     run = world()
     for name, body, code in [
-        ("stranger", LeaseSamples(capacity=1, version=0, wait_s=0), "not_member"),
+        ("stranger", LeaseTasks(capacity=1, version=0, wait_s=0), "not_member"),
         ("a", LeaseBatch(step=1, wait_s=0), "wrong_role"),
         ("a", CommitBatch(step=1), "wrong_role"),
         ("a", FinishRun(reason=""), "wrong_role"),
-        ("trainer", SubmitTrajectories(trajectories=[]), "wrong_role"),
-        ("a", SampleLeases(tasks=[]), "unexpected"),
+        ("trainer", SubmitResults(trajectories=[]), "wrong_role"),
+        ("a", TaskLeases(tasks=[]), "unexpected"),
     ]:
         reply = run.ask(name, body)
         assert isinstance(reply, Nack) and reply.code == code, body
@@ -226,7 +226,7 @@ def test_an_older_incarnation_is_refused_for_ever() -> None:
     run.join("generator", "a", "a-2")
     assert isinstance(run.beat("a"), HeartbeatAck)
     body = Join(role="generator", name="a", pid=1, host="h", package_version="0")
-    for old in (LeaseSamples(capacity=1, version=0, wait_s=0), body):
+    for old in (LeaseTasks(capacity=1, version=0, wait_s=0), body):
         reply = run.ask("a", old, incarnation="a-1")
         assert isinstance(reply, Nack) and reply.code == "stale_incarnation"
 
@@ -235,7 +235,7 @@ def test_the_same_incarnation_may_join_again_and_keeps_its_leases() -> None:
     run = world()
     run.lease("a", 3, 0)
     assert isinstance(run.join("generator", "a"), Welcome)
-    assert len(run.pool.held["a"]) == 3
+    assert len(run.broker.run.leases.held["a"]) == 3
 
 
 @pytest.mark.parametrize("role", ["trainer", "weight_hub", "generator"])
@@ -272,7 +272,7 @@ def test_a_parked_request_of_a_departed_member_is_refused_and_not_served() -> No
     """Without an answer the server would take its resends for those of a request that waits."""
     run = world(run_ahead=0)
     run.produce("a", 0)
-    run.ask("b", LeaseSamples(capacity=1, version=0, wait_s=5))
+    run.ask("b", LeaseTasks(capacity=1, version=0, wait_s=5))
     run.join("generator", "b", "b-2")
     run.pass_time(6)
     [answer] = run.late["b"]
@@ -400,9 +400,9 @@ def test_draining_gives_out_nothing_new_but_takes_what_comes_back() -> None:
     tasks = run.lease("a", 8, 0)
     run.submit("a", *(trajectory(task, 0) for task in tasks[:4]))
     run.batch(1)
-    run.ask("b", LeaseSamples(capacity=1, version=0, wait_s=9))
+    run.ask("b", LeaseTasks(capacity=1, version=0, wait_s=9))
     run.take(run.broker.drain("signal", run.now))
-    assert run.late["b"] == [SampleLeases(tasks=[])]
+    assert run.late["b"] == [TaskLeases(tasks=[])]
     assert run.submit("a", trajectory(tasks[4], 0)).accepted == 1
     assert run.commit(1).version == 1
     run.pushes.clear()

@@ -15,14 +15,12 @@ from umbra.proto.messages import (
     BatchLease,
     Header,
     LeaseBatch,
-    LeaseScoring,
-    ScoringLeases,
-    SubmitAck,
-    SubmitScores,
-    SubmitTrajectories,
+    LeaseTasks,
+    SubmitResults,
+    TaskLeases,
 )
 from umbra.proto.net.server import Request
-from umbra.proto.records import SampleTask, Score, ScoringTask, pack_float32
+from umbra.proto.records import Score, Task, pack_float32
 from umbra.services.buffer.effects import Reply
 from umbra.services.buffer.samples import trajectories
 from umbra.services.buffer.store import StoreError
@@ -53,11 +51,11 @@ def message(field: str, packed: list[bytes], **more: Any) -> bytes:
     return pack({**more, field: list(map(msgspec.Raw, packed))})
 
 
-def submit(run: World, tasks: list[SampleTask], pieces: list[bytes]) -> SubmitAck:
+def submit(run: World, tasks: list[Task], pieces: list[bytes]) -> TaskLeases:
     frame = message("trajectories", pieces)
-    body = msgspec.msgpack.decode(frame, type=SubmitTrajectories)
+    body = msgspec.msgpack.decode(frame, type=SubmitResults)
     reply = run.ask("a", body, frame=frame)
-    assert isinstance(reply, SubmitAck)
+    assert isinstance(reply, TaskLeases)
     return reply
 
 
@@ -67,16 +65,16 @@ def scored_world() -> World:
     return run
 
 
-def tasks_of(run: World, stage: str) -> list[ScoringTask]:
-    body = LeaseScoring(stage=stage, capacity=9, wait_s=0)
-    return run.get("r", body, ScoringLeases).tasks
+def tasks_of(run: World, stage: str) -> list[Task]:
+    body = LeaseTasks(kind=stage, capacity=9, wait_s=0)
+    return run.get("r", body, TaskLeases).tasks
 
 
 def give(run: World, stage: str, scores: list[Score]) -> None:
     frame = message("scores", list(map(unusual, scores)), stage=stage)
-    body = msgspec.msgpack.decode(frame, type=SubmitScores)
+    body = msgspec.msgpack.decode(frame, type=SubmitResults)
     reply = run.ask("r", body, frame=frame)
-    assert isinstance(reply, SubmitAck) and not reply.refused
+    assert isinstance(reply, TaskLeases) and not reply.refused
 
 
 def score_all(run: World) -> None:
@@ -137,7 +135,7 @@ def test_nothing_is_kept_that_was_not_looked_at(kind: str, changes: dict[str, An
     plain = msgspec.to_builtins(trajectory(task, 0), builtin_types=(bytes,))
     where = {"trajectory": plain, "span": plain["spans"][0], "sampling": plain["sampling"]}
     where[kind].update(changes)
-    header, _ = Encoder("a", "1").encode(SubmitTrajectories(trajectories=[]))[1]
+    header, _ = Encoder("a", "1").encode(SubmitResults(trajectories=[]))[1]
     with pytest.raises(WireError, match="unknown field `made_up`"):
         decode([header, pack({"trajectories": [plain]})])
 

@@ -9,18 +9,16 @@ from fakes.broker_world import World, give_back, trajectory, world
 
 from umbra.proto.messages import (
     CommitBatch,
-    FlushPartials,
-    LeaseScoring,
+    LeaseTasks,
     Leave,
     Ok,
-    RenewAck,
+    RenewLeases,
     ReturnedSample,
-    ReturnSamples,
-    ScoringLeases,
-    SubmitAck,
-    SubmitScores,
+    ReturnTasks,
+    SubmitResults,
+    TaskLeases,
 )
-from umbra.proto.records import SampleTask, Score, ScoringTask
+from umbra.proto.records import Score, Task
 from umbra.services.buffer.store import MemoryStore
 
 
@@ -31,7 +29,7 @@ def counted(run: World) -> dict[str, int]:
     return found
 
 
-def returned(task: SampleTask, **changes: Any) -> ReturnedSample:
+def returned(task: Task, **changes: Any) -> ReturnedSample:
     """Return `task` handed back."""
     return ReturnedSample(**{"sample_id": task.sample_id, "attempt": 1, "reason": "x", **changes})
 
@@ -46,11 +44,11 @@ def test_answers() -> None:
     give_back(run, "a", returned(second))
     give_back(run, "a", returned(second))
     assert counted(run) == {"returned": 1, "late_returns": 1}
-    flush = FlushPartials(partials=[trajectory(third, 0), trajectory(second, 0)])
-    assert run.get("a", flush, RenewAck).lost == [second.sample_id]
+    flush = RenewLeases(partials=[trajectory(third, 0), trajectory(second, 0)])
+    assert run.get("a", flush, TaskLeases).lost == [second.sample_id]
     assert counted(run) == {"flushed": 1, "late_flushes": 1}
     strange = trajectory(third, 0, group_id="another")
-    assert run.get("a", FlushPartials(partials=[strange]), RenewAck).lost == []
+    assert run.get("a", RenewLeases(partials=[strange]), TaskLeases).lost == []
     assert counted(run) == {"flushed": 1, "malformed_partial": 1}
     run.pass_time(11)
     assert counted(run) == {"expired_leases": 2}
@@ -108,15 +106,15 @@ def test_cut_groups() -> None:
     assert counted(run) == {"accepted": 2, "stragglers_cut": 2}
 
 
-def scoring(run: World, name: str, capacity: int = 9) -> list[ScoringTask]:
+def scoring(run: World, name: str, capacity: int = 9) -> list[Task]:
     """Return what `name` gets to score."""
-    body = LeaseScoring(stage="reward", capacity=capacity, wait_s=0)
-    return run.get(name, body, ScoringLeases).tasks
+    body = LeaseTasks(kind="reward", capacity=capacity, wait_s=0)
+    return run.get(name, body, TaskLeases).tasks
 
 
 def score(run: World, name: str, *scores: Score) -> dict[str, str]:
     """Deliver scores; those that are refused."""
-    return run.get(name, SubmitScores(stage="reward", scores=list(scores)), SubmitAck).refused
+    return run.get(name, SubmitResults(scores=list(scores)), TaskLeases).refused
 
 
 def test_scores() -> None:
@@ -133,7 +131,7 @@ def test_scores() -> None:
     assert score(run, "r", Score(sample_id=second.sample_id, attempt=1, reward=math.nan))
     assert counted(run) == {"malformed_scores": 1, "scoring_retries": 1}
     run.pass_time(11)
-    assert counted(run) == {"expired_scoring_leases": 2, "scoring_retries": 2}
+    assert counted(run) == {"expired_leases": 2, "scoring_retries": 2}
     (again, *_) = scoring(run, "r", 1)
     assert not score(run, "r", Score(sample_id=again.sample_id, attempt=2, error="broken"))
     found = counted(run)
@@ -197,6 +195,6 @@ def test_a_store_that_is_full() -> None:
     run.pass_time(0.1)
     assert run.lease("a", 4, 0)
     assert counted(run) == {}
-    give_nothing = ReturnSamples(samples=[])
+    give_nothing = ReturnTasks(samples=[])
     assert run.ask("a", give_nothing) == Ok()
     assert counted(run) == {}

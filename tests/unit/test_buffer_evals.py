@@ -9,16 +9,14 @@ from fakes.broker_world import World, trajectory
 
 from umbra.proto.messages import (
     FinishRun,
-    LeaseSamples,
-    LeaseScoring,
+    LeaseTasks,
     ReturnedSample,
-    ReturnSamples,
+    ReturnTasks,
     RunFinished,
-    SampleLeases,
-    ScoringLeases,
-    SubmitScores,
+    SubmitResults,
+    TaskLeases,
 )
-from umbra.proto.records import EvalReport, SampleTask, Score
+from umbra.proto.records import EvalReport, Score, Task
 from umbra.services.config import EvalConfig
 from umbra.services.prompts.rows import Prompt
 
@@ -48,7 +46,7 @@ def step(run: World, number: int) -> None:
     run.commit(number)
 
 
-def answer(run: World, name: str, tasks: list[SampleTask], version: int, *rewards: float) -> None:
+def answer(run: World, name: str, tasks: list[Task], version: int, *rewards: float) -> None:
     given = rewards or (1.0,)
     made = [
         trajectory(task, version, reward=given[index % len(given)])
@@ -61,7 +59,7 @@ def report(run: World) -> EvalReport:
     return run.broker.status(run.now).evals[-1]
 
 
-def pinned(tasks: list[SampleTask]) -> list[SampleTask]:
+def pinned(tasks: list[Task]) -> list[Task]:
     return [task for task in tasks if task.pinned_version >= 0]
 
 
@@ -92,7 +90,7 @@ def test_an_evaluation_goes_on_when_the_buffer_starts_again(mode: str) -> None:
     first, second = run.lease("a", 2, 2)
     answer(run, "a", [first], 2)
     back = ReturnedSample(sample_id=second.sample_id, attempt=1, reason="x", failed=True)
-    run.ask("a", ReturnSamples(samples=[back]))
+    run.ask("a", ReturnTasks(samples=[back]))
     before, ledger = report(run), run.broker.status(run.now).eval_ledger
     assert (before.answered, before.ended) == (1, {"failed": 1})
     run.restart_broker()
@@ -111,12 +109,12 @@ def test_an_evaluation_goes_on_when_the_buffer_starts_again(mode: str) -> None:
 def test_the_answer_to_a_question_for_work_outlives_the_buffer() -> None:
     """The reply is lost with the buffer; the resent question gets the very same samples."""
     run = evaluated("concurrent")
-    body = LeaseSamples(capacity=2, version=2, wait_s=0)
+    body = LeaseTasks(capacity=2, version=2, wait_s=0)
     run.ask("a", body)
-    number = next(iter(run.broker.run.evals.pool.held["a"].values())).asked
+    number = next(iter(run.broker.run.leases.held["a"].values())).asked
     run.restart_broker()
     again = run.ask("a", body, number=number)
-    assert isinstance(again, SampleLeases)
+    assert isinstance(again, TaskLeases)
     assert [(t.sample_id, t.attempt, t.pinned_version) for t in again.tasks] == [
         ("es-0", 1, 2), ("es-1", 1, 2),
     ]  # fmt: skip
@@ -125,9 +123,9 @@ def test_the_answer_to_a_question_for_work_outlives_the_buffer() -> None:
 
 def test_a_generator_is_told_to_keep_its_version_while_samples_wait() -> None:
     run = evaluated("concurrent")
-    ask = LeaseSamples(capacity=2, version=2, wait_s=0)
-    assert run.get("a", ask, SampleLeases).more_pinned
-    assert not run.get("b", ask, SampleLeases).more_pinned  # it has the last one
+    ask = LeaseTasks(capacity=2, version=2, wait_s=0)
+    assert run.get("a", ask, TaskLeases).more_pinned
+    assert not run.get("b", ask, TaskLeases).more_pinned  # it has the last one
 
 
 def test_training_goes_on_beside_an_evaluation() -> None:
@@ -197,10 +195,10 @@ def test_an_evaluation_is_scored_by_the_reward_stage_alone() -> None:
 
 
 def score(run: World) -> None:
-    ask = LeaseScoring(stage="reward", capacity=1, wait_s=0)
-    (task,) = run.get("r", ask, ScoringLeases).tasks
+    ask = LeaseTasks(kind="reward", capacity=1, wait_s=0)
+    (task,) = run.get("r", ask, TaskLeases).tasks
     scores = [Score(sample_id=task.sample_id, attempt=task.attempt, reward=0.5)]
-    run.ask("r", SubmitScores(stage="reward", scores=scores))
+    run.ask("r", SubmitResults(scores=scores))
 
 
 def test_an_evaluation_that_hangs_ends_as_overdue() -> None:
@@ -289,7 +287,7 @@ def test_several_answers_to_each_prompt() -> None:
     tasks = run.lease("a", 8, 0)
     assert [task.prompt_id for task in tasks] == ["0"] * 4 + ["1"] * 4
     back = ReturnedSample(sample_id=tasks[7].sample_id, attempt=1, reason="x", failed=True)
-    run.ask("a", ReturnSamples(samples=[back]))
+    run.ask("a", ReturnTasks(samples=[back]))
     run.restart_broker()
     answer(run, "a", tasks[:4], 0, 1.0, 1.0, 0.5, 1.0)
     assert set(report(run).scores) == {"pass@1", "pass@2", "pass@4", "mean@4"}, "as far as it is"

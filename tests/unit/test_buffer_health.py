@@ -9,15 +9,14 @@ from fakes.broker_world import World, trajectory
 
 from umbra.proto.messages import (
     CommitBatch,
-    LeaseScoring,
+    LeaseTasks,
     ReturnedSample,
-    ReturnSamples,
+    ReturnTasks,
     RunWarning,
-    ScoringLeases,
-    SubmitScores,
-    SubmitTrajectories,
+    SubmitResults,
+    TaskLeases,
 )
-from umbra.proto.records import SampleTask, Score
+from umbra.proto.records import Score, Task
 from umbra.services.buffer.health import BATCHES, NAMES, SHARES, Health, SampleFailure, Share
 from umbra.services.config import (
     BufferConfig,
@@ -117,7 +116,7 @@ def test_equal_groups_of_different_rewards_are_no_constant_reward() -> None:
 
 def test_answers_that_are_cut_off() -> None:
     watcher = health()
-    task = SampleTask(sample_id="s", group_id="g", prompt_id="p", attempt=1, row={}, lease_s=1.0)
+    task = Task(sample_id="s", group_id="g", prompt_id="p", attempt=1, row={}, lease_s=1.0)
     for number in range(16):
         reason = "length" if number < 4 else "stop"
         watcher.answered(trajectory(task, 0, finish_reason=reason))
@@ -249,11 +248,11 @@ def test_names_are_complete() -> None:
 # -- in the broker ---------------------------------------------------------------------------------
 
 
-def fail(run: World, task: SampleTask, reason: str) -> None:
+def fail(run: World, task: Task, reason: str) -> None:
     back = ReturnedSample(
         sample_id=task.sample_id, attempt=task.attempt, reason=reason, failed=True
     )
-    run.ask("a", ReturnSamples(samples=[back]))
+    run.ask("a", ReturnTasks(samples=[back]))
 
 
 def test_a_run_whose_reward_always_raises_ends_with_a_balanced_ledger() -> None:
@@ -295,7 +294,7 @@ def test_answers_that_are_malformed_to_the_last_are_failures_of_their_own() -> N
     for _ in range(16):
         (task,) = run.lease("a", 1, 0)
         bad = trajectory(task, 0, logprobs=b"")
-        run.ask("a", SubmitTrajectories(trajectories=[bad]))
+        run.ask("a", SubmitResults(trajectories=[bad]))
     assert "malformed answer: " in run.broker.failure
 
 
@@ -308,13 +307,13 @@ def test_scores_that_fail(own: bool) -> None:
     run.join("scorer", "r")
     for _ in range(16):
         (task,) = run.lease("a", 1, 0)
-        run.ask("a", SubmitTrajectories(trajectories=[trajectory(task, 0)]))
-        taken = run.ask("r", LeaseScoring(stage="reward", capacity=1, wait_s=0.0))
-        assert isinstance(taken, ScoringLeases)
+        run.ask("a", SubmitResults(trajectories=[trajectory(task, 0)]))
+        taken = run.ask("r", LeaseTasks(kind="reward", capacity=1, wait_s=0.0))
+        assert isinstance(taken, TaskLeases)
         (scoring,) = taken.tasks
         if own:
             score = Score(sample_id=scoring.sample_id, attempt=scoring.attempt, error="it raised")
-            run.ask("r", SubmitScores(stage="reward", scores=[score]))
+            run.ask("r", SubmitResults(scores=[score]))
         else:
             run.now += 6.0
             run.beat("a")
@@ -349,7 +348,7 @@ def test_the_survivors_of_a_group_are_no_failures() -> None:
     for _ in range(16):
         first, *others = run.lease("a", 4, 0)
         fail(run, first, "it raised")
-        run.ask("a", SubmitTrajectories(trajectories=[trajectory(one, 0) for one in others]))
+        run.ask("a", SubmitResults(trajectories=[trajectory(one, 0) for one in others]))
     status = run.broker.status(run.now)
     assert status.health["failed_samples"] == 0.25 and not run.broker.failure
 
@@ -361,7 +360,7 @@ def test_the_status_has_figures_and_warnings_and_the_metrics_a_row() -> None:
     for _ in range(4):
         tasks = run.lease("a", 4, 0)
         answers = [trajectory(one, 0, finish_reason="length") for one in tasks]
-        run.ask("a", SubmitTrajectories(trajectories=answers))
+        run.ask("a", SubmitResults(trajectories=answers))
     run.pass_time(0.1)
     assert run.batch(1).trajectories
     run.ask("trainer", CommitBatch(step=1, metrics={"updates": 0.0}))

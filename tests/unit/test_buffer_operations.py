@@ -15,16 +15,16 @@ from umbra.proto.messages import (
     HeartbeatAck,
     Join,
     LeaseBatch,
-    LeaseSamples,
+    LeaseTasks,
     Message,
     Nack,
     Ok,
     PauseRequest,
     Ping,
     ResumeRequest,
-    SampleLeases,
     Status,
     StatusRequest,
+    TaskLeases,
     Welcome,
 )
 from umbra.proto.net.server import Request
@@ -46,10 +46,10 @@ def test_a_paused_run_hands_out_nothing_but_takes_in_what_there_is() -> None:
 def test_parked_questions_are_answered_when_the_run_goes_on() -> None:
     run = world()
     run.ask("op", PauseRequest())
-    assert run.ask("a", LeaseSamples(capacity=4, version=0, wait_s=60)) is None
+    assert run.ask("a", LeaseTasks(capacity=4, version=0, wait_s=60)) is None
     assert run.ask("op", ResumeRequest()) == Ok()
     (answer,) = run.late["a"]
-    assert isinstance(answer, SampleLeases)
+    assert isinstance(answer, TaskLeases)
     assert len(answer.tasks) == 4
 
 

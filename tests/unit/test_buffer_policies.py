@@ -10,22 +10,19 @@ import pytest
 from fakes.broker_world import World, trajectory
 
 from umbra.proto.messages import (
-    FlushPartials,
     Interrupt,
     Interrupted,
     InterruptRequest,
     LeaseBatch,
-    LeaseScoring,
+    LeaseTasks,
     Nack,
-    RenewAck,
     RenewLeases,
     ReturnedSample,
-    ReturnSamples,
-    ScoringLeases,
-    SubmitAck,
-    SubmitScores,
+    ReturnTasks,
+    SubmitResults,
+    TaskLeases,
 )
-from umbra.proto.records import SampleTask, Score, ScoringTask, pack_float32
+from umbra.proto.records import Score, Task, pack_float32
 from umbra.services.buffer.samples.ledger import REASONS_KEPT
 
 
@@ -37,7 +34,7 @@ def world(**options: Any) -> World:
     return made
 
 
-def answer(run: World, name: str, tasks: list[SampleTask], version: int, *rewards: float) -> None:
+def answer(run: World, name: str, tasks: list[Task], version: int, *rewards: float) -> None:
     """Complete `tasks` with `rewards` in turn (1.0, 0.0 if none are given)."""
     given = rewards or (1.0, 0.0)
     made = [
@@ -60,12 +57,12 @@ def test_a_flushed_partial_is_kept_and_its_lease_goes_on() -> None:
     (task,) = run.lease("a", 1, 0)
     partial = trajectory(task, 0, finish_reason="partial")
     run.pass_time(8)
-    flushed = FlushPartials(partials=[partial, trajectory(task, 0, sample_id="s-99")])
-    assert run.ask("a", flushed) == RenewAck(lost=["s-99"])
+    flushed = RenewLeases(partials=[partial, trajectory(task, 0, sample_id="s-99")])
+    assert run.ask("a", flushed) == TaskLeases(lost=["s-99"])
     run.pass_time(8)
     assert run.pool.samples[task.sample_id].holder == "a"  # the flush counts as a renewal
     run.pass_time(10)
-    assert run.lease("b", 1, 0)[0].partial == partial  # lost with "a", but for what was flushed
+    assert run.lease("b", 1, 0)[0].trajectory == partial  # lost with "a", but for what was flushed
 
 
 def test_samples_are_interrupted_on_request() -> None:
@@ -99,10 +96,10 @@ def test_a_partial_past_a_limit(policy: str, limit: str) -> None:
         back = ReturnedSample(
             sample_id=task.sample_id, attempt=task.attempt, reason="x", partial=partial
         )
-        run.ask("a", ReturnSamples(samples=[back]))
+        run.ask("a", ReturnTasks(samples=[back]))
         (task,) = run.lease("a", 1, 0)
     if policy == "restart":
-        assert (task.sample_id, task.partial) == ("s-0", None)
+        assert (task.sample_id, task.trajectory) == ("s-0", None)
     else:
         assert run.pool.ledger.ended == {"stale": 2}
     assert sum(
@@ -124,9 +121,9 @@ def test_a_partial_at_no_limit_is_continued() -> None:
             reason="x",
             partial=msgspec.structs.replace(partial, attempt=attempt),
         )
-        run.ask("a", ReturnSamples(samples=[back]))
+        run.ask("a", ReturnTasks(samples=[back]))
         (again,) = [one for one in run.lease("a", 1000, 1) if one.sample_id == task.sample_id]
-        assert again.partial is not None
+        assert again.trajectory is not None
     assert run.broker.counters["partials_continued"] == 2
     assert not [name for name in run.broker.counters if name.startswith("partials_too")]
     assert not run.broker.counters["partials_of_too_many_segments"]
@@ -135,7 +132,7 @@ def test_a_partial_at_no_limit_is_continued() -> None:
 # -- staleness -------------------------------------------------------------------------------------
 
 
-def overtaken() -> tuple[World, list[SampleTask]]:
+def overtaken() -> tuple[World, list[Task]]:
     """Version 1 with K = 1; one group has a ready sample of version 0, and one under way."""
     run = world(run_ahead=1, max_staleness=1, stale_policy="wait")
     tasks = run.lease("a", 1000, 0)
@@ -178,7 +175,7 @@ def test_a_failed_sample_does_not_end_a_group_that_may_survive() -> None:
     tasks = run.lease("a", 3, 0)
     answer(run, "a", tasks[:2], 0)
     back = ReturnedSample(sample_id="s-2", attempt=1, reason="x", failed=True)
-    run.ask("a", ReturnSamples(samples=[back]))
+    run.ask("a", ReturnTasks(samples=[back]))
     assert len(run.batch(1).trajectories) == 2
     assert run.pool.ledger.ended == {"failed": 1}
 
@@ -206,14 +203,14 @@ def scored(**options: Any) -> World:
     return run
 
 
-def take(run: World, name: str, stage: str, capacity: int = 100) -> list[ScoringTask]:
-    body = LeaseScoring(stage=stage, capacity=capacity, wait_s=0)
-    return run.get(name, body, ScoringLeases).tasks
+def take(run: World, name: str, stage: str, capacity: int = 100) -> list[Task]:
+    body = LeaseTasks(kind=stage, capacity=capacity, wait_s=0)
+    return run.get(name, body, TaskLeases).tasks
 
 
-def give(run: World, name: str, stage: str, tasks: list[ScoringTask], **values: Any) -> SubmitAck:
+def give(run: World, name: str, stage: str, tasks: list[Task], **values: Any) -> TaskLeases:
     scores = [Score(sample_id=t.sample_id, attempt=t.attempt, **values) for t in tasks]
-    return run.get(name, SubmitScores(stage=stage, scores=scores), SubmitAck)
+    return run.get(name, SubmitResults(scores=scores), TaskLeases)
 
 
 def test_trajectories_go_through_their_stages_in_order() -> None:
@@ -262,7 +259,7 @@ def test_scoring_leases_are_renewed_and_belong_to_one() -> None:
     (task,) = take(run, "r", "reward", 1)
     run.pass_time(8)
     renewal = RenewLeases(leases=[(task.sample_id, 1), ("s-99", 1)])
-    assert run.ask("r", renewal) == RenewAck(lost=["s-99"])
+    assert run.ask("r", renewal) == TaskLeases(lost=["s-99"])
     run.pass_time(8)
     assert give(run, "q", "reward", [task], reward=1.0).refused
     assert not give(run, "r", "reward", [task], reward=1.0).refused
@@ -279,10 +276,10 @@ def test_a_group_that_fails_by_one_score_of_a_message_needs_no_other_of_it(
         Score(sample_id=broken.sample_id, attempt=broken.attempt, **fault),
         Score(sample_id=sound.sample_id, attempt=sound.attempt, reward=1.0),
     ]
-    refused = run.get("r", SubmitScores(stage="reward", scores=scores), SubmitAck).refused
+    refused = run.get("r", SubmitResults(scores=scores), TaskLeases).refused
     assert refused[sound.sample_id] == "this lease is not the sender's any more"
     assert run.pool.ledger.ended == {"failed": 2}
-    assert not run.broker.run.scoring.leases and not run.store.keys("x/")
+    assert not len(run.broker.run.leases) and not run.store.keys("x/")
 
 
 @pytest.mark.parametrize("restarted", [False, True])
@@ -306,7 +303,7 @@ def test_scores_of_a_response_that_was_made_anew_are_late(restarted: bool) -> No
     now = [task for task in take(run, "r", "reward") if task.sample_id == name]
     assert now[0].trajectory.attempt == before[0].trajectory.attempt + 1
     assert give(run, "r", "reward", before, reward=7.0).refused == late
-    assert run.ask("r", RenewLeases(leases=[(name, before[0].attempt)])) == RenewAck(lost=[name])
+    assert run.ask("r", RenewLeases(leases=[(name, before[0].attempt)])) == TaskLeases(lost=[name])
     assert not give(run, "r", "reward", now, reward=2.0).refused
     assert run.pool.samples[name].reward == 2.0
     assert run.broker.counters["late_scores"] == 3
@@ -339,7 +336,7 @@ def test_reasons_of_failure_are_counted_by_name_as_far_as_that_is_bounded() -> N
             back = ReturnedSample(
                 sample_id=task.sample_id, attempt=task.attempt, reason=f"a {number}", failed=True
             )
-            run.ask("a", ReturnSamples(samples=[back]))
+            run.ask("a", ReturnTasks(samples=[back]))
         else:
             answer(run, "a", [task], 0)
             give(run, "r", "reward", take(run, "r", "reward"), error=f"b {number}")
@@ -353,15 +350,15 @@ def test_reasons_of_failure_are_counted_by_name_as_far_as_that_is_bounded() -> N
 
 def test_scoring_is_served_as_it_comes_and_unknown_stages_are_refused() -> None:
     run = scored()
-    assert run.ask("r", LeaseScoring(stage="reward", capacity=9, wait_s=9)) is None
+    assert run.ask("r", LeaseTasks(kind="reward", capacity=9, wait_s=9)) is None
     answer(run, "a", run.lease("a", 1, 0), 0)
     (lease,) = run.late["r"]
-    assert isinstance(lease, ScoringLeases) and len(lease.tasks) == 1
-    reply = world().ask("a", LeaseScoring(stage="reward", capacity=1, wait_s=0))
+    assert isinstance(lease, TaskLeases) and len(lease.tasks) == 1
+    reply = world().ask("a", LeaseTasks(kind="reward", capacity=1, wait_s=0))
     assert isinstance(reply, Nack) and reply.code == "wrong_role"
     run = world()
     run.join("scorer", "r")
-    reply = run.ask("r", LeaseScoring(stage="reward", capacity=1, wait_s=0))
+    reply = run.ask("r", LeaseTasks(kind="reward", capacity=1, wait_s=0))
     assert isinstance(reply, Nack) and reply.code == "unknown_stage"
 
 

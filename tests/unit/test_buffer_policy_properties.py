@@ -16,16 +16,15 @@ from test_buffer_properties import LEASE_S, STEPS, BrokerMachine
 from umbra.proto.messages import (
     BatchLease,
     CheckpointSaved,
-    FlushPartials,
     InterruptRequest,
     LeaseBatch,
-    LeaseScoring,
+    LeaseTasks,
+    RenewLeases,
     RunFinished,
-    ScoringLeases,
-    SubmitScores,
-    SubmitTrajectories,
+    SubmitResults,
+    TaskLeases,
 )
-from umbra.proto.records import Score, ScoringTask, Trajectory, pack_float32
+from umbra.proto.records import Score, Task, Trajectory, pack_float32
 from umbra.services.buffer.samples.groups import State
 from umbra.services.config import EvalConfig, NamedEnvironment
 from umbra.services.prompts.rows import Prompt
@@ -80,7 +79,7 @@ class PolicyMachine(BrokerMachine):
             every=every, mode=mode, run_samples=2 * max(1, len(self.environments)),
             samples_per_prompt=1 + self.whole, timeout_s=60, prompts="x",
         )  # fmt: skip
-        self.scoring: list[tuple[str, str, ScoringTask]] = []  # all that was ever handed out
+        self.scoring: list[tuple[str, str, Task]] = []  # all that was ever handed out
         self.uses: dict[int, list[str]] = {}  # by committed step: its samples
         super().start(**sizes)
         for name in SCORERS:
@@ -146,7 +145,7 @@ class PolicyMachine(BrokerMachine):
             (number,) = {int(made.reward_parts["judged"]) for made in group}
             assert self.judged[number] == {(made.sample_id, made.attempt) for made in group}
 
-    def judge(self, tasks: list[ScoringTask], reward: float, good: bool) -> list[Score]:
+    def judge(self, tasks: list[Task], reward: float, good: bool) -> list[Score]:
         """Scores for `tasks`, which name the message that they come in."""
         self.judged.append({(t.sample_id, t.trajectory.attempt) for t in tasks})
         number = float(len(self.judged) - 1)
@@ -176,13 +175,13 @@ class PolicyMachine(BrokerMachine):
         stages = self.policies["stages"]
         if stages:
             stage_name = stages[stage % len(stages)]
-            body = LeaseScoring(stage=stage_name, capacity=capacity, wait_s=0)
+            body = LeaseTasks(kind=stage_name, capacity=capacity, wait_s=0)
             reply = self.world.ask(name, body)
-            if isinstance(reply, ScoringLeases):
+            if isinstance(reply, TaskLeases):
                 self.to_score(name, stage_name, reply.tasks)
         self.collect()
 
-    def to_score(self, name: str, stage: str, tasks: list[ScoringTask]) -> None:
+    def to_score(self, name: str, stage: str, tasks: list[Task]) -> None:
         """`name` was given `tasks`; none is of an environment that rewards its samples itself."""
         self.scoring += [(name, stage, task) for task in tasks]
         if stage == "reward":
@@ -217,7 +216,7 @@ class PolicyMachine(BrokerMachine):
         own = [one for n, s, one in self.scoring if (n, s) == (name, stage)]
         for number, is_good in more if not (self.whole and stage == "reward") else ():
             scores += self.judge([own[number % len(own)]], number % 2, is_good)
-        self.world.ask(name, SubmitScores(stage=stage, scores=scores))
+        self.world.ask(name, SubmitResults(scores=scores))
         self.collect()
 
     @rule(name=st.sampled_from(SCORERS))
@@ -229,7 +228,7 @@ class PolicyMachine(BrokerMachine):
     def flush(self, pick: int) -> None:
         name, task = self.pick(pick)
         partial = trajectory(task, self.serving[name], finish_reason="partial")
-        self.world.ask(name, FlushPartials(partials=[partial]))
+        self.world.ask(name, RenewLeases(partials=[partial]))
         self.collect()
 
     @rule()
@@ -241,19 +240,13 @@ class PolicyMachine(BrokerMachine):
 
     @invariant()
     def scoring_samples_are_scored_by_members_or_wait(self) -> None:
-        pool, scoring = self.broker.pool, self.broker.run.scoring
+        pool = self.broker.pool
         for sample in pool.samples.values():
             if sample.state is State.SCORING:
                 queue = pool.unscored[pool.stage_of(sample)]
                 if pool.stage_of(sample) == "reward":
                     assert sample.group.prompt.row.get("environment") != ALONE.name
-                assert (
-                    sample in queue
-                    or sample.sample_id in scoring.leases
-                    or not pool.scored_with(sample)
-                )
-        holders = {lease.holder for lease in scoring.leases.values()}
-        assert holders <= set(self.broker.members.peers)
+                assert sample in queue or sample.holder or not pool.scored_with(sample)
 
     @invariant()
     def ages_are_those_of_a_look_at_all_groups(self) -> None:
@@ -297,20 +290,20 @@ class PolicyMachine(BrokerMachine):
             self.tasks.clear()
             self.lease(name, 100, 0.0)
             for holder, task in self.tasks:
-                oldest = [task.partial.oldest_version] if task.partial else []
+                oldest = [task.trajectory.oldest_version] if task.trajectory else []
                 made = trajectory(task, *oldest, self.serving[holder], reward=len(self.tasks) % 2)
-                self.world.ask(holder, SubmitTrajectories(trajectories=[made]))
+                self.world.ask(holder, SubmitResults(trajectories=[made]))
         for stage in self.policies["stages"]:
-            ask = LeaseScoring(stage=stage, capacity=100, wait_s=0)
+            ask = LeaseTasks(kind=stage, capacity=100, wait_s=0)
             reply = self.world.ask("x", ask)
-            assert isinstance(reply, ScoringLeases), reply
+            assert isinstance(reply, TaskLeases), reply
             self.to_score("x", stage, reply.tasks)
-            by_group: dict[str, list[ScoringTask]] = {}
+            by_group: dict[str, list[Task]] = {}
             for task in reply.tasks:
                 by_group.setdefault(task.trajectory.group_id, []).append(task)
             for number, tasks in enumerate(by_group.values()):
                 scores = self.judge(tasks, number % 2, True)
-                self.world.ask("x", SubmitScores(stage=stage, scores=scores))
+                self.world.ask("x", SubmitResults(scores=scores))
         self.collect()
         if self.version < STEPS:
             self.lease_batch(0.0)
@@ -326,7 +319,7 @@ class PolicyMachine(BrokerMachine):
 
 class RestartedPolicyMachine(PolicyMachine):
     """The same, a buffer that is killed now and then, and a trainer that goes on after its last
-    checkpoint: the batches since then must be the same. Scoring leases do not outlive the buffer.
+    checkpoint: the batches since then must be the same.
     """
 
     def make_world(self, **buffer: Any) -> World:
@@ -387,7 +380,7 @@ def logprobs_of(made: Trajectory) -> bytes:
     return pack_float32([-float(made.attempt)] * made.response_tokens)
 
 
-def score(task: ScoringTask, reward: float, good: bool) -> Score:
+def score(task: Task, reward: float, good: bool) -> Score:
     """A score that fits any stage, or an error."""
     return Score(
         sample_id=task.sample_id,

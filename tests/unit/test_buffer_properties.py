@@ -14,17 +14,17 @@ from umbra.proto.messages import (
     CommitBatch,
     FinishRun,
     LeaseBatch,
-    LeaseSamples,
+    LeaseTasks,
     Leave,
     Nack,
     RenewLeases,
     ReturnedSample,
-    ReturnSamples,
+    ReturnTasks,
     RunFinished,
-    SampleLeases,
-    SubmitTrajectories,
+    SubmitResults,
+    TaskLeases,
 )
-from umbra.proto.records import SampleTask, Trajectory
+from umbra.proto.records import Task, Trajectory
 from umbra.services.buffer.samples.pool import State
 
 GENERATORS: tuple[str, ...] = ("a", "b", "c")
@@ -55,7 +55,7 @@ class BrokerMachine(RuleBasedStateMachine):
         self.run_ahead = buffer["run_ahead"]
         self.lives = 0
         self.serving: dict[str, int] = dict.fromkeys(GENERATORS, 0)
-        self.tasks: list[tuple[str, SampleTask]] = []  # every task that was ever handed out
+        self.tasks: list[tuple[str, Task]] = []  # every task that was ever handed out
         self.sent: list[tuple[str, Trajectory]] = []
         self.batch: BatchLease | None = None
         self.version = 0
@@ -83,7 +83,7 @@ class BrokerMachine(RuleBasedStateMachine):
         """Take in what came for parked requests."""
         for name, messages in self.world.late.items():
             for message in messages:
-                if isinstance(message, SampleLeases):
+                if isinstance(message, TaskLeases):
                     self.tasks += [(name, task) for task in message.tasks]
                 elif isinstance(message, BatchLease):
                     self.leased(message)
@@ -108,9 +108,9 @@ class BrokerMachine(RuleBasedStateMachine):
 
     @rule(name=names, capacity=st.integers(1, 8), wait_s=st.sampled_from([0.0, 7.0]))
     def lease(self, name: str, capacity: int, wait_s: float) -> None:
-        body = LeaseSamples(capacity=capacity, version=self.serving[name], wait_s=wait_s)
+        body = LeaseTasks(capacity=capacity, version=self.serving[name], wait_s=wait_s)
         reply = self.world.ask(name, body)
-        if isinstance(reply, SampleLeases):
+        if isinstance(reply, TaskLeases):
             self.tasks += [(name, task) for task in reply.tasks]
             assert len(reply.tasks) <= capacity
         self.collect()
@@ -124,7 +124,7 @@ class BrokerMachine(RuleBasedStateMachine):
         self.lease(name, capacity, 0.0)
         own = [task for holder, task in self.tasks[known:] if holder == name]
         made = [self.answer(name, task, False) for task in own[:8]]
-        self.world.ask(name, SubmitTrajectories(trajectories=made))
+        self.world.ask(name, SubmitResults(trajectories=made))
         self.sent += [(name, one) for one in made]
         self.collect()
 
@@ -138,7 +138,7 @@ class BrokerMachine(RuleBasedStateMachine):
         """Answer any task that was ever handed out, in time or not."""
         name, task = self.tasks[-1 - pick % min(8, len(self.tasks))] if newest else self.pick(pick)
         made = self.answer(name, task, updated, **({} if sound else {"loss_mask": b""}))
-        self.world.ask(name, SubmitTrajectories(trajectories=[made]))
+        self.world.ask(name, SubmitResults(trajectories=[made]))
         self.sent.append((name, made))
         self.collect()
 
@@ -146,7 +146,7 @@ class BrokerMachine(RuleBasedStateMachine):
     @rule(pick=picks)
     def submit_again(self, pick: int) -> None:
         name, made = self.sent[pick % len(self.sent)]
-        self.world.ask(name, SubmitTrajectories(trajectories=[made]))
+        self.world.ask(name, SubmitResults(trajectories=[made]))
         self.collect()
 
     @precondition(lambda self: self.tasks)
@@ -161,7 +161,7 @@ class BrokerMachine(RuleBasedStateMachine):
             failed=failed,
             partial=partial if has_partial else None,
         )
-        self.world.ask(name, ReturnSamples(samples=[returned]))
+        self.world.ask(name, ReturnTasks(samples=[returned]))
         self.collect()
 
     @rule(name=names)
@@ -178,13 +178,13 @@ class BrokerMachine(RuleBasedStateMachine):
         self.world.ask(name, Leave(reason="x"))
         self.collect()
 
-    def answer(self, name: str, task: SampleTask, updated: bool, **changes: object) -> Trajectory:
+    def answer(self, name: str, task: Task, updated: bool, **changes: object) -> Trajectory:
         versions = [self.serving[name]] + [self.version] * updated
-        if task.partial is not None:
-            versions.insert(0, task.partial.oldest_version)
+        if task.trajectory is not None:
+            versions.insert(0, task.trajectory.oldest_version)
         return trajectory(task, *versions, **changes)
 
-    def pick(self, pick: int) -> tuple[str, SampleTask]:
+    def pick(self, pick: int) -> tuple[str, Task]:
         return self.tasks[pick % len(self.tasks)]
 
     # -- the trainer ------------------------------------------------------------------------------
@@ -255,10 +255,18 @@ class BrokerMachine(RuleBasedStateMachine):
         assert not set(pool.samples) & set(pool.over)
         for state in ("queued", "generating", "ready", "training"):
             assert ledger.count(state) == sum(s.state == state for s in pool.samples.values())
-        held = {s.sample_id: name for name, samples in pool.held.items() for s in samples.values()}
-        assert held == {
-            s.sample_id: s.holder for s in pool.samples.values() if s.state is State.GENERATING
-        }
+
+    @invariant()
+    def leases_are_those_of_members(self) -> None:
+        """Samples that have a holder are in the table, and no others; only members have any."""
+        run = self.broker.run
+        table = run.leases
+        held = {s.sample_id: name for name, own in table.held.items() for s in own.values()}
+        samples = [*run.pool.samples.values(), *run.evals.pool.samples.values()]
+        assert held == {s.sample_id: s.holder for s in samples if s.holder}
+        assert len(table) == len(held)
+        assert {s.state for s in samples if s.holder} <= {State.GENERATING, State.SCORING}
+        assert all(s.holder for s in samples if s.state is State.GENERATING)
         assert set(held.values()) <= set(self.broker.members.peers)
 
     @invariant()
@@ -296,7 +304,7 @@ class BrokerMachine(RuleBasedStateMachine):
             self.lease(name, 100, 0.0)
             for holder, task in self.tasks:
                 made = self.answer(holder, task, False)
-                self.world.ask(holder, SubmitTrajectories(trajectories=[made]))
+                self.world.ask(holder, SubmitResults(trajectories=[made]))
         if self.version < STEPS:
             self.lease_batch(0.0)
             if self.batch is not None and self.batch.step == self.version + 1:

@@ -21,11 +21,11 @@ from umbra.proto.messages import (
     LeaseBatch,
     Nack,
     Ok,
-    RenewAck,
     RenewLeases,
     ReturnedSample,
-    ReturnSamples,
+    ReturnTasks,
     RunFinished,
+    TaskLeases,
 )
 from umbra.proto.records import EvalReport
 from umbra.services.buffer.persistence import PLACES, RunRecord, pack_run, put_back
@@ -109,7 +109,7 @@ def test_members_and_leases_outlive_the_buffer() -> None:
     tasks = world.lease("a", 3, 0)
     world.restart_broker()
     held = [(task.sample_id, task.attempt) for task in tasks]
-    renewed = world.get("a", RenewLeases(leases=held), RenewAck)
+    renewed = world.get("a", RenewLeases(leases=held), TaskLeases)
     assert renewed.lost == []
     assert world.submit("a", *(trajectory(task, 0) for task in tasks)).accepted == 3
     assert world.submit("a", trajectory(tasks[0], 0)).accepted == 1  # its ack was lost
@@ -156,10 +156,10 @@ def test_a_partial_outlives_the_buffer() -> None:
     given = ReturnedSample(
         sample_id=task.sample_id, attempt=task.attempt, reason="x", partial=partial
     )
-    world.get("a", ReturnSamples(samples=[given]), Ok)
+    world.get("a", ReturnTasks(samples=[given]), Ok)
     world.restart_broker()
     (again,) = world.lease("a", 1, 0)
-    assert (again.sample_id, again.partial) == (task.sample_id, partial)
+    assert (again.sample_id, again.trajectory) == (task.sample_id, partial)
 
 
 def trained(world: World, steps: int) -> list[BatchLease]:

@@ -23,7 +23,7 @@ from umbra.deploy.check.hardware import Machine
 from umbra.deploy.check.machine_defaults import choose
 from umbra.deploy.files.formats import to_toml
 from umbra.proto.errors import MismatchError, UsageError
-from umbra.proto.records import SampleTask, Sampling, ScoringTask, Trajectory, unpack_float32
+from umbra.proto.records import Sampling, Task, Trajectory, unpack_float32
 from umbra.services.config import RunConfig
 from umbra.services.config.cautions import cautions
 from umbra.services.config.feasibility import check_feasible
@@ -167,16 +167,16 @@ def test_the_buffer_knows_how_each_environment_samples(tmp_path: Path) -> None:
     assert find_fault(trajectory(prompt_id="cool/1", sampling=cool), one) is not None
 
 
-def task(number: int, partial: Trajectory | None = None) -> SampleTask:
+def task(number: int, partial: Trajectory | None = None) -> Task:
     row = ROWS[number % 3]
-    return SampleTask(
+    return Task(
         sample_id=f"s{number}",
         group_id=f"g{number % 3}",
         prompt_id=f"{row['environment']}/0",
         attempt=1,
         row=row,
         lease_s=9.0,
-        partial=partial,
+        trajectory=partial,
     )
 
 
@@ -256,7 +256,15 @@ def worst_by_scorer(config: RunConfig, directory: Path, made: list[Trajectory]) 
     """The largest difference of a logprob, by scorer and engine."""
     served = load_model(directory, torch.device("cpu"), torch.float32)
     tasks = [
-        ScoringTask(sample_id=t.sample_id, attempt=1, row={}, lease_s=1.0, trajectory=t)
+        Task(
+            sample_id=t.sample_id,
+            group_id="g",
+            prompt_id="p",
+            attempt=1,
+            row={},
+            lease_s=1.0,
+            trajectory=t,
+        )
         for t in made
     ]
     scores = LogprobWorker(served, config.trainer).score(tasks, lambda: None)

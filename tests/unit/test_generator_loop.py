@@ -16,14 +16,12 @@ from fakes.trajectories import sample
 
 from umbra.proto.errors import DeadlineError, RejectedError, UsageError
 from umbra.proto.messages import (
-    LeaseSamples,
+    LeaseTasks,
     Ok,
-    RenewAck,
     RenewLeases,
-    ReturnSamples,
-    SampleLeases,
-    SubmitAck,
-    SubmitTrajectories,
+    ReturnTasks,
+    SubmitResults,
+    TaskLeases,
 )
 from umbra.services.environments.built_in import ExactMatch
 from umbra.services.environments.pool import InlinePool
@@ -44,7 +42,7 @@ def test_nothing_is_leased_before_there_are_weights(bench: Bench) -> None:
     bench.serve()
     assert bench.receiver.answers == [(0, "")]
     assert [load[:2] for load in bench.engine.loads] == [(0, "keep")]
-    (asked,) = bench.channel.asked(LeaseSamples)
+    (asked,) = bench.channel.asked(LeaseTasks)
     assert (asked.capacity, asked.version) == (6, 0)
     assert bench.session.activities[-1] == "waiting for samples"
 
@@ -53,10 +51,10 @@ def test_samples_become_trajectories(bench: Bench) -> None:
     bench.serve()
     bench.lease("a", "b")
     bench.turns(2)
-    (asked,) = bench.channel.asked(LeaseSamples)
+    (asked,) = bench.channel.asked(LeaseTasks)
     assert asked.capacity == 4
     bench.turns(12)
-    (submitted,) = bench.channel.asked(SubmitTrajectories)
+    (submitted,) = bench.channel.asked(SubmitResults)
     assert [t.sample_id for t in submitted.trajectories] == ["a", "b"]
     assert {t.response_tokens for t in submitted.trajectories} == {11}
 
@@ -78,8 +76,8 @@ def test_samples_that_wait_for_tools_take_no_slot(
         bench.serve()
         leased = 0
         for _ in range(40):
-            while bench.channel.asked(LeaseSamples):
-                (asked,) = bench.channel.asked(LeaseSamples)
+            while bench.channel.asked(LeaseTasks):
+                (asked,) = bench.channel.asked(LeaseTasks)
                 assert 0 < asked.capacity <= min(6, most - leased)
                 bench.lease(*(f"s{leased + index}" for index in range(asked.capacity)))
                 leased += asked.capacity
@@ -92,10 +90,10 @@ def test_samples_that_wait_for_tools_take_no_slot(
 def test_one_question_at_a_time_but_a_new_one_for_new_weights(bench: Bench) -> None:
     bench.serve()
     bench.turns(3)
-    assert len(bench.channel.asked(LeaseSamples)) == 1
+    assert len(bench.channel.asked(LeaseTasks)) == 1
     bench.receiver.staged = version(1)
     bench.turns(3)
-    assert [q.version for q in bench.channel.asked(LeaseSamples)] == [0, 1]
+    assert [q.version for q in bench.channel.asked(LeaseTasks)] == [0, 1]
 
 
 def test_finished_samples_ask_for_others_in_their_place(bench: Bench) -> None:
@@ -104,16 +102,16 @@ def test_finished_samples_ask_for_others_in_their_place(bench: Bench) -> None:
     bench.turns(1)
     bench.lease(*names)
     bench.turns(1)
-    assert not bench.channel.asked(LeaseSamples), "there is no room for more"
-    while not bench.channel.asked(SubmitTrajectories):
+    assert not bench.channel.asked(LeaseTasks), "there is no room for more"
+    while not bench.channel.asked(SubmitResults):
         bench.turns(1)
-    assert not bench.channel.asked(LeaseSamples)
+    assert not bench.channel.asked(LeaseTasks)
     row = {"prompt": "1", "answer": "1"}
     more = [sample(row, sample_id="more", group_id="more", prompt_id="more")]
-    done = bench.channel.answer(SubmitTrajectories, SubmitAck(accepted=1, tasks=more))
+    done = bench.channel.answer(SubmitResults, TaskLeases(accepted=1, tasks=more))
     assert (done.capacity, done.version) == (len(done.trajectories), 0)
     bench.turns(30)
-    submitted = bench.channel.asked(SubmitTrajectories)
+    submitted = bench.channel.asked(SubmitResults)
     assert "more" in {t.sample_id for body in submitted for t in body.trajectories}
 
 
@@ -122,12 +120,12 @@ def test_who_is_given_none_by_a_delivery_asks_again(bench: Bench) -> None:
     names = [f"s{number}" for number in range(bench.lease().capacity)]
     bench.turns(1)
     bench.lease(*names)
-    while not bench.channel.asked(SubmitTrajectories):
+    while not bench.channel.asked(SubmitResults):
         bench.turns(1)
-    done = bench.channel.answer(SubmitTrajectories, SubmitAck(accepted=1))
-    assert done.capacity > 0 and not bench.channel.asked(LeaseSamples)
+    done = bench.channel.answer(SubmitResults, TaskLeases(accepted=1))
+    assert done.capacity > 0 and not bench.channel.asked(LeaseTasks)
     bench.turns(1)
-    assert len(bench.channel.asked(LeaseSamples)) == 1
+    assert len(bench.channel.asked(LeaseTasks)) == 1
 
 
 def test_policy_drain_ends_samples_on_the_old_weights(tmp_path: Path, tiny_model_dir: Path) -> None:
@@ -144,14 +142,14 @@ def test_policy_drain_ends_samples_on_the_old_weights(tmp_path: Path, tiny_model
         bench.lease("c")
         bench.turns(3)
         assert bench.engine.version == 0
-        (returned,) = bench.channel.asked(ReturnSamples)
+        (returned,) = bench.channel.asked(ReturnTasks)
         assert [(s.sample_id, s.failed) for s in returned.samples] == [("c", False)]
-        assert not bench.channel.asked(LeaseSamples)
+        assert not bench.channel.asked(LeaseTasks)
         bench.turns(12)
-        (submitted,) = bench.channel.asked(SubmitTrajectories)
+        (submitted,) = bench.channel.asked(SubmitResults)
         assert {span.version for t in submitted.trajectories for span in t.spans} == {0}
         assert (bench.engine.version, bench.receiver.answers[-1]) == (1, (1, ""))
-        assert [question.version for question in bench.channel.asked(LeaseSamples)] == [1]
+        assert [question.version for question in bench.channel.asked(LeaseTasks)] == [1]
 
 
 def test_leases_are_renewed_until_the_buffer_has_the_result(bench: Bench) -> None:
@@ -161,13 +159,14 @@ def test_leases_are_renewed_until_the_buffer_has_the_result(bench: Bench) -> Non
     assert not bench.channel.asked(RenewLeases)
     bench.now[0] += LEASE_S / 3
     bench.turns(1)
-    assert bench.channel.answer(RenewLeases, RenewAck(lost=[])).leases == [("a", 4)]
+    assert bench.channel.answer(RenewLeases, TaskLeases(lost=[])).leases == [("a", 4)]
     bench.turns(15)
-    assert bench.channel.asked(SubmitTrajectories)
+    assert bench.channel.answer(RenewLeases, TaskLeases()).partials
+    assert bench.channel.asked(SubmitResults)
     bench.now[0] += LEASE_S / 3
     bench.turns(1)
-    assert bench.channel.answer(RenewLeases, RenewAck(lost=[])).leases == [("a", 4)]
-    bench.channel.answer(SubmitTrajectories, SubmitAck(accepted=1))
+    assert bench.channel.answer(RenewLeases, TaskLeases(lost=[])).leases == [("a", 4)]
+    bench.channel.answer(SubmitResults, TaskLeases(accepted=1))
     bench.now[0] += LEASE_S / 3
     bench.turns(2)
     assert not bench.channel.asked(RenewLeases)
@@ -179,9 +178,9 @@ def test_a_lost_lease_is_given_up(bench: Bench) -> None:
     bench.turns(2)
     bench.now[0] += LEASE_S
     bench.turns(1)
-    bench.channel.answer(RenewLeases, RenewAck(lost=["a"]))
+    bench.channel.answer(RenewLeases, TaskLeases(lost=["a"]))
     bench.turns(15)
-    (submitted,) = bench.channel.asked(SubmitTrajectories)
+    (submitted,) = bench.channel.asked(SubmitResults)
     assert [t.sample_id for t in submitted.trajectories] == ["b"]
 
 
@@ -193,9 +192,9 @@ def test_a_lease_lost_and_won_again_is_kept(bench: Bench) -> None:
     bench.now[0] += LEASE_S
     bench.turns(1)
     bench.lease("a", attempt=2)
-    bench.channel.answer(RenewLeases, RenewAck(lost=["a"]))
+    bench.channel.answer(RenewLeases, TaskLeases(lost=["a"]))
     bench.turns(15)
-    (submitted,) = bench.channel.asked(SubmitTrajectories)
+    (submitted,) = bench.channel.asked(SubmitResults)
     assert [(t.sample_id, t.attempt) for t in submitted.trajectories] == [("a", 2)]
 
 
@@ -204,15 +203,15 @@ def test_unanswered_questions_for_work_are_repeated(
 ) -> None:
     bench.serve()
     with caplog.at_level(logging.WARNING):
-        bench.channel.answer(LeaseSamples, DeadlineError("no answer from buffer"))
+        bench.channel.answer(LeaseTasks, DeadlineError("no answer from buffer"))
         bench.turns(2)
     assert "no answer from buffer" in caplog.text
-    assert len(bench.channel.asked(LeaseSamples)) == 1
+    assert len(bench.channel.asked(LeaseTasks)) == 1
 
 
 def test_a_refusal_ends_the_loop(bench: Bench) -> None:
     bench.serve()
-    bench.channel.answer(LeaseSamples, RejectedError("not a member", code="unknown_member"))
+    bench.channel.answer(LeaseTasks, RejectedError("not a member", code="unknown_member"))
     with pytest.raises(RejectedError, match="not a member"):
         bench.turns(1)
 
@@ -223,7 +222,7 @@ def test_weights_change_under_way(bench: Bench) -> None:
     bench.turns(5)
     bench.receiver.staged = version(1)
     bench.turns(12)
-    (submitted,) = bench.channel.asked(SubmitTrajectories)
+    (submitted,) = bench.channel.asked(SubmitResults)
     spans = submitted.trajectories[0].spans
     assert [span.version for span in spans] == [0, 1]
     assert [row["version"] for row in bench.spans("load_weights")] == [0, 1]
@@ -244,27 +243,27 @@ def test_weights_that_do_not_fit_are_reported_and_end_the_loop(
 
 def test_a_failed_sample_is_returned_with_its_reason(bench: Bench) -> None:
     bench.serve()
-    bench.channel.answer(LeaseSamples, SampleLeases(tasks=[sample({}, sample_id="a")]))
+    bench.channel.answer(LeaseTasks, TaskLeases(tasks=[sample({}, sample_id="a")]))
     bench.turns(2)
-    (returned,) = bench.channel.answer(ReturnSamples, Ok()).samples
+    (returned,) = bench.channel.answer(ReturnTasks, Ok()).samples
     assert returned.failed
     assert (returned.sample_id, bool(returned.reason)) == ("a", True)
     assert "sample_failed" in bench.session.events
 
 
-def spoiled(count: int) -> SampleLeases:
-    return SampleLeases(tasks=[sample({}, sample_id=f"x{i}") for i in range(count)])
+def spoiled(count: int) -> TaskLeases:
+    return TaskLeases(tasks=[sample({}, sample_id=f"x{i}") for i in range(count)])
 
 
 def test_failures_end_no_generator(bench: Bench) -> None:
     """The buffer hears of each, and judges them for all generators."""
     bench.serve()
     for _ in range(2):
-        bench.channel.answer(LeaseSamples, spoiled(500))
+        bench.channel.answer(LeaseTasks, spoiled(500))
         bench.turns(2)
         bench.now[0] += 31.0
     assert bench.session.events.count("sample_failed") == 1000
-    returned = [s for body in bench.channel.asked(ReturnSamples) for s in body.samples]
+    returned = [s for body in bench.channel.asked(ReturnTasks) for s in body.samples]
     assert returned and all(sample.failed for sample in returned)
 
 
@@ -282,10 +281,10 @@ def test_drain_hands_back_partials_and_what_comes_late(
         del timeout
         while bench.channel.open:
             body, _ = bench.channel.open[0]
-            if isinstance(body, ReturnSamples):
-                returned.extend(bench.channel.answer(ReturnSamples, Ok()).samples)
+            if isinstance(body, ReturnTasks):
+                returned.extend(bench.channel.answer(ReturnTasks, Ok()).samples)
             else:
-                bench.channel.answer(type(body), SampleLeases(tasks=[late]))
+                bench.channel.answer(type(body), TaskLeases(tasks=[late]))
         return True
 
     monkeypatch.setattr(bench.wake, "wait", buffer)
@@ -346,11 +345,11 @@ def test_a_broken_engine_ends_the_loop_once_all_that_was_finished_is_delivered(
         del timeout
         while bench.channel.open:
             kind = type(bench.channel.open[0][0])
-            if kind is SubmitTrajectories:
-                body = bench.channel.answer(kind, SubmitAck(accepted=1))
+            if kind is SubmitResults:
+                body = bench.channel.answer(kind, TaskLeases(accepted=1))
                 delivered.extend(t.sample_id for t in body.trajectories)
             else:
-                bench.channel.answer(kind, SampleLeases(tasks=[]))
+                bench.channel.answer(kind, TaskLeases(tasks=[]))
         return True
 
     delivered: list[str] = []
@@ -367,10 +366,10 @@ def test_no_more_samples_are_leased_than_there_is_cache_for(bench: Bench) -> Non
     asked = bench.lease("a", "b", "c")
     assert asked.capacity == 1 + 2, "what fits, and generator.prefetch ahead of it"
     bench.turns(3)
-    assert not bench.channel.asked(LeaseSamples), "all of them wait for room"
+    assert not bench.channel.asked(LeaseTasks), "all of them wait for room"
     bench.engine.holds = 4
     bench.turns(1)
-    (asked,) = bench.channel.asked(LeaseSamples)
+    (asked,) = bench.channel.asked(LeaseTasks)
     assert asked.capacity == 4 + 2 - 3
 
 

@@ -11,13 +11,12 @@ from fakes.broker_world import World, give_back, trajectory
 
 from umbra.proto.errors import UsageError
 from umbra.proto.messages import (
-    LeaseScoring,
+    LeaseTasks,
     ReturnedSample,
-    ScoringLeases,
-    SubmitAck,
-    SubmitScores,
+    SubmitResults,
+    TaskLeases,
 )
-from umbra.proto.records import SampleTask, Score, ScoringTask
+from umbra.proto.records import Score, Task
 from umbra.services.buffer.status import StallReport
 from umbra.services.config import (
     BufferConfig,
@@ -112,24 +111,24 @@ def world(**options: Any) -> World:
     return made
 
 
-def answer(run: World, *tasks: SampleTask, version: int = 0) -> None:
+def answer(run: World, *tasks: Task, version: int = 0) -> None:
     assert not run.submit("a", *(trajectory(task, version, reward=0.0) for task in tasks)).refused
 
 
 def to_score(run: World, name: str = "x", capacity: int = 100, stage: str = "reward") -> Any:
-    ask = LeaseScoring(stage=stage, capacity=capacity, wait_s=0)
-    return run.get(name, ask, ScoringLeases).tasks
+    ask = LeaseTasks(kind=stage, capacity=capacity, wait_s=0)
+    return run.get(name, ask, TaskLeases).tasks
 
 
-def give(run: World, name: str, tasks: list[ScoringTask], *rewards: float, **said: Any) -> Any:
+def give(run: World, name: str, tasks: list[Task], *rewards: float, **said: Any) -> Any:
     scores = [
         Score(sample_id=task.sample_id, attempt=task.attempt, reward=reward, **said)
         for task, reward in zip(tasks, rewards, strict=True)
     ]
-    return run.get(name, SubmitScores(stage="reward", scores=scores), SubmitAck)
+    return run.get(name, SubmitResults(scores=scores), TaskLeases)
 
 
-def ids(tasks: list[ScoringTask]) -> list[str]:
+def ids(tasks: list[Task]) -> list[str]:
     return [task.sample_id for task in tasks]
 
 
@@ -171,7 +170,7 @@ def test_a_group_goes_to_another_scorer_as_a_whole() -> None:
     answer(run, *run.lease("a", 3, 0))
     assert len(to_score(run)) == 3
     run.pass_time(11)
-    assert run.broker.counters["expired_scoring_leases"] == 1
+    assert run.broker.counters["expired_leases"] == 1
     assert ids(to_score(run, "y")) == ["s-0", "s-1", "s-2"]
     run.join("scorer", "y", "y-2")  # it was killed
     assert ids(to_score(run)) == ["s-0", "s-1", "s-2"]
@@ -222,12 +221,14 @@ def test_groups_are_gathered_again_after_a_restart() -> None:
     run = world(durable=True)
     tasks = run.lease("a", 100, 0)
     answer(run, *tasks[:5])
-    assert ids(to_score(run)) == ["s-0", "s-1", "s-2"]
+    leased = to_score(run)
+    assert ids(leased) == ["s-0", "s-1", "s-2"]
     run.restart_broker()
     for name in "xy":
         run.join("scorer", name)
     run.join("generator", "a")
-    assert ids(to_score(run, "y")) == ["s-0", "s-1", "s-2"]  # leases don't outlive the buffer
+    assert not to_score(run, "y"), "leases outlive the buffer"
+    assert not give(run, "x", leased, 1.0, 2.0, 3.0).refused
     answer(run, tasks[5])
     assert ids(to_score(run, "x")) == ["s-3", "s-4", "s-5"]
 

@@ -9,8 +9,8 @@ from fakes.loop_bench import Bench, open_bench
 from fakes.rollouts import STOP, says, settings
 from fakes.trajectories import sample
 
-from umbra.proto.messages import Interrupt, ReturnSamples, SubmitTrajectories
-from umbra.proto.records import SampleTask, Trajectory, unpack_int32
+from umbra.proto.messages import Interrupt, ReturnTasks, SubmitResults
+from umbra.proto.records import Task, Trajectory, unpack_int32
 from umbra.services.environments.built_in import ExactMatch, Guess
 from umbra.services.environments.environment_host import Result
 from umbra.services.environments.pool import EpisodeOutcome, InlinePool
@@ -62,8 +62,8 @@ def runner_of(chat: Chat, pool: InlinePool, *turns: str) -> RolloutRunner:
     return RolloutRunner(ScriptedEngine(script), pool, settings(chat))
 
 
-def begin(runner: RolloutRunner, partial: Trajectory | None = None, attempt: int = 1) -> SampleTask:
-    task = sample(ROW, sample_id=LEASE[0], attempt=attempt, partial=partial)
+def begin(runner: RolloutRunner, partial: Trajectory | None = None, attempt: int = 1) -> Task:
+    task = sample(ROW, sample_id=LEASE[0], attempt=attempt, trajectory=partial)
     runner.add([task])
     return task
 
@@ -272,10 +272,10 @@ def test_the_loop_gives_back_what_has_moved(bench: Bench) -> None:
     order = Interrupt(leases=[("a", 1)], reason="the batch is full")
     bench.channel.pushes.put(order)
     bench.turns(1)
-    (returned,) = bench.channel.asked(ReturnSamples)
+    (returned,) = bench.channel.asked(ReturnTasks)
     assert [one.sample_id for one in returned.samples] == ["a"]
     bench.turns(20)
     bench.channel.pushes.put(Interrupt(leases=[("b", 1)]))
     bench.turns(3)
-    assert not bench.channel.asked(SubmitTrajectories), "its reward is still to come"
-    assert len(bench.channel.asked(ReturnSamples)) == 1
+    assert not bench.channel.asked(SubmitResults), "its reward is still to come"
+    assert len(bench.channel.asked(ReturnTasks)) == 1

@@ -9,13 +9,12 @@ from fakes.broker_world import World, give_back, trajectory
 
 from umbra.proto.errors import UsageError
 from umbra.proto.messages import (
-    LeaseScoring,
+    LeaseTasks,
     ReturnedSample,
-    ScoringLeases,
-    SubmitAck,
-    SubmitScores,
+    SubmitResults,
+    TaskLeases,
 )
-from umbra.proto.records import SampleTask, Score, ScoringTask
+from umbra.proto.records import Score, Task
 from umbra.services.buffer.status import StallReport
 from umbra.services.config import (
     BufferConfig,
@@ -50,7 +49,7 @@ def world(**options: Any) -> World:
     return made
 
 
-def answer(run: World, *tasks: SampleTask, version: int = 0) -> None:
+def answer(run: World, *tasks: Task, version: int = 0) -> None:
     """Generator `a` answers; it has rewards for samples of ALONE only."""
     for task in tasks:
         alone = task.row["environment"] == "alone"
@@ -58,22 +57,22 @@ def answer(run: World, *tasks: SampleTask, version: int = 0) -> None:
         assert not run.submit("a", trajectory(task, version, **given)).refused
 
 
-def to_score(run: World, stage: str = "reward") -> list[ScoringTask]:
-    ask = LeaseScoring(stage=stage, capacity=100, wait_s=0)
-    return run.get("x", ask, ScoringLeases).tasks
+def to_score(run: World, stage: str = "reward") -> list[Task]:
+    ask = LeaseTasks(kind=stage, capacity=100, wait_s=0)
+    return run.get("x", ask, TaskLeases).tasks
 
 
-def give(run: World, tasks: list[ScoringTask], stage: str = "reward", **said: Any) -> None:
+def give(run: World, tasks: list[Task], stage: str = "reward", **said: Any) -> None:
     """Scores 1, 2, 3, ... for `tasks`."""
     scores = [
         Score(sample_id=task.sample_id, attempt=task.attempt, reward=float(number), **said)
         for number, task in enumerate(tasks, 1)
     ]
-    given = run.get("x", SubmitScores(stage=stage, scores=scores), SubmitAck)
+    given = run.get("x", SubmitResults(scores=scores), TaskLeases)
     assert given.accepted == len(scores)
 
 
-def ids(tasks: list[ScoringTask]) -> list[str]:
+def ids(tasks: list[Task]) -> list[str]:
     return [task.sample_id for task in tasks]
 
 
@@ -105,7 +104,7 @@ def test_only_groups_of_environments_that_ask_for_it_go_to_scorers() -> None:
 def test_other_stages_are_for_all() -> None:
     run = world(stages=["ref_logp", "reward", "logp"])
     answer(run, *run.lease("a", 6, 0))
-    logprobs = trajectory(run.pool.task(run.pool.samples["s-0"]), 0).logprobs
+    logprobs = trajectory(run.pool.task(run.pool.samples["s-0"])[0], 0).logprobs
     for stage, samples in (("ref_logp", 6), ("reward", 3), ("logp", 6)):
         given = to_score(run, stage)
         assert len(given) == samples

@@ -34,18 +34,18 @@ from umbra.proto.messages import (
     CommitBatch,
     Event,
     Join,
-    LeaseSamples,
+    LeaseTasks,
     Nack,
     Ping,
-    SampleLeases,
-    SubmitTrajectories,
+    SubmitResults,
+    TaskLeases,
     Welcome,
 )
 from umbra.proto.records import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
     Record,
-    SampleTask,
+    Task,
     Trajectory,
     VersionSpan,
     pack_float32,
@@ -168,8 +168,8 @@ def test_arrays_are_little_endian() -> None:
 
 
 def test_a_trajectory_knows_its_length_and_its_versions() -> None:
-    decoded = decode(Encoder("g", "i").encode(SubmitTrajectories(trajectories=[TRAJECTORY]))[1])
-    assert isinstance(decoded.body, SubmitTrajectories)
+    decoded = decode(Encoder("g", "i").encode(SubmitResults(trajectories=[TRAJECTORY]))[1])
+    assert isinstance(decoded.body, SubmitResults)
     trajectory = decoded.body.trajectories[0]
     assert trajectory == TRAJECTORY
     assert trajectory.response_tokens == 3
@@ -194,12 +194,10 @@ def test_unknown_fields_are_skipped_at_every_depth() -> None:
         "sample_id": "s", "group_id": "g", "prompt_id": "p", "attempt": 1, "row": {}, "lease_s": 9,
     }  # fmt: skip
     envelope = decode(
-        frames("SampleLeases", {"tasks": [{**task, "new": [1]}], "new": {"a": 1}}, new="x")
+        frames("TaskLeases", {"tasks": [{**task, "new": [1]}], "new": {"a": 1}}, new="x")
     )
-    expected = SampleTask(
-        sample_id="s", group_id="g", prompt_id="p", attempt=1, row={}, lease_s=9.0
-    )
-    assert envelope.body == SampleLeases(tasks=[expected])
+    expected = Task(sample_id="s", group_id="g", prompt_id="p", attempt=1, row={}, lease_s=9.0)
+    assert envelope.body == TaskLeases(tasks=[expected])
 
 
 def test_a_newer_minor_version_is_understood() -> None:
@@ -207,8 +205,8 @@ def test_a_newer_minor_version_is_understood() -> None:
 
 
 def test_an_int_is_taken_for_a_float() -> None:
-    body = decode(frames("LeaseSamples", {**LEASE, "wait_s": 3})).body
-    assert body == LeaseSamples(capacity=4, version=2, wait_s=3.0)
+    body = decode(frames("LeaseTasks", {**LEASE, "wait_s": 3})).body
+    assert body == LeaseTasks(capacity=4, version=2, wait_s=3.0)
 
 
 # -- what is not valid is refused -----------------------------------------------------------------
@@ -217,18 +215,18 @@ def test_an_int_is_taken_for_a_float() -> None:
 @pytest.mark.parametrize(
     ("kind", "body", "path", "reason"),
     [
-        ("LeaseSamples", {"capacity": 4, "wait_s": 1.0}, "$", "missing required field `version`"),
-        ("LeaseSamples", {**LEASE, "capacity": "4"}, "capacity", "`int`, got `str`"),
-        ("LeaseSamples", {**LEASE, "capacity": 4.0}, "capacity", "`int`, got `float`"),
-        ("LeaseSamples", {**LEASE, "capacity": True}, "capacity", "`int`, got `bool`"),
-        ("LeaseSamples", {**LEASE, "wait_s": None}, "wait_s", "`float`, got `None`"),
-        ("LeaseSamples", [4, 2, 1.0], "$", "`object`, got `array`"),
-        ("LeaseSamples", None, "$", "got `None`"),
+        ("LeaseTasks", {"capacity": 4}, "$", "missing required field `wait_s`"),
+        ("LeaseTasks", {**LEASE, "capacity": "4"}, "capacity", "`int`, got `str`"),
+        ("LeaseTasks", {**LEASE, "capacity": 4.0}, "capacity", "`int`, got `float`"),
+        ("LeaseTasks", {**LEASE, "capacity": True}, "capacity", "`int`, got `bool`"),
+        ("LeaseTasks", {**LEASE, "wait_s": None}, "wait_s", "`float`, got `None`"),
+        ("LeaseTasks", [4, 2, 1.0], "$", "`object`, got `array`"),
+        ("LeaseTasks", None, "$", "got `None`"),
         ("Command", {"kind": "explode"}, "kind", "'explode'"),
         ("RenewLeases", {"leases": [["s", 1], ["s", 1, 2]]}, "leases[1]", "length 2, got 3"),
         ("RenewLeases", {"leases": [["s", "1"]]}, "leases[0][1]", "`int`, got `str`"),
-        ("SampleLeases", {"tasks": [{"sample_id": 1}]}, "tasks[0].sample_id", "got `int`"),
-        ("SubmitAck", {"accepted": 1, "refused": {"s": 3}}, "refused[...]", "`str`, got `int`"),
+        ("TaskLeases", {"tasks": [{"sample_id": 1}]}, "tasks[0].sample_id", "got `int`"),
+        ("TaskLeases", {"accepted": 1, "refused": {"s": 3}}, "refused[...]", "`str`, got `int`"),
         ("Event", {"kind": "x", "fields": {b"a": 1}}, "fields", "`str`, got `bytes`"),
     ],
 )
@@ -242,7 +240,7 @@ def test_a_bad_field_is_named(kind: str, body: Any, path: str, reason: str) -> N
 def test_text_is_not_taken_for_bytes() -> None:
     fields = {name: getattr(TRAJECTORY, name) for name in TRAJECTORY.__struct_fields__}
     fields |= {"spans": [], "sampling": {}, "prompt_ids": "AAAA"}
-    error = refusal(frames("SubmitTrajectories", {"trajectories": [fields]}))
+    error = refusal(frames("SubmitResults", {"trajectories": [fields]}))
     assert error.path == "trajectories[0].prompt_ids"
 
 
@@ -348,7 +346,7 @@ SCORE = {"sample_id": "s", "attempt": 1, "logprobs": bytes(4 * TOKENS + 1)}
         ("Heartbeat", {**BEAT, "stats": {str(n): 0.0 for n in range(FIGURES + 1)}}, "stats"),
         ("Heartbeat", {**BEAT, "stats": {"x" * (NAME_CHARS + 1): 0.0}}, "stats"),
         ("InterruptRequest", {"samples": ["s"] * (BATCH + 1)}, "samples"),
-        ("SubmitScores", {"stage": "ref", "scores": [SCORE]}, "scores[0].logprobs"),
+        ("SubmitResults", {"scores": [SCORE]}, "scores[0].logprobs"),
     ],
     ids=["text", "name", "map", "key", "list", "bin"],
 )
@@ -394,7 +392,7 @@ def test_a_length_is_refused_before_its_items_are_read(declared: bytes) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_numbers_are_finite(value: float) -> None:
-    assert refusal(frames("LeaseSamples", {**LEASE, "wait_s": value})).path == "wait_s"
+    assert refusal(frames("LeaseTasks", {**LEASE, "wait_s": value})).path == "wait_s"
     assert refusal(frames("Heartbeat", {**BEAT, "stats": {"i": value}})).path == "stats[...]"
 
 
@@ -491,7 +489,7 @@ def test_the_encoder_names_what_cannot_be_said(value: object) -> None:
 
 
 def test_a_refusal_becomes_a_nack() -> None:
-    error = refusal(frames("LeaseSamples", {**LEASE, "capacity": "4"}))
+    error = refusal(frames("LeaseTasks", {**LEASE, "capacity": "4"}))
     assert nack(error) == Nack(code="malformed", reason=str(error), path="capacity")
 
 
@@ -528,7 +526,7 @@ def test_the_oldest_and_the_newest_version_of_a_trajectory(versions: list[int]) 
         ("Heartbeat", {**BEAT, "activity": "x" * NAME_CHARS}),
         ("Heartbeat", {**BEAT, "stats": {str(n): 0.0 for n in range(STATS)}}),
         ("InterruptRequest", {"samples": ["s"] * BATCH}),
-        ("SubmitScores", {"stage": "s", "scores": [{**SCORE, "logprobs": bytes(4 * TOKENS)}]}),
+        ("SubmitResults", {"scores": [{**SCORE, "logprobs": bytes(4 * TOKENS)}]}),
     ],
 )
 def test_what_is_at_a_bound_is_taken(kind: str, body: Any) -> None:

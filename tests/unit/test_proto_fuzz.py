@@ -24,7 +24,7 @@ MESSAGES: dict[str, tuple[bytes, bytes]] = {
 }
 FRAMES = list(MESSAGES.values())
 EVENT_HEADER = MESSAGES["Event"][0]
-LEASES_HEADER = MESSAGES["SampleLeases"][0]
+LEASES_HEADER = MESSAGES["TaskLeases"][0]
 MUTATIONS = 30_000
 # msgpack makes room for at most 10,000 items when it reads a length, at each of 1,024 levels.
 SMALL_FRAME_BOUND = 96 << 20

@@ -224,7 +224,7 @@ def test_a_partial_goes_on_where_it_was_cut_off(chat: Chat, tokenizer: Any, poll
     partial = returned[0].partial
     assert partial is None or partial.finish_reason == "partial"
     second = RolloutRunner(ScriptedEngine(script, version=1), InlinePool(Guess), settings(chat))
-    second.add([sample(task.row, attempt=2, partial=partial)])
+    second.add([sample(task.row, attempt=2, trajectory=partial)])
     (resumed,) = finish(second)
     for name in ("prompt_ids", "response_ids", "loss_mask", "reward", "turns", "finish_reason"):
         assert getattr(resumed, name) == getattr(expected, name), name
@@ -256,7 +256,7 @@ def test_a_partial_that_cannot_be_replayed_starts_anew(chat: Chat, tokenizer: An
     assert returned.partial is not None
     engine = ScriptedEngine(script, version=5)
     second = RolloutRunner(engine, InlinePool(Moody), settings(chat))
-    second.add([sample({"prompt": "g", "answer": "6"}, attempt=2, partial=returned.partial)])
+    second.add([sample({"prompt": "g", "answer": "6"}, attempt=2, trajectory=returned.partial)])
     (trajectory,) = finish(second)
     assert trajectory.spans == [VersionSpan(version=5, start=0, end=trajectory.response_tokens)]
     assert (trajectory.reward, trajectory.turns) == (1.0, 3)
@@ -270,7 +270,7 @@ def test_an_unsound_partial_is_not_used(chat: Chat) -> None:
     assert partial is not None
     for fault in ({"loss_mask": b"\x00\x01"}, {"logprobs": b""}, {"spans": []}):
         bad = msgspec.structs.replace(partial, **fault)
-        again = Rollout(sample({"prompt": "1"}, partial=bad), settings(chat))
+        again = Rollout(sample({"prompt": "1"}, trajectory=bad), settings(chat))
         again.reset_done(Opening([{"role": "user", "content": "1"}]))
         assert len(again.request().prompt_ids) == 3
 

@@ -37,7 +37,7 @@ class Talk:
             limits=Limits(**{"branches": 3, **limits}),
             clock=lambda: self.now,
         )
-        self.rollout = Rollout(sample({"prompt": "x"}, partial=partial), chosen)
+        self.rollout = Rollout(sample({"prompt": "x"}, trajectory=partial), chosen)
 
     def ask(self, text: str, after: int | None) -> None:
         messages = [{"role": "user", "content": text}]

@@ -18,7 +18,7 @@ from fakes.versions import load
 from torch import Tensor
 
 from umbra.proto.errors import UsageError
-from umbra.proto.records import Routing, Sampling, ScoringTask, Trajectory
+from umbra.proto.records import Routing, Sampling, Task, Trajectory
 from umbra.services.config import TrainerConfig
 from umbra.services.config.trajectory_rules import RunFacts, find_fault
 from umbra.services.generator.engines.engine import EngineOutput, EngineRequest
@@ -347,7 +347,15 @@ def test_stage_of_the_policy_replays_too() -> None:
     model = ARCHITECTURES[MIXTURE].model()
     made = randomly_routed(recorded(generated(model)), 3)
     tasks = [
-        ScoringTask(sample_id=t.sample_id, attempt=1, row={}, lease_s=1.0, trajectory=t)
+        Task(
+            sample_id=t.sample_id,
+            group_id="g",
+            prompt_id="p",
+            attempt=1,
+            row={},
+            lease_s=1.0,
+            trajectory=t,
+        )
         for t in made
     ]
     worker = LogprobWorker(model, TrainerConfig(pack_tokens=64), replay=True)

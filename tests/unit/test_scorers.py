@@ -15,9 +15,8 @@ import torch
 from fakes.broker_world import trajectory
 
 from umbra.proto.records import (
-    SampleTask,
     Sampling,
-    ScoringTask,
+    Task,
     VersionSpan,
     pack_float32,
     pack_int32,
@@ -39,8 +38,8 @@ from umbra.services.trainer.policy import load_policy
 STOP = 3
 
 
-def scoring_task(name: str, response: list[int], mask: bytes, row: dict[str, Any]) -> ScoringTask:
-    task = SampleTask(sample_id=name, group_id="g", prompt_id="p", attempt=1, row=row, lease_s=30.0)
+def scoring_task(name: str, response: list[int], mask: bytes, row: dict[str, Any]) -> Task:
+    task = Task(sample_id=name, group_id="g", prompt_id="p", attempt=1, row=row, lease_s=30.0)
     made = trajectory(
         task,
         prompt_ids=pack_int32([5, 6]),
@@ -49,7 +48,7 @@ def scoring_task(name: str, response: list[int], mask: bytes, row: dict[str, Any
         logprobs=pack_float32([-0.5] * len(response)),
         spans=[VersionSpan(version=0, start=0, end=len(response))],
     )
-    return ScoringTask(sample_id=name, attempt=4, row=row, lease_s=30.0, trajectory=made)
+    return msgspec.structs.replace(task, attempt=4, trajectory=made)
 
 
 @pytest.fixture
@@ -98,7 +97,7 @@ def test_scorer_and_trainer_find_the_same_logprobs(tiny_model_dir: Path) -> None
     """Scenario: other packing, other code, the same weights. Result: k3 far below 1e-5."""
     torch.set_num_threads(1)
     source = random.Random(0)
-    tasks: list[ScoringTask] = []
+    tasks: list[Task] = []
     for index in range(24):
         count = source.randint(1, 60)
         response = [source.randrange(4, 100) for _ in range(count)]

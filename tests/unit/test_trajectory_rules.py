@@ -12,16 +12,14 @@ from fakes.broker_world import World, trajectory
 from umbra.proto.messages import (
     BatchLease,
     LeaseBatch,
-    LeaseScoring,
-    ScoringLeases,
-    SubmitAck,
-    SubmitScores,
-    SubmitTrajectories,
+    LeaseTasks,
+    SubmitResults,
+    TaskLeases,
 )
 from umbra.proto.records import (
-    SampleTask,
     Sampling,
     Score,
+    Task,
     VersionSpan,
     pack_float32,
     pack_int32,
@@ -60,7 +58,7 @@ POISON: list[tuple[dict[str, Any], str]] = [
     ({"spans": [VersionSpan(version=2**63, start=0, end=2)]}, "span of version"),
 ]
 NAMES = [words for _, words in POISON]
-TASK = SampleTask(sample_id="s", group_id="g", prompt_id="p", attempt=1, row={}, lease_s=1.0)
+TASK = Task(sample_id="s", group_id="g", prompt_id="p", attempt=1, row={}, lease_s=1.0)
 
 
 def world(**changes: Any) -> World:
@@ -143,7 +141,7 @@ def test_one_bad_generator_does_not_end_the_run() -> None:
         for _ in range(10):
             tasks = run.lease("bad", 8, run.broker.batches.version)
             bad = [trajectory(task, 0, reward=1e308) for task in tasks]
-            run.ask("bad", SubmitTrajectories(trajectories=bad))
+            run.ask("bad", SubmitResults(trajectories=bad))
             answer(run, "a")
         for _ in range(50):
             if ask_batch(run, step).trajectories:
@@ -180,9 +178,9 @@ def test_scores_are_judged_by_the_same_rules(
     run = world(stages=[stage])
     run.join("scorer", "r")
     answer(run, "a", 1)
-    ask = LeaseScoring(stage=stage, capacity=1, wait_s=0.0)
-    (task,) = run.get("r", ask, ScoringLeases).tasks
+    ask = LeaseTasks(kind=stage, capacity=1, wait_s=0.0)
+    (task,) = run.get("r", ask, TaskLeases).tasks
     score = Score(sample_id=task.sample_id, attempt=task.attempt, **changes)
-    ack = run.get("r", SubmitScores(stage=stage, scores=[score]), SubmitAck)
+    ack = run.get("r", SubmitResults(scores=[score]), TaskLeases)
     assert words in ack.refused[task.sample_id]
     assert run.broker.counters["malformed_scores"] == 1

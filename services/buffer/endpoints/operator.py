@@ -10,6 +10,7 @@ from umbra.proto.bounds import LEASES
 from umbra.proto.codec import portions
 from umbra.proto.errors import RejectedError
 from umbra.proto.net.server import Request
+from umbra.services.buffer.samples.groups import State
 from umbra.services.buffer.state import RunState
 
 log = logging.getLogger(__name__)
@@ -29,10 +30,11 @@ class Interrupts:
     def interrupt(self, reason: str, sample_ids: Sequence[str] = ()) -> int:
         """Ask for these samples, or for all that are under way; return how many they are."""
         run, count = self._run, 0
-        for holder, held in run.pool.held.items():
+        for holder, held in run.leases.held.items():
             leases = [
                 (sample.sample_id, sample.attempt)
                 for sample in held.values()
+                if sample.state is State.GENERATING and sample.sample_id in run.pool.samples
                 if not sample_ids or sample.sample_id in sample_ids
             ]
             count += len(leases)

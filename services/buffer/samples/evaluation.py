@@ -25,12 +25,13 @@ from msgspec.structs import replace
 
 from umbra.proto.errors import RejectedError
 from umbra.proto.messages import Stuck
-from umbra.proto.records import EvalReport, SampleTask, Trajectory
+from umbra.proto.records import EvalReport, Trajectory
 from umbra.services.buffer.effects import Effects
 from umbra.services.buffer.members import Membership
 from umbra.services.buffer.samples.batches import Batches
 from umbra.services.buffer.samples.groups import Sample, State
 from umbra.services.buffer.samples.journal import Journal
+from umbra.services.buffer.samples.leases import Grant
 from umbra.services.buffer.samples.pool import SamplePool
 from umbra.services.buffer.samples.submit import Submissions
 from umbra.services.config import EvalConfig
@@ -150,22 +151,16 @@ class Evaluations:
             if all(group.is_ready for group in self.pool.groups.values()):
                 self._finish(self.open, now)
 
-    def take(self, holder: str, version: int, capacity: int, now: float) -> list[SampleTask]:
-        """Lease up to `capacity` samples to a generator that serves `version`."""
-        self._serving[holder] = version
-        self.advance(now)
-        tasks: list[SampleTask] = []
-        while self._is_for(version) and len(tasks) < capacity:
+    def take(self, grant: Grant) -> None:
+        """Lease samples to a generator, if it serves the right version."""
+        self._serving[grant.holder] = grant.version
+        self.advance(grant.now)
+        while self._is_for(grant.version) and grant.room > 0:
             sample = self.pool.next_queued()
             if sample is None:
                 break
-            self._pin(version)
-            self.pool.lease(sample, holder, version, now)
-            tasks.append(self.task(sample))
-        return tasks
-
-    def task(self, sample: Sample) -> SampleTask:
-        return replace(self.pool.task(sample), pinned_version=sample.group.due)
+            self._pin(grant.version)
+            self.pool.lease(sample, grant)
 
     def waits_for(self, version: int) -> bool:
         """True if samples wait for a generator that serves `version`, which should keep it."""
@@ -178,7 +173,8 @@ class Evaluations:
         report = self._report(self.open)
         what = f"evaluation of version {report.version}: {_missing(report)} samples are missing"
         action = f"the rest ends as overdue in {max(self._config.timeout_s - age_s, 0):.0f} s"
-        holder = ", ".join(sorted(self.pool.held)) or "nobody"
+        holders = {sample.holder for sample in self.pool.samples.values()} - {""}
+        holder = ", ".join(sorted(holders)) or "nobody"
         return [Stuck(what=what, holder=holder, age_s=age_s, action=action)]
 
     def cancel(self) -> None:
@@ -251,7 +247,8 @@ class Evaluations:
             )  # fmt: skip
             self._end_all("overdue")
             return
-        if open_.pinned < 0 or self.pool.held or self.pool.next_queued() is None:
+        under_way = self.pool.ledger.count("generating")
+        if open_.pinned < 0 or under_way or self.pool.next_queued() is None:
             return
         names = [p.name for p in self._members.peers.values() if p.role == "generator"]
         serving = [self._serving.get(name, -1) for name in names]

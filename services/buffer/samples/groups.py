@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
@@ -39,7 +39,7 @@ class Sample:
     sample_id: str
     group: Group  # while it is in flight; one that is over has no such attribute, see `_finish`
     state: State = State.QUEUED
-    attempt: int = 0  # number of its newest lease
+    attempt: int = 0  # number of its newest lease to a generator
     lost: int = 0  # leases that were lost: expired, holder died, answer was malformed
     holder: str = ""
     leased_at: float = 0.0
@@ -49,7 +49,7 @@ class Sample:
     segments: int = 0  # times that it came back with a partial
     oldest: int | None = None  # version of the oldest token of its stored trajectory
     newest: int = 0  # the same of the newest token
-    asked: int = 0  # id of the question that its holder got it by, to answer that again
+    asked: int = 0  # id of the request that its holder got it by, to answer that again
     tokens: int = 0  # response tokens of its stored trajectory
     stage: int = 0  # scoring stages that are done
     score_attempts: int = 0  # number of its newest lease to a scorer; never goes back
@@ -57,6 +57,16 @@ class Sample:
     reward: float = 0.0  # that its trajectory has, with the scores that there are
     reward_parts: int = 0  # names that the reward of its trajectory is made of, without scores
     unscored_since: float = 0.0  # when it came to the scoring stage that it is in
+
+    @property
+    def lease_attempt(self) -> int:
+        """Attempt of its newest lease, of the sort that its state says."""
+        return self.score_attempts if self.state is State.SCORING else self.attempt
+
+    @property
+    def leases(self) -> int:
+        """Number of leases of both sorts, which names the newest of them."""
+        return self.attempt + self.score_attempts
 
     @property
     def oldest_possible(self) -> int | None:
@@ -77,6 +87,12 @@ class Group:
     ready: int = 0
     first_ready_at: float = 0.0
     completed: int = 0  # counts complete groups, so that their order is known; 0 = not complete
+    row: bytes = b""  # packed row of the prompt, once a sample was leased
+
+    @property
+    def packed_row(self) -> bytes:
+        self.row = self.row or msgspec.msgpack.encode(self.prompt.row)
+        return self.row
 
     @property
     def oldest(self) -> int | None:
@@ -159,9 +175,6 @@ class GroupRules:
         )
 
 
-SLACK = 1024  # outdated deadlines that are no matter
-
-
 class Queue:
     """Queued samples, the first issued first."""
 
@@ -183,35 +196,6 @@ class Queue:
     def take(self, sample: Sample) -> None:
         entry = heapq.heappop(self._heap)
         assert entry[1] is sample
-
-
-class Deadlines:
-    """Heap of lease deadlines; a renewed lease is pushed again when its old deadline is reached."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, int, int, Sample]] = []  # serial, attempt: ties
-
-    def add(self, sample: Sample, leases: int) -> None:
-        """Add the lease of `sample`; `leases` are out in all."""
-        heapq.heappush(self._heap, (sample.deadline, sample.serial, sample.attempt, sample))
-        if len(self._heap) > 2 * leases + SLACK:  # a deadline may be far, and answers come fast
-            self._heap = [entry for entry in self._heap if _is_open(entry[3], entry[2])]
-            heapq.heapify(self._heap)
-
-    def expired(self, now: float) -> Iterator[Sample]:
-        """Yield samples of expired leases; the caller requeues each before asking for the next."""
-        while self._heap and self._heap[0][0] <= now:
-            _, serial, attempt, sample = heapq.heappop(self._heap)
-            if not _is_open(sample, attempt):
-                continue
-            if sample.deadline > now:  # renewed meanwhile
-                heapq.heappush(self._heap, (sample.deadline, serial, attempt, sample))
-            else:
-                yield sample
-
-
-def _is_open(sample: Sample, attempt: int) -> bool:
-    return sample.state is State.GENERATING and sample.attempt == attempt
 
 
 class Ages:

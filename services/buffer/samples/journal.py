@@ -56,7 +56,7 @@ def _record(name: str, kept: list[tuple[str, Any]], *more: str) -> type[msgspec.
 _SAMPLE = _kept(Sample, "group", "leased_at", "deadline", "begun_at", "unscored_since")
 _SampleRecord = _record("_SampleRecord", _SAMPLE)
 _sample_values = attrgetter(*(name for name, _ in _SAMPLE))
-_GROUP = _kept(Group, "prompt", "samples", "ready", "first_ready_at")
+_GROUP = _kept(Group, "prompt", "samples", "ready", "first_ready_at", "row")
 _GroupRecord = _record("_GroupRecord", _GROUP, "prompt", "samples")
 _group_values = attrgetter(*(name for name, _ in _GROUP))
 

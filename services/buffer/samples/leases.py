@@ -1,104 +1,112 @@
-"""What a generator may have: queued samples first, then new groups as far as the rules let it."""
+"""The lease queue: who works on which sample, until when.
+
+A sample has at most one lease, to a generator or to a scorer, as its state says. A lease is named
+by `(sample_id, attempt)`: each sort of lease counts its attempts, so that results under an older
+one are told apart. Times are seconds of the broker's clock.
+"""
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
-from umbra.proto.records import SampleTask
-from umbra.services.buffer.prompts import PromptFeed
-from umbra.services.buffer.samples.batches import Batches
+from umbra.proto.access import LEASE_BYTES
+from umbra.proto.records import Task
 from umbra.services.buffer.samples.groups import Sample
-from umbra.services.buffer.samples.pool import SamplePool
-from umbra.services.buffer.samples.staleness import StalenessPolicy
-from umbra.services.config import BufferConfig
 
-log = logging.getLogger(__name__)
+FILL_BYTES = LEASE_BYTES // 4  # of a reply: the last row and trajectory in it come on top
+SLACK = 1024  # outdated deadlines that are no matter
 
 
-class Leases:
-    """Leases samples by the admission, lease and partial rules of `staleness`.
+@dataclass(slots=True)
+class Grant:
+    """Tasks of one reply, leased to `holder`: at most `capacity`, of about `FILL_BYTES`."""
 
-    Groups are issued only when a generator asks and nothing is queued, so the batch that a group
-    counts for is decided by what is under way.
+    holder: str
+    request: int  # its id, by which it is answered again if the reply is lost
+    capacity: int
+    now: float
+    version: int = 0  # that a generator serves
+    tasks: list[Task] = field(default_factory=list[Task])
+    filled: int = 0  # bytes of rows and trajectories
+
+    @property
+    def room(self) -> int:
+        return self.capacity - len(self.tasks) if self.filled < FILL_BYTES else 0
+
+
+class LeaseTable:
+    """All leases, by holder and by deadline.
+
+    Args:
+        lease_s: seconds until a lease that is not renewed expires.
     """
 
-    def __init__(
-        self,
-        pool: SamplePool,
-        batches: Batches,
-        policy: StalenessPolicy,
-        prompts: PromptFeed,
-        config: BufferConfig,
-        counters: Counter[str],
-    ) -> None:
-        self._pool = pool
-        self._batches = batches
-        self._policy = policy
-        self._prompts = prompts
-        self._config = config
-        self._counters = counters
+    def __init__(self, lease_s: float) -> None:
+        self.lease_s = lease_s
+        self.held: dict[str, dict[str, Sample]] = {}  # by holder
+        self._count = 0
+        self._pushed = 0  # breaks ties of deadlines
+        # (deadline, tie, number of the lease, sample); a renewed lease is pushed again when its
+        # old deadline is reached.
+        self._heap: list[tuple[float, int, int, Sample]] = []
 
-    @property
-    def available(self) -> int:
-        """Samples that could be leased now to a generator with the newest weights."""
-        return self._pool.ledger.count("queued") + max(self._room, 0) * self._config.group_size
+    def __len__(self) -> int:
+        return self._count
 
-    @property
-    def _room(self) -> int:
-        """Groups that may be issued."""
-        if self._pool.blocked:
-            return 0
-        return self._policy.room(self._batches.untrained, self._batches.version)
+    def add(self, sample: Sample, holder: str, now: float) -> None:
+        """Lease `sample`, whose state and attempt are set, to `holder`."""
+        sample.holder = holder
+        sample.leased_at = now
+        sample.deadline = now + self.lease_s
+        self.held.setdefault(holder, {})[sample.sample_id] = sample
+        self._count += 1
+        self._push(sample)
+        if len(self._heap) > 2 * self._count + SLACK:  # deadlines are far, and answers come fast
+            self._heap = [entry for entry in self._heap if _is_open(entry[3], entry[2])]
+            heapq.heapify(self._heap)
 
-    def take(
-        self, holder: str, *, version: int, capacity: int, waiting: int, now: float
-    ) -> list[SampleTask]:
-        """Lease up to `capacity` samples to `holder`, which serves `version`.
+    def find(self, sample_id: str, attempt: int, holder: str) -> Sample | None:
+        """Return the sample if `holder` has the lease `(sample_id, attempt)`."""
+        held = self.held.get(holder)
+        sample = held.get(sample_id) if held else None
+        return sample if sample is not None and sample.lease_attempt == attempt else None
 
-        `waiting` other generators want work too: each gets an equal share, so that the first to ask
-        does not leave the others idle.
-        """
-        most = min(capacity, -(-self.available // (1 + waiting))) if waiting else capacity
-        tasks: list[SampleTask] = []
-        while len(tasks) < most:
-            sample = self._next(version)
-            if sample is None:
-                break
-            if sample.oldest is not None:
-                limit = self._limit(sample, now)
-                if limit and self._config.partial_policy == "drop":
-                    self._counters[limit] += 1
-                    self._pool.end(sample.group, "stale")
-                    continue
-                if limit:
-                    self._pool.drop_partial(sample)
-                self._counters[limit or "partials_continued"] += 1
-            tasks.append(self._pool.lease(sample, holder, version, now))
-        return tasks
+    def of(self, holder: str) -> list[Sample]:
+        return list(self.held.get(holder, {}).values())
 
-    def _next(self, version: int) -> Sample | None:
-        sample = self._pool.next_queued()
-        if sample is None:
-            if self._room <= 0:
-                return None
-            due = self._policy.due_version(self._batches.untrained, self._batches.version)
-            if version < self._policy.required_version(due, self._batches.version):
-                return None
-            sample = self._pool.issue(next(self._prompts), due).samples[0]
-        return sample if version >= self.required_version(sample) else None
+    def all(self) -> list[Sample]:
+        return [sample for held in self.held.values() for sample in held.values()]
 
-    def _limit(self, sample: Sample, now: float) -> str:
-        """Which limit the partial of `sample` is past, as the name of a counter; empty if none."""
-        config, oldest = self._config, sample.oldest
-        if oldest is not None and oldest < self.required_version(sample):
-            return "partials_too_old"
-        if 0 < config.partial_max_segments <= sample.segments:
-            return "partials_of_too_many_segments"
-        if 0 < config.partial_max_age_s <= now - sample.begun_at:
-            return "partials_too_long_under_way"
-        return ""
+    def renew(self, sample: Sample, now: float) -> None:
+        sample.deadline = now + self.lease_s
 
-    def required_version(self, sample: Sample) -> int:
-        """Oldest weights that may generate `sample` now."""
-        return self._policy.required_version(sample.group.due, self._batches.version)
+    def release(self, sample: Sample) -> None:
+        """End the lease of `sample`, if it has one."""
+        if sample.holder:
+            held = self.held[sample.holder]
+            del held[sample.sample_id]
+            if not held:
+                del self.held[sample.holder]
+            sample.holder = ""
+            self._count -= 1
+
+    def expired(self, now: float) -> Iterator[Sample]:
+        """Yield samples of expired leases; the caller releases each before asking for the next."""
+        while self._heap and self._heap[0][0] <= now:
+            _, _, number, sample = heapq.heappop(self._heap)
+            if not _is_open(sample, number):
+                continue
+            if sample.deadline > now:  # renewed meanwhile
+                self._push(sample)
+            else:
+                yield sample
+
+    def _push(self, sample: Sample) -> None:
+        self._pushed += 1
+        heapq.heappush(self._heap, (sample.deadline, self._pushed, sample.leases, sample))
+
+
+def _is_open(sample: Sample, number: int) -> bool:
+    return bool(sample.holder) and sample.leases == number

@@ -3,10 +3,9 @@
     queued -> generating -> scoring -> ready -> training -> trained
        ^----------'       any of the first five -> ended(reason)
 
-A lease is `(sample_id, attempt)`: `attempt` counts up with every lease of the sample, so that
-answers under an older one are told apart. A sample that is taken back is queued before those that
-nobody has had yet, oldest first, and keeps its last partial. Groups are trained as a whole; they
-end as a whole too, unless they may go on with the survivors.
+A generator or scorer works on a sample under a lease (`LeaseTable`). A sample that is taken back is
+queued before those that nobody has had yet, oldest first, and keeps its last partial. Groups are
+trained as a whole; they end as a whole too, unless they may go on with the survivors.
 
 Every operation costs O(1) or O(log n) on average.
 """
@@ -14,15 +13,17 @@ Every operation costs O(1) or O(log n) on average.
 from __future__ import annotations
 
 import logging
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
+from typing import Any
 
-from umbra.proto.records import SampleTask, Score, Trajectory
+import msgspec
+
+from umbra.proto.records import SAMPLE, Score, Task, Trajectory
 from umbra.services.buffer.health import SampleFailure
 from umbra.services.buffer.prompts import GroupEnd
 from umbra.services.buffer.samples.groups import (
     Ages,
-    Deadlines,
     Group,
     GroupRules,
     Queue,
@@ -30,7 +31,8 @@ from umbra.services.buffer.samples.groups import (
     SampleOutcome,
     State,
 )
-from umbra.services.buffer.samples.ledger import RunningLedger
+from umbra.services.buffer.samples.leases import Grant, LeaseTable
+from umbra.services.buffer.samples.ledger import RunningLedger, count_reason
 from umbra.services.buffer.samples.trajectories import Packed, TrajectoryStore, pack
 from umbra.services.prompts.rows import Prompt
 
@@ -40,25 +42,26 @@ log = logging.getLogger(__name__)
 
 
 class SamplePool:
-    """All samples in flight, their leases and the ledger over them.
+    """All samples in flight and the ledger over them.
 
     Args:
-        lease_s: seconds until a lease that is not renewed expires.
-        max_attempts: lost leases of one sample until it fails.
+        max_attempts: lost leases of one sample, to generators or in one stage, until it fails.
         stages: that a trajectory passes before it is ready.
         prefix: of the ids, so that those of two pools differ.
+        pinned: all tokens of a sample must be of version `due` of its group.
     """
 
     def __init__(
         self,
         *,
         rules: GroupRules,
-        lease_s: float,
+        leases: LeaseTable,
         max_attempts: int,
         trajectory_store: TrajectoryStore,
         counters: Counter[str],
         stages: Sequence[str] = (),
         prefix: str = "",
+        pinned: bool = False,
     ) -> None:
         self.counters = counters
         self.trajectory_store = trajectory_store
@@ -69,7 +72,6 @@ class SamplePool:
         self.groups: dict[str, Group] = {}  # not yet in training, in order of issue
         self.complete: dict[str, Group] = {}  # all samples ready, in order of completion
         self.unscored: dict[str, deque[Sample]] = {stage: deque() for stage in stages}
-        self.held: defaultdict[str, dict[str, Sample]] = defaultdict(dict)  # by holder
         self.over: OrderedDict[str, SampleOutcome] = OrderedDict()
         self.group_ends: list[GroupEnd] = []  # since they were taken
         self.failures: list[SampleFailure] = []  # so with these
@@ -78,10 +80,10 @@ class SamplePool:
         self.rules = rules
         self.stages = tuple(stages)
         self.prefix = prefix
-        self._lease_s = lease_s
+        self._pinned = pinned
+        self.leases = leases
         self._max_attempts = max_attempts
         self._queue = Queue()
-        self._deadlines = Deadlines()
         self._waiting: dict[str, Group] = {}  # groups of which some samples are ready
         self.filtered_in_a_row = 0
         self.next_group = 0
@@ -108,53 +110,48 @@ class SamplePool:
         """Return the sample to lease next, without taking it."""
         return self._queue.first()
 
-    def lease(self, sample: Sample, holder: str, version: int, now: float) -> SampleTask:
-        """Lease `sample`, the `next_queued`, to `holder`, which serves `version`."""
+    def lease(self, sample: Sample, grant: Grant) -> None:
+        """Lease `sample`, the `next_queued`, to the generator of `grant`."""
         self._queue.take(sample)
         self._move(sample, State.GENERATING)
         sample.attempt += 1
-        sample.holder = holder
-        sample.leased_at = now
-        sample.leased_version = version
+        sample.leased_version = grant.version
         if sample.oldest is None:
-            sample.begun_at = now
-        sample.deadline = now + self._lease_s
-        self.held[holder][sample.sample_id] = sample
-        self._deadlines.add(sample, self.ledger.count("generating"))
-        return self.task(sample)
+            sample.begun_at = grant.now
+        self._hand_out(sample, grant)
 
-    def task(self, sample: Sample) -> SampleTask:
-        """Return what the holder of `sample` gets: the prompt, and its partial."""
-        return SampleTask(
+    def lease_scoring(self, samples: Sequence[Sample], grant: Grant) -> None:
+        """Lease `samples`, one or all of a group, to the scorer of `grant`."""
+        attempt = max(sample.score_attempts for sample in samples) + 1
+        for sample in samples:
+            sample.score_attempts = attempt
+            self._hand_out(sample, grant)
+        self._touch(samples[0].group)
+
+    def task(self, sample: Sample) -> tuple[Task, int]:
+        """Return what the holder of `sample` gets, and the bytes of its row and trajectory."""
+        group = sample.group
+        scoring = sample.state is State.SCORING
+        row: Any = msgspec.Raw(group.packed_row)
+        made: bytes | memoryview = b""
+        if sample.oldest is not None:
+            made = self.trajectory_store.packed(sample.sample_id)
+        trajectory: Any = msgspec.Raw(made) if made else None
+        task = Task(
+            kind=self.stage_of(sample) if scoring else SAMPLE,
             sample_id=sample.sample_id,
-            group_id=sample.group.group_id,
-            prompt_id=sample.group.prompt.prompt_id,
-            attempt=sample.attempt,
-            row=sample.group.prompt.row,
-            lease_s=self._lease_s,
-            partial=None
-            if sample.oldest is None
-            else self.trajectory_store.packed(sample.sample_id),
+            attempt=sample.lease_attempt,
+            group_id=group.group_id,
+            prompt_id=group.prompt.prompt_id,
+            row=row,
+            lease_s=self.leases.lease_s,
+            trajectory=trajectory,
+            pinned_version=group.due if self._pinned and not scoring else -1,
         )
+        return task, len(group.row) + len(made)
 
-    def leased(self, sample_id: str, attempt: int, holder: str) -> Sample | None:
-        """Return the sample if `holder` has the lease `(sample_id, attempt)`."""
-        sample = self.held[holder].get(sample_id) if holder in self.held else None
-        return sample if sample is not None and sample.attempt == attempt else None
-
-    def renew(self, sample: Sample, now: float) -> None:
-        """Extend the lease."""
-        sample.deadline = now + self._lease_s
-
-    def expire(self, now: float) -> None:
-        """Requeue the samples of expired leases; cut off the stragglers of groups."""
-        for sample in self._deadlines.expired(now):
-            self.counters["expired_leases"] += 1
-            log.warning(
-                "the lease of %s on %s (attempt %d) has expired",
-                sample.holder, sample.sample_id, sample.attempt,
-            )  # fmt: skip
-            self.take_back(sample, lost=True)
+    def cut_stragglers(self, now: float) -> None:
+        """Let groups go on without the samples that they have waited for long enough."""
         if not self.rules.survivors:
             return  # no group goes on without its stragglers, and there may be thousands
         for group in [g for g in self._waiting.values() if self.rules.overdue(g, now)]:
@@ -162,14 +159,6 @@ class SamplePool:
             log.info("%s goes on without %d stragglers", group.group_id, len(slow))
             self.counters["stragglers_cut"] += len(slow)
             self.cut(group, slow, "cancelled")
-
-    def take_all_back(self, holder: str, *, lost: bool) -> int:
-        """Requeue whatever `holder` has; return how many samples that was."""
-        samples = list(self.held.get(holder, {}).values())
-        for sample in samples:
-            if sample.holder == holder:  # else it ended with another of its group just now
-                self.take_back(sample, lost=lost)
-        return len(samples)
 
     def keep(self, sample: Sample, trajectory: Trajectory, packed: Packed) -> None:
         """Store the trajectory of `sample`: complete, or a partial to continue."""
@@ -186,25 +175,50 @@ class SamplePool:
         sample.segments = 0
         self._touch(sample.group)
 
-    def take_back(self, sample: Sample, *, lost: bool, fault: str = "", own: bool = False) -> None:
+    def take_back(self, sample: Sample, *, lost: bool, reason: str = "", own: bool = False) -> None:
         """End the lease on `sample` and requeue it; after `max_attempts` lost leases it fails.
 
-        A sample that is handed back is not `lost`. `fault` is what is wrong with its answer, if
-        that is why; `own` as of `fail`.
+        Args:
+            lost: it counts as an attempt; one that is handed back does not.
+            reason: why it is lost, if that is more than silence.
+            own: as of `fail`.
         """
+        if sample.state is State.SCORING:
+            self._take_back_scoring(sample, lost, reason, own=own)
+            return
         sample.lost += lost
         if sample.lost >= self._max_attempts:
             self.counters["attempts_exhausted"] += 1
             log.warning("%s failed: %d leases were lost", sample.sample_id, sample.lost)
-            why = f"malformed answer: {fault}" if fault else f"{sample.lost} leases were lost"
-            self.fail(sample, why, own=own)
+            self.fail(sample, reason or f"{sample.lost} leases were lost", own=own)
             return
         sample.segments += sample.oldest is not None
         self._requeue(sample)
 
+    def _take_back_scoring(self, sample: Sample, lost: bool, reason: str, *, own: bool) -> None:
+        """Requeue `sample` in its stage, with all that were leased with it."""
+        stage, samples = self.stage_of(sample), self.scored_with(sample)
+        for each in samples:
+            self.leases.release(each)
+            each.score_losses += lost
+        self._touch(sample.group)
+        if lost:
+            self.counters["scoring_retries"] += 1
+        if max(each.score_losses for each in samples) < self._max_attempts:
+            self.unscored[stage].extendleft(reversed(samples))
+            return
+        self.counters["scoring_failures"] += 1
+        reason = f"{stage}: {reason}"
+        if count_reason(self.counters, reason):
+            what = f"sample {sample.sample_id}"
+            if len(samples) > 1:
+                what = f"group {sample.group.group_id}, {len(samples)} samples"
+            log.warning("%s failed in stage %s", what, reason)
+        self.fail(sample, reason, own=own)
+
     def accept(self, sample: Sample, trajectory: Trajectory, packed: Packed, now: float) -> None:
         """Store the complete `trajectory` of `sample`, and pass it to its first stage."""
-        self._release(sample)
+        self.leases.release(sample)
         self.keep(sample, trajectory, packed)
         sample.stage = 0
         sample.reward, sample.reward_parts = trajectory.reward, len(trajectory.reward_parts)
@@ -212,24 +226,13 @@ class SamplePool:
 
     def scored(self, sample: Sample, packed: Packed, reward: float, now: float) -> None:
         """Store the score of the stage that `sample` is in; `reward` is added to its own."""
+        self.leases.release(sample)
         self.trajectory_store.put_score(sample.sample_id, self.stage_of(sample), packed)
         sample.stage += 1
         sample.reward += reward
         sample.score_losses = 0
         self._touch(sample.group)
         self._advance(sample, now)
-
-    def lease_scoring(self, samples: Sequence[Sample]) -> int:
-        """Return the number of a new lease of `samples`, all of a group, to a scorer.
-
-        It is stored, so a restarted buffer gives no number twice: a late score of a response that
-        was discarded is recognised by it.
-        """
-        number = max(sample.score_attempts for sample in samples) + 1
-        for sample in samples:
-            sample.score_attempts = number
-        self._touch(samples[0].group)
-        return number
 
     def stage_of(self, sample: Sample) -> str:
         return self.stages[sample.stage]
@@ -257,7 +260,6 @@ class SamplePool:
             self.complete.pop(group.group_id, None)
         self.drop_partial(sample)
         sample.stage = sample.score_losses = 0
-        sample.score_attempts += 1  # who scores what there was of it has lost the lease
         self._requeue(sample)
         self._score_again(group)
 
@@ -332,15 +334,12 @@ class SamplePool:
                 self.samples[sample.sample_id] = sample
                 sample.leased_at = sample.begun_at = sample.unscored_since = now
                 self.ledger.restore(sample.state)
-                if sample.state is State.QUEUED:
+                if sample.holder:
+                    self.leases.add(sample, sample.holder, now)
+                elif sample.state is State.QUEUED:
                     self._queue.add(sample)
-                elif sample.state is State.SCORING:
-                    if self.scored_with(sample):
-                        self.unscored[self.stages[sample.stage]].append(sample)
-                elif sample.state is State.GENERATING:
-                    sample.deadline = now + self._lease_s
-                    self.held[sample.holder][sample.sample_id] = sample
-                    self._deadlines.add(sample, self.ledger.count("generating"))
+                elif sample.state is State.SCORING and self.scored_with(sample):
+                    self.unscored[self.stages[sample.stage]].append(sample)
             self._score_again(group)
             if not any(sample.state is State.TRAINING for sample in group.samples):
                 self.groups[group.group_id] = group
@@ -398,16 +397,20 @@ class SamplePool:
         self.group_ends.append(group.end("complete"))
 
     def _score_again(self, group: Group) -> None:
-        """Void the scores of a group that is scored at once if one of its responses is new."""
+        """Void leases and scores of a group that is scored at once, if one response is new."""
         rules = self.rules
         if rules.together not in self.stages or not rules.scores_together(group.prompt):
             return
         stage = self.stages.index(rules.together)
+        for sample in group.samples:
+            if sample.stage == stage and sample.holder and not self.scored_with(sample):
+                self.leases.release(sample)
         scored = [sample for sample in group.samples if sample.stage > stage]
         if not 0 < len(scored) < len(group.samples):
             return
         self._touch(group)
         for sample in scored:
+            self.leases.release(sample)
             sample.stage, sample.score_losses = stage, 0
             sample.reward = self.trajectory_store.get(sample.sample_id).reward
             if sample.state is State.READY:
@@ -418,9 +421,16 @@ class SamplePool:
         if not group.ready:
             self._waiting.pop(group.group_id, None)
 
+    def _hand_out(self, sample: Sample, grant: Grant) -> None:
+        self.leases.add(sample, grant.holder, grant.now)
+        sample.asked = grant.request
+        task, size = self.task(sample)
+        grant.tasks.append(task)
+        grant.filled += size
+
     def _requeue(self, sample: Sample) -> None:
         self._move(sample, State.QUEUED)
-        self._release(sample)
+        self.leases.release(sample)
         self._queue.add(sample)
         self.openings += 1
 
@@ -439,17 +449,9 @@ class SamplePool:
         sample.state = target
         self._touch(sample.group)
 
-    def _release(self, sample: Sample) -> None:
-        if sample.holder:
-            held = self.held[sample.holder]
-            held.pop(sample.sample_id, None)
-            if not held:
-                del self.held[sample.holder]
-            sample.holder = ""
-
     def _finish(self, sample: Sample, end: str) -> None:
         answered = sample.state in (State.SCORING, State.READY, State.TRAINING)
-        self._release(sample)
+        self.leases.release(sample)
         sample.state = State.OVER
         self._touch(sample.group)
         del sample.group  # its group has it: a cycle would keep both until a collection, which

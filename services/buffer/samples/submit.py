@@ -74,7 +74,8 @@ class Submissions:
             if sample.state is State.GENERATING:
                 # If others' answers are sound, it is the sender's fault and not the sample's.
                 own = self._sound in ("", sender)
-                self._pool.take_back(sample, lost=True, fault=fault, own=own)
+                why = f"malformed answer: {fault}"
+                self._pool.take_back(sample, lost=True, reason=why, own=own)
             return self._refuse("malformed_trajectory", f"malformed: {fault}")
         unfit = self._unfit(sample, trajectory)
         if unfit is not None:
@@ -92,7 +93,7 @@ class Submissions:
 
     def hand_back(self, returned: ReturnedSample, sender: str) -> None:
         """Requeue a returned sample, or fail it."""
-        sample = self._pool.leased(returned.sample_id, returned.attempt, sender)
+        sample = self._leased(returned.sample_id, returned.attempt, sender)
         if sample is None:
             self._counters["late_returns"] += 1
             return
@@ -107,14 +108,18 @@ class Submissions:
 
     def flush(self, partial: Trajectory, sender: str, now: float) -> bool:
         """Store a partial whose sample goes on; False if `sender` has no lease on it."""
-        sample = self._pool.leased(partial.sample_id, partial.attempt, sender)
+        sample = self._leased(partial.sample_id, partial.attempt, sender)
         if sample is None:
             self._counters["late_flushes"] += 1
             return False
         self._keep(sample, partial, sender)
         self._counters["flushed"] += 1
-        self._pool.renew(sample, now)
+        self._pool.leases.renew(sample, now)
         return True
+
+    def _leased(self, sample_id: str, attempt: int, sender: str) -> Sample | None:
+        sample = self._pool.leases.find(sample_id, attempt, sender)
+        return sample if sample is not None and sample.state is State.GENERATING else None
 
     def _keep(self, sample: Sample, partial: Trajectory, sender: str) -> None:
         fault = self._fault(sample, partial)
@@ -135,13 +140,6 @@ class Submissions:
 
     def _give_up(self, sample: Sample) -> None:
         self._pool.end(sample.group, "stale")
-
-    def renew(self, sample_id: str, attempt: int, sender: str, now: float) -> bool:
-        """Extend a lease; False if `sender` should stop working on the sample."""
-        sample = self._pool.leased(sample_id, attempt, sender)
-        if sample is not None:
-            self._pool.renew(sample, now)
-        return sample is not None or self.is_accepted(sample_id, attempt)
 
     def is_accepted(self, sample_id: str, attempt: int) -> bool:
         """True if the answer under this lease was accepted."""

@@ -8,12 +8,12 @@ a batch or to a scorer. The trainer puts trajectory and scores together (`BatchL
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import xxhash
 
-from umbra.proto.messages import SubmitScores, SubmitTrajectories
+from umbra.proto.messages import SubmitResults
 from umbra.proto.net.server import Request
 from umbra.proto.records import Score, Trajectory
 from umbra.services.buffer.store import Store
@@ -37,28 +37,26 @@ class PackedBatch(NamedTuple):
     digest: str  # over all bytes of both
 
 
-class _Trajectories(msgspec.Struct):
-    trajectories: list[msgspec.Raw]
+class _Results(msgspec.Struct):
+    trajectories: list[msgspec.Raw] = []
+    scores: list[msgspec.Raw] = []
 
 
-class _Scores(msgspec.Struct):
-    scores: list[msgspec.Raw]
+_cut = msgspec.msgpack.Decoder(_Results).decode
 
 
-_cut_trajectories = msgspec.msgpack.Decoder(_Trajectories).decode
-_cut_scores = msgspec.msgpack.Decoder(_Scores).decode
-
-
-def as_arrived(request: Request) -> list[Packed]:
-    """Cut the trajectories or scores out of a message, byte by byte as they came.
+def as_arrived(
+    request: Request, body: SubmitResults
+) -> tuple[list[tuple[Trajectory, Packed]], list[tuple[Score, Packed]]]:
+    """Cut the trajectories and scores out of a message, byte by byte as they came.
 
     They are copies: a message must not stay in memory for one small part of it.
     """
-    frame = request.frame or _encode(request.body)
-    if isinstance(request.body, SubmitTrajectories):
-        return list(map(bytes, _cut_trajectories(frame).trajectories))
-    assert isinstance(request.body, SubmitScores)
-    return list(map(bytes, _cut_scores(frame).scores))
+    cut = _cut(request.frame or _encode(body))
+    return (
+        list(zip(body.trajectories, map(bytes, cut.trajectories), strict=True)),
+        list(zip(body.scores, map(bytes, cut.scores), strict=True)),
+    )
 
 
 def pack(record: Trajectory | Score) -> Packed:
@@ -92,9 +90,9 @@ class TrajectoryStore:
         """Return the newest trajectory of the sample, without scores. Raises KeyError."""
         return _decode(self._store.get(PREFIX + sample_id))
 
-    def packed(self, sample_id: str) -> Trajectory:
-        """Return it undecoded, to be put into a message. Raises KeyError."""
-        return cast(Trajectory, msgspec.Raw(self._store.get(PREFIX + sample_id)))
+    def packed(self, sample_id: str) -> bytes | memoryview:
+        """Return it undecoded. Raises KeyError."""
+        return self._store.get(PREFIX + sample_id)
 
     def batch(self, sample_ids: Sequence[str]) -> PackedBatch:
         """Return what a batch of these samples is sent as. Raises KeyError."""

@@ -1,4 +1,4 @@
-"""The generator's side of its dialogue with the buffer; nothing here blocks but `flush`."""
+"""The side of a generator or scorer in its dialogue with the buffer; nothing blocks but `flush`."""
 
 from __future__ import annotations
 
@@ -8,50 +8,49 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TypeVar
 
 from umbra.proto.bounds import LEASES
 from umbra.proto.codec import portions
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import DeadlineError
 from umbra.proto.messages import (
-    FlushPartials,
     Interrupt,
-    LeaseSamples,
+    LeaseTasks,
     Message,
-    RenewAck,
     RenewLeases,
     ReturnedSample,
-    ReturnSamples,
-    SampleLeases,
-    SubmitAck,
-    SubmitTrajectories,
+    ReturnTasks,
+    SubmitResults,
+    TaskLeases,
 )
 from umbra.proto.net.channel import Channel
-from umbra.proto.records import SampleTask, Trajectory, array_bytes
+from umbra.proto.records import SAMPLE, Score, Task, Trajectory, array_bytes
 
 WAIT_S = 1.0  # how long the buffer may keep a question for work open
 GRACE_S = 60.0  # without an answer for so long, the buffer is gone
-# For so long finished samples wait for others to go with them: a message and the commit that it is
-# answered after cost as much as a dozen samples.
+# For so long results wait for others to go with them: a message and the commit that it is answered
+# after cost as much as a dozen samples.
 GATHER_S = 0.02
 
 log = logging.getLogger(__name__)
-
-M = TypeVar("M", bound=Message)
 
 Lease = tuple[str, int]
 """`(sample_id, attempt)`."""
 
 
-class BufferClient:
-    """Asks for samples, delivers trajectories, renews leases. Answers are taken in by `poll`.
+Result = Trajectory | Score
+
+
+class TaskClient:
+    """Asks for tasks of one kind, delivers results, renews leases. `poll` takes the answers in.
 
     Args:
         channel: to the buffer's data socket.
         wake: set, from other threads, when an answer is there, or anything else to do.
         clock: seconds, monotonic.
         grace_s: seconds that the buffer may be away for.
+        kind: of the tasks: samples to generate, or a scoring stage.
+        gather_s: seconds that results wait for others.
     """
 
     def __init__(
@@ -60,17 +59,22 @@ class BufferClient:
         wake: threading.Event,
         clock: Callable[[], float] = time.monotonic,
         grace_s: float = GRACE_S,
+        kind: str = SAMPLE,
+        gather_s: float = GATHER_S,
     ) -> None:
+        self.accepted = 0
         self.refused = 0
+        self.kind = kind
+        self._gather_s = gather_s
         self._channel = channel
         self._wake = wake
         self._clock = clock
         self._grace_s = grace_s
         self._open: list[tuple[Future[Message], Callable[[Future[Message]], object]]] = []
-        self._tasks: list[SampleTask] = []
+        self._tasks: list[Task] = []
         self._lost: list[Lease] = []
         self._undelivered: dict[str, int] = {}  # sample -> attempt, until the buffer has stored it
-        self._gathered: list[Trajectory] = []  # of those, the ones that were not sent yet
+        self._gathered: list[Result] = []  # of those, the ones that were not sent yet
         self._send_at = 0.0  # when they are sent
         self._asked: set[int] = set()  # versions named in open questions for work
         self._pinned_to: int | None = None  # version that more samples of an evaluation wait for
@@ -81,22 +85,22 @@ class BufferClient:
         """True if the buffer is known to have more samples that are pinned to `version`."""
         return self._pinned_to == version
 
-    def ask(self, capacity: int, version: int) -> None:
-        """Ask for up to `capacity` samples, unless that is being asked already.
+    def ask(self, capacity: int, version: int = 0) -> None:
+        """Ask for up to `capacity` tasks, unless that is being asked already.
 
         New weights are worth a question of their own: the old one may wait for just them.
         """
         if capacity <= 0 or version in self._asked:
             return
         self._asked.add(version)
-        body = LeaseSamples(capacity=capacity, version=version, wait_s=WAIT_S)
+        body = LeaseTasks(kind=self.kind, capacity=capacity, version=version, wait_s=WAIT_S)
 
         def heard(future: Future[Message]) -> None:
-            self._granted(version, _answer(future, SampleLeases))
+            self._granted(version, _answer(future))
 
         self._send(body, heard, timeout_s=WAIT_S + self._grace_s)
 
-    def _granted(self, version: int, answer: SampleLeases | SubmitAck | None) -> None:
+    def _granted(self, version: int, answer: TaskLeases | None) -> None:
         self._asked.discard(version)
         self._pinned_to = version if answer is not None and answer.more_pinned else None
         if answer is not None and answer.tasks:
@@ -106,33 +110,41 @@ class BufferClient:
                 self._lease_s = shortest
                 self._renew_at = self._clock() + shortest / 3
 
-    def submit(
-        self, trajectories: Sequence[Trajectory], capacity: int = 0, version: int = 0
-    ) -> None:
-        """Deliver finished samples, those of `GATHER_S` together; a lone one goes at once.
+    def submit(self, results: Sequence[Result], capacity: int = 0, version: int = 0) -> None:
+        """Deliver finished tasks, those of `gather_s` together; a lone one goes at once.
 
         What is sent asks for up to `capacity` samples too, as `ask` does, but is answered at once:
         `ask` again if none come. Call it after every step, also without any sample; `wait` and
         `flush` send at once what there is.
         """
-        if trajectories:
-            self._gathered += trajectories
-            self._undelivered.update((t.sample_id, t.attempt) for t in trajectories)
+        self._gathered += results
+        self._undelivered.update((one.sample_id, one.attempt) for one in results)
         if self._gathered and self._clock() >= self._send_at:
-            self._send_at = self._clock() + GATHER_S
+            self._send_at = self._clock() + self._gather_s
             self.deliver(capacity, version)
 
     def deliver(self, capacity: int = 0, version: int = 0) -> None:
-        """Send the gathered samples now, with a question as that of `submit`."""
+        """Send the gathered results now, with a question as that of `submit`."""
         gathered, self._gathered = self._gathered, []
-        for portion in portions(gathered, array_bytes):
-            leases = [(t.sample_id, t.attempt) for t in portion]
+        for portion in portions(gathered, _bytes):
             asks = capacity > 0 and version not in self._asked
-            body = SubmitTrajectories(trajectories=portion)
             if asks:
                 self._asked.add(version)
-                body = SubmitTrajectories(trajectories=portion, capacity=capacity, version=version)
-            self._send(body, partial(self._stored, leases, version if asks else None))
+            self.deliver_together(portion, capacity if asks else 0, version)
+
+    def deliver_together(
+        self, results: Sequence[Result], capacity: int = 0, version: int = 0
+    ) -> None:
+        """Send `results` now and in one message, as a group that is scored at once has to be."""
+        leases = [(one.sample_id, one.attempt) for one in results]
+        self._undelivered.update(leases)
+        body = SubmitResults(
+            trajectories=[one for one in results if isinstance(one, Trajectory)],
+            scores=[one for one in results if isinstance(one, Score)],
+            capacity=capacity,
+            version=version,
+        )
+        self._send(body, partial(self._stored, leases, version if capacity else None))
 
     def _stored(self, leases: list[Lease], asked: int | None, future: Future[Message]) -> None:
         for sample_id, attempt in leases:
@@ -140,8 +152,9 @@ class BufferClient:
                 del self._undelivered[sample_id]
         answer = future.result()  # undeliverable work ends this process
         if asked is not None:
-            self._granted(asked, answer if isinstance(answer, SubmitAck) else None)
-        if isinstance(answer, SubmitAck):
+            self._granted(asked, answer if isinstance(answer, TaskLeases) else None)
+        if isinstance(answer, TaskLeases):
+            self.accepted += answer.accepted
             self.refused += len(answer.refused)
             for sample_id, reason in answer.refused.items():
                 log.info("the buffer refused %s: %s", sample_id, reason)
@@ -149,13 +162,13 @@ class BufferClient:
     def give_back(self, samples: Sequence[ReturnedSample]) -> None:
         """Hand samples back, unfinished or failed."""
         for portion in portions(samples, lambda sample: array_bytes(sample.partial)):
-            self._send(ReturnSamples(samples=portion), lambda future: _answer(future, Message))
+            self._send(ReturnTasks(samples=portion), _answer)
 
     def save(self, partials: Sequence[Trajectory]) -> None:
         """Send partials of samples that go on, for the buffer to keep."""
         for portion in portions(partials, array_bytes):
             held = [(t.sample_id, t.attempt) for t in portion]
-            self._send(FlushPartials(partials=portion), partial(self._renewed, held))
+            self._send(RenewLeases(partials=portion), partial(self._renewed, held))
 
     def interrupts(self) -> list[Interrupt]:
         """Return the interrupts since the last call."""
@@ -178,22 +191,20 @@ class BufferClient:
             self._send(RenewLeases(leases=portion), renewed, timeout_s=self._lease_s)
 
     def _renewed(self, held: list[Lease], future: Future[Message]) -> None:
-        answer = _answer(future, RenewAck)
+        answer = _answer(future)
         if answer is not None and answer.lost:
             attempts = dict(held)
             self._lost += [(s, attempts[s]) for s in answer.lost if s in attempts]
 
-    def poll(self) -> tuple[list[SampleTask], list[Lease]]:
-        """New samples to work on, and leases that were lost, since the last call.
+    def poll(self) -> tuple[list[Task], list[Lease]]:
+        """New tasks to work on, and leases that were lost, since the last call.
 
         Raises:
             UmbraError: the buffer refused a request or did not store what was delivered.
         """
-        still_open = []
-        done = []
-        for entry in self._open:
-            (done if entry[0].done() else still_open).append(entry)
-        self._open = still_open
+        done = [entry for entry in self._open if entry[0].done()]
+        for entry in done:
+            self._open.remove(entry)
         for future, handle in done:
             handle(future)
         tasks, self._tasks = self._tasks, []
@@ -205,8 +216,8 @@ class BufferClient:
         self._wake.wait(timeout_s)
         self._wake.clear()
 
-    def flush(self, deadline_s: float) -> list[SampleTask]:
-        """Wait until everything is answered, or the deadline; return samples that still came."""
+    def flush(self, deadline_s: float) -> list[Task]:
+        """Wait until everything is answered, or the deadline; return tasks that still came."""
         self.deliver()
         deadline = Deadline(deadline_s, clock=self._clock)
         late, _ = self.poll()
@@ -229,11 +240,17 @@ class BufferClient:
         self._open.append((future, handle))
 
 
-def _answer(future: Future[Message], cls: type[M]) -> M | None:
+def _bytes(result: Result) -> int:
+    if isinstance(result, Trajectory):
+        return array_bytes(result)
+    return len(result.logprobs or b"")
+
+
+def _answer(future: Future[Message]) -> TaskLeases | None:
     """Return the answer, or None if none came in time; the next question makes up for it."""
     try:
         answer = future.result()
     except DeadlineError as error:
         log.warning("%s", error)
         return None
-    return answer if isinstance(answer, cls) else None
+    return answer if isinstance(answer, TaskLeases) else None

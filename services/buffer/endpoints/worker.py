@@ -1,0 +1,251 @@
+"""The side of generators and scorers: questions for tasks, results, renewals and returns."""
+
+from __future__ import annotations
+
+import logging
+
+from umbra.proto import messages as m
+from umbra.proto.bounds import BATCH
+from umbra.proto.net.server import Request
+from umbra.proto.records import SAMPLE
+from umbra.services.buffer.effects import Parked, ParkedRequests
+from umbra.services.buffer.samples.evaluation import EVAL_PREFIX, EvalAnswers
+from umbra.services.buffer.samples.groups import State
+from umbra.services.buffer.samples.leases import Grant
+from umbra.services.buffer.samples.submit import Submissions
+from umbra.services.buffer.samples.trajectories import as_arrived
+from umbra.services.buffer.state import RunState
+
+NOTHING = m.TaskLeases()
+
+log = logging.getLogger(__name__)
+
+
+class WorkerEndpoint:
+    """Answers generators and scorers.
+
+    A request that finds no work is parked, one per worker; a newer one replaces it (a generator
+    serves newer weights, say), and the older is answered with nothing.
+    """
+
+    def __init__(self, run: RunState) -> None:
+        self.closed = False
+        self._run = run
+        self._leases = run.leases
+        self._counters = run.counters
+        self._batches = run.batches
+        self._evals = run.evals
+        self._scoring = run.scoring
+        self._outbox = run.outbox
+        self._answers = Submissions(
+            run.pool, run.batches, run.policy, run.facts, run.counters, run.health.answered
+        )
+        self._eval_answers = EvalAnswers(
+            run.evals.pool, run.batches, run.policy, run.facts, run.counters
+        )
+        self._generators = ParkedRequests[m.LeaseTasks]()
+        self._scorers = ParkedRequests[m.LeaseTasks]()
+        self._granted: dict[str, int] = {}  # by worker, its newest request that got work
+        self._served_at = (-1, -1, -1)  # openings and version when generators were last served
+
+    def lease(self, request: Request, body: m.LeaseTasks, now: float) -> None:
+        """Lease tasks, or park the request."""
+        scores = body.kind != SAMPLE
+        if not self._may(request, "scorer" if scores else "generator"):
+            return
+        name = request.header.sender
+        if scores and body.kind not in self._run.buffer.stages:
+            known = ", ".join(self._run.buffer.stages) or "none"
+            reason = f"the run has no stage {body.kind!r}; buffer.stages has {known}"
+            self._counters["unknown_stage"] += 1
+            self._outbox.refuse(request, "unknown_stage", reason, "kind")
+            return
+        if not scores and not self._exists(body.version):
+            newest = self._batches.newest
+            reason = f"{name} serves version {body.version}, but 0 to {newest} exist"
+            self._outbox.refuse(request, "wrong_version", reason, "version")
+            return
+        if scores:
+            self._scoring.serving[name] = body.kind
+        grant = self._grant(request, body, now)
+        if grant.tasks or self.closed or body.wait_s <= 0 or body.capacity <= 0:
+            self._outbox.reply(request, self._reply(grant))
+        else:
+            parked = self._scorers if scores else self._generators
+            parked.park(Parked(request, body, now + body.wait_s))
+
+    def submit(self, request: Request, body: m.SubmitResults, now: float) -> None:
+        """Accept trajectories or scores, name those that are refused, and lease more samples."""
+        scores_only = body.scores and not body.trajectories
+        if not self._may(request, "scorer" if scores_only else "generator"):
+            return
+        refused: dict[str, str] = {}
+        sender = request.header.sender
+        trajectories, scores = as_arrived(request, body)
+        for trajectory, packed in trajectories:
+            answers = self._for(trajectory.sample_id)
+            reason = answers.submit(trajectory, packed, sender, now)
+            if reason is not None:
+                refused[trajectory.sample_id] = reason
+        if scores:
+            refused = self._scoring.submit(scores, sender, now)
+        grant = Grant(sender, request.header.id, 0, now, body.version)
+        if body.capacity > 0 and not scores and self._exists(body.version):
+            grant = self._grant(request, body, now)
+        accepted = len(trajectories) + len(scores) - len(refused)
+        self._outbox.reply(request, self._reply(grant, accepted, refused))
+
+    def hand_back(self, request: Request, body: m.ReturnTasks, _now: float) -> None:
+        for returned in body.samples:
+            self._for(returned.sample_id).hand_back(returned, request.header.sender)
+        self._outbox.reply(request, m.Ok())
+
+    def renew(self, request: Request, body: m.RenewLeases, now: float) -> None:
+        """Extend leases and store partials; name lost leases."""
+        sender = request.header.sender
+        lost: list[str] = []
+        for sample_id, attempt in body.leases:
+            sample = self._leases.find(sample_id, attempt, sender)
+            if sample is not None:
+                self._leases.renew(sample, now)
+            elif not self._for(sample_id).is_accepted(sample_id, attempt):
+                lost.append(sample_id)
+        lost += [
+            partial.sample_id
+            for partial in body.partials
+            if not self._for(partial.sample_id).flush(partial, sender, now)
+        ]
+        self._outbox.reply(request, m.TaskLeases(lost=lost))
+
+    def serve(self, now: float) -> None:
+        """Retry the parked requests; of generators, if anything has opened up since last time."""
+        for question in self._scorers.all():
+            if self._scoring.waiting(question.body.kind):
+                self._serve(self._scorers, question, 0, now)
+        state = (self._run.pool.openings, self._evals.pool.openings, self._batches.version)
+        if state == self._served_at:
+            return
+        self._served_at = state
+        waiting = len(self._generators)
+        for question in self._generators.all():
+            waiting -= 1
+            self._serve(self._generators, question, waiting, now)
+
+    def expire(self, now: float) -> None:
+        """Requeue the samples of expired leases; answer overdue requests."""
+        for sample in self._leases.expired(now):
+            self._counters["expired_leases"] += 1
+            log.warning(
+                "the lease of %s on %s (attempt %d) has expired",
+                sample.holder, sample.sample_id, sample.lease_attempt,
+            )  # fmt: skip
+            why = ""
+            if sample.state is State.SCORING:
+                why = f"{sample.holder} did not answer within {self._leases.lease_s:g} s"
+            self._run.pool_of(sample.sample_id).take_back(sample, lost=True, reason=why)
+        for parked in (self._generators, self._scorers):
+            for question in parked.take_overdue(now):
+                self._outbox.reply(question.request, NOTHING)
+
+    def take_back(self, name: str, *, lost: bool) -> int:
+        """Requeue whatever `name` holds, which has left; return how many samples that was."""
+        if question := self._generators.take(name) or self._scorers.take(name):
+            self._outbox.refuse_departed(question.request)
+        self._granted.pop(name, None)
+        self._scoring.serving.pop(name, None)
+        samples = self._leases.of(name)
+        for sample in samples:
+            if sample.holder == name:  # else it ended with another of its group just now
+                why = f"{name} is gone" if sample.state is State.SCORING else ""
+                self._run.pool_of(sample.sample_id).take_back(sample, lost=lost, reason=why)
+        return len(samples)
+
+    def close(self) -> None:
+        self.closed = True
+        for question in (*self._generators.take_all(), *self._scorers.take_all()):
+            self._outbox.reply(question.request, NOTHING)
+
+    def _may(self, request: Request, role: m.Role) -> bool:
+        """True if the sender is of `role`; else refuse what only that may ask or send."""
+        peer = self._run.members.peers[request.header.sender]
+        if peer.role == role:
+            return True
+        self._counters["wrong_role"] += 1
+        reason = f"this is for a {role}, {peer.name} is a {peer.role}"
+        self._outbox.refuse(request, "wrong_role", reason, "kind")
+        return False
+
+    def _exists(self, version: int) -> bool:
+        """True if such a version of the weights exists; else count it."""
+        if 0 <= version <= self._batches.newest:
+            return True
+        self._counters["wrong_version"] += 1
+        return False
+
+    def _grant(self, request: Request, body: m.LeaseTasks | m.SubmitResults, now: float) -> Grant:
+        """Lease for a new request, which replaces a parked one."""
+        name = request.header.sender
+        for parked in (self._generators, self._scorers):
+            if older := parked.take(name):
+                self._outbox.reply(older.request, NOTHING)
+        grant = Grant(name, request.header.id, min(body.capacity, BATCH), now, body.version)
+        if not self._grant_again(grant):
+            self._take(body, grant, len(self._generators))
+        return grant
+
+    def _serve(
+        self,
+        parked: ParkedRequests[m.LeaseTasks],
+        question: Parked[m.LeaseTasks],
+        waiting: int,
+        now: float,
+    ) -> None:
+        request, body = question.request, question.body
+        capacity = min(body.capacity, BATCH)
+        grant = Grant(question.name, request.header.id, capacity, now, body.version)
+        self._take(body, grant, waiting)
+        if grant.tasks:
+            parked.take(question.name)
+            self._outbox.reply(request, self._reply(grant))
+
+    def _take(self, body: m.LeaseTasks | m.SubmitResults, grant: Grant, waiting: int) -> None:
+        if self.closed:
+            return
+        if isinstance(body, m.LeaseTasks) and body.kind != SAMPLE:
+            self._scoring.take(body.kind, grant)
+        elif not self._run.paused:
+            self._evals.take(grant)
+            if not self._evals.pausing:
+                self._run.admission.take(grant, waiting)
+        if grant.tasks:
+            self._granted[grant.holder] = max(grant.request, self._granted.get(grant.holder, 0))
+
+    def _grant_again(self, grant: Grant) -> bool:
+        """Grant what the sender got by this very request, if the answer was lost with the buffer.
+
+        The server recognises resends, but forgets them when the buffer restarts. Request numbers
+        count up, so one above all that got work is new.
+        """
+        name = grant.holder
+        if grant.request > self._granted.get(name, grant.request):
+            return False
+        held = self._leases.of(name)
+        if name not in self._granted:  # the buffer has started again, or it is the first request
+            self._granted[name] = max((sample.asked for sample in held), default=0)
+        for sample in held:
+            if sample.asked == grant.request:
+                grant.tasks.append(self._run.pool_of(sample.sample_id).task(sample)[0])
+        return bool(grant.tasks)
+
+    def _reply(
+        self, grant: Grant, accepted: int = 0, refused: dict[str, str] | None = None
+    ) -> m.TaskLeases:
+        return m.TaskLeases(
+            tasks=grant.tasks,
+            more_pinned=bool(grant.tasks) and self._evals.waits_for(grant.version),
+            accepted=accepted,
+            refused=refused or {},
+        )
+
+    def _for(self, sample_id: str) -> Submissions:
+        return self._eval_answers if sample_id.startswith(EVAL_PREFIX) else self._answers
