@@ -250,6 +250,12 @@ class Task(Record, frozen=True, kw_only=True):
     trajectory: Trajectory | None = None  # to score, or to continue from
     pinned_version: int = -1  # of an eval sample: every token must be of this version
 
+    @property
+    def made(self) -> Trajectory:
+        """The trajectory of a task that has one, as all have that are to be scored."""
+        assert self.trajectory is not None
+        return self.trajectory
+
 
 class Score(Told, Kept, frozen=True, kw_only=True):
     """What a scorer found for one trajectory of T response tokens, or the `error` it ran into.

@@ -74,14 +74,13 @@ class LogprobWorker:
         sound: list[Task] = []
         own: list[list[Trajectory]] = []
         for task in tasks:
-            assert task.trajectory is not None
             # Eval samples, which may be greedy, have no stage of logprobs; the trainer judges.
-            if fault := find_fault(task.trajectory, self._facts, trained=self._replay):
+            if fault := find_fault(task.made, self._facts, trained=self._replay):
                 error = f"{fault} (the scorer's model must be of the generator's family)"
                 yield [Score(sample_id=task.sample_id, attempt=task.attempt, error=error)]
             else:
                 sound.append(task)
-                own.append(task.trajectory.lines)
+                own.append(task.made.lines)
         if not sound:
             return
         trajectories = [line for lines in own for line in lines]

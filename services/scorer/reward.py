@@ -63,8 +63,7 @@ class RewardWorker:
         self._pool.close()
 
     def _said(self, task: Task) -> Said:
-        made = task.trajectory
-        assert made is not None
+        made = task.made
         response, prompt = unpack_int32(made.response_ids), unpack_int32(made.prompt_ids)
         return self._chat.said(response, prompt, stops=self._stops(task.row))
 

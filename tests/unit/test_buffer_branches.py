@@ -176,8 +176,8 @@ def test_scorers_find_logprobs_of_every_line(tiny_model_dir: Path) -> None:
         ((found,),) = worker.score([told], lambda: None)
         return found
 
-    together = score(scoring.trajectory)
-    alone = [unpack_float32(score(line).logprobs or b"") for line in scoring.trajectory.lines]
+    together = score(scoring.made)
+    alone = [unpack_float32(score(line).logprobs or b"") for line in scoring.made.lines]
     found = unpack_float32(together.logprobs or b"")
     assert found == pytest.approx(alone[0] + alone[1], abs=1e-6)
     assert alone[1][1] == 0 != alone[1][2]

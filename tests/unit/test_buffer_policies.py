@@ -301,7 +301,7 @@ def test_scores_of_a_response_that_was_made_anew_are_late(restarted: bool) -> No
     answer(run, "a", run.lease("a", 1, 0), 0, 0.0)
     assert give(run, "r", "reward", before, reward=7.0).refused == late
     now = [task for task in take(run, "r", "reward") if task.sample_id == name]
-    assert now[0].trajectory.attempt == before[0].trajectory.attempt + 1
+    assert now[0].made.attempt == before[0].made.attempt + 1
     assert give(run, "r", "reward", before, reward=7.0).refused == late
     assert run.ask("r", RenewLeases(leases=[(name, before[0].attempt)])) == TaskLeases(lost=[name])
     assert not give(run, "r", "reward", now, reward=2.0).refused

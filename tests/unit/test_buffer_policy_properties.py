@@ -147,12 +147,12 @@ class PolicyMachine(BrokerMachine):
 
     def judge(self, tasks: list[Task], reward: float, good: bool) -> list[Score]:
         """Scores for `tasks`, which name the message that they come in."""
-        self.judged.append({(t.sample_id, t.trajectory.attempt) for t in tasks})
+        self.judged.append({(t.sample_id, t.made.attempt) for t in tasks})
         number = float(len(self.judged) - 1)
         return [
             msgspec.structs.replace(
                 score(task, reward, good),
-                reward_parts={"judged": number, "response": float(task.trajectory.attempt)},
+                reward_parts={"judged": number, "response": float(task.made.attempt)},
             )
             for task in tasks
         ]
@@ -205,11 +205,11 @@ class PolicyMachine(BrokerMachine):
         name, stage, task = self.scoring[pick % len(self.scoring)]
         tasks = [task]
         if self.whole and stage == "reward" and all_of_it:
-            group = task.trajectory.group_id
+            group = task.made.group_id
             same = {
                 t.sample_id: t
                 for n, s, t in self.scoring
-                if (n, s, t.attempt, t.trajectory.group_id) == (name, stage, task.attempt, group)
+                if (n, s, t.attempt, t.made.group_id) == (name, stage, task.attempt, group)
             }
             tasks = list(same.values())
         scores = self.judge(tasks, pick % 2, bool(good))
@@ -300,7 +300,7 @@ class PolicyMachine(BrokerMachine):
             self.to_score("x", stage, reply.tasks)
             by_group: dict[str, list[Task]] = {}
             for task in reply.tasks:
-                by_group.setdefault(task.trajectory.group_id, []).append(task)
+                by_group.setdefault(task.made.group_id, []).append(task)
             for number, tasks in enumerate(by_group.values()):
                 scores = self.judge(tasks, number % 2, True)
                 self.world.ask("x", SubmitResults(scores=scores))
@@ -386,7 +386,7 @@ def score(task: Task, reward: float, good: bool) -> Score:
         sample_id=task.sample_id,
         attempt=task.attempt,
         reward=float(reward),
-        logprobs=logprobs_of(task.trajectory),
+        logprobs=logprobs_of(task.made),
         error="" if good else "did not work",
     )
 

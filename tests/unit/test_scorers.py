@@ -85,10 +85,10 @@ def test_logprobs_are_those_of_the_model(tiny_model_dir: Path) -> None:
     for task, (score,) in zip(tasks, worker.score(tasks, lambda: None), strict=True):
         assert (score.sample_id, score.version) == (task.sample_id, 7)
         ids = torch.tensor([[5, 6, *torch.frombuffer(
-            bytearray(task.trajectory.response_ids), dtype=torch.int32).tolist()]])  # fmt: skip
+            bytearray(task.made.response_ids), dtype=torch.int32).tolist()]])  # fmt: skip
         with torch.no_grad():
             found = model(ids).logits[0, 1:-1].log_softmax(-1).gather(1, ids[0, 2:, None])[:, 0]
-        mask = torch.tensor(list(task.trajectory.loss_mask))
+        mask = torch.tensor(list(task.made.loss_mask))
         assert score.logprobs is not None
         assert unpack_float32(score.logprobs) == pytest.approx((found * mask).tolist(), abs=1e-5)
 
@@ -105,7 +105,7 @@ def test_scorer_and_trainer_find_the_same_logprobs(tiny_model_dir: Path) -> None
         task = scoring_task(f"s{index}", response, mask, {})
         sampling = Sampling(temperature=source.choice([0.6, 1.0, 1.7]))
         made = msgspec.structs.replace(
-            task.trajectory,
+            task.made,
             sampling=sampling,
             logprobs=pack_float32([0.0] * count),
             spans=[VersionSpan(version=0, start=0, end=count)],
@@ -117,13 +117,13 @@ def test_scorer_and_trainer_find_the_same_logprobs(tiny_model_dir: Path) -> None
     found = [unpack_float32(s.logprobs or b"") for s in scores]
 
     policy, _ = load_policy(tiny_model_dir)
-    batch = make_batch([task.trajectory for task in tasks], policy.config.vocab_size)
+    batch = make_batch([task.made for task in tasks], policy.config.vocab_size)
     model = ModelScorer(policy).eval()
     expected = torch.zeros(len(batch.tokens.learned))
     with torch.no_grad():
         for micro in pack(batch.tokens, pack_tokens=256, micro_tokens=4096):
             expected[micro.source], _ = model(micro, batch.temperature[micro.source])
-    masks = [task.trajectory.loss_mask for task in tasks]
+    masks = [task.made.loss_mask for task in tasks]
     learned = [m for mask in masks for m in mask]
     flat = [x for x, m in zip(itertools.chain(*found), learned, strict=True) if m]
     row = mismatch_row(mismatch_sums(torch.tensor(flat), expected, torch.ones(len(flat)).bool()))
@@ -137,10 +137,8 @@ def test_what_the_model_cannot_score_costs_that_sample_only(tiny_model_dir: Path
     worker = LogprobWorker(model, TrainerConfig())
     good, foreign, empty = (scoring_task(n, [7, 8], b"\1\1", {}) for n in ("a", "b", "c"))
     replace = msgspec.structs.replace
-    foreign = replace(
-        foreign, trajectory=replace(foreign.trajectory, response_ids=pack_int32([7, 500]))
-    )
-    empty = replace(empty, trajectory=replace(empty.trajectory, prompt_ids=b""))
+    foreign = replace(foreign, trajectory=replace(foreign.made, response_ids=pack_int32([7, 500])))
+    empty = replace(empty, trajectory=replace(empty.made, prompt_ids=b""))
     scores = {s.sample_id: s for (s,) in worker.score([foreign, good, empty], lambda: None)}
     assert scores["a"].logprobs is not None and not scores["a"].error
     assert "reach from 7 to 500, but the model has 101 tokens" in scores["b"].error
@@ -153,6 +151,6 @@ def test_greedy_samples_are_scored_by_the_plain_softmax(tiny_model_dir: Path) ->
     worker = LogprobWorker(model, TrainerConfig())
     task = scoring_task("a", [7, 8, 9], b"\1\1\1", {})
     replace = msgspec.structs.replace
-    greedy = replace(task, trajectory=replace(task.trajectory, sampling=Sampling(temperature=0.0)))
+    greedy = replace(task, trajectory=replace(task.made, sampling=Sampling(temperature=0.0)))
     ((plain,),), ((found,),) = (list(worker.score([t], lambda: None)) for t in (task, greedy))
     assert plain.logprobs == found.logprobs

@@ -403,8 +403,9 @@ class SamplePool:
             return
         stage = self.stages.index(rules.together)
         for sample in group.samples:
-            if sample.stage == stage and sample.holder and not self.scored_with(sample):
-                self.leases.release(sample)
+            if sample.state is State.SCORING and sample.stage == stage:
+                if not self.scored_with(sample):
+                    self.leases.release(sample)
         scored = [sample for sample in group.samples if sample.stage > stage]
         if not 0 < len(scored) < len(group.samples):
             return
