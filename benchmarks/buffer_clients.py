@@ -216,7 +216,7 @@ class Producer:
         while (reply := generator.wire.receive()) is not None:
             number, body = reply
             match body:
-                case TaskLeases(tasks=tasks):
+                case TaskLeases(tasks=tasks) if number not in generator.submits:
                     generator.leases -= 1
                     generator.tasks.extend(tasks)
                 case TaskLeases():
