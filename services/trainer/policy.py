@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,12 +17,14 @@ from torch import Tensor, nn
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
-from umbra.proto.errors import UmbraError
+from umbra.proto.errors import UmbraError, UsageError
 from umbra.services.modeling.lora import is_adapter
 from umbra.services.modeling.model_directory import check_model_dir
 from umbra.services.modeling.models import load_tokenizer, outline_weights, read_weights
@@ -66,11 +69,18 @@ def open_policy(
     There are none where the model had to be loaded whole.
 
     Raises:
-        UsageError: as `load_policy`, or a weight is missing.
+        UsageError: as `load_policy`, or a weight is missing, or what was trained of it could not be
+            written.
     """
     directory = check_model_dir(path, source)
     model, files = _open(AutoModelForCausalLM, directory, source, checked)
-    return model, load_tokenizer(path, source, trust=trust), files
+    tokenizer = load_tokenizer(path, source, trust=trust)
+    with tempfile.TemporaryDirectory() as trial:
+        try:
+            _write_configs(model, tokenizer, Path(trial))
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"{source}: {path} cannot be written again: {error}") from error
+    return model, tokenizer, files
 
 
 def open_backbone(
@@ -111,10 +121,25 @@ def write_policy(
         OSError, SafetensorError: they cannot be written.
     """
     with no_progress_bars():
-        model.save_pretrained(directory, state_dict=weights)
-        tokenizer.save_pretrained(directory)
+        kept = model.generation_config
+        model.generation_config = GenerationConfig()  # a strict check would refuse what is in use
+        try:
+            model.save_pretrained(directory, state_dict=weights)
+        finally:
+            model.generation_config = kept
+    _write_configs(model, tokenizer, directory)
     for file in directory.glob("*.safetensors"):
         shutil.copymode(directory / "config.json", file)
+
+
+def _write_configs(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path
+) -> None:
+    """Write all but the weights. A generation config is written as it was read, also if invalid."""
+    model.config.save_pretrained(directory)
+    if isinstance(model.generation_config, GenerationConfig):
+        model.generation_config.to_json_file(directory / GENERATION_CONFIG_NAME)
+    tokenizer.save_pretrained(directory)
 
 
 def export_policy(

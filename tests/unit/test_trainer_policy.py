@@ -1,6 +1,8 @@
 """Models made, loaded, exported, and their weights as bytes."""
 
+import json
 import os
+import shutil
 import string
 import tempfile
 from pathlib import Path
@@ -8,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from umbra.proto.errors import UmbraError, UsageError
 from umbra.services.config import TrainerConfig
@@ -16,7 +18,7 @@ from umbra.services.modeling.model_directory import check_model_dir
 from umbra.services.trainer.distributed.ranks import Ranks, join_ranks
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.make_model import make_model
-from umbra.services.trainer.policy import export_policy, load_policy
+from umbra.services.trainer.policy import export_policy, load_policy, open_policy
 from umbra.services.trainer.snapshot import DTYPES, tensor_layout, write_shards
 from umbra.services.weights.manifest import build_manifest
 
@@ -130,6 +132,36 @@ def test_an_export_is_whole_and_replaces_an_older_one(tmp_path: Path, directory:
     assert [path.name for path in out.parent.iterdir()] == ["model"], "no scratch is left"
     assert (out / "generation_config.json").is_file()
     assert (out / "chat_template.jinja").is_file()
+
+
+def test_a_generation_config_is_exported_as_it_was_read(tmp_path: Path, directory: Path) -> None:
+    """Transformers reads many that it refuses to write."""
+    source = shutil.copytree(directory, tmp_path / "source")
+    file = source / "generation_config.json"
+    given = json.loads(file.read_text()) | {"do_sample": False, "temperature": 0.9, "top_p": 0.6}
+    file.write_text(json.dumps(given))
+    model, tokenizer, _ = open_policy(source)
+    loaded, _ = load_policy(source)
+    out = export_policy(loaded, tokenizer, tmp_path / "out")
+    written = json.loads((out / "generation_config.json").read_text())
+    assert {key: written[key] for key in given if key in written} == {
+        key: value for key, value in given.items() if key in written
+    }
+    assert (written["temperature"], written["top_p"]) == (0.9, 0.6)
+    again, _ = load_policy(out)
+    assert again.generation_config is not None
+    assert again.generation_config.to_dict() == model.generation_config.to_dict()
+
+
+def test_a_model_that_cannot_be_written_again_is_refused_at_the_start(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_given: object, **_more: object) -> None:
+        raise ValueError("no JSON")
+
+    monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", fails)
+    with pytest.raises(UsageError, match=r"model.path: .* cannot be written again: no JSON"):
+        open_policy(directory)
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
