@@ -6,8 +6,6 @@ import asyncio
 import errno
 import hmac
 import socket
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -64,23 +62,6 @@ def is_local(bound: socket.socket) -> bool:
 def url_at(host: str, port: int) -> str:
     """Return the URL of a server there."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def read_key(file: str, environ: Mapping[str, str]) -> str:
-    """Return the key of the agents' endpoint: the content of `file`, else UMBRA_AGENT_KEY's.
-
-    Raises:
-        UsageError: `file` can't be read or is empty.
-    """
-    if not file:
-        return environ.get(KEY_VARIABLE, "")
-    try:
-        key = Path(file).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"generator.serve_key: {file} cannot be read: {error}") from error
-    if not key:
-        raise UsageError(f"generator.serve_key: {file} is empty: write a key into it")
-    return key
 
 
 class ApiError(UmbraError):

@@ -153,7 +153,7 @@ def _summary(
     pieces = ", ".join(f"{key} = {value}" for key, value in trainer.chosen.items())
     rows = {
         "model": f"{name}{f' ({size(missing)} to download)' if missing else ''}",
-        "prompts": shown(run.data.prompts),
+        "prompts": ", ".join(map(shown, run.data.sources)),
         "batch": f"{groups} groups of {answers} = {groups * answers}",
         "objective": f"{trainer.objective}{f' with {pieces}' if pieces else ''}",
         "staleness": (

@@ -125,7 +125,7 @@ def _trainer(config: RunConfig, sizes: ModelSizes, gpu: int, host_memory: int | 
         host.append(Item("copy for checkpoints", state, LOADED, "set checkpoint.every = 0"))
     if trainer.mismatch_every and config.buffer.run_ahead:
         aside = weight_bytes(trainer) * trained
-        host.append(Item("weights kept aside", aside, PASS, "set trainer.mismatch_every = 0"))
+        host.append(Item("weights kept aside", aside, PASS, "set buffer.run_ahead = 0"))
     if kind == "cuda" or ranks > 1 or trainer.lora_rank:
         whole = 4 * sizes.parameters // ranks  # which rank 0 has for all of them
         host.append(Item("the whole model for the export, per rank", whole, (EXPORT,)))
@@ -242,7 +242,7 @@ def _pass(
     device = [
         Item(f"activations, {what}", kept, full, less),
         Item("masks and scores", masks, full, "lower trainer.pack_tokens"),
-        Item("logits", 4 * chunk + 6 * head, (LOGITS,), "lower trainer.logits_mib"),
+        Item("logits", 4 * chunk + 6 * head, (LOGITS,), NO_KEY),
         Item("a layer's forward and backward pass", working, (LAST, FIRST), less),
     ]
     return device, [Item(f"activations, {what}", away, full, less)] if away else []
@@ -317,7 +317,7 @@ def _scorers(
     each, memory = _served(config, scorer.device, gpu > 0), _memory(kind, gpu, host_memory)
     version = sizes.parameters * each
     for stage in ("ref_logp", "logp"):
-        count: int = getattr(scorer, stage)
+        count = scorer.processes(stage)
         if stage not in config.buffer.stages or not count:
             continue
         rows = scoring_rows(

@@ -58,10 +58,10 @@ class Port(IntEnum):
     EVENTS_OUT = 3
     WEIGHTS = 4
     BUCKETS = 5
-    RENDEZVOUS = 6  # where the ranks of a trainer over several nodes meet
+    CONNECTIONS = 6  # for buckets, of the hub and of relays
     PART = 7
-    CONNECTIONS = 8  # for buckets, of the hub and of relays
-    PART_CONNECTIONS = 9
+    PART_CONNECTIONS = 8
+    RENDEZVOUS = 9  # where the ranks of a trainer over several nodes meet
 
 
 class SlurmSpec(_Table, frozen=True):

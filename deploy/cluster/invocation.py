@@ -70,16 +70,12 @@ def command(plan: Plan, process: Process, paths: Paths) -> list[str]:
             own += ["--advertise", advertise, "--store", paths.store]
         case "weight_hub":
             own = ["weight-hub", "--listen", everywhere[Port.WEIGHTS], "--advertise", advertise]
-            own += ["--buckets-listen", everywhere[Port.BUCKETS]]
-            own += ["--connections-listen", everywhere[Port.CONNECTIONS]]
         case "relay":
             own = ["weight-hub", "--upstream", _hub(plan), "--listen", everywhere[Port.WEIGHTS]]
-            own += ["--advertise", advertise, "--buckets-listen", everywhere[Port.BUCKETS]]
-            own += ["--connections-listen", everywhere[Port.CONNECTIONS]]
+            own += ["--advertise", advertise]
         case "part":
             own = ["weight-hub", "--upstream", _hub(plan), "--owner", str(process.node_rank)]
             own += ["--listen", everywhere[Port.PART], "--advertise", advertise]
-            own += ["--connections-listen", everywhere[Port.PART_CONNECTIONS]]
         case "train":
             own = ["trainer", "--device", device, "--ranks", str(plan.config.trainer.ranks)]
             if plan.config.trainer.nodes > 1:

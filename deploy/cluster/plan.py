@@ -132,8 +132,7 @@ def _first_gpu(file: ClusterFile, config: RunConfig, node: Node) -> tuple[int, .
     """
     several = len(file.nodes) > 1 and config.trainer.nodes == 1
     chosen = {"nccl": True, "auto": file.cluster.network == "host" and several}
-    hub = config.weight_hub
-    return (hub.device,) if chosen.get(hub.plane, False) and node.gpus else ()
+    return (0,) if chosen.get(config.weight_hub.plane, False) and node.gpus else ()
 
 
 def _relays(
@@ -267,12 +266,12 @@ def _scorers(config: RunConfig, groups: list[TaskGroup], broker: Node) -> Iterat
         if stage not in config.buffer.stages:
             continue
         if stage == "reward" and group is None:
-            for index in range(config.scorer.reward):
+            for index in range(config.scorer.processes(stage)):
                 yield Process(f"{name}-{broker.name}-{index}", stage, broker)
             continue
         assert group is not None  # place_groups has checked it
         if stage == "reward" or not group.has_gpus:
-            yield from _dealt(group, stage, name, getattr(config.scorer, stage))
+            yield from _dealt(group, stage, name, config.scorer.processes(stage))
             continue
         for node, gpus in zip(group.nodes, group.gpus, strict=True):
             for index, gpu in enumerate(gpus):

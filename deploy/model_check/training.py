@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from umbra.deploy.model_check.outcome import Row, difference, gradient_bound
-from umbra.services.modeling.attention import Attention, Choice
+from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.micro_batch import Tokens
 from umbra.services.modeling.packing import pack
 from umbra.services.modeling.reference import Expected, Reference
@@ -21,12 +21,12 @@ _PACK_TOKENS = 96
 _TEMPERATURE = 0.8  # of every second sequence
 
 _MANY = 1 << 20
-_LAYOUTS: tuple[tuple[str, int, bool, int, Choice], ...] = (
-    # Tokens of a row, shared prompts, tokens whose logits are computed at a time, attention.
-    ("rows of one sequence", 1, False, _MANY, "auto"),
-    ("packed rows", _PACK_TOKENS, False, _MANY, "auto"),
-    ("packed rows, shared prompts", _PACK_TOKENS, True, _MANY, "auto"),
-    ("packed rows, logits in chunks", _PACK_TOKENS, True, 7, "auto"),
+_LAYOUTS: tuple[tuple[str, int, bool, int], ...] = (
+    # Tokens of a row, shared prompts, tokens whose logits are computed at a time.
+    ("rows of one sequence", 1, False, _MANY),
+    ("packed rows", _PACK_TOKENS, False, _MANY),
+    ("packed rows, shared prompts", _PACK_TOKENS, True, _MANY),
+    ("packed rows, logits in chunks", _PACK_TOKENS, True, 7),
 )
 
 
@@ -37,9 +37,9 @@ def compare_training(policy: PreTrainedModel, reference: Reference) -> Iterator[
     temperatures = torch.where(tokens.owner % 2 == 0, 1.0, _TEMPERATURE)
     weights = torch.randn(len(tokens.learned), generator=torch.Generator().manual_seed(3))
     expected, gradients = _reference(reference, tokens, weights)
-    for name, pack_tokens, share, at_a_time, backend in _LAYOUTS:
+    for name, pack_tokens, share, at_a_time in _LAYOUTS:
         policy.zero_grad()
-        attention = Attention.prepare(policy, backend, policy.device)
+        attention = Attention.prepare(policy, policy.device)
         scorer = Scorer(policy, at_a_time * 4 * embeddings.num_embeddings, attention).eval()
         found = torch.full((len(tokens.learned),), float("nan"))
         for micro in pack(

@@ -39,6 +39,11 @@ def pinned(config: RunConfig, say: Callable[[str], None]) -> RunConfig:
                 say(f"prompts: {shown(prompts[name])}")
         return prompts.get(name, name)
 
+    def sources(prompts: str | dict[str, float]) -> str | dict[str, float]:
+        if isinstance(prompts, str):
+            return source(prompts)
+        return {source(name): weight for name, weight in prompts.items()}
+
     def model(name: str, key: str) -> str:
         return str(pin(name, key)) if is_hub_name(name) else name
 
@@ -49,8 +54,7 @@ def pinned(config: RunConfig, say: Callable[[str], None]) -> RunConfig:
         critic=replace(config.critic, path=model(config.critic.path, "critic.path")),
         data=replace(
             config.data,
-            prompts=source(config.data.prompts),
-            sources={source(name): weight for name, weight in config.data.sources.items()},
+            prompts=sources(config.data.prompts),
         ),
         environments=tuple(
             replace(one, prompts=source(one.prompts)) for one in config.environments

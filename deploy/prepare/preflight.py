@@ -76,6 +76,11 @@ def resolve_paths(
         """Resolve a path like a file's, but follow no link of it."""
         return str(found(python).absolute()) if "/" in python else python
 
+    def sources(prompts: str | dict[str, float]) -> str | dict[str, float]:
+        if isinstance(prompts, str):
+            return source(prompts)
+        return {source(name): weight for name, weight in prompts.items()}
+
     replace = msgspec.structs.replace
     return replace(
         config,
@@ -93,14 +98,9 @@ def resolve_paths(
         ),
         data=replace(
             config.data,
-            prompts=source(config.data.prompts),
-            sources={source(name): weight for name, weight in config.data.sources.items()},
+            prompts=sources(config.data.prompts),
         ),
         scorer=replace(config.scorer, model=model(config.scorer.model, "scorer.model")),
-        generator=replace(
-            config.generator,
-            serve_key=file(config.generator.serve_key),
-        ),
         critic=replace(config.critic, path=model(config.critic.path, "critic.path")),
         eval=replace(config.eval, prompts=source(config.eval.prompts)),
         security=replace(config.security, keys=file(_keys(config))),
@@ -175,8 +175,7 @@ def check_packages(
         ('generator.engine = "vllm"', config.generator.engine == "vllm", "vllm", "vllm"),
         ('environment.kind = "math"', "math" in kinds, "math_verify", "tasks"),
         ('environment.kind = "reasoning-gym"', "reasoning-gym" in kinds, "reasoning_gym", "tasks"),
-        ("metrics.tensorboard", metrics.tensorboard, "tensorboard", "tensorboard"),
-        ("metrics.wandb", metrics.wandb != "off", "wandb", "wandb"),
+        *(("metrics.also", name in metrics.also, name, name) for name in ("tensorboard", "wandb")),
     )
     for setting, set_so, package, extra in needs:
         if set_so and find(package) is None:

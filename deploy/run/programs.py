@@ -63,7 +63,7 @@ def _generators(
 
 def _scorers(config: RunConfig, folder: RunFolder, connect: tuple[str, ...]) -> Iterator[Program]:
     for stage in config.buffer.stages:
-        for index in range(getattr(config.scorer, stage)):
+        for index in range(config.scorer.processes(stage)):
             name = f"{stage.replace('_', '-')}-{index}"
             argv = _argv("scorer", name, folder, *connect, "--stage", stage)
             yield Program(name, argv, wave=0, elastic=True)

@@ -196,7 +196,6 @@ class Up:
             goal=TRAINER,
             report=self._view.say,
             last_line=lambda name: last_said(self.folder, name),
-            stop_s=self.config.run.stop_s,
         )
         progress = Progress(self.folder)
         progress.poll()

@@ -6,18 +6,32 @@ import socket
 from contextlib import closing
 
 WILDCARDS = ("*", "0.0.0.0", "[::]")
+_advertised = ""
 
 
-def reachable(endpoint: str, advertise: str = "") -> str:
+def advertise(host: str) -> None:
+    """Set the host by which others reach this process (`run.advertise`); empty: the bound one."""
+    global _advertised
+    _advertised = host
+
+
+def reachable(endpoint: str) -> str:
     """Return the bound `endpoint` as others can connect to it.
 
-    Its host becomes `advertise` if that is given, else a wildcard becomes this machine's name.
+    Its host becomes the advertised one if there is one; else a wildcard becomes this machine's
+    name.
     """
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    known = advertise or (socket.gethostname() if host in WILDCARDS else host)
+    known = _advertised or (socket.gethostname() if host in WILDCARDS else host)
     if ":" in known and not known.startswith("["):
         known = f"[{known}]"  # IPv6
     return f"tcp://{known}:{port}"
+
+
+def next_port(endpoint: str) -> str:
+    """Return the address after `endpoint` on its host; any port if its own is any."""
+    host, _, port = endpoint.rpartition(":")
+    return f"{host}:{int(port) + 1}" if port.isdigit() and int(port) else f"{host}:*"
 
 
 def interface_towards(host: str) -> str:

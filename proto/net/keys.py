@@ -35,8 +35,6 @@ class Settings(Protocol):
     def keys(self) -> str: ...
     @property
     def insecure(self) -> bool: ...
-    @property
-    def encrypt_weights(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +169,10 @@ def open_security(
     if where is None and run_dir is not None and (run_dir / FOLDER).is_dir():
         where = run_dir / FOLDER
     if where is None:
-        return Security(insecure=config.insecure, encrypt_weights=config.encrypt_weights)
+        return Security(insecure=config.insecure)
     held: list[KeyRole] = [one for one in roles if (where / f"{one}{SECRET}").exists()]
     keys = load_keys(where, (held or roles)[0])
-    return Security(keys, config.insecure, config.encrypt_weights)
+    return Security(keys, config.insecure)
 
 
 def _check_private(path: Path) -> None:

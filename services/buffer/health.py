@@ -257,8 +257,8 @@ class Health:
         text = f"{self._samples.share:.0%} of recent samples ended as failed"
         if self._samples.share - own >= 0.005:
             text += (
-                f", {own:.0%} by themselves and the others with their group (buffer.straggler = "
-                "survivors would keep those)"
+                f", {own:.0%} by themselves and the others with their group (buffer.straggler_s "
+                "would keep those)"
             )
         if not self._failures:
             return text

@@ -242,7 +242,7 @@ class Membership:
                 what = f"no progress in {peer.activity!r}"
                 action = "none: look at its log, restart it if need be"
                 if peer.role == "generator":
-                    action = "it ends itself after generator.stall_s"
+                    action = "it ends itself after 10 x buffer.stall_s"
                 found.append(Stuck(what=what, holder=peer.name, age_s=idle_s, action=action))
         return found
 

@@ -23,7 +23,6 @@ from umbra.services.buffer.store import StoreError
 log = logging.getLogger(__name__)
 
 NOW = "now"  # key of the `RunRecord`
-PROMPTS = "c/"  # prefix of the keys of what is known about prompts
 MEMBER = "m/"  # prefix of the keys of members
 
 
@@ -134,8 +133,6 @@ class Recovery:
         members.changed.clear()
         changed = journal.save()
         changed |= self._run.evals.journal.save()
-        for name, value in self._run.prompts.changes().items():
-            journal.write(_key(PROMPTS, name), (name, value))
         now = pack_run(self._run)
         if changed or now != self._last:
             self._last = now
@@ -172,8 +169,7 @@ class Recovery:
         run.pool.restore(groups, now)
         run.evals.restore(now)
         run.members.restore([journal.read(key) for key in journal.store.keys(MEMBER)], now)
-        kept = [journal.read(key) for key in journal.store.keys(PROMPTS)]
-        run.prompts.seek(record.prompts, dict(kept))
+        run.prompts.seek(record.prompts)
         if missing := run.pool.ledger.snapshot().balance:
             raise unfit(f"{missing} samples are unaccounted for")
         return True

@@ -5,7 +5,6 @@ What is drawn n-th depends on the seed, the sources and n alone, so a position i
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,14 +17,11 @@ from umbra.services.prompts.download import shown
 from umbra.services.prompts.readers import read_source
 from umbra.services.prompts.rows import Prompt
 
-log = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True, slots=True)
 class GroupEnd:
     """How a group of one prompt ended."""
 
-    prompt_id: str
     reason: Literal["complete", "filtered", "failed"]
     rewards: list[float]  # of the samples that got one
 
@@ -34,40 +30,36 @@ def open_prompts(
     data: DataConfig,
     *,
     seed: int,
-    attempts: int = 0,
     environments: Sequence[NamedEnvironment] = (),
 ) -> PromptFeed:
     """Open the prompts that a configuration asks for.
 
     Args:
-        attempts: bad ends of a prompt until it is drawn no more; 0 = any number.
         environments: several, each drawn from by its weight; ids of their prompts begin with their
             names (`environment_prefix`).
 
     Raises:
         UsageError: no prompts are named, or a source cannot be read; names the key and the place.
     """
-    if data.prompts and data.sources:
-        raise UsageError("data.prompts and data.sources are both set: remove one of them")
     if environments:
         rows = _rows_by_environment(data, environments)
         weights = {one.name: one.weight for one in environments}
-    elif data.sources:
-        if bad := [name for name, weight in data.sources.items() if weight <= 0]:
-            raise UsageError(f"data.sources: the weight of {shown(bad[0])} must be more than 0")
+    elif isinstance(data.prompts, str):
+        prompts = read_source(data.prompts, columns=data.columns)
+        return EpochSource(prompts, data.shuffle, seed)
+    else:
+        weights = data.prompts
+        if bad := [name for name, weight in weights.items() if weight <= 0]:
+            raise UsageError(f"data.prompts: the weight of {shown(bad[0])} must be more than 0")
         rows = {
             name: read_source(name, f"{number}/", data.columns)
-            for number, name in enumerate(data.sources)
+            for number, name in enumerate(weights)
         }
-        weights = data.sources
-    else:
-        prompts = read_source(data.prompts, columns=data.columns)
-        return PromptFeed(EpochSource(prompts, data.shuffle, seed), attempts)
     sources = {
         name: EpochSource(rows[name], data.shuffle, f"{seed}/{number}")
         for number, name in enumerate(weights)
     }
-    return PromptFeed(Mixture(sources, weights, seed), attempts)
+    return Mixture(sources, weights, seed)
 
 
 def first_rows(data: DataConfig, environments: Sequence[NamedEnvironment] = ()) -> dict[str, Any]:
@@ -75,7 +67,7 @@ def first_rows(data: DataConfig, environments: Sequence[NamedEnvironment] = ()) 
     if environments:
         rows = _rows_by_environment(data, environments)
         return {name: prompts[0].row for name, prompts in rows.items()}
-    name = next(iter(data.sources), data.prompts)
+    name = next(iter(data.sources), "")
     return {"": read_source(name, columns=data.columns)[0].row}
 
 
@@ -83,10 +75,10 @@ def _rows_by_environment(
     data: DataConfig, environments: Sequence[NamedEnvironment]
 ) -> dict[str, list[Prompt]]:
     """Return the prompts of each environment: its own source, or its rows in data.prompts."""
-    if data.sources:
+    if not isinstance(data.prompts, str):
         raise UsageError(
-            "data.sources and [[environments]] are both set: environments have weights of their "
-            "own, and each may name its prompts"
+            "data.prompts has several sources, and there are [[environments]], which have weights "
+            "of their own: let each name its prompts"
         )
     shared = [one.name for one in environments if not one.prompts]
     if bool(shared) != bool(data.prompts):
@@ -204,56 +196,4 @@ class Mixture:
             self._sources[name].seek(place)
 
 
-class PromptFeed:
-    """A stream of prompts without those that keep failing.
-
-    Args:
-        attempts: bad ends of a prompt (its group failed or was filtered) until it is drawn no
-            more; 0 = any number.
-    """
-
-    def __init__(self, stream: EpochSource | Mixture, attempts: int = 0) -> None:
-        self._stream = stream
-        self._attempts = attempts
-        self._bad: dict[str, int] = {}  # ends by prompt, where they are counted
-        self._changed: set[str] = set()
-
-    @property
-    def withdrawn(self) -> int:
-        """Prompts that are drawn no more."""
-        return sum(count >= self._attempts for count in self._bad.values())
-
-    def __len__(self) -> int:
-        return len(self._stream)
-
-    def __next__(self) -> Prompt:
-        if not self._attempts:
-            return next(self._stream)
-        # Weights may show a good one late: a bad streak this long means none is left.
-        for _ in range(10 * len(self._stream)):
-            prompt = next(self._stream)
-            if self._bad.get(prompt.prompt_id, 0) < self._attempts:
-                return prompt
-        log.warning("all prompts have failed buffer.prompt_attempts times: they start over")
-        self._changed |= self._bad.keys()
-        self._bad.clear()
-        return next(self._stream)
-
-    def ended(self, end: GroupEnd) -> None:
-        """Count a bad end of the group's prompt."""
-        if self._attempts and end.reason != "complete":
-            self._bad[end.prompt_id] = self._bad.get(end.prompt_id, 0) + 1
-            self._changed.add(end.prompt_id)
-
-    def position(self) -> dict[str, Any]:
-        return self._stream.position()
-
-    def changes(self) -> dict[str, Any]:
-        """Return the counts of bad ends that have changed since the last call, by prompt."""
-        changed, self._changed = self._changed, set()
-        return {name: self._bad.get(name, 0) for name in changed}
-
-    def seek(self, position: dict[str, Any], kept: Mapping[str, Any]) -> None:
-        """Continue from `position`; `kept` is all that `changes` returned."""
-        self._stream.seek(position)
-        self._bad.update(kept)
+PromptFeed = EpochSource | Mixture

@@ -52,7 +52,6 @@ def serve(context: ServiceContext) -> int:
     prompts = open_prompts(
         config.data,
         seed=config.run.seed,
-        attempts=config.buffer.prompt_attempts,
         environments=config.environments,
     )
     heldout = config.eval
@@ -135,7 +134,7 @@ def bind(
     events_in, events_out = server.relay_events(*before[2:])
     bound = [control, data, events_in, events_out]
     addresses.keep(host, bound)
-    told = [reachable(endpoint, settings.advertise) for endpoint in bound]
+    told = [reachable(endpoint) for endpoint in bound]
     return told[0], Endpoints(data=told[1], events_in=told[2], events_out=told[3])
 
 

@@ -108,9 +108,8 @@ class RunState:
         }
 
     def note_ends(self) -> None:
-        """Report ended groups and failed samples to prompts and health."""
+        """Report ended groups and failed samples to health."""
         for end in self.pool.group_ends:
-            self.prompts.ended(end)
             if end.reason != "failed":
                 self.health.group(end.rewards)
         self.pool.group_ends.clear()

@@ -128,12 +128,12 @@ class StallReport:
             if group.ready and not group.completed and now - group.first_ready_at > config.stall_s
         ]
         for group in overdue[:SHOWN]:
-            waits = config.straggler == "wait" or group.ready < config.min_survivors
+            waits = not config.straggler_s or group.ready < config.min_survivors
             yield Stuck(
                 what=f"group {group.group_id}: {group.ready} of {len(group.samples)} samples ready",
                 holder=", ".join(sorted({s.holder for s in group.samples if s.holder})) or "nobody",
                 age_s=now - group.first_ready_at,
-                action="none: it waits for all (buffer.straggler, buffer.min_survivors)"
+                action="none: it waits for all (buffer.straggler_s)"
                 if waits
                 else f"goes on without the others after {config.straggler_s:g} s",
             )

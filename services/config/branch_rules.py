@@ -55,6 +55,7 @@ def _unproven(config: RunConfig, pieces: ObjectiveSpec) -> Iterator[str]:
     if pieces.overlong_filter:
         yield "trainer.overlong_filter, which looks at the end of one response"
     if pieces.kl_coef and pieces.kl_in == "reward":
-        yield "trainer.kl_in = reward, which takes the KL of one response off the reward"
+        objective = config.trainer.objective
+        yield f"trainer.objective = {objective}, which takes the KL of one response off the reward"
     if config.trainer.router_replay:
         yield "trainer.router_replay, which has the experts of one response"

@@ -16,11 +16,6 @@ class BufferConfig(Section):
         ge=0,
         le=65535,
     )
-    advertise: str = key(
-        "",
-        "host name or address by which others reach these ports, where it is not the one that "
-        "is bound (containers); empty = the bound one, or this host's name",
-    )
     group_size: int = key(8, "samples per prompt", ge=1)
     batch_groups: int = key(32, "groups per optimizer step", ge=1)
     run_ahead: int = key(1, "batches generation may be ahead; 0 = synchronous", ge=0)
@@ -32,24 +27,17 @@ class BufferConfig(Section):
         "what is past max_staleness: its group is dropped and replaced, or training waits so "
         "that nothing gets there",
     )
-    partial_policy: Literal["restart", "drop"] = key(
-        "restart", "a partial past a limit: its sample starts anew, or its group is dropped"
-    )
-    partial_max_segments: int = key(
-        0, "times a sample may come back unfinished; 0 = any number", ge=0
-    )
-    partial_max_age_s: float = key(
-        0.0, "seconds from the first token of a partial; 0 = any age", ge=0
-    )
     oversample: int = key(0, "groups issued beyond those that batches need", ge=0)
     on_batch: Literal["continue", "interrupt"] = key(
         "continue",
         "samples under way when a batch is full: go on, or come back as partials to go on later",
     )
-    straggler: Literal["wait", "survivors"] = key(
-        "wait", "a group with slow samples waits, or is trained without them"
+    straggler_s: float = key(
+        0.0,
+        "seconds that a group's first sample waits for slow ones, until the group is trained"
+        " without them; 0 = it waits for all",
+        ge=0,
     )
-    straggler_s: float = key(60.0, "seconds that a group's first sample waits for the rest", gt=0)
     min_survivors: ClassVar[int] = 2  # without which a group waits nevertheless
     dynamic_sampling: bool = key(False, "replace groups whose rewards are all equal (DAPO)")
     max_filtered: int = key(256, "groups replaced in a row until one is trained on anyway", ge=1)
@@ -60,9 +48,6 @@ class BufferConfig(Section):
         ge=0,
         le=1,
     )
-    prompt_attempts: int = key(
-        0, "failed or filtered groups of a prompt until it is drawn no more; 0 = any", ge=0
-    )
     stages: list[Literal["reward", "ref_logp", "logp"]] = key(
         [], "scoring stages between generation and training, in order"
     )
@@ -70,11 +55,24 @@ class BufferConfig(Section):
     batch_lease_s: ClassVar[float] = 120.0  # that the trainer may hold a batch in silence
     max_attempts: int = key(5, "leases of one sample until it ends as failed", ge=1)
     dead_after_s: float = key(15.0, "seconds of silence until a member counts as dead", gt=0)
-    stall_s: float = key(60.0, "seconds without progress until a member counts as stuck", gt=0)
+    stall_s: float = key(
+        60.0,
+        "seconds without progress until a member counts as stuck; a generator whose engine makes"
+        " no token in ten times as many ends with exit code 6",
+        gt=0,
+    )
     store: str = key("", 'folder of the durable store; empty = <run dir>/store, or "memory"')
     store_max_bytes: int = key(
         8 << 30, "bytes in use of the store; no new groups beyond it", ge=64 << 20
     )
+
+    @property
+    def engine_stall_s(self) -> float:
+        """Seconds that an engine may be busy without a token, until its generator ends itself.
+
+        Or load one version, for which it has those of its bytes at 20 MB/s besides.
+        """
+        return 10 * self.stall_s
 
     @property
     def heartbeat_s(self) -> float:

@@ -31,11 +31,6 @@ def environment_faults(config: RunConfig) -> Iterator[str]:
         )
     for one in config.all_environments:
         yield from _faults(one, serve)
-        if one.timeout_s >= config.trainer.batch_wait_s:
-            yield (
-                f"trainer.batch_wait_s = {config.trainer.batch_wait_s:g} ends the run before an "
-                f"environment that takes {one.where}.timeout_s = {one.timeout_s:g} is given up"
-            )
     yield from _stage_faults(config)
 
 
@@ -67,10 +62,10 @@ def _group_faults(config: RunConfig, one: EnvironmentConfig) -> Iterator[str]:
             f"{scope} compares the samples of a group: buffer.group_size = {buffer.group_size} "
             f"must be from 2 to {SUBMITTED}"
         )
-    if buffer.straggler == "survivors":
+    if buffer.straggler_s:
         yield (
-            f"{scope} waits for all samples of a group, but buffer.straggler = survivors goes on "
-            "without some: set it to wait"
+            f"{scope} waits for all samples of a group, but buffer.straggler_s = "
+            f"{buffer.straggler_s:g} goes on without some: set it to 0"
         )
     each = config.eval.samples_per_prompt
     if config.eval.within and not 2 <= each <= SUBMITTED:
@@ -112,7 +107,6 @@ def _faults(one: EnvironmentConfig, serve: str) -> Iterator[str]:
         ("agent", one.agent, ("agent",)),
         ("id", one.id, LIBRARIES),
         ("reward", one.reward, _REWARDED),
-        ("rewards", one.rewards, _REWARDED),
     ):
         if value and one.kind not in kinds:
             yield (

@@ -59,7 +59,6 @@ def check_feasible(config: RunConfig) -> None:
         *branch_faults(config),
         *_sessions(config),
         *_sampling(config),
-        *_deadlines(config),
         *_sequence_parallel(config),
         *_hosts(config.trainer),
         *_expert_parallel(config.trainer),
@@ -92,9 +91,9 @@ def check_feasible(config: RunConfig) -> None:
     if evaluation.within and not evaluation.prompts:
         key = "every" if evaluation.every else "at_start"
         faults.append(f"eval.{key} needs eval.prompts: name a file of held-out prompts")
-    if evaluation.run_samples % evaluation.samples_per_prompt:
+    if evaluation.within and evaluation.samples % evaluation.samples_per_prompt:
         faults.append(
-            f"eval.run_samples = {evaluation.run_samples} is no multiple of "
+            f"eval.samples = {evaluation.samples} is no multiple of "
             f"eval.samples_per_prompt = {evaluation.samples_per_prompt}: change one of them"
         )
     if faults:
@@ -109,10 +108,10 @@ def _groups(config: RunConfig) -> Iterator[str]:
             "buffer.dynamic_sampling replaces every group of one sample, so no batch is ever full: "
             "set buffer.group_size to 2 or more"
         )
-    if buffer.straggler == "survivors" and buffer.min_survivors > size:
+    if buffer.straggler_s and buffer.min_survivors > size:
         yield (
-            f"buffer.straggler = survivors trains groups of {buffer.min_survivors} samples and "
-            f"more, and buffer.group_size = {size}: set straggler to wait"
+            f"buffer.straggler_s = {buffer.straggler_s:g} is for groups of {buffer.min_survivors} "
+            f"samples and more, and buffer.group_size = {size}: set straggler_s to 0"
         )
 
 
@@ -123,11 +122,6 @@ def _staleness(config: RunConfig) -> Iterator[str]:
         yield (
             "buffer.on_batch = interrupt cannot continue a partial that is strictly on-policy: set "
             "buffer.run_ahead and buffer.max_staleness to 1 or more, or buffer.on_batch to continue"
-        )
-    if buffer.on_batch == "interrupt" and buffer.partial_max_segments == 1:
-        yield (
-            "buffer.partial_max_segments = 1 throws away what buffer.on_batch = interrupt brings "
-            "back, so that a sample longer than a step never ends: allow 2 or more, or 0"
         )
     if buffer.stale_policy == "wait" and buffer.oversample:
         yield (
@@ -141,10 +135,10 @@ def _stages(config: RunConfig) -> Iterator[str]:
     for stage in sorted(set(stages)):
         if stages.count(stage) > 1:
             yield f"buffer.stages has {stage} twice"
-        if not getattr(config.scorer, stage):
+        if not config.scorer.processes(stage):
             yield (
-                f"buffer.stages has {stage}, but scorer.{stage} = 0: nothing would ever leave "
-                "that stage"
+                f"buffer.stages has {stage}, but scorer.count.{stage} = 0: nothing would ever "
+                "leave that stage"
             )
 
 
@@ -185,26 +179,6 @@ def _memory(trainer: TrainerConfig) -> Iterator[str]:
         yield (
             f"trainer.offload = {trainer.offload} moves what recomputed layers keep: set "
             "trainer.activation_checkpointing = true"
-        )
-
-
-def _deadlines(config: RunConfig) -> Iterator[str]:
-    buffer, wait_s = config.buffer, config.trainer.batch_wait_s
-    if config.generator.stall_s <= buffer.stall_s:
-        yield (
-            f"generator.stall_s = {config.generator.stall_s:g} ends a generator before "
-            f"buffer.stall_s = {buffer.stall_s:g} shows it as stuck: raise the one, or lower the "
-            "other"
-        )
-    if buffer.straggler == "survivors" and buffer.straggler_s >= wait_s:
-        yield (
-            f"trainer.batch_wait_s = {wait_s:g} ends the run before buffer.straggler_s = "
-            f"{buffer.straggler_s:g} lets a group go on"
-        )
-    if config.eval.within and config.eval.mode == "pause" and config.eval.timeout_s >= wait_s:
-        yield (
-            f"trainer.batch_wait_s = {wait_s:g} ends the run before eval.timeout_s = "
-            f"{config.eval.timeout_s:g} ends an evaluation that training waits for"
         )
 
 

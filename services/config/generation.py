@@ -29,11 +29,10 @@ class EnvironmentConfig(Section):
         '"exact", "numeric", "math", "guess", "tools", "reasoning-gym", "reward", "agent", '
         '"verifiers", "openenv", "trl" or a class as "module:Class"',
     )
-    reward: str = key("", 'reward function as "module:function", for kinds "reward" and "trl"')
-    rewards: dict[str, float] = key(
-        {},
-        "several such functions, each with its weight, for kinds reward and trl; their values "
-        "are parts of the reward",
+    reward: str | dict[str, float] = key(
+        "",
+        'for kinds "reward" and "trl": reward function as "module:function", or several, each with '
+        "its weight, whose values are parts of the reward",
     )
     reward_scope: Literal["sample", "group"] = key(
         "sample",
@@ -78,11 +77,6 @@ class EnvironmentConfig(Section):
     sandbox_options: dict[str, Any] = key(
         {}, "image and limits of its containers, or the class's arguments"
     )
-    agent_sampling: Literal["override", "refuse"] = key(
-        "override",
-        "an agent that asks for another sampling than the run's gets the run's, which is counted, "
-        "or is refused",
-    )
     branches: Literal["refuse", "train"] = key(
         "refuse",
         "an agent that changes its history, or asks several times at once, is refused, or its "
@@ -109,6 +103,11 @@ class EnvironmentConfig(Section):
     def sampling_key(self, name: str) -> str:
         """Where that key of its sampling is set."""
         return f"{self.where}.sampling.{name}" if name in self.own_sampling else f"sampling.{name}"
+
+    @property
+    def rewards(self) -> tuple[str, ...]:
+        """The names of the reward functions."""
+        return tuple(self.reward) if isinstance(self.reward, dict) else (self.reward,)
 
     @property
     def asks(self) -> bool:
@@ -181,11 +180,10 @@ class GeneratorConfig(Section):
     device: str = key("auto", "cpu, cuda, cuda:1, ... or auto")
     slots: int = key(128, "sequences decoded at once", ge=1)
     max_context: int = key(1024, "prompt + response tokens per slot", ge=8)
-    prefetch: int = key(32, "samples leased ahead of free slots, so that none stays empty", ge=0)
     sessions: int = key(
         0,
         "samples under way at once, those that wait for tools included, which take no slot; 0 ="
-        " 4 x slots + prefetch",
+        " 4 x slots, and a quarter of them",
         ge=0,
     )
     partial_flush_tokens: int = key(
@@ -193,13 +191,6 @@ class GeneratorConfig(Section):
         "tokens after which what there is of a sample is sent to the buffer, which so much is "
         "lost of at most; 0 = never",
         ge=0,
-    )
-    stall_s: float = key(
-        600.0,
-        "seconds that the engine may be busy without a token, or load one version (besides "
-        "those for its bytes, at 20 MB/s), until this generator ends with exit code "
-        "6",
-        gt=0,
     )
     threads: int = key(0, "CPU threads of the engine; 0 = torch's choice", ge=0)
     kv_policy: Literal["keep", "recompute", "abort", "drain"] = key(
@@ -214,14 +205,16 @@ class GeneratorConfig(Section):
         'address HOST:PORT where agents ask for completions, for environment.kind "agent"; a '
         "taken port is passed over; empty = a free port for our own agents",
     )
-    serve_key: str = key(
-        "", "file of the key that agents have to give; empty = variable UMBRA_AGENT_KEY"
-    )
     serve_advertise: str = key(
         "",
         "HOST or HOST:PORT that agents are told instead, if they reach this generator by "
         "another name (containers, a proxy); without a port: the one it has",
     )
+
+    @property
+    def prefetch(self) -> int:
+        """Samples leased ahead of free slots, so that none stays empty."""
+        return max(1, self.slots // 4)
 
     def engine_on(self, kind: str, *, vllm: bool) -> Literal["torch", "vllm"]:
         """On a device of that `kind` ("cpu" or "cuda"), where `vllm` is installed or not."""
@@ -233,13 +226,16 @@ class GeneratorConfig(Section):
 class ScorerConfig(Section):
     """A stage worker: rewards, reference or proximal logprobs."""
 
-    stage: Literal["reward", "ref_logp", "logp"] = key("reward", "what this process computes")
-    reward: int = key(1, "reward scorers that `umbra up` starts", ge=0)
-    ref_logp: int = key(1, "the same for ref_logp", ge=0)
-    logp: int = key(1, "the same for logp", ge=0)
+    count: dict[Literal["reward", "ref_logp", "logp"], int] = key(
+        {}, "processes of a stage that `umbra up` starts, such as { reward = 4 }; else one", ge=0
+    )
     model: str = key(
         "", "reference model, a directory or ORG/NAME[@REVISION] on the hub; empty = model.path"
     )
     capacity: ClassVar[int] = 32  # trajectories leased at once
     device: str = key("auto", "cpu, cuda, cuda:1, ... or auto")
-    threads: int = key(0, "CPU threads; 0 = torch's choice", ge=0)
+
+    def processes(self, stage: str) -> int:
+        """How many processes of `stage` there are."""
+        counts: dict[str, int] = {**self.count}
+        return counts.get(stage, 1)

@@ -10,18 +10,17 @@ from umbra.services.config import TrainerConfig
 def learning_rate(config: TrainerConfig, step: int, steps: int) -> float:
     """The rate of update number `step`, counted from 0, of `steps`.
 
-    It rises linearly over `warmup_steps` to the peak, then stays there or falls to
-    `final_lr_ratio` of it at the last step, in a straight line or half a cosine.
+    It rises linearly over `warmup_steps` to the peak, then stays there or falls towards 0, which it
+    would reach a step after the last, in a straight line or half a cosine.
     """
     peak = config.learning_rate
     if step < config.warmup_steps:
         return peak * (step + 1) / config.warmup_steps
     if config.schedule == "constant":
         return peak
-    done = (step - config.warmup_steps) / max(1, steps - 1 - config.warmup_steps)
+    done = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
     done = min(1.0, done)
-    left = 1 - done if config.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return peak * (config.final_lr_ratio + (1 - config.final_lr_ratio) * left)
+    return peak * (1 - done if config.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2)
 
 
 def after_extension(config: TrainerConfig, done: int, before: int, steps: int) -> str:

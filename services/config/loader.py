@@ -21,13 +21,8 @@ from umbra.services.config.foreign_names import FOREIGN, foreign_hint, translate
 ENV_PREFIX = "UMBRA_"
 ENVIRONMENTS = "environments"
 """The one section that is a list of tables."""
-MOVED = {"environment.sampling": "environment.agent_sampling"}
-"""Keys that had another name."""
 DROPPED: dict[str, str] = {
-    **{
-        f"trainer.attention={name}": "leave it out: auto takes sdpa on a CPU and flex on a GPU"
-        for name in ("segments", "varlen")
-    },
+    "trainer.attention": "leave it out: it is sdpa on a CPU and flex on a GPU where that is right",
     "model.dialect": "leave it out, or name a parser in model.parser",
     "generator.count=auto": "give a number",
     "generator.replicas": 'use generator.count with generator.device = "cuda:N"',
@@ -63,16 +58,59 @@ DROPPED: dict[str, str] = {
     "trainer.reshard_after_forward": "leave it out: layers are gathered twice",
     "trainer.reduce_gradients": "leave it out: gradients are summed after each micro-batch",
     "trainer.max_skipped": "leave it out: the run ends after 10 batches in a row without an update",
-    "trainer.overlong_factor": "leave it out: a response of response_limit tokens loses 1",
     "scorer.pack_tokens": "set trainer.pack_tokens, which scorers read too",
     "scorer.micro_tokens": "set trainer.micro_tokens, which scorers read too",
-    "scorer.attention": "set trainer.attention, which scorers read too",
-    "scorer.logits_mib": "set trainer.logits_mib, which scorers read too",
+    "scorer.attention": "leave it out: it is that of the trainer",
+    "scorer.logits_mib": "leave it out: 256 MiB of logits are computed at a time",
     "scorer.capacity": "leave it out: a scorer leases 32 trajectories at once",
     "critic.max_grad_norm": "set trainer.max_grad_norm, which the critic reads too",
     "checkpoint.best_mode": 'write checkpoint.best_metric = "-NAME" for the lowest value',
     "weight_hub.least_rate": "set weight_hub.deadline_s; bytes take 20 MB/s besides",
+    "metrics.tensorboard": 'set metrics.also = ["tensorboard"]',
+    "metrics.wandb": 'set metrics.also = ["wandb"], and WANDB_MODE=offline for no network',
+    "data.sources": "write the table as data.prompts",
+    "environment.rewards": "write the table as environment.reward",
+    **{
+        f"environment.{key}": "leave it out: an agent gets the run's sampling, which is counted"
+        for key in ("agent_sampling", "sampling")
+    },
+    "scorer.stage": "use --stage of `umbra scorer`",
+    "eval.run_samples": "set eval.samples",
+    "trainer.overlong_factor": "leave it out: a response of the longest length loses 1",
     "metrics.wandb_project": "set the variable WANDB_PROJECT",
+    "weight_hub.buckets_listen": "leave it out: it is the port after weight_hub.listen",
+    "weight_hub.connections_listen": "leave it out: it is the second port after weight_hub.listen",
+    "weight_hub.connections": "leave it out: a receiver has 2 connections to a source",
+    "weight_hub.device": "leave it out: the hub uses the first GPU of CUDA_VISIBLE_DEVICES",
+    "weight_hub.chunk_bytes": "leave it out: a broadcast over plane nccl has 64 MiB",
+    "weight_hub.advertise": "set run.advertise",
+    "buffer.advertise": "set run.advertise",
+    "buffer.straggler": "set buffer.straggler_s, which is 0 for groups that wait",
+    "buffer.prompt_attempts": "leave it out: a prompt is drawn however often it fails",
+    "buffer.partial_policy": "leave it out: a partial past the bound starts anew",
+    "buffer.partial_max_segments": "leave it out: a partial may come back any number of times",
+    "buffer.partial_max_age_s": "leave it out: buffer.max_staleness bounds the age of partials",
+    "generator.prefetch": "leave it out: it is a quarter of generator.slots",
+    "generator.serve_key": "set the variable UMBRA_AGENT_KEY",
+    "generator.stall_s": "set buffer.stall_s: an engine may be silent for ten times as long",
+    **{f"scorer.{stage}": f"set scorer.count.{stage}" for stage in ("reward", "ref_logp", "logp")},
+    "scorer.threads": "set the variable OMP_NUM_THREADS of the scorer",
+    "security.encrypt_weights": "leave it out: with keys, weights are encrypted",
+    "trainer.experts": "leave it out: Transformers chooses how experts are computed",
+    "trainer.on_mismatch": "raise trainer.max_mismatch for a run that goes on nevertheless",
+    "trainer.mismatch_every": "leave it out: it is 20 steps",
+    "trainer.max_ratio": "leave it out: a ratio above 10,000 is left out of the loss",
+    "trainer.final_lr_ratio": "leave it out: a schedule that falls goes to 0",
+    "trainer.rendezvous_timeout_s": "leave it out: hosts wait 600 s for each other",
+    "trainer.batch_wait_s": "leave it out: a batch may take an hour and the longest time limit",
+    "trainer.response_limit": "set sampling.max_tokens",
+    "trainer.logits_mib": "leave it out: 256 MiB of logits are computed at a time",
+    "trainer.ratio_level": "set trainer.objective = gspo for ratios of sequences",
+    "trainer.clip": "set trainer.objective: cispo, sapo and prime_rl have clips of their own",
+    "trainer.kl_in": "set trainer.objective: reinforce_pp and ppo_critic have the KL in the reward",
+    "critic.epochs": "leave it out: the critic sees each batch once",
+    "eval.timeout_s": "leave it out: an evaluation ends after 1,800 s",
+    "run.stop_s": "leave it out: processes have 30 s to stop",
 }
 """Keys, sections and values of run files that 0.2 has no more, and what to use instead.
 
@@ -265,9 +303,7 @@ def _kind(section: str, key: str, where: str) -> introspect.Type:
     fields = SECTIONS[section]
     if key not in fields:
         _refuse_dropped(f"{section}.{key}", where)
-        moved = MOVED.get(f"{section}.{key}")
-        hint = f"; it is {moved} now" if moved else foreign_hint(key)
-        hint = hint or _hint(key, fields, f"{section}.")
+        hint = foreign_hint(key) or _hint(key, fields, f"{section}.")
         raise UsageError(f"{where}: unknown key {section}.{key}{hint}")
     return bare(introspect.type_info(fields[key]))
 

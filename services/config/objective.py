@@ -14,11 +14,9 @@ from umbra.services.config.presets import (
     Advantage,
     Aggregation,
     Anchor,
-    Clip,
     Correction,
     Denominator,
     KlEstimator,
-    KlPlace,
     KlPolicy,
     Level,
     Mask,
@@ -42,10 +40,9 @@ class ObjectiveKeys(Section):
     gamma: float | None = key(None, "discount per token (reinforce_pp, gae)", ge=0, le=1)
     gae_lambda: float | None = key(None, "lambda of generalised advantage estimation", ge=0, le=1)
     overlong_buffer: int | None = key(
-        None, "last tokens before response_limit that cost reward (DAPO); 0 = none", ge=0
+        None, "last tokens before the longest turn's limit that cost reward (DAPO); 0 = none", ge=0
     )
     overlong_filter: bool | None = key(None, "leave out what was cut off at the token limit (DAPO)")
-    ratio_level: Level | None = key(None, "a ratio per token, or the geometric mean of a sequence")
     anchor: Anchor | None = key(
         None,
         "denominator of the ratio: the policy that sampled, or the trainer's before this batch "
@@ -55,9 +52,6 @@ class ObjectiveKeys(Section):
         None,
         "logprobs of the proximal policy: a forward pass, the scoring stage logp, or log-linear"
         " between behaviour and current policy",
-    )
-    clip: Clip | None = key(
-        None, "PPO's minimum, CISPO's clipped weight, SAPO's soft gate, or the ratio as it is"
     )
     clip_low: float | None = key(None, "ratio clip below: 1 - clip_low", gt=0)
     clip_high: float | None = key(None, "ratio clip above: 1 + clip_high", gt=0)
@@ -86,7 +80,7 @@ class ObjectiveKeys(Section):
     aggregation: Aggregation | None = key(
         None,
         "of the token losses: mean over tokens, mean over sequences of their means or sums, sum"
-        " over a constant length, or sum",
+        " over the longest turn's tokens, or sum",
     )
     denominator: Denominator | None = key(
         None, "samples that a mean counts: those with an advantage, or all"
@@ -94,20 +88,13 @@ class ObjectiveKeys(Section):
     kl_coef: float | None = key(None, "weight of the KL term; 0 = off", ge=0)
     kl_estimator: KlEstimator | None = key(None, "estimate of the KL per token")
     kl_to: KlPolicy | None = key(None, "KL to the reference model, or to what sampled")
-    kl_in: KlPlace | None = key(None, "KL as part of the loss, or of the reward")
     kl_unbiased: bool | None = key(None, "multiply the KL by pi / mu of the token (DeepSeek-V3.2)")
     entropy_coef: float | None = key(None, "weight of the entropy bonus; 0 = off", ge=0)
-    response_limit: int = key(
-        0,
-        "tokens of the longest response (aggregation constant, overlong_buffer); 0 = "
-        "sampling.max_tokens, the most of any environment",
-        ge=0,
-    )
 
     @property
     def chosen(self) -> dict[str, object]:
         """The pieces that have a key of their own, by name."""
-        values = {name: getattr(self, name) for name in ObjectiveSpec.__struct_fields__}
+        values = {name: getattr(self, name, None) for name in ObjectiveSpec.__struct_fields__}
         return {name: value for name, value in values.items() if value is not None}
 
     @property

@@ -30,7 +30,6 @@ READ: dict[str, tuple[str, Callable[[ObjectiveSpec], bool]]] = {
     ),
     "kl_to": ("kl_coef", lambda p: p.kl_coef > 0),
     "kl_estimator": ("kl_coef", lambda p: p.kl_coef > 0),
-    "kl_in": ("kl_coef", lambda p: p.kl_coef > 0),
     "kl_unbiased": ("kl_coef", lambda p: p.kl_coef > 0),
 }
 
@@ -64,7 +63,7 @@ def objective_faults(config: RunConfig) -> Iterator[str]:
     yield from _unread(config)
     yield from _sources(config, pieces)
     yield from _corrections(pieces)
-    yield from _kl(pieces)
+    yield from _kl(config)
     if pieces.advantage != "gae" and config.critic != CriticConfig():
         yield (
             f"[critic] is for trainer.advantage = gae, and it is {pieces.advantage}: set "
@@ -80,18 +79,18 @@ def objective_faults(config: RunConfig) -> Iterator[str]:
             f"trainer.dual_clip = {pieces.dual_clip:g} must be more than 1 + clip_high = "
             f"{1 + pieces.clip_high:g}"
         )
-    limit = config.trainer.response_limit or config.longest_turn
+    limit = config.longest_turn
     turns = {config.sampling_for(one).max_tokens for one in config.all_environments}
-    if pieces.overlong_buffer and len(turns) > 1 and not config.trainer.response_limit:
+    if pieces.overlong_buffer and len(turns) > 1:
         yield (
             f"trainer.overlong_buffer = {pieces.overlong_buffer} counts from the end of the "
             "longest response, which is another one in each of [[environments]] (sampling."
-            f"max_tokens of {', '.join(map(str, sorted(turns)))}): set trainer.response_limit"
+            f"max_tokens of {', '.join(map(str, sorted(turns)))}): make them equal, or set it to 0"
         )
     if pieces.overlong_buffer > limit:
         yield (
             f"trainer.overlong_buffer = {pieces.overlong_buffer} is more than the longest response "
-            f"({limit} tokens: trainer.response_limit or sampling.max_tokens)"
+            f"(sampling.max_tokens = {limit})"
         )
 
 
@@ -145,14 +144,18 @@ def _corrections(pieces: ObjectiveSpec) -> Iterator[str]:
         )
 
 
-def _kl(pieces: ObjectiveSpec) -> Iterator[str]:
+def _kl(config: RunConfig) -> Iterator[str]:
+    pieces, objective = config.trainer.pieces, config.trainer.objective
     if not pieces.kl_coef or pieces.kl_in == "loss":
         return
     if pieces.kl_to == "behaviour":
         yield (
-            "trainer.kl_in = reward with kl_to = behaviour compares the policy that sampled with "
-            "itself: set kl_to to reference, or kl_in to loss"
+            f"trainer.kl_to = behaviour with objective {objective}, whose KL is in the reward, "
+            "compares the policy that sampled with itself: set it to reference"
         )
     if pieces.kl_unbiased or pieces.kl_estimator == "k3_plus":
         which = "kl_unbiased" if pieces.kl_unbiased else "kl_estimator = k3_plus"
-        yield f"trainer.{which} changes the gradient of a KL in the loss: set kl_in to loss"
+        yield (
+            f"trainer.{which} changes the gradient of a KL in the loss, and objective {objective} "
+            "has it in the reward: leave it out"
+        )

@@ -15,14 +15,13 @@ class RunSection(Section):
     steps: int = key(100, "optimizer steps to train", ge=1)
     seed: int = key(0, "seed of sampling, shuffling and initialisation")
     broker: str = key("tcp://127.0.0.1:*", "address the buffer binds; port * picks a free one")
+    advertise: str = key(
+        "",
+        "host name or address by which others reach this process, where it is not the one that "
+        "is bound (containers); empty = the bound one, or this host's name",
+    )
     broker_grace_s: float = key(
         60.0, "seconds without the buffer, also at the start, until a process gives up", gt=0
-    )
-    stop_s: float = key(
-        15.0,
-        "seconds that processes get to stop in order until they are killed; at the end of a run"
-        " they get twice as long to leave by themselves",
-        gt=0,
     )
 
 
@@ -64,18 +63,23 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """Prompts."""
 
-    prompts: str = key(
+    prompts: str | dict[str, float] = key(
         "",
         'JSONL or Parquet file, a URL of one, "datasets:NAME[:CONFIG][:SPLIT]" (Hugging Face), or '
-        '"module:function", which returns an iterable of rows; every row has a "prompt"',
+        '"module:function", which returns an iterable of rows; every row has a "prompt". Or '
+        "several of these, each with its weight",
     )
     columns: dict[str, str] = key(
         {}, 'columns that have another name in the prompts, ours to theirs: { prompt = "question" }'
     )
-    sources: dict[str, float] = key(
-        {}, "several sources instead of data.prompts, each with its weight"
-    )
     shuffle: bool = key(True, "shuffle anew in every epoch")
+
+    @property
+    def sources(self) -> dict[str, float]:
+        """Each source and its weight; none if no prompts are named."""
+        if isinstance(self.prompts, dict):
+            return self.prompts
+        return {self.prompts: 1.0} if self.prompts else {}
 
 
 class SecurityConfig(Section):
@@ -87,11 +91,6 @@ class SecurityConfig(Section):
         "folder (umbra up: in run.dir) if there is one",
     )
     insecure: bool = key(False, "let sockets that other machines can reach be bound without keys")
-    encrypt_weights: bool = key(
-        True,
-        "with keys: encrypt weights on their way over plane tcp; false = only authenticate "
-        "them, which costs less. All else is encrypted always",
-    )
 
 
 class LogConfig(Section):

@@ -13,7 +13,6 @@ class TrainerConfig(ObjectiveKeys):
 
     learning_rate: float = key(1e-5, "peak learning rate", gt=0)
     schedule: Literal["constant", "linear", "cosine"] = key("constant", "decay after the warm-up")
-    final_lr_ratio: float = key(0.05, "learning rate at the last step over the peak", ge=0, le=1)
     warmup_steps: int = key(5, "steps of linear warm-up", ge=0)
     optimizer: Literal["adamw", "adamw8bit", "sgd"] = key(
         "adamw",
@@ -31,16 +30,8 @@ class TrainerConfig(ObjectiveKeys):
     micro_tokens: int | Literal["auto"] = key(
         "auto", "tokens per forward pass; auto = what fits into memory", ge=8
     )
-    attention: Literal["auto", "sdpa", "flex"] = key(
-        "auto",
-        "backend of attention over packed rows; auto = right for the device and the rows; flex "
-        "needs a GPU",
-    )
-    logits_mib: float = key(256.0, "MiB of float32 logits at a time; more are computed twice", gt=0)
+    logits_mib: ClassVar[float] = 256.0  # of float32 logits at a time; more are computed twice
     share_prompts: bool = key(True, "compute a prompt once for all samples of it in a row")
-    experts: Literal["auto", "eager", "grouped_mm", "batched_mm"] = key(
-        "auto", "how experts are computed: Transformers' name of it, or auto"
-    )
     router_aux_loss_coef: float = key(
         0.0, "weight of the loss that balances experts; 0 = none", ge=0
     )
@@ -66,9 +57,7 @@ class TrainerConfig(ObjectiveKeys):
         ge=1,
     )
     rendezvous: str = key("", "HOST:PORT of node 0 where the ranks of several hosts meet")
-    rendezvous_timeout_s: float = key(
-        600.0, "seconds that the hosts wait for each other when they start", gt=0
-    )
+    rendezvous_timeout_s: ClassVar[float] = 600.0  # that the hosts wait for each other at the start
     sequence_parallel: int = key(
         1, "ranks that share the tokens of each row (Ulysses); divides ranks", ge=1
     )
@@ -97,27 +86,16 @@ class TrainerConfig(ObjectiveKeys):
     lora_publish: Literal["merged", "adapter"] = key(
         "merged", "what generators get: weights with the adapter merged, or it alone"
     )
-    max_ratio: float = key(
-        1e4,
-        "a token is left out of the loss if its probability is more than so many times that with "
-        "which it was generated; 0 = no bound",
-        ge=0,
-    )
+    # A token is left out of the loss if it is so many times as probable as when it was sampled.
+    max_ratio: ClassVar[float] = 1e4
     max_mismatch: float = key(
         0.0,
-        "bound on k3 between a generator and the trainer on equal weights; 0 = by the coarsest "
-        "format: 1e-4 float32, 0.002 fp16, 0.02 bf16, 0.1 fp8",
+        "bound on k3 between a generator and the trainer on equal weights, above which the run "
+        "stops; 0 = by the coarsest format: 1e-4 float32, 0.002 fp16, 0.02 bf16, 0.1 fp8",
         ge=0,
     )
-    on_mismatch: Literal["stop", "warn"] = key("stop", "what is done above it")
-    mismatch_every: int = key(
-        20,
-        "steps without such a comparison until weights are kept aside (in host memory) for one of "
-        "later samples; 0 = never",
-        ge=0,
-    )
+    mismatch_every: ClassVar[int] = 20  # steps without a comparison until weights are kept aside
     max_skipped: ClassVar[int] = 10  # batches in a row without an update until the run ends
-    batch_wait_s: float = key(600.0, "seconds to wait for a batch until the run fails", gt=0)
 
     def precision_on(self, kind: str) -> Literal["no", "bf16", "fp16"]:
         """Of the computation on a device of that `kind`: "cpu" or "cuda"."""
@@ -144,7 +122,6 @@ class CriticConfig(Section):
     )
     path: str = key("", "directory it starts from, as an earlier run wrote it; empty = the policy")
     learning_rate: float = key(1e-5, "its learning rate", gt=0)
-    epochs: int = key(1, "passes over each batch", ge=1)
     value_clip: float = key(
         0.2, "how far a value may move for its loss, as in PPO; 0 = any distance", ge=0
     )
@@ -164,9 +141,10 @@ class CheckpointConfig(Section):
 class MetricsConfig(Section):
     """Metrics of the training steps; they are always in <run dir>/metrics.jsonl."""
 
-    tensorboard: bool = key(False, "also write them for TensorBoard, to <run dir>/tensorboard")
-    wandb: Literal["off", "offline", "online"] = key(
-        "off", "also log them with Weights & Biases: in <run dir>/wandb, or online"
+    also: list[Literal["tensorboard", "wandb"]] = key(
+        [],
+        "also write them for TensorBoard, to <run dir>/tensorboard, or log them with Weights & "
+        "Biases, whose variables WANDB_PROJECT and WANDB_MODE are read",
     )
 
 
@@ -175,16 +153,17 @@ class EvalConfig(Section):
 
     prompts: str = key("", "held-out prompts, as data.prompts; empty = no eval")
     columns: dict[str, str] = key({}, "columns of held-out prompts, as data.columns")
-    samples: int = key(1024, "samples drawn", ge=1)
+    samples: int = key(256, "samples drawn in each evaluation", ge=1)
     greedy: bool = key(False, "also evaluate greedy decoding")
     every: int = key(0, "steps between evaluations within the run; 0 = none", ge=0)
     at_start: bool = key(False, "evaluate the weights that the run begins with in the same way")
     mode: Literal["pause", "concurrent"] = key(
         "pause", "training waits for such an evaluation, or goes on beside it"
     )
-    run_samples: int = key(128, "samples of such an evaluation", ge=1)
-    samples_per_prompt: int = key(1, "of them, those of one prompt: k of pass@k and mean@k", ge=1)
-    timeout_s: float = key(300.0, "seconds until such an evaluation ends unfinished", gt=0)
+    samples_per_prompt: int = key(
+        1, "of them, within the run, those of one prompt: k of pass@k and mean@k", ge=1
+    )
+    timeout_s: ClassVar[float] = 1800.0  # until such an evaluation ends unfinished
 
     @property
     def within(self) -> bool:

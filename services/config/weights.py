@@ -14,11 +14,9 @@ CONNECTIONS = 2
 class WeightHubConfig(Section):
     """Versions, arena and pushes."""
 
-    listen: str = key("tcp://127.0.0.1:*", "address the hub binds; port * picks a free one")
-    advertise: str = key(
-        "",
-        "host name or address by which others reach the hub, where it is not the one that is "
-        "bound (containers); empty = the bound one, or this host's name",
+    listen: str = key(
+        "tcp://127.0.0.1:*",
+        "address the hub binds, with the next two ports for plane tcp; port * picks free ones",
     )
     plane: Literal["auto", "shm", "tcp", "nccl", "cuda_ipc"] = key(
         "auto", "how weights travel; auto = best that both sides have"
@@ -27,26 +25,12 @@ class WeightHubConfig(Section):
     receive_bucket_bytes: int = key(
         4 << 20, "bytes per message over plane tcp, chosen by the receiver", ge=1024
     )
-    buckets_listen: str = key(
-        "", "address for plane tcp; empty = any port of the listen address's host"
-    )
-    connections: int = key(
-        CONNECTIONS,
-        "connections over which a receiver fetches from one source over plane tcp, each with a "
-        "thread at both ends",
-        ge=1,
-        le=16,
-    )
-    connections_listen: str = key(
-        "", "address for these connections; empty = any port of the host of plane tcp"
-    )
+    connections: ClassVar[int] = CONNECTIONS  # of a receiver to one source over plane tcp
     delta: Literal["auto", "always", "off"] = key(
         "auto", "plane tcp sends lossless differences: over slow links, over all, never"
     )
-    device: int = key(0, "index of the GPU that the hub and each relay use", ge=0)
-    chunk_bytes: int = key(
-        64 << 20, "bytes per broadcast over plane nccl; two in device memory", ge=1024
-    )
+    device: ClassVar[int] = 0  # index of the GPU that the hub and each relay use
+    chunk_bytes: ClassVar[int] = 64 << 20  # of a broadcast over plane nccl; two in device memory
     slots: int = key(2, "versions held in the arena", ge=2)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
         "auto", "what is served; auto = bfloat16 from and to GPUs, float32 on CPUs"

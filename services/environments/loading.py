@@ -65,7 +65,7 @@ def name_of(config: EnvironmentConfig) -> str:
     """Return what the user calls the environment, for errors."""
     match config.kind:
         case "reward":
-            return f"environment {config.reward or ', '.join(config.rewards)}"
+            return f"environment {', '.join(_functions(config))}"
         case "agent":
             return f"agent {config.agent}"
         case kind if kind in _PROGRAMS:
@@ -89,7 +89,7 @@ def load_environment(config: EnvironmentConfig) -> EnvironmentFactory:
         if not rewards.any:
             raise UsageError(
                 'environment.kind = "reward" needs environment.reward = "module:function", or '
-                "environment.rewards with the weights of several"
+                "a table of several with their weights"
             )
         if config.reward_scope == "group":
             return _checked(lambda: RewardedGroup(rewards, name_of(config), **options), config)
@@ -146,14 +146,16 @@ def load_environment(config: EnvironmentConfig) -> EnvironmentFactory:
 
 def _rewards(config: EnvironmentConfig) -> Rewards:
     functions = [
-        RewardFunction(_load(target, "environment.rewards"), target, weight)
-        for target, weight in config.rewards.items()
+        RewardFunction(_load(target, "environment.reward"), target, weight)
+        for target, weight in _functions(config).items()
     ]
-    if config.reward:
-        functions.insert(
-            0, RewardFunction(_load(config.reward, "environment.reward"), config.reward)
-        )
-    return Rewards(functions, named=bool(config.rewards))
+    return Rewards(functions, named=not isinstance(config.reward, str))
+
+
+def _functions(config: EnvironmentConfig) -> dict[str, float]:
+    """Return the reward functions, each with its weight."""
+    reward = config.reward
+    return {reward: 1.0} if isinstance(reward, str) and reward else dict(reward or {})
 
 
 def _program(config: EnvironmentConfig) -> Program:

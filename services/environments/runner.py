@@ -36,7 +36,7 @@ from umbra.services.environments.worker_pool import (
     offered_name,
     start_agent,
 )
-from umbra.services.http import read_key
+from umbra.services.http import KEY_VARIABLE
 from umbra.services.process.logs import setup_logging
 from umbra.services.process.loop_thread import ends_with_it
 
@@ -82,10 +82,7 @@ class Generators:
         )
         self.heard_at[base] = time.monotonic()
         if status == 401:
-            raise UsageError(
-                f"{base} refuses the key: give both sides the same UMBRA_AGENT_KEY or "
-                "generator.serve_key"
-            )
+            raise UsageError(f"{base} refuses the key: give both sides the same UMBRA_AGENT_KEY")
         if status >= 400:
             error = answer["error"]
             raise RejectedError(str(error["message"]), code=str(error["code"]))
@@ -303,8 +300,7 @@ async def _until_gone(generators: Generators) -> None:
 def command(config: str, urls: tuple[str, ...], workers: int) -> None:
     """Run a run's agents on this machine, for the sessions of its generators.
 
-    It plays the environments with workers = 0. The key of the endpoints is in UMBRA_AGENT_KEY, or
-    in the file that generator.serve_key names.
+    It plays the environments with workers = 0. The key of the endpoints is in UMBRA_AGENT_KEY.
     """
     run = load_config(config)
     setup_logging(run.log, "run-agents")
@@ -316,7 +312,7 @@ def command(config: str, urls: tuple[str, ...], workers: int) -> None:
             else f"{config} leaves no agent to runners: set workers = 0 in its [environment]"
         )
     playable = [msgspec.structs.replace(one, workers=workers) for one in outside]
-    asyncio.run(_serve(playable, urls, read_key(run.generator.serve_key, os.environ)))
+    asyncio.run(_serve(playable, urls, os.environ.get(KEY_VARIABLE, "")))
 
 
 async def _serve(environments: list[EnvironmentConfig], urls: Sequence[str], key: str) -> None:

@@ -171,7 +171,7 @@ class StallWatch:
 
     Args:
         engine: what the user calls it, for the sentence.
-        pace: seconds without a token that are allowed (`generator.stall_s`), and how fast weights
+        pace: seconds without a token that are allowed (10 x `buffer.stall_s`), and how fast weights
             are loaded at the least.
         clock: monotonic seconds.
     """
@@ -208,7 +208,7 @@ class StallWatch:
         return (
             f"the {self._engine} engine is stuck: no token for {self._quiet_s:.0f} s while it was "
             f"{self._doing or 'starting'}, with {self._live} requests in flight "
-            f"(generator.stall_s = {self.limit_s:g})"
+            f"({self.limit_s:g} s = 10 x buffer.stall_s)"
         )
 
 

@@ -162,17 +162,17 @@ def open_environments(
     from umbra.services.generator.agents.calls import CallRules
     from umbra.services.generator.agents.pool import AgentPool, AgentSettings
     from umbra.services.generator.agents.server import bind
-    from umbra.services.http import read_key
+    from umbra.services.http import KEY_VARIABLE
 
     rules = CallRules(
         sampling_of(config.sampling_for(environment)),
         [*config.sampling.stop_tokens, *map(chat.piece, sorted(chat.stop_ids))],
-        override=environment.agent_sampling == "override",
+        override=True,
         template_options=config.model.chat_template_kwargs,
         reads_calls=chat.parser.calls or config.model.parser == "none",
         environment=environment,
     )
-    key = read_key(config.generator.serve_key, os.environ)
+    key = os.environ.get(KEY_VARIABLE, "")
     advertise = config.generator.serve_advertise
     settings = AgentSettings(rules, Path(config.model.path).name, key, advertise)
     bound = bind(config.generator.serve, key)

@@ -50,7 +50,7 @@ def run(
         receiver = _subscribe(session, config, opened)
         if receiver is None:
             return _end(session)
-        load = config.weight_hub.pace.after(config.generator.stall_s)
+        load = config.weight_hub.pace.after(config.buffer.engine_stall_s)
         watch = StallWatch(engine_here(config), load)
         with closing(receiver), watching(watch, session):
             GeneratorLoop(

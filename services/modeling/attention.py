@@ -2,7 +2,7 @@
 
 Transformers calls our attention (`attention_backends.py`). The torch engine gives it a `SlotMask`
 (`attention_backends.py`). Packed rows (`Scorer`, the value model) have the backend that
-`trainer.attention` names, or the one that is right for the device and the rows:
+is right for the device and the rows:
 
 | backend | where | in memory |
 |---|---|---|
@@ -51,34 +51,21 @@ class Attention:
     """flex_attention is right on this GPU; else `auto` takes a dense mask."""
 
     @classmethod
-    def prepare(
-        cls,
-        model: PreTrainedModel,
-        choice: Choice,
-        device: torch.device,
-        key: str = "trainer.attention",
-    ) -> Attention:
+    def prepare(cls, model: PreTrainedModel, device: torch.device) -> Attention:
         """Have `model`, which computes on `device`, attend by our backends, for rows of `express`.
 
-        flex_attention is compared with a dense mask on the GPU first (`attention_probe.py`): `auto`
-        does without it where it is wrong.
+        flex_attention is compared with a dense mask on the GPU first (`attention_probe.py`), and
+        not used where it is wrong.
 
         Raises:
-            UsageError: the model or the device can't have the backend of that choice; `key` is
-                where it was made.
+            UsageError: a kind of layer that is none of ours.
         """
         attention = cls.of(model.config)
         capped = getattr(model.config, "attn_logit_softcapping", None) is not None
         sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
-        attention = replace(attention, backend=choice, plain=not (capped or sinks))
-        if choice == "flex" and device.type != "cuda":
-            raise UsageError(f'{key} is "flex", which needs a CUDA GPU: use "auto"')
-        if device.type == "cuda" and choice != "sdpa":
+        attention = replace(attention, backend="auto", plain=not (capped or sinks))
+        if device.type == "cuda":
             fault = attention._fault(attention_probe.Shape.of(model.config, sinks=sinks), device)
-            if fault is not None and choice == "flex":
-                raise UsageError(
-                    f'{key} is "flex", which is wrong on this GPU ({fault}): use "auto"'
-                )
             if fault is not None:
                 log.warning("flex_attention is not used on this GPU: %s", fault)
             attention = replace(attention, flexes=fault is None)

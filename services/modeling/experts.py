@@ -155,26 +155,6 @@ def check_routing_fits(kind: tuple[int, int, int], max_context: int) -> None:
         )
 
 
-def set_experts(model: Any, name: str) -> None:
-    """Compute the experts of `model` by `name` of `trainer.experts`; "auto" is Transformers' own.
-
-    That is grouped matrix products wherever its class and the device have them.
-
-    Raises:
-        UsageError: the model's class has one way only.
-    """
-    if name == "auto":
-        return
-    if not model._can_set_experts_implementation():
-        raise UsageError(
-            f'trainer.experts = "{name}": {type(model).__name__} has no choice: set it to auto'
-        )
-    try:
-        model.set_experts_implementation(name)
-    except (ValueError, ImportError) as error:
-        raise UsageError(f'trainer.experts = "{name}": {error}: set it to auto') from error
-
-
 def chosen_experts(trajectory: Trajectory) -> NDArray[np.integer[Any]]:
     """Return the routing of a trajectory that has one, [R, layers, choices]."""
     routing = trajectory.routing

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
+from umbra.services.config import TrainerConfig
 from umbra.services.process.host_memory import host_bytes
 
 SHORT_ROW = 256  # tokens; narrower rows save little
@@ -21,19 +22,8 @@ class RowSizes(NamedTuple):
     micro_tokens: int
 
 
-class SizedRows(Protocol):
-    """The keys of a trainer or scorer that rows depend on."""
-
-    @property
-    def pack_tokens(self) -> int | Literal["auto"]: ...
-    @property
-    def micro_tokens(self) -> int | Literal["auto"]: ...
-    @property
-    def logits_mib(self) -> float: ...
-
-
 def rows_within(
-    config: SizedRows, fits: int, kind: str, max_tokens: int = 0, gpu_pass: int = GPU_PASS
+    config: TrainerConfig, fits: int, kind: str, max_tokens: int = 0, gpu_pass: int = GPU_PASS
 ) -> RowSizes:
     """The configured numbers; for `auto` what suits the device and the samples.
 
@@ -59,7 +49,13 @@ def rows_within(
 
 
 def scoring_rows(
-    config: SizedRows, model: Any, weights: int, each: int, memory: int, kind: str, max_tokens: int
+    config: TrainerConfig,
+    model: Any,
+    weights: int,
+    each: int,
+    memory: int,
+    kind: str,
+    max_tokens: int,
 ) -> RowSizes:
     """Of passes without gradient, which keep the tensors of one layer at a time.
 
@@ -77,7 +73,7 @@ def scoring_rows(
     return rows_within(config, fits, kind, max_tokens, SCORING_PASS)
 
 
-def room_for_tokens(memory: int, weights: int, config: SizedRows) -> int:
+def room_for_tokens(memory: int, weights: int, config: TrainerConfig) -> int:
     """Return the bytes for activations beside `weights`; never negative."""
     return max(0, int(ACTIVATIONS * (memory - weights - 4 * int(config.logits_mib * 2**20))))
 

@@ -65,7 +65,7 @@ class Scorer(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        self._attention = attention or Attention.prepare(model, "auto", model.device)
+        self._attention = attention or Attention.prepare(model, model.device)
         self._parallel = SequenceParallel(model, self._attention, group) if group else None
         self.routers = Routers.of(model)
         config: Any = model.config.get_text_config()

@@ -17,6 +17,7 @@ import msgspec
 from umbra.proto.access import KeyRole
 from umbra.proto.errors import UsageError, named_errors
 from umbra.proto.messages import Role
+from umbra.proto.net.address import advertise
 from umbra.proto.net.keys import OPEN, Security, open_security
 from umbra.proto.net.session import Session
 from umbra.proto.sockets import check_address
@@ -130,8 +131,9 @@ def service_command(
         for key in ("level", "format"):
             if (text := values[f"log_{key}"]) is not None:
                 overrides.append(f"log.{key}={text}")
-        if values["broker"] is not None:
-            overrides.append(f"run.broker={values['broker']}")
+        for key in ("broker", "advertise"):
+            if values[key] is not None:
+                overrides.append(f"run.{key}={values[key]}")
         overrides += security_overrides(values["keys"], values["insecure"])
         config = load_config(values["config"], overrides=overrides)
         role, name = identify(own) if identify is not None else (cast(Role, section), service)
@@ -149,6 +151,7 @@ def service_command(
             envvar="UMBRA_BROKER",
             help=f"Address of the buffer.  [default: {RunSection().broker}]",
         ),
+        click.Option(["--advertise"], help="Host by which others reach this process."),
         click.Option(["--name"], help="Name in the run.  [default: " + service + "]"),
         click.Option(["--run-dir"], type=click.Path(path_type=Path), help="Folder for results."),
         click.Option(
@@ -185,6 +188,7 @@ def _run_service(
     options: Mapping[str, Any],
 ) -> int:
     setup_logging(config.log, name)
+    advertise(config.run.advertise)
     allow_connections()
     if role != "buffer" and not (role in ALONE and config.run.broker == RunSection().broker):
         check_address(config.run.broker, "--broker")

@@ -136,7 +136,7 @@ class Supervisor:
         goal: the program whose orderly exit means that the run is done, if there is such a one.
         report: gets a line for people at every event.
         last_line: the last thing that a program said, for the sentence about its end.
-        stop_s: seconds that each wave gets to stop until it is killed (`run.stop_s`).
+        stop_s: seconds that each wave gets to stop until it is killed.
         finish_s: seconds from the first orderly exit to the last; twice `stop_s` if not given.
     """
 
@@ -148,7 +148,7 @@ class Supervisor:
         report: Callable[[str], None],
         last_line: Callable[[str], str] = lambda _name: "",
         policy: Callable[[], RestartPolicy] = RestartPolicy,
-        stop_s: float = 15.0,
+        stop_s: float = 30.0,
         finish_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

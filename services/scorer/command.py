@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import click
+
 from umbra.services.process.command import ServiceContext, service_command
 
 
@@ -11,4 +13,16 @@ def _run(context: ServiceContext) -> int:
     return run(context)
 
 
-command = service_command("scorer", _run)
+command = service_command(
+    "scorer",
+    _run,
+    options=[
+        click.Option(
+            ["--stage"],
+            type=click.Choice(["reward", "ref_logp", "logp"]),
+            default="reward",
+            show_default=True,
+            help="What this process computes.",
+        )
+    ],
+)

@@ -57,7 +57,7 @@ class LogprobWorker:
             self._device.type,
             max_tokens,
         )
-        attention = Attention.prepare(model, config.attention, self._device, "trainer.attention")
+        attention = Attention.prepare(model, self._device)
         self._scorer = Scorer(model, int(config.logits_mib * 2**20), attention).eval()
         self._facts = RunFacts(model.get_input_embeddings().num_embeddings)
         self._replay = replay

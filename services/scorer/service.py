@@ -25,7 +25,7 @@ def run(context: ServiceContext) -> int:
         UmbraError: a peer was lost.
     """
     config = context.config
-    stage = config.scorer.stage
+    stage = context.options["stage"]
     reward = reward_worker(config) if stage == "reward" else None
     with context.join("scorer") as session:
         if reward is not None:
@@ -69,17 +69,15 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
     from umbra.services.modeling.weights import weight_table
     from umbra.services.scorer.logprobs import LogprobWorker
 
-    config, scorer = context.config, context.config.scorer
-    if scorer.threads:
-        torch.set_num_threads(scorer.threads)
-    own = scorer.stage == "ref_logp" and bool(scorer.model)
+    config, scorer, stage = context.config, context.config.scorer, context.options["stage"]
+    own = stage == "ref_logp" and bool(scorer.model)
     path, source = (scorer.model, "scorer.model") if own else (config.model.name, "model.path")
     device = pick_device(scorer.device)
     dtype = config.weight_hub.dtype_on(device.type)
     model = load_model(path, device, getattr(torch, dtype), source, config.model.checked)
     longest = config.longest_turn
-    if scorer.stage == "ref_logp":
-        context.ready({"stage": scorer.stage, "model": path})
+    if stage == "ref_logp":
+        context.ready({"stage": stage, "model": path})
         worker = LogprobWorker(model, config.trainer, max_tokens=longest)
         _loop(context, session, worker).run()
         return
@@ -112,7 +110,7 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
         while version < 0 and not session.stopping.is_set():
             staged = staged or receiver.wait_first(limit_s, session.stopping)
             refresh()
-        context.ready({"stage": scorer.stage, "version": version})
+        context.ready({"stage": stage, "version": version})
         replay = config.trainer.router_replay  # as the policy that it stands for
         worker = LogprobWorker(model, config.trainer, refresh, replay=replay, max_tokens=longest)
         # Also while there is nothing to score, so that the hub need not wait.
@@ -120,7 +118,8 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
 
 
 def _loop(context: ServiceContext, session: Session, worker: StageWorker) -> ScorerLoop:
-    scorer, grace_s = context.config.scorer, context.config.run.broker_grace_s
+    grace_s, stage = context.config.run.broker_grace_s, context.options["stage"]
     wake = threading.Event()
-    client = TaskClient(session.data, wake, grace_s=grace_s, kind=scorer.stage, gather_s=GATHER_S)
-    return ScorerLoop(session, client, worker, scorer.capacity, context.metrics)
+    client = TaskClient(session.data, wake, grace_s=grace_s, kind=stage, gather_s=GATHER_S)
+    capacity = context.config.scorer.capacity
+    return ScorerLoop(session, client, worker, capacity, context.metrics)

@@ -144,23 +144,19 @@ class LearnedCritic:
         return self._ranks.sum(values)
 
     def _learn(self, values: Tensor, returns: Tensor) -> Row:
-        config, norms = self._config, 0.0
         total = torch.zeros(1, dtype=torch.float64)
-        for _ in range(config.epochs):
-            for source, now in self._source.passes():
-                target, old = returns[source].to(now), values[source].to(now)
-                loss = value_loss(now, target, old, config.value_clip).sum() / len(values)
-                # FSDP takes the mean over the ranks; ours is a sum.
-                (loss * self._ranks.world).backward()
-                total += float(loss.detach())
-            self._source.sync()
-            norm = clip_gradients(self._source.parameters, self._max_grad_norm, self._ranks)
-            if torch.isfinite(norm):
-                self._optimizer.step()
-            self._optimizer.zero_grad()
-            norms += float(norm)
-        loss = float(self._ranks.sum(total))
-        return {"critic/loss": loss / config.epochs, "critic/grad_norm": norms / config.epochs}
+        for source, now in self._source.passes():
+            target, old = returns[source].to(now), values[source].to(now)
+            loss = value_loss(now, target, old, self._config.value_clip).sum() / len(values)
+            # FSDP takes the mean over the ranks; ours is a sum.
+            (loss * self._ranks.world).backward()
+            total += float(loss.detach())
+        self._source.sync()
+        norm = clip_gradients(self._source.parameters, self._max_grad_norm, self._ranks)
+        if torch.isfinite(norm):
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+        return {"critic/loss": float(self._ranks.sum(total)), "critic/grad_norm": float(norm)}
 
 
 class _Settled(Weights):
@@ -322,7 +318,7 @@ class OwnModel:
         head.load(directory)
         prepare_layers(backbone, config, device.type)
         precision = config.precision_on(device.type)
-        attention = Attention.prepare(backbone, config.attention, device)
+        attention = Attention.prepare(backbone, device)
         self._model = ValueModel(backbone, head, attention, ranks.sequence)
         if ranks.world > 1:
             shard(backbone, device, ranks, config, root=self._model)

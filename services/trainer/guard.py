@@ -16,7 +16,7 @@ from umbra.services.trainer.objectives.ratios import Sequences
 # Why an update is left out, in the order of the columns `skipped/<reason>`.
 REASONS = {
     "loss": "its loss is not finite",
-    "outliers": "all its tokens have logprobs that are not finite, or more than trainer.max_ratio "
+    "outliers": "all its tokens have logprobs that are not finite, or more than 10,000 "
     "times the generator's probability",
     "gradient": "its gradient is not finite",
 }

@@ -15,7 +15,7 @@ from umbra.services.config.learning_rate import learning_rate
 from umbra.services.config.trajectory_rules import RouterKind
 from umbra.services.modeling.architectures import check_experts
 from umbra.services.modeling.attention import Attention
-from umbra.services.modeling.experts import NO_BALANCE, NO_ROUTERS, set_experts
+from umbra.services.modeling.experts import NO_BALANCE, NO_ROUTERS
 from umbra.services.modeling.lora import add_adapter
 from umbra.services.modeling.micro_batch import MicroBatch
 from umbra.services.modeling.scorer import Scorer
@@ -91,7 +91,6 @@ class Learner:
             torch.set_num_threads(config.threads or share)
         self.device = self._accelerator.device
         source = files or (held(model) if config.weights == "bf16" else None)
-        set_experts(model, config.experts)
         check_experts(model.config.to_dict(), config.expert_parallel)
         self.phases = Phases(self.device)  # of the thread that updates the policy
         if config.lora_rank:
@@ -118,7 +117,7 @@ class Learner:
         # What all ranks could do in a second; unknown on CPUs.
         self.ceiling = ceiling(self.device) * self.ranks.world if self.device.type == "cuda" else 0
         # No dropout: these must be the logprobs of the policy that generates.
-        attention = Attention.prepare(self.model, config.attention, self.device)
+        attention = Attention.prepare(self.model, self.device)
         chunk_bytes = int(config.logits_mib * 2**20)
         self._scorer = Scorer(self.model, chunk_bytes, attention, self.ranks.sequence).eval()
         # Those whose choices are replayed.

@@ -207,13 +207,13 @@ class Loop:
         """Lease the next batch; None when asked to stop.
 
         Raises:
-            DeadlineError: none came within `trainer.batch_wait_s`, while the run was not paused;
+            DeadlineError: none came within `RunConfig.batch_wait_s`, while the run was not paused;
                 or another rank is silent.
             PeerLostError: what was published last is lost, so that none may ever come.
             BatchError: it has samples that cannot be trained on.
         """
         step, facts = self.version + 1, self._facts
-        deadline = Deadline(self._config.trainer.batch_wait_s, f"no batch for step {step}")
+        deadline = Deadline(self._config.batch_wait_s, f"no batch for step {step}")
         while not self._session.stopping.is_set():
             if self._saver.under_way:
                 send_command(self._learner.ranks, Save("settled"))
@@ -239,7 +239,7 @@ class Loop:
             if lease.paused:
                 deadline.restart()
             awaited = lease.waiting_for or "trajectories"
-            deadline.check(f" (trainer.batch_wait_s): waiting for {awaited}")
+            deadline.check(f": waiting for {awaited}")
         return None
 
     def _commit(self, row: Row) -> bool:

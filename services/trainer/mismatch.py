@@ -194,7 +194,7 @@ class MismatchCheck:
         """What was found; the step's columns.
 
         Raises:
-            MismatchError: a generator differs by more than the bound, and the run is to stop then.
+            MismatchError: a generator differs by more than the bound.
         """
         now, ranks = self._now, self._learner.ranks
         assert now is not None, "begin comes first"
@@ -206,16 +206,13 @@ class MismatchCheck:
                     found[name] = found.get(name, Compared()) + one
         largest, above = self._verdicts.add(found, now.version)
         told = [self._sentence(name, one) for name, one in sorted(above.items())]
-        if told and self._config.on_mismatch == "stop":
+        if told:
             raise MismatchError(f"stopped before step {now.version + 1}: {'; '.join(told)}")
         if ranks.rank == 0:
-            for sentence in told:
-                log.warning("step %d: %s", now.version + 1, sentence)
             for name in self._verdicts.unknown(now.generators, now.version):
                 log.warning(
                     "step %d: generator %s could not be compared with the trainer for a long time: "
-                    "no token of it was sampled by weights that the trainer had or kept "
-                    "(trainer.mismatch_every)",
+                    "no token of it was sampled by weights that the trainer had or kept",
                     now.version + 1,
                     name,
                 )

@@ -103,10 +103,10 @@ def open_sinks(config: RunConfig, run_dir: Path, step: int) -> Iterator[Sinks]:
     """
     with ExitStack() as stack:
         sinks: list[TensorBoard | WeightsAndBiases] = []
-        if config.metrics.tensorboard:
+        if "tensorboard" in config.metrics.also:
             sinks.append(_open_tensorboard(run_dir, step))
             stack.callback(sinks[-1].finish)
-        if config.metrics.wandb != "off":
+        if "wandb" in config.metrics.also:
             sinks.append(_open_wandb(config, run_dir))
             stack.callback(sinks[-1].finish)
         yield Sinks(sinks, step)
@@ -119,7 +119,7 @@ def _open_tensorboard(run_dir: Path, step: int) -> TensorBoard:
         sink.start()
     except ImportError:
         raise UsageError(
-            "metrics.tensorboard needs tensorboard: pip install 'umbra-rl[tensorboard]'"
+            "metrics.also = tensorboard needs tensorboard: pip install 'umbra-rl[tensorboard]'"
         ) from None
     return sink
 
@@ -128,8 +128,10 @@ def _open_wandb(config: RunConfig, run_dir: Path) -> WeightsAndBiases:
     try:
         import wandb
     except ImportError:
-        raise UsageError("metrics.wandb needs wandb: pip install 'umbra-rl[wandb]'") from None
-    mode = config.metrics.wandb
+        raise UsageError(
+            "metrics.also = wandb needs wandb: pip install 'umbra-rl[wandb]'"
+        ) from None
+    mode = os.environ.get("WANDB_MODE", "online")
     sink = WeightsAndBiases(
         os.environ.get("WANDB_PROJECT", "umbra"),
         id=run_dir.name,
@@ -144,6 +146,6 @@ def _open_wandb(config: RunConfig, run_dir: Path) -> WeightsAndBiases:
         sink.tracker.define_metric("eval/*", step_metric="eval/version")
     except wandb.Error as error:
         raise UsageError(
-            f"metrics.wandb = {mode}: {error}; log in with `wandb login`, or use offline"
+            f"metrics.also = wandb: {error}; log in with `wandb login`, or set WANDB_MODE=offline"
         ) from error
     return sink

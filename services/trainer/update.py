@@ -53,7 +53,7 @@ class PolicyUpdate:
         self._pieces = config.trainer.pieces
         if self._pieces.advantage == "gae" and critic is None:
             raise UsageError("trainer.advantage = gae needs a value model")
-        self._limit = config.trainer.response_limit or config.longest_turn
+        self._limit = config.longest_turn
         self._has_reference = "ref_logp" in config.buffer.stages
         self._learner = learner
         self._critic = critic

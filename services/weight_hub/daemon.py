@@ -55,8 +55,7 @@ class Daemon:
         gpu: GpuReceiving | None = None,
         security: Security = OPEN,
     ) -> None:
-        security.check_bind(config.buckets_listen or config.listen)
-        security.check_bind(config.connections_listen or config.listen)
+        security.check_bind(config.listen)
         self._name = name
         self._config = config
         self._metrics = metrics
@@ -73,7 +72,7 @@ class Daemon:
         with ExitStack() as failed:
             failed.push(self._stack)
             bound = self._server.bind(CHANNEL, config.listen, ACCEPTS)
-            self.endpoint = reachable(bound, config.advertise)
+            self.endpoint = reachable(bound)
             failed.pop_all()
 
     def run(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import msgspec
 
 from umbra.proto.errors import RejectedError, UmbraError
 from umbra.proto.messages import Subscribe
+from umbra.proto.net.address import next_port
 from umbra.proto.net.keys import OPEN, Security
 from umbra.proto.records import GpuFacts, Manifest
 from umbra.services.config import WeightHubConfig as WeightHubConfig
@@ -41,7 +42,6 @@ class HubPlanes:
         config: the section `weight_hub`.
         host: names the /dev/shm of this process.
         token: of this hub, in names.
-        weights_endpoint: where the hub listens; known once it has bound.
         security: keys of this process.
     """
 
@@ -50,13 +50,11 @@ class HubPlanes:
         config: WeightHubConfig,
         host: str,
         token: str,
-        weights_endpoint: Callable[[], str],
         security: Security = OPEN,
     ) -> None:
         self._config = config
         self._side = Side(host)
         self._token = token
-        self._weights_endpoint = weights_endpoint
         self._security = security
         self._chosen: dict[str, HubEnd] = {}  # by receiver
         self._ends: dict[str, HubEnd] = {}
@@ -128,8 +126,7 @@ class HubPlanes:
             UsageError: it is not ours, or other machines can reach it and there are no keys.
         """
         if self._tcp is None:
-            host, _, _ = self._weights_endpoint().rpartition(":")
-            endpoint = self._config.buckets_listen or f"{host}:*"
+            endpoint = next_port(self._config.listen)
             self._tcp = TcpHub("weight-hub", self._token, endpoint, self._config, self._security)
             self._add(self._tcp)
         return self._tcp

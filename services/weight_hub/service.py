@@ -123,7 +123,6 @@ class WeightHub:
             config,
             host,
             self._token,
-            lambda: server.endpoint(CHANNEL),
             server.security,
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import count
 from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
@@ -31,7 +31,7 @@ from umbra.proto.net.server import Request
 from umbra.proto.records import Task, Trajectory, VersionSpan, pack_float32, pack_int32
 from umbra.services.buffer.broker import Broker, Endpoints
 from umbra.services.buffer.effects import Effect, Measure, Notify, Reply
-from umbra.services.buffer.prompts import GroupEnd, PromptFeed
+from umbra.services.buffer.prompts import EpochSource
 from umbra.services.buffer.state import RunState
 from umbra.services.buffer.store import MemoryStore
 from umbra.services.config import (
@@ -48,13 +48,12 @@ from umbra.services.prompts.rows import Prompt
 M = TypeVar("M", bound=Message)
 
 
-class EndlessPrompts(PromptFeed):
+class EndlessPrompts(EpochSource):
     """Rows 1, 2, 3, ...; of several environments in turn, if there are any."""
 
     def __init__(self, environments: Sequence[str] = ()) -> None:
         self.environments = environments
         self.drawn = 0
-        self.ends: list[GroupEnd] = []
 
     def __next__(self) -> Prompt:
         self.drawn += 1
@@ -64,19 +63,11 @@ class EndlessPrompts(PromptFeed):
         name = self.environments[(self.drawn - 1) % len(self.environments)]
         return Prompt(f"{environment_prefix(name)}{self.drawn}", {**row, ENVIRONMENT: name})
 
-    def ended(self, end: GroupEnd) -> None:
-        """Take note."""
-        self.ends.append(end)
-
-    def changes(self) -> dict[str, Any]:
-        """Nothing else."""
-        return {}
-
     def position(self) -> dict[str, Any]:
         """How many were drawn."""
         return {"drawn": self.drawn}
 
-    def seek(self, position: dict[str, Any], kept: Mapping[str, Any]) -> None:
+    def seek(self, position: dict[str, Any]) -> None:
         """Go on there."""
         self.drawn = position["drawn"]
 

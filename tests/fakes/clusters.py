@@ -61,7 +61,7 @@ PLANS: dict[str, Plan] = {
     "host network": plan_of(
         2, 2, groups=["train", "generate"], network="host", overrides=("weight_hub.plane=nccl",)
     ),
-    "head without GPUs": plan_of(0, 8, 8, stages=("reward",), overrides=("scorer.reward=3",)),
+    "head without GPUs": plan_of(0, 8, 8, stages=("reward",), overrides=("scorer.count.reward=3",)),
     "no GPUs": plan_of(
         0, 0, 0, stages=("reward", "ref_logp"), groups=["train", "ref_logp", "generate"]
     ),

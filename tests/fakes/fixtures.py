@@ -31,7 +31,6 @@ RUN = """
 [run]
 name = "test"
 steps = 4
-stop_s = {stop_s}
 [model]
 path = "model"
 [data]
@@ -50,7 +49,6 @@ dead_after_s = {lease_s}
 device = "cpu"
 threads = 1
 slots = 16
-prefetch = 4
 max_context = 64
 [trainer]
 device = "cpu"
@@ -94,7 +92,7 @@ def project(tmp_path: Path, tiny_model: Path) -> Path:
     rows = [{"prompt": f"say {word}", "word": word} for word in "abcdefgh"]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "tiny_reward.py").write_text(REWARD)
-    run = RUN.format(stop_s=seconds(7.5), lease_s=seconds(2.5))  # by how slow it is now
+    run = RUN.format(lease_s=seconds(2.5))  # by how slow it is now
     (tmp_path / "run.toml").write_text(run)
     return tmp_path
 

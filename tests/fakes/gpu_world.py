@@ -33,11 +33,12 @@ class GpuWorld:
         self.bench = bench
         self.folder = folder
         self._patch = patch
+        patch.setattr(WeightHubConfig, "chunk_bytes", CHUNK)
         self.gpus: dict[str, GpuReceiving] = {}
 
     def start(self, plane: str, **config: Any) -> None:
         """Start the hub."""
-        options: dict[str, Any] = {"deadline_s": seconds(8.0), "chunk_bytes": CHUNK, **config}
+        options: dict[str, Any] = {"deadline_s": seconds(8.0), **config}
         self.bench.start(plane=plane, **options)
 
     def gpu(
@@ -52,7 +53,7 @@ class GpuWorld:
         with self._patch.context() as patch:
             for key, value in {"FAKE_CUDA_NAME": name, **environ}.items():
                 patch.setenv(key, value)
-            config = msgspec.convert({"plane": plane, "chunk_bytes": CHUNK}, WeightHubConfig)
+            config = msgspec.convert({"plane": plane}, WeightHubConfig)
             found = find_gpu(config, planes, device)
         assert found is not None
         self.gpus[name] = found

@@ -159,9 +159,8 @@ def library_play(
             agents=True,
         )
         engine = ScriptedEngine(says(tokenizer, *turns, given=given), max_context=max_context)
-        override = environment.agent_sampling == "override"
         key = KEY if place == "runner" else ""
-        world = AgentWorld(engine, chosen, environment, key=key, override=override)
+        world = AgentWorld(engine, chosen, environment, key=key, override=True)
         made.append(world)
         if place == "runner":
             made.append(BackgroundRunner(environment, world.url))

@@ -203,7 +203,7 @@ def open_bench(
             buffer=TaskClient(cast(Any, channel), wake, clock=lambda: now[0]),
             runner=RolloutRunner(engine, pool or InlinePool(ExactMatch), settings, flush_tokens=4),
             config=GeneratorConfig(
-                kv_policy="drain" if drains else "keep", prefetch=2, sessions=sessions
+                kv_policy="drain" if drains else "keep", slots=8, sessions=sessions
             ),
             sample_log=SampleLog(metrics, settings.chat, clock=lambda: now[0]),
             watch=StallWatch("scripted", Pace(60.0, LEAST_RATE), clock=lambda: now[0]),

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from fakes.constants import constants
 from fakes.trajectories import trajectory
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -111,7 +112,20 @@ def train(
     there, with one more at the end; `until` is the last step that is trained, if not all are. With
     a `lag` the samples are so many versions old, and are compared with the versions they are of.
     """
-    settings = PLAIN | trainer
+    with constants(PLAIN | trainer) as settings:
+        return _train(directory, batches, ranks, out, checkpoints, until, lag, settings)
+
+
+def _train(
+    directory: Path,
+    batches: list[list[Trajectory]],
+    ranks: Ranks,
+    out: Path | None,
+    checkpoints: Path | None,
+    until: int | None,
+    lag: int | None,
+    settings: dict[str, Any],
+) -> Trained:
     overrides = [
         f"{key if '.' in key else f'trainer.{key}'}={as_text(value)}"
         for key, value in settings.items()

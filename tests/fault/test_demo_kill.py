@@ -60,7 +60,7 @@ def rows(process: UpProcess, kind: str) -> list[dict[str, Any]]:
 def test_the_demo_outlives_its_buffer_and_so_do_its_evaluations(
     up: Callable[..., UpProcess],
 ) -> None:
-    evals = ("eval.every=10", "eval.mode=concurrent", "eval.run_samples=64")
+    evals = ("eval.every=10", "eval.mode=concurrent", "eval.samples=64")
     process = up(f"run.steps={STEPS}", *evals, flags=("--no-eval",))
     process.broker()
     for killed_at in (4, 13):

@@ -40,17 +40,16 @@ def test_groups_are_rewarded_at_once_though_their_scorer_is_killed(
     (project / "group_rewards.py").write_text(REWARDS)
     (project / "heldout.jsonl").write_text((project / "prompts.jsonl").read_text())
     run = (project / "run.toml").read_text()
-    rewards = 'rewards = { "group_rewards:rank" = 1.0, "group_rewards:measure" = 0.0 }'
+    rewards = 'reward = { "group_rewards:rank" = 1.0, "group_rewards:measure" = 0.0 }'
     run = run.replace('reward = "tiny_reward:score"', f'{rewards}\nreward_scope = "group"')
     (project / "run.toml").write_text(run)
     process = up(
         'buffer.stages=["reward"]',
         "environment.timeout_s=3000",
-        "trainer.batch_wait_s=4000",
         "log.samples=16",
         "eval.every=2",
         "eval.prompts=heldout.jsonl",
-        "eval.run_samples=8",
+        "eval.samples=8",
         f"eval.samples_per_prompt={GROUP}",
         flags=("--no-eval",),
     )

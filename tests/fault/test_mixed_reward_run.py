@@ -48,7 +48,7 @@ ENVIRONMENT = """
 [[environments]]
 name = "{name}"
 kind = "reward"
-rewards = {{ "mixed_rewards:{name}" = {weight}, "mixed_rewards:measure" = 0.0 }}
+reward = {{ "mixed_rewards:{name}" = {weight}, "mixed_rewards:measure" = 0.0 }}
 prompts = "prompts.jsonl"
 workers = 1
 timeout_s = 3000
@@ -76,11 +76,10 @@ def test_each_group_is_rewarded_as_its_environment_says_though_a_scorer_is_kille
     process = up(
         f"run.steps={STEPS}",
         'buffer.stages=["reward"]',
-        "trainer.batch_wait_s=4000",
         f"log.samples={BATCH}",
         "eval.every=3",
         "eval.prompts=heldout.jsonl",
-        f"eval.run_samples={2 * GROUP}",
+        f"eval.samples={2 * GROUP}",
         f"eval.samples_per_prompt={GROUP}",
         flags=("--no-eval",),
     )

@@ -60,7 +60,6 @@ pack_tokens = 64
 ranks = 4
 nodes = 2
 rendezvous = "10.78.0.1:29500"
-rendezvous_timeout_s = {LIMIT_S}
 rank_timeout_s = {seconds(10.0)}
 [checkpoint]
 every = 2

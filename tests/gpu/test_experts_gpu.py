@@ -11,7 +11,6 @@ from fakes.architectures import ARCHITECTURES
 from umbra.proto.records import Sampling
 from umbra.services.generator.engines.engine import EngineOutput, EngineRequest
 from umbra.services.generator.engines.torch_engine import TorchEngine
-from umbra.services.modeling.experts import set_experts
 
 pytestmark = pytest.mark.gpu
 
@@ -23,7 +22,7 @@ def test_grouped_products_equal_the_loop(name: str, dtype: torch.dtype) -> None:
     for way in ("eager", "grouped_mm"):
         model: Any = ARCHITECTURES[name].model()
         model.to("cuda", torch.float32)
-        set_experts(model, way)
+        model.set_experts_implementation(way)
         ids = torch.arange(5, 45, device="cuda").view(2, 20)
         with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
             loss = model(ids).logits.float().log_softmax(-1)[..., 7].sum()

@@ -74,7 +74,7 @@ class Engine:
     def __init__(self, models: Models, bench: Bench, name: str, plane: str) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("NCCL_HOSTID", name)
-            config = msgspec.convert({"plane": plane, "chunk_bytes": CHUNK}, WeightHubConfig)
+            config = msgspec.convert({"plane": plane}, WeightHubConfig)
             gpu = find_gpu(config, ["cuda_ipc", "nccl"], 0)
         assert gpu is not None
         self.gpu, self._models = gpu, models
@@ -133,7 +133,7 @@ def broadcasts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_the_engines_weights_are_the_trainers(
     bench: Bench, tiny_model_dir: Path, shared: None, broadcasts: list[int], plane: str
 ) -> None:
-    bench.start(plane=plane, deadline_s=DEADLINE_S, chunk_bytes=CHUNK)
+    bench.start(plane=plane, deadline_s=DEADLINE_S)
     models = Models(tiny_model_dir, bench)
     engine = Engine(models, bench, "gen-0", plane)
     for _ in range(4):
@@ -151,7 +151,7 @@ def test_an_agent_that_is_killed_costs_one_attempt(
     bench: Bench, tiny_model_dir: Path, shared: None, plane: str
 ) -> None:
     """The hub's worker dies between two versions: the next two arrive, whole."""
-    bench.start(plane=plane, deadline_s=DEADLINE_S, chunk_bytes=CHUNK)
+    bench.start(plane=plane, deadline_s=DEADLINE_S)
     models = Models(tiny_model_dir, bench)
     engine = Engine(models, bench, "gen-0", plane)
     models.publish()

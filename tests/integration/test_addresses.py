@@ -10,7 +10,7 @@ import pytest
 import zmq
 from fakes.ports import reserved_port
 
-from umbra.proto.net.address import reachable
+from umbra.proto.net.address import advertise, next_port, reachable
 from umbra.proto.net.server import Server
 from umbra.services.buffer.service import Addresses, bind
 from umbra.services.buffer.store import MemoryStore
@@ -18,7 +18,7 @@ from umbra.services.config import BufferConfig
 
 
 @pytest.mark.parametrize(
-    ("bound", "advertise", "told"),
+    ("bound", "host", "told"),
     [
         ("tcp://127.0.0.1:5555", "", "tcp://127.0.0.1:5555"),
         ("tcp://0.0.0.0:5555", "", f"tcp://{socket.gethostname()}:5555"),
@@ -27,8 +27,20 @@ from umbra.services.config import BufferConfig
         ("tcp://[fd00::1]:5555", "", "tcp://[fd00::1]:5555"),
     ],
 )
-def test_what_others_are_told(bound: str, advertise: str, told: str) -> None:
-    assert reachable(bound, advertise) == told
+def test_what_others_are_told(bound: str, host: str, told: str, advertised: None) -> None:
+    advertise(host)
+    assert reachable(bound) == told
+
+
+@pytest.fixture
+def advertised() -> Iterator[None]:
+    yield
+    advertise("")
+
+
+def test_the_next_port_of_any_port_is_any() -> None:
+    assert next_port("tcp://[::1]:5555") == "tcp://[::1]:5556"
+    assert next_port("tcp://10.0.0.7:*") == next_port("tcp://10.0.0.7:0") == "tcp://10.0.0.7:*"
 
 
 @pytest.fixture
@@ -51,9 +63,10 @@ def a_server(incarnation: str) -> Iterator[Server]:
         context.term()
 
 
-def test_the_buffer_binds_the_ports_that_it_is_given(ports: list[int]) -> None:
+def test_the_buffer_binds_the_ports_that_it_is_given(ports: list[int], advertised: None) -> None:
+    advertise("node-a")
     control, *others = ports
-    settings = BufferConfig(ports=(others[0], others[1], others[2]), advertise="node-a")
+    settings = BufferConfig(ports=(others[0], others[1], others[2]))
     addresses = Addresses(MemoryStore())
     for _ in range(2):  # and again when it starts again
         with a_server("b1") as server:

@@ -25,7 +25,6 @@ from umbra.services.config import EnvironmentConfig
 from umbra.services.generator.agents import server
 from umbra.services.generator.agents.server import MAX_BODY, bind, url_of
 from umbra.services.generator.rollout import Limits
-from umbra.services.http import read_key
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
 
@@ -397,14 +396,6 @@ def test_who_may_come_is_decided_before_anything_is_served(tmp_path: Path) -> No
             assert second.getsockname()[1] > port
     with closing(bind("0.0.0.0:0", "key")) as anywhere:
         assert url_of(anywhere).startswith("http://127.0.0.1:")
-    (tmp_path / "key").write_text(" secret \n")
-    (tmp_path / "empty").touch()
-    assert read_key(str(tmp_path / "key"), {"UMBRA_AGENT_KEY": "other"}) == "secret"
-    assert read_key("", {"UMBRA_AGENT_KEY": "other"}) == "other"
-    assert read_key("", {}) == ""
-    for name, fault in (("empty", "is empty"), ("none", "cannot be read")):
-        with pytest.raises(UsageError, match=fault):
-            read_key(str(tmp_path / name), {})
 
 
 def test_turns_are_limited(world: World) -> None:

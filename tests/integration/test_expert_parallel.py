@@ -44,7 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
     "offloaded": {"offload": "all", "activation_checkpointing": True, "minibatches": 2},
     "host_optimizer": {"offload": "optimizer", "minibatches": 2},
     "lora": {"lora_rank": 4, "learning_rate": 1.0, "lora_targets": ["q_proj", "v_proj"]},
-    "compared": {"lag": 1, "on_mismatch": "warn", "mismatch_every": 1, "learning_rate": 1.0},
+    "compared": {"lag": 1, "max_mismatch": 1e9, "mismatch_every": 1, "learning_rate": 1.0},
     "critic": {
         "objective": "ppo_critic",
         "critic.learning_rate": 1e-3,

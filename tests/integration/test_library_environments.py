@@ -55,7 +55,7 @@ def test_a_class_for_trl_is_played_as_trl_plays_it(library_play: LibraryPlay) ->
 def test_rewards_of_trl_are_added_to_that_of_the_class(library_play: LibraryPlay) -> None:
     rewards = {"theirs:brevity": 2.0, "theirs:never": 5.0}
     world = library_play(
-        "trl", TRL, call("add", '{"number": 5}'), "ok", id="theirs:Sums", rewards=rewards
+        "trl", TRL, call("add", '{"number": 5}'), "ok", id="theirs:Sums", reward=rewards
     )
     world.add(sample(ROW))
     trajectory = world.trajectory()

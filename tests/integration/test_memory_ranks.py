@@ -94,7 +94,6 @@ def told(folder: Path, world: int, case: Case) -> dict[str, int]:
         "model.path": str(folder / "model"),
         "generator.max_context": width + 1,
         "checkpoint.every": 0,
-        "trainer.mismatch_every": 0,
         "trainer.device": "cpu",
         "trainer.ranks": world,
         "trainer.pack_tokens": width,

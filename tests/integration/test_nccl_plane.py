@@ -243,7 +243,7 @@ def test_a_relay_receives_a_broadcast_and_serves_its_node(gpu_world: GpuWorld) -
     gpu_world.start("auto")
     publisher = bench.publisher()
     gpu = gpu_world.gpu("relay-1", device=1, planes=("nccl",))
-    relay = Relay(bench, "relay-1", gpu=gpu, deadline_s=seconds(8.0), chunk_bytes=4096)
+    relay = Relay(bench, "relay-1", gpu=gpu, deadline_s=seconds(8.0))
     local = Receiver(bench.channel("gen-0"), StagedPlanes(["shm", "tcp"]), "relay-1", check_s=0.05)
     bench.closers.append(local.close)
     local.subscribe(WAIT_S)

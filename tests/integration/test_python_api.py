@@ -18,7 +18,7 @@ DEADLINE_S = seconds(60.0)
 SMALL: dict[str, Any] = {
     "sampling": {"max_tokens": 12},
     "buffer": {"group_size": 4, "batch_groups": 4},
-    "generator": {"device": "cpu", "threads": 1, "slots": 16, "prefetch": 4, "max_context": 64},
+    "generator": {"device": "cpu", "threads": 1, "slots": 16, "max_context": 64},
     "trainer": {"device": "cpu", "threads": 1, "learning_rate": 1e-3},
 }
 SCRIPT = """

@@ -30,11 +30,10 @@ CASES: dict[str, dict[str, Any]] = {
     "selective": {"activation_checkpointing": "selective"},
     "lora": {"lora_rank": 4, "learning_rate": 1.0},
     "guarded": {"minibatches": 3, "max_ratio": 1.9},
-    "compared": {"lag": 1, "on_mismatch": "warn", "mismatch_every": 1, "learning_rate": 1.0},
+    "compared": {"lag": 1, "max_mismatch": 1e9, "mismatch_every": 1, "learning_rate": 1.0},
     "critic": {
         "objective": "ppo_critic",
         "critic.learning_rate": 1e-3,
-        "critic.epochs": 2,
     },
     "value_head": {"objective": "ppo_critic", "critic.kind": "head", "critic.learning_rate": 1e-2},
 }

@@ -19,7 +19,7 @@ def test_a_run_with_all_stages_and_evaluations(project: Path) -> None:
         "generator.partial_flush_tokens": "4",
         "eval.every": "2",
         "eval.prompts": "heldout.jsonl",
-        "eval.run_samples": "8",
+        "eval.samples": "8",
     }
     overrides = [part for key, value in changes.items() for part in ("--set", f"{key}={value}")]
     ended = subprocess.run(

@@ -36,7 +36,7 @@ from umbra.proto.messages import (
     RunFinished,
 )
 from umbra.proto.records import EvalReport, Ledger, Manifest
-from umbra.services.config import TrainerConfig
+from umbra.services.config import RunConfig, TrainerConfig
 from umbra.services.process.command import ServiceContext
 from umbra.services.process.metrics import MetricsFile
 from umbra.services.trainer import service
@@ -338,12 +338,13 @@ def test_a_stop_because_of_a_failure_has_its_exit_code(directory: Path, start: A
 
 
 def test_a_batch_that_never_comes_is_an_error_that_says_what_is_missing(
-    directory: Path, start: Any
+    directory: Path, start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World(directory)
     world.starve = True
-    with pytest.raises(DeadlineError, match=r"step 1 within 1e-06 s .* waiting for 2 groups"):
-        start(world, batch_wait_s=1e-6)
+    monkeypatch.setattr(RunConfig, "batch_wait_s", 1e-6)
+    with pytest.raises(DeadlineError, match=r"step 1 within 1e-06 s: waiting for 2 groups"):
+        start(world)
     assert world.left
 
 
@@ -353,8 +354,9 @@ def test_a_run_that_diverges_ends_with_a_sentence(
     """Every update is left out: the batches are committed as skipped, the weights stay."""
     world = World(directory)
     monkeypatch.setattr(TrainerConfig, "max_skipped", 2)
+    monkeypatch.setattr(TrainerConfig, "max_ratio", 1e-9)
     with pytest.raises(DivergedError, match=r"stopped at step 2: .* of the last 2 batches"):
-        start(world, max_ratio=1e-9)
+        start(world)
     assert world.committed() == [1, 2]
     commits = [body for body in world.asked if isinstance(body, CommitBatch)]
     assert [body.metrics["skipped"] for body in commits] == [1, 1]

@@ -46,7 +46,6 @@ CASES: dict[str, dict[str, Any]] = {
     "critic": {
         "objective": "ppo_critic",
         "critic.learning_rate": 1e-3,
-        "critic.epochs": 2,
     },
     "value_head": {"objective": "ppo_critic", "critic.kind": "head", "critic.learning_rate": 1e-2},
     "offloaded": {
@@ -58,7 +57,7 @@ CASES: dict[str, dict[str, Any]] = {
     "guarded": {"minibatches": 3, "max_ratio": 1.9},
     "lora": {"lora_rank": 4, "learning_rate": 1.0},
     # Weights of version 1 are kept aside, and change places with those of version 2 for a pass.
-    "compared": {"lag": 1, "on_mismatch": "warn", "mismatch_every": 1, "learning_rate": 1.0},
+    "compared": {"lag": 1, "max_mismatch": 1e9, "mismatch_every": 1, "learning_rate": 1.0},
 }
 
 

@@ -31,7 +31,7 @@ def test_evaluations_reach_the_curves(directory: Path, start: Any, tmp_path: Pat
         EvalReport(version=version, done=True, samples=8, accuracy=0.25 * version)
         for version in range(3)
     ]
-    assert start(world, **{"metrics.tensorboard": "true"}) == 0
+    assert start(world, **{"metrics.also": '["tensorboard"]'}) == 0
     found = curves(tmp_path / "tensorboard")
     assert found["eval/accuracy"] == [(0, 0.0), (1, 0.25), (2, 0.5)]
     assert [step for step, _ in found["reward/mean"]] == [1, 2]

@@ -232,7 +232,7 @@ def test_run_ahead_0_is_strictly_on_policy(up: Callable[..., UpProcess]) -> None
 @pytest.mark.timeout(300)
 def test_a_run_is_seen_paused_goes_on_and_is_drained(up: Callable[..., UpProcess]) -> None:
     """An operator's commands; the run ends in order, and as one that can go on."""
-    evals = ("eval.prompts=prompts.jsonl", "eval.run_samples=4")
+    evals = ("eval.prompts=prompts.jsonl", "eval.samples=4")
     process = up("run.steps=100000", "buffer.store=memory", *evals, flags=("--no-eval",))
     broker = process.broker()
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import transformers
 from accelerate.state import AcceleratorState
+from fakes.constants import constants
 from fakes.full_rows import RowShape, full_rows
 from transformers import AutoModelForCausalLM
 
@@ -42,11 +43,8 @@ class Case:
     def config(self) -> Any:
         return getattr(transformers, f"{self.kind}Config")(**self.model)
 
-    def settings(self) -> TrainerConfig:
-        return TrainerConfig(device="cpu", **self.trainer)
 
-
-def measure(case: Case) -> int:
+def measure(case: Case, trainer: TrainerConfig) -> int:
     """Bytes that a forward and a backward pass take at most, beyond weights and gradients."""
     config = case.config()
     torch.manual_seed(0)
@@ -54,7 +52,7 @@ def measure(case: Case) -> int:
         config, dtype=torch.float32, attn_implementation=attention_implementation(config)
     )
     AcceleratorState._reset_state(True)  # else the first case's precision is that of all
-    learner = Learner(model, case.settings(), steps=1)
+    learner = Learner(model, trainer, steps=1)
     for parameter in learner.model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
@@ -91,7 +89,9 @@ def main() -> None:
     torch.set_num_threads(1)
     for line in sys.stdin:
         case = Case(**json.loads(line))
-        print(json.dumps({**dataclasses.asdict(case), "bytes": measure(case)}), flush=True)
+        with constants({"device": "cpu", **case.trainer}) as keys:
+            taken = measure(case, TrainerConfig(**keys))
+        print(json.dumps({**dataclasses.asdict(case), "bytes": taken}), flush=True)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,6 @@ def main(model: Path, folder: Path) -> int:
     config = TrainerConfig(
         device="cpu",
         rank_timeout_s=seconds(IMPATIENT_S if {"hangs", "cut"} & set(cases) else 30.0),
-        rendezvous_timeout_s=seconds(100.0),
         sequence_parallel=min(case.get("sequence_parallel", 1) for case in cases.values()),
         replicas=min(case.get("replicas", 1) for case in cases.values()),
         expert_parallel=min(case.get("expert_parallel", 1) for case in cases.values()),

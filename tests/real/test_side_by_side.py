@@ -17,7 +17,6 @@ RUN = """
 [run]
 name = "five"
 steps = {steps}
-stop_s = 30.0
 [model]
 path = "model"
 [sampling]
@@ -33,14 +32,12 @@ dead_after_s = 120.0
 device = "cpu"
 threads = 1
 slots = 20
-prefetch = 4
 max_context = 2048
 [trainer]
 device = "cpu"
 threads = 1
 learning_rate = 1e-3
 entropy_coef = 1e-3  # some worlds reward a random model always alike, which alone trains nothing
-batch_wait_s = 1800.0
 """
 LIMITS = """
 workers = {workers}

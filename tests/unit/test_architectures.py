@@ -181,7 +181,7 @@ def test_the_reference_model_of_a_scorer_is_checked_too(
     run = RunConfig(
         model=ModelSection(path=str(tiny_model_dir)),
         data=DataConfig(prompts=str(prompts)),
-        scorer=ScorerConfig(model=str(model_dir), ref_logp=1),
+        scorer=ScorerConfig(model=str(model_dir)),
     )
     check_run(run)
     with_reference = replace(run, buffer=replace(run.buffer, stages=["ref_logp"]))

@@ -9,7 +9,6 @@ from fakes.architectures import ARCHITECTURES, WINDOW
 from fakes.packed_rows import LAYOUTS, inputs, rows_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from umbra.proto.errors import UsageError
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.attention_backends import attend
 from umbra.services.modeling.micro_batch import BLOCK
@@ -84,7 +83,7 @@ def scorer_of(folder: Path, name: str, backend: str) -> Scorer:
     """Of a tiny model, by a backend that may be refused on this device."""
     path = folder / name
     policy, _ = load_policy(path if path.exists() else ARCHITECTURES[name].write(path))
-    attention = Attention.prepare(policy, "auto", CPU)
+    attention = Attention.prepare(policy, CPU)
     return Scorer(policy, attention=replace(attention, backend=backend)).eval()
 
 
@@ -98,12 +97,6 @@ def test_flex_gives_the_logprobs_of_the_dense_mask(folder: Path, name: str) -> N
     dense, _ = scorer_of(folder, name, "sdpa")(micro, ones)
     found, _ = scorer_of(folder, name, "flex")(micro, ones)
     torch.testing.assert_close(found, dense, atol=2e-5, rtol=0)
-
-
-def test_flex_is_refused_without_a_gpu(folder: Path) -> None:
-    with pytest.raises(UsageError) as caught:
-        Attention.prepare(scorer_of(folder, "gemma2", "auto").model, "flex", CPU)
-    assert str(caught.value) == 'trainer.attention is "flex", which needs a CUDA GPU: use "auto"'
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

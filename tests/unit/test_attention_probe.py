@@ -13,7 +13,6 @@ import torch
 from fakes.packed_rows import rows_of
 from torch import Tensor
 
-from umbra.proto.errors import UsageError
 from umbra.services.modeling import attention_probe
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.attention_probe import Shape, differences, fault
@@ -116,7 +115,7 @@ def test_a_gpu_on_which_flex_is_wrong_does_without(
         return "it is off"
 
     monkeypatch.setattr(attention_probe, "fault", wrong)
-    attention = Attention.prepare(model, "auto", CUDA)
+    attention = Attention.prepare(model, CUDA)
     assert asked[0][2:] == (CUDA, torch.bfloat16)
     config = model.config
     assert asked[0][0].width == config.head_dim
@@ -124,9 +123,7 @@ def test_a_gpu_on_which_flex_is_wrong_does_without(
         asked[0][0].groups * config.num_attention_heads
     )
     assert not attention.flexes
-    with pytest.raises(UsageError, match=r'"flex", which is wrong on this GPU \(it is off\)'):
-        Attention.prepare(model, "flex", CUDA)
-    assert Attention.prepare(model, "auto", CPU).flexes and len(asked) == 2, "not on CPUs"
+    assert Attention.prepare(model, CPU).flexes and len(asked) == 1, "not on CPUs"
 
 
 @pytest.mark.parametrize(("flexes", "backend"), [(True, "flex"), (False, "sdpa")])

@@ -40,9 +40,9 @@ def test_agents_may_have_branches() -> None:
         ((*AGENT, *BRANCHES, "trainer.overlong_buffer=4"), "trainer.overlong_buffer"),
         ((*AGENT, *BRANCHES, "trainer.overlong_filter=true"), "trainer.overlong_filter"),
         (
-            (*AGENT, *BRANCHES, "trainer.kl_coef=0.1", "trainer.kl_in=reward",
+            (*AGENT, *BRANCHES, "trainer.objective=reinforce_pp", "trainer.kl_coef=0.1",
              'buffer.stages=["ref_logp"]'),
-            "trainer.kl_in = reward",
+            "takes the KL of one response off the reward",
         ),
         ((*AGENT, *BRANCHES, "trainer.router_replay=true"), "trainer.router_replay"),
     ],

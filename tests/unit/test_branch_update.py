@@ -44,7 +44,7 @@ def trajectories(directory: Path) -> list[Trajectory]:
 
 
 def settings(directory: Path, **keys: Any) -> RunConfig:
-    common = {"threads": 1, "device": "cpu", "response_limit": 8}
+    common = {"threads": 1, "device": "cpu"}
     overrides = [f"trainer.{key}={value}" for key, value in (common | keys).items()]
     environment = [f"environment.{one}" for one in ("kind=agent", "agent=my:a", "branches=train")]
     stages = 'buffer.stages=["ref_logp"]'

@@ -99,7 +99,7 @@ def test_failures() -> None:
 
 
 def test_cut_groups() -> None:
-    run = world(group_size=4, batch_groups=1, run_ahead=0, straggler="survivors", straggler_s=10)
+    run = world(group_size=4, batch_groups=1, run_ahead=0, straggler_s=10)
     tasks = run.lease("a", 4, 0)
     run.submit("a", *(trajectory(task, 0) for task in tasks[:2]))
     run.pass_time(11)

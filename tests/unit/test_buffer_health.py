@@ -340,7 +340,7 @@ def test_the_survivors_of_a_group_are_no_failures() -> None:
     run = World(
         group_size=4,
         batch_groups=4,
-        straggler="survivors",
+        straggler_s=60.0,
         run_ahead=9,
         max_staleness=9,
     )

@@ -144,7 +144,7 @@ def test_the_whole_run_is_drained_and_can_go_on() -> None:
 
 def test_an_evaluation_on_request() -> None:
     rows = [Prompt("1", {"prompt": "a"}), Prompt("2", {"prompt": "b"})]
-    run = world(eval_config=EvalConfig(prompts="x", run_samples=3), eval_prompts=rows)
+    run = world(eval_config=EvalConfig(prompts="x", samples=3), eval_prompts=rows)
     assert run.ask("op", EvalRequest()) == EvalBegun(version=0, samples=3)
     refused = run.ask("op", EvalRequest())
     assert isinstance(refused, Nack)

@@ -4,10 +4,12 @@ flushed partials and evaluations: the ledger balances, and honest peers can alwa
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import hypothesis.strategies as st
 import msgspec
+import pytest
 from fakes.broker_world import World, trajectory
 from hypothesis import settings
 from hypothesis.stateful import initialize, invariant, precondition, rule
@@ -36,6 +38,13 @@ ALONE = NamedEnvironment(name="alone", kind="reward")
 picks = st.integers(0, 1 << 16)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def limit() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EvalConfig, "timeout_s", 60.0)
+        yield
+
+
 class PolicyMachine(BrokerMachine):
     """Adds the policies, and peers that make use of them."""
 
@@ -49,13 +58,9 @@ class PolicyMachine(BrokerMachine):
                 "max_attempts": st.integers(1, 4),
                 "stages": STAGES,
                 "stale_policy": st.sampled_from(["drop", "wait"]),
-                "partial_policy": st.sampled_from(["drop", "restart"]),
-                "partial_max_segments": st.integers(0, 2),
-                "partial_max_age_s": st.sampled_from([0.0, 20.0]),
                 "oversample": st.integers(0, 1),
                 "on_batch": st.sampled_from(["continue", "interrupt"]),
-                "straggler": st.sampled_from(["wait", "survivors"]),
-                "straggler_s": st.sampled_from([5.0, 40.0]),
+                "straggler_s": st.sampled_from([0.0, 5.0, 40.0]),
                 "dynamic_sampling": st.booleans(),
                 "max_filtered": st.integers(1, 3),
             }
@@ -70,14 +75,14 @@ class PolicyMachine(BrokerMachine):
         self.whole = whole != "no"
         self.environments = (RANKED, ALONE) if whole == "some" else ()
         if self.whole:  # groups are scored at once
-            policies["straggler"] = "wait"
+            policies["straggler_s"] = 0.0
             policies["stages"] = [*dict.fromkeys([*policies["stages"], "reward"])]
         self.judged: list[set[tuple[str, int]]] = []  # samples and attempts that were
         self.policies = policies
         self.groups = sizes["batch_groups"]
         self.eval = EvalConfig(
-            every=every, mode=mode, run_samples=2 * max(1, len(self.environments)),
-            samples_per_prompt=1 + self.whole, timeout_s=60, prompts="x",
+            every=every, mode=mode, samples=2 * max(1, len(self.environments)),
+            samples_per_prompt=1 + self.whole, prompts="x",
         )  # fmt: skip
         self.scoring: list[tuple[str, str, Task]] = []  # all that was ever handed out
         self.uses: dict[int, list[str]] = {}  # by committed step: its samples

@@ -68,6 +68,10 @@ def test_the_objective_is_that_of_the_loss_type(tmp_path: Path) -> None:
     assert (dapo.advantage, dapo.denominator, dapo.kl_coef) == ("grpo", "all", 0.0)
     cispo = pieces(loss_type="cispo", epsilon_high=5.0)
     assert (cispo.clip, cispo.clip_high) == ("cispo", 4.0)
+    whole = pieces(importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4)
+    assert (whole.ratio_level, whole.clip, whole.clip_high) == ("sequence", "ppo", 4e-4)
+    with pytest.raises(UsageError, match="cispo needs importance_sampling_level"):
+        pieces(loss_type="cispo", importance_sampling_level="sequence")
     unscaled = pieces(loss_type="dr_grpo", scale_rewards="none")
     assert (unscaled.advantage, unscaled.aggregation) == ("dr_grpo", "constant")
     penalised = pieces(beta=0.04)

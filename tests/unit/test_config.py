@@ -211,7 +211,7 @@ def test_a_bad_file(text: str, told: str, tmp_path: Path) -> None:
     ("text", "told"),
     [
         ("[buffer]\nmin_ess = 0.5", r"buffer.min_ess was dropped in 0.2: use run_ahead"),
-        ("[buffer]\nstraggler = 'race'", r"buffer.straggler = race was dropped in 0.2: use wait"),
+        ("[buffer]\non_batch = 'cut'", r"buffer.on_batch = cut was dropped in 0.2: use wait"),
         ("[env_worker]\ncount = 2", r"env_worker was dropped in 0.2: start a runner"),
         ("[environment]\nrun_on = 1", r"environment.run_on was dropped in 0.2: start a runner"),
         (
@@ -225,7 +225,7 @@ def test_what_was_dropped_is_answered_by_what_to_use_instead(
 ) -> None:
     dropped = {
         "buffer.min_ess": "use run_ahead",
-        "buffer.straggler=race": "use wait",
+        "buffer.on_batch=cut": "use wait",
         "env_worker": "start a runner",
         "environment.run_on": "start a runner",
     }

@@ -52,3 +52,7 @@ def test_every_command_is_in_one_section_of_the_help(capsys: pytest.CaptureFixtu
     for section, names in cli.SECTIONS.items():
         listed = text.partition(f"\n{section}:\n")[2].partition("\n\n")[0].splitlines()
         assert [line.split()[0] for line in listed] == list(names)
+
+
+def test_there_are_170_keys_at_most() -> None:
+    assert len(list(described())) <= 170

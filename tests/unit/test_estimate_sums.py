@@ -200,7 +200,7 @@ def test_an_adapter_that_is_published_by_itself() -> None:
 
 
 def test_scorers_with_a_model_are_counted() -> None:
-    config = settings('buffer.stages=["ref_logp", "logp"]', "scorer.logp=2")
+    config = settings('buffer.stages=["ref_logp", "logp"]', "scorer.count.logp=2")
     names = {need.name: need.count for need in needs(config, SIZES, gpu=GPU, host=HOST)}
     assert names["scorer ref_logp"] == 1
     assert names["scorer logp"] == 2

@@ -81,7 +81,7 @@ def test_own_data_fits_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(run_file.parent))  # of the process that checks it
     monkeypatch.delitem(sys.modules, "reward", raising=False)
     config = resolve_paths(load_config(run_file, environ={}), run_file)
-    prompts = read_source(config.data.prompts)
+    prompts = read_source(str(config.data.prompts))
     plays = EnvironmentHost(load_environment(config.environment), "reward")
     for prompt in prompts:
         check_environment(config, prompt.row)
@@ -162,7 +162,7 @@ def test_a_folder_of_a_data_set_stays_where_it_is(
 
     def resolved(name: str) -> str:
         config = load_config(overrides=[f"data.prompts={name}"], environ={})
-        return resolve_paths(config, beside / "run.toml").data.prompts
+        return str(resolve_paths(config, beside / "run.toml").data.prompts)
 
     assert resolved("datasets:rows") == f"datasets:{here}/rows"
     assert resolved("datasets:more:train[:10]") == f"datasets:{beside}/more:train[:10]"

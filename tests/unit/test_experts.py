@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from umbra.proto.errors import UsageError
-from umbra.services.modeling.experts import set_experts
 from umbra.services.modeling.micro_batch import Tokens
 from umbra.services.modeling.packing import pack
 from umbra.services.trainer.learner import Learner
@@ -54,7 +53,8 @@ def test_every_way_to_compute_experts_finds_the_same(name: str) -> None:
     found: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
     for way in ("auto", "eager", "grouped_mm", "batched_mm"):
         model: Any = ARCHITECTURES[name].model()
-        set_experts(model, way)
+        if way != "auto":
+            model.set_experts_implementation(way)
         assert model.config._experts_implementation == ("grouped_mm" if way == "auto" else way)
         found[way] = result(model)
     logits, gradients = found.pop("eager")
@@ -63,14 +63,6 @@ def test_every_way_to_compute_experts_finds_the_same(name: str) -> None:
         assert others.keys() == gradients.keys()
         for parameter, gradient in gradients.items():
             torch.testing.assert_close(others[parameter], gradient, atol=1e-5, rtol=1e-3)
-
-
-def test_a_model_without_experts_has_no_choice(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r'trainer.experts = "eager": Qwen3ForCausalLM has no'):
-        Learner(ARCHITECTURES["qwen3"].model(), config(tmp_path, experts="eager").trainer, 2)
-    model: Any = ARCHITECTURES["qwen3-moe"].model()
-    Learner(model, config(tmp_path, experts="batched_mm").trainer, 2)
-    assert model.config._experts_implementation == "batched_mm"
 
 
 @pytest.mark.parametrize("name", MIXTURES)

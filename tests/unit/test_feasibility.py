@@ -62,25 +62,19 @@ def test_implied_staleness(
     ("config", "to_change"),
     [
         (buffer(group_size=1, dynamic_sampling=True), "buffer.group_size to 2"),
-        (buffer(group_size=1, straggler="survivors"), "set straggler to wait"),
+        (buffer(group_size=1, straggler_s=5.0), "set straggler_s to 0"),
         (buffer(on_batch="interrupt", max_staleness=0), "buffer.on_batch to continue"),
-        (buffer(on_batch="interrupt", partial_max_segments=1), "allow 2 or more"),
         (buffer(stale_policy="wait", oversample=2), "buffer.oversample to 0"),
         (buffer(stages=["reward", "reward"]), "reward twice"),
         (
-            RunConfig(buffer=BufferConfig(stages=["logp"]), scorer=ScorerConfig(logp=0)),
-            "scorer.logp = 0",
+            RunConfig(buffer=BufferConfig(stages=["logp"]), scorer=ScorerConfig(count={"logp": 0})),
+            "scorer.count.logp = 0",
         ),
         (
             RunConfig(
                 buffer=BufferConfig(stages=["reward"]), environment=EnvironmentConfig(kind="guess")
             ),
             "remove the stage",
-        ),
-        (buffer(straggler="survivors", straggler_s=700.0), "trainer.batch_wait_s = 600"),
-        (
-            RunConfig(trainer=TrainerConfig(batch_wait_s=20.0)),
-            "environment.timeout_s = 30",
         ),
         (RunConfig(eval=EvalConfig(every=5)), "eval.prompts"),
         (

@@ -235,7 +235,7 @@ def test_groups_are_gathered_again_after_a_restart() -> None:
 
 def test_all_samples_of_a_prompt_are_rewarded_at_once_in_evaluations() -> None:
     prompts = [Prompt(str(n), {"prompt": f"held out {n}"}) for n in range(2)]
-    config = EvalConfig(every=1, run_samples=4, samples_per_prompt=2, prompts="x", timeout_s=500)
+    config = EvalConfig(every=1, samples=4, samples_per_prompt=2, prompts="x")
     run = world(batch_groups=1, eval_config=config, eval_prompts=prompts)
     answer(run, *run.lease("a", 3, 0))
     give(run, "x", to_score(run), 1.0, 2.0, 3.0)
@@ -273,7 +273,7 @@ def test_groups_can_be_rewarded() -> None:
     [
         (config(stages=[]), 'put "reward" into buffer.stages'),
         (config(group_size=1), "buffer.group_size = 1 must be from 2 to 512"),
-        (config(straggler="survivors"), "buffer.straggler = survivors goes on without some"),
+        (config(straggler_s=5.0), "buffer.straggler_s = 5 goes on without some"),
         (config({"kind": "exact", "reward": ""}), "environment.reward_scope = group has no effect"),
     ],
 )

@@ -209,7 +209,7 @@ MISTAKES = {
     ),
     "keys that are not there": wrong("security.keys=nowhere", told=("nowhere", "umbra keys")),
     "a reward stage nobody serves": wrong(
-        'buffer.stages=["reward"]', "scorer.reward=0", told="scorer.reward = 0"
+        'buffer.stages=["reward"]', "scorer.count.reward=0", told="scorer.count.reward = 0"
     ),
 }
 
@@ -256,8 +256,8 @@ def test_a_folder_that_was_there_stays(here: Path, capsys: pytest.CaptureFixture
         ("generator.engine=vllm", 'generator.engine = "vllm" needs vllm'),
         ("environment.kind=math", 'environment.kind = "math" needs math-verify'),
         ("environment.kind=reasoning-gym", 'environment.kind = "reasoning-gym" needs'),
-        ("metrics.tensorboard=true", "metrics.tensorboard needs tensorboard"),
-        ("metrics.wandb=offline", "metrics.wandb needs wandb"),
+        ('metrics.also=["tensorboard"]', "metrics.also needs tensorboard"),
+        ('metrics.also=["wandb"]', "metrics.also needs wandb"),
     ],
 )  # fmt: skip
 def test_a_package_that_is_not_installed(setting: str, told: str) -> None:
@@ -374,7 +374,7 @@ def test_rows_of_a_parquet_file_and_of_several_sources(here: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     table = pytest.importorskip("pyarrow").Table.from_pylist([{"prompt": "say b", "word": "b"}])
     parquet.write_table(table, here / "prompts.parquet")
-    for setting in ("data.prompts=prompts.parquet", 'data.sources={"prompts.parquet" = 1.0}'):
+    for setting in ("data.prompts=prompts.parquet", 'data.prompts={"prompts.parquet" = 1.0}'):
         settings = (setting, *(() if "prompts=" in setting else ("data.prompts=",)))
         config = load_run(here / "run.toml", settings)
         try_aside(config, [here])

@@ -158,7 +158,7 @@ def others(name: str) -> tuple[NamedEnvironment, NamedEnvironment]:
 
 def test_a_failure_in_an_evaluation_costs_a_group_only_where_groups_are_rewarded() -> None:
     prompts = [Prompt(str(n), {"prompt": "p", "environment": n}) for n in ("ranked", "alone")]
-    config = EvalConfig(every=1, run_samples=4, samples_per_prompt=2, prompts="x", timeout_s=500)
+    config = EvalConfig(every=1, samples=4, samples_per_prompt=2, prompts="x")
     run = world(batch_groups=2, run_ahead=0, eval_config=config, eval_prompts=prompts)
     answer(run, *run.lease("a", 6, 0))
     give(run, to_score(run))
@@ -228,7 +228,7 @@ def test_some_of_several_environments_may_reward_groups() -> None:
         (mixed(stages=()), 'environments.ranked.reward_scope = group .* put "reward" into buffer'),
         (mixed(ALONE), r"of several \[\[environments\]\] is for those .* none has .* remove the"),
         (mixed(group_size=1), "environments.ranked.* buffer.group_size = 1 must be from 2 to 512"),
-        (mixed(straggler="survivors"), "buffer.straggler = survivors .* set it to wait"),
+        (mixed(straggler_s=5.0), "buffer.straggler_s = 5 .* set it to 0"),
         (
             mixed(NamedEnvironment(name="one", kind="exact", reward_scope="group")),
             "environments.one.reward_scope = group has no effect: set environments.one.kind to rew",

@@ -37,12 +37,17 @@ def test_a_preset_works_by_itself(preset: Preset) -> None:
         (["objective=ppo", "correction=truncate"], "for the behaviour policy a second time"),
         (["objective=icepop", "is_cap=0.4"], "is_floor = 0.5 must be less than trainer.is_cap"),
         (["mask=token", "mask_low=3"], "mask_low = 3 must be less than trainer.mask_high = 2"),
-        (["critic.epochs=2"], "[critic] is for trainer.advantage = gae"),
+        (["critic.value_clip=0.1"], "[critic] is for trainer.advantage = gae"),
         (["objective=rloo", "buffer.group_size=1"], "set buffer.group_size to 2 or more"),
         (["dual_clip=1.1"], "trainer.dual_clip = 1.1 must be more than 1 + clip_high = 1.2"),
         (["overlong_buffer=300"], "overlong_buffer = 300 is more than the longest response (256"),
         (
-            ["kl_coef=0.1", "kl_in=reward", "kl_unbiased=true", 'buffer.stages=["ref_logp"]'],
+            [
+                "objective=ppo_critic",
+                "kl_coef=0.1",
+                "kl_unbiased=true",
+                'buffer.stages=["ref_logp"]',
+            ],
             "trainer.kl_unbiased changes the gradient of a KL in the loss",
         ),
         (

@@ -95,7 +95,7 @@ def test_who_waits_for_the_first_version_counts_its_model(
             limits.append(timeout_s)
             raise _SubscribedError
 
-    overrides = (f"model.path={tiny_model_dir}", "scorer.stage=logp")
+    overrides = (f"model.path={tiny_model_dir}",)
     config = load_config(overrides=[*overrides, "scorer.device=cpu"], environ={})
     monkeypatch.setattr(WeightHubConfig, "least_rate", 10.0)
     monkeypatch.setattr(generator_service, "Receiver", Noting)
@@ -106,7 +106,7 @@ def test_who_waits_for_the_first_version_counts_its_model(
             opened = OpenEngine(cast(Any, None), cast(Any, None), "cpu")
             generator_service._subscribe(session, config, opened)
         else:
-            context = cast(Any, SimpleNamespace(config=config))
+            context = cast(Any, SimpleNamespace(config=config, options={"stage": "logp"}))
             scorer_service._score_logprobs(context, session)
     expected = 600.0 + 5 * weights_bytes(tiny_model_dir) / 10
     assert limits == [expected] * (2 if role == "generator" else 3)

@@ -231,8 +231,7 @@ def test_what_is_read_is_mounted_where_it_is_read() -> None:
             "scorer.model=/models/reference",
             "critic.path=/models/critic",
             "eval.prompts=/data/heldout.jsonl",  # which the buffer reads also without eval.every
-            'data.sources={"/data/a.jsonl" = 1, "datasets:name:train" = 2}',
-            "data.prompts=",
+            'data.prompts={"/data/a.jsonl" = 1, "datasets:name:train" = 2}',
         ),
     )
     paths = container_paths(plan, "", keys=False)

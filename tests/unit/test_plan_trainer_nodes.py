@@ -42,7 +42,7 @@ def flags(plan: Plan, name: str) -> dict[str, str]:
 def test_a_share_of_two_nodes_is_two_nodes() -> None:
     assert trainers(TWO) == [("a", tuple(range(8))), ("b", tuple(range(8)))]
     assert (TWO.config.trainer.nodes, TWO.config.trainer.ranks) == (2, 16)
-    assert TWO.config.trainer.rendezvous == "10.0.0.1:5561"
+    assert TWO.config.trainer.rendezvous == "10.0.0.1:5564"
     parts = [(p.name, p.node.name, p.node_rank) for p in TWO.processes if p.task == "part"]
     assert parts == [("part-b", "b", 1)]  # the hub has the part of its own node
     assert TWO.the("weight_hub").node.name == "a"
@@ -94,18 +94,18 @@ def test_a_group_that_shares_the_trainer_s_nodes() -> None:
     on_b = [process.task for process in SHARED.on(SHARED.nodes[1])]
     assert on_b == ["relay", "part", "train", *["logp"] * 4]
     ports = [port for p in SHARED.on(SHARED.nodes[1]) for port in invocation.ports(SHARED, p)]
-    assert ports == [5559, 5560, 5563, 5562, 5564]
+    assert ports == [5559, 5560, 5561, 5562, 5563]
 
 
 def test_the_table_and_json_show_it() -> None:
     text = table(TWO)
     assert (
-        "trainer: 16 ranks on a, b, which meet at 10.0.0.1:5561; they connect with each other at "
+        "trainer: 16 ranks on a, b, which meet at 10.0.0.1:5564; they connect with each other at "
         "any port" in text
     )
     assert "meet at" not in table(plan_of(8, 8))
     told = as_json(TWO)
-    assert told["trainer"] == {"nodes": ["a", "b"], "ranks": 16, "rendezvous": "10.0.0.1:5561"}
+    assert told["trainer"] == {"nodes": ["a", "b"], "ranks": 16, "rendezvous": "10.0.0.1:5564"}
     (rank,) = (p["node_rank"] for p in told["nodes"][1]["processes"] if p["name"] == "trainer-b")
     assert rank == 1
 
@@ -197,7 +197,7 @@ def test_every_node_s_ranks_know_where_they_meet() -> None:
         found = flags(TWO, name)
         assert found["--node-rank"] == str(rank)
         assert (found["--nodes"], found["--ranks"]) == ("2", "16")
-        assert found["--rendezvous"] == "10.0.0.1:5561"
+        assert found["--rendezvous"] == "10.0.0.1:5564"
     assert "--node-rank" not in flags(plan_of(8, 8), "trainer")
     moved = plan_of(8, 8, 8, 8, base_port=7000)
     assert flags(moved, "trainer-b")["--rendezvous"] == "10.0.0.1:7006"
@@ -212,7 +212,7 @@ def test_a_part_finds_the_hub_and_says_where_it_is_found() -> None:
     assert found["--advertise"] == "10.0.0.2"
     (part,) = (process for process in TWO.processes if process.task == "part")
     own = invocation.command(TWO, part, container_paths(TWO, "", keys=False))
-    assert "tcp://0.0.0.0:5564" in own
+    assert "tcp://0.0.0.0:5563" in own
 
 
 def test_all_trainers_come_again_as_often_as_others() -> None:
@@ -248,7 +248,7 @@ def test_compose_gives_the_ranks_the_host_s_network_and_publishes_the_parts() ->
     assert "network_mode" not in part
     assert [(port["host_ip"], port["published"]) for port in part["ports"]] == [
         ("10.0.0.2", "5562"),
-        ("10.0.0.2", "5564"),
+        ("10.0.0.2", "5563"),
     ]
     assert "/dev/shm" in {volume["target"] for volume in part["volumes"]}
     assert part["image"] == "umbra-broker:latest"
@@ -276,7 +276,7 @@ def test_pods_meet_at_the_name_of_the_first_node_s_service() -> None:
     assert services[host]["selector"]["umbra/node"] == "a"
     arguments = containers["part-b"]["args"]
     own = arguments[arguments.index("--advertise") + 1]
-    assert {5562, 5564} <= {entry["port"] for entry in services[own]["ports"]}
+    assert {5562, 5563} <= {entry["port"] for entry in services[own]["ports"]}
 
 
 def test_a_script_for_slurm_ends_with_rank_0_and_meets_on_its_host() -> None:
@@ -285,7 +285,7 @@ def test_a_script_for_slurm_ends_with_rank_0_and_meets_on_its_host() -> None:
     steps = {line.split()[3].strip("'"): line for line in lines if line.startswith("step ")}
     for rank, name in enumerate(("trainer", "trainer-b")):
         assert steps[name].startswith(f"step {rank} 0,1,2,3,4,5,6,7 {name} 20 umbra trainer ")
-        assert '--rendezvous "${addresses[0]}:5561" ' in steps[name]
+        assert '--rendezvous "${addresses[0]}:5564" ' in steps[name]
     assert lines.count("trainer=$!") == 1
     assert lines[lines.index("trainer=$!") - 1] == steps["trainer"]
     assert '--advertise "${addresses[1]}"' in steps["part-b"]
@@ -293,7 +293,7 @@ def test_a_script_for_slurm_ends_with_rank_0_and_meets_on_its_host() -> None:
 
 def test_the_run_file_of_the_nodes_says_how_the_trainer_is_spread() -> None:
     text = render(TWO, "compose")["d/run.toml"]
-    for line in ("nodes = 2", "ranks = 16", 'rendezvous = "10.0.0.1:5561"'):
+    for line in ("nodes = 2", "ranks = 16", 'rendezvous = "10.0.0.1:5564"'):
         assert line in text.splitlines()
     plan = make_plan(cluster(8, 8), run_config(), "r")
     assert plan.config.trainer.ranks == 8

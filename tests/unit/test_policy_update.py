@@ -44,7 +44,7 @@ def trajectories(directory: Path) -> list[Trajectory]:
 
 
 def settings(directory: Path, *stages: str, **keys: Any) -> RunConfig:
-    common = {"threads": 1, "device": "cpu", "response_limit": 8}
+    common = {"threads": 1, "device": "cpu"}
     overrides = [f"trainer.{key}={value}" for key, value in (common | keys).items()]
     listed = ", ".join(f'"{stage}"' for stage in stages)
     return load_config(
@@ -252,7 +252,7 @@ def test_samples_without_advantage_are_trained_only_if_the_loss_has_more_than_ad
     assert update(directory, flat)[1]["trained_samples"] == 8
     assert update(directory, flat, entropy_coef=0.01)[1]["trained_samples"] == 12
     assert update(directory, flat, "ref_logp", kl_coef=0.01)[1]["trained_samples"] == 12
-    rewarded = update(directory, flat, "ref_logp", kl_coef=0.01, kl_in="reward")
+    rewarded = update(directory, flat, "ref_logp", kl_coef=0.01, objective="reinforce_pp")
     assert rewarded[1]["trained_samples"] == 12, "the KL in the reward makes them differ"
 
 

@@ -68,7 +68,7 @@ def test_what_save_to_disk_wrote(tmp_path: Path) -> None:
 def test_a_mixture_of_formats_takes_up_where_it_was(tmp_path: Path) -> None:
     lines = tmp_path / "p.jsonl"
     lines.write_text("\n".join(map(json.dumps, CHAT)))
-    data = DataConfig(sources={
+    data = DataConfig(prompts={
         str(lines): 1.0,
         write_parquet(tmp_path / "p.parquet", ROWS): 2.0,
         write_folder(tmp_path / "set", train=ROWS): 1.0,
@@ -79,7 +79,7 @@ def test_a_mixture_of_formats_takes_up_where_it_was(tmp_path: Path) -> None:
     rest = [next(feed).prompt_id for _ in range(20)]
     assert {name[0] for name in drawn + rest} == {"0", "1", "2"}
     again = open_prompts(data, seed=3)
-    again.seek(position, {})
+    again.seek(position)
     assert [next(again).prompt_id for _ in range(20)] == rest
 
 

@@ -66,7 +66,7 @@ class TestColumns:
         data = DataConfig(prompts=file, columns=COLUMNS, shuffle=False)
         assert next(open_prompts(data, seed=0)).row == MAPPED[0]
         assert first_rows(data) == {"": MAPPED[0]}
-        several = DataConfig(sources={file: 1.0}, columns=COLUMNS)
+        several = DataConfig(prompts={file: 1.0}, columns=COLUMNS)
         assert next(open_prompts(several, seed=0)).row in MAPPED
         config = RunConfig(
             model=ModelConfig(path=str(tiny_model_dir)),
@@ -164,7 +164,7 @@ class TestUrls:
         hub.files["sums.jsonl"] = b'{"prompt": 3}\n'
         url = f"{hub.url}/sums.jsonl?key=hidden"
         (tmp_path / "run.toml").write_text(f'[model]\npath = "/m"\n[data]\nprompts = "{url}"\n')
-        pinned = load_run(tmp_path / "run.toml", ()).data.prompts
+        pinned = str(load_run(tmp_path / "run.toml", ()).data.prompts)
         assert pinned.startswith(url)
         said = [capsys.readouterr().err, caplog.text]
         assert f"prompts: {hub.url}/sums.jsonl?...#sha256=" in said[0]

@@ -260,7 +260,6 @@ def test_a_whole_run_of_it_on_a_tiny_model(name: str, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(text, encoding="utf-8")
     overrides = {
         "run.steps": 2,
-        "run.stop_s": 120.0,
         "environment.kind": "exact",
         "sampling.max_tokens": 8,
         "buffer.group_size": 2,

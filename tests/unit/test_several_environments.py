@@ -131,7 +131,7 @@ def test_prompts_are_drawn_by_the_weights_of_their_environments(tmp_path: Path) 
     position = feed.position()
     ahead = [next(feed) for _ in range(20)]
     again = open_prompts(data, seed=1, environments=environments)
-    again.seek(position, {})
+    again.seek(position)
     assert [next(again) for _ in range(20)] == ahead
     assert first_rows(data, environments)["sums"]["answer"] == 1
 

@@ -50,7 +50,7 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     """A trainer that goes on from step 2 hides what its former life has written after it."""
-    settings = config("metrics.tensorboard=true")
+    settings = config('metrics.also=["tensorboard"]')
     with open_sinks(settings, tmp_path, 0) as sinks:
         for step in (1, 2, 3):
             row: Row = {"reward/mean": step / 4, "grad_norm": None}
@@ -69,14 +69,14 @@ def test_evaluations_are_curves_over_their_versions(tmp_path: Path, wandb: FakeW
     """The buffer tells the last ones again and again; a trainer that goes on has told the older."""
     first = report(0, 0.25, **{"pass@4": 0.5})
     second = report(2, 0.5, **{"pass@4": 0.75})
-    with open_sinks(config("metrics.tensorboard=true"), tmp_path, 0) as sinks:
+    with open_sinks(config('metrics.also=["tensorboard"]'), tmp_path, 0) as sinks:
         for seen in ([], [first], [first], [first, second], [second]):
             sinks.write_evals(seen)
     assert curves(tmp_path / "tensorboard") == {
         "eval/accuracy": [(0, 0.25), (2, 0.5)],
         "eval/pass_at_4": [(0, 0.5), (2, 0.75)],
     }
-    with open_sinks(config("metrics.wandb=offline"), tmp_path, 2) as sinks:
+    with open_sinks(config('metrics.also=["wandb"]'), tmp_path, 2) as sinks:
         sinks.write(3, {"loss": 0.5})
         sinks.write_evals([first, second])
     assert wandb.run.logged == [
@@ -134,7 +134,8 @@ def test_weights_and_biases(
     tmp_path: Path, wandb: FakeWandb, mode: str, resume: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run-7"
-    settings = config(f"metrics.wandb={mode}")
+    settings = config('metrics.also=["wandb"]')
+    monkeypatch.setenv("WANDB_MODE", mode)
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     with open_sinks(settings, folder, 0) as sinks:
         sinks.write(1, {"loss": 0.5, "grad_norm": None})
@@ -143,21 +144,21 @@ def test_weights_and_biases(
     assert (wandb.given["project"], wandb.given["id"]) == ("mine", "run-7")
     assert (wandb.given["mode"], wandb.given["dir"]) == (mode, str(folder))
     assert wandb.given["resume"] == resume
-    assert wandb.given["config"]["metrics"]["wandb"] == mode
+    assert wandb.given["config"]["metrics"]["also"] == ["wandb"]
 
 
 def test_a_refusal_names_the_setting(tmp_path: Path, wandb: FakeWandb) -> None:
     wandb.refusal = "no key"
-    with pytest.raises(UsageError, match=r"metrics.wandb = online: no key; log in with"):
-        with open_sinks(config("metrics.wandb=online"), tmp_path, 0):
+    with pytest.raises(UsageError, match=r"metrics.also = wandb: no key; log in with"):
+        with open_sinks(config('metrics.also=["wandb"]'), tmp_path, 0):
             pass
 
 
 @pytest.mark.parametrize(
     ("package", "setting", "extra"),
     [
-        ("wandb", "metrics.wandb=offline", "wandb"),
-        ("tensorboard", "metrics.tensorboard=true", "tensorboard"),
+        ("wandb", 'metrics.also=["wandb"]', "wandb"),
+        ("tensorboard", 'metrics.also=["tensorboard"]', "tensorboard"),
     ],
 )
 def test_a_missing_package_is_named(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from umbra.proto.errors import UsageError
-from umbra.services.buffer.prompts import GroupEnd, PromptFeed, open_prompts
+from umbra.services.buffer.prompts import PromptFeed, open_prompts
 from umbra.services.config import DataConfig
 
 ROWS = """
@@ -34,13 +34,9 @@ def draw(feed: PromptFeed, count: int) -> list[str]:
     return [next(feed).row["prompt"] for _ in range(count)]
 
 
-def end(prompt_id: str, reason: Any, *rewards: float) -> GroupEnd:
-    return GroupEnd(prompt_id, reason, list(rewards))
-
-
 def mixed(tmp_path: Path) -> DataConfig:
     a, b = write(tmp_path / "a.jsonl", 3, "a"), write(tmp_path / "b.jsonl", 50, "b")
-    return DataConfig(sources={a: 3.0, b: 1.0})
+    return DataConfig(prompts={a: 3.0, b: 1.0})
 
 
 def test_every_epoch_has_all_rows_in_another_order_and_the_same_for_the_same_seed(
@@ -72,7 +68,7 @@ def test_no_prompt_is_skipped_or_repeated_after_a_restart(
         draw(feed, cut)
         position: dict[str, Any] = json.loads(json.dumps(feed.position()))
         again = open_prompts(data, seed=1)
-        again.seek(position, feed.changes())
+        again.seek(position)
         assert draw(again, 60 - cut) == whole[cut:]
 
 
@@ -84,31 +80,11 @@ def test_sources_are_drawn_by_weight_and_their_ids_differ(tmp_path: Path) -> Non
     assert len({p.prompt_id for p in prompts}) == len({p.row["prompt"] for p in prompts}) == 53
 
 
-def test_a_prompt_that_keeps_failing_is_drawn_no_more(tmp_path: Path) -> None:
-    feed = open_prompts(DataConfig(prompts=write(tmp_path / "p.jsonl", 3), shuffle=False), seed=0,
-                        attempts=2)  # fmt: skip
-    feed.ended(end("2", "failed"))
-    assert "row 1" in draw(feed, 3)
-    feed.ended(end("1", "complete"))
-    feed.ended(end("2", "filtered"))
-    assert draw(feed, 4) == ["row 0", "row 2", "row 0", "row 2"]
-    again = open_prompts(
-        DataConfig(prompts=str(tmp_path / "p.jsonl"), shuffle=False), seed=0, attempts=2
-    )
-    again.seek(feed.position(), feed.changes())
-    assert again.withdrawn == 1
-    for number in ("1", "3"):
-        feed.ended(end(number, "failed"))
-        feed.ended(end(number, "failed"))
-    assert len(set(draw(feed, 3))) == 3  # all were withdrawn: they start over
-
-
 @pytest.mark.parametrize(
     ("data", "said"),
     [
         (DataConfig(), "data.prompts is not set"),
-        (DataConfig(prompts="a", sources={"b": 1.0}), "remove one of them"),
-        (DataConfig(sources={"b": 0.0}), "weight of b"),
+        (DataConfig(prompts={"b": 0.0}), "weight of b"),
         (DataConfig(prompts="no_such_module:f"), "no_such_module:f gave no prompts"),
     ],
 )
@@ -121,7 +97,7 @@ def test_a_position_in_other_prompts_is_refused(tmp_path: Path) -> None:
     feed = open_prompts(DataConfig(prompts=write(tmp_path / "p.jsonl", 3)), seed=0)
     other = open_prompts(DataConfig(prompts=write(tmp_path / "q.jsonl", 4)), seed=0)
     with pytest.raises(UsageError, match="use the same files"):
-        other.seek(feed.position(), {})
+        other.seek(feed.position())
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,8 @@ from fakes.loop_bench import Bench, open_bench, version
 from fakes.slowness import seconds
 
 from umbra.proto.deadline import LEAST_RATE, Pace
-from umbra.proto.errors import UmbraError, UsageError
+from umbra.proto.errors import UmbraError
 from umbra.proto.messages import Status, StatusRequest
-from umbra.services.config.feasibility import check_feasible
-from umbra.services.config.loader import load_config
 from umbra.services.generator import activity as stall
 from umbra.services.generator.activity import StallWatch, watching
 from umbra.services.generator.engines.engine import EngineError
@@ -42,7 +40,7 @@ def test_seconds_without_a_token_are_counted() -> None:
     assert watch.look() == pytest.approx(100.0)
     assert watch.describe() == (
         "the vllm engine is stuck: no token for 100 s while it was decoding, with 12 requests in "
-        "flight (generator.stall_s = 100)"
+        "flight (100 s = 10 x buffer.stall_s)"
     )
     watch.moved()
     assert watch.look() == 0.0
@@ -159,16 +157,10 @@ def test_whatever_the_loop_raises_is_said_and_what_is_finished_is_delivered(
     assert delivered
 
 
-def test_a_generator_is_shown_before_it_ends() -> None:
-    check_feasible(load_config(None, overrides=["generator.stall_s=61"]))
-    with pytest.raises(UsageError, match=r"generator\.stall_s = 60 .* buffer\.stall_s = 60"):
-        check_feasible(load_config(None, overrides=["generator.stall_s=60"]))
-
-
 def test_the_status_says_what_becomes_of_it() -> None:
     run = world(stall_s=5, dead_after_s=1000)
     run.join("generator", "g")
     run.beat("g", idle_s=6.0)
     (stuck,) = run.get("g", StatusRequest(), Status).stuck
     assert stuck.what.startswith("no progress in")
-    assert stuck.action == "it ends itself after generator.stall_s"
+    assert stuck.action == "it ends itself after 10 x buffer.stall_s"

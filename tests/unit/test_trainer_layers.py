@@ -199,12 +199,12 @@ def test_compiled_layers_learn_the_same(
 ) -> None:
     """Traced and taken apart as for any compiler; kernels are those without one."""
     keys: dict[str, Any] = {"pack_tokens": 128, "micro_tokens": 512}
-    dense = train(directory, batches, Ranks(), attention="sdpa", **keys)
+    dense = train(directory, batches, Ranks(), **keys)
     torch.compiler.reset()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     keys |= {"compile": True, "activation_checkpointing": recomputed}
-    found = train(directory, batches, Ranks(), attention="sdpa", **keys)
+    found = train(directory, batches, Ranks(), **keys)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before, "something was compiled"
     assert_same(found, dense)
 

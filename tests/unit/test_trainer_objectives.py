@@ -4,11 +4,13 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 
 from umbra.services.config import TrainerConfig
+from umbra.services.config.presets import PRESETS
 from umbra.services.modeling.micro_batch import Tokens
 from umbra.services.trainer.learner import learning_rate
 from umbra.services.trainer.objectives import clips, masks
@@ -31,7 +33,8 @@ def compute(
     pi: list[float] = PI, entropy: list[float] | None = None, **keys: Any
 ) -> tuple[TokenLosses, Tensor]:
     """Losses and their gradients by log pi, in float64."""
-    objective = Objective(TrainerConfig(**keys).pieces)
+    preset = PRESETS[keys.pop("objective", "tis_opsm")]
+    objective = Objective(msgspec.structs.replace(preset, **keys))
     logprobs = torch.tensor(pi, dtype=torch.float64).log().requires_grad_()
     behaviour, proximal, reference = (
         torch.tensor(x, dtype=torch.float64).log() for x in (MU, P, REF)
@@ -304,11 +307,13 @@ def test_of_several_updates_each_counts_its_share() -> None:
     assert count("all", own, part, updates=2) == Counts(3.0, 1.5, 1.5)
 
 
-def test_learning_rate_rises_then_falls_to_its_floor() -> None:
-    config = TrainerConfig(learning_rate=1.0, schedule="linear", final_lr_ratio=0.2, warmup_steps=2)
+def test_learning_rate_rises_then_falls_to_nothing_after_the_last_step() -> None:
+    config = TrainerConfig(learning_rate=1.0, schedule="linear", warmup_steps=2)
     rates = [learning_rate(config, step, 7) for step in range(8)]
-    assert rates == pytest.approx([0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
-    cosine = TrainerConfig(learning_rate=1.0, schedule="cosine", final_lr_ratio=0.0, warmup_steps=0)
-    assert [learning_rate(cosine, s, 3) for s in range(3)] == pytest.approx([1.0, 0.5, 0.0])
+    assert rates == pytest.approx([0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.0])
+    cosine = TrainerConfig(learning_rate=1.0, schedule="cosine", warmup_steps=0)
+    assert [learning_rate(cosine, s, 4) for s in range(5)] == pytest.approx(
+        [1.0, 0.8535533, 0.5, 0.1464466, 0.0]
+    )
     constant = TrainerConfig(learning_rate=1.0, warmup_steps=0)
     assert learning_rate(constant, 50, 3) == 1.0

@@ -46,7 +46,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(directory: Path, **keys: Any) -> RunConfig:
-    common = {"threads": 1, "device": "cpu", "response_limit": LIMIT}
+    common = {"threads": 1, "device": "cpu"}
     overrides = [f"trainer.{key}={value}" for key, value in (common | keys).items()]
     stages = 'buffer.stages=["ref_logp", "logp"]'
     return load_config(overrides=[*overrides, stages, f"model.path={directory}"], environ={})

@@ -65,14 +65,11 @@ class Admission:
             if sample is None:
                 break
             if sample.oldest is not None:
-                limit = self._limit(sample, grant.now)
-                if limit and self._config.partial_policy == "drop":
-                    self._counters[limit] += 1
-                    self._pool.end(sample.group, "stale")
-                    continue
-                if limit:
+                if sample.oldest < self.required_version(sample):
                     self._pool.drop_partial(sample)
-                self._counters[limit or "partials_continued"] += 1
+                    self._counters["partials_too_old"] += 1
+                else:
+                    self._counters["partials_continued"] += 1
             self._pool.lease(sample, grant)
 
     def _next(self, version: int) -> Sample | None:
@@ -85,17 +82,6 @@ class Admission:
                 return None
             sample = self._pool.issue(next(self._prompts), due).samples[0]
         return sample if version >= self.required_version(sample) else None
-
-    def _limit(self, sample: Sample, now: float) -> str:
-        """Which limit the partial of `sample` is past, as the name of a counter; empty if none."""
-        config, oldest = self._config, sample.oldest
-        if oldest is not None and oldest < self.required_version(sample):
-            return "partials_too_old"
-        if 0 < config.partial_max_segments <= sample.segments:
-            return "partials_of_too_many_segments"
-        if 0 < config.partial_max_age_s <= now - sample.begun_at:
-            return "partials_too_long_under_way"
-        return ""
 
     def required_version(self, sample: Sample) -> int:
         """Oldest weights that may generate `sample` now."""

@@ -134,7 +134,7 @@ class Evaluations:
             reason = f"the evaluation of version {self.open.version} is under way: wait for it"
             raise RejectedError(reason, code="no_eval")
         self._asked = True
-        return self._config.run_samples
+        return self._config.samples
 
     def advance(self, now: float) -> None:
         """Begin the evaluation that is due, end the one that is over; called at every event."""
@@ -218,7 +218,7 @@ class Evaluations:
         self.pool.group_ends.clear()
 
     def _begin(self, version: int, now: float) -> None:
-        count, size = len(self._prompts), self._config.run_samples
+        count, size = len(self._prompts), self._config.samples
         each = self._config.samples_per_prompt
         for number, begun in enumerate(range(0, size, each)):
             prompt, left = self._prompts[number % count], min(each, size - begun)

@@ -45,8 +45,6 @@ class Sample:
     leased_at: float = 0.0
     deadline: float = 0.0
     leased_version: int = 0  # that its holder served when it got it
-    begun_at: float = 0.0  # when it was first leased without a partial
-    segments: int = 0  # times that it came back with a partial
     oldest: int | None = None  # version of the oldest token of its stored trajectory
     newest: int = 0  # the same of the newest token
     asked: int = 0  # id of the request that its holder got it by, to answer that again
@@ -103,7 +101,7 @@ class Group:
     def end(self, reason: Literal["complete", "filtered", "failed"]) -> GroupEnd:
         """Return how it ended, with the rewards that are known."""
         rewards = [sample.reward for sample in self.samples if sample.state is State.READY]
-        return GroupEnd(self.prompt.prompt_id, reason, rewards)
+        return GroupEnd(reason, rewards)
 
     @property
     def is_ready(self) -> bool:
@@ -132,8 +130,7 @@ class GroupRules:
     """When a group is complete: the keys of `[buffer]` of the same names."""
 
     size: int
-    survivors: bool = False
-    straggler_s: float = 0.0
+    straggler_s: float = 0.0  # 0 = for ever
     min_survivors: int = 1
     dynamic_sampling: bool = False
     max_filtered: int = 1
@@ -145,7 +142,6 @@ class GroupRules:
         buffer = config.buffer
         return cls(
             size=buffer.group_size,
-            survivors=buffer.straggler == "survivors",
             straggler_s=buffer.straggler_s,
             min_survivors=buffer.min_survivors,
             dynamic_sampling=buffer.dynamic_sampling,
@@ -164,12 +160,12 @@ class GroupRules:
 
     def can_lose(self, group: Group) -> bool:
         """True if `group` may go on with one sample less."""
-        return self.survivors and len(group.samples) > self.min_survivors
+        return self.straggler_s > 0 and len(group.samples) > self.min_survivors
 
     def overdue(self, group: Group, now: float) -> bool:
         """True if `group` has enough samples and the others exceeded `straggler_s`."""
         return (
-            self.survivors
+            self.straggler_s > 0
             and self.min_survivors <= group.ready < len(group.samples)
             and now - group.first_ready_at >= self.straggler_s
         )

@@ -11,7 +11,6 @@ of the state machine can be forgotten here.
     t/<sample>      trajectory of a sample, as it came (`samples.trajectories`)
     x/<sample>/<stage>  its score in that stage, as it came
     b/<step>        a batch: formed, or committed and kept for a trainer that starts again
-    c/<hash>        a prompt and how often it failed (buffer.prompt_attempts)
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def _record(name: str, kept: list[tuple[str, Any]], *more: str) -> type[msgspec.
     return msgspec.defstruct(name, required + others + more_fields, omit_defaults=True, gc=False)
 
 
-_SAMPLE = _kept(Sample, "group", "leased_at", "deadline", "begun_at", "unscored_since")
+_SAMPLE = _kept(Sample, "group", "leased_at", "deadline", "unscored_since")
 _SampleRecord = _record("_SampleRecord", _SAMPLE)
 _sample_values = attrgetter(*(name for name, _ in _SAMPLE))
 _GROUP = _kept(Group, "prompt", "samples", "ready", "first_ready_at", "row")

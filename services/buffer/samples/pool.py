@@ -116,8 +116,6 @@ class SamplePool:
         self._move(sample, State.GENERATING)
         sample.attempt += 1
         sample.leased_version = grant.version
-        if sample.oldest is None:
-            sample.begun_at = grant.now
         self._hand_out(sample, grant)
 
     def lease_scoring(self, samples: Sequence[Sample], grant: Grant) -> None:
@@ -152,7 +150,7 @@ class SamplePool:
 
     def cut_stragglers(self, now: float) -> None:
         """Let groups go on without the samples that they have waited for long enough."""
-        if not self.rules.survivors:
+        if not self.rules.straggler_s:
             return  # no group goes on without its stragglers, and there may be thousands
         for group in [g for g in self._waiting.values() if self.rules.overdue(g, now)]:
             slow = [sample for sample in group.samples if sample.state is not State.READY]
@@ -172,7 +170,6 @@ class SamplePool:
         """Discard the partial of `sample`."""
         self.trajectory_store.drop(sample.sample_id)
         sample.oldest = None
-        sample.segments = 0
         self._touch(sample.group)
 
     def take_back(self, sample: Sample, *, lost: bool, reason: str = "", own: bool = False) -> None:
@@ -192,7 +189,6 @@ class SamplePool:
             log.warning("%s failed: %d leases were lost", sample.sample_id, sample.lost)
             self.fail(sample, reason or f"{sample.lost} leases were lost", own=own)
             return
-        sample.segments += sample.oldest is not None
         self._requeue(sample)
 
     def _take_back_scoring(self, sample: Sample, lost: bool, reason: str, *, own: bool) -> None:
@@ -332,7 +328,7 @@ class SamplePool:
         for group in groups:
             for sample in group.samples:
                 self.samples[sample.sample_id] = sample
-                sample.leased_at = sample.begun_at = sample.unscored_since = now
+                sample.leased_at = sample.unscored_since = now
                 self.ledger.restore(sample.state)
                 if sample.holder:
                     self.leases.add(sample, sample.holder, now)

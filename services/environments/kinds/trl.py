@@ -60,10 +60,7 @@ def trl_program(
     if "reset" not in methods:
         raise UsageError(f"{name} has no method reset")
     if "get_reward" not in methods and not rewards.any:
-        raise UsageError(
-            f"{name} has no method get_reward: name a function in environment.reward or "
-            "environment.rewards"
-        )
+        raise UsageError(f"{name} has no method get_reward: name a function in environment.reward")
     tools = [m for m in methods if m not in _NO_TOOLS and not m.startswith("_")]
     schemas = [_schema(getattr(probe, tool), f"{name}: {tool}") for tool in tools]
     idle = [probe]  # as in TRL, an object is made once and reset often

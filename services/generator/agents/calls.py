@@ -250,8 +250,7 @@ def _agree(asked: Body, rules: CallRules) -> None:
         if given is not None and given != wanted:
             why = (
                 f"{name} = {given:g}, but the run samples with {environment.sampling_key(name)} = "
-                f"{wanted:g}: leave it out, change the run, or set {environment.where}."
-                'agent_sampling = "override"'
+                f"{wanted:g}: leave it out, or change the run"
             )
             rules.settle(name, given, why)
     for name, given in (asked.chat_template_kwargs or {}).items():

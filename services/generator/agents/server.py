@@ -269,7 +269,7 @@ def bind(address: str, key: str) -> socket.socket:
         bound.close()
         raise UsageError(
             f"generator.serve = {address} is reached from other machines: set {KEY_VARIABLE}, or "
-            "generator.serve_key to a file with a key, or use 127.0.0.1"
+            "use 127.0.0.1"
         )
     return bound
 

@@ -98,7 +98,7 @@ def _vllm(config: RunConfig, name: str) -> OpenEngine:
         tell_routing=config.trainer.router_replay,
         adapter=put_adapter(outline, config),
     )
-    engine.pace = config.weight_hub.pace.after(config.generator.stall_s)
+    engine.pace = config.weight_hub.pace.after(config.buffer.engine_stall_s)
     chat = Chat.configured(config.model, tokenizer, stops)
     return OpenEngine(engine, chat, "cpu", shared_memory, expected)
 

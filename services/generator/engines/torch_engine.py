@@ -202,7 +202,7 @@ class TorchEngine:
         self._dtype: torch.dtype = model.dtype
         self._stop_ids = frozenset(stop_ids)
         self._vocabulary: int = model.get_input_embeddings().num_embeddings
-        self._windows = Attention.prepare(model, "sdpa", model.device).windows
+        self._windows = Attention.prepare(model, torch.device("cpu")).windows
         self._weights = weights or WeightTable(model)
         self._routers = Routers.of(model) if tell_routing else None
         self._routing: Routing | None = None

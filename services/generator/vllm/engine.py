@@ -93,7 +93,7 @@ class VllmEngine:
         self.slots = config.slots
         self.max_context = config.max_context
         self.pause: Pause | None = None  # of the last change of weights
-        self.pace = Pace(config.stall_s, LEAST_RATE)  # of a load
+        self.pace = Pace(600.0, LEAST_RATE)  # of a load
         self._fit = WeightTable(outline, adapter)
         self._checkpoint = CheckpointNames(outline) if adapter is None else None
         self._vocabulary: int = outline.config.get_text_config().vocab_size

@@ -215,8 +215,8 @@ class BucketSource:
             return BucketConnection((host, place.port), key, seal)
         except OSError as error:
             raise BrokenError(
-                f"tcp://{host}:{place.port} cannot be reached ({error}): open that port, or set "
-                "weight_hub.connections_listen to one that is open"
+                f"tcp://{host}:{place.port} cannot be reached ({error}): open that port, which is "
+                "the second after weight_hub.listen if that names one"
             ) from error
 
     def poll(self, timeout_s: float) -> tuple[Message | None, bool]:

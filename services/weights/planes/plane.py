@@ -226,7 +226,7 @@ def _same_gpu(hub: Side, receiver: Side) -> str | None:
     if (other_host := _same_host(hub, receiver)) is not None:
         return other_host  # there may be a GPU at the same place on its bus
     if hub.gpu.device != receiver.gpu.device:
-        return "the receiver is on another GPU than weight_hub.device"
+        return "the receiver is on another GPU than the hub"
     return None
 
 

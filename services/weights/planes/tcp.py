@@ -11,7 +11,7 @@ import msgspec
 
 from umbra.proto.errors import StartupError, UsageError, WireError
 from umbra.proto.messages import Prepare, Ready, Role, Subscribe
-from umbra.proto.net.address import reachable
+from umbra.proto.net.address import next_port, reachable
 from umbra.proto.net.keys import OPEN, Security
 from umbra.proto.records import Manifest
 from umbra.services.config import WeightHubConfig as WeightHubConfig
@@ -122,9 +122,9 @@ class TcpHub(HubEnd):
         self._config = config
         self._is_relay = security.keys is not None and security.keys.role == "relay"
         self.server = BucketServer(
-            name, incarnation, endpoint, security, config.connections_listen, config.pace
+            name, incarnation, endpoint, security, next_port(endpoint), config.pace
         )
-        self.endpoint = reachable(self.server.endpoint, config.advertise)
+        self.endpoint = reachable(self.server.endpoint)
         self.chain = RelayChain(self.endpoint)
         self._lock = threading.Lock()  # guards the layout: a relay sets it from another thread
         self._relays: dict[str, Subscribe] = {}

@@ -305,20 +305,22 @@ def _trainer(values: Mapping[str, Any]) -> dict[str, Any]:
     if optimizer not in ("adamw_torch", "adamw_torch_fused"):
         raise UsageError(f"GRPOConfig.optim = {optimizer!r}: AdamW is what is the same here")
     epsilon, high = values["epsilon"], values["epsilon_high"]
+    by_sequence = values["importance_sampling_level"] == "sequence"
+    if by_sequence and loss == "cispo":
+        raise UsageError("GRPOConfig: loss_type cispo needs importance_sampling_level = 'token'")
+    objective = "gspo" if by_sequence else "cispo" if loss == "cispo" else "grpo"
     keys: dict[str, Any] = {
         "learning_rate": values["learning_rate"],
         "schedule": _translated(
             "lr_scheduler_type", _text(values["lr_scheduler_type"]), _SCHEDULES
         ),
-        "final_lr_ratio": 0.0,
         "warmup_steps": values["warmup_steps"],
         "weight_decay": values["weight_decay"],
         "betas": (values["adam_beta1"], values["adam_beta2"]),
         "max_grad_norm": values["max_grad_norm"],
-        "objective": "cispo" if loss == "cispo" else "grpo",
+        "objective": objective,
         "aggregation": _translated("loss_type", loss, _AGGREGATIONS),
         "advantage": _translated("scale_rewards", values["scale_rewards"], _SCALES),
-        "ratio_level": values["importance_sampling_level"],
         "clip_low": epsilon,
         "clip_high": epsilon if high is None else high,
         "kl_coef": values["beta"],
