@@ -201,7 +201,7 @@ def _read_by(plan: Plan, process: Process) -> list[str]:
         "relay": [],
         "part": [],
         "train": [config.model.path, config.critic.path],
-        "generate": [*chat, config.generator.serve_key],
+        "generate": chat,
         "reward": chat,
         "ref_logp": [config.model.path, config.scorer.model],
     }
@@ -212,13 +212,13 @@ def modules_of(config: RunConfig, run_file: Path) -> str:
     """Return the folder of the user's own modules; empty if the run names none."""
     named = [name for name in _prompts_of(config) if is_function(name)]
     for one in config.all_environments:
-        named += [one.kind, one.reward, *one.rewards, one.agent, one.id]
+        named += [one.kind, *one.rewards, one.agent, one.id]
     return str(run_file.resolve().parent) if any(":" in name for name in named) else ""
 
 
 def _prompts_of(config: RunConfig) -> list[str]:
     environments = [one.prompts for one in config.environments]
-    return [config.data.prompts, *config.data.sources, *environments, config.eval.prompts]
+    return [*config.data.sources, *environments, config.eval.prompts]
 
 
 def _hub(plan: Plan) -> str:
