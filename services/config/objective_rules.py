@@ -90,7 +90,7 @@ def objective_faults(config: RunConfig) -> Iterator[str]:
     if pieces.overlong_buffer > limit:
         yield (
             f"trainer.overlong_buffer = {pieces.overlong_buffer} is more than the longest response "
-            f"(sampling.max_tokens = {limit})"
+            f"({limit} tokens: sampling.max_tokens)"
         )
 
 

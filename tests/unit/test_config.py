@@ -193,7 +193,7 @@ def test_a_bad_variable_is_named() -> None:
     [
         ("[run]\nsteps = 0", "run.steps must be an integer >= 1, not 0"),
         ("[run]\nsteps = 'x'", 'run.steps must be an integer >= 1, not "x"'),
-        ("[data]\nprompts = 3", "data.prompts must be text, not 3"),
+        ("[data]\nprompts = 3", "data.prompts must be text or a table, not 3"),
         ("[run]\nsteps = 2020-01-01", 'run.steps must be an integer >= 1, not "2020-01-01"'),
         ("[run]\nstpes = 3", "unknown key run.stpes; did you mean run.steps?"),
         ("[trainr]", "unknown section [trainr]; did you mean trainer?"),
@@ -308,7 +308,8 @@ def test_no_name_of_ours_is_taken_for_that_of_another_system() -> None:
 
 def test_every_piece_of_an_objective_has_a_key_of_its_type() -> None:
     for preset, pieces in PRESETS.items():
-        values = msgspec.to_builtins(pieces)
+        fixed = ("ratio_level", "clip", "kl_in")  # by the preset alone
+        values = {k: v for k, v in msgspec.to_builtins(pieces).items() if k not in fixed}
         overrides = tuple(f"trainer.{name}={json.dumps(value)}" for name, value in values.items())
         loaded = load(overrides=(f"trainer.objective={preset}",)).trainer
         assert loaded.pieces == pieces

@@ -329,7 +329,7 @@ def test_what_the_rate_of_a_longer_run_does(here: Path) -> None:
     folder = ended(here)
     linear = ("run.steps=8", "trainer.schedule=linear", "trainer.warmup_steps=0")
     told = check_extension(folder, load_run(here / "run.toml", linear))
-    assert "from 5e-05, where the run ended, to 0.000457, and falls to 5e-05" in told
+    assert "from 0.00025, where the run ended, to 0.0005, and falls to 0.000125" in told
     told = check_extension(folder, load_run(here / "run.toml", linear[:1]))
     assert told == "4 steps are done; the learning rate stays at 0.001"
     (folder.checkpoints / "step-4").rmdir()

@@ -200,8 +200,8 @@ def test_every_node_s_ranks_know_where_they_meet() -> None:
         assert found["--rendezvous"] == "10.0.0.1:5564"
     assert "--node-rank" not in flags(plan_of(8, 8), "trainer")
     moved = plan_of(8, 8, 8, 8, base_port=7000)
-    assert flags(moved, "trainer-b")["--rendezvous"] == "10.0.0.1:7006"
-    assert moved.config.trainer.rendezvous == "10.0.0.1:7006"
+    assert flags(moved, "trainer-b")["--rendezvous"] == "10.0.0.1:7009"
+    assert moved.config.trainer.rendezvous == "10.0.0.1:7009"
 
 
 def test_a_part_finds_the_hub_and_says_where_it_is_found() -> None:
@@ -210,9 +210,6 @@ def test_a_part_finds_the_hub_and_says_where_it_is_found() -> None:
     assert found["--listen"] == "tcp://0.0.0.0:5562"
     assert found["--owner"] == "1"
     assert found["--advertise"] == "10.0.0.2"
-    (part,) = (process for process in TWO.processes if process.task == "part")
-    own = invocation.command(TWO, part, container_paths(TWO, "", keys=False))
-    assert "tcp://0.0.0.0:5563" in own
 
 
 def test_all_trainers_come_again_as_often_as_others() -> None:
