@@ -49,7 +49,14 @@ def settings(directory: Path, **keys: Any) -> RunConfig:
     environment = [f"environment.{one}" for one in ("kind=agent", "agent=my:a", "branches=train")]
     stages = 'buffer.stages=["ref_logp"]'
     return load_config(
-        overrides=[*overrides, *environment, stages, f"model.path={directory}", "sampling.max_tokens=8"], environ={}
+        overrides=[
+            *overrides,
+            *environment,
+            stages,
+            f"model.path={directory}",
+            "sampling.max_tokens=8",
+        ],
+        environ={},
     )
 
 

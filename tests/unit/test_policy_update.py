@@ -48,7 +48,13 @@ def settings(directory: Path, *stages: str, **keys: Any) -> RunConfig:
     overrides = [f"trainer.{key}={value}" for key, value in (common | keys).items()]
     listed = ", ".join(f'"{stage}"' for stage in stages)
     return load_config(
-        overrides=[*overrides, f"buffer.stages=[{listed}]", f"model.path={directory}", "sampling.max_tokens=8"], environ={}
+        overrides=[
+            *overrides,
+            f"buffer.stages=[{listed}]",
+            f"model.path={directory}",
+            "sampling.max_tokens=8",
+        ],
+        environ={},
     )
 
 

@@ -49,7 +49,10 @@ def settings(directory: Path, **keys: Any) -> RunConfig:
     common = {"threads": 1, "device": "cpu"}
     overrides = [f"trainer.{key}={value}" for key, value in (common | keys).items()]
     stages = 'buffer.stages=["ref_logp", "logp"]'
-    return load_config(overrides=[*overrides, stages, f"model.path={directory}", "sampling.max_tokens=8"], environ={})
+    return load_config(
+        overrides=[*overrides, stages, f"model.path={directory}", "sampling.max_tokens=8"],
+        environ={},
+    )
 
 
 def umbra_side(
