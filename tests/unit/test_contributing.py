@@ -95,6 +95,36 @@ def test_the_steps_lead_to_what_is_tried(tmp_path: Path, tiny_model_dir: Path) -
     assert checked.returncode == 0, checked.stdout
 
 
+ENGINE = """
+import inspect
+from umbra.services.generator.engines.engine import Engine
+from umbra.services.generator.parrot_engine import ParrotEngine
+
+parrot = ParrotEngine(1, 8, 10)
+for name in {*Engine.__annotations__, *vars(Engine)}:
+    if name.startswith("_"):
+        continue
+    assert hasattr(parrot, name), name
+    if inspect.isfunction(method := getattr(Engine, name)):
+        own = getattr(ParrotEngine, name)
+        assert [*inspect.signature(own).parameters] == [*inspect.signature(method).parameters], name
+"""
+
+
+def test_a_generator_asks_nothing_of_the_engine_that_it_lacks(tmp_path: Path) -> None:
+    follow(PAGE.read_text(encoding="utf-8"), package(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-c", ENGINE],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=seconds(120),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_step_whose_line_is_gone_is_no_step() -> None:
     assert patched("a\nb\n", " a\n+x\n") == "a\nx\nb\n"
     assert patched("a\nb\n", "+x\n b\n") == "a\nx\nb\n"
