@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from umbra.deploy.check.hardware import Machine
@@ -29,10 +29,9 @@ VLLM_SHARE = 0.92  # vLLM 0.32's gpu_memory_utilization
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Needs of a run by process, and their sums by GPU (`loads`) and on the host.
+    """Needs by process, their sums by GPU (`loads`) and on the host, and what does not fit.
 
-    `faults` are sentences about what does not fit, each with the key to change; `notes` are what
-    else is worth knowing.
+    Each of `faults` is a sentence with the key to change; `notes` are worth knowing.
     """
 
     machine: Machine
@@ -63,16 +62,7 @@ class Estimate:
             "gpus": {str(index): load for index, load in sorted(self.loads.items())},
             "host_bytes": self.host,
             "shm_bytes": self.arena.bytes,
-            "processes": [
-                {
-                    "name": need.name,
-                    "count": need.count,
-                    "gpus": [list(gpus) for gpus in need.gpus],
-                    "device": {item.name: item.bytes for item in need.device},
-                    "host": {item.name: item.bytes for item in need.host},
-                }
-                for need in self.needs
-            ],
+            "processes": [asdict(need) for need in self.needs],
         }
 
 
@@ -117,12 +107,9 @@ def judge(config: RunConfig, sizes: ModelSizes, machine: Machine) -> Estimate:
 def taken(config: RunConfig, need: Need, machine: Machine) -> int:
     """Return the bytes of each of its GPUs; vLLM takes its share whatever it needs."""
     if need.name == "generator" and config.generator.engine == "vllm" and machine.gpu:
-        return int(_vllm_share(config) * machine.gpu)
+        share = config.generator.engine_args.get("gpu_memory_utilization", VLLM_SHARE)
+        return int(share * machine.gpu)
     return peak(need.device)
-
-
-def _vllm_share(config: RunConfig) -> float:
-    return float(config.generator.engine_args.get("gpu_memory_utilization", VLLM_SHARE))
 
 
 def vllm_room(config: RunConfig, found: list[Need], machine: Machine) -> tuple[float | None, str]:
@@ -133,7 +120,7 @@ def vllm_room(config: RunConfig, found: list[Need], machine: Machine) -> tuple[f
     if need is None or generator.engine != "vllm" or given or not machine.gpu:
         return None, ""
     weights, cache = need.device[0].bytes, need.device[1].bytes
-    left = _vllm_share(config) * machine.gpu - weights - VLLM_WORK
+    left = taken(config, need, machine) - weights - VLLM_WORK
     room = max(0.0, left / (cache / generator.slots))
     if room >= generator.slots:
         return room, ""

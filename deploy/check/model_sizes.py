@@ -24,34 +24,21 @@ from umbra.services.trainer.distributed.sharding import decoder_layers
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """Counts of elements, not bytes.
+    """Counts of elements, not bytes."""
 
-    Attributes:
-        parameters: of the model without an adapter, which is merged into it.
-        adapter: of the adapter; 0 without one.
-        trained: parameters that have a gradient.
-        outside: parameters outside of the decoder's layers, and how many of them are trained.
-        layer: parameters of the largest decoder layer, and how many of them are trained.
-        largest: elements of the largest tensor.
-        cache: elements in the cache of keys and values, for a token in all layers.
-        kept: elements of a token in a layer that the backward pass needs (`layer_numbers`).
-        scores: elements of a pair of positions in a layer that eager attention keeps, else 0.
-        config: Transformers', by which the trainer chooses the length of rows.
-    """
-
-    parameters: int
+    parameters: int  # without an adapter, which is merged into the model
     adapter: int
-    trained: int
-    outside: tuple[int, int]
-    layer: tuple[int, int]
-    largest: int
+    trained: int  # those that have a gradient
+    outside: tuple[int, int]  # of the decoder's layers; how many of them are trained
+    layer: tuple[int, int]  # in the largest decoder layer; how many of them are trained
+    largest: int  # in the largest tensor
     layers: int
     hidden: int
     vocabulary: int
-    cache: int
-    kept: int
-    scores: int = 0
-    config: Any = None
+    cache: int  # of keys and values, for a token in all layers
+    kept: int  # of a token in a layer that the backward pass needs (`layer_numbers`)
+    scores: int = 0  # of a pair of positions in a layer that eager attention keeps
+    config: Any = None  # Transformers', by which the trainer chooses the length of rows
 
 
 def read_sizes(config: RunConfig) -> ModelSizes:

@@ -1,7 +1,6 @@
 """What each process of a run needs on its GPU and in host memory, in bytes; docs/memory.md.
 
-The formulas are bounds: what the kernel measures in tests is 5 % more at most. A run is taken to be
-on one host, as `umbra up` starts it.
+What the kernel measures in tests is 5 % more at most. A run is taken to be on one host.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from umbra.services.trainer.flops import fitting_tokens
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "no": 4, "bf16": 2, "fp16": 2}
 # When an item is there, if not always: the backward pass begins at the logits and the last layer,
 # with all activations, and ends at the first layer, with all gradients.
-LOADING, LOGITS, LAST, FIRST, UPDATE, EXPORT = PHASES = (
-    "loading", "logits", "last layer", "first layer", "update", "export",
+LOADING, LOGITS, LAST, FIRST, EXPORT = PHASES = (
+    "loading", "logits", "last layer", "first layer", "export",
 )  # fmt: skip
 PASS = (LOGITS, LAST, FIRST)
-LOADED = (*PASS, UPDATE, EXPORT)
+LOADED = (*PASS, EXPORT)
 PROCESS, GPU_PROCESS = int(0.6 * GIB), 2 * GIB  # Python with torch; the same with CUDA's libraries
 CONTEXT = 1 * GIB  # of a GPU: CUDA's context, cuBLAS, and NCCL's buffers
 VLLM_WORK = 3 * GIB  # CUDA graphs, and the pass that vLLM profiles
@@ -40,10 +39,7 @@ NO_KEY = "there is no key for it; a GPU with more memory"
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Bytes for one purpose, there in the phases `during`.
-
-    `remedy` is what a user can change to need less, as the end of "...: ".
-    """
+    """Bytes for one purpose in the phases `during`; `remedy` is what a user can change."""
 
     name: str
     bytes: int
@@ -59,7 +55,7 @@ def peak(items: Iterable[Item]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Needs of each of `count` like processes, whose GPUs are `gpus`, on these and on the host."""
+    """Needs of each of `count` like processes on its `gpus` and on the host."""
 
     name: str
     gpus: tuple[tuple[int, ...], ...]
@@ -71,9 +67,7 @@ class Need:
 def needs(config: RunConfig, sizes: ModelSizes, *, gpu: int, host: int | None) -> list[Need]:
     """Return the needs of each kind of process.
 
-    Args:
-        gpu: bytes of memory of a GPU; 0: devices that are "auto" are the CPU.
-        host: bytes of the host's memory, by which rows are sized on a CPU; None: this machine's.
+    `gpu` is the memory of a GPU in bytes, 0 without any; `host` the host's, None this machine's.
     """
     return [
         _trainer(config, sizes, gpu, host),
@@ -94,9 +88,6 @@ def _memory(kind: str, gpu: int, host: int | None, processes: int = 1) -> int:
     if kind == "cuda":
         return gpu or UNKNOWN_GPU
     return (host_bytes() if host is None else host) // processes
-
-
-# -- trainer ------------------------------------------------------------------------------------
 
 
 def _trainer(config: RunConfig, sizes: ModelSizes, gpu: int, host_memory: int | None) -> Need:
@@ -124,7 +115,7 @@ def _trainer(config: RunConfig, sizes: ModelSizes, gpu: int, host_memory: int | 
         state = 4 * trained + moments(trainer, sizes)
         host.append(Item("copy for checkpoints", state, LOADED, "set checkpoint.every = 0"))
     if trainer.mismatch_every and config.buffer.run_ahead:
-        aside = weight_bytes(trainer) * trained
+        aside = ITEM_BYTES[trainer.weights] * trained
         host.append(Item("weights kept aside", aside, PASS, "set buffer.run_ahead = 0"))
     if kind == "cuda" or ranks > 1 or trainer.lora_rank:
         whole = 4 * sizes.parameters // ranks  # which rank 0 has for all of them
@@ -137,17 +128,12 @@ def _trainer(config: RunConfig, sizes: ModelSizes, gpu: int, host_memory: int | 
 def fullest(pack_tokens: int, micro_tokens: int, max_context: int) -> tuple[int, int]:
     """Return tokens and row width of the micro-batch that needs most of those `packing.pack` makes.
 
-    The last token of a sample is not fed. A sample longer than `pack_tokens` has a row alone; among
-    rows that are padded to it there may be packed ones if they have half its width.
+    A sample longer than `pack_tokens` has a row alone, and packed rows may be padded to it.
     """
     longest = max(1, max_context - 1)
     if longest <= pack_tokens:
         return max(micro_tokens, pack_tokens), pack_tokens
     return max(micro_tokens, longest), min(longest, 2 * pack_tokens - 1)
-
-
-def weight_bytes(trainer: TrainerConfig) -> int:
-    return 2 if trainer.weights == "bf16" else 4
 
 
 def moments(trainer: TrainerConfig, sizes: ModelSizes) -> int:
@@ -166,7 +152,7 @@ def _rank(
     trainer: TrainerConfig, sizes: ModelSizes, kind: str, tokens: int, width: int
 ) -> tuple[list[Item], list[Item]]:
     """Return the items of a rank's model on its device, and those in host memory."""
-    ranks, each = trainer.ranks, weight_bytes(trainer)
+    ranks, each = trainer.ranks, ITEM_BYTES[trainer.weights]
     share = (sizes.parameters + sizes.adapter) // ranks
     trained = sizes.trained // ranks
     rows_on_host = trainer.offload == "all" and ranks > 1
@@ -179,9 +165,6 @@ def _rank(
         rows.append(Item("gradients of a micro-batch", each * trained, (FIRST,), SHARD))
     step.append(Item("gradients, float32", 4 * trained, LOADED, SHARD))
     step.append(Item(f"moments, {trainer.optimizer}", moments(trainer, sizes), LOADED, SHARD))
-    if trainer.optimizer == "adamw8bit":
-        scratch = 20 * sizes.largest // ranks  # five float32 copies of a tensor while it is updated
-        step.append(Item("an update's scratch", scratch, (UPDATE,)))
     passes, offloaded = _pass(trainer, sizes, kind, tokens, width)
     device = [*(() if rows_on_host else rows), *(() if step_on_host else step), *passes]
     device += _gathered(trainer, sizes, kind) if ranks > 1 else ()
@@ -192,8 +175,7 @@ def _rank(
 def _gathered(trainer: TrainerConfig, sizes: ModelSizes, kind: str) -> Iterator[Item]:
     """Yield what FSDP2 has that is no shard: all outside of the layers, and a layer at a time.
 
-    On GPUs the next layer and the buffer that it is gathered into are there as well. Gradients are
-    summed in float32, from a buffer that lives until those of the next layer are summed.
+    On GPUs there are the next layer and its buffer, too. Gradients are summed in float32.
     """
     each = ITEM_BYTES[trainer.precision_on(kind)]
     (outside, outside_trained), (layer, layer_trained) = sizes.outside, sizes.layer
@@ -215,7 +197,7 @@ def _pass(
     """
     each, layers = ITEM_BYTES[trainer.precision_on(kind)], sizes.layers
     tokens //= trainer.sequence_parallel
-    stream = 4 if weight_bytes(trainer) == 4 else each
+    stream = 4 if ITEM_BYTES[trainer.weights] == 4 else each
     layer = tokens * (10 * sizes.hidden * stream + (sizes.kept - 10 * sizes.hidden) * each)
     layer = layer * 21 // 20  # what is not in `layer_numbers`
     pairs = tokens * width
@@ -226,7 +208,7 @@ def _pass(
     inputs, whole = again * tokens * sizes.hidden * stream, layers - again
     away = inputs if trainer.offload in ("activations", "all") and kind == "cuda" else 0
     kept = inputs - away + whole * layer
-    if each == 2 and weight_bytes(trainer) == 4:
+    if each == 2 and ITEM_BYTES[trainer.weights] == 4:
         kept += 2 * (sizes.layer[0] * layers + sizes.outside[0]) // trainer.ranks
     masks = (MASK * pairs if kind == "cpu" else 0) + (whole * scores if sizes.scores else 0)
     chunk = min(4 * tokens * sizes.vocabulary, int(trainer.logits_mib * 2**20))
@@ -248,9 +230,6 @@ def _pass(
     return device, [Item(f"activations, {what}", away, full, less)] if away else []
 
 
-# -- generators and scorers ---------------------------------------------------------------------
-
-
 def published(config: RunConfig, sizes: ModelSizes, *, gpu: bool) -> int:
     """Return the bytes of a version: the weights, or an adapter published by itself."""
     alone = config.trainer.lora_publish == "adapter"
@@ -259,7 +238,6 @@ def published(config: RunConfig, sizes: ModelSizes, *, gpu: bool) -> int:
 
 
 def _served(config: RunConfig, device: str, gpu: bool) -> int:
-    """Return the bytes of a weight as a process on `device` serves it."""
     return ITEM_BYTES[config.weight_hub.dtype_on(kind_of(device, gpu=gpu))]
 
 
@@ -299,15 +277,12 @@ def _generator(config: RunConfig, sizes: ModelSizes, *, gpu: bool) -> Need:
     host: list[Item] = []
     if config.weight_hub.plane in FETCHED:
         host.append(Item("a fetched version", published(config, sizes, gpu=gpu), LOADED))
-    if kind != "cuda":
-        return _placed("generator", (), device, host, generator.count)
-    if not vllm:
+    if kind == "cuda" and not vllm:
         host.append(Item("the whole model while it is read", version, (LOADING,)))
-    first = first_gpu(generator.device)
     own = parallel if ":" in generator.device else 0  # device "cuda": all share the first one
-    starts = [first + own * index for index in range(generator.count)]
+    starts = [first_gpu(generator.device) + own * index for index in range(generator.count)]
     gpus = tuple(tuple(range(start, start + parallel)) for start in starts)
-    return _placed("generator", gpus, device, host, generator.count)
+    return _placed("generator", gpus if kind == "cuda" else (), device, host, generator.count)
 
 
 def _scorers(

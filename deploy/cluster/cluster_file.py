@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import tomllib
 from collections import Counter
 from collections.abc import Mapping
 from enum import IntEnum
@@ -15,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from umbra.proto.errors import UsageError
+from umbra.services.config.loader import read_run_file
 
 NAME = r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$"  # of hosts; what else needs names makes its own
 LINE = r"^[^\x00-\x1f]*$"
@@ -136,29 +136,13 @@ class ClusterFile(msgspec.Struct, frozen=True, kw_only=True):
 S = TypeVar("S", bound=msgspec.Struct)
 
 
-def read_tree(path: Path) -> dict[str, Any]:
-    """What the cluster file at `path` says, unchecked.
-
-    Raises:
-        UsageError: it cannot be read.
-    """
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UsageError(f"cluster file {path} does not exist") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cluster file {path} cannot be read: {error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"cluster file {path} is not valid TOML: {error}") from error
-
-
 def load_cluster(path: Path) -> ClusterFile:
     """Read and check a cluster file.
 
     Raises:
         UsageError: it cannot be read, or a key is unknown (with the nearest name) or bad.
     """
-    tree = read_tree(path)
+    tree = read_run_file(path, "cluster file")
     for section in tree:
         if section not in ("cluster", "nodes"):
             near = nearest(section, ["cluster", "nodes"])

@@ -24,7 +24,7 @@ from umbra.deploy.prepare.load import set_option
 from umbra.deploy.prepare.preflight import check_run, resolve_paths
 from umbra.deploy.prepare.stage import StageInterrupted, last_said, run_stage
 from umbra.deploy.run.command import finish
-from umbra.deploy.run.live import LogView, View, choose_view
+from umbra.deploy.run.live import View, choose_view
 from umbra.deploy.run.up import Up
 from umbra.proto.errors import EXIT_DONE
 from umbra.services.config.loader import as_dict, load_config
@@ -181,7 +181,6 @@ class Demo:
 @set_option
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 @click.option("--quiet", is_flag=True, help="Show only the outcome.")
-@click.option("--logs", is_flag=True, help="Show the logs of all processes as they come.")
 def command(
     task: str,
     seed: int,
@@ -189,7 +188,6 @@ def command(
     overrides: tuple[str, ...],
     as_json: bool,
     quiet: bool,
-    logs: bool,
 ) -> int:
     """Train a tiny model on this machine's CPU, with every process and socket of a real run.
 
@@ -200,8 +198,6 @@ def command(
     with best_effort_output(), SignalCounter() as interrupts:
         view = choose_view(quiet=quiet, as_json=as_json)
         folder = RunFolder.create(parent, f"demo-{task}")
-        if logs:
-            view = LogView(view, folder)
         view.say(f"everything goes to {folder.path}")
         try:
             summary = Demo(task, seed, folder, view, interrupts).run(overrides)

@@ -1,13 +1,12 @@
-"""`umbra init`: asks four questions and writes a run file that fits this machine."""
+"""`umbra init`: asks three questions and writes a run file that fits this machine."""
 
 from __future__ import annotations
 
 import re
 import shlex
 import sys
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 import tomli_w
@@ -16,13 +15,6 @@ from umbra.deploy.files.shown import shown_command, shown_path
 from umbra.proto.errors import EXIT_DONE, UsageError
 from umbra.services.modeling.hub import is_hub_name
 from umbra.services.prompts.readers import DATASETS, is_elsewhere
-
-Machine = Literal["cpu", "gpu", "8gpu"]
-MACHINES: dict[Machine, str] = {
-    "cpu": "a CPU: for models of some million parameters",
-    "gpu": "one GPU, which trainer and generator share",
-    "8gpu": "eight GPUs: four train, four generate",
-}
 
 REWARD = '''"""What an answer is worth. The trainer sees nothing else of your task."""
 
@@ -47,12 +39,13 @@ PROMPTS = "".join(
 )
 
 _RUN = """\
-# A run of Umbra on {machine}.
+# A run of Umbra.
 #
 #   umbra check {file}     tries all of it, starts nothing
 #   umbra up {file}               runs it; Ctrl-C stops it, `umbra up runs/ID` goes on
 #
-# docs/config.md has every key. Paths are looked up from where you are, then beside this file.
+# docs/config.md has every key; engine, devices, lengths and memory that are left out are chosen for
+# the machine. Paths are looked up from where you are, then beside this file.
 
 [run]
 name = {name}
@@ -66,7 +59,20 @@ steps = 200                       # optimizer steps
 
 [environment]
 {environment}
-{machine_keys}"""
+
+[buffer]
+group_size = 8                    # answers per prompt, which are compared with each other
+batch_groups = {groups}                 # prompts per optimizer step
+run_ahead = 1                     # batches that generation may be ahead of training
+max_staleness = 2                 # no trained token is older than this many steps
+
+[generator]
+{generator}
+
+[trainer]
+{trainer}
+objective = "tis_opsm"            # docs/algorithms.md has the others
+"""
 
 _EXACT = 'kind = "exact"                    # reward 1 if the response is the row\'s "answer"'
 _MATH = """\
@@ -77,117 +83,38 @@ kind = "reward"
 reward = "reward:score"           # def score(prompt, completion, row) in reward.py here"""
 REWARDS = {"function": _FUNCTION, "exact": _EXACT, "math": _MATH}
 
-_BUFFER = """
-[buffer]
-group_size = 8                    # answers per prompt, which are compared with each other
-batch_groups = {groups}                 # prompts per optimizer step
-run_ahead = 1                     # batches that generation may be ahead of training
-max_staleness = 2                 # no trained token is older than this many steps
-"""
-
-_CPU = """
-[sampling]
-max_tokens = 256                  # of an answer
-{buffer}
-[generator]
-device = "cpu"
-threads = 1
-slots = 32                        # answers generated at once
-max_context = 1024                # tokens of prompt and answer
-
-[trainer]
-device = "cpu"
-threads = 1
-learning_rate = 1e-5
-objective = "tis_opsm"            # docs/algorithms.md has the others
-"""
-
-_ONE_GPU = """
-[sampling]
-max_tokens = {max_tokens}                 # of an answer
-{buffer}
-[generator]
-engine = "{engine}"                {why}
-device = "cuda:0"
-slots = {slots}                        # answers generated at once
-max_context = {context}                # tokens of prompt and answer
-{engine_args}
-[trainer]
-device = "cuda:0"
-learning_rate = 2e-6
-objective = "tis_opsm"            # docs/algorithms.md has the others
-pack_tokens = {context}                # rows as long as a context: several samples share one
-micro_tokens = {context}
-"""
-
-_ENGINE_ARGS = """
-[generator.engine_args]
-gpu_memory_utilization = 0.45     # the rest is the trainer's; `umbra check`: does it fit?
-"""
-
-_EIGHT_GPUS = """
-[sampling]
-max_tokens = 6144                 # of an answer
-{buffer}
-[generator]
-engine = "vllm"                   # pip install 'umbra-rl[vllm]'
-device = "cuda:4"                 # GPUs 4 to 7
-tensor_parallel = 4
-slots = 256                       # answers generated at once
-max_context = 8192                # tokens of prompt and answer
-
-[trainer]
-device = "cuda"                   # GPUs 0 to 3
-ranks = 4
-learning_rate = 1e-6
-objective = "tis_opsm"            # docs/algorithms.md has the others
-pack_tokens = 8192                # rows as long as a context: several samples share one
-micro_tokens = 8192
-rank_timeout_s = 600.0
-
-[weight_hub]
-deadline_s = 60.0                 # for a version of an 8B model, 16 GB
-"""
+_CPU = (
+    "threads = 1\nslots = 32                        # answers generated at once",
+    "threads = 1\nlearning_rate = 1e-5",
+)
+_ONE_GPU = ("# shares the GPU with the trainer", "learning_rate = 2e-6")
 
 
-def run_file(
-    machine: Machine, *, file: str, name: str, model: str, prompts: str, reward: str, vllm: bool
-) -> str:
-    """The text of the run file.
+def run_file(gpus: int, *, file: str, name: str, model: str, prompts: str, reward: str) -> str:
+    """Return the text of the run file.
 
     Args:
-        machine: what it is for.
+        gpus: of the machine; half of several train.
         file: the run file's name.
         name: of the run.
         model: `model.path`.
         prompts: `data.prompts`.
         reward: a key of `REWARDS`.
-        vllm: whether vLLM is installed, which one GPU can do without.
     """
+    generator, trainer = _ONE_GPU if gpus else _CPU
+    if gpus > 1:
+        ranks = gpus // 2
+        generator = f"count = {gpus - ranks}                         # each on a GPU of its own"
+        trainer = f"ranks = {ranks}                         # GPUs that train\nlearning_rate = 1e-6"
     return _RUN.format(
-        machine=MACHINES[machine].partition(":")[0],
         file=file,
         name=_value(name),
         model=f"path = {_value(model)}",
         prompts=f"prompts = {_value(prompts)}",
         environment=REWARDS[reward],
-        machine_keys=_machine_keys(machine, vllm),
-    )
-
-
-def _machine_keys(machine: Machine, vllm: bool) -> str:
-    if machine == "cpu":
-        return _CPU.format(buffer=_BUFFER.format(groups=8))
-    if machine == "8gpu":
-        return _EIGHT_GPUS.format(buffer=_BUFFER.format(groups=64))
-    return _ONE_GPU.format(
-        buffer=_BUFFER.format(groups=32),
-        engine="vllm" if vllm else "torch",
-        why="" if vllm else "# vllm is faster: pip install 'umbra-rl[vllm]'",
-        max_tokens=6144 if vllm else 3072,
-        slots=64 if vllm else 16,  # torch's engine takes memory for all slots at once
-        context=8192 if vllm else 4096,
-        engine_args=_ENGINE_ARGS if vllm else "",
+        groups=32 if gpus else 8,
+        generator=generator,
+        trainer=trainer,
     )
 
 
@@ -198,7 +125,6 @@ def _value(value: Any) -> str:
 
 RUN_FILE, REWARD_FILE, PROMPTS_FILE = "run.toml", "reward.py", "prompts.jsonl"
 DEVICES = Path("/dev")
-SEVERAL = 8  # GPUs, from which on trainer and generator have their own
 
 
 @click.command()
@@ -206,37 +132,32 @@ SEVERAL = 8  # GPUs, from which on trainer and generator have their own
 @click.option("--model", help="Its directory, or ORG/NAME on the hub.")
 @click.option("--prompts", help="A file, URL or datasets:NAME:SPLIT.")
 @click.option("--reward", type=click.Choice(list(REWARDS)), help="What answers are worth.")
-@click.option("--machine", type=click.Choice(list(MACHINES)), help="What the run file is for.")
 def command(
     folder: Path,
     model: str | None,
     prompts: str | None,
     reward: str | None,
-    machine: Machine | None,
 ) -> int:
     """Write run.toml, and what it needs, to FOLDER [default: this one]; overwrite nothing.
 
     Asks for what no flag gives; without a terminal the answers are those in brackets. Without
     prompts, some sums are written to prompts.jsonl; reward "function" writes reward.py, to be
-    changed. machine is cpu, gpu (one) or 8gpu; found out by default.
+    changed. Of several GPUs half train, the others generate.
     """
     model = _ask("model: its directory, or ORG/NAME on the hub", model, "model")
     prompts = _ask("prompts: a file, or nothing for an example", prompts, "")
     if prompts and not _is_source(prompts) and not Path(prompts).is_file():
         raise UsageError(f"--prompts {prompts}: there is no such file")
-    reward = _choose("reward: your own function, or the row's answer", reward, REWARDS, "function")
-    found = _this_machine()
-    machine = _choose("machine", machine, MACHINES, found)  # pyright: ignore[reportAssignmentType]
-    assert machine is not None
+    kinds = click.Choice(list(REWARDS))
+    reward = _ask("reward: your own function, or the row's answer", reward, "function", kinds)
     texts = {
         RUN_FILE: run_file(
-            machine,
+            _gpus(),
             file=shlex.quote(shown_path((folder / RUN_FILE).absolute())),
             name=_name(folder),
             model=_from(folder, model),
             prompts=_from(folder, prompts) or PROMPTS_FILE,
             reward=reward,
-            vllm=find_spec("vllm") is not None,
         )
     }
     if reward == "function":
@@ -273,25 +194,18 @@ def _write(folder: Path, texts: dict[str, str]) -> None:
         raise UsageError(f"cannot write to {folder}: {error.strerror}") from error
 
 
-def _ask(question: str, given: str | None, default: str) -> str:
+def _ask(
+    question: str, given: str | None, default: str, kind: click.Choice[str] | None = None
+) -> str:
     if given is not None:
         return given
     if not sys.stdin.isatty():
         return default
-    return str(click.prompt(question, default=default, show_default=bool(default)))
+    return str(click.prompt(question, default=default, show_default=bool(default), type=kind))
 
 
-def _choose(question: str, given: str | None, among: Any, default: str) -> str:
-    if given is not None:
-        return given
-    if not sys.stdin.isatty():
-        return default
-    return str(click.prompt(question, default=default, type=click.Choice(list(among))))
-
-
-def _this_machine() -> Machine:
-    gpus = sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in DEVICES.iterdir())
-    return "8gpu" if gpus >= SEVERAL else "gpu" if gpus else "cpu"
+def _gpus() -> int:
+    return sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in DEVICES.iterdir())
 
 
 def _is_source(prompts: str) -> bool:

@@ -22,7 +22,7 @@ from umbra.deploy.prepare.preflight import (
     search_path,
 )
 from umbra.deploy.report.summary import summary_rows
-from umbra.deploy.run.live import LogView, choose_view
+from umbra.deploy.run.live import choose_view
 from umbra.deploy.run.up import Up
 from umbra.proto.errors import ERROR_PREFIX, EXIT_DONE, UsageError
 from umbra.services.config import RunConfig
@@ -42,14 +42,12 @@ SIGNALLED = 128  # exit codes above it are of signals
 @click.option("--no-eval", is_flag=True, help="Don't measure the model before and after.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 @click.option("--quiet", is_flag=True, help="Show only the outcome.")
-@click.option("--logs", is_flag=True, help="Show the logs of all processes as they come.")
 def up(
     run_file: Path,
     overrides: tuple[str, ...],
     no_eval: bool,
     as_json: bool,
     quiet: bool,
-    logs: bool,
 ) -> int:
     """Start a whole run on this machine and see it through.
 
@@ -83,8 +81,6 @@ def up(
         folder = before or RunFolder.create(config.run.dir, config.run.name)
         if before is None:
             stack.enter_context(folder.held())
-        if logs:
-            view = LogView(view, folder)
         if chosen:
             view.say(f"note: chosen for this machine: {', '.join(chosen)}")
         for name, text in [*cautions(config), *([("extended", told)] if told else [])]:

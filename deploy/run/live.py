@@ -209,33 +209,6 @@ class TerminalView(View):
             self._live = None
 
 
-class LogView(View):
-    """Another view, plus every line that the processes log."""
-
-    def __init__(self, view: View, folder: RunFolder) -> None:
-        self._view = view
-        self._folder = folder
-        self._followers: dict[str, LineFollower] = {}
-
-    def say(self, text: str) -> None:
-        self._view.say(text)
-
-    def doing(self, what: str, detail: str = "") -> None:
-        """As the other view does."""
-        self._view.doing(what, detail)
-
-    def update(self, progress: Progress, processes: Mapping[str, str]) -> None:
-        """Print what was logged since the last call; the lines name their process."""
-        for path in sorted(self._folder.logs.glob("*.log")):
-            follower = self._followers.setdefault(path.name, LineFollower(path))
-            for line in follower.lines():
-                self._view.say(line)
-        self._view.update(progress, processes)
-
-    def close(self) -> None:
-        self._view.close()
-
-
 def choose_view(*, quiet: bool, as_json: bool) -> View:
     """Return the view for a command's flags; with `as_json`, stdout is left to the summary."""
     if quiet:

@@ -197,8 +197,8 @@ def to_json(config: RunConfig) -> bytes:
     return msgspec.json.format(msgspec.json.encode(config), indent=2)
 
 
-def read_run_file(path: Path) -> Any:
-    """What is written in a run file, unchecked.
+def read_run_file(path: Path, called: str = "run file") -> Any:
+    """What is written in a run file, or another that is `called` so, unchecked.
 
     Raises:
         UsageError: it cannot be read.
@@ -207,13 +207,13 @@ def read_run_file(path: Path) -> Any:
         text = path.read_text(encoding="utf-8-sig")
         return msgspec.json.decode(text) if path.suffix == ".json" else tomllib.loads(text)
     except FileNotFoundError:
-        raise UsageError(f"run file {path} does not exist") from None
+        raise UsageError(f"{called} {path} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"run file {path} cannot be read: {error}") from error
+        raise UsageError(f"{called} {path} cannot be read: {error}") from error
     except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"run file {path} is not valid TOML: {error}") from error
+        raise UsageError(f"{called} {path} is not valid TOML: {error}") from error
     except msgspec.DecodeError as error:
-        raise UsageError(f"run file {path} is not valid JSON: {error}") from error
+        raise UsageError(f"{called} {path} is not valid JSON: {error}") from error
 
 
 def _check(tree: Any, where: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from fakes.rank_processes import TESTS, launch, see_through
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from umbra.deploy.check.model_sizes import sizes_of
-from umbra.deploy.check.needs import LOADING, PASS, UPDATE, Item, needs
+from umbra.deploy.check.needs import LOADING, PASS, Item, needs
 from umbra.services.config.loader import load_config
 
 MOST = 1.3  # times what is measured
@@ -105,7 +105,7 @@ def told(folder: Path, world: int, case: Case) -> dict[str, int]:
     sizes = sizes_of(Qwen3Config(**NARROW), config.trainer)
     (rank, *_) = needs(config, sizes, gpu=0, host=1 << 34)
     items = [item for item in rank.host if item.name != "process"]
-    training = max(_at(items, phase) for phase in (*PASS, UPDATE))
+    training = max(_at(items, phase) for phase in PASS)
     return {"loading": _at(items, LOADING), "training": training}
 
 

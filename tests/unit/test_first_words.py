@@ -16,7 +16,7 @@ from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.files.shown import COLUMNS, command_line, print_facts
 from umbra.deploy.prepare.stage import run_stage
 from umbra.deploy.run import live
-from umbra.deploy.run.live import LogView, PlainView, Progress, TerminalView, View
+from umbra.deploy.run.live import PlainView, Progress, TerminalView, View
 from umbra.proto.records import Ledger
 from umbra.services.process.child import child_environ
 
@@ -80,7 +80,7 @@ def test_lines_say_what_goes_on_once_and_details_now_and_then(
 
     def said(*calls: Sequence[str]) -> list[str]:
         for call in calls:
-            LogView(view, RunFolder(tmp_path)).doing(*call)
+            view.doing(*call)
         return capsys.readouterr().out.splitlines()
 
     assert said(["warm start"], ["warm start", "step 1/9"]) == ["warm start ..."]

@@ -12,12 +12,14 @@ from click.testing import CliRunner
 from fakes.slowness import seconds
 
 from umbra import cli
+from umbra.deploy.check.hardware import Machine
+from umbra.deploy.check.machine_defaults import choose
 from umbra.deploy.commands import init as init_command
-from umbra.deploy.commands.init import MACHINES, REWARDS, command, run_file
+from umbra.deploy.commands.init import REWARDS, command, run_file
 from umbra.services.config import RunConfig
 from umbra.services.config.cautions import cautions
 from umbra.services.config.feasibility import check_feasible
-from umbra.services.config.loader import load_config
+from umbra.services.config.loader import given_keys, load_config, load_tree
 
 
 @pytest.fixture(autouse=True)
@@ -34,34 +36,30 @@ def written(*words: str) -> RunConfig:
     return load_config("run.toml", environ={})
 
 
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("gpus", [0, 1, 2, 8])
 @pytest.mark.parametrize("reward", REWARDS)
-@pytest.mark.parametrize("vllm", [False, True])
-def test_every_run_file_is_sound(machine: str, reward: str, vllm: bool, here: Path) -> None:
+def test_every_run_file_is_sound(gpus: int, reward: str, here: Path) -> None:
     text = run_file(
-        machine,  # pyright: ignore[reportArgumentType]
-        file="run.toml",
-        name="r",
-        model='a "model"',
-        prompts="p\\q.jsonl",
-        reward=reward,
-        vllm=vllm,
+        gpus, file="run.toml", name="r", model='a "model"', prompts="p\\q.jsonl", reward=reward
     )
     (here / "run.toml").write_text(text)
     config = load_config("run.toml", environ={})
     check_feasible(config)
     assert list(cautions(config)) == []
     assert (config.model.path, config.data.prompts) == ('a "model"', "p\\q.jsonl")
-    engines = {"cpu": "auto", "gpu": "vllm" if vllm else "torch", "8gpu": "vllm"}
-    assert config.generator.engine == engines[machine]
-    assert config.trainer.device.startswith("cpu" if machine == "cpu" else "cuda")
+    assert (config.trainer.ranks, config.generator.count) == (max(1, gpus // 2), max(1, gpus // 2))
+    machine = Machine((80 << 30,) * gpus, vllm=True)
+    chosen = choose(config, given_keys(load_tree("run.toml", environ={})), machine, 40_960)
+    devices = {0: "auto", 1: "auto", 2: "cuda:1", 8: "cuda:4"}
+    assert chosen.generator.device == devices[gpus]
+    assert chosen.generator.engine == ("vllm" if gpus else "torch")
     assert all(len(line) <= 100 for line in text.splitlines())
 
 
 def test_a_check_of_it_is_clean_but_for_a_missing_model(
     tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = written("--machine", "cpu")
+    config = written()
     assert config.run.name == "my-task"
     assert cli.main(["check", "run.toml"]) == 2
     assert "model.path: " in capsys.readouterr().err
@@ -103,31 +101,26 @@ def test_a_folder_elsewhere_and_prompts_of_ones_own(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(
-    ("files", "machine"),
-    [
-        (["nvidiactl", "nvidia-uvm", "null"], "cpu"),
-        (["nvidia0", "nvidiactl"], "gpu"),
-        ([f"nvidia{n}" for n in range(8)], "8gpu"),
-    ],
+    ("files", "ranks"),
+    [(["nvidiactl", "nvidia-uvm"], 1), (["nvidia0"], 1), ([f"nvidia{n}" for n in range(8)], 4)],
 )
-def test_the_machine_is_found_out(
-    files: list[str], machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_gpus_are_counted(
+    files: list[str], ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "dev").mkdir()
     for name in files:
         (tmp_path / "dev" / name).touch()
     monkeypatch.setattr(init_command, "DEVICES", tmp_path / "dev")
-    devices = {"cpu": "cpu", "gpu": "cuda:0", "8gpu": "cuda"}
-    assert written().trainer.device == devices[machine]
+    assert written().trainer.ranks == ranks
 
 
-def test_four_questions_on_a_terminal() -> None:
+def test_three_questions_on_a_terminal() -> None:
     ours, theirs = pty.openpty()
     asked = subprocess.Popen(
         [sys.executable, "-m", "umbra", "init", "--reward", "exact"],
         stdin=theirs, stdout=theirs, stderr=theirs,
     )  # fmt: skip
-    os.write(ours, b"a-model\n\ncpu\n")
+    os.write(ours, b"a-model\n\n")
     assert asked.wait(seconds(60.0)) == 0
     os.close(theirs)
     shown = b""
@@ -137,6 +130,6 @@ def test_four_questions_on_a_terminal() -> None:
     os.close(ours)
     said = shown.decode()
     assert "model: its directory, or ORG/NAME on the hub [model]" in said
-    assert "reward" not in said.partition("machine")[0]
+    assert "reward: your own" not in said
     config = load_config("run.toml", environ={})
-    assert (config.model.path, config.trainer.device) == ("a-model", "cpu")
+    assert (config.model.path, config.environment.kind) == ("a-model", "exact")
