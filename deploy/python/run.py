@@ -45,15 +45,25 @@ class Step:
     metrics: dict[str, Any]
 
 
-class Operated:
-    """A run that answers at an address.
+class RemoteRun:
+    """A run of which only the address is known: it can be looked at and operated.
 
     All methods raise `DeadlineError` if its buffer does not answer within 10 seconds.
+
+    Args:
+        broker: address of its buffer, tcp://host:port.
+        keys: folder of its keys; empty if it has none.
     """
+
+    def __init__(self, broker: str, keys: str = "") -> None:
+        self._address = RunAddress(broker, keys)
 
     @property
     def address(self) -> RunAddress:
-        raise NotImplementedError
+        return self._address
+
+    def __repr__(self) -> str:
+        return f"<umbra.RemoteRun at {self._address.broker}>"
 
     def status(self) -> dict[str, Any]:
         """The state of all that is under way, as `umbra status --json` prints it."""
@@ -86,26 +96,7 @@ class Operated:
         return StatusClient(address.broker, security)
 
 
-class RemoteRun(Operated):
-    """A run of which only the address is known: it can be looked at and operated.
-
-    Args:
-        broker: address of its buffer, tcp://host:port.
-        keys: folder of its keys; empty if it has none.
-    """
-
-    def __init__(self, broker: str, keys: str = "") -> None:
-        self._address = RunAddress(broker, keys)
-
-    @property
-    def address(self) -> RunAddress:
-        return self._address
-
-    def __repr__(self) -> str:
-        return f"<umbra.RemoteRun at {self._address.broker}>"
-
-
-class Run(Operated):
+class Run(RemoteRun):
     """A run in its folder, under way or over. Made by `umbra.train` and `umbra.attach`.
 
     Iterating gives its steps from the first on, and waits for further ones until the run ends.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
@@ -277,51 +277,22 @@ def overlap(
     Returns:
         None for a window in which nothing ran.
     """
-    window_s = total(clip(merge(running), window))
+    # Of generation, training and the run: how many processes are at it, and since when.
+    edges = [
+        (moment, index, step)
+        for index, intervals in enumerate((generation, training, running))
+        for start, end in intervals
+        if min(end, window[1]) > max(start, window[0])
+        for moment, step in ((max(start, window[0]), 1), (min(end, window[1]), -1))
+    ]
+    at_work, seconds, since = [0, 0, 0], [0.0, 0.0, 0.0, 0.0], 0.0
+    for moment, index, step in sorted(edges):
+        busy = [count > 0 for count in at_work]
+        for which, passes in enumerate((*busy, busy[0] and busy[1])):
+            seconds[which] += (moment - since) * passes
+        at_work[index] += step
+        since = moment
+    generator, trainer, window_s, both = seconds
     if window_s <= 0:
         return None
-    trainer = clip(merge(training), window)
-    generator = clip(merge(generation), window)
-    return Overlap(
-        generator_busy=total(generator) / window_s,
-        trainer_busy=total(trainer) / window_s,
-        both_busy=total(intersect(generator, trainer)) / window_s,
-        window_s=window_s,
-    )
-
-
-def merge(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the union, as disjoint intervals in order."""
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def clip(intervals: Iterable[Interval], window: Interval) -> list[Interval]:
-    """Return the parts of `intervals` within `window`."""
-    clipped = ((max(start, window[0]), min(end, window[1])) for start, end in intervals)
-    return [(start, end) for start, end in clipped if end > start]
-
-
-def intersect(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
-    """Return where two lists of disjoint, ordered intervals overlap."""
-    both: list[Interval] = []
-    i = j = 0
-    while i < len(left) and j < len(right):
-        start = max(left[i][0], right[j][0])
-        end = min(left[i][1], right[j][1])
-        if end > start:
-            both.append((start, end))
-        if left[i][1] < right[j][1]:
-            i += 1
-        else:
-            j += 1
-    return both
-
-
-def total(intervals: Iterable[Interval]) -> float:
-    return sum(end - start for start, end in intervals)
+    return Overlap(generator / window_s, trainer / window_s, both / window_s, window_s)

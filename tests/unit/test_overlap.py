@@ -1,12 +1,10 @@
 """Overlap of spans: a small worked example, and laws that hold for any spans."""
 
-from itertools import pairwise
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from umbra.deploy.report.summary import clip, intersect, merge, overlap, total
+from umbra.deploy.report.summary import overlap
 
 spans = st.lists(
     st.tuples(st.integers(0, 50), st.integers(0, 20)).map(lambda pair: (pair[0], sum(pair))),
@@ -44,23 +42,19 @@ def test_nothing_ran() -> None:
     assert overlap([(2.0, 3.0)], [], [(2.0, 3.0)], (0.0, 1.0)) is None
 
 
-@given(spans)
-def test_merge_covers_the_same_once(intervals: list[tuple[float, float]]) -> None:
-    merged = merge(intervals)
-    assert covered(merged) == covered(intervals)
-    assert total(merged) == len(covered(intervals))
-    assert all(left[1] < right[0] for left, right in pairwise(merged))
-
-
 @given(spans, spans)
-def test_intersect_is_what_both_cover(
+def test_it_is_the_time_that_is_covered(
     left: list[tuple[float, float]], right: list[tuple[float, float]]
 ) -> None:
-    both = intersect(merge(left), merge(right))
-    assert covered(both) == covered(left) & covered(right)
-    assert total(both) == len(covered(both))
-
-
-@given(spans)
-def test_clip_stays_within_its_window(intervals: list[tuple[float, float]]) -> None:
-    assert covered(clip(merge(intervals), (10, 30))) == covered(intervals) & set(range(10, 30))
+    window = set(range(10, 30))
+    generating, training = covered(left) & window, covered(right) & window
+    running = generating | training
+    result = overlap(right, left, [*left, *right], (10, 30))
+    if not running:
+        assert result is None
+        return
+    assert result is not None
+    assert result.window_s == len(running)
+    assert result.generator_busy * result.window_s == pytest.approx(len(generating))
+    assert result.trainer_busy * result.window_s == pytest.approx(len(training))
+    assert result.both_busy * result.window_s == pytest.approx(len(generating & training))
