@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Annotated, Any, TypeAlias, cast, get_type_hints
 
@@ -26,57 +25,49 @@ NOW = "now"  # key of the `RunRecord`
 MEMBER = "m/"  # prefix of the keys of members
 
 
-@dataclass(frozen=True, slots=True)
-class At:
-    """Attribute path of a field's value in `RunState`."""
-
-    path: str
-
-
 Shares: TypeAlias = dict[str, tuple[int, int]]
 
 
 class RunRecord(msgspec.Struct, gc=False):
     """The one list of what survives a restart besides groups, batches and members.
 
-    Each field says where in `RunState` its value is.
+    Each field names the attribute path of its value in `RunState`.
     """
 
-    issued: Annotated[int, At("pool.ledger.issued")]
-    trained: Annotated[int, At("pool.ledger.trained")]
-    ended: Annotated[dict[str, int], At("pool.ledger.ended")]
-    next_group: Annotated[int, At("pool.next_group")]
-    next_sample: Annotated[int, At("pool.next_sample")]
-    completions: Annotated[int, At("pool.completions")]
-    filtered_in_a_row: Annotated[int, At("pool.filtered_in_a_row")]
-    version: Annotated[int, At("batches.version")]
-    newest: Annotated[int, At("batches.newest")]
-    checkpoint: Annotated[int | None, At("batches.checkpoint")]
-    staleness: Annotated[StalenessStats, At("batches.trained")]
-    last_staleness: Annotated[StalenessStats, At("batches.last")]
-    committer: Annotated[str, At("committer")]
-    health: Annotated[Shares, At("health.counts")]
-    eval_done: Annotated[int, At("evals.done")]
-    eval_open: Annotated[OpenEvaluation | None, At("evals.open")]
-    eval_reports: Annotated[list[EvalReport], At("evals.reports")]
-    eval_issued: Annotated[int, At("evals.pool.ledger.issued")]
-    eval_ended: Annotated[dict[str, int], At("evals.pool.ledger.ended")]
-    eval_next_group: Annotated[int, At("evals.pool.next_group")]
-    eval_next_sample: Annotated[int, At("evals.pool.next_sample")]
-    finished: Annotated[str, At("finished")]
-    finished_of: Annotated[int, At("finished_of")]
-    paused: Annotated[str, At("paused")]
-    vocabulary: Annotated[int, At("facts.vocabulary")]
-    routers: Annotated[tuple[int, int, int] | None, At("facts.routers")]
-    counters: Annotated[dict[str, int], At("counters")]
+    issued: Annotated[int, "pool.ledger.issued"]
+    trained: Annotated[int, "pool.ledger.trained"]
+    ended: Annotated[dict[str, int], "pool.ledger.ended"]
+    next_group: Annotated[int, "pool.next_group"]
+    next_sample: Annotated[int, "pool.next_sample"]
+    completions: Annotated[int, "pool.completions"]
+    filtered_in_a_row: Annotated[int, "pool.filtered_in_a_row"]
+    version: Annotated[int, "batches.version"]
+    newest: Annotated[int, "batches.newest"]
+    checkpoint: Annotated[int | None, "batches.checkpoint"]
+    staleness: Annotated[StalenessStats, "batches.trained"]
+    last_staleness: Annotated[StalenessStats, "batches.last"]
+    committer: Annotated[str, "committer"]
+    health: Annotated[Shares, "health.counts"]
+    eval_done: Annotated[int, "evals.done"]
+    eval_open: Annotated[OpenEvaluation | None, "evals.open"]
+    eval_reports: Annotated[list[EvalReport], "evals.reports"]
+    eval_issued: Annotated[int, "evals.pool.ledger.issued"]
+    eval_ended: Annotated[dict[str, int], "evals.pool.ledger.ended"]
+    eval_next_group: Annotated[int, "evals.pool.next_group"]
+    eval_next_sample: Annotated[int, "evals.pool.next_sample"]
+    finished: Annotated[str, "finished"]
+    finished_of: Annotated[int, "finished_of"]
+    paused: Annotated[str, "paused"]
+    vocabulary: Annotated[int, "facts.vocabulary"]
+    routers: Annotated[tuple[int, int, int] | None, "facts.routers"]
+    counters: Annotated[dict[str, int], "counters"]
     prompts: dict[str, Any]  # their position; they seek it with what `c/` has
 
 
-PLACES = {
-    name: note.path
+PLACES: dict[str, str] = {
+    name: kind.__metadata__[0]
     for name, kind in get_type_hints(RunRecord, include_extras=True).items()
-    for note in getattr(kind, "__metadata__", ())
-    if isinstance(note, At)
+    if hasattr(kind, "__metadata__")
 }
 _values = attrgetter(*PLACES.values())
 _encode = msgspec.msgpack.Encoder().encode
@@ -201,24 +192,31 @@ class DiskQuota:
 
     def check(self, now: float) -> None:
         """Block or unblock the issue of groups."""
-        needed = self._store.size_bytes
-        steps, counters = self._batches.archive.steps, self._pool.counters
-        reason = self._disk
-        if needed >= self._max_bytes and self._batches.checkpoint is None and steps:
-            if not counters["batches_let_go"]:
+        needed, reason = self._store.size_bytes, self._disk
+        pool, archive = self._pool, self._batches.archive
+        if needed >= self._max_bytes and self._batches.checkpoint is None and archive.steps:
+            if not pool.counters["batches_let_go"]:
                 log.warning(
                     "buffer.store_max_bytes = %d is reached and the trainer saves no checkpoints: "
                     "its first batches go, so it could not start from the beginning again",
                     self._max_bytes,
                 )
-            counters["batches_let_go"] += 1
-            self._batches.archive.drop_through(steps[0])  # the next one with the next poll
+            pool.counters["batches_let_go"] += 1
+            archive.drop_through(archive.steps[0])  # the next one with the next poll
         elif needed >= self._max_bytes and not reason:
             reason = (
-                f"the store may need {needed} bytes and buffer.store_max_bytes is "
+                f"the store has {needed} bytes in use and buffer.store_max_bytes is "
                 f"{self._max_bytes}: allow more, or save checkpoints more often"
             )
-        self._block(reason, now)
+        if reason and not pool.blocked:
+            log.warning("no new groups: %s", reason)
+            pool.counters["store_full"] += 1
+            self._since = now
+        elif pool.blocked and not reason:
+            log.info("there is room in the store again")
+            self._since = None
+            pool.openings += 1
+        pool.blocked = reason
 
     def stuck(self, now: float) -> list[Stuck]:
         if self._since is None:
@@ -226,14 +224,3 @@ class DiskQuota:
         what = f"new groups: {self._pool.blocked}"
         action = "none are issued until there is room; what is under way goes on"
         return [Stuck(what=what, holder="buffer", age_s=now - self._since, action=action)]
-
-    def _block(self, reason: str, now: float) -> None:
-        if reason and not self._pool.blocked:
-            log.warning("no new groups: %s", reason)
-            self._pool.counters["store_full"] += 1
-            self._since = now
-        elif self._pool.blocked and not reason:
-            log.info("there is room in the store again")
-            self._since = None
-            self._pool.openings += 1
-        self._pool.blocked = reason

@@ -37,7 +37,7 @@ from umbra.services.process.files import DISK, FILE_MODE, HeldError, folder_lock
 DATA = "data.mdb"
 ACKNOWLEDGED = "acknowledged"
 SCHEMA = 8  # of what the broker puts into a store; up to 7 it was a log of *.seg files
-HEADER = b"store"  # key of the `Header`
+HEADER = b"store"  # key of the `StoreHeader`
 MAP_BYTES = 1 << 30  # address space at first; grown before a commit that may need more
 PAGE_BYTES = 4096
 PAGES_PER_KEY = 8  # that a change may copy or split on its way to the root, at most
@@ -59,7 +59,7 @@ class StoreFullError(UmbraError):
     """There is no room on the disk; nothing is lost, and the commit may be tried again."""
 
 
-class Header(msgspec.Struct, frozen=True):
+class StoreHeader(msgspec.Struct, frozen=True):
     """What a store is; keeps its form in every schema."""
 
     schema: int
@@ -279,7 +279,7 @@ class LmdbStore:
                 else:
                     transaction.put(name, _seal(name, value))
             number = transaction.id()
-            transaction.put(HEADER, Header(SCHEMA, self.id, number).pack())
+            transaction.put(HEADER, StoreHeader(SCHEMA, self.id, number).pack())
         self._commits = number
 
     def _file_bytes(self, group: Group) -> int:
@@ -301,7 +301,7 @@ class LmdbStore:
             raise self._damaged(f"{DATA} is missing")
         part = self.directory / f"{DATA}.part"
         part.unlink(missing_ok=True)
-        header = Header(SCHEMA, secrets.token_hex(8), 1)
+        header = StoreHeader(SCHEMA, secrets.token_hex(8), 1)
         with (
             _system_errors(),
             closing(
@@ -335,13 +335,13 @@ class LmdbStore:
                 DISK.truncate(fd, size)
             DISK.sync(fd)
 
-    def _check_values(self) -> Header:
+    def _check_values(self) -> StoreHeader:
         """Check schema, newest commit and all checksums; return the header."""
         with self._env.begin(buffers=True) as transaction:
             content = _unseal(HEADER, transaction.get(HEADER, b""))
             if content is None:
                 raise self._damaged(f"{DATA} is of no store, or the value that says so is damaged")
-            header = msgspec.msgpack.decode(content, type=Header)
+            header = msgspec.msgpack.decode(content, type=StoreHeader)
             if header.schema != SCHEMA:
                 raise StoreError(
                     f"the store in {self.directory} has schema {header.schema}, this umbra-rl "
