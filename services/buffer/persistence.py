@@ -61,7 +61,7 @@ class RunRecord(msgspec.Struct, gc=False):
     vocabulary: Annotated[int, "facts.vocabulary"]
     routers: Annotated[tuple[int, int, int] | None, "facts.routers"]
     counters: Annotated[dict[str, int], "counters"]
-    prompts: dict[str, Any]  # their position; they seek it with what `c/` has
+    prompts: dict[str, Any]  # the position in them
 
 
 PLACES: dict[str, str] = {
