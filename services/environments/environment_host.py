@@ -6,7 +6,6 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from umbra.services.environments.protocol import (
@@ -22,8 +21,7 @@ from umbra.services.environments.protocol import (
     finite_number,
 )
 
-Result = Opening | StepResult
-Delivered = Result | list[StepResult]  # a list: one for each sample of a group
+Delivered = Opening | StepResult | list[StepResult]  # a list: one for each sample of a group
 
 
 class GroupEnvironment(Environment, Protocol):
@@ -48,13 +46,6 @@ def waits(environment: Environment) -> bool:
     return asks or bool(getattr(environment, "concurrent", False))
 
 
-@dataclass(slots=True)
-class _Episode:
-    environment: Environment
-    heard: int = 0  # responses so far
-    broken: bool = False  # it raised, and answers no more
-
-
 class EnvironmentHost:
     """Holds an environment per sample, from its opening until it is forgotten.
 
@@ -66,77 +57,57 @@ class EnvironmentHost:
     def __init__(self, make: EnvironmentFactory, name: str) -> None:
         self._make = make
         self._name = name
-        self._sessions: dict[str, _Episode] = {}
+        self._environments: dict[str, Environment] = {}
 
-    async def play(
-        self,
-        key: str,
-        row: Row,
-        responses: Sequence[Said | str],
-        begins: Callable[[bool], None] = lambda opening: None,
-    ) -> list[Result]:
-        """What the environment of sample `key` answers to the last of `responses`.
+    async def play(self, key: str, row: Row, responses: Sequence[Said | str]) -> Delivered:
+        """Return what the environment of sample `key` answers to the last of `responses`.
 
-        Without responses the conversation is opened, anew if there is one. If this process has not
-        heard the earlier responses, it plays the conversation from the start; then the result holds
-        all answers, else the last one only. To an environment that judges a group the `responses`
-        are those of its samples, and each has an answer.
-
-        `begins` is called before each call of the environment, with whether that is the opening.
+        Without responses the conversation is opened, anew if there is one; a response to one that
+        is not open opens it first. To an environment that judges a group the `responses` are those
+        of its samples, and each has an answer.
 
         Raises:
             SampleError: the environment raised, or answered what is no answer.
         """
-        session = self._sessions.get(key)
-        results: list[Result] = []
         try:
-            if session is None or session.broken or session.heard != len(responses) - 1:
+            environment = self._environments.get(key)
+            if environment is None or not responses:
                 await self.forget(key)
-                session = self._sessions[key] = _Episode(self._make())
-                begins(True)
-                results.append(await self._reset(session, row))
-            if responses and (step_all := getattr(session.environment, "step_all", None)):
-                begins(False)
+                environment = self._environments[key] = self._make()
+                opening = await self._reset(environment, row)
+                if not responses:
+                    return opening
+            if step_all := getattr(environment, "step_all", None):
                 said = [Response.of(each) for each in responses]
-                given = await _answer(session.environment, step_all, said)
-                return [*results, *map(self._checked, given)]
-            for response in responses[session.heard :]:
-                begins(False)
-                results.append(await self._step(session, response))
-                session.heard += 1
+                return [*map(self._checked, await _answer(environment, step_all, said))]
+            said = Response.of(responses[-1])
+            return self._checked(await _answer(environment, environment.step, said))
         except (Exception, SystemExit) as error:
-            if key in self._sessions:
-                self._sessions[key].broken = True
             if isinstance(error, SampleError):
                 raise
             raise SampleError(f"{self._name} raised {type(error).__name__}: {error}") from error
-        return results
 
     async def forget(self, key: str) -> None:
         """The sample is over: its environment is closed."""
-        session = self._sessions.pop(key, None)
-        close = close_of(session.environment) if session is not None else None
-        if session is None or close is None:
+        environment = self._environments.pop(key, None)
+        close = close_of(environment) if environment is not None else None
+        if environment is None or close is None:
             return
         try:
-            await _answer(session.environment, close)
+            await _answer(environment, close)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - its sample is over already
             print(f"{self._name}: close raised {type(error).__name__}: {error}")
 
     async def close(self) -> None:
         """All samples are over."""
-        for key in list(self._sessions):
+        for key in list(self._environments):
             await self.forget(key)
 
-    async def _reset(self, session: _Episode, row: Row) -> Opening:
-        opened = await _answer(session.environment, session.environment.reset, row)
+    async def _reset(self, environment: Environment, row: Row) -> Opening:
+        opened = await _answer(environment, environment.reset, row)
         if not isinstance(opened, Opening):
             opened = Opening(opened)
         return Opening(self._messages(opened.messages, "reset"), opened.tools)
-
-    async def _step(self, session: _Episode, said: Said | str) -> StepResult:
-        environment = session.environment
-        return self._checked(await _answer(environment, environment.step, Response.of(said)))
 
     def _checked(self, result: Any) -> StepResult:
         if not isinstance(result, StepResult):

@@ -57,7 +57,8 @@ class EnvironmentPool(Protocol):
     def play(self, key: str, row: Row, responses: Sequence[Said | str]) -> None:
         """Ask sample `key`'s environment to answer the last of `responses`, or to open.
 
-        At most one play of a sample at a time. Where `environment.reward_scope` is "group", `key`
+        At most one play of a sample at a time. The outcome is `Lost` if the conversation has to be
+        opened again. Where `environment.reward_scope` is "group", `key`
         is a group, `responses` are those of its samples, and the answer is a list, one for each.
         """
         ...
@@ -96,8 +97,8 @@ class InlinePool:
 
     def play(self, key: str, row: Row, responses: Sequence[Said | str]) -> None:
         try:
-            answers = _at_once(self._plays.play(key, row, responses))
-            self._outcomes.append(EpisodeOutcome(key, answers[-1]))
+            answer = _at_once(self._plays.play(key, row, responses))
+            self._outcomes.append(EpisodeOutcome(key, answer))
         except SampleError as error:
             self._outcomes.append(EpisodeOutcome(key, error=str(error)))
 
@@ -142,7 +143,7 @@ class ProcessPool:
             self._thread.wait(self._workers.close(), END_S)
             self._thread.close()
 
-    def _deliver(self, key: str, value: Delivered | None, error: str) -> None:
+    def _deliver(self, key: str, value: Delivered | Lost | None, error: str) -> None:
         self._outcomes.put(EpisodeOutcome(key, value, error))
         self._wake()
 

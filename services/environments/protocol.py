@@ -192,7 +192,12 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The agent of the sample is gone: the sample begins again, for another one."""
+    """The environment or agent of the sample is gone: the sample begins again, for another one.
+
+    `reason` says why, if the sample may be what ended it.
+    """
+
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,10 +28,9 @@ from umbra.proto.errors import PeerLostError, RejectedError, UsageError
 from umbra.services.config import EnvironmentConfig
 from umbra.services.config.loader import load_config
 from umbra.services.environments.environment_host import Delivered
-from umbra.services.environments.protocol import StepResult
+from umbra.services.environments.protocol import Lost, StepResult
 from umbra.services.environments.worker_pool import (
     NO_REWARD,
-    PLAYED_TWICE,
     agent_workers,
     offered_name,
     start_agent,
@@ -134,9 +133,8 @@ class AgentRunner:
         # silent, which fails their samples.
         self.lease_s = min(LEASE_S, config.timeout_s / 2)
         self._generators = generators
-        self._workers = agent_workers(config, self._left, self._began)
+        self._workers = agent_workers(config, self._left, lambda name: None)
         self._held: dict[str, str] = {}  # the generator of each session
-        self._playing: set[str] = set()
         self._reports: set[asyncio.Task[None]] = set()
         self._places = asyncio.Semaphore(0)
 
@@ -169,41 +167,48 @@ class AgentRunner:
         """Renew all leases, for ever."""
         while True:
             await asyncio.sleep(self.lease_s / 3)
-            await self._renew(self.lease_s)
+            for generator in set(self._held.values()):
+                await self._renew(generator, self._of(generator), self.lease_s)
 
-    async def _renew(self, lease_s: float) -> None:
-        """Renew all leases; 0 gives them back. Drop the sessions that are lost."""
-        for generator in set(self._held.values()):
-            ids = [name for name, url in self._held.items() if url == generator]
-            asked = {"ids": ids, "lease_s": lease_s}
-            try:
-                answer = await self._generators.ask(generator, "/sessions/renew", asked)
-                lost = answer["lost"]
-            except (PeerLostError, RejectedError) as error:
-                lost = ids if self._generators.silent_s(generator) > self.lease_s else []
-                log.warning("leases of %d sessions are not renewed: %s", len(ids), error)
-            for name in lost:
-                self._drop(name)
+    def _of(self, generator: str) -> list[str]:
+        return [name for name, url in self._held.items() if url == generator]
+
+    async def _renew(self, generator: str, names: list[str], lease_s: float) -> None:
+        """Renew leases, and drop the sessions that are lost."""
+        asked = {"ids": names, "lease_s": lease_s}
+        try:
+            answer = await self._generators.ask(generator, "/sessions/renew", asked)
+            lost = answer["lost"]
+        except (PeerLostError, RejectedError) as error:
+            lost = names if self._generators.silent_s(generator) > self.lease_s else []
+            log.warning("leases of %d sessions are not renewed: %s", len(names), error)
+        for name in lost:
+            self._drop(name)
+
+    async def _give_back(self, generator: str, names: list[str]) -> None:
+        """Let these sessions begin again elsewhere."""
+        await self._renew(generator, names, 0.0)
+        for name in names:
+            self._drop(name)
 
     async def close(self) -> None:
         """End all agents; their sessions begin again elsewhere."""
         for report in self._reports:
             report.cancel()
-        await self._renew(0.0)
+        for generator in set(self._held.values()):
+            await self._give_back(generator, self._of(generator))
         await self._workers.close()
 
-    def _began(self, name: str) -> None:
-        if name in self._playing:  # what it did is not done twice
-            self._left(name, None, PLAYED_TWICE)
-        self._playing.add(name)
-
-    def _left(self, name: str, value: Delivered | None, error: str) -> None:
-        """The agent of a session has returned."""
+    def _left(self, name: str, value: Delivered | Lost | None, error: str) -> None:
+        """The agent of a session has returned, or is lost with its process."""
         if name not in self._held:
             return
         self._workers.forget(name)
-        report = self._report(name, value, error)
-        task = asyncio.get_running_loop().create_task(report, name="a session of an agent")
+        if isinstance(value, Lost):
+            ending = self._give_back(self._held[name], [name])
+        else:
+            ending = self._report(name, value, error)
+        task = asyncio.get_running_loop().create_task(ending, name="a session of an agent")
         self._reports.add(task)
         task.add_done_callback(self._reports.discard)
         task.add_done_callback(ends_with_it)
@@ -229,7 +234,6 @@ class AgentRunner:
 
     def _drop(self, name: str) -> None:
         if self._held.pop(name, None) is not None:
-            self._playing.discard(name)
             self._workers.forget(name)
             self._places.release()
 

@@ -97,34 +97,28 @@ class Worker:
 
     async def _play(self, play: Message) -> None:
         number = play["number"]
-        task, loop = asyncio.current_task(), asyncio.get_running_loop()
-        timer: asyncio.TimerHandle | None = None
+        task = asyncio.current_task()
 
         def give_up() -> None:
             self._overdue.add(number)
             if task is not None:
                 task.cancel()
 
-        def begins(_opening: bool) -> None:
-            nonlocal timer
-            if timer is not None:
-                timer.cancel()
-                self._wire.send("goes_on", number=number)
-            timer = loop.call_later(play["limit_s"], give_up)
-
+        timer = asyncio.get_running_loop().call_later(play["limit_s"], give_up)
         try:
-            answers = await self._plays.play(play["key"], play["row"], _heard(play), begins)
-            opened = isinstance(answers[0], Opening)
-            opening = answers[0] if opened else None
-            self._wire.send("played", number=number, opening=opening, steps=answers[opened:])
+            answer = await self._plays.play(play["key"], play["row"], _heard(play))
+            if isinstance(answer, Opening):
+                self._wire.send("played", number=number, opening=answer)
+            else:
+                steps = answer if isinstance(answer, list) else [answer]
+                self._wire.send("played", number=number, steps=steps)
         except SampleError as error:
             exhausted = isinstance(error.__cause__, MemoryError)
             self._wire.send("played", number=number, error=str(error), exhausted=exhausted)
         except (TypeError, ValueError, OverflowError) as error:
             self._wire.send("played", number=number, error=f"the environment's answer: {error}")
         finally:
-            if timer is not None:
-                timer.cancel()
+            timer.cancel()
 
     async def _forget(self, message: Message, under_way: asyncio.Task[None] | None) -> None:
         if under_way is not None:

@@ -1,13 +1,13 @@
-"""Which worker process plays what: sessions stay where they are, the lost are played again.
+"""Which worker process plays what; conversations stay in the process that opened them.
 
 Event-driven, within one asyncio loop. A play that outlives its deadline costs its process, and
-that sample only: what else the process held is played again elsewhere, response by response.
+that sample only. The other conversations in that process are `Lost`: whoever leads them opens them
+again. A play that has not begun to hold anything is sent to another process instead.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import math
 from collections import deque
@@ -20,9 +20,9 @@ import msgspec
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import DeadlineError, UsageError
 from umbra.services.config import EnvironmentConfig, NamedEnvironment
-from umbra.services.environments.environment_host import Delivered, Result
+from umbra.services.environments.environment_host import Delivered
 from umbra.services.environments.loading import name_of
-from umbra.services.environments.protocol import Opening, Row, Said, StepResult
+from umbra.services.environments.protocol import Lost, Opening, Row, Said, StepResult
 from umbra.services.environments.python_apart import apart
 from umbra.services.environments.time_limits import TimeLimit, TimeLimits
 from umbra.services.process.child import ChildProcess, describe_exit, start_worker
@@ -39,9 +39,6 @@ _GRACE_S = 5.0  # a worker that can still answer says itself that a play is over
 
 
 NO_REWARD = "its agent returned no reward, and has posted none"
-PLAYED_TWICE = "the process of its agent ended because of another agent in it"
-"""Why a sample fails whose agent would begin anew: what it did must not be done twice."""
-
 _NO_KEY = "none"  # the client insists on one
 
 
@@ -69,7 +66,7 @@ class Hello(msgspec.Struct, tag="hello"):
 
 
 class Play(msgspec.Struct, tag="play"):
-    """To a worker: the last of `responses` is new. Each call has `limit_s` seconds."""
+    """To a worker: arguments of `EnvironmentHost.play`, which has `limit_s` seconds."""
 
     number: int
     key: str
@@ -86,12 +83,6 @@ class Forget(msgspec.Struct, tag="forget"):
     limit_s: float = 0.0  # seconds for that
 
 
-class GoesOn(msgspec.Struct, tag="goes_on"):
-    """From a worker: one call of a play is done, and the next one, a step, begins."""
-
-    number: int
-
-
 class Played(msgspec.Struct, tag="played"):
     """From a worker: answers, or why there are none.
 
@@ -99,36 +90,41 @@ class Played(msgspec.Struct, tag="played"):
     """
 
     number: int
-    opening: Opening | None = None  # if the conversation was opened for it
+    opening: Opening | None = None
     steps: list[StepResult] = msgspec.field(default_factory=list)
     error: str = ""
     exhausted: bool = False
     overdue: bool = False
 
-    @property
-    def results(self) -> list[Opening | StepResult]:
-        """All answers, in order."""
-        return [*([] if self.opening is None else [self.opening]), *self.steps]
-
 
 ToWorker = Setup | Play | Forget
-FromWorker = Hello | GoesOn | Played
-
-
-@dataclass(slots=True)
-class _Conversation:
-    """What is known of a sample's conversation outside of the process that plays it."""
-
-    worker: _WorkerHandle | None = None
-    digests: list[bytes] = field(default_factory=list)  # of all answers so far
+FromWorker = Hello | Played
 
 
 @dataclass(eq=False, slots=True)
-class _PendingPlay:
+class _Conversation:
+    """A sample's conversation, as it is known outside of the process that holds it."""
+
+    worker: _WorkerHandle | None = None
+    played: int = 0  # plays that were answered
+    over: bool = False  # it was answered to its end
+    lost: bool = False  # its process has ended, and it was not opened again
+    crashes: int = 0  # processes that ended while they played number `crashed_at` of it
+    crashed_at: int = 0
+
+    @property
+    def suspect(self) -> bool:
+        """True if a process ended during the play that is next."""
+        return self.crashes > 0 and self.played == self.crashed_at
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    """A play that has no answer yet."""
+
     play: Play
-    session: _Conversation
-    limit: TimeLimit  # of the call of the environment that is under way
-    losses: int = 0  # processes that ended while they played it
+    conversation: _Conversation
+    limit: TimeLimit
     timer: asyncio.TimerHandle | None = None
 
 
@@ -139,16 +135,24 @@ class _WorkerHandle:
     room: int
     closes: bool = False
     lasting: bool = False
-    calls: dict[int, _PendingPlay] = field(default_factory=dict)
-    waiting: deque[_PendingPlay] = field(default_factory=deque)  # whose sessions are here
+    calls: dict[int, _Call] = field(default_factory=dict)
+    waiting: deque[_Call] = field(default_factory=deque)  # whose conversations are here
     ending: set[int] = field(default_factory=set)  # calls whose samples are over
-    suspect: _PendingPlay | None = None  # is played alone here: it was there when a process ended
+    alone: _Call | None = None  # a suspect's, which is played with no other beside it
     alive: bool = True
     verdict: str = ""  # why it was killed
 
-    def free(self) -> bool:
-        waits = self.suspect is not None or self.ending
-        return self.alive and not waits and len(self.calls) < self.room
+    @property
+    def is_free(self) -> bool:
+        held = self.ending or self.alone is not None
+        return self.alive and not held and len(self.calls) < self.room
+
+    def takes(self, call: _Call) -> bool:
+        """Return whether `call` can be played now; nothing else begins before a suspect's."""
+        if call.conversation.suspect and (self.alone is call or self.is_free):
+            self.alone = call
+            return not self.calls
+        return self.is_free
 
     def tell(self, message: ToWorker) -> None:
         if self.alive:
@@ -156,34 +160,35 @@ class _WorkerHandle:
 
 
 class WorkerPool:
-    """Worker processes and the sessions that they hold. Not thread-safe.
+    """Worker processes and the conversations that they hold. Not thread-safe.
 
     Args:
         config: the environment; `workers` is how many processes there may be.
         deliver: called with sample, answer and error ("" if there is an answer).
         started: called with the sample whenever a process begins to play for it.
-        end_forgotten: what plays on for a sample that is over is ended, with its process if needed.
+        agents: a play is all that an agent does. It is not sent again, since what it did would be
+            done twice, and is ended if its sample is over, with its process if needed.
     """
 
     def __init__(
         self,
         config: EnvironmentConfig,
-        deliver: Callable[[str, Delivered | None, str], None],
+        deliver: Callable[[str, Delivered | Lost | None, str], None],
         started: Callable[[str], None] = lambda key: None,
         *,
-        end_forgotten: bool = False,
+        agents: bool = False,
     ) -> None:
         self._config = config
         self._limits = TimeLimits.of(config)
         self._deliver = deliver
         self._started = started
-        self._end_forgotten = end_forgotten
+        self._agents = agents
         self._workers: list[_WorkerHandle] = []
         self._starting = 0
         self._number = 0
         self._closed = False
-        self._sessions: dict[str, _Conversation] = {}
-        self._queue: deque[_PendingPlay] = deque()
+        self._conversations: dict[str, _Conversation] = {}
+        self._queue: deque[_Call] = deque()  # that any process may play
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -201,24 +206,26 @@ class WorkerPool:
         self._workers.append(await self._hire())
 
     def play(self, key: str, row: Row, responses: Sequence[Said | str]) -> None:
-        """Ask for the answer to the last of `responses`; it is delivered."""
-        session = self._sessions.setdefault(key, _Conversation())
-        call = self._numbered(session, key, dict(row), list(responses))
-        if session.worker is not None and responses:
-            session.worker.waiting.append(call)
-        else:
-            self._queue.append(call)
+        """Ask for the answer to the last of `responses`, or for the opening; it is delivered."""
+        found = self._conversations.setdefault(key, _Conversation())
+        if not responses:
+            found.played, found.over, found.lost = 0, False, False
+        elif found.lost:
+            return  # which was delivered
+        limit = self._limits.step if responses else self._limits.opening
+        call = self._numbered(found, key, dict(row), list(responses), limit)
+        (self._queue if found.worker is None else found.worker.waiting).append(call)
         self._pump()
 
     def forget(self, key: str) -> None:
         """The sample is over; an answer that is under way goes nowhere."""
-        session = self._sessions.pop(key, None)
-        worker = session.worker if session is not None else None
+        found = self._conversations.pop(key, None)
+        worker = found.worker if found is not None else None
         if worker is None:
             return
         self._release(worker, key)
-        if self._end_forgotten:
-            for call in [c for c in worker.calls.values() if c.session is session]:
+        if self._agents:
+            for call in [c for c in worker.calls.values() if c.conversation is found]:
                 self._end_soon(worker, call)
 
     async def close(self) -> None:
@@ -242,43 +249,30 @@ class WorkerPool:
         if self._closed:
             return
         for worker in self._workers:
-            while worker.waiting and worker.free():
+            while worker.waiting and worker.takes(worker.waiting[0]):
                 self._send(worker, worker.waiting.popleft())
         while self._queue:
-            call = self._queue[0]
-            if not self._wanted(call):
-                self._queue.popleft()  # forgotten before it was sent
-                continue
-            worker = self._alone_for(call) if call.losses else self._least_loaded()
-            if worker is None:
+            worker = self._choose(self._queue[0])
+            if worker is None or not worker.takes(self._queue[0]):
                 break
-            self._queue.popleft()
-            self._send(worker, call)
+            self._send(worker, self._queue.popleft())
         if self._queue and len(self._workers) + self._starting < self._config.workers:
             self._starting += 1
             self._spawn(self._grow())
 
-    def _least_loaded(self) -> _WorkerHandle | None:
-        free = [worker for worker in self._workers if worker.free()]
+    def _choose(self, call: _Call) -> _WorkerHandle | None:
+        """Return the process for a call: the one that is set apart for it, or the idlest."""
+        apart = [worker for worker in self._workers if worker.alone is call]
+        free = apart or [worker for worker in self._workers if worker.is_free]
         return min(free, key=lambda worker: len(worker.calls), default=None)
 
-    def _alone_for(self, call: _PendingPlay) -> _WorkerHandle | None:
-        """A process without anything else; one is set apart and emptied if there is none."""
-        mine = next((w for w in self._workers if w.suspect is call), None)
-        if mine is None:
-            mine = self._least_loaded()
-            if mine is None:
-                return None
-            mine.suspect = call
-        return mine if not mine.calls else None
-
-    def _send(self, worker: _WorkerHandle, call: _PendingPlay) -> None:
+    def _send(self, worker: _WorkerHandle, call: _Call) -> None:
         if not self._wanted(call):
+            worker.alone = None if worker.alone is call else worker.alone
             return
-        opens = not call.play.responses or call.session.worker is not worker
-        call.session.worker = worker
+        call.conversation.worker = worker
         worker.calls[call.play.number] = call
-        self._time(worker, call, self._limits.opening if opens else self._limits.step)
+        self._time(worker, call)
         worker.tell(call.play)
         self._started(call.play.key)
 
@@ -289,24 +283,27 @@ class WorkerPool:
             return
         if call.timer is not None:
             call.timer.cancel()
-        if worker.suspect is call:
-            worker.suspect = None
+        if worker.alone is call:
+            worker.alone = None
+        conversation = call.conversation
+        if conversation.suspect:
+            conversation.crashes = 0
+        conversation.played += 1
         error = call.limit.overdue() if reply.overdue else reply.error
         if reply.exhausted:
             config = self._config
             error += f": it took more than {config.where}.memory_mb = {config.memory_mb}; raise it"
-        error = error or _differs(call, reply.results)
-        if error and call.session.worker is worker:
-            call.session.worker = None
+        if error and conversation.worker is worker:
+            conversation.worker = None
             self._release(worker, call.play.key)
-        self._answer(call, None if error else self._news(call.play, reply), error)
+        whole = self._config.reward_scope == "group"
+        value = reply.opening or (reply.steps if whole else next(iter(reply.steps), None))
+        conversation.over = isinstance(value, list) or (
+            isinstance(value, StepResult) and value.done
+        )
+        self._answer(call, None if error else value, error)
         if reply.exhausted:
             self._end(worker, "it was out of memory")
-
-    def _news(self, play: Play, reply: Played) -> Delivered:
-        """What of a reply nobody knows yet: the last answer, or those to a whole group."""
-        whole = self._config.reward_scope == "group" and bool(play.responses)
-        return reply.steps if whole else reply.results[-1]
 
     def _release(self, worker: _WorkerHandle, key: str) -> None:
         """Have `worker` forget the sample; closing its environment is a play without an answer."""
@@ -314,49 +311,43 @@ class WorkerPool:
         if not worker.closes or not worker.alive:
             worker.tell(Forget(key, limit_s=limit.seconds))
             return
-        call = self._numbered(_Conversation(), key, {}, [])  # nobody wants it
+        call = self._numbered(_Conversation(), key, {}, [], limit)  # nobody wants it
         worker.calls[call.play.number] = call
-        self._time(worker, call, limit)
+        self._time(worker, call)
         worker.tell(Forget(key, call.play.number, limit.seconds))
 
     def _numbered(
-        self, session: _Conversation, key: str, row: Row, responses: list[Said | str]
-    ) -> _PendingPlay:
+        self,
+        conversation: _Conversation,
+        key: str,
+        row: Row,
+        responses: list[Said | str],
+        limit: TimeLimit,
+    ) -> _Call:
         self._number += 1
-        opening = self._limits.opening
-        play = Play(self._number, key, row, responses, opening.seconds)
-        return _PendingPlay(play, session, opening)
+        return _Call(Play(self._number, key, row, responses, limit.seconds), conversation, limit)
 
-    def _time(self, worker: _WorkerHandle, call: _PendingPlay, limit: TimeLimit) -> None:
-        """A call of the environment begins."""
-        if call.timer is not None:
-            call.timer.cancel()
-        call.limit = limit
-        seconds = limit.seconds + (_GRACE_S if worker.room > 1 else 0.0)
+    def _time(self, worker: _WorkerHandle, call: _Call) -> None:
+        seconds = call.limit.seconds + (_GRACE_S if worker.room > 1 else 0.0)
         call.timer = asyncio.get_running_loop().call_later(seconds, self._overdue, worker, call)
 
-    def _goes_on(self, worker: _WorkerHandle, number: int) -> None:
-        """A play of several calls: one is done, the next one, a step, begins."""
-        call = worker.calls.get(number)
-        if call is not None and number not in worker.ending:
-            self._time(worker, call, self._limits.step)
-
-    def _wanted(self, call: _PendingPlay) -> bool:
+    def _wanted(self, call: _Call) -> bool:
         """Whether the sample still waits for it."""
-        return self._sessions.get(call.play.key) is call.session
+        return self._conversations.get(call.play.key) is call.conversation
 
-    def _answer(self, call: _PendingPlay, value: Delivered | None, error: str) -> None:
+    def _answer(self, call: _Call, value: Delivered | Lost | None, error: str) -> None:
         if self._wanted(call):
             self._deliver(call.play.key, value, error)
 
     # -- processes --------------------------------------------------------------------------------
 
-    def _overdue(self, worker: _WorkerHandle, call: _PendingPlay) -> None:
+    def _overdue(self, worker: _WorkerHandle, call: _Call) -> None:
         worker.calls.pop(call.play.number, None)
+        call.conversation.worker = None
         self._answer(call, None, call.limit.overdue())
         self._end(worker, "another sample's call hung in it")
 
-    def _end_soon(self, worker: _WorkerHandle, call: _PendingPlay) -> None:
+    def _end_soon(self, worker: _WorkerHandle, call: _Call) -> None:
         """End a play whose sample is over; one among others may end itself."""
         if worker.room == 1:
             self._end(worker, "its sample is over")
@@ -371,10 +362,7 @@ class WorkerPool:
         _kill(worker.process)
 
     async def _read(self, worker: _WorkerHandle) -> None:
-        while isinstance(message := await worker.pipe.receive(), GoesOn | Played):
-            if isinstance(message, GoesOn):
-                self._goes_on(worker, message.number)
-                continue
+        while isinstance(message := await worker.pipe.receive(), Played):
             self._played(worker, message)
             self._pump()
         how = await _end(worker.process, worker.pipe)
@@ -384,20 +372,29 @@ class WorkerPool:
     def _lost(self, worker: _WorkerHandle, how: str) -> None:
         worker.alive = False
         self._workers.remove(worker)
-        for session in self._sessions.values():
-            if session.worker is worker:
-                session.worker = None
         innocent = bool(worker.verdict)
         for call in worker.calls.values():
             if call.timer is not None:
                 call.timer.cancel()
-            call.losses += not innocent
+            conversation = call.conversation
+            if not innocent:
+                again = conversation.suspect
+                conversation.crashes = conversation.crashes + 1 if again else 1
+                conversation.crashed_at = conversation.played
             # Alone in its process, or there at two ends: it is the one.
-            if not innocent and (worker.room == 1 or call.losses > 1):
+            if not innocent and (worker.room == 1 or conversation.crashes > 1):
+                conversation.worker = None
                 self._answer(call, None, f"the process of its environment ended ({how})")
-            else:
+            elif not conversation.played and not self._agents:
+                conversation.worker = None
                 self._queue.appendleft(call)
-        self._queue.extend(worker.waiting)
+        reason = "" if innocent or not self._agents else f"the process of its agent ended ({how})"
+        for key, conversation in list(self._conversations.items()):
+            if conversation.worker is worker:
+                conversation.worker = None
+                if not conversation.over:
+                    conversation.lost = True
+                    self._deliver(key, Lost(reason), "")
 
     async def _grow(self) -> None:
         try:
@@ -455,7 +452,7 @@ def offered_name(environment: EnvironmentConfig) -> str:
 
 def agent_workers(
     config: EnvironmentConfig,
-    left: Callable[[str, Delivered | None, str], None],
+    left: Callable[[str, Delivered | Lost | None, str], None],
     began: Callable[[str], None],
 ) -> WorkerPool:
     """Return a pool of processes for agents; `left` and `began` are its `deliver` and `started`.
@@ -463,7 +460,7 @@ def agent_workers(
     The work of an agent has no limit here: the holder of its session limits its silence.
     """
     lasting = msgspec.structs.replace(config, timeout_s=math.inf)
-    return WorkerPool(lasting, left, began, end_forgotten=True)
+    return WorkerPool(lasting, left, began, agents=True)
 
 
 def start_agent(workers: WorkerPool, sample: str, row: Row, session_url: str, key: str) -> None:
@@ -488,20 +485,3 @@ async def _end(process: ChildProcess, pipe: AsyncPipe[FromWorker]) -> str:
         await asyncio.sleep(_LOOK_S)
     pipe.close()
     return describe_exit(code)
-
-
-def _differs(call: _PendingPlay, results: list[Result]) -> str:
-    """Why answers must not go on that repeat earlier ones; "" if they are the same as then."""
-    new = [hashlib.blake2b(msgspec.msgpack.encode(r), digest_size=8).digest() for r in results]
-    if not call.play.responses:
-        call.session.digests = new
-        return ""
-    first = len(call.play.responses) + 1 - len(new)  # the answer that `results` begins with
-    known = call.session.digests[first : first + len(new) - 1]
-    if known and known != new[: len(known)]:
-        return (
-            "the process of its environment ended, and another one answered differently: there is "
-            "chance in the environment, so the sample can't go on"
-        )
-    call.session.digests[first:] = new
-    return ""

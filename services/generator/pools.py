@@ -122,7 +122,6 @@ def settings_for(
             ),
             stops=tuple(sampling.stop),
             generator=generator,
-            agents=environment.asks,
             several=several,
         )
 

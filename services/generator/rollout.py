@@ -2,14 +2,14 @@
 
     RESET -> GENERATE -> STEP -> (GENERATE | DONE)
 
-The owner calls `reset_done`, `generated` and `stepped` with what engine and environment gave, and
-does what `phase` says next. An agent calls `asked` for each turn instead, and `stepped` at the end.
+Who talks with the model asks for each of its turns by `asked`, and ends the sample by `finish`: an
+agent, or an environment, which the runner asks for it. The owner does what `phase` says next.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +35,7 @@ from umbra.services.environments.protocol import (
 )
 from umbra.services.generator.engines.engine import EngineOutput, EngineRequest
 from umbra.services.generator.tokens import Line, ResponseTokens, shortened, tokens_of
-from umbra.services.modeling.chat import Chat
+from umbra.services.modeling.chat import Chat, StopSearch
 from umbra.services.process.metrics import STEADY
 
 
@@ -65,7 +65,6 @@ class RolloutSettings:
     limits: Limits = Limits()
     stops: tuple[str, ...] = ()  # texts that end a turn
     generator: str = ""
-    agents: bool = False  # the environments are agents, which begin when they like
     clock: Callable[[], float] = STEADY
     several: Mapping[str, RolloutSettings] = field(default_factory=dict)  # by environment's name
 
@@ -87,29 +86,43 @@ class RolloutSettings:
 
 
 class Rollout:
+    """A sample under way.
+
+    Attributes:
+        begun: an agent works on it.
+        ask: the turn that is asked for.
+        saved: response tokens that the buffer has.
+        leaving: why it is to be handed back; "" = it is not.
+        lost: its environment or agent is gone, and begins again once the turn has ended.
+        losses: agents that were lost.
+        turns: of the model that have ended, without the current one.
+    """
+
     def __init__(self, task: Task, settings: RolloutSettings) -> None:
         self.task = task
         self.phase = Phase.RESET
-        self.ask: Ask | None = None  # what an agent asked for last
-        self.begun = False  # an agent works on it
+        self.begun = self.lost = False
+        self.ask: Ask | None = None
+        self.leaving = ""
+        self.losses = 0
         self._settings = settings
         self._line = Line(Opening([]))  # which the model continues
         self._lines = [self._line]
         # Of the turns before the current one: where they ended, and whether the model ended them.
         self._turn_ends: list[tuple[Line, int, bool]] = []
-        self._turns = 0
+        self._search: StopSearch | None = None  # in the current turn
         self._reward = 0.0
         self._parts: dict[str, float] = {}
+        self.turns = 0
         self._reason = "partial"
-        self._heard: list[Said] = []  # what the environment was told so far
-        self._told: list[Said] | None = None  # the same with the turn that it answers now
         self._started = settings.clock()
-        # Turns of a partial, model's and environment's, that the environment has to see again.
+        # Turns of a partial, model's and environment's, that have to be asked for again.
         self._replay: list[tuple[list[int], list[int]]] = []
         made = task.trajectory
         tokens = tokens_of(made, settings.sampling) if made is not None else None
         if made is not None and tokens is not None:
             self._resume(made, tokens)
+        self.saved = self.tokens
 
     @property
     def session(self) -> str:
@@ -132,56 +145,49 @@ class Rollout:
         """
         if self.phase is Phase.RESET:
             return not self.begun
-        return self.phase is Phase.GENERATE and self._turns == self._line.turn_start == 0
-
-    def reset_done(self, opening: Opening) -> None:
-        """The environment opened the conversation.
-
-        Raises:
-            SampleError: the prompt has no tokens, or leaves no room for an answer.
-        """
-        self._line.opening = opening
-        if not self._line.prompt:
-            chat = self._settings.chat
-            if chat.cannot_fit(opening.messages, self._settings.max_context):
-                raise SampleError(f"prompt {self.task.prompt_id} {self._too_long()}")
-            self._line.prompt = _templated(
-                "the prompt", lambda: chat.prompt_ids(opening.messages, opening.tools)
-            )
-        if not self._line.prompt:
-            raise SampleError(f"prompt {self.task.prompt_id} has no tokens")
-        tokens = len(self._line.prompt)
-        if tokens >= self._settings.max_context:
-            raise SampleError(
-                f"prompt {self.task.prompt_id} has {tokens} tokens, which leaves no "
-                f"room for an answer in generator.max_context = {self._settings.max_context}"
-            )
-        self._continue_turn()
+        return self.phase is Phase.GENERATE and self.turns == self._line.turn_start == 0
 
     def asked(self, ask: Ask) -> None:
-        """An agent wants a turn: the first (phase RESET), or one more (phase STEP).
+        """Take the wish for a turn: the first (phase RESET), or one more (phase STEP).
 
         Raises:
             RefusedError: there is none for it; nothing has changed.
+            SampleError: the chat template cannot write it; nothing has changed.
         """
         if self.phase is Phase.RESET:
             self._asked_first(ask)
         elif self._replay:
             said, heard = self._replay[0]
-            if ask.after == self._turns and self._asked_ids(ask, self._line, said[-1]) == heard:
+            if ask.after == self.turns and self._asked_ids(ask, self._line, said[-1]) == heard:
                 ahead = sum(len(one) + len(other) for one, other in self._replay[1:])
                 self._end_turn(self._line.turn_start - ahead - len(heard), complete=True)
                 self._replay.pop(0)
-            else:  # the agent does not do the same again: the sample starts anew
+            else:  # what is said is not the same again: the sample starts anew
                 self._restart()
                 return
         else:
             self._asked_more(ask)
-        self.ask = ask
+        self.ask, self._search = ask, None
         self._continue_turn()
 
+    def credit(self, result: StepResult) -> None:
+        """Add the reward of a turn."""
+        self._reward += result.reward
+        for part, value in result.reward_parts.items():
+            self._parts[part] = self._parts.get(part, 0.0) + value
+
+    def finish(self, result: StepResult) -> None:
+        """End the sample; a turn of the model that was cut counts as cut by its length."""
+        if self._replay:  # it did not end here before: it starts anew
+            self._restart()
+            return
+        self.credit(result)
+        self.turns += 1
+        self._reason = result.reason if self._turn_complete() else "length"
+        self.phase = Phase.DONE
+
     def begin_again(self) -> None:
-        """Give the next agent the recorded turns again, as far as it asks the same."""
+        """Begin the conversation again; what was said is said again while the asks are the same."""
         partial = self.partial() if self.task.pinned_version < 0 else None
         tokens = tokens_of(partial, self._settings.sampling) if partial is not None else None
         self._restart()
@@ -189,7 +195,7 @@ class Rollout:
             self._resume(partial, tokens)
 
     def turn(self) -> Turn:
-        """Return the model's last turn, for the agent that asked for it (phase STEP)."""
+        """Return the model's last turn, for who asked for it (phase STEP)."""
         replayed = [said for said, _ in self._replay]
         heard = sum(len(said) + len(heard) for said, heard in self._replay)
         start = self._line.turn_start - heard
@@ -227,54 +233,19 @@ class Rollout:
         self._continue_turn()
 
     @property
-    def watched(self) -> bool:
-        """True if a stop string may end the turn while the engine makes it."""
-        return bool(self._stops())
+    def stops(self) -> tuple[str, ...]:
+        """Texts that end the current turn."""
+        return self._settings.stops + (self.ask.stops if self.ask is not None else ())
 
-    def under_way(self, output: EngineOutput) -> bool:
-        """True if the turn ends here, given what the engine has of it."""
-        return self._stopped(output) is not None
+    def is_stopped(self, tokens: Sequence[int]) -> bool:
+        """Return whether the turn ends in `tokens`, which the engine has of it so far.
 
-    def responses(self) -> list[Said]:
-        """Return all turns of the model; the last is new to the environment."""
-        if self._told is None:
-            heard = sum(len(said) + len(heard) for said, heard in self._replay)
-            start = self._line.turn_start - heard
-            turn = self._replay[0][0] if self._replay else self._line.tokens.ids[start:]
-            self._told = [*self._heard, self._said(turn, start)]
-        return self._told
-
-    def stepped(self, result: StepResult) -> None:
-        """The environment answered; its messages are appended as tokens.
-
-        Raises:
-            SampleError: the messages can't be templated.
+        Only those that are new since the last call are looked at.
         """
-        self._heard, self._told = self.responses(), None
-        self._turns += 1
-        self._reward += result.reward
-        for part, value in result.reward_parts.items():
-            self._parts[part] = self._parts.get(part, 0.0) + value
-        if self._replay:
-            self._replayed(result)
-            return
-        complete = self._turn_complete()
-        if result.done or not complete:
-            self._finish(result.reason if complete else "length")
-            return
-        if self._turns == self._settings.limits.turns:
-            self._finish("turns")
-            return
-        room = self._most(self._line) - len(self._line.tokens.ids)
-        ids: list[int] | None = None
-        if not self._settings.chat.cannot_fit(result.messages, room):
-            ids = self._environment_ids(result, self._line.tokens.ids[-1])
-        if ids is None or len(ids) >= room:
-            self._finish("length")  # no room for another turn
-            return
-        self._line.tokens.add_environment(ids)
-        self._line.turn_start = len(self._line.tokens.ids)
-        self._continue_turn()
+        search = self._stop_search()
+        if search is None:
+            return False
+        return search.feed(tokens[search.seen - self._said_tokens :]) is not None
 
     @property
     def branched(self) -> bool:
@@ -311,7 +282,7 @@ class Rollout:
             finish_reason=self._reason,
             reward=self._reward,
             reward_parts=self._parts,
-            turns=self._turns,
+            turns=self.turns,
             routing=tokens.routing if task.pinned_version < 0 else None,  # nobody learns from those
             sampling=self._settings.sampling,
             generator=self._settings.generator,
@@ -342,7 +313,7 @@ class Rollout:
 
     def _asked_more(self, ask: Ask) -> None:
         line = self._asked_line(ask)
-        if self._turns + 1 == self._settings.limits.turns:
+        if self.turns + 1 == self._settings.limits.turns:
             raise RefusedError(
                 f"environment.max_turns = {self._settings.limits.turns} are over: only the reward "
                 "can follow",
@@ -372,7 +343,7 @@ class Rollout:
             self._check_branches()
             opening = Opening(ask.messages, ask.tools)
             return Line(opening, self._asked_prompt(ask), number=len(self._lines))
-        if ask.after < self._turns:
+        if ask.after < self.turns:
             line, end, complete = self._turn_ends[ask.after]
         else:
             line, end, complete = self._line, len(self._line.tokens.ids), self._turn_complete()
@@ -438,33 +409,32 @@ class Rollout:
     def _end_turn(self, end: int, complete: bool) -> None:
         """End the current turn at `end` of its line; another one of the model follows."""
         self._turn_ends.append((self._line, end, complete))
-        self._turns += 1
+        self.turns += 1
 
-    def _stops(self) -> tuple[str, ...]:
-        return self._settings.stops + (self.ask.stops if self.ask is not None else ())
+    @property
+    def _said_tokens(self) -> int:
+        """Tokens of the current turn, without those of the engine."""
+        return len(self._line.tokens.ids) - self._line.turn_start
 
-    def _stopped(self, output: EngineOutput) -> int | None:
-        """Return how many tokens of `output` complete a stop string, or None."""
-        stops = self._stops()
-        if not stops:
-            return None
-        turn = self._line.tokens.ids[self._line.turn_start :]
-        chat = self._settings.chat
-        end = chat.stopped_at([*turn, *output.token_ids], stops, len(turn))
-        return None if end is None else end - len(turn)
+    def _stop_search(self) -> StopSearch | None:
+        if self._search is None and (stops := self.stops):
+            self._search = StopSearch(self._settings.chat, stops)
+            self._search.feed(self._line.tokens.ids[self._line.turn_start :])
+        return self._search
 
     def _cut(self, output: EngineOutput) -> EngineOutput:
         """Cut `output` after a stop string."""
-        end = self._stopped(output)
-        if end is None:
+        if not self.is_stopped(output.token_ids):
             return output
-        return shortened(output, end, len(self._line.prompt) + len(self._line.tokens.ids))
+        assert self._search is not None and self._search.end is not None
+        count = self._search.end - self._said_tokens
+        return shortened(output, count, len(self._line.prompt) + len(self._line.tokens.ids))
 
     def _said(self, ids: list[int], start: int) -> Said:
         """Parse the turn `ids`, which begins at response token `start`."""
         before = [*self._line.prompt, *self._line.tokens.ids[:start]]
         tools, chat = self._line.opening.tools, self._settings.chat
-        return chat.said(ids, before, tools, self._stops(), words=self._is_text())
+        return chat.said(ids, before, tools, self.stops, words=self._is_text())
 
     def _is_text(self) -> bool:
         """True if an agent continues plain text, without the chat template."""
@@ -472,11 +442,10 @@ class Rollout:
 
     def _ends(self, ids: list[int]) -> bool:
         """True if the model ended the turn `ids` itself."""
-        chat = self._settings.chat
-        if not ids:
-            return False
-        stopped = chat.stopped_at(ids, self._stops(), len(ids) - 1) is not None
-        return ids[-1] in chat.stop_ids or stopped
+        chat, stops = self._settings.chat, self.stops
+        if not ids or ids[-1] in chat.stop_ids:
+            return bool(ids)
+        return bool(stops) and StopSearch(chat, stops).feed(ids) is not None
 
     def _continue_turn(self) -> None:
         over = bool(self._replay) or self._turn_complete() or self._room() <= 0
@@ -496,22 +465,12 @@ class Rollout:
         return min(context, self._settings.limits.tokens or context)
 
     def _turn_complete(self) -> bool:
-        return self._ends(self._line.tokens.ids[self._line.turn_start :])
-
-    def _finish(self, reason: str) -> None:
-        self._reason = reason
-        self.phase = Phase.DONE
-
-    def _environment_ids(self, result: StepResult, last_token: int) -> list[int]:
-        if not result.messages:
-            raise SampleError("the environment is not done, but has no messages to go on from")
-        chat = self._settings.chat
-        return _templated(
-            "a later turn",
-            lambda: chat.turn_ids(
-                result.messages, last_token, result.tool_calls, self._line.opening
-            ),
-        )
+        """True if the model ended the current turn itself."""
+        if not self._said_tokens:
+            return False
+        search = self._stop_search()
+        stopped = search is not None and search.end is not None
+        return stopped or self._line.tokens.ids[-1] in self._settings.chat.stop_ids
 
     # -- partials ---------------------------------------------------------------------------------
 
@@ -523,21 +482,13 @@ class Rollout:
         self._replay = list(zip(segments[0::2], segments[1::2], strict=False))
         self._line.turn_start = sum(len(said) + len(heard) for said, heard in self._replay)
 
-    def _replayed(self, result: StepResult) -> None:
-        """Compare a turn of a partial that was played again; the environment must say the same."""
-        said, heard = self._replay.pop(0)
-        if not result.done and self._environment_ids(result, said[-1]) == heard:
-            self._continue_turn()
-        else:  # an environment with chance in it: the sample starts anew
-            self._restart()
-
     def _restart(self) -> None:
         self._line = Line(Opening([]))
         self._lines, self._turn_ends, self._replay = [self._line], [], []
-        self._turns = 0
-        self._reward, self._parts, self._heard, self._told = 0.0, {}, [], None
-        self.ask = None
-        self.begun = False
+        self.turns = 0
+        self._reward, self._parts = 0.0, {}
+        self.ask = self._search = None
+        self.begun = self.lost = False
         self.phase = Phase.RESET
 
 

@@ -1,13 +1,15 @@
 """Many rollouts at once, through one engine and a pool of environments; no socket, no buffer.
 
 What a rollout waits for is its `phase`; this class brings engine outputs and environment outcomes
-to the rollouts they belong to. A dropped rollout leaves nothing but answers that nobody wants.
+to the rollouts they belong to. A dropped rollout leaves nothing but answers that nobody wants. An
+environment is an agent whose program is ours: what it says is an ask for the model's next turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
+from umbra.proto.errors import UmbraError
 from umbra.proto.messages import ReturnedSample
 from umbra.proto.records import Task, Trajectory
 from umbra.services.environments.pool import EnvironmentPool, EpisodeOutcome
@@ -19,9 +21,14 @@ from umbra.services.environments.protocol import (
     RefusedError,
     SampleError,
     StepResult,
+    Turn,
 )
 from umbra.services.generator.engines.engine import Engine, EngineOutput
 from umbra.services.generator.rollout import Phase, Rollout, RolloutSettings
+
+MOST_LOSSES = 5  # agents of one sample, after which it fails: it may be what ends them
+ENDS = {"turn_limit_reached": "turns", "context_length_exceeded": "length"}
+"""Finish reasons of samples whose environment gets no more turn, by the code of the refusal."""
 
 
 class RolloutRunner:
@@ -46,11 +53,8 @@ class RolloutRunner:
         self._settings = settings
         self._flush_tokens = flush_tokens
         self._rollouts: dict[str, Rollout] = {}
-        self._flushed: dict[str, int] = {}  # by sample: its tokens when it was flushed last
-        self._due: dict[str, int] = {}  # by sample in the engine: tokens there when it is due again
-        self._grown: list[str] = []  # samples that ended a turn and are due
-        self._watched: dict[str, int] = {}  # by sample in the engine: tokens there to look at next
-        self._leaving: dict[str, str] = {}  # by sample to be handed back: why
+        self._grown: list[Rollout] = []  # that ended a turn with much that is not saved
+        self._has_stops = False  # in any turn so far
         self._moved: list[ReturnedSample] = []
         self._finished: list[Trajectory] = []
         self._failed: list[ReturnedSample] = []
@@ -94,7 +98,6 @@ class RolloutRunner:
                 self._fail(task, str(error))
                 continue
             self._rollouts[task.sample_id] = rollout
-            self._flushed[task.sample_id] = rollout.tokens
             self._advance(rollout)
 
     def collect(self) -> None:
@@ -115,11 +118,9 @@ class RolloutRunner:
         for output in outputs:
             rollout = self._rollouts.get(output.request_id)
             if rollout is not None:
-                self._due.pop(output.request_id, None)
-                self._watched.pop(output.request_id, None)
                 rollout.generated(output)
-                if self._may_flush(rollout) and self._unsaved(rollout) >= self._flush_tokens:
-                    self._grown.append(output.request_id)
+                if self._is_due(rollout):
+                    self._grown.append(rollout)
                 self._advance(rollout)
 
     def results(self) -> tuple[list[Trajectory], list[ReturnedSample]]:
@@ -146,21 +147,22 @@ class RolloutRunner:
         Call it after every `poll`, so that none grows much further unseen.
         """
         partials: list[Trajectory] = []
-        for output in self.engine.peek(self._due) if self._due else ():
+        if not self._flush_tokens:
+            return partials
+        due: list[str] = []
+        for name, tokens in self.engine.new_tokens().items():
+            rollout = self._rollouts.get(name)
+            if rollout is not None and self._is_due(rollout, len(tokens)):
+                due.append(name)
+        for output in self.engine.peek(due) if due else ():
             rollout = self._rollouts[output.request_id]
-            self._flushed[output.request_id] = rollout.tokens + len(output.token_ids)
-            self._due[output.request_id] = len(output.token_ids) + self._flush_tokens
+            rollout.saved = rollout.tokens + len(output.token_ids)
             partials.append(rollout.trajectory(output))
         # Turns that end as soon as they begin are never seen in the engine.
-        for name in self._grown:
-            rollout = self._rollouts.get(name)
-            if rollout is None or rollout.branched:
-                continue
-            if self._unsaved(rollout) >= self._flush_tokens:
-                self._flushed[name] = rollout.tokens
+        for rollout in self._grown:
+            if self._rollouts.get(rollout.task.sample_id) is rollout and self._is_due(rollout):
+                rollout.saved = rollout.tokens
                 partials.append(rollout.trajectory())
-                if name in self._due:
-                    self._due[name] = self._flush_tokens
         self._grown.clear()
         return partials
 
@@ -173,8 +175,8 @@ class RolloutRunner:
         wanted = set(leases)
         hit = [rollout for rollout in self._rollouts.values() if _lease(rollout) in wanted]
         self._moved += self._hand_back([r for r in hit if r.movable], reason)
-        later = (rollout for rollout in hit if not rollout.movable)
-        self._leaving.update((rollout.task.sample_id, reason) for rollout in later)
+        for rollout in hit:
+            rollout.leaving = reason  # those that were handed back are forgotten
 
     def moved(self) -> list[ReturnedSample]:
         """Return the interrupted samples that stopped since the last call."""
@@ -202,60 +204,56 @@ class RolloutRunner:
 
     def _forget(self, rollout: Rollout) -> None:
         del self._rollouts[rollout.task.sample_id]
-        del self._flushed[rollout.task.sample_id]
-        self._leaving.pop(rollout.task.sample_id, None)
-        self._due.pop(rollout.task.sample_id, None)
-        self._watched.pop(rollout.task.sample_id, None)
         self._pool.forget(rollout.session)
         for session in rollout.engine_sessions:
             self.engine.forget(session)
 
     def _advance(self, rollout: Rollout) -> None:
+        if rollout.lost and rollout.phase is not Phase.GENERATE:
+            rollout.begin_again()
+            rollout.saved = min(rollout.saved, rollout.tokens)
         match rollout.phase:
             case Phase.RESET:
                 self._pool.play(rollout.session, rollout.task.row, [])
             case Phase.GENERATE:
                 self._generate(rollout)
-            case Phase.STEP if rollout.ask is not None:
-                rollout.ask.reply(rollout.turn())
             case Phase.STEP:
-                self._pool.play(rollout.session, rollout.task.row, rollout.responses())
+                assert rollout.ask is not None
+                rollout.ask.reply(rollout.turn())
             case Phase.DONE:
                 self._forget(rollout)
                 self._finished.append(rollout.trajectory())
 
     def _generate(self, rollout: Rollout) -> None:
-        request = rollout.request()
+        self._has_stops = self._has_stops or bool(rollout.stops)
         try:
-            self.engine.submit([request])
+            self.engine.submit([rollout.request()])
         except ValueError as error:
             self._forget(rollout)
             self._fail(rollout.task, f"prompt {rollout.task.prompt_id}: {error}")
-        else:
-            if rollout.watched:
-                self._watched[request.request_id] = 1
-            if self._may_flush(rollout):
-                due = self._flush_tokens - self._unsaved(rollout)
-                self._due[request.request_id] = max(1, due)
 
     def _look(self) -> None:
         """End the turns in which a stop string was said."""
+        if not self._has_stops:
+            return
         ended: list[str] = []
-        for output in self.engine.peek(self._watched) if self._watched else ():
-            if self._rollouts[output.request_id].under_way(output):
-                ended.append(output.request_id)
-            else:
-                self._watched[output.request_id] = len(output.token_ids) + 1
+        for name, tokens in self.engine.new_tokens().items():
+            rollout = self._rollouts.get(name)
+            if rollout is not None and rollout.is_stopped(tokens):
+                ended.append(name)
         if ended:
             self.take(self.engine.abort(ended))
 
-    def _may_flush(self, rollout: Rollout) -> bool:
-        """True unless it is pinned, which one version makes at one go, or has several lines."""
-        return self._flush_tokens > 0 and rollout.task.pinned_version < 0 and not rollout.branched
+    def _is_due(self, rollout: Rollout, in_engine: int = 0) -> bool:
+        """Return whether a partial is due, by the tokens that only this process has.
 
-    def _unsaved(self, rollout: Rollout) -> int:
-        """Return the tokens that only this process has, without a turn under way."""
-        return rollout.tokens - self._flushed[rollout.task.sample_id]
+        Never of one that is pinned, which one version makes at one go, or has several lines.
+        """
+        return (
+            rollout.tokens + in_engine - rollout.saved >= self._flush_tokens > 0
+            and rollout.task.pinned_version < 0
+            and not rollout.branched
+        )
 
     def _environment_answered(self, outcome: EpisodeOutcome) -> None:
         rollout = self._rollouts.get(outcome.key.rpartition("/")[0])
@@ -263,47 +261,82 @@ class RolloutRunner:
             return  # dropped meanwhile
         before = rollout.tokens
         try:
-            match rollout.phase, outcome.value:
-                case _, None:
-                    raise SampleError(outcome.error)
-                case _, Begun():
-                    rollout.begun = True
-                    return
-                case _, Lost():
-                    self._begin_again(rollout)
-                case Phase.RESET, Opening() as opening:
-                    rollout.reset_done(opening)
-                case Phase.STEP, StepResult() as result:
-                    rollout.stepped(result)
-                case Phase.RESET | Phase.STEP, Ask() as ask:
-                    try:
-                        rollout.asked(ask)
-                    except (RefusedError, SampleError) as error:
-                        ask.reply(error)  # the agent's mistake; its sample goes on
-                        return
-                case _:
-                    return  # of the same lease, begun anew meanwhile
+            if not self._take_in(rollout, outcome):
+                return
         except SampleError as error:
             self.engine.abort([rollout.task.sample_id])  # its agent may end in the midst of a turn
             self._forget(rollout)
             self._fail(rollout.task, str(error))
+            return
+        answered = rollout.phase is Phase.GENERATE and rollout.tokens > before
+        # Nobody can go on with several lines: such a sample ends here.
+        if rollout.leaving and answered and not rollout.branched:
+            self._moved += self._hand_back([rollout], rollout.leaving)
         else:
-            reason = self._leaving.get(rollout.task.sample_id)
-            answered = rollout.phase is Phase.GENERATE and rollout.tokens > before
-            # Nobody can go on with several lines: such a sample ends here.
-            if reason is not None and answered and not rollout.branched:
-                self._moved += self._hand_back([rollout], reason)
-            else:
-                self._advance(rollout)
+            self._advance(rollout)
 
-    def _begin_again(self, rollout: Rollout) -> None:
-        name = rollout.task.sample_id
-        for output in self.engine.abort([name]):
-            rollout.generated(output)
-        self._due.pop(name, None)
-        self._watched.pop(name, None)
-        rollout.begin_again()
-        self._flushed[name] = min(self._flushed[name], rollout.tokens)
+    def _take_in(self, rollout: Rollout, outcome: EpisodeOutcome) -> bool:
+        """Tell `rollout` what its environment or agent says; return whether it can go on.
+
+        Raises:
+            SampleError: the sample has failed.
+        """
+        match rollout.phase, outcome.value:
+            case _, None:
+                raise SampleError(outcome.error)
+            case _, Begun():
+                rollout.begun = True
+                return False
+            case phase, Lost(reason):
+                rollout.losses += bool(reason)
+                if rollout.losses == MOST_LOSSES:
+                    raise SampleError(f"{reason}; that was so {MOST_LOSSES} times")
+                rollout.lost = True
+                return phase is not Phase.GENERATE  # its turn ends first
+            case Phase.RESET, Opening() as opening:
+                self._ask_for(rollout, Ask(self._reply(rollout), opening.messages, opening.tools))
+            case Phase.STEP, StepResult(done=True) as result:
+                rollout.finish(result)
+            case Phase.STEP, StepResult() as result:
+                if not result.messages:
+                    raise SampleError(
+                        "the environment is not done, but has no messages to go on from"
+                    )
+                rollout.credit(result)
+                ask = Ask(
+                    self._reply(rollout),
+                    result.messages,
+                    calls=result.tool_calls,
+                    after=rollout.turns,
+                )
+                self._ask_for(rollout, ask)
+            case Phase.RESET | Phase.STEP, Ask() as ask:
+                try:
+                    rollout.asked(ask)
+                except (RefusedError, SampleError) as error:
+                    ask.reply(error)  # the agent's mistake; its sample goes on
+                    return False
+            case _:
+                return False  # of the same lease, begun anew meanwhile
+        return True
+
+    def _ask_for(self, rollout: Rollout, ask: Ask) -> None:
+        """Ask for an environment; where there is no turn the sample ends."""
+        try:
+            rollout.asked(ask)
+        except RefusedError as error:
+            if not rollout.tokens:
+                raise SampleError(f"prompt {rollout.task.prompt_id}: {error}") from error
+            rollout.finish(StepResult(reason=ENDS[error.code]))
+
+    def _reply(self, rollout: Rollout) -> Callable[[Turn | UmbraError], None]:
+        """Return what tells the environment of `rollout` a turn of the model."""
+
+        def reply(turn: Turn | UmbraError) -> None:
+            assert isinstance(turn, Turn)
+            self._pool.play(rollout.session, rollout.task.row, [turn.said])
+
+        return reply
 
     def _fail(self, task: Task, reason: str) -> None:
         self._failed.append(

@@ -10,7 +10,7 @@ from umbra.services.config.trajectory_rules import sampling_of
 from umbra.services.environments.protocol import Message, Said
 from umbra.services.generator.engines.engine import EngineOutput, EngineRequest
 from umbra.services.generator.engines.opening import OpenEngine, open_engine
-from umbra.services.modeling.chat import TurnReader
+from umbra.services.modeling.chat import StopSearch, TurnReader
 from umbra.services.modeling.parsers import Piece
 
 POLL_S = 0.1
@@ -83,25 +83,25 @@ class Talk:
         self._turns += 1
         name = f"turn-{self._turns}"
         limit = self._sampling.max_tokens
+        search = StopSearch(self._chat, self._stops) if self._stops else None
         self._engine.submit([EngineRequest(name, prompt, self._sampling, limit)])
         over: list[EngineOutput] = []
         seen = 0
         try:
             while not over:
                 over = self._engine.poll(POLL_S)
-                for output in self._engine.peek({name: seen + 1}) if not over else ():
-                    tokens = output.token_ids
-                    if self._chat.stopped_at(tokens, self._stops, seen) is not None:
-                        over = self._engine.abort([name])
-                        break
-                    seen = len(tokens)
-                    for kind, text in reader.feed(tokens):
-                        told[kind] += text
-                        yield kind, text
+                tokens = [] if over else self._engine.new_tokens().get(name, [])[seen:]
+                if search is not None and search.feed(tokens) is not None:
+                    over = self._engine.abort([name])
+                    break
+                seen += len(tokens)
+                for kind, text in reader.feed(tokens):
+                    told[kind] += text
+                    yield kind, text
         finally:
             if not over:
                 self._engine.abort([name])
-        return reader.end(over[0].token_ids)
+        return reader.end(over[0].token_ids[seen:])
 
     def close(self) -> None:
         self._engine.close()

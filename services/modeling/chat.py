@@ -233,22 +233,6 @@ class Chat:
     def pieces(self, token_ids: Sequence[int]) -> str:
         return self._decode(token_ids)
 
-    def stopped_at(
-        self, token_ids: Sequence[int], stops: Sequence[str], seen: int = 0
-    ) -> int | None:
-        """How many tokens there are until their text has one of `stops`; None if it has none.
-
-        The first `seen` are known to have none.
-        """
-        if not stops:
-            return None
-        window = max(len(stop.encode()) for stop in stops) + _SPARE
-        for end in range(seen + 1, len(token_ids) + 1):
-            text = self._decode(token_ids[max(0, end - window) : end])
-            if any(stop in text for stop in stops):
-                return end
-        return None
-
     def text(self, token_ids: Sequence[int]) -> str:
         """Decode all of `token_ids`, special tokens included, for people to read."""
         return self._tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
@@ -302,6 +286,41 @@ class Chat:
             raise UsageError(f"{self._needs_template().name} {found.refusal}")
 
 
+class StopSearch:
+    """Looks for stop strings in a turn while it is made.
+
+    A token is decoded with those before it that may hold a part of a stop string, and never again.
+    """
+
+    def __init__(self, chat: Chat, stops: Sequence[str]) -> None:
+        self._chat = chat
+        self._stops = stops
+        self._window = max(len(stop.encode()) for stop in stops) + _SPARE
+        self._tail: list[int] = []
+        self.seen = 0
+        self.end: int | None = None
+
+    def feed(self, token_ids: Sequence[int]) -> int | None:
+        """Take the next tokens of the turn; return how many of all end with the first stop string.
+
+        None if there is none.
+        """
+        if self.end is None and token_ids and self._found([*self._tail, *token_ids]):
+            tail = self._tail
+            for count, token in enumerate(token_ids, 1):
+                tail = [*tail, token][-self._window :]
+                if self._found(tail):
+                    self.end = self.seen + count
+                    break
+        self.seen += len(token_ids)
+        self._tail = [*self._tail, *token_ids][-self._window :]
+        return self.end
+
+    def _found(self, token_ids: list[int]) -> bool:
+        text = self._chat.pieces(token_ids)
+        return any(stop in text for stop in self._stops)
+
+
 class TurnReader:
     """Reads a turn while the model speaks, token by token; arguments as of `Chat.said`."""
 
@@ -318,30 +337,33 @@ class TurnReader:
         self._reading = chat.begin(before, tools, words=words)
         self._stops = stops
         self._held = max((len(stop) - 1 for stop in stops), default=0)
-        self._window = self._read = 0  # tokens before the last ones that were read; all read ones
+        self._read: list[int] = []  # the tokens before those that are not read yet
+        self._unread: list[int] = []
         self._text = ""  # all of it
         self._fed = 0  # characters of it that were passed on
 
     def feed(self, token_ids: Sequence[int]) -> list[Piece]:
-        """Return the new pieces, now that the turn has the tokens `token_ids`, all of them."""
-        ids = list(token_ids)
-        known = self._chat.pieces(ids[self._window : self._read])
-        text = self._chat.pieces(ids[self._window :])
-        if len(text) <= len(known) or text.endswith(_BROKEN):
+        """Return the new pieces, now that the turn has `token_ids` more."""
+        self._unread += token_ids
+        text = self._news(self._unread)
+        if not text or text.endswith(_BROKEN):
             return []
-        self._text += text[len(known) :]
-        self._window, self._read = self._read, len(ids)
+        self._text += text
+        self._read, self._unread = self._unread, []
         # A stop string may have begun.
         return self._pass_on(len(self._text) - self._held)
 
     def end(self, token_ids: Sequence[int]) -> Said:
-        """Return the whole turn, which is over."""
-        ids, stop = self._chat.split_stop(token_ids)
-        known = self._chat.pieces(ids[self._window : self._read])
-        self._text += self._chat.pieces(ids[self._window :])[len(known) :]
-        self._text, found = cut(self._text, self._stops)
+        """Return the whole turn, which is over with `token_ids` more."""
+        ids, stop = self._chat.split_stop([*self._unread, *token_ids])
+        self._text, found = cut(self._text + self._news(ids), self._stops)
         self._pass_on(len(self._text))
         return replace(self._reading.end(stop), stop=found)
+
+    def _news(self, token_ids: list[int]) -> str:
+        """Return the text that `token_ids` add to what was read."""
+        known = self._chat.pieces(self._read)
+        return self._chat.pieces([*self._read, *token_ids])[len(known) :]
 
     def _pass_on(self, end: int) -> list[Piece]:
         new = self._text[self._fed : end]

@@ -1,6 +1,6 @@
 """An engine without a model, for tests of what drives one."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,11 +83,15 @@ class ScriptedEngine:
         gone = [(n, self._live.pop(n)) for n in names if n in self._live]
         return [output(n, tokens, versions, "abort") for n, (_, tokens, versions) in gone]
 
-    def peek(self, at_least: Mapping[str, int]) -> list[EngineOutput]:
+    def new_tokens(self) -> dict[str, list[int]]:
+        return {name: tokens for name, (_, tokens, _) in self._live.items()}
+
+    def peek(self, request_ids: Iterable[str]) -> list[EngineOutput]:
+        names = set(request_ids)
         return [
             output(n, t, versions, "abort")
             for n, (_, t, versions) in self._live.items()
-            if len(t) >= at_least.get(n, self.max_context + 1)
+            if n in names
         ]
 
     def forget(self, session: str) -> None:

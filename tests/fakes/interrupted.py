@@ -79,7 +79,7 @@ def roll(
                 rows[back.sample_id],
                 sample_id=back.sample_id,
                 attempt=generator + 2,
-                partial=back.partial,
+                trajectory=back.partial,
             )
             for back in runner.drain("next")
         ]

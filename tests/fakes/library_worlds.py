@@ -156,7 +156,6 @@ def library_play(
             sampling=Sampling(),
             max_context=max_context,
             limits=Limits(branches=branches),
-            agents=True,
         )
         engine = ScriptedEngine(says(tokenizer, *turns, given=given), max_context=max_context)
         key = KEY if place == "runner" else ""

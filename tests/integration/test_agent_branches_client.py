@@ -47,7 +47,6 @@ def world(tiny_model_dir: Path) -> Iterator[Make]:
             Chat(load_tokenizer(tiny_model_dir), stops),
             sampling=Sampling(temperature=TEMPERATURE, max_tokens=64),
             max_context=1024,
-            agents=True,
             limits=Limits(branches=options.pop("branches", 8)),
         )
         made.append(AgentWorld(engine, chosen, BRANCHING, **options))

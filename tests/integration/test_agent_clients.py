@@ -43,7 +43,6 @@ def world(tokenizer: Any) -> Iterator[World]:
             Chat(tokenizer, {STOP}),
             sampling=Sampling(max_tokens=128),
             max_context=2048,
-            agents=True,
             stops=stops,
         )
         engine = ScriptedEngine(says(tokenizer, *turns))
@@ -242,7 +241,7 @@ def test_reasoning_is_returned_and_taken_back() -> None:
         return ids[len(begun) - 1][len(given) - begun[-1] - len(cue) :]
 
     engine = ScriptedEngine(script, stop_ids=chat.stop_ids, max_context=4096)
-    options = settings(chat, max_context=4096, sampling=Sampling(max_tokens=64), agents=True)
+    options = settings(chat, max_context=4096, sampling=Sampling(max_tokens=64))
     endpoint = AgentWorld(engine, options, OUTSIDE)
     try:
         work = work_of(endpoint)

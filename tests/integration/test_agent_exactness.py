@@ -42,7 +42,7 @@ def world(tiny_model_dir: Path) -> Iterator[Make]:
 
     def make(engine: TorchEngine, temperature: float, **options: Any) -> AgentWorld:
         sampling = Sampling(temperature=temperature, max_tokens=200)
-        settings = RolloutSettings(chat, sampling, engine.max_context, agents=True)
+        settings = RolloutSettings(chat, sampling, engine.max_context)
         made.append(AgentWorld(engine, settings, EnvironmentConfig(kind="agent"), **options))
         return made[-1]
 

@@ -91,9 +91,7 @@ def world(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch)
     made: list[AgentWorld] = []
 
     def make(agent: str, **options: Any) -> AgentWorld:
-        chosen = settings(
-            Chat(tokenizer, {STOP}), sampling=Sampling(), max_context=2048, agents=True
-        )
+        chosen = settings(Chat(tokenizer, {STOP}), sampling=Sampling(), max_context=2048)
         environment = EnvironmentConfig(kind="agent", agent=agent, **{"workers": 1, **options})
         engine = ScriptedEngine(says(tokenizer, "one", "two", "three"))
         made.append(AgentWorld(engine, chosen, environment))

@@ -56,7 +56,6 @@ def world(tokenizer: Any) -> Iterator[World]:
             Chat(tokenizer, {STOP}),
             sampling=Sampling(max_tokens=options.pop("max_tokens", 128)),
             max_context=options.pop("max_context", 2048),
-            agents=True,
             **{name: options.pop(name) for name in ("limits", "clock") if name in options},
         )
         engine = options.pop("engine", None) or ScriptedEngine(says(tokenizer, *turns))

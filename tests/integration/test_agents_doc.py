@@ -26,9 +26,7 @@ def test_the_agent_of_the_documentation_adds(
     (tmp_path / "adder.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     tokenizer = load_tokenizer(tiny_model_dir)
-    chosen = settings(
-        Chat(tokenizer, {STOP}), sampling=Sampling(max_tokens=100), max_context=1024, agents=True
-    )
+    chosen = settings(Chat(tokenizer, {STOP}), sampling=Sampling(max_tokens=100), max_context=1024)
     engine = ScriptedEngine(says(tokenizer, CALL, CALL, "it is 3"))
     environment = EnvironmentConfig(
         kind="agent", agent="adder:solve", options={"steps": 3}, workers=1, timeout_s=50.0

@@ -28,9 +28,7 @@ def tokenizer(tiny_model_dir: Path) -> Any:
 @pytest.fixture
 def world(tokenizer: Any) -> Iterator[AgentWorld]:
     """An endpoint whose model searches as it should."""
-    chosen = settings(
-        Chat(tokenizer, {STOP}), sampling=Sampling(max_tokens=8), max_context=96, agents=True
-    )
+    chosen = settings(Chat(tokenizer, {STOP}), sampling=Sampling(max_tokens=8), max_context=96)
     engine = ScriptedEngine(says(tokenizer, "?mo", "?ka", "zu"))
     made = AgentWorld(engine, chosen, EnvironmentConfig(kind="agent"))
     yield made

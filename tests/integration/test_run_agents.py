@@ -90,9 +90,7 @@ def make(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) 
         runner: bool = True,
         **options: Any,
     ) -> AgentWorld:
-        chosen = settings(
-            Chat(tokenizer, {STOP}), sampling=Sampling(), max_context=2048, agents=True
-        )
+        chosen = settings(Chat(tokenizer, {STOP}), sampling=Sampling(), max_context=2048)
         environment = EnvironmentConfig(agent=agent, **{"kind": "agent", "workers": 0, **options})
         engine = ScriptedEngine(says(tokenizer, *turns))
         endpoint = AgentWorld(engine, chosen, environment, key=KEY)

@@ -162,7 +162,7 @@ def world(vllm_model_dir: Path) -> Iterator[Make]:
 
     def make(engine: Engine, temperature: float, **options: Any) -> AgentWorld:
         sampling = Sampling(temperature=temperature, max_tokens=60)
-        settings = RolloutSettings(chat, sampling, CONTEXT, agents=True)
+        settings = RolloutSettings(chat, sampling, CONTEXT)
         made.append(AgentWorld(engine, settings, EnvironmentConfig(kind="agent"), **options))
         return made[-1]
 

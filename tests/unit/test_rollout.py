@@ -18,7 +18,7 @@ from umbra.proto.records import (
 )
 from umbra.services.environments.built_in import ExactMatch, Guess
 from umbra.services.environments.pool import InlinePool
-from umbra.services.environments.protocol import Opening, StepResult
+from umbra.services.environments.protocol import Ask, StepResult
 from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.generator.rollout import Phase, Rollout
 from umbra.services.generator.runner import RolloutRunner
@@ -34,6 +34,11 @@ def tokenizer(tiny_model_dir: Path) -> Any:
 @pytest.fixture
 def chat(tokenizer: Any) -> Chat:
     return Chat(tokenizer, {STOP})
+
+
+def opening(prompt: str) -> Ask:
+    """What an environment asks first."""
+    return Ask(reply=lambda _: None, messages=[{"role": "user", "content": prompt}])
 
 
 def test_one_turn(chat: Chat, tokenizer: Any) -> None:
@@ -111,7 +116,7 @@ def test_a_prompt_without_room_for_an_answer_fails(chat: Chat) -> None:
     finished, (failed,) = runner.results()
     assert not finished
     assert failed.failed
-    assert "prompt p has 12 tokens" in failed.reason
+    assert "prompt p: the prompt has 12 tokens" in failed.reason
     assert "generator.max_context = 10" in failed.reason
     assert not runner.active
 
@@ -125,7 +130,7 @@ def test_a_prompt_without_tokens_fails(tiny_model_dir: Path) -> None:
     runner.poll(0.0)
     finished, (failed,) = runner.results()
     assert (finished, failed.failed) == ([], True)
-    assert failed.reason == "prompt p has no tokens"
+    assert failed.reason == "prompt p: the prompt has no tokens"
 
 
 def test_what_the_engine_refuses_costs_that_sample_only(tiny_model_dir: Path, chat: Chat) -> None:
@@ -264,20 +269,20 @@ def test_a_partial_that_cannot_be_replayed_starts_anew(chat: Chat, tokenizer: An
 
 def test_an_unsound_partial_is_not_used(chat: Chat) -> None:
     rollout = Rollout(sample({"prompt": "1"}), settings(chat))
-    rollout.reset_done(Opening([{"role": "user", "content": "1"}]))
+    rollout.asked(opening("1"))
     rollout.generated(output("s", [20, 21], [0, 0], "abort"))
     partial = rollout.partial()
     assert partial is not None
     for fault in ({"loss_mask": b"\x00\x01"}, {"logprobs": b""}, {"spans": []}):
         bad = msgspec.structs.replace(partial, **fault)
         again = Rollout(sample({"prompt": "1"}, trajectory=bad), settings(chat))
-        again.reset_done(Opening([{"role": "user", "content": "1"}]))
+        again.asked(opening("1"))
         assert len(again.request().prompt_ids) == 3
 
 
 def test_an_aborted_turn_goes_on_with_its_own_tokens(chat: Chat) -> None:
     rollout = Rollout(sample({"prompt": "1"}), settings(chat))
-    rollout.reset_done(Opening([{"role": "user", "content": "1"}]))
+    rollout.asked(opening("1"))
     rollout.generated(output("s", [20, 21], [0, 0], "abort"))
     assert rollout.phase is Phase.GENERATE
     request = rollout.request()

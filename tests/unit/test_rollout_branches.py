@@ -31,7 +31,6 @@ class Talk:
         self.now = 5.0
         chosen = settings(
             Chat(tokenizer, {STOP}),
-            agents=True,
             max_context=64,
             sampling=Sampling(max_tokens=8),
             limits=Limits(**{"branches": 3, **limits}),
@@ -55,7 +54,7 @@ class Talk:
         assert self.rollout.turn().said.text == said
 
     def end(self, **result: Any) -> Trajectory:
-        self.rollout.stepped(StepResult(reward=1.0, done=True, **result))
+        self.rollout.finish(StepResult(reward=1.0, done=True, **result))
         assert self.rollout.phase is Phase.DONE
         made = self.rollout.trajectory()
         assert find_fault(made, RunFacts()) is None

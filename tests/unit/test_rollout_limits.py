@@ -8,12 +8,18 @@ from fakes.engine import ScriptedEngine
 from fakes.rollouts import STOP, finish, says, settings
 from fakes.trajectories import sample
 
-from umbra.proto.records import Sampling, VersionSpan, unpack_int32
+from umbra.proto.records import Sampling, unpack_int32
 from umbra.services.environments.built_in import Guess
 from umbra.services.environments.pool import InlinePool
-from umbra.services.environments.protocol import Ask, Opening, RefusedError, SampleError, StepResult
+from umbra.services.environments.protocol import (
+    Ask,
+    Message,
+    RefusedError,
+    Row,
+    StepResult,
+    prompt_messages,
+)
 from umbra.services.environments.tools import ToolUse
-from umbra.services.generator.engines.engine import EngineOutput
 from umbra.services.generator.rollout import Limits, Rollout
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.modeling.chat import Chat
@@ -96,13 +102,22 @@ def test_what_an_agent_asks_is_measured_before_it_is_tokenized(
     assert refused.value.code == "context_length_exceeded"
 
 
-def test_what_environments_say_is_measured_before_it_is_tokenized(untokenized: Chat) -> None:
-    rollout = Rollout(sample({"prompt": "g"}), settings(untokenized))
-    with pytest.raises(SampleError, match="by its characters"):
-        rollout.reset_done(Opening(LONG))
-    rollout.reset_done(Opening([{"role": "user", "content": "g"}]))
-    rollout.generated(
-        EngineOutput("s", [STOP], [-0.5], [VersionSpan(version=0, start=0, end=1)], "stop")
+def test_what_environments_say_is_measured_before_it_is_tokenized(
+    untokenized: Chat,
+) -> None:
+    class Long:
+        def reset(self, row: Row) -> list[Message]:
+            return LONG if row["prompt"] == "long" else prompt_messages(row)
+
+        def step(self, response: str) -> StepResult:
+            return StepResult(done=False, messages=LONG)
+
+    runner = RolloutRunner(
+        ScriptedEngine(lambda ids: [STOP]), InlinePool(Long), settings(untokenized)
     )
-    rollout.stepped(StepResult(done=False, messages=LONG))
-    assert rollout.trajectory().finish_reason == "length"
+    runner.add([sample({"prompt": "long"}, sample_id="a"), sample({"prompt": "short"})])
+    for _ in range(3):
+        runner.poll(0.0)
+    (finished,), (failed,) = runner.results()
+    assert "by its characters" in failed.reason
+    assert finished.finish_reason == "length"

@@ -247,7 +247,7 @@ def test_a_token_keeps_the_experts_of_the_pass_that_predicted_the_next(policy: A
     for _ in range(4):
         made.poll()
     load(made, new.named_parameters(), 1, policy)
-    (seen,) = made.peek({"s": 1})
+    (seen,) = made.peek(["s"])
     outputs: list[EngineOutput] = []
     while made.busy:
         outputs += made.poll()

@@ -67,9 +67,8 @@ def called(name: str, **arguments: str) -> str:
 async def converse(config: EnvironmentConfig, *responses: str) -> list[Any]:
     """What the environment answers, and then the sample is over."""
     host = EnvironmentHost(load_environment(config), "tools")
-    answers = [*await host.play("s", {"prompt": "go", "answer": "3"}, [])]
-    for count in range(1, len(responses) + 1):
-        answers += await host.play("s", {}, responses[:count])
+    answers: list[Any] = [await host.play("s", {"prompt": "go", "answer": "3"}, [])]
+    answers += [await host.play("s", {}, [response]) for response in responses]
     forgotten: Any = host.forget("s")
     if forgotten is not None:
         await forgotten

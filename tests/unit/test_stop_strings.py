@@ -10,8 +10,9 @@ from fakes.rollouts import STOP, finish, says, settings
 from fakes.trajectories import sample
 
 from umbra.proto.records import Routing, Sampling, VersionSpan, unpack_int32
+from umbra.services.environments.built_in import ExactMatch
 from umbra.services.environments.pool import InlinePool
-from umbra.services.environments.protocol import Opening, Response, Row, StepResult
+from umbra.services.environments.protocol import Ask, Response, Row, StepResult
 from umbra.services.generator.engines.engine import EngineOutput
 from umbra.services.generator.rollout import Rollout
 from umbra.services.generator.runner import RolloutRunner
@@ -81,16 +82,16 @@ def test_what_an_engine_samples_beyond_it_is_dropped(tokenizer: Any) -> None:
     options = settings(chat, stops=("b.",), max_context=256, sampling=Sampling(max_tokens=64))
     task = sample({"prompt": "a"})
     rollout = Rollout(task, options)
-    rollout.reset_done(Opening([{"role": "user", "content": "a"}]))
+    rollout.asked(Ask(lambda _: None, [{"role": "user", "content": "a"}]))
     rollout.generated(output(chat, "aab"))  # interrupted within the stop string
     assert rollout.phase.value == "generate"
-    assert rollout.under_way(output(chat, ". and so on"))
+    assert rollout.is_stopped(output(chat, ". and so on").token_ids)
     partial = rollout.trajectory(output(chat, ". and so on"))
     assert tokenizer.decode(unpack_int32(partial.response_ids)) == "aab."
     assert partial.spans[-1].end == 4
     rollout.generated(output(chat, ". and so on"))
     assert rollout.phase.value == "step"
-    assert [said.text for said in rollout.responses()] == ["aa"]
+    assert rollout.turn().said.text == "aa"
 
 
 def test_an_output_is_shortened_with_all_that_is_known_of_it(tokenizer: Any) -> None:
@@ -104,3 +105,27 @@ def test_an_output_is_shortened_with_all_that_is_known_of_it(tokenizer: Any) -> 
         assert [span.version for span in short.spans] == [0, 1][: 1 + (count > 3)]
         assert short.routing is not None
         assert len(short.routing.chosen) == 2 * (4 + count - 1)
+
+
+@pytest.mark.parametrize("tokens", [200, 400])
+def test_a_token_costs_the_same_however_long_the_turn_is(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    """400 tokens once took 80,200 decodes."""
+    decoded: list[int] = []
+    chat = Chat(tokenizer, {STOP})
+    pieces = chat.pieces
+
+    def counted(token_ids: list[int]) -> str:
+        decoded.append(len(token_ids))
+        return pieces(token_ids)
+
+    monkeypatch.setattr(chat, "pieces", counted)
+    letter = tokenizer("a", add_special_tokens=False)["input_ids"]
+    engine = ScriptedEngine(lambda ids: letter if len(ids) < tokens else [STOP], max_context=512)
+    made = settings(chat, stops=("</search>",), sampling=Sampling(max_tokens=512), max_context=512)
+    runner = RolloutRunner(engine, InlinePool(ExactMatch), made)
+    runner.add([sample({"prompt": "a", "answer": "a"})])
+    finish(runner)
+    assert len(decoded) <= tokens + 10  # one for each step
+    assert max(decoded) <= 20  # the stop string, and a few for characters of several tokens

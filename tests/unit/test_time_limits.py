@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import math
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,17 +13,9 @@ from fakes.slowness import seconds
 from umbra.proto.errors import DeadlineError, UsageError
 from umbra.services.config import EnvironmentConfig, NamedEnvironment, RunConfig
 from umbra.services.config.feasibility import check_feasible
-from umbra.services.environments.built_in import Guess
-from umbra.services.environments.environment_host import EnvironmentHost
-from umbra.services.environments.kinds.trl import trl_program
 from umbra.services.environments.pool import EpisodeOutcome, ProcessPool
-from umbra.services.environments.protocol import Opening, StepResult, Turn
-from umbra.services.environments.rewards import Rewards
+from umbra.services.environments.protocol import Opening
 from umbra.services.environments.time_limits import TimeLimits
-from umbra.services.generator.agents.calls import Call
-from umbra.services.generator.agents.session import AgentSession
-from umbra.services.http import ApiError
-from umbra.services.modeling.parsers import TOLD, ResponseTemplateParser, read
 
 CODE = """
 import asyncio, os, time
@@ -111,21 +101,6 @@ def test_opening_and_step_have_a_limit(start: Callable[..., Played], kind: str) 
     assert "a step took longer" in one.play("c", "hang").error
 
 
-def test_a_conversation_that_is_played_again_has_time_for_each_call(
-    start: Callable[..., Played],
-) -> None:
-    """1. Its process ends in the third step. 2. Another one plays all of it, and hangs in the next.
-    Result: the limit that counts then is that of this step, and the opening's has long passed on.
-    """
-    player = start("slow_env:Blocking", timeout_s=seconds(2.0))
-    assert isinstance(player.play("a").value, Opening)
-    assert isinstance(player.play("a", "1").value, StepResult)
-    assert "its environment ended" in player.play("a", "1", "end").error
-    again = player.play("a", "1", "2").value
-    assert isinstance(again, StepResult)
-    assert "a step took longer" in player.play("a", "1", "2", "hang").error
-
-
 def test_a_reward_has_its_own_limit(start: Callable[..., Played]) -> None:
     player = start("reward", reward="slow_env:judge", timeout_s=0.5)
     assert player.play("a", "x").error == (
@@ -158,60 +133,3 @@ def test_what_has_no_limit_of_its_own_has_that_of_a_step() -> None:
 def test_limits_that_cannot_work_are_refused(keys: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         check_feasible(RunConfig(environments=(NamedEnvironment(name="x", **keys),)))
-
-
-def test_the_host_tells_of_every_call() -> None:
-    begun: list[bool] = []
-    host = EnvironmentHost(lambda: Guess(tries=4), "guess")
-    row = {"prompt": "p", "answer": "5"}
-    asyncio.run(host.play("a", row, ["1", "2"], begun.append))
-    assert begun == [True, False, False]
-    asyncio.run(host.play("a", row, ["1", "2", "3"], begun.append))
-    assert begun == [True, False, False, False]
-
-
-def test_a_program_of_ours_says_when_it_judges(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    async def post(_endpoint: Any, path: str, _body: Any) -> tuple[int, Any]:
-        asked.append(path)
-        message = {"role": "assistant", "content": "7"}
-        return 200, {"choices": [{"message": message, "finish_reason": "stop"}]}
-
-    class Game:
-        def reset(self, **_row: Any) -> None:
-            """Nothing to say."""
-
-        def get_reward(self) -> float:
-            return float(len(asked))
-
-    monkeypatch.setattr("umbra.services.environments.kinds.conversation._post", post)
-    play = trl_program(Game, Rewards([]), "game")
-    result = asyncio.run(play({"prompt": "p"}, {"base_url": "b", "api_key": "k"}))
-    assert asked == ["/chat/completions", "/scoring"] and result.reward == 2.0
-
-
-def turn() -> Turn:
-    said = read(ResponseTemplateParser("told", TOLD, told=True), "", "b", [{}])
-    return Turn(said, [1], [0.0], [], 4, True, 0)
-
-
-def test_a_silent_program_is_given_up_by_the_limit_of_its_phase() -> None:
-    config = NamedEnvironment(name="x", kind="agent", timeout_s=10.0)
-    session = AgentSession("id", "key", {}, TimeLimits.of(config))
-    assert session.deadline == math.inf
-    session.begin(1000.0)
-    assert (session.deadline, session.limit.key) == (1010.0, "environments.x.timeout_s")
-    session.ask(Call([{"role": "user", "content": "a"}]), lambda _: None, lambda _: None)
-    session.scoring(1000.0)
-    assert session.deadline == math.inf, "the model is at work"
-    session.answered(turn(), 2000.0)
-    assert (session.deadline, session.limit.key) == (2010.0, "environments.x.timeout_s")
-    session.scoring(2005.0)
-    assert (session.deadline, session.limit.key) == (2015.0, "environments.x.timeout_s")
-    session.rewarded(StepResult(reward=1.0))
-    session.scoring(2300.0)
-    assert session.deadline == math.inf, "its reward is there"
-    session.end(ApiError("over", status=410))
-    with pytest.raises(ApiError, match="over"):
-        session.scoring(2400.0)

@@ -135,12 +135,12 @@ def test_tools_tell_which_calls_they_answer() -> None:
     good = '<tool_call>{"name": "calculator", "arguments": {"expression": "1+1"}}</tool_call>'
     answers = EnvironmentHost(ToolUse, "tools")
     row = {"prompt": "1+1?", "answer": "2"}
-    _, result = asyncio.run(answers.play("s", row, [good]))
+    result = asyncio.run(answers.play("s", row, [good]))
     assert isinstance(result, StepResult)
     function = {"name": "calculator", "arguments": {"expression": "1+1"}}
     assert result.tool_calls == [{"id": "call_0", "type": "function", "function": function}]
     # A turn with a call that can't be read is text as a whole.
-    _, result = asyncio.run(answers.play("t", row, [good + "<tool_call>{</tool_call>"]))
+    result = asyncio.run(answers.play("t", row, [good + "<tool_call>{</tool_call>"]))
     assert isinstance(result, StepResult)
     assert (result.tool_calls, len(result.messages)) == ([], 2)
 

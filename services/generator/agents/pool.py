@@ -11,7 +11,6 @@ import logging
 import queue
 import socket
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +24,6 @@ from umbra.services.environments.time_limits import TimeLimits
 from umbra.services.environments.worker_pool import (
     END_S,
     NO_REWARD,
-    PLAYED_TWICE,
     agent_workers,
     offered_name,
     start_agent,
@@ -41,7 +39,6 @@ from umbra.services.process.loop_thread import LoopThread, ends_with_it
 _SLACK_S = 10.0
 _LOOK_S = 0.2
 _LONELY_S = 60.0  # samples that nobody takes for so long are worth a warning
-MOST_LOSSES = 5  # agents of one sample, after which it fails: it may be what ends them
 _REQUESTS = 4096  # an agent that waits for the model holds one
 
 log = logging.getLogger(__name__)
@@ -87,7 +84,6 @@ class AgentPool:
         self._outcomes: queue.SimpleQueue[EpisodeOutcome] = queue.SimpleQueue()
         self._registry = SessionRegistry(TimeLimits.of(config), branches=config.branches == "train")
         self._arrivals: set[asyncio.Future[None]] = set()  # agents that wait for a sample
-        self._losses: Counter[str] = Counter()  # agents lost, by sample
         self._stopping = False
         ours = config.starts_agents
         self._workers = agent_workers(config, self._left, self._began) if ours else None
@@ -225,7 +221,6 @@ class AgentPool:
 
     def _close(self, key: str) -> None:
         self._registry.close(key)
-        self._losses.pop(key, None)
         if self._workers is not None:
             self._workers.forget(key)
 
@@ -254,15 +249,16 @@ class AgentPool:
         session = self._registry.of(key)
         if session is None:
             return
-        if session.begun:
-            self._deliver(EpisodeOutcome(key, error=PLAYED_TWICE))
         session.begin(self._clock())
         self._deliver(EpisodeOutcome(key, Begun()))
 
-    def _left(self, key: str, value: Delivered | None, error: str) -> None:
-        """An agent's function has returned."""
+    def _left(self, key: str, value: Delivered | Lost | None, error: str) -> None:
+        """An agent's function has returned, or is lost with its process."""
         session = self._registry.of(key)
         if session is None:
+            return
+        if isinstance(value, Lost):
+            self._lose(key, value.reason or "the process of its agent was ended", value)
             return
         try:
             if not isinstance(value, StepResult):
@@ -307,19 +303,15 @@ class AgentPool:
                     session.abandon(self._silence(session))
                     self._deliver(EpisodeOutcome(session.key, error=session.verdict))
             for session in self._registry.expired(self._clock()):
-                self._lose(session.key)
+                why = "its agent's lease was not renewed in time"
+                self._lose(session.key, why, Lost(why))
             self._warn_if_lonely()
 
-    def _lose(self, key: str) -> None:
-        """Begin the sample again: whoever ran its agent has not renewed the lease."""
-        self._registry.close(key, over("its lease was not renewed in time"))
-        self._losses[key] += 1
-        log.info("sample %s: its agent is lost, its lease was not renewed", key)
-        if self._losses[key] < MOST_LOSSES:
-            self._deliver(EpisodeOutcome(key, Lost()))
-        else:
-            lost = f"its agents were lost {MOST_LOSSES} times: their leases were not renewed"
-            self._deliver(EpisodeOutcome(key, error=lost))
+    def _lose(self, key: str, why: str, lost: Lost) -> None:
+        """Have the sample begin again, for another agent."""
+        self._registry.close(key, over(why))
+        log.info("sample %s: %s", key, why)
+        self._deliver(EpisodeOutcome(key, lost))
 
     def _silence(self, session: AgentSession) -> str:
         refused = f"; its last request was refused: {session.refusal}" if session.refusal else ""

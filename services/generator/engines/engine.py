@@ -152,12 +152,15 @@ class Engine(Protocol):
         """End these requests (None: all) now; return what there is of them."""
         ...
 
-    def peek(self, at_least: Mapping[str, int]) -> list[EngineOutput]:
-        """What there is of the live requests in `at_least` that have so many tokens; they go on.
+    def new_tokens(self) -> Mapping[str, Sequence[int]]:
+        """Return the new tokens of the live requests, which grow and must not be changed.
 
-        Asked after every step, so it must cost next to nothing when there is none. The finish
-        reason is "abort".
+        Asked after every step, so nothing is copied.
         """
+        ...
+
+    def peek(self, request_ids: Iterable[str]) -> list[EngineOutput]:
+        """Return what there is of these live requests, as aborted; they go on."""
         ...
 
     def forget(self, session: str) -> None:

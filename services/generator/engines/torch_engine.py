@@ -300,14 +300,12 @@ class TorchEngine:
         self._close_holes(holes)
         return aborted
 
-    def peek(self, at_least: Mapping[str, int]) -> list[EngineOutput]:
-        """Return partial outputs of the live rows that have so many tokens; see `Engine.peek`."""
-        never = self.max_context + 1
-        return [
-            row.peek()
-            for row in self._rows
-            if len(row.tokens) >= at_least.get(row.request.request_id, never)
-        ]
+    def new_tokens(self) -> Mapping[str, Sequence[int]]:
+        return {row.request.request_id: row.tokens for row in self._rows}
+
+    def peek(self, request_ids: Iterable[str]) -> list[EngineOutput]:
+        wanted = set(request_ids)
+        return [row.peek() for row in self._rows if row.request.request_id in wanted]
 
     def forget(self, session: str) -> None:
         """Nothing is kept of a session between its turns."""

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import logging
 import queue
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,8 +127,8 @@ class VllmEngine:
         capacity = self._server.cache_tokens
         if not capacity or capacity >= self.slots * self.max_context:
             return self.slots
-        made = self._server.lengths()
-        live = (prompt + made.get(key, 0) for key, prompt in self._prompts.items())
+        made = self._server.new_tokens()
+        live = (prompt + len(made.get(key, ())) for key, prompt in self._prompts.items())
         return min(self.slots, self._lengths.fitting(capacity, live))
 
     @property
@@ -168,7 +168,7 @@ class VllmEngine:
         if not self._ready and self._open:
             self._collect(timeout_s)
         # Never less than before: an output is neither under way nor finished for a moment.
-        now = self._finished_tokens + sum(self._server.lengths().values())
+        now = self._finished_tokens + sum(map(len, self._server.new_tokens().values()))
         self.decoded_tokens = max(self.decoded_tokens, now)
         if not self._ready and (died := self._server.died) is not None:
             raise died
@@ -234,12 +234,13 @@ class VllmEngine:
             self._drop(key)
         return self._take(wanted)
 
-    def peek(self, at_least: Mapping[str, int]) -> list[EngineOutput]:
-        keys = [
-            key
-            for key, count in self._server.lengths().items()
-            if (name := self._open.get(key)) is not None and count >= at_least.get(name, count + 1)
-        ]
+    def new_tokens(self) -> Mapping[str, Sequence[int]]:
+        made = self._server.new_tokens()
+        return {name: made[key] for key, name in self._open.items() if key in made}
+
+    def peek(self, request_ids: Iterable[str]) -> list[EngineOutput]:
+        wanted = set(request_ids)
+        keys = [key for key, name in self._open.items() if name in wanted]
         outputs = self._server.peek(keys) if keys else []
         return [_named(output, self._open[output.request_id]) for output in outputs]
 

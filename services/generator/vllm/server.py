@@ -201,11 +201,11 @@ class VllmServer:
         """Of its cache of keys and values, as of its last step."""
         return self._cache_log.figures
 
-    def lengths(self) -> dict[str, int]:
-        """Tokens sampled so far for each job that is not done."""
+    def new_tokens(self) -> dict[str, list[int]]:
+        """Return the tokens of each job that is not done; the lists grow."""
         # Made into a list at once, because the loop's thread adds and removes.
         states = list(self._states.values())
-        return {state.external_req_id: len(state.detokenizer.output_token_ids) for state in states}
+        return {state.external_req_id: state.detokenizer.output_token_ids for state in states}
 
     def submit(self, jobs: Sequence[Job]) -> None:
         self._loop.call_soon_threadsafe(self._start, jobs)
