@@ -290,7 +290,7 @@ class RolloutRunner:
             case phase, Lost(reason):
                 rollout.losses += bool(reason)
                 if rollout.losses == MOST_LOSSES:
-                    raise SampleError(f"{reason}; that was so {MOST_LOSSES} times")
+                    raise SampleError(f"its agents were lost {MOST_LOSSES} times: {reason}")
                 rollout.lost = True
                 return phase is not Phase.GENERATE  # its turn ends first
             case Phase.RESET, Opening() as opening:

@@ -22,7 +22,7 @@ from umbra.proto.records import Sampling
 from umbra.services.config import EnvironmentConfig, NamedEnvironment
 from umbra.services.environments import runner as runners
 from umbra.services.environments.runner import Generators, run_agents
-from umbra.services.generator.agents.pool import MOST_LOSSES
+from umbra.services.generator.runner import MOST_LOSSES
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
 

@@ -310,7 +310,7 @@ class AgentPool:
     def _lose(self, key: str, why: str, lost: Lost) -> None:
         """Have the sample begin again, for another agent."""
         self._registry.close(key, over(why))
-        log.info("sample %s: %s", key, why)
+        log.info("sample %s: its agent is lost: %s", key, why)
         self._deliver(EpisodeOutcome(key, lost))
 
     def _silence(self, session: AgentSession) -> str:
