@@ -39,7 +39,7 @@ from umbra.proto.records import EvalReport, Ledger, Manifest
 from umbra.services.config import RunConfig, TrainerConfig
 from umbra.services.process.command import ServiceContext
 from umbra.services.process.metrics import MetricsFile
-from umbra.services.trainer import service
+from umbra.services.trainer import member, service
 from umbra.services.trainer.checkpoints.folder import CheckpointFolder
 from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.policy import load_policy
@@ -187,7 +187,7 @@ class Context(ServiceContext):
 @pytest.fixture
 def start(tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A function that runs the trainer in a world and returns its exit code."""
-    monkeypatch.setattr(service, "Publisher", HubInTest)
+    monkeypatch.setattr(member, "Publisher", HubInTest)
     files: list[MetricsFile] = []
 
     def run(world: World, **trainer: Any) -> int:

@@ -1,0 +1,271 @@
+"""Rank 0 as a member of the run: it leases and commits batches, and reports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import asdict
+
+import msgspec
+from transformers import PreTrainedTokenizerBase
+
+from umbra.proto.deadline import Deadline
+from umbra.proto.errors import DeadlineError, RejectedError, UmbraError, UsageError
+from umbra.proto.messages import (
+    BatchLease,
+    CheckpointSaved,
+    CommitAck,
+    CommitBatch,
+    FinishRun,
+    LeaseBatch,
+    Ok,
+    RunFinished,
+)
+from umbra.proto.net.session import Session
+from umbra.proto.records import Manifest, Trajectory
+from umbra.services.process.command import ServiceContext
+from umbra.services.reporting.tables import size
+from umbra.services.trainer.batch import TrainBatch
+from umbra.services.trainer.checkpoints.folder import CheckpointFolder
+from umbra.services.trainer.checkpoints.saver import SaveOutcome
+from umbra.services.trainer.learner import Learner
+from umbra.services.trainer.metrics import Row, peak_memory_gib, speed_metrics
+from umbra.services.trainer.rollout_log import RolloutLog
+from umbra.services.trainer.sinks import Sinks, open_sinks
+from umbra.services.weights.publisher import Publisher
+
+HUB_DEADLINE_S = 60.0  # a hub starts within seconds; the rest is for slow machines
+FINISH_S = 60.0  # the buffer ends and drains what is in flight
+LEASE_SLICE_S = 1.0  # how long one request for a batch is parked, so that a stop is noticed
+# What the monitor shows of a step.
+SHOWN = {
+    "reward": "reward/mean",
+    "loss": "loss",
+    "staleness": "staleness/total/mean",
+    "ess": "ess",
+    "k3": "mismatch/k3",
+    "k3_on_policy": "mismatch/k3_on_policy",
+    "compared": "mismatch/compared",
+    "outliers": "outliers",
+    "train_tokens_per_s": "train_tokens_per_s",
+}
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """What the ranks do next, by rank 0's answer from the buffer; to wait if nothing is set."""
+
+    trajectories: list[Trajectory] = []  # a batch to train on
+    save: bool = False  # an operator wants a checkpoint
+    stop: bool = False  # leave the run
+
+
+class Member:
+    """The session of rank 0, and what it reports to."""
+
+    def __init__(
+        self,
+        context: ServiceContext,
+        session: Session,
+        learner: Learner,
+        publisher: Publisher,
+        folder: CheckpointFolder,
+        sinks: Sinks,
+        rollouts: RolloutLog,
+    ) -> None:
+        self.session = session
+        self.publisher = publisher
+        self._context = context
+        self._config = context.config
+        self._learner = learner
+        self._folder = folder
+        self._sinks = sinks
+        self._rollouts = rollouts
+        self._grace_s = context.config.run.broker_grace_s  # what the buffer may be away for
+        self._deadline: Deadline | None = None  # of the batch that is awaited
+
+    @property
+    def stopping(self) -> bool:
+        """True if this process was asked to stop."""
+        return self.session.stopping.is_set()
+
+    def keep_going(self, step: int) -> bool:
+        """Report progress in a step; False when asked to stop."""
+        self.session.progress(f"training step {step}")
+        return not self.stopping
+
+    def turn(self, step: int) -> Turn:
+        """Ask the buffer for the batch of `step`, for a second at most.
+
+        Raises:
+            DeadlineError: none came within `trainer.batch_wait_s`, while the run was not paused.
+            PeerLostError: what was published last is lost, so that none may ever come.
+        """
+        if self._deadline is None:
+            wait_s = self._config.trainer.batch_wait_s
+            self._deadline = Deadline(wait_s, f"no batch for step {step}")
+        if self.stopping:
+            return Turn(stop=True)
+        self.publisher.check()
+        self.session.progress(f"waiting for batch {step}", 0)
+        ask = LeaseBatch(step=step, wait_s=LEASE_SLICE_S)
+        try:
+            lease = self.session.data.call(
+                ask,
+                BatchLease,
+                timeout_s=LEASE_SLICE_S + self._grace_s,
+                stopping=self.session.stopping,
+            )
+        except DeadlineError:
+            if self.stopping:
+                return Turn(stop=True)
+            raise
+        self._sinks.write_evals(lease.evals)
+        if lease.trajectories:
+            self._deadline = None
+            return Turn(lease.scored(), save=lease.checkpoint)
+        if lease.paused:
+            self._deadline.restart()
+        awaited = lease.waiting_for or "trajectories"
+        self._deadline.check(f" (trainer.batch_wait_s): waiting for {awaited}")
+        return Turn(save=lease.checkpoint)
+
+    def commit(self, step: int, row: Row) -> bool:
+        """Tell the buffer that the batch of `step` is trained on.
+
+        False when asked to stop and the buffer does not answer any more: it ends too.
+        """
+        metrics = {name: value for name, value in row.items() if value is not None}
+        try:
+            ack = self.session.data.call(
+                CommitBatch(step=step, metrics=metrics),
+                CommitAck,
+                timeout_s=self._grace_s,
+                stopping=self.session.stopping,
+            )
+        except DeadlineError:
+            if self.stopping:
+                return False
+            raise
+        if ack.version != step:
+            raise UmbraError(f"the buffer is at version {ack.version} after the commit of {step}")
+        return True
+
+    def slot(self, version: int) -> memoryview | None:
+        """Return memory for a version, or None when asked to stop and the hub ends too.
+
+        Raises:
+            DeadlineError: no slot became free in time.
+        """
+        self.session.progress(f"snapshot of version {version}")
+        nbytes = self.publisher.manifest.total_bytes
+        try:
+            return self.publisher.slot(version, 2 * self._config.weight_hub.pace.limit_s(nbytes))
+        except DeadlineError:
+            if self.stopping:
+                return None
+            raise
+
+    def resume(self, step: int) -> None:
+        """Tell the buffer which steps need not be repeated.
+
+        Raises:
+            UsageError: the checkpoint of `step` is not of the buffer's run.
+        """
+        try:
+            self.tell_covered()
+        except RejectedError as error:
+            raise UsageError(
+                f"{self._folder.of(step)} is not of the run that the buffer has ({error}): choose "
+                "another --run-dir, or give the buffer the store of that run"
+            ) from error
+        self._context.log.info("going on from the checkpoint of step %d", step)
+
+    def tell_covered(self, error: str = "") -> None:
+        """Have the buffer let go of what checkpoints cover; `error` is why none is newer."""
+        newest = max(self._folder.steps(), default=-1)
+        covered = CheckpointSaved(step=self._folder.covered, newest=newest, error=error)
+        self.session.data.call(covered, Ok, timeout_s=self._grace_s)
+
+    def saved(self, outcomes: list[SaveOutcome]) -> None:
+        """Report the outcomes of checkpoints."""
+        log = self._context.log
+        for outcome in outcomes:
+            self._context.metrics.write("checkpoint", **asdict(outcome))
+            self.session.emit("checkpoint", **asdict(outcome))
+            if outcome.error:
+                steps = self._folder.steps()
+                newest = f"the newest is that of step {steps[-1]}" if steps else "there is none yet"
+                log.warning(
+                    "the checkpoint of step %d was not saved: %s; %s; training goes on",
+                    outcome.step,
+                    outcome.error,
+                    newest,
+                )
+            else:
+                log.info(
+                    "checkpoint of step %d: %s, training waited %.3f s, written after %.2f s",
+                    outcome.step,
+                    size(outcome.size),
+                    outcome.copy_s,
+                    outcome.write_s,
+                )
+            if not self.stopping:
+                self.tell_covered(outcome.error)
+
+    def report(self, step: int, row: Row, seconds: dict[str, float], batch: TrainBatch) -> None:
+        """Report a step: to the metrics, the monitor, the curves and the log."""
+        learner = self._learner
+        work = row.pop("operations", None) or 0.0
+        row |= speed_metrics(row["tokens"] or 0.0, work, seconds["train_step"], learner.ceiling)
+        row["memory/peak_gib"] = peak_memory_gib(learner.device)
+        row |= {f"seconds/{name}": spent for name, spent in seconds.items()}
+        self._context.metrics.write("step", step=step, **row)
+        self.session.emit("step", step=step, **row)
+        self._sinks.write(step, row)
+        shown = {name: row.get(key) for name, key in SHOWN.items()}
+        self.session.stats(step=step, **{k: v for k, v in shown.items() if v is not None})
+        self._context.log.info(
+            "step %d: reward %.3f, staleness %.2f, ess %s, waited %.2f s, trained %.2f s",
+            step,
+            row["reward/mean"],
+            row["staleness/total/mean"],
+            "-" if (ess := row.get("ess")) is None else f"{ess:.3f}",
+            seconds["wait_batch"],
+            seconds["train_step"],
+        )
+        self._rollouts.step(step, batch.samples)
+
+    def finish(self) -> None:
+        """End the run, once the buffer has completed an evaluation that is under way."""
+        config = self._config.eval
+        timeout_s = FINISH_S + (config.timeout_s if config.prompts else 0.0)
+        ask = FinishRun(reason="steps reached")
+        end = self.session.data.call(ask, RunFinished, timeout_s=timeout_s)
+        self._sinks.write_evals(end.evals)
+        ledger = end.ledger
+        self._context.log.info("%d samples trained of %d issued", ledger.trained, ledger.issued)
+
+
+@contextmanager
+def join_run(
+    context: ServiceContext,
+    learner: Learner,
+    manifest: Manifest,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: CheckpointFolder,
+    step: int,
+) -> Iterator[Member]:
+    """Join the run as rank 0, which is at `step`; leave it after the block."""
+    config, run_dir = context.config, context.run_dir
+    assert run_dir is not None
+    vocabulary, routers = learner.model.config.vocab_size, learner.replayed
+    with context.join("trainer", vocabulary=vocabulary, routers=routers) as session:
+        hub, pace = session.weights(deadline_s=HUB_DEADLINE_S), config.weight_hub.pace
+        publish = lambda row: session.emit("rollout", **row)  # noqa: E731
+        with (
+            closing(Publisher(hub, manifest, session.stopping, pace)) as publisher,
+            open_sinks(config, run_dir, step) as sinks,
+            closing(RolloutLog(run_dir, tokenizer, config.log.samples, publish)) as rollouts,
+        ):
+            publisher.register(pace.limit_s(config.weight_hub.slots * manifest.total_bytes))
+            yield Member(context, session, learner, publisher, folder, sinks, rollouts)
