@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing
 
 from transformers import PreTrainedTokenizerBase
 
 from umbra.proto.errors import EXIT_DONE, UsageError
-from umbra.proto.messages import FinishRun, RunFinished
-from umbra.proto.records import Manifest
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import as_dict
 from umbra.services.modeling.lora import adapter_facts
@@ -20,28 +18,15 @@ from umbra.services.trainer.checkpoints.folder import CheckpointFolder
 from umbra.services.trainer.checkpoints.loader import resume
 from umbra.services.trainer.checkpoints.saver import Saver
 from umbra.services.trainer.critic import LearnedCritic, open_critic
-from umbra.services.trainer.distributed.commands import (
-    Export,
-    Gather,
-    Stop,
-    follow_commands,
-    send_command,
-)
 from umbra.services.trainer.distributed.ranks import join_ranks
 from umbra.services.trainer.distributed.shards import Snapshots, row_owners
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.loop import Loop
-from umbra.services.trainer.phases import Profile
+from umbra.services.trainer.member import Member, join_run
 from umbra.services.trainer.policy import export_policy, open_policy
-from umbra.services.trainer.rollout_log import RolloutLog
-from umbra.services.trainer.sinks import open_sinks
 from umbra.services.trainer.snapshot import tensor_layout
 from umbra.services.trainer.update import Update, guarded_update
 from umbra.services.weights.manifest import build_manifest
-from umbra.services.weights.publisher import Publisher
-
-HUB_DEADLINE_S = 60.0  # a hub starts within seconds; the rest is for slow machines
-FINISH_S = 60.0  # the buffer ends and drains what is in flight
 
 
 def run(
@@ -51,9 +36,10 @@ def run(
 ) -> int:
     """Train to `run.steps`, write the model to `<run_dir>/model`, end the run; the exit code.
 
-    Goes on from the newest whole checkpoint in `<run_dir>/checkpoints`, if there is one. Asked to
-    stop before the end, it leaves between two steps and exports nothing. `listener` is where the
-    other ranks come to, if `launch` started them. `make_update` makes what learns from batches.
+    All ranks run this. It resumes from the newest whole checkpoint in `<run_dir>/checkpoints`.
+    Asked to stop before the end, it leaves between two steps and exports nothing. `listener` is
+    where the other ranks come to, if `launch` started them. `make_update` makes what learns from
+    batches.
 
     Raises:
         UsageError: no run directory, a model that cannot be loaded, or checkpoints that are of
@@ -97,94 +83,60 @@ def run(
             context.run_dir / "checkpoints", config.checkpoint, node=ranks.node
         )
         step = resume(folder, parts, ranks)
-        with (
-            closing(Snapshots(learner.model, manifest, ranks)) as snapshots,
-            closing(critic) if critic is not None else nullcontext(),
-            closing(
-                Saver(
-                    folder,
-                    parts,
-                    ranks,
-                    every=config.checkpoint.every,
-                    begun=step,
-                    run=context.run_dir.name,
-                    config=as_dict(config),
-                )
-            ) as saver,
-        ):
-            if ranks.rank:
-                profile = Profile(
-                    context.run_dir / "profile", config.trainer.profile_steps, ranks.rank
-                )
-                say = context.log.info
-                follow_commands(ranks, learner, update, snapshots, critic, saver, profile, say)
-                return EXIT_DONE
-            code = _lead(context, learner, update, snapshots, critic, manifest, tokenizer, saver)
-            send_command(ranks, Stop("rank 0 has left the run"))
-            return code
-
-
-def _lead(
-    context: ServiceContext,
-    learner: Learner,
-    update: Update,
-    snapshots: Snapshots,
-    critic: LearnedCritic | None,
-    manifest: Manifest,
-    tokenizer: PreTrainedTokenizerBase,
-    saver: Saver,
-) -> int:
-    """What rank 0 does, and alone does towards the run."""
-    config = context.config
-    assert context.run_dir is not None
-    vocabulary, routers = learner.model.config.vocab_size, learner.replayed
-    with context.join("trainer", vocabulary=vocabulary, routers=routers) as session:
-        hub, pace = session.weights(deadline_s=HUB_DEADLINE_S), config.weight_hub.pace
-        with (
-            closing(Publisher(hub, manifest, session.stopping, pace)) as publisher,
-            open_sinks(config, context.run_dir, saver.begun) as sinks,
-            closing(
-                RolloutLog(
-                    context.run_dir,
-                    tokenizer,
-                    config.log.samples,
-                    lambda row: session.emit("rollout", **row),
-                )
-            ) as rollouts,
-        ):
-            publisher.register(pace.limit_s(config.weight_hub.slots * manifest.total_bytes))
-            loop = Loop(
-                context, session, learner, update, snapshots, publisher, saver, sinks, rollouts
-            )
-            loop.resume()
+        saver = Saver(
+            folder,
+            parts,
+            ranks,
+            every=config.checkpoint.every,
+            begun=step,
+            run=context.run_dir.name,
+            config=as_dict(config),
+        )
+        with ExitStack() as stack:
+            stack.enter_context(closing(saver))
+            snapshots = stack.enter_context(closing(Snapshots(learner.model, manifest, ranks)))
+            if critic is not None:
+                stack.enter_context(closing(critic))
+            member: Member | None = None
+            if ranks.rank == 0:
+                joined = join_run(context, learner, manifest, tokenizer, folder, step)
+                member = stack.enter_context(joined)
+            loop = Loop(context, learner, update, snapshots, saver, member)
+            if member is not None and step:
+                member.resume(step)
             loop.publish()
-            context.ready({"device": str(learner.device), "bytes": manifest.total_bytes})
+            if member is not None:
+                context.ready({"device": str(learner.device), "bytes": manifest.total_bytes})
             with closing(loop):
                 done = loop.run()
             loop.save()
             if done:
-                send_command(learner.ranks, Gather())
-                weights = learner.weights()
-                out = context.run_dir / "model"
-                context.log.info(
-                    "model written to %s", export_policy(learner.model, tokenizer, out, weights)
-                )
-                if critic is not None:
-                    out = context.run_dir / "critic"
-                    send_command(learner.ranks, Export(str(out)))
-                    context.log.info("critic written to %s", critic.export(out))
-                finish = FinishRun(reason="steps reached")
-                end = session.data.call(finish, RunFinished, timeout_s=_finish_s(config))
-                sinks.write_evals(end.evals)
-                ledger = end.ledger
-                context.log.info("%d samples trained of %d issued", ledger.trained, ledger.issued)
+                _export(context, learner, critic, tokenizer)
+            if member is None:
                 return EXIT_DONE
-        context.log.info(
-            "stopped at version %d: %s", loop.version, session.stop_reason or "by a signal"
-        )
-        return session.failure.exit_code if session.failure else EXIT_DONE
+            if done:
+                member.finish()
+                return EXIT_DONE
+            why = member.session.stop_reason or "by a signal"
+            context.log.info("stopped at version %d: %s", loop.version, why)
+            failure = member.session.failure
+            return failure.exit_code if failure else EXIT_DONE
 
 
-def _finish_s(config: RunConfig) -> float:
-    """What the end of the run may take: an evaluation under way is completed before."""
-    return FINISH_S + (config.eval.timeout_s if config.eval.prompts else 0.0)
+def _export(
+    context: ServiceContext,
+    learner: Learner,
+    critic: LearnedCritic | None,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Write the model and the critic to the run's folder; all ranks give rank 0 their rows."""
+    assert context.run_dir is not None
+    ranks, weights = learner.ranks, learner.weights()
+    if ranks.rank == 0:
+        out = export_policy(learner.model, tokenizer, context.run_dir / "model", weights)
+        context.log.info("model written to %s", out)
+    if critic is not None:
+        ranks.tell()  # the others wait here, however long the disk takes
+        out = critic.export(context.run_dir / "critic")
+        if ranks.rank == 0:
+            context.log.info("critic written to %s", out)

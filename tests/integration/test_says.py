@@ -15,7 +15,7 @@ import pytest
 from test_up import DEADLINE_S, UMBRA, UpProcess, up
 
 from umbra.services.monitor.client import StatusClient
-from umbra.services.trainer.loop import SHOWN
+from umbra.services.trainer.member import SHOWN
 
 __all__ = ["up"]  # a fixture
 

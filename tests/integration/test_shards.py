@@ -8,25 +8,21 @@ import sys
 import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import zmq
 from fakes.slowness import seconds
 from safetensors.torch import load_file
 
-from umbra.proto.errors import DeadlineError
 from umbra.proto.net.io_thread import IoThread
 from umbra.proto.net.server import Server
 from umbra.services.config import WeightHubConfig as WeightHubConfig
 from umbra.services.modeling.weights import tensors_in
 from umbra.services.process.metrics import MetricsFile
-from umbra.services.trainer.distributed.heartbeat import Liveness
 from umbra.services.trainer.distributed.rendezvous import RankPlace
-from umbra.services.trainer.distributed.shards import ShardSync, own_buckets, owners_of
+from umbra.services.trainer.distributed.shards import own_buckets, owners_of
 from umbra.services.trainer.snapshot import chunk
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
 from umbra.services.weights.arena import remove_leftovers
@@ -150,16 +146,3 @@ def test_rows_of_a_host_need_not_lie_together() -> None:
     """Of eight rows two ranks of the first host have the first and the last ones."""
     written = [{"x": (0, 2)}, {"x": (6, 8)}, {"x": (2, 4)}, {"x": (4, 6)}]
     assert owners_of(written, RankPlace(0, 4, 2)) == {"x": [(2, 0), (6, 1), (8, 0)]}
-
-
-def test_a_rank_that_is_gone_is_named() -> None:
-    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-    with closing(Liveness(store, 0, 0.05)) as heartbeat:
-        sync = ShardSync(store, 0, 3, heartbeat)
-        sync.agree(("/dev/shm/x", 1))
-        other = ShardSync(store, 1, 3, heartbeat)
-        other.agree(None)
-        other.set("written of snapshot 1", "here")
-        told = "trainer rank 2 was silent for .* while the written of snapshot 1 was waited for"
-        with pytest.raises(DeadlineError, match=told):
-            sync.barrier("written")

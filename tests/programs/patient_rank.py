@@ -1,9 +1,8 @@
 """One of two ranks, the first of which is busy for longer than `rank_timeout_s`; see the test.
 
-Arguments: the case, and a folder (the checkpoint's). In `works` rank 0 is busy three times: before
-its order, as with an export; before the slot of a snapshot, as when a push takes long; and rank 1
-while it writes its part of a checkpoint. In `leaves` and `stops` rank 0 is killed, or stopped,
-instead of giving an order.
+Arguments: the case, and a folder (the checkpoint's). In `works` rank 0 is busy before its order, as
+with an export, and rank 1 while it writes its part of a checkpoint. In `leaves` and `stops` rank 0
+is killed, or stopped, instead of giving an order.
 """
 
 from __future__ import annotations
@@ -24,66 +23,27 @@ from umbra.services.config import CheckpointConfig, TrainerConfig
 from umbra.services.trainer.checkpoints.folder import CheckpointFolder
 from umbra.services.trainer.checkpoints.parts import Weights
 from umbra.services.trainer.checkpoints.saver import Saver
-from umbra.services.trainer.distributed.heartbeat import Liveness
 from umbra.services.trainer.distributed.ranks import Ranks, join_ranks
-from umbra.services.trainer.distributed.shards import ShardSync
 
-TIMEOUT_S = min(10.0, seconds(2.0))  # it is slept through seven times
+TIMEOUT_S = min(10.0, seconds(4.0))  # it is slept through five times
 
 
 def main(case: str, folder: Path) -> int:
     """Do the case; the exit code."""
     try:
-        # Ranks may take their time to meet; from then on they are impatient.
-        with (
-            join_ranks(TrainerConfig(device="cpu", rank_timeout_s=90.0)) as met,
-            closing(impatient(met)) as heartbeat,
-        ):
-            ranks = Ranks(met.rank, met.world, met.store, TIMEOUT_S, heartbeat=heartbeat)
-            begin(ranks)
+        with join_ranks(TrainerConfig(device="cpu", rank_timeout_s=TIMEOUT_S)) as ranks:
+            ranks.tell()  # both are there
             if case != "works" and ranks.rank == 0:
                 number = signal.SIGKILL if case == "leaves" else signal.SIGSTOP
                 os.kill(os.getpid(), number)
-            order(ranks)
-            snapshot(ranks)
+            if ranks.rank == 0:
+                time.sleep(3 * TIMEOUT_S)  # the work
+            assert ranks.tell(b"export") == b"export"
             checkpoint(ranks, folder)
     except PeerLostError as error:
         print(error, file=sys.stderr)
         return error.exit_code
     return 0
-
-
-def begin(ranks: Ranks) -> None:
-    """Rank 0 goes on when rank 1 is there."""
-    store = ranks.store
-    assert store is not None
-    if ranks.rank:
-        store.set("begun", "")
-    else:
-        ranks.heartbeat.wait(1, lambda: store.check(["begun"]) or None, "rank 1")
-
-
-def impatient(ranks: Ranks) -> Liveness:
-    """A heartbeat whose ear has little patience."""
-    assert ranks.store is not None
-    return Liveness(ranks.store, ranks.rank, TIMEOUT_S)
-
-
-def order(ranks: Ranks) -> None:
-    """Rank 1 waits for what is to be done."""
-    if ranks.rank == 0:
-        time.sleep(3 * TIMEOUT_S)  # the work
-    assert ranks.broadcast(b"export") == b"export"
-
-
-def snapshot(ranks: Ranks) -> None:
-    """Rank 1 waits for a slot, and then for rank 0's rows."""
-    assert ranks.store is not None
-    sync = ShardSync(ranks.store, ranks.rank, ranks.world, ranks.heartbeat)
-    sync.agree(("arena", 1) if ranks.rank == 0 else None)
-    if ranks.rank == 0:
-        time.sleep(2 * TIMEOUT_S)
-    sync.barrier("written")
 
 
 def checkpoint(ranks: Ranks, folder: Path) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import sys
 import uuid
-from datetime import timedelta
 from pathlib import Path
 
+import msgspec
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
@@ -20,11 +20,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from umbra.proto.net.io_thread import IoThread
-from umbra.services.trainer.distributed.heartbeat import Liveness
 from umbra.services.trainer.distributed.ranks import Ranks
-from umbra.services.trainer.distributed.shards import ShardSync, snapshot_shards
+from umbra.services.trainer.distributed.shards import Snapshots
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
-from umbra.services.weights.arena import Arena
 from umbra.services.weights.manifest import build_manifest
 from umbra.services.weights.publisher import Publisher
 
@@ -93,14 +91,9 @@ def main(rank: int, world: int, replicas: int, folder: Path, endpoint: str) -> N
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     manifest = build_manifest(tensor_layout(model, "bfloat16"), BUCKET)
-    path = f"{folder}/snapshots"
-    store = dist.FileStore(path, world)  # pyright: ignore[reportPrivateImportUsage]
-    store.set_timeout(timedelta(seconds=WAIT_S))
-    heartbeat = Liveness(store, rank, WAIT_S)
-    sync = ShardSync(store, rank, world, heartbeat)
+    snapshots = Snapshots(model, manifest, ranks)
     link = IoThread("trainer", uuid.uuid4().hex)
     publisher = Publisher(link.channel(endpoint, "weight hub"), manifest)
-    arenas: dict[str, Arena] = {}
     if rank == 0:
         publisher.register(WAIT_S)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -109,19 +102,14 @@ def main(rank: int, world: int, replicas: int, folder: Path, endpoint: str) -> N
             model(torch.arange(6) + rank).backward()
             optimizer.step()
             model(torch.arange(6))  # leaves the root gathered
+        slot, place = None, b""
         if rank == 0:
             slot = publisher.slot(version, WAIT_S)
-            sync.agree(publisher.place)
-        else:
-            path, number = sync.agree(None)
-            if path not in arenas:
-                arenas[path] = Arena.attach(path, slot_bytes=manifest.total_bytes)
-            slot = arenas[path].slot(number)
-        if version == 0 and rank == 0:
-            slot[:] = b"\xaa" * len(slot)  # every byte of a tensor must be written
-        sync.barrier("cleared")
-        sums = snapshot_shards(model, manifest, slot, sync, ranks)
-        slot.release()
+            place = msgspec.msgpack.encode(publisher.place)
+            if version == 0:
+                slot[:] = b"\xaa" * len(slot)  # every byte of a tensor must be written
+        at = msgspec.msgpack.decode(ranks.tell(place), type=tuple[str, int])
+        sums = snapshots.write(at, slot)
         if rank == 0:
             publisher.publish(version, 0.0, sums)
         whole = gathered(model)
@@ -131,10 +119,8 @@ def main(rank: int, world: int, replicas: int, folder: Path, endpoint: str) -> N
     written = write_shards(model, manifest, memory, rank, ranks.holders)
     (folder / f"written-{rank}").write_text(str(written))
     publisher.close()
-    for arena in arenas.values():
-        arena.close()
+    snapshots.close()
     link.close()
-    heartbeat.close()
     dist.destroy_process_group()
 
 

@@ -7,27 +7,11 @@ import json
 import logging
 from itertools import accumulate
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-import msgspec
 import pytest
 import torch
-from fakes.noisy_batch import noisy_trajectories
 
-from umbra.services.config import TrainerConfig
-from umbra.services.config.loader import load_config
-from umbra.services.trainer.distributed.commands import (
-    Command,
-    Snapshot,
-    Stop,
-    Train,
-    follow_commands,
-)
-from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.phases import Phases, Profile
-from umbra.services.trainer.policy import load_policy
-from umbra.services.trainer.update import PolicyUpdate
 
 CPU = torch.device("cpu")
 
@@ -95,33 +79,3 @@ def test_a_trace_that_cannot_be_written_is_told(
         profile.begin(1)
         profile.end()
     assert "the trace of step 1 was not written" in caplog.text
-
-
-class Orders:
-    """Ranks of which this one is told, one after the other, what rank 0 wants."""
-
-    def __init__(self, *orders: Command) -> None:
-        self._orders = [msgspec.msgpack.encode(order) for order in orders]
-
-    def broadcast(self) -> bytes:
-        return self._orders.pop(0)
-
-
-def test_a_rank_that_follows_writes_a_trace_of_its_own(
-    tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    """Rank 0's third and fourth steps, of which the fourth is chosen."""
-    model = load_policy(tiny_model_dir)[0]
-    batch = noisy_trajectories(model, groups=1)
-    learner = Learner(model, TrainerConfig(device="cpu", threads=1), steps=4)
-    config = load_config(overrides=["trainer.device=cpu"], environ={})
-    update = PolicyUpdate(config, learner)
-    nothing: Any = SimpleNamespace(write=lambda: None)
-    ranks: Any = Orders(Train(2, batch), Snapshot(), Train(3, batch), Snapshot(), Stop("the end"))
-    said: list[str] = []
-    profile = Profile(tmp_path, [4], rank=1)
-    follow_commands(ranks, learner, update, nothing, None, nothing, profile, said.append)
-    assert said == ["the end"]
-    (file,) = tmp_path.iterdir()
-    assert file.name == "step-4.rank-1.json.gz"
-    assert ranges(file) >= {"train_step", "pack", "forward", "backward", "optimizer", "snapshot"}

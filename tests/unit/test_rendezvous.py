@@ -7,7 +7,6 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +20,9 @@ from umbra.deploy.prepare.preflight import check_one_machine
 from umbra.proto.errors import DeadlineError, PeerLostError, StartupError, UsageError
 from umbra.proto.net.address import interface_towards
 from umbra.services.config import RunConfig, TrainerConfig
-from umbra.services.trainer.distributed.heartbeat import Liveness
+from umbra.services.trainer.distributed.heartbeat import Heartbeat
 from umbra.services.trainer.distributed.launch import launch
-from umbra.services.trainer.distributed.ranks import Ranks, end, join_ranks
+from umbra.services.trainer.distributed.ranks import join_ranks
 from umbra.services.trainer.distributed.rendezvous import Hosts, RankPlace, meet
 
 WAIT_S = seconds(20.0)
@@ -102,50 +101,57 @@ def test_one_that_comes_back_waits_for_the_next_life(
     first.result()
 
 
-def test_who_is_lost_is_told_by_their_pulse() -> None:
+class Ends:
+    """What heartbeats would have ended this process with."""
+
+    def __init__(self) -> None:
+        self.called = threading.Event()
+        self.code, self.reason = -1, ""
+
+    def __call__(self, code: int, reason: str) -> None:
+        self.code, self.reason = code, reason
+        self.called.set()
+
+
+def test_who_is_lost_is_told_by_their_heartbeat() -> None:
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     hosts = Hosts(RankPlace(0, 4, 2), ("alpha", "beta"))
-    living = [Liveness(store, rank, 8.0, hosts.describe) for rank in (0, 1)]
+    living = [Heartbeat(store, rank, 4, seconds(8.0), hosts.describe, Ends()) for rank in (0, 1)]
     try:
         lost = "trainer rank 2 on node 1 (beta), trainer rank 3 on node 1 (beta)"
-        assert living[0].blame(4) == lost
+        assert living[0].lost() == lost
         living[0].close()
-        assert living[1].blame(4) == lost, "who ends after the first says the same"
-        with pytest.raises(PeerLostError, match=r"another rank has lost trainer rank 2 on node 1"):
-            living[1].check(4)
+        assert living[1].lost() == lost, "who ends after the first says the same"
     finally:
         for one in living:
             one.close()
 
 
-def test_rank_0_notices_a_silent_rank_while_it_waits_for_something_else() -> None:
+def test_a_silent_rank_ends_the_others_and_one_that_left_does_not() -> None:
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-    with (
-        closing(Liveness(store, 0, 0.05)) as heartbeat,
-        pytest.raises(DeadlineError) as caught,
-    ):
-        while True:
-            heartbeat.check(2)
-    assert "trainer rank 1 was silent for 0.05 s" in str(caught.value)
+    ends = Ends()
+    timeout_s = seconds(1.0)
+    first, second, third = (Heartbeat(store, rank, 3, timeout_s, end=ends) for rank in range(3))
+    third.leave()
+    assert not ends.called.wait(3 * timeout_s)
+    second.close()  # as one that is stopped
+    assert ends.called.wait(seconds(20.0))
+    first.close()
+    assert ends.code == PeerLostError.exit_code
+    assert "trainer rank 0 lost another rank: trainer rank 1 was silent for" in ends.reason
 
 
-def test_the_other_hosts_leave_when_rank_0_has_ended_for_good(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_other_hosts_leave_when_rank_0_has_ended_for_good() -> None:
     """Their supervisors would start them again if they took it for lost."""
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-    with (
-        closing(Liveness(store, 0, 8.0)) as first,
-        closing(Liveness(store, 1, 8.0)) as second,
-    ):
-        follower = Ranks(1, 2, store, 8.0, heartbeat=second)
-        with ThreadPoolExecutor() as executor, caplog.at_level(logging.INFO):
-            waiting = executor.submit(follower.broadcast)
-            end(Ranks(0, 2, store, 8.0, heartbeat=first), "model.path: no such model")
-            with pytest.raises(SystemExit) as ended:
-                waiting.result()
-    assert ended.value.code == 0
-    assert "rank 0 has ended the trainer: model.path: no such model" in caplog.text
+    ends = Ends()
+    first, second = (Heartbeat(store, rank, 2, seconds(8.0), end=ends) for rank in range(2))
+    first.end_all("model.path: no such model")
+    first.leave()
+    assert ends.called.wait(seconds(20.0))
+    second.close()
+    assert ends.code == 0
+    assert ends.reason == "rank 0 has ended the trainer: model.path: no such model"
 
 
 def test_the_interface_towards_a_host() -> None:

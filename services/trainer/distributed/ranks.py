@@ -1,10 +1,10 @@
-"""The ranks of a trainer: rank 0 leads, and all do the same things in the same order.
+"""The ranks of a trainer: all run the same loop, in the environment that torchrun sets.
 
-Rank 0 alone is a member of the run. What it decides reaches the others as bytes over the process
-group, which they enter when it has announced them: until then they wait for as long as it lives
-(`heartbeat.py`). A rank that dies closes its connections, which the others notice in the collective
-that they are in, or in the next one; within a collective none may be silent for longer than
-`trainer.rank_timeout_s`. The ranks may be on several hosts, on each equally many neighbours.
+Rank 0 alone is a member of the run. What it leases and decides reaches the others as bytes in the
+control group, a gloo group with a long deadline, where they wait while it waits for something else.
+Within a collective of the training none may be silent for longer than `trainer.rank_timeout_s`; a
+rank that dies closes its connections, which the others notice in the collective that they are in.
+The ranks may be on several hosts, on each equally many neighbours.
 """
 
 from __future__ import annotations
@@ -13,24 +13,22 @@ import logging
 import os
 import socket
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from umbra.proto.deadline import Deadline
-from umbra.proto.errors import EXIT_DONE, PeerLostError, UmbraError, UsageError
+from umbra.proto.errors import PeerLostError, UmbraError, UsageError
 from umbra.proto.net.address import interface_towards
 from umbra.services.config import TrainerConfig
 from umbra.services.process.supervisor import FINAL_CODES
-from umbra.services.trainer.distributed.heartbeat import POLL_S, Liveness
+from umbra.services.trainer.distributed.heartbeat import Heartbeat
 from umbra.services.trainer.distributed.rendezvous import Hosts, RankPlace, meet
 
 if TYPE_CHECKING:
@@ -40,9 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_BYTES = 1 << 31  # of one message of rank 0
-LEAVE_S = 3.0  # that rank 0 keeps the store for others that are about to leave
-# In the store: messages of rank 0 so far, who is done, why there is nothing more to be done.
-_SAID, _LEFT, _ENDED = "said", "left", "ended"
+CONTROL_S = 4 * 3600.0  # that rank 0 may take, living, until its next message
 # How torch's backends say that a peer is gone; they raise plain RuntimeErrors.
 _SIGNS = ("gloo", "nccl", "connection", "timed out", "timeout", "socket", "broken pipe")
 
@@ -67,12 +63,14 @@ class Groups:
 
     Attributes:
         every: None is torch's default one, of all ranks.
+        control: that in which rank 0's decisions are told; None is the default one.
         sequence: the ranks with which this one shares the tokens of each row, if there are any.
         experts: those with which it divides the experts of each layer, if there are any.
         grid: None if there is one replica.
     """
 
     every: dist.ProcessGroup | None = None
+    control: dist.ProcessGroup | None = None
     sequence: SequenceGroup | None = None
     experts: ExpertGroup | None = None
     grid: Grid | None = None
@@ -82,10 +80,8 @@ class Ranks:
     """This process among `world` ranks; `Ranks()` is a trainer of one process.
 
     Args:
-        store: where the ranks meet, needed if there are several.
-        timeout_s: seconds that another rank may be silent.
+        timeout_s: seconds that another rank may be silent in a collective.
         groups: in which they talk.
-        heartbeat: how they wait for each other, needed if there are several.
         hosts: that they are on, if there are several.
     """
 
@@ -93,16 +89,13 @@ class Ranks:
         self,
         rank: int = 0,
         world: int = 1,
-        store: Store | None = None,
         timeout_s: float = 0.0,
         groups: Groups | None = None,
-        heartbeat: Liveness | None = None,
         hosts: Hosts | None = None,
     ) -> None:
         self.rank = rank
         self.world = world
         self.local_rank = int(os.environ.get("LOCAL_RANK", rank)) if world > 1 else 0
-        self.store = store
         self.timeout_s = timeout_s
         self.hosts = hosts or Hosts(RankPlace(rank, world, world))
         self.grid = groups.grid if groups else None
@@ -114,8 +107,7 @@ class Ranks:
         # Parts that a batch is cut into, and which of them is ours: ranks that share rows have one.
         self.shares = world // sequence.size if sequence else world
         self.share = rank // sequence.size if sequence else rank
-        self._heartbeat = heartbeat
-        self._heard = 0  # messages of rank 0
+        self._control = groups.control if groups else None
 
     def apart(self) -> Ranks:
         """The same ranks with a process group of their own; all of them have to call it.
@@ -124,8 +116,7 @@ class Ranks:
         """
         if self.world == 1:
             return self
-        group = dist.new_group(timeout=timedelta(seconds=self.timeout_s))
-        assert isinstance(group, dist.ProcessGroup), "all ranks are members"
+        group = _new_group(self.timeout_s)
         groups = _groups(
             self.hosts.place,
             self.timeout_s,
@@ -134,7 +125,7 @@ class Ranks:
             replicas=self.world // self.holders,
             every=group,
         )
-        return Ranks(self.rank, self.world, None, self.timeout_s, groups, hosts=self.hosts)
+        return Ranks(self.rank, self.world, self.timeout_s, groups, self.hosts)
 
     @property
     def node(self) -> int:
@@ -146,82 +137,47 @@ class Ranks:
         """True on the first rank of each host."""
         return self.rank == self.hosts.place.ranks_on(self.node)[0]
 
-    @property
-    def heartbeat(self) -> Liveness:
-        """How these ranks wait for each other.
+    def tell(self, data: bytes = b"") -> bytes:
+        """Return on every rank what rank 0 gives as `data`; they wait for as long as it lives."""
+        return self.spread(data, 0)
 
-        Raises:
-            ValueError: there is one rank.
-        """
-        if self._heartbeat is None:
-            raise ValueError("a single rank waits for nobody")
-        return self._heartbeat
-
-    def check(self) -> None:
-        """Rank 0, while it waits for something else: do the other ranks live?
-
-        Raises:
-            DeadlineError: one is silent.
-        """
-        if self.world > 1:
-            self.heartbeat.check(self.world)
-
-    def broadcast(self, data: bytes = b"") -> bytes:
-        """What rank 0 gives as `data`, on every rank; they wait for it for as long as it lives.
+    def spread(self, data: bytes, source: int) -> bytes:
+        """Return on every rank what rank `source` gives as `data`.
 
         Raises:
             ValueError: more than `MAX_BYTES`.
-            DeadlineError: rank 0 is silent.
-            SystemExit: it has ended the trainer, and said why.
         """
         if self.world == 1:
             return data
         if len(data) > MAX_BYTES:
             raise ValueError(f"{len(data)} bytes for the other ranks: at most {MAX_BYTES}")
-        store = self.store
-        assert store is not None
-        if self.rank == 0:
-            store.add(_SAID, 1)
-        else:
-            self._heard += 1
-            if not self.heartbeat.wait(0, self._said, "what is to be done"):
-                log.info("rank 0 has ended the trainer: %s", store.get(_ENDED).decode())
-                _leave(self)
-                raise SystemExit(EXIT_DONE)
-        return self.spread(data, 0)
-
-    def spread(self, data: bytes, source: int) -> bytes:
-        """What rank `source` gives as `data`, on every rank; all of them are there for it."""
-        if self.world == 1:
-            return data
         size = torch.tensor([len(data)])
-        dist.broadcast(size, source)
+        dist.broadcast(size, source, self._control)
         if not int(size):
             return b""
         if self.rank == source:
             content = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         else:
             content = torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(content, source)
+        dist.broadcast(content, source, self._control)
         return content.numpy().tobytes()
 
     def collect(self, data: bytes) -> list[bytes]:
-        """What each rank gives as `data`, by rank, on every rank; it is small."""
+        """Return what each rank gives as `data`, by rank, on every rank; it is small."""
         return [self.spread(data, rank) for rank in range(self.world)]
 
-    def _said(self) -> bool | None:
-        """True once rank 0's next message is announced, False if there will be none."""
-        assert self.store is not None
-        if self.store.add(_SAID, 0) >= self._heard:
-            return True
-        return False if self.store.check([_ENDED]) else None
+    def sum_control(self, tensor: Tensor) -> Tensor:
+        """Sum a tensor on the CPU over all ranks, in place, in the control group."""
+        if self.world > 1:
+            dist.all_reduce(tensor, group=self._control)
+        return tensor
 
     def agree(self, flag: bool) -> bool:
         """`flag` as rank 0 has it."""
         if self.world == 1:
             return flag
         value = torch.tensor([flag], dtype=torch.uint8)
-        dist.broadcast(value, 0)
+        dist.broadcast(value, 0, self._control)
         return bool(value)
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -277,27 +233,36 @@ def join_ranks(
             f"WORLD_SIZE is {place.world}, but RANK is missing: start the ranks by torchrun, or by "
             "trainer.ranks and without WORLD_SIZE"
         )
-    ranks: Ranks | None = None
+    store, hosts = _meet(config, place, listener, stopping or threading.Event())
+    rank, timeout_s = place.rank, config.rank_timeout_s
+    beats = PrefixStore("heartbeat", store)
+    heartbeat = Heartbeat(beats, rank, place.world, timeout_s, hosts.describe)
     try:
-        ranks = _meet(config, place, listener, stopping or threading.Event())
-        yield ranks
-        _leave(ranks)
+        groups = _groups(
+            place,
+            timeout_s,
+            sequence=config.sequence_parallel,
+            experts=config.expert_parallel,
+            replicas=config.replicas,
+            control=_new_group(CONTROL_S, backend="gloo"),
+        )
+        yield Ranks(rank, place.world, timeout_s, groups, hosts)
+        heartbeat.leave()
     except RuntimeError as error:
         if not _is_lost(error):
             raise
         first = str(error).strip().splitlines()[0]
-        lost = f", {ranks.heartbeat.blame(place.world)}" if ranks is not None else ""
         raise PeerLostError(
-            f"trainer rank {place.rank} lost another rank{lost}: it ended, or was silent for "
-            f"{config.rank_timeout_s:g} s (trainer.rank_timeout_s): {first}"
+            f"trainer rank {rank} lost another rank, {heartbeat.lost()}: it ended, or was silent "
+            f"for {timeout_s:g} s (trainer.rank_timeout_s): {first}"
         ) from error
     except UmbraError as error:
-        if ranks is not None and ranks.rank == 0 and error.exit_code in FINAL_CODES:
-            end(ranks, str(error))
+        if rank == 0 and error.exit_code in FINAL_CODES:
+            heartbeat.end_all(str(error))
+            heartbeat.leave()
         raise
     finally:
-        if ranks is not None:
-            ranks.heartbeat.close()
+        heartbeat.close()
     dist.destroy_process_group()
 
 
@@ -349,8 +314,8 @@ def _meet(
     place: RankPlace,
     listener: socket.socket | None,
     stopping: threading.Event,
-) -> Ranks:
-    rank, world = place.rank, place.world
+) -> tuple[Store, Hosts]:
+    """Find the other ranks, and begin torch's process group with them."""
     timeout = timedelta(seconds=config.rank_timeout_s)
     several = place.nodes > 1
     key = "rendezvous_timeout_s" if several else "rank_timeout_s"
@@ -365,23 +330,19 @@ def _meet(
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         store=PrefixStore("group", store),
-        rank=rank,
-        world_size=world,
+        rank=place.rank,
+        world_size=place.world,
         timeout=timeout,
     )
-    heartbeat = Liveness(
-        PrefixStore("heartbeat", store), rank, config.rank_timeout_s, hosts.describe
-    )
-    groups = _groups(
-        place,
-        config.rank_timeout_s,
-        sequence=config.sequence_parallel,
-        experts=config.expert_parallel,
-        replicas=config.replicas,
-    )
-    return Ranks(
-        rank, world, PrefixStore("ranks", store), config.rank_timeout_s, groups, heartbeat, hosts
-    )
+    return store, hosts
+
+
+def _new_group(
+    timeout_s: float, members: Iterable[int] | None = None, backend: str | None = None
+) -> Any:
+    """Make a process group; all ranks call it, also those that are no members."""
+    ranks = None if members is None else list(members)
+    return dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend=backend)
 
 
 def _groups(
@@ -392,6 +353,7 @@ def _groups(
     experts: int,
     replicas: int,
     every: dist.ProcessGroup | None = None,
+    control: dist.ProcessGroup | None = None,
 ) -> Groups:
     """The groups that `place.rank` is in, by the numbers of their ranks; all ranks make all."""
     rank, world = place.rank, place.world
@@ -418,43 +380,13 @@ def _groups(
     if replicas > 1:
         size = world // replicas
         grid = Grid(replicas, alike(size), neighbours(size))
-    return Groups(every, shared, divided, grid)
+    return Groups(every, control, shared, divided, grid)
 
 
 def _own_group(rank: int, groups: list[range], timeout_s: float) -> dist.ProcessGroup:
-    """That of `groups` in which `rank` is; all ranks make all of them, in this order."""
-    timeout = timedelta(seconds=timeout_s)
-    own: dist.ProcessGroup | None = None
-    for members in groups:
-        made = dist.new_group(list(members), timeout=timeout)
-        if rank in members:
-            assert isinstance(made, dist.ProcessGroup), "this rank is a member"
-            own = made
-    assert own is not None, "each rank is in one"
-    return own
-
-
-def end(ranks: Ranks, reason: str) -> None:
-    """Rank 0: tell those that wait for something to do why there will be nothing.
-
-    Else they would take it for lost, and their supervisors would start them again for nothing.
-    """
-    if ranks.store is not None:
-        ranks.store.set(_ENDED, reason)
-        _leave(ranks)
-
-
-def _leave(ranks: Ranks) -> None:
-    """Tell rank 0, which keeps the store, that it is not needed any more."""
-    store = ranks.store
-    assert store is not None
-    if ranks.rank:
-        store.set(f"{_LEFT}/{ranks.rank}", "")
-        return
-    others = [f"{_LEFT}/{rank}" for rank in range(1, ranks.world)]
-    deadline = Deadline(LEAVE_S)
-    while not store.check(others) and not deadline.passed:
-        time.sleep(POLL_S)
+    """Return that of `groups` in which `rank` is; all ranks make all of them, in this order."""
+    made = [_new_group(timeout_s, members) for members in groups]
+    return next(one for one, members in zip(made, groups, strict=True) if rank in members)
 
 
 def _is_lost(error: RuntimeError) -> bool:
