@@ -90,13 +90,12 @@ class Heartbeat:
         self._stop.wait(LISTEN_BEATS * self._beat_s)
         limit = time.monotonic() - (LISTEN_BEATS - 1) * self._beat_s
         still = [rank for rank, heard in self._heard.items() if heard < limit]
-        if 0 not in still:
-            try:
-                if not self._store.check([_LOST]):
-                    self._store.set(_LOST, " ".join(map(str, still)))
-                still = [int(rank) for rank in self._store.get(_LOST).split()]
-            except (DistError, RuntimeError):
-                still = [0]
+        try:
+            if not self._store.check([_LOST]):
+                self._store.set(_LOST, " ".join(map(str, still)))
+            still = [int(rank) for rank in self._store.get(_LOST).split()]
+        except (DistError, RuntimeError):
+            still = [0]  # which keeps the store
         return ", ".join(map(self._describe, still)) or "which cannot be told"
 
     def end_all(self, reason: str) -> None:
