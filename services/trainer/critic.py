@@ -2,7 +2,8 @@
 
 It learns a batch in a thread of its own while the policy's update is committed, published and the
 next batch waited for; the next batch's values wait for it. Its ranks have a process group of their
-own, so that its collectives and the policy's never meet in different orders.
+own, and the main thread runs no collective on the device until `settle`: so all ranks have their
+collectives in one order.
 """
 
 from __future__ import annotations

@@ -94,7 +94,9 @@ def run(
         )
         with ExitStack() as stack:
             stack.enter_context(closing(saver))
-            snapshots = stack.enter_context(closing(Snapshots(learner.model, manifest, ranks)))
+            settle = critic.settle if critic is not None and config.trainer.lora_rank else None
+            snapshots = Snapshots(learner.model, manifest, ranks, settle)
+            stack.enter_context(closing(snapshots))
             if critic is not None:
                 stack.enter_context(closing(critic))
             member: Member | None = None
@@ -131,6 +133,8 @@ def _export(
 ) -> None:
     """Write the model and the critic to the run's folder; all ranks give rank 0 their rows."""
     assert context.run_dir is not None
+    if critic is not None:
+        critic.settle()
     ranks, weights = learner.ranks, learner.weights()
     if ranks.rank == 0:
         out = export_policy(learner.model, tokenizer, context.run_dir / "model", weights)

@@ -56,7 +56,7 @@ def checkpoint(ranks: Ranks, folder: Path) -> None:
         time.sleep(2 * TIMEOUT_S * ranks.rank)
         return write(self, *args)
 
-    Saver._write = slow
+    setattr(Saver, "_write", slow)  # noqa: B010 - of a class
     with closing(Saver(made, parts, ranks, every=1, begun=0, run="test", config={})) as saver:
         (outcome,) = saver.last(1, {})
     assert not outcome.error, outcome.error

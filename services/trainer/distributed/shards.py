@@ -64,12 +64,24 @@ def owners_of(
 
 
 class Snapshots:
-    """Writes versions of `model`, on every rank of `ranks` its own rows."""
+    """Writes versions of `model`, on every rank of `ranks` its own rows.
 
-    def __init__(self, model: nn.Module, manifest: Manifest, ranks: Ranks) -> None:
+    Args:
+        settle: waits until no other thread is in a collective. Merging an adapter is one, and ranks
+            could deadlock if they met those of two communicators in different orders.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        manifest: Manifest,
+        ranks: Ranks,
+        settle: Callable[[], object] | None = None,
+    ) -> None:
         self._model = model
         self._manifest = manifest
         self._ranks = ranks
+        self._settle = settle
         self._arena: tuple[str, Arena] | None = None
 
     def write(
@@ -88,6 +100,8 @@ class Snapshots:
         ranks, manifest = self._ranks, self._manifest
         if slot is None:
             slot = self._attached(place[0]).slot(place[1])
+        if self._settle is not None:
+            self._settle()
         if ranks.world == 1:
             write_shards(self._model, manifest, slot, wrote=wrote)
             return None
