@@ -1,1 +1,1 @@
-"""The ranks of a trainer: how they meet, wait for each other, share the model and act together."""
+"""The ranks of a trainer: how they start, meet, share the model and act together."""
