@@ -82,6 +82,7 @@ class Member:
         self._rollouts = rollouts
         self._grace_s = context.config.run.broker_grace_s  # what the buffer may be away for
         self._deadline: Deadline | None = None  # of the batch that is awaited
+        self._compared = 0.0  # tokens of generators and trainer in all steps
 
     @property
     def stopping(self) -> bool:
@@ -221,6 +222,7 @@ class Member:
         row |= {f"seconds/{name}": spent for name, spent in seconds.items()}
         self._context.metrics.write("step", step=step, **row)
         self.session.emit("step", step=step, **row)
+        self._compared += row.get("mismatch/compared") or 0.0
         self._sinks.write(step, row)
         shown = {name: row.get(key) for name, key in SHOWN.items()}
         self.session.stats(step=step, **{k: v for k, v in shown.items() if v is not None})
@@ -244,6 +246,11 @@ class Member:
         self._sinks.write_evals(end.evals)
         ledger = end.ledger
         self._context.log.info("%d samples trained of %d issued", ledger.trained, ledger.issued)
+        if self._config.trainer.mismatch_every and not self._compared:
+            self._context.log.warning(
+                "generators and trainer were not compared in this run: no response was sampled by "
+                "weights that the trainer had or kept (trainer.mismatch_every)"
+            )
 
 
 @contextmanager

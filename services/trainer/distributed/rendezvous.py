@@ -1,8 +1,8 @@
-"""How the ranks of a trainer find each other, on one host or several, at the start and again.
+"""How the ranks of a trainer meet, on one host or several, at the start and after a restart.
 
-They meet in a store that rank 0 keeps. Each leaves a card there; once rank 0 has those of all, it
-says who is in, and they begin. A rank that comes to the store of an earlier life, which it is not
-in, waits for the next one: a host that was lost and is back finds the others, whoever is first.
+They meet in a store that rank 0 keeps. Each leaves its card there; once rank 0 has those of all, it
+says who is in, and they begin. A rank that reaches the store of an earlier life, which it is not
+in, waits for the next one: so a host that was lost and is back finds the others.
 """
 
 from __future__ import annotations
@@ -97,6 +97,31 @@ class _Card(msgspec.Struct, frozen=True):
     life: str  # of this process
 
 
+class _Waiting:
+    """A wait with a deadline, which ends when the process is asked to stop."""
+
+    def __init__(self, deadline: Deadline, stopping: Callable[[], bool]) -> None:
+        self.deadline = deadline
+        self._stopping = stopping
+        self._logged = time.monotonic()
+
+    def goes_on(self, late: str, seconds: float) -> bool:
+        """Sleep; False once the deadline has passed. `late` says what is awaited.
+
+        Raises:
+            SystemExit: asked to stop.
+        """
+        if self._stopping():
+            raise SystemExit(0)
+        if time.monotonic() - self._logged > TELL_S:
+            self._logged = time.monotonic()
+            log.info("not all ranks are there yet: %s", late)
+        if self.deadline.passed:
+            return False
+        time.sleep(seconds)
+        return True
+
+
 def meet(
     place: RankPlace,
     timeout_s: float,
@@ -104,7 +129,7 @@ def meet(
     listener: socket.socket | None = None,
     stopping: Callable[[], bool] = lambda: False,
 ) -> tuple[Store, Hosts]:
-    """The store of all ranks, once they are there, and their hosts.
+    """Return the store of all ranks, once they are there, and their hosts.
 
     Args:
         timeout_s: for all of it.
@@ -116,39 +141,34 @@ def meet(
         DeadlineError: a host did not come; says which.
         SystemExit: asked to stop.
     """
-    deadline = Deadline(timeout_s)
+    waiting = _Waiting(Deadline(timeout_s), stopping)
     card = _Card(socket.gethostname(), secrets.token_hex(8))
-    late, told = "", time.monotonic()
-    while True:
-        if stopping():
-            raise SystemExit(0)
+    late = ""
+    while waiting.goes_on(late, RETRY_S if late else 0.0):
         try:
-            store = _store(place, deadline, listener)
+            store = _store(place, waiting.deadline, listener)
             if store is None:
                 late = (
                     f"no rank 0 at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, where "
                     "trainer.rendezvous says that node 0 is"
                 )
-            else:
-                found = _gather(PrefixStore("meet", store), place, card, deadline, stopping)
-                if isinstance(found, Hosts):
-                    return store, found
-                late = found
+                continue
+            found = _gather(PrefixStore("meet", store), place, card, waiting)
+            if isinstance(found, Hosts):
+                return store, found
+            late = found
         except dist.DistError as error:  # rank 0 has ended meanwhile, and will be back
             late = str(error).strip().splitlines()[0]
-        if deadline.passed or place.rank == 0:
-            raise DeadlineError(
-                f"trainer rank {place.rank} on node {place.node(place.rank)} waited "
-                f"{timeout_s:g} s ({key}) for all ranks: {late}"
-            )
-        if time.monotonic() - told > TELL_S:
-            told = time.monotonic()
-            log.info("not all ranks are there yet: %s", late)
-        time.sleep(RETRY_S)
+        if place.rank == 0:
+            break
+    raise DeadlineError(
+        f"trainer rank {place.rank} on node {place.node(place.rank)} waited {timeout_s:g} s "
+        f"({key}) for all ranks: {late}"
+    )
 
 
 def _store(place: RankPlace, deadline: Deadline, listener: socket.socket | None) -> Store | None:
-    """A connection to the store; None if nobody keeps one yet."""
+    """Connect to the store; None if nobody keeps one yet."""
     # Within it nobody can ask this process to stop.
     timeout = timedelta(seconds=max(1.0, min(CONNECT_S, deadline.left_s)))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -179,50 +199,29 @@ def _store(place: RankPlace, deadline: Deadline, listener: socket.socket | None)
     )
 
 
-def _gather(
-    store: Store, place: RankPlace, card: _Card, deadline: Deadline, stopping: Callable[[], bool]
-) -> Hosts | str:
-    """The hosts of all ranks, or why this one is not among them."""
-    encode = msgspec.json.Encoder().encode
-    if place.rank == 0:
-        store.set(_key(0), encode(card).decode())
-        missing = _missing(store, place)
-        told = time.monotonic()
-        while missing:
-            if stopping():
-                raise SystemExit(0)
-            if deadline.passed:
+def _gather(store: Store, place: RankPlace, card: _Card, waiting: _Waiting) -> Hosts | str:
+    """Return the hosts of all ranks, or why this one is not among them."""
+    rank, encode = place.rank, msgspec.json.Encoder().encode
+    if rank == 0 or not store.check([_IN]):  # who is late for this life must not spoil it
+        store.set(_key(rank), encode(card).decode())
+    if rank == 0:
+        while missing := [r for r in range(place.world) if not store.check([_key(r)])]:
+            if not waiting.goes_on(_absent(place, missing), POLL_S):
                 return _absent(place, missing)
-            if time.monotonic() - told > TELL_S:
-                told = time.monotonic()
-                log.info("%s", _absent(place, missing))
-            time.sleep(POLL_S)
-            missing = _missing(store, place)
-        cards = [_decode(store.get(_key(rank))) for rank in range(place.world)]
+        cards = [msgspec.json.decode(store.get(_key(r)), type=_Card) for r in range(place.world)]
         store.set(_IN, encode(cards).decode())
     else:
-        # Who is late for this life must not spoil it.
-        if not store.check([_IN]):
-            store.set(_key(place.rank), encode(card).decode())
         while not store.check([_IN]):
-            if stopping():
-                raise SystemExit(0)
-            if deadline.passed:
+            if not waiting.goes_on("node 0 says who is missing", POLL_S):
                 return "other ranks are missing; node 0 says which"
-            time.sleep(POLL_S)
         cards = msgspec.json.decode(store.get(_IN), type=list[_Card])
-        if cards[place.rank].life != card.life:
-            return (
-                f"rank 0 goes on with another trainer rank {place.rank}, on "
-                f"{cards[place.rank].host}: one that has ended and is not missed yet, or two hosts "
-                "were started with the same --node-rank"
-            )
+    if cards[rank].life != card.life:
+        return (
+            f"rank 0 goes on with another trainer rank {rank}, on {cards[rank].host}: one that has "
+            "ended and is not missed yet, or two hosts were started with the same --node-rank"
+        )
     nodes = range(place.nodes)
     return Hosts(place, tuple(cards[place.ranks_on(node)[0]].host for node in nodes))
-
-
-def _missing(store: Store, place: RankPlace) -> list[int]:
-    return [rank for rank in range(place.world) if not store.check([_key(rank)])]
 
 
 def _absent(place: RankPlace, missing: list[int]) -> str:
@@ -235,10 +234,6 @@ def _absent(place: RankPlace, missing: list[int]) -> str:
         f"{named} (ranks {ranks}) has not come: `umbra trainer --node-rank` has to run there, and "
         "reach trainer.rendezvous"
     )
-
-
-def _decode(card: bytes) -> _Card:
-    return msgspec.json.decode(card, type=_Card)
 
 
 def _key(rank: int) -> str:
