@@ -32,6 +32,7 @@ from umbra.proto.errors import MismatchError
 from umbra.services.config import RunConfig
 from umbra.services.modeling.packing import pack
 from umbra.services.trainer.batch import TrainBatch
+from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.distributed.sharding import reshard
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.metrics import Row
@@ -198,12 +199,7 @@ class MismatchCheck:
         """
         now, ranks = self._now, self._learner.ranks
         assert now is not None, "begin comes first"
-        found: dict[str, Compared] = {}
-        for version, tally in now.tallies.items():
-            rows = ranks.gather(tally.rows())  # [shares, 5, generators]
-            for at, name in enumerate(now.generators):
-                if one := now.compared(version, rows[:, :, at]):
-                    found[name] = found.get(name, Compared()) + one
+        found = now.found(ranks)
         largest, above = self._verdicts.add(found, now.version)
         told = [self._sentence(name, one) for name, one in sorted(above.items())]
         if told:
@@ -287,7 +283,8 @@ class _Comparison:
         first = torch.zeros(len(names), dtype=torch.bool)
         first[trained] = True
         self.direct = self.leading & (first & ~cut)[batch.tokens.owner]  # the update's pass tells
-        self.tallies: dict[int, _Tally] = {}
+        # By version: tokens, and what they are by the trainer; on the device until `found`.
+        self._seen: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def count(self, tokens: Tensor, generator: str) -> int:
         """How many of `tokens` (bool [M]) are of `generator`."""
@@ -309,70 +306,45 @@ class _Comparison:
         return torch.tensor(sorted(taken), dtype=torch.int64)
 
     def add(self, version: int, source: Tensor, logprobs: Tensor, wanted: Tensor) -> None:
-        """Compare those of the tokens `source` that are `wanted` (bool [M])."""
-        here = logprobs.device
-        tally = self.tallies.get(version)
-        if tally is None:
-            tally = self.tallies[version] = _Tally(len(self.generators), here)
+        """Keep those of the tokens `source` that are `wanted` (bool [M])."""
         at = wanted[source].nonzero().squeeze(1)
-        if len(at):
-            mine = source[at]
-            behaviour = self.batch.behaviour[mine].to(here)
-            tally.add(
-                mine.to(here), self._of_token[mine].to(here), logprobs[at.to(here)], behaviour
-            )
+        self._seen.setdefault(version, []).append((source[at], logprobs[at.to(logprobs.device)]))
 
-    def compared(self, version: int, rows: Tensor) -> Compared | None:
-        """Of one generator, from what each rank has of it, [ranks, 5]; None without tokens."""
-        tokens, total = rows[:, :2].sum(0).tolist()
-        if not tokens:
-            return None
-        worst, token, logprob = rows[rows[:, 2].argmax(), 2:].tolist()
-        batch, token = self.batch, int(token)
+    def found(self, ranks: Ranks) -> dict[str, Compared]:
+        """Compare what all ranks have seen; the same on all, by generator."""
+        found: dict[str, Compared] = {}
+        for version, seen in self._seen.items():
+            both = torch.zeros(2, len(self.batch.behaviour))  # whether seen, log pi
+            for source, logprobs in seen:
+                both[0, source] = 1.0
+                both[1, source] = logprobs.float().cpu()
+            taken, logprobs = ranks.sum(both)
+            log_ratio = (logprobs - self.batch.behaviour).double()
+            k3 = torch.expm1(log_ratio.clamp(max=20.0)) - log_ratio
+            k3 = torch.where(k3.isfinite(), k3, math.inf)
+            for number, name in enumerate(self.generators):
+                mine = ((taken > 0) & (self._of_token == number)).nonzero().squeeze(1)
+                if not len(mine):
+                    continue
+                own = k3[mine]
+                token = int(mine[own.argmax()])
+                where = self._describe(token, version, float(logprobs[token]))
+                one = Compared(len(mine), float(own.clamp(max=CAP).sum()), float(own.max()), where)
+                found[name] = found.get(name, Compared()) + one
+        return found
+
+    def _describe(self, token: int, version: int, logprob: float) -> str:
+        batch = self.batch
         sample = int(batch.tokens.owner[token])
         trajectory = batch.trajectories[sample]
         end = int(batch.tokens.lengths[: sample + 1].sum())
         at = int(batch.tokens.learned[token]) - (end - trajectory.response_tokens)
-        where = (
+        return (
             f"token {at} of the response of sample {trajectory.sample_id} (id "
             f"{int(batch.tokens.ids[batch.tokens.learned[token]])}, version {version}): log-"
             f"probability {float(batch.behaviour[token]):.4g} by the generator, {logprob:.4g} by "
             "the trainer"
         )
-        return Compared(int(tokens), total, worst, where)
-
-
-class _Tally:
-    """Sums by generator of what one rank found, [generators] each; they stay on the device."""
-
-    def __init__(self, generators: int, device: torch.device) -> None:
-        zeros = torch.zeros(generators, dtype=torch.float64, device=device)
-        self._tokens, self._total = zeros.clone(), zeros.clone()
-        self._worst, self._at, self._logprob = zeros - 1, zeros - 1, zeros.clone()
-
-    def add(self, source: Tensor, generator: Tensor, logprobs: Tensor, behaviour: Tensor) -> None:
-        """Tokens `source` of these generators, [n] each."""
-        log_ratio = (logprobs - behaviour).double()
-        k3 = torch.expm1(log_ratio.clamp(max=20.0)) - log_ratio
-        k3 = torch.where(k3.isfinite(), k3, math.inf)
-        self._tokens.index_add_(0, generator, torch.ones_like(k3))
-        self._total.index_add_(0, generator, k3.clamp(max=CAP))
-        empty = torch.full_like(self._worst, -1.0)
-        worst = empty.scatter_reduce(0, generator, k3, "amax")
-        hit = torch.where(k3 == worst[generator], source.double(), -1.0)
-        at = empty.scatter_reduce(0, generator, hit, "amax")
-        own = torch.where(hit == at[generator], logprobs.double(), -math.inf)
-        own = torch.where(own.isnan(), math.inf, own)
-        logprob = torch.full_like(self._worst, -math.inf).scatter_reduce(0, generator, own, "amax")
-        worse = worst > self._worst
-        self._at = torch.where(worse, at, self._at)
-        self._logprob = torch.where(worse, logprob, self._logprob)
-        self._worst = torch.where(worse, worst, self._worst)
-
-    def rows(self) -> Tensor:
-        """Tokens, total, worst, its token and its logprob, [5, generators], on the CPU."""
-        columns = (self._tokens, self._total, self._worst, self._at, self._logprob)
-        return torch.stack(columns).cpu()
 
 
 class _Aside:
