@@ -98,12 +98,11 @@ class Member:
         """Ask the buffer for the batch of `step`, for a second at most.
 
         Raises:
-            DeadlineError: none came within `trainer.batch_wait_s`, while the run was not paused.
+            DeadlineError: none came within `RunConfig.batch_wait_s`, while the run was not paused.
             PeerLostError: what was published last is lost, so that none may ever come.
         """
         if self._deadline is None:
-            wait_s = self._config.trainer.batch_wait_s
-            self._deadline = Deadline(wait_s, f"no batch for step {step}")
+            self._deadline = Deadline(self._config.batch_wait_s, f"no batch for step {step}")
         if self.stopping:
             return Turn(stop=True)
         self.publisher.check()
@@ -127,7 +126,7 @@ class Member:
         if lease.paused:
             self._deadline.restart()
         awaited = lease.waiting_for or "trajectories"
-        self._deadline.check(f" (trainer.batch_wait_s): waiting for {awaited}")
+        self._deadline.check(f": waiting for {awaited}")
         return Turn(save=lease.checkpoint)
 
     def commit(self, step: int, row: Row) -> bool:
@@ -246,10 +245,10 @@ class Member:
         self._sinks.write_evals(end.evals)
         ledger = end.ledger
         self._context.log.info("%d samples trained of %d issued", ledger.trained, ledger.issued)
-        if self._config.trainer.mismatch_every and not self._compared:
+        if not self._compared:
             self._context.log.warning(
                 "generators and trainer were not compared in this run: no response was sampled by "
-                "weights that the trainer had or kept (trainer.mismatch_every)"
+                "weights that the trainer had or kept"
             )
 
 
