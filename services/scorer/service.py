@@ -13,7 +13,7 @@ from umbra.services.environments.protocol import Row
 from umbra.services.modeling.model_directory import weights_bytes
 from umbra.services.process.command import ServiceContext
 from umbra.services.scorer.loop import GATHER_S, ScorerLoop, StageWorker
-from umbra.services.weights.planes.receiving import StagedPlanes, gpu_for, host_planes
+from umbra.services.weights.planes.receiving import open_planes
 from umbra.services.weights.receiver import Receiver, StagedVersion
 
 
@@ -85,12 +85,7 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
     channel = session.weights(deadline_s=limit_s)
     table = weight_table(model, config)
     version = -1
-    planes = StagedPlanes(
-        host_planes(config.weight_hub.plane),
-        gpu=gpu_for(config.weight_hub, str(device)),
-        frame_bytes=config.weight_hub.receive_bucket_bytes,
-        connections=config.weight_hub.connections,
-    )
+    planes = open_planes(config.weight_hub, str(device))
     expected = config.weight_hub.expected_on(device.type)
     with closing(Receiver(channel, planes, dtype=expected)) as receiver:
         receiver.subscribe(limit_s)

@@ -15,7 +15,7 @@ from umbra.proto.net.address import next_port
 from umbra.proto.net.keys import OPEN, Security
 from umbra.proto.records import GpuFacts, Manifest
 from umbra.services.config import WeightHubConfig as WeightHubConfig
-from umbra.services.weight_hub.effects import HubPeer
+from umbra.services.weight_hub.push import HubPeer
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.gpu.worker_process import START_S, GpuWorkerProcess, result
 from umbra.services.weights.planes.cuda_ipc import IpcHub
@@ -23,11 +23,11 @@ from umbra.services.weights.planes.nccl import NcclHub
 from umbra.services.weights.planes.plane import (
     AUTO,
     GPU_PLANES,
-    PLANES,
     Background,
     HubEnd,
     Side,
     choose_plane,
+    unavailable,
 )
 from umbra.services.weights.planes.shm import ShmHub
 from umbra.services.weights.planes.tcp import TcpHub
@@ -63,7 +63,6 @@ class HubPlanes:
         self._looking: Background[GpuFacts] = Background("umbra-gpu-facts")
         self._closing = threading.Event()
         self._layout: tuple[Arena, Manifest] | None = None
-        self._asked: dict[str, tuple[HubPeer, Subscribe]] = {}  # by receiver
 
     @property
     def deltas(self) -> bool:
@@ -91,7 +90,6 @@ class HubPlanes:
             StartupError: the address of plane `tcp` is taken.
             UsageError: it is not ours, or other machines can reach it and there are no keys.
         """
-        self._asked[peer.name] = peer, message
         offered = message.planes
         if self._is_divided:
             if relay := self._relay_beside(message):
@@ -110,13 +108,6 @@ class HubPlanes:
         end.subscribed(peer.name, peer.incarnation, message)
         self._chosen[peer.name] = end
         return ""
-
-    def subscribe_again(self, name: str) -> str:
-        """Choose the plane of a receiver for the layout that has come since it subscribed.
-
-        As `subscribe`, and raises what that does.
-        """
-        return self.subscribe(*self._asked[name])
 
     def open_tcp(self) -> TcpHub:
         """The end of plane `tcp`, from now on.
@@ -141,7 +132,7 @@ class HubPlanes:
         """Return whether our own GPU must be known to choose a plane; starts the look-up."""
         if message.gpu is None or self._side.gpu is not None or self._broken or self._is_divided:
             return False
-        if all(PLANES[name].available() for name in self._gpu_planes):
+        if all(unavailable(name) for name in self._gpu_planes):
             return False
         if not self._looking.busy:
             self._looking.start(self._facts)

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from umbra.proto.bounds import OWNERS
 from umbra.proto.messages import HoldArena, Nack, OfferSlot, PartState
 from umbra.proto.records import Manifest
-from umbra.services.weight_hub.effects import HubPeer, Publication
+from umbra.services.weight_hub.push import HubPeer, Publication
 
 SILENT_S = 6.0  # without a word from a part hub, which says one every second: it is gone
 

@@ -49,17 +49,6 @@ from umbra.proto.messages import (
     Ready,
     SlotGranted,
 )
-from umbra.services.weight_hub.effects import (
-    Admit,
-    Effect,
-    Failed,
-    HubPeer,
-    HubReply,
-    Publication,
-    Pushed,
-    Send,
-    Ticket,
-)
 
 ATTEMPTS = 2  # pushes of one version to one receiver that may fail until it is dropped
 STAGINGS = 8  # the trainer waits for a slot at most as long as so many of the longest took
@@ -68,6 +57,85 @@ LEAST_PATIENCE_S = 1.0  # with those after the first
 RECOVERS_S = 60.0  # until the patience has doubled
 LOADS = 2  # the trainer waits for a slot that is loaded at most as long as so many of the longest
 LOAD_S = 1.0  # or so long, if that is longer
+
+
+Ticket = object  # a request that is answered later; opaque here
+
+
+@dataclass(frozen=True, slots=True)
+class HubPeer:
+    """Sender of a message: its name in the run and its incarnation."""
+
+    name: str
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """A version in its slot; `number` counts publications."""
+
+    number: int
+    version: int
+    slot: int
+    checksums: list[int]
+    snapshot_s: float
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class HubReply:
+    """Effect: reply to a request."""
+
+    ticket: Ticket
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """Effect: tell a subscriber the layout; its first PREPARE comes after this."""
+
+    ticket: Ticket
+    receiver: str
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Effect: push a message to a receiver."""
+
+    receiver: str
+    message: Prepare | Commit | Abort
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """Effect: a receiver serves a version; seconds of each phase.
+
+    `total_s` runs from Publish (or from the subscription, if that was later) to COMMITTED.
+    """
+
+    receiver: str
+    version: int
+    epoch: int
+    snapshot_s: float
+    wire_s: float
+    stage_s: float
+    commit_s: float
+    total_s: float
+    wire_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Effect: a push failed; with `dropped`, the receiver is unsubscribed."""
+
+    receiver: str
+    version: int | None
+    phase: str
+    reason: str
+    dropped: bool
+
+
+Effect = HubReply | Admit | Send | Pushed | Failed
 
 
 @dataclass(slots=True)
@@ -130,8 +198,6 @@ class PushProtocol:
         self._impatience = 0  # how often the patience was halved
         self._halved_at = 0.0
         self._receivers: dict[str, ReceiverState] = {}
-        # Those that subscribed before there was a layout.
-        self._lobby: dict[str, tuple[HubPeer, Ticket]] = {}
         self._epoch = first_epoch
         self._publications = 0
         self._effects: list[Effect] = []
@@ -147,19 +213,9 @@ class PushProtocol:
         }
 
     def knows(self, peer: HubPeer) -> bool:
-        """Return whether `peer` is the trainer, a subscribed receiver, or about to be one."""
-        if peer == self._publisher:
-            return True
+        """Return whether `peer` is the trainer or a subscribed receiver."""
         receiver = self._receivers.get(peer.name)
-        waiting = self._lobby.get(peer.name)
-        return (receiver is not None and receiver.peer == peer) or (
-            waiting is not None and waiting[0] == peer
-        )
-
-    @property
-    def waiting(self) -> dict[str, Ticket]:
-        """Return the subscriptions that wait for a layout, by receiver."""
-        return {name: ticket for name, (_, ticket) in self._lobby.items()}
+        return peer == self._publisher or (receiver is not None and receiver.peer == peer)
 
     def readers(self, slot: int) -> list[str]:
         """Return the receivers that read `slot`."""
@@ -197,9 +253,6 @@ class PushProtocol:
             self._deadline_s = self._pace.limit_s(nbytes)
             if published is not None:
                 self._add(published.version, published.slot, published.checksums, 0.0, now)
-        for peer, ticket in self._lobby.values():
-            self._admit(peer, ticket, now)
-        self._lobby.clear()
         return self._settle(now)
 
     def withdraw(self, reason: str, now: float) -> list[Effect]:
@@ -253,11 +306,9 @@ class PushProtocol:
     # -- receivers --------------------------------------------------------------------------------
 
     def subscribe(self, ticket: Ticket, peer: HubPeer, now: float) -> list[Effect]:
-        """Push every new version to a receiver; a second subscription starts it afresh."""
-        if self.digest:
-            self._admit(peer, ticket, now)
-        else:
-            self._lobby[peer.name] = (peer, ticket)
+        """Push every new version of the layout to a receiver; a second call starts it afresh."""
+        self._receivers[peer.name] = ReceiverState(peer, now)
+        self._effects.append(Admit(ticket, peer.name))
         return self._settle(now)
 
     def ready(self, peer: HubPeer, message: Ready, now: float) -> list[Effect]:
@@ -290,7 +341,6 @@ class PushProtocol:
 
     def lost(self, name: str, reason: str, now: float) -> list[Effect]:
         """Drop a receiver that cannot be reached."""
-        self._lobby.pop(name, None)
         if (receiver := self._receivers.get(name)) is not None:
             self._drop(receiver, reason, tell=False)
         return self._settle(now)
@@ -339,10 +389,6 @@ class PushProtocol:
             snapshot_s=snapshot_s,
             at=now,
         )
-
-    def _admit(self, peer: HubPeer, ticket: Ticket, now: float) -> None:
-        self._receivers[peer.name] = ReceiverState(peer, now)
-        self._effects.append(Admit(ticket, peer.name))
 
     def _may_write(self, ticket: Ticket, publisher: HubPeer) -> bool:
         if publisher == self._publisher:

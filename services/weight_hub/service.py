@@ -6,7 +6,7 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import cast
@@ -37,19 +37,19 @@ from umbra.proto.records import Manifest
 from umbra.services.config import WeightHubConfig as WeightHubConfig
 from umbra.services.process.metrics import MetricsFile
 from umbra.services.weight_hub.bindings import Bindings
-from umbra.services.weight_hub.effects import (
+from umbra.services.weight_hub.hub_planes import HubPlanes
+from umbra.services.weight_hub.parts import Parts
+from umbra.services.weight_hub.push import (
     Admit,
     Effect,
     Failed,
     HubPeer,
     HubReply,
     Pushed,
+    PushProtocol,
     Send,
     Ticket,
 )
-from umbra.services.weight_hub.hub_planes import HubPlanes
-from umbra.services.weight_hub.parts import Parts
-from umbra.services.weight_hub.push import PushProtocol
 from umbra.services.weights.arena import Arena, remove_leftovers, shm_host
 from umbra.services.weights.manifest import check_manifest, owned_ranges
 from umbra.services.weights.planes.plane import Background, Settled
@@ -113,8 +113,8 @@ class WeightHub:
         self._bindings = Bindings()
         self._identities: dict[str, bytes] = {}
         self._peers: dict[str, HubPeer] = {}
-        # Subscriptions for which our own GPU has to be known.
-        self._unplaced: dict[str, tuple[Request, HubPeer, Subscribe]] = {}
+        # Subscriptions that wait for a layout, or until our own GPU is known.
+        self._waiting: dict[str, tuple[Request, HubPeer, Subscribe]] = {}
         host = host or shm_host()
         self._parts = Parts(host)
         self._taken_over: Publish | None = None  # what lies in the arena of the hub before us
@@ -138,9 +138,7 @@ class WeightHub:
         if (made := self._making.take()) is not None:
             self._apply(self._arena_made(made, self._clock()))
         if self.planes.looked():
-            waiting, self._unplaced = self._unplaced, {}
-            for request, peer, message in waiting.values():
-                self._apply(self._subscribe(request, peer, message, self._clock()))
+            self._apply(self._subscribe_waiting(self._clock()))
         for request in requests:
             self._apply(self._handle(request))
         while not self._asked.empty():
@@ -150,8 +148,7 @@ class WeightHub:
             log.warning("part hub %s is silent", name)
         self._apply(self.protocol.tick(self._clock()))
         for end in self.planes.ends:
-            for outcome in end.poll(self._clock()):
-                self._apply(self._go_on(outcome))
+            self._apply(end.poll(self._clock()))
         return len(requests)
 
     def ask(self, body: Message) -> Future[Message]:
@@ -312,6 +309,7 @@ class WeightHub:
         )
         if is_new:
             self._remove_leftovers()  # now that what is still needed is ours
+        effects += self._subscribe_waiting(now)
         ready = ArenaReady(path=str(self._arena.path), slots=self._config.slots)
         self._reply(ticket, ready)
         log.info(
@@ -336,21 +334,6 @@ class WeightHub:
             self._config.slots,
             made=self._taken_over is not None,
         )
-        return effects + (self._choose_again(now) if manifest.owners else [])
-
-    def _choose_again(self, now: float) -> list[Effect]:
-        """Choose the planes of receivers that wait for a layout, now that there is one."""
-        effects: list[Effect] = []
-        for name, ticket in list(self.protocol.waiting.items()):
-            try:
-                relay = self.planes.subscribe_again(name)
-            except UmbraError as error:
-                self._reply(ticket, _no_plane(error))
-            else:
-                if not relay:
-                    continue
-                self._reply(ticket, _at_relay(relay))
-            effects += self.protocol.lost(name, "it was sent elsewhere", now)
         return effects
 
     def _not_whole(self) -> Nack:
@@ -444,25 +427,38 @@ class WeightHub:
             reason = f"only relays serve others, not the {request.role} key"
             self._refuse(request, Nack(code="not_allowed", reason=reason, path="serves"))
             return []
-        self._unplaced.pop(peer.name, None)
-        if self.planes.awaits_gpu(message):
-            self._unplaced[peer.name] = request, peer, message
-            return []
-        try:
-            relay = self.planes.subscribe(peer, message)
-        except (RejectedError, StartupError, UsageError) as error:
-            self._server.reply(request, _no_plane(error))
-            return []
-        if relay:
-            self._server.reply(request, _at_relay(relay))
+        self._waiting.pop(peer.name, None)
+        awaits_gpu = self.planes.awaits_gpu(message)
+        if not awaits_gpu:
+            try:
+                relay = self.planes.subscribe(peer, message)
+            except (RejectedError, StartupError, UsageError) as error:
+                code = error.code if isinstance(error, RejectedError) else "no_plane"
+                self._server.reply(request, Nack(code=code, reason=str(error)))
+                return []
+            if relay:
+                reply = Subscribed(manifest=NO_MANIFEST, plane="relay", path=relay)
+                self._server.reply(request, reply)
+                return []
+        if awaits_gpu or not self.protocol.digest:
+            self._waiting[peer.name] = request, peer, message
             return []
         self._identities[peer.name] = request.identity
         self._peers[peer.name] = peer
         return self.protocol.subscribe(request, peer, now)
 
+    def _subscribe_waiting(self, now: float) -> list[Effect]:
+        """Subscribe those who waited; each plane is chosen again, by what is known now."""
+        waiting, self._waiting = self._waiting, {}
+        return [
+            effect
+            for request, peer, message in waiting.values()
+            for effect in self._subscribe(request, peer, message, now)
+        ]
+
     def _status(self, peer: HubPeer) -> HubStatus:
         newest = self.protocol.newest
-        waiting = self._unplaced.get(peer.name)  # until its plane can be chosen
+        waiting = self._waiting.get(peer.name)
         is_waiting = waiting is not None and waiting[1] == peer
         return HubStatus(
             version=newest.version if newest else -1,
@@ -473,9 +469,10 @@ class WeightHub:
 
     # -- effects ----------------------------------------------------------------------------------
 
-    def _apply(self, effects: list[Effect]) -> None:
+    def _apply(self, effects: Iterable[Effect | Settled]) -> None:
+        """Carry out what the protocol and the planes want; what follows from it comes last."""
         # First the part hubs: what they hand out is what receivers are told of here.
-        todo = deque([*self._part_hubs(self._clock()), *effects])
+        todo: deque[Effect | Settled] = deque([*self._part_hubs(self._clock()), *effects])
         while todo:
             match todo.popleft():
                 case HubReply(ticket=ticket, message=message):
@@ -490,9 +487,12 @@ class WeightHub:
                 case Send(receiver=name, message=Prepare() as message):
                     assert self._arena is not None
                     self._arena.end(message.slot)
-                    for outcome in self.planes.of(name).prepare(name, message, self._clock()):
-                        todo.extend(self._go_on(outcome))
+                    todo.extend(self.planes.of(name).prepare(name, message, self._clock()))
                 case Send(receiver=name, message=message):
+                    todo.extend(self._push(name, message))
+                case Settled() as settled if settled.error:
+                    todo.extend(self._refused(settled))
+                case Settled(receiver=name, prepare=message):
                     todo.extend(self._push(name, message))
                 case Pushed() as pushed:
                     self._record(pushed)
@@ -515,18 +515,11 @@ class WeightHub:
         for end in self.planes.ends:
             end.left(name)
 
-    def _go_on(self, outcome: Settled) -> list[Effect]:
-        """Apply what a plane did with a push."""
-        if not outcome.error:
-            return self._push(outcome.receiver, outcome.prepare)
-        failed = Ready(
-            epoch=outcome.prepare.epoch,
-            version=outcome.prepare.version,
-            wire_s=0.0,
-            stage_s=0.0,
-            error=outcome.error,
-        )
-        return self.protocol.ready(self._peers[outcome.receiver], failed, self._clock())
+    def _refused(self, settled: Settled) -> list[Effect]:
+        """Count a push that came to nothing before it went out."""
+        epoch, version = settled.prepare.epoch, settled.prepare.version
+        failed = Ready(epoch=epoch, version=version, wire_s=0.0, stage_s=0.0, error=settled.error)
+        return self.protocol.ready(self._peers[settled.receiver], failed, self._clock())
 
     def _admit(self, ticket: Ticket, name: str) -> None:
         assert self._manifest is not None and self._arena is not None
@@ -556,12 +549,3 @@ class WeightHub:
         log.debug(
             "%s serves version %d after %.3f s", pushed.receiver, pushed.version, pushed.total_s
         )
-
-
-def _no_plane(error: UmbraError) -> Nack:
-    code = error.code if isinstance(error, RejectedError) else "no_plane"
-    return Nack(code=code, reason=str(error))
-
-
-def _at_relay(endpoint: str) -> Subscribed:
-    return Subscribed(manifest=NO_MANIFEST, plane="relay", path=endpoint)

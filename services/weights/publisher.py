@@ -223,7 +223,9 @@ class Publisher:
                 raise ValueError(f"no slot was acquired for version {version}")
             if sums is None:
                 if self._sums is None:
-                    raise ValueError("the version lies on several hosts: each has its checksums")
+                    raise ValueError(
+                        "the version lies on several hosts: each has checksums of its own"
+                    )
                 sums = self._sums.result()
             message = Publish(
                 version=version, slot=place.slot, checksums=sums, snapshot_s=snapshot_s

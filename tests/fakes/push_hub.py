@@ -11,8 +11,7 @@ from umbra.proto.messages import (
     Ready,
     SlotGranted,
 )
-from umbra.services.weight_hub.effects import Effect, HubPeer, HubReply, Send
-from umbra.services.weight_hub.push import PushProtocol
+from umbra.services.weight_hub.push import Effect, HubPeer, HubReply, PushProtocol, Send
 
 TRAINER = HubPeer("trainer", "t1")
 A = HubPeer("a", "a1")

@@ -19,7 +19,7 @@ from umbra.services.weights.gpu import cuda
 from umbra.services.weights.gpu.worker import GpuWorker, broadcast, chunks
 from umbra.services.weights.gpu.worker_process import GpuWorkerProcess
 from umbra.services.weights.planes.nccl_rounds import CommunicatorRanks, NcclGroup, Rounds
-from umbra.services.weights.planes.plane import PLANES, Side, check_plane, mismatch
+from umbra.services.weights.planes.plane import Side, check_plane, mismatch, obstacle, unavailable
 from umbra.services.weights.planes.receiving import gpu_for, host_planes
 
 FACTS = GpuFacts(nccl=22809, cuda_major=13, environment="a", variables={"NCCL_NET": "Socket"})
@@ -322,7 +322,7 @@ no_cuda = pytest.mark.skipif(cuda.cuda_unavailable() is None, reason="there is a
 @no_cuda
 def test_without_cuda_the_planes_say_why() -> None:
     for name in ("nccl", "cuda_ipc"):
-        reason = PLANES[name].available()
+        reason = unavailable(name)
         assert reason and ("cupy" in reason or "CUDA" in reason)
         with pytest.raises(UsageError, match=f'weight_hub.plane = "{name}" cannot be used: '):
             check_plane(name)
@@ -334,7 +334,7 @@ def test_without_cuda_the_planes_say_why() -> None:
 def test_a_check_names_planes_and_reasons() -> None:
     found = {one.subject: one for one in findings()}
     assert found["plane shm"].text == found["plane tcp"].text == "available"
-    assert found["plane nccl"].text == PLANES["nccl"].available()
+    assert found["plane nccl"].text == unavailable("nccl")
     assert found["plane nccl"].level == "not looked at"
 
 
@@ -357,7 +357,10 @@ def test_a_receiver_that_asks_for_a_gpu_plane_is_told_why_not() -> None:
 
 def test_cuda_ipc_is_within_one_gpu_of_one_host() -> None:
     """GPUs of two hosts may be at the same place on their buses."""
-    joins = PLANES["cuda_ipc"].joins
+
+    def joins(hub: Side, receiver: Side) -> str | None:
+        return obstacle("cuda_ipc", hub, receiver)
+
     one, other = (
         GpuFacts(nccl=22903, cuda_major=13, environment="", device=device)
         for device in ("0000:01:00.0", "0000:02:00.0")

@@ -6,8 +6,8 @@ import pytest
 
 from umbra.proto.bounds import OWNERS
 from umbra.proto.messages import HoldArena, OfferSlot, PartState
-from umbra.services.weight_hub.effects import HubPeer, Publication
 from umbra.services.weight_hub.parts import SILENT_S, Parts
+from umbra.services.weight_hub.push import HubPeer, Publication
 from umbra.services.weights.manifest import build_manifest
 
 LAYOUT = build_manifest([("a", "F32", [6, 64])], 512, {"a": [(2, 0), (4, 1), (6, 2)]})

@@ -10,7 +10,7 @@ from umbra.proto.messages import (
     Nack,
     Ok,
 )
-from umbra.services.weight_hub.effects import Admit, Failed, HubPeer, HubReply, Pushed, Send
+from umbra.services.weight_hub.push import Admit, Failed, HubPeer, HubReply, Pushed, Send
 
 
 def test_nothing_is_published_while_a_part_is_missing() -> None:
@@ -86,13 +86,11 @@ def test_what_is_lost_is_withdrawn_and_has_to_be_registered_again() -> None:
     assert hub.protocol.newest is None
     assert not hub.protocol.held
     assert not hub.protocol.knows(TRAINER)
-    assert hub.subscribe(A) == []
-    assert hub.protocol.waiting == {"a": "subscribe a"}
     (nack,) = hub.acquire(3)
     assert isinstance(nack, HubReply)
     assert isinstance(nack.message, Nack)
     assert nack.message.code == "not_registered"
-    assert hub.registered() == [Admit("subscribe a", "a")]
+    assert hub.registered() == []
 
 
 def test_whoever_waits_for_a_slot_hears_that_all_is_withdrawn() -> None:

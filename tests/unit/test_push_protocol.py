@@ -13,8 +13,17 @@ from umbra.proto.messages import (
     Publish,
     SlotGranted,
 )
-from umbra.services.weight_hub.effects import Admit, Effect, Failed, HubPeer, HubReply, Pushed, Send
-from umbra.services.weight_hub.push import RECOVERS_S, PushProtocol
+from umbra.services.weight_hub.push import (
+    RECOVERS_S,
+    Admit,
+    Effect,
+    Failed,
+    HubPeer,
+    HubReply,
+    Pushed,
+    PushProtocol,
+    Send,
+)
 
 
 def test_a_push_goes_through_all_phases_and_is_measured() -> None:
@@ -30,21 +39,6 @@ def test_a_push_goes_through_all_phases_and_is_measured() -> None:
     assert hub.committed(A, 1, 0) == [Pushed("a", 0, 1, 0.5, 1.0, 2.0, 3.0, total_s=8.0)]
     assert hub.protocol.serving == {"a": 0}
     assert hub.protocol.next_deadline() is None
-
-
-def test_subscribers_wait_for_the_first_layout() -> None:
-    hub = Hub()
-    assert hub.subscribe(A) == []
-    assert hub.protocol.knows(A)
-    assert hub.registered() == [Admit("subscribe a", "a")]
-
-
-def test_a_subscriber_that_is_lost_before_the_first_layout_is_forgotten() -> None:
-    hub = Hub()
-    hub.subscribe(A)
-    hub.protocol.lost("a", "gone", hub.now)
-    assert not hub.protocol.knows(A)
-    assert hub.registered() == []
 
 
 def test_an_empty_slot_is_written_before_one_that_holds_a_version() -> None:
@@ -333,9 +327,9 @@ def test_a_restarted_trainer_keeps_the_pushes_under_way() -> None:
 
 def test_what_the_hub_before_had_is_pushed_to_whoever_subscribes() -> None:
     hub = Hub()
-    hub.subscribe(A)
     had = Publish(version=7, slot=1, checksums=[7], snapshot_s=0.5)
-    effects = hub.protocol.register(TRAINER, "d1", hub.now, had)
+    hub.protocol.register(TRAINER, "d1", hub.now, had)
+    effects = hub.subscribe(A)
     assert effects == [Admit("subscribe a", "a"), Send("a", prepare(1, 7, 1))]
     assert granted(hub.acquire(8)) == 0, "the other slot"
     # The same layout once more: the newest version is not an older one all at once.

@@ -10,8 +10,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from umbra.proto.deadline import Pace
 from umbra.proto.messages import Abort, Commit, Committed, Ok, Prepare, Publish, Ready, SlotGranted
-from umbra.services.weight_hub.effects import Admit, Effect, Failed, HubPeer, HubReply, Pushed, Send
-from umbra.services.weight_hub.push import PushProtocol
+from umbra.services.weight_hub.push import (
+    Admit,
+    Effect,
+    Failed,
+    HubPeer,
+    HubReply,
+    Pushed,
+    PushProtocol,
+    Send,
+)
 
 DEADLINE_S = 10.0
 NAMES = ("a", "b", "c")
@@ -32,8 +40,8 @@ class Model:
 class PushMachine(RuleBasedStateMachine):
     """Trainer and receivers that do anything; a network that keeps the order per receiver."""
 
-    @initialize(slots=st.integers(2, 4), early=st.booleans())
-    def start(self, slots: int, early: bool) -> None:
+    @initialize(slots=st.integers(2, 4))
+    def start(self, slots: int) -> None:
         self.hub = PushProtocol(slots, Pace(DEADLINE_S, least_rate=100.0))
         self.slots = slots
         self.now = 0.0
@@ -53,8 +61,7 @@ class PushMachine(RuleBasedStateMachine):
         self.held: dict[int, tuple[int, int]] = {}  # slot -> version and content
         self.reading: dict[str, tuple[int, int]] = {}  # receiver -> epoch and slot
         self.receivers = {name: Model(HubPeer(name, "0")) for name in NAMES}
-        if not early:
-            self.register(restart=False, change=1)
+        self.register(restart=False, change=1)
         for name in NAMES:
             self.subscribe(name, restart=True)
 
@@ -174,6 +181,7 @@ class PushMachine(RuleBasedStateMachine):
 
     # -- receivers --------------------------------------------------------------------------------
 
+    @precondition(lambda self: self.digest)  # the hub keeps them until there is a layout
     @rule(name=st.sampled_from(NAMES), restart=st.booleans())
     def subscribe(self, name: str, restart: bool) -> None:
         model = self.receivers[name]

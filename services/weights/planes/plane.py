@@ -172,19 +172,34 @@ class Side:
     gpu: GpuFacts | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Plane:
-    """A way for weights to travel.
+# In the hub's order of preference.
+PLANES = ("cuda_ipc", "shm", "nccl", "tcp")
+GPU_PLANES = ("cuda_ipc", "nccl")
 
-    Args:
-        name: as in the configuration and on the wire.
-        available: why this process cannot use it; None if it can.
-        joins: why it cannot connect two ends (the hub and a receiver); None if it can.
-    """
 
-    name: str
-    available: Callable[[], str | None]
-    joins: Callable[[Side, Side], str | None]
+def unavailable(plane: str) -> str | None:
+    """Return why this process cannot use `plane`; None if it can."""
+    if plane == "cuda_ipc":
+        return cuda_unavailable()
+    return nccl_unavailable() if plane == "nccl" else None
+
+
+def obstacle(plane: str, hub: Side, receiver: Side) -> str | None:
+    """Return why `plane` cannot connect a hub and a receiver; None if it can."""
+    if plane == "tcp":
+        return None
+    if plane in GPU_PLANES:
+        if receiver.gpu is None:
+            return "the receiver has no GPU"
+        if hub.gpu is None:
+            return "the hub has no GPU"
+        if plane == "nccl":
+            return mismatch(hub.gpu, receiver.gpu)
+    if hub.host != receiver.host:  # there may be a GPU at the same place on its bus
+        return "the hub's /dev/shm is not the receiver's"
+    if plane == "cuda_ipc" and hub.gpu and receiver.gpu and hub.gpu.device != receiver.gpu.device:
+        return "the receiver is on another GPU than the hub"
+    return None
 
 
 def mismatch(ours: GpuFacts, theirs: GpuFacts) -> str | None:
@@ -204,51 +219,6 @@ def mismatch(ours: GpuFacts, theirs: GpuFacts) -> str | None:
     return None
 
 
-def _available() -> None:
-    return None
-
-
-def _anywhere(_hub: Side, _receiver: Side) -> None:
-    return None
-
-
-def _same_host(hub: Side, receiver: Side) -> str | None:
-    return None if hub.host == receiver.host else "the hub's /dev/shm is not the receiver's"
-
-
-def _without_gpu(receiver: Side) -> str:
-    return "the receiver has no GPU" if receiver.gpu is None else "the hub has no GPU"
-
-
-def _same_gpu(hub: Side, receiver: Side) -> str | None:
-    if hub.gpu is None or receiver.gpu is None:
-        return _without_gpu(receiver)
-    if (other_host := _same_host(hub, receiver)) is not None:
-        return other_host  # there may be a GPU at the same place on its bus
-    if hub.gpu.device != receiver.gpu.device:
-        return "the receiver is on another GPU than the hub"
-    return None
-
-
-def _same_nccl(hub: Side, receiver: Side) -> str | None:
-    if hub.gpu is None or receiver.gpu is None:
-        return _without_gpu(receiver)
-    return mismatch(hub.gpu, receiver.gpu)
-
-
-# In the hub's order of preference.
-PLANES: dict[str, Plane] = {
-    plane.name: plane
-    for plane in (
-        Plane("cuda_ipc", cuda_unavailable, _same_gpu),
-        Plane("shm", _available, _same_host),
-        Plane("nccl", nccl_unavailable, _same_nccl),
-        Plane("tcp", _available, _anywhere),
-    )
-}
-GPU_PLANES = ("cuda_ipc", "nccl")
-
-
 def check_plane(configured: str) -> None:
     """Check the configuration's `weight_hub.plane` at the start.
 
@@ -257,10 +227,9 @@ def check_plane(configured: str) -> None:
     """
     if configured == AUTO:
         return
-    plane = PLANES.get(configured)
-    reason = plane.available() if plane else "there is no such plane"
+    reason = unavailable(configured) if configured in PLANES else "there is no such plane"
     if reason is not None:
-        usable = ", ".join(p.name for p in PLANES.values() if p.available() is None)
+        usable = ", ".join(plane for plane in PLANES if unavailable(plane) is None)
         raise UsageError(
             f'weight_hub.plane = "{configured}" cannot be used: {reason}; set "{AUTO}" or one of: '
             f"{usable}"
@@ -287,12 +256,12 @@ def choose_plane(
         RejectedError: they have none in common; the reason says why for each.
     """
     reasons: list[str] = []
-    for plane in PLANES.values():
-        if plane.name not in offered or configured not in (AUTO, plane.name):
+    for plane in PLANES:
+        if plane not in offered or configured not in (AUTO, plane):
             continue
-        reason = plane.available() or (broken or {}).get(plane.name) or plane.joins(hub, receiver)
+        reason = unavailable(plane) or (broken or {}).get(plane) or obstacle(plane, hub, receiver)
         if reason is None:
-            return plane.name
-        reasons.append(f"{plane.name}: {reason}")
+            return plane
+        reasons.append(f"{plane}: {reason}")
     what = "; ".join(reasons) or f"plane {configured} is set, {list(offered)} were offered"
     raise RejectedError(f"no way to push weights to this receiver ({what})", code="no_plane")

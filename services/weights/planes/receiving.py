@@ -23,7 +23,7 @@ from umbra.services.weights.gpu.worker_process import START_S, GpuWorkerProcess
 from umbra.services.weights.memory import private_memory
 from umbra.services.weights.planes.cuda_ipc import IpcReceiver
 from umbra.services.weights.planes.nccl import NcclReceiver
-from umbra.services.weights.planes.plane import GPU_PLANES, PLANES, ReceiverEnd
+from umbra.services.weights.planes.plane import GPU_PLANES, ReceiverEnd, unavailable
 from umbra.services.weights.planes.shm import ShmReceiver
 from umbra.services.weights.planes.tcp import TcpReceiver
 
@@ -137,7 +137,7 @@ def find_gpu(
     """
     by_name = config.plane != "auto"
     asked = [plane for plane in asked if not by_name or config.plane == plane]
-    reasons = {plane: PLANES[plane].available() for plane in asked}
+    reasons = {plane: unavailable(plane) for plane in asked}
     planes: list[GpuPlane] = [plane for plane in asked if reasons[plane] is None]
     reason = "; ".join(text for text in reasons.values() if text)
     if planes:
@@ -159,6 +159,23 @@ def host_planes(configured: str) -> list[str]:
     if configured == "auto":
         return ["shm", "tcp"]
     return [] if configured in GPU_PLANES else [configured]
+
+
+def open_planes(
+    config: WeightHubConfig, device: str, allocate: Callable[[int], memoryview] = private_memory
+) -> StagedPlanes:
+    """Return the planes of a receiver that computes on `device`; see `gpu_for`, `StagedPlanes`.
+
+    Raises:
+        UsageError: a GPU plane is set by name and cannot be used here.
+    """
+    return StagedPlanes(
+        host_planes(config.plane),
+        gpu=gpu_for(config, device),
+        frame_bytes=config.receive_bucket_bytes,
+        connections=config.connections,
+        allocate=allocate,
+    )
 
 
 class ReceiverPlanes(Protocol):
