@@ -142,7 +142,6 @@ COMMON_BYTES = 64 << 10
 SUBMIT_BYTES = 32 << 20  # one trajectory of the most tokens fits, and thousands of usual ones
 SUBSCRIPTION_BYTES = 1 << 10  # what a handshake needs; a topic is far shorter
 LEASE_BYTES = 256 << 20  # what a client is given to work on
-ROW_BYTES = 16 << 20  # a prompt row, which is sent with each sample of it
 MOST_BYTES = 1 << 30  # any frame: a batch, whose tokens may have hundreds of bytes of routing each
 
 # Messages that may be larger than `COMMON_BYTES`.

@@ -1,0 +1,116 @@
+"""One queue of leases: what each role may ask for, and how much of it one reply brings."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from fakes.broker_world import EndlessPrompts, World, trajectory, world
+
+from umbra.proto.access import LEASE_BYTES
+from umbra.proto.messages import (
+    LeaseTasks,
+    Message,
+    Nack,
+    RenewLeases,
+    SubmitResults,
+    TaskLeases,
+)
+from umbra.proto.records import Score
+from umbra.services.buffer.samples import leases
+from umbra.services.prompts.rows import Prompt
+
+
+def large_rows(run: World, row_bytes: int) -> None:
+    """Let each prompt have a row of so many bytes, and more."""
+
+    def draw(prompts: EndlessPrompts) -> Prompt:
+        prompts.drawn += 1
+        return Prompt(str(prompts.drawn), {"prompt": "x" * row_bytes})
+
+    run.broker.run.prompts.__class__ = type("LargePrompts", (EndlessPrompts,), {"__next__": draw})
+
+
+def test_leases_are_filled_by_bytes_as_well_as_by_count() -> None:
+    """Rows of 3 MiB: a reply fits into a frame, and the rest comes with the next one."""
+    run = world(group_size=8, batch_groups=16)
+    large_rows(run, 3 << 20)
+    ask = LeaseTasks(capacity=512, version=0, wait_s=0)
+    reply = run.ask("a", ask)
+    assert isinstance(reply, TaskLeases)
+    assert len(msgspec.msgpack.encode(reply)) <= leases.FILL_BYTES + (4 << 20) < LEASE_BYTES
+    assert len(reply.tasks) == 22
+    assert len(run.lease("a", 512, 0)) == 22
+
+
+def test_one_row_larger_than_a_reply_is_leased_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "FILL_BYTES", 10)
+    run = world()
+    assert [len(run.lease(name, 8, 0)) for name in "abab"] == [1, 1, 1, 1]
+
+
+def test_scoring_leases_are_filled_by_bytes_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = world(stages=["ref_logp"])
+    run.join("scorer", "r")
+    run.produce("a", 0)
+    ask = LeaseTasks(kind="ref_logp", capacity=8, wait_s=0)
+    monkeypatch.setattr(leases, "FILL_BYTES", 10)
+    assert len(run.get("r", ask, TaskLeases).tasks) == 1
+    monkeypatch.undo()
+    assert len(run.get("r", ask, TaskLeases).tasks) > 1
+
+
+def test_a_role_has_its_own_tasks_and_results() -> None:
+    run = world(stages=["ref_logp"])
+    run.join("scorer", "r")
+    (task, other) = run.lease("a", 2, 0)
+    assert not run.submit("a", trajectory(task, 0)).refused
+    made = trajectory(other, 0)
+    score = Score(sample_id=task.sample_id, attempt=1, logprobs=b"")
+    refused: list[tuple[str, Message]] = [
+        ("a", LeaseTasks(kind="ref_logp", capacity=1, wait_s=0)),
+        ("r", LeaseTasks(capacity=1, version=0, wait_s=0)),
+        ("a", SubmitResults(scores=[score])),
+        ("r", SubmitResults(trajectories=[made])),
+        ("r", SubmitResults(trajectories=[made], scores=[score])),
+        ("r", SubmitResults(capacity=4)),
+    ]
+    for name, body in refused:
+        reply = run.ask(name, body)
+        assert isinstance(reply, Nack) and reply.code == "wrong_role", body
+    assert run.broker.counters["wrong_role"] == len(refused)
+    assert run.pool.samples[other.sample_id].holder == "a"
+
+
+def test_a_scorer_cannot_replace_what_it_scores_nor_gets_samples_with_its_ack() -> None:
+    run = world(stages=["ref_logp"])
+    run.join("scorer", "r")
+    (task,) = run.lease("a", 1, 0)
+    made = trajectory(task, 0)
+    run.submit("a", made)
+    ask = LeaseTasks(kind="ref_logp", capacity=1, wait_s=0)
+    (scoring,) = run.get("r", ask, TaskLeases).tasks
+    assert scoring.attempt == task.attempt
+    other = trajectory(task, 0, 0)
+    assert run.get("r", RenewLeases(partials=[other]), TaskLeases).lost == [task.sample_id]
+    assert run.pool.trajectory_store.get(task.sample_id) == made
+    score = Score(sample_id=task.sample_id, attempt=1, logprobs=made.logprobs)
+    ack = run.get("r", SubmitResults(scores=[score], capacity=8), TaskLeases)
+    assert (ack.accepted, ack.tasks) == (1, [])
+
+
+def test_the_answer_to_a_scorer_outlives_the_buffer() -> None:
+    """The reply is lost with the buffer; the resent question gets the very same tasks."""
+    run = world(durable=True, stages=["ref_logp"])
+    run.join("scorer", "r")
+    run.produce("a", 0, 2)
+    ask = LeaseTasks(kind="ref_logp", capacity=2, wait_s=0)
+    given = run.get("r", ask, TaskLeases).tasks
+    number = run.broker.run.leases.of("r")[0].asked
+    run.restart_broker()
+    again = run.ask("r", ask, number=number)
+    assert isinstance(again, TaskLeases)
+    assert again.tasks == given
+    scores = [
+        Score(sample_id=t.sample_id, attempt=t.attempt, logprobs=t.made.logprobs) for t in given
+    ]
+    assert run.get("r", SubmitResults(scores=scores), TaskLeases).accepted == 2
