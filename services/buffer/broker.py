@@ -19,7 +19,7 @@ from umbra.proto.access import QUESTIONS, SENDERS, may_send, needs_membership
 from umbra.proto.net.server import Request
 from umbra.proto.net.zap import Refusals
 from umbra.services.buffer.effects import Effect
-from umbra.services.buffer.endpoints.operator import Interrupts, OperatorRequests
+from umbra.services.buffer.endpoints.operator import OperatorRequests
 from umbra.services.buffer.endpoints.trainer import TrainerEndpoint
 from umbra.services.buffer.endpoints.worker import WorkerEndpoint
 from umbra.services.buffer.members import Participant
@@ -77,17 +77,9 @@ class Broker:
         self._deadline = 0.0  # for the others to leave, once the run is ending
         self._finish_request: Request | None = None  # waits for an evaluation
         self._moved = True  # since the last `save`
-        interrupts = Interrupts(run)
         self._workers = WorkerEndpoint(run)
-        self._training = TrainerEndpoint(
-            run, missing=StallReport(run).missing, formed=interrupts.batch_formed
-        )
-        self._operator = OperatorRequests(
-            run,
-            wants_checkpoint=self._training.checkpoint_wanted,
-            interrupts=interrupts,
-            end=self._stop,
-        )
+        self._training = TrainerEndpoint(run, missing=StallReport(run).missing)
+        self._operator = OperatorRequests(run, end=self._stop)
         self._recovery = Recovery(run, run_id)
         self.room = DiskQuota(run)
         self._overview = StatusPage(
@@ -211,7 +203,7 @@ class Broker:
             m.StatusRequest: self._status,
             m.PauseRequest: operator.pause,
             m.ResumeRequest: operator.resume,
-            m.CheckpointRequest: operator.checkpoint,
+            m.CheckpointRequest: training.checkpoint_wanted,
             m.EvalRequest: operator.evaluate,
             m.DrainRequest: operator.drain,
             m.InterruptRequest: operator.interrupt,
@@ -379,9 +371,8 @@ class Broker:
             self._finish(request, request.body, now)
 
     def _refuse(self, request: Request, nack: m.Nack) -> None:
-        self.counters[nack.code] += 1
         if nack.code == "not_allowed":
             kind = type(request.body).__name__
             self._refusals.add(f"{kind} of {request.header.sender!r}: {nack.reason}")
         log.debug("refused %s: %s", type(request.body).__name__, nack.reason)
-        self._outbox.reply(request, nack)
+        self._outbox.refuse(request, nack.code, nack.reason, nack.path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -37,15 +38,17 @@ Effect: TypeAlias = Reply | Notify | Measure
 
 
 class Effects:
-    """Collects the effects of one event."""
+    """Collects the effects of one event; `counters` count refusals by their code."""
 
-    def __init__(self) -> None:
+    def __init__(self, counters: Counter[str]) -> None:
+        self._counters = counters
         self._effects: list[Effect] = []
 
     def reply(self, request: Request, body: Message) -> None:
         self._effects.append(Reply(request.bare, body))
 
     def refuse(self, request: Request, code: str, reason: str, path: str = "$") -> None:
+        self._counters[code] += 1
         self.reply(request, Nack(code=code, reason=reason, path=path))
 
     def push(self, identity: bytes, body: Message, channel: str = "control") -> None:

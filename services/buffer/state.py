@@ -44,7 +44,7 @@ class RunState:
         self.config = config
         self.prompts = prompts
         self.counters: Counter[str] = Counter()
-        self.outbox = Effects()  # of the event that is being handled
+        self.outbox = Effects(self.counters)  # of the event that is being handled
         self.members = Membership(buffer)
         self.paused = ""  # why no work is handed out; empty: it is
         self.health = Health(config)

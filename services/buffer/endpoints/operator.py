@@ -16,52 +16,35 @@ from umbra.services.buffer.state import RunState
 log = logging.getLogger(__name__)
 
 
-class Interrupts:
-    """Asks generators to hand samples back. A push that is lost costs only the time saved."""
+def interrupt(run: RunState, reason: str, sample_ids: Sequence[str] = ()) -> int:
+    """Ask generators to hand back these samples, or all under way; return how many they are.
 
-    def __init__(self, run: RunState) -> None:
-        self._run = run
-
-    def batch_formed(self) -> None:
-        """Interrupt what is still under way, if the run does so when a batch is full."""
-        if self._run.buffer.on_batch == "interrupt":
-            self.interrupt("the batch is full")
-
-    def interrupt(self, reason: str, sample_ids: Sequence[str] = ()) -> int:
-        """Ask for these samples, or for all that are under way; return how many they are."""
-        run, count = self._run, 0
-        for holder, held in run.leases.held.items():
-            leases = [
-                (sample.sample_id, sample.attempt)
-                for sample in held.values()
-                if sample.state is State.GENERATING and sample.sample_id in run.pool.samples
-                if not sample_ids or sample.sample_id in sample_ids
-            ]
-            count += len(leases)
-            if leases and holder in run.members.peers:
-                for portion in portions(leases, lambda _: 0, LEASES):
-                    order = m.Interrupt(leases=portion, reason=reason)
-                    run.outbox.push(run.members.peers[holder].identity, order, "data")
-        run.counters["interrupted"] += count
-        return count
+    A push that is lost costs only the time saved.
+    """
+    count = 0
+    for holder, held in run.leases.held.items():
+        leases = [
+            (sample.sample_id, sample.attempt)
+            for sample in held.values()
+            if sample.state is State.GENERATING and sample.sample_id in run.pool.samples
+            if not sample_ids or sample.sample_id in sample_ids
+        ]
+        count += len(leases)
+        if leases and holder in run.members.peers:
+            for portion in portions(leases, lambda _: 0, LEASES):
+                order = m.Interrupt(leases=portion, reason=reason)
+                run.outbox.push(run.members.peers[holder].identity, order, "data")
+    run.counters["interrupted"] += count
+    return count
 
 
 class OperatorRequests:
     """Answers operators; `end` begins the end of the run, for a reason, at a time."""
 
-    def __init__(
-        self,
-        run: RunState,
-        *,
-        wants_checkpoint: Callable[[Request, float], None],
-        interrupts: Interrupts,
-        end: Callable[[str, float], None],
-    ) -> None:
+    def __init__(self, run: RunState, *, end: Callable[[str, float], None]) -> None:
         self._run = run
         self._members = run.members
         self._outbox = run.outbox
-        self._wants_checkpoint = wants_checkpoint
-        self._interrupts = interrupts
         self._end = end
 
     def pause(self, request: Request, body: m.PauseRequest, _now: float) -> None:
@@ -74,11 +57,8 @@ class OperatorRequests:
         self._run.resume()
         self._outbox.reply(request, m.Ok())
 
-    def checkpoint(self, request: Request, _body: m.CheckpointRequest, now: float) -> None:
-        self._wants_checkpoint(request, now)
-
     def interrupt(self, request: Request, body: m.InterruptRequest, _now: float) -> None:
-        count = self._interrupts.interrupt(body.reason or "on request", body.samples)
+        count = interrupt(self._run, body.reason or "on request", body.samples)
         self._outbox.reply(request, m.Interrupted(samples=count))
 
     def evaluate(self, request: Request, _body: m.EvalRequest, _now: float) -> None:

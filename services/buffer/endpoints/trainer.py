@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from umbra.proto import messages as m
 from umbra.proto.net.server import Request
 from umbra.services.buffer.effects import Effects, Parked
+from umbra.services.buffer.endpoints.operator import interrupt
 from umbra.services.buffer.samples.batches import Batches
 from umbra.services.buffer.state import RunState
 
@@ -20,12 +21,9 @@ class TrainerEndpoint:
 
     Args:
         missing: returns in words what the batch waits for, at a time.
-        formed: called when a new batch was formed.
     """
 
-    def __init__(
-        self, run: RunState, *, missing: Callable[[float], str], formed: Callable[[], None]
-    ) -> None:
+    def __init__(self, run: RunState, *, missing: Callable[[float], str]) -> None:
         self.closed = False
         self.checkpoint_requests = CheckpointRequests(run.batches, run.outbox)
         self._run = run
@@ -35,7 +33,6 @@ class TrainerEndpoint:
         self._outbox = run.outbox
         self._steps = run.config.run.steps
         self._missing = missing
-        self._formed = formed
         self._question: Parked[m.LeaseBatch] | None = None
 
     def lease(self, request: Request, body: m.LeaseBatch, now: float) -> None:
@@ -51,7 +48,6 @@ class TrainerEndpoint:
                 self._rewind(request.header.sender, body.step, now)
         expected = self._batches.next_step
         if body.step != expected or body.step > self._steps:
-            self._counters["wrong_step"] += 1
             reason = (
                 f"step {body.step} cannot be leased: {self._batches.version} of {self._steps} "
                 "steps are committed"
@@ -77,11 +73,12 @@ class TrainerEndpoint:
             self._run.committer = request.header.incarnation
             self._run.curves.add(body.step, body.metrics)
             self._counters["mixed_version"] += batch.staleness.mixed
-            self._heard(body)
+            self._run.health.trained(body.step, body.metrics)
+            if body.metrics.get("skipped") == 1.0:
+                self._counters["batches_skipped"] += 1
         elif 1 <= body.step <= self._batches.version:
             self._counters["repeated_commits"] += 1
         else:
-            self._counters["not_leased"] += 1
             reason = (
                 f"step {body.step} cannot be committed: its batch was not leased, version is "
                 f"{self._batches.version}"
@@ -95,7 +92,6 @@ class TrainerEndpoint:
         """Drop the batches that a checkpoint covers."""
         version = self._batches.version
         if not 0 <= body.step <= version:
-            self._counters["wrong_step"] += 1
             reason = f"no checkpoint can cover step {body.step}: {version} steps are committed"
             self._outbox.refuse(request, "wrong_step", reason, "step")
             return
@@ -103,7 +99,7 @@ class TrainerEndpoint:
         self._outbox.reply(request, m.Ok())
         self.checkpoint_requests.told(body)
 
-    def checkpoint_wanted(self, request: Request, now: float) -> None:
+    def checkpoint_wanted(self, request: Request, _body: m.CheckpointRequest, now: float) -> None:
         """Ask the trainer for a checkpoint, at once if it is waiting for a batch."""
         self.checkpoint_requests.add(request, now)
         if self.checkpoint_requests.open:
@@ -121,7 +117,8 @@ class TrainerEndpoint:
         if batch is None:
             return
         if is_new:
-            self._formed()
+            if self._run.buffer.on_batch == "interrupt":
+                interrupt(self._run, "the batch is full")
             self._outbox.measure(
                 "batch",
                 step=batch.step,
@@ -172,11 +169,6 @@ class TrainerEndpoint:
         self._batches.rewind(step, now)
         self._run.curves.cut(step)
         self.checkpoint_requests.forget_after(step - 1)
-
-    def _heard(self, body: m.CommitBatch) -> None:
-        self._run.health.trained(body.step, body.metrics)
-        if body.metrics.get("skipped") == 1.0:
-            self._counters["batches_skipped"] += 1
 
     def _answer_parked(self, waiting_for: str) -> None:
         if self._question is not None:

@@ -9,7 +9,7 @@ from umbra.proto.bounds import BATCH
 from umbra.proto.net.server import Request
 from umbra.proto.records import SAMPLE
 from umbra.services.buffer.effects import Parked, ParkedRequests
-from umbra.services.buffer.samples.evaluation import EVAL_PREFIX, EvalAnswers
+from umbra.services.buffer.samples.evaluation import EVAL_PREFIX
 from umbra.services.buffer.samples.groups import State
 from umbra.services.buffer.samples.leases import Grant
 from umbra.services.buffer.samples.submit import Submissions
@@ -37,12 +37,9 @@ class WorkerEndpoint:
         self._evals = run.evals
         self._scoring = run.scoring
         self._outbox = run.outbox
-        self._answers = Submissions(
-            run.pool, run.batches, run.policy, run.facts, run.counters, run.health.answered
-        )
-        self._eval_answers = EvalAnswers(
-            run.evals.pool, run.batches, run.policy, run.facts, run.counters
-        )
+        common = (run.batches, run.policy, run.facts, run.counters)
+        self._answers = Submissions(run.pool, *common, run.health.answered)
+        self._eval_answers = Submissions(run.evals.pool, *common)
         self._generators = ParkedRequests[m.LeaseTasks]()
         self._scorers = ParkedRequests[m.LeaseTasks]()
         self._granted: dict[str, int] = {}  # by worker, its newest request that got work
@@ -57,11 +54,10 @@ class WorkerEndpoint:
         if scores and body.kind not in self._run.buffer.stages:
             known = ", ".join(self._run.buffer.stages) or "none"
             reason = f"the run has no stage {body.kind!r}; buffer.stages has {known}"
-            self._counters["unknown_stage"] += 1
             self._outbox.refuse(request, "unknown_stage", reason, "kind")
             return
-        if not scores and not self._exists(body.version):
-            newest = self._batches.newest
+        newest = self._batches.newest
+        if not scores and not 0 <= body.version <= newest:
             reason = f"{name} serves version {body.version}, but 0 to {newest} exist"
             self._outbox.refuse(request, "wrong_version", reason, "version")
             return
@@ -90,8 +86,11 @@ class WorkerEndpoint:
         if scores:
             refused = self._scoring.submit(scores, sender, now)
         grant = Grant(sender, request.header.id, 0, now, body.version)
-        if body.capacity > 0 and not scores and self._exists(body.version):
-            grant = self._grant(request, body, now)
+        if body.capacity > 0 and not scores:
+            if 0 <= body.version <= self._batches.newest:
+                grant = self._grant(request, body, now)
+            else:
+                self._counters["wrong_version"] += 1
         accepted = len(trajectories) + len(scores) - len(refused)
         self._outbox.reply(request, self._reply(grant, accepted, refused))
 
@@ -170,16 +169,8 @@ class WorkerEndpoint:
         peer = self._run.members.peers[request.header.sender]
         if peer.role == role:
             return True
-        self._counters["wrong_role"] += 1
         reason = f"this is for a {role}, {peer.name} is a {peer.role}"
         self._outbox.refuse(request, "wrong_role", reason, "kind")
-        return False
-
-    def _exists(self, version: int) -> bool:
-        """True if such a version of the weights exists; else count it."""
-        if 0 <= version <= self._batches.newest:
-            return True
-        self._counters["wrong_version"] += 1
         return False
 
     def _grant(self, request: Request, body: m.LeaseTasks | m.SubmitResults, now: float) -> Grant:

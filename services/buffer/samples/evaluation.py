@@ -25,15 +25,14 @@ from msgspec.structs import replace
 
 from umbra.proto.errors import RejectedError
 from umbra.proto.messages import Stuck
-from umbra.proto.records import EvalReport, Trajectory
+from umbra.proto.records import EvalReport
 from umbra.services.buffer.effects import Effects
 from umbra.services.buffer.members import Membership
 from umbra.services.buffer.samples.batches import Batches
-from umbra.services.buffer.samples.groups import Sample, State
+from umbra.services.buffer.samples.groups import State
 from umbra.services.buffer.samples.journal import Journal
 from umbra.services.buffer.samples.leases import Grant
 from umbra.services.buffer.samples.pool import SamplePool
-from umbra.services.buffer.samples.submit import Submissions
 from umbra.services.config import EvalConfig
 from umbra.services.prompts.rows import Prompt
 from umbra.services.reporting.figures import eval_scores
@@ -58,22 +57,6 @@ class OpenEvaluation:
     @property
     def version(self) -> int:
         return max(self.due, self.pinned)
-
-
-class EvalAnswers(Submissions):
-    """Accepts eval samples, whose tokens must all be of the pinned version."""
-
-    trained = False
-
-    def _unfit(self, sample: Sample, trajectory: Trajectory) -> str | None:
-        due = sample.group.due
-        if trajectory.oldest_version == trajectory.newest_version == due:
-            return None
-        return f"an eval sample of version {due} has tokens of another version"
-
-    def _give_up(self, sample: Sample) -> None:
-        self._counters["mixed_eval_samples"] += 1
-        self._pool.again(sample)
 
 
 class Evaluations:

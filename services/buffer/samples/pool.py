@@ -80,7 +80,7 @@ class SamplePool:
         self.rules = rules
         self.stages = tuple(stages)
         self.prefix = prefix
-        self._pinned = pinned
+        self.pinned = pinned
         self.leases = leases
         self._max_attempts = max_attempts
         self._queue = Queue()
@@ -144,7 +144,7 @@ class SamplePool:
             row=row,
             lease_s=self.leases.lease_s,
             trajectory=trajectory,
-            pinned_version=group.due if self._pinned and not scoring else -1,
+            pinned_version=group.due if self.pinned and not scoring else -1,
         )
         return task, len(group.row) + len(made)
 

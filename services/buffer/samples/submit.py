@@ -23,11 +23,11 @@ log = logging.getLogger(__name__)
 class Submissions:
     """Accepts answers that are sound, in time and asked for; counts the rest.
 
+    Tokens of a pinned pool, of eval samples, must all be of the pinned version.
+
     Args:
         heard: called with each answer that is accepted.
     """
-
-    trained = True  # what is accepted is trained on
 
     def __init__(
         self,
@@ -79,7 +79,11 @@ class Submissions:
             return self._refuse("malformed_trajectory", f"malformed: {fault}")
         unfit = self._unfit(sample, trajectory)
         if unfit is not None:
-            self._give_up(sample)
+            if self._pool.pinned:
+                self._counters["mixed_eval_samples"] += 1
+                self._pool.again(sample)
+            else:
+                self._pool.end(sample.group, "stale")
             return self._refuse("stale_answers", unfit)
         if sample.state is State.QUEUED:
             self._counters["late_accepted"] += 1
@@ -133,13 +137,14 @@ class Submissions:
 
     def _unfit(self, sample: Sample, trajectory: Trajectory) -> str | None:
         """Return the staleness reason, or None if trainable."""
-        oldest, version = trajectory.oldest_version, self._batches.version
+        oldest, version, due = trajectory.oldest_version, self._batches.version, sample.group.due
+        if self._pool.pinned:
+            if oldest == trajectory.newest_version == due:
+                return None
+            return f"an eval sample of version {due} has tokens of another version"
         if not self._policy.is_stale(oldest, version):
             return None
         return f"stale: a token of version {oldest}, the trainer is at {version}"
-
-    def _give_up(self, sample: Sample) -> None:
-        self._pool.end(sample.group, "stale")
 
     def is_accepted(self, sample_id: str, attempt: int) -> bool:
         """True if the answer under this lease was accepted."""
@@ -156,7 +161,9 @@ class Submissions:
             return "sample_id or attempt is not that of the lease"
         if (trajectory.group_id, trajectory.prompt_id) != (group.group_id, group.prompt.prompt_id):
             return "group_id or prompt_id is not that of the sample"
-        return find_fault(trajectory, self._facts, self._batches.newest, trained=self.trained)
+        return find_fault(
+            trajectory, self._facts, self._batches.newest, trained=not self._pool.pinned
+        )
 
     def _refuse(self, counter: str, reason: str) -> str:
         self._counters[counter] += 1
