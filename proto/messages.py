@@ -71,7 +71,10 @@ from umbra.proto.weights import (
 
 
 class Ok(Message, frozen=True, kw_only=True):
-    """Done; nothing to add."""
+    """Done, where it matters at which version and for how many samples."""
+
+    version: int = -1
+    samples: int = 0
 
 
 class Nack(Message, frozen=True, kw_only=True):
@@ -357,21 +360,8 @@ class EvalRequest(Order, frozen=True, kw_only=True):
     """Evaluate the policy as it is now, on the run's held-out prompts."""
 
 
-class EvalBegun(Message, frozen=True, kw_only=True):
-    """The evaluation of `version`, or of a later one, begins; `Status.evals` tells how it goes."""
-
-    version: int
-    samples: int
-
-
 class CheckpointRequest(Order, frozen=True, kw_only=True):
     """Have the trainer save its state as it is now, or after the step that it is in."""
-
-
-class CheckpointMade(Message, frozen=True, kw_only=True):
-    """The trainer can start again after `step`."""
-
-    step: int
 
 
 class InterruptRequest(Order, frozen=True, kw_only=True):
@@ -379,12 +369,6 @@ class InterruptRequest(Order, frozen=True, kw_only=True):
 
     samples: Annotated[list[Id], Meta(max_length=BATCH)] = []
     reason: Text = ""
-
-
-class Interrupted(Message, frozen=True, kw_only=True):
-    """How many samples their generators were asked to hand back."""
-
-    samples: int
 
 
 class LeaseBatch(Message, frozen=True, kw_only=True):
@@ -463,8 +447,8 @@ class RunFinished(Message, frozen=True, kw_only=True):
 
 CONTROL: tuple[type[Message], ...] = (
     Join, Welcome, Heartbeat, HeartbeatAck, Leave, Command, Ping, Pong, StatusRequest, Status,
-    DrainRequest, PauseRequest, ResumeRequest, EvalRequest, EvalBegun,
-    CheckpointRequest, CheckpointMade, InterruptRequest, Interrupted,
+    DrainRequest, PauseRequest, ResumeRequest, EvalRequest,
+    CheckpointRequest, InterruptRequest,
 )  # fmt: skip
 DATA: tuple[type[Message], ...] = (
     LeaseTasks, SubmitResults, RenewLeases, TaskLeases, ReturnTasks, Interrupt,

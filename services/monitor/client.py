@@ -10,12 +10,10 @@ import zmq
 
 from umbra.proto.errors import DeadlineError, RejectedError, UsageError
 from umbra.proto.messages import (
-    CheckpointMade,
     CheckpointRequest,
     DrainRequest,
     Event,
     Header,
-    Interrupted,
     InterruptRequest,
     Message,
     Ok,
@@ -66,7 +64,7 @@ class StatusClient:
     def interrupt(self, samples: list[str], timeout_s: float) -> int:
         """Have `samples` (empty: all) handed back by their generators; how many that are."""
         body = InterruptRequest(samples=samples, reason="on request")
-        return self._ask(body, Interrupted, timeout_s).samples
+        return self._ask(body, Ok, timeout_s).samples
 
     def pause(self, reason: str, timeout_s: float) -> None:
         """Have nothing handed out any more, until `resume`."""
@@ -83,7 +81,7 @@ class StatusClient:
             DeadlineError: that was not done within `timeout_s` seconds.
             RejectedError: the run is ending.
         """
-        return self._ask(CheckpointRequest(), CheckpointMade, timeout_s).step
+        return self._ask(CheckpointRequest(), Ok, timeout_s).version
 
     def drain(self, member: str, reason: str, timeout_s: float) -> None:
         """Have `member` leave, or if it is empty, end the run in order.

@@ -5,12 +5,10 @@ from fakes.broker_world import World, trajectory, world
 from umbra.proto.codec import Encoder, decode
 from umbra.proto.messages import (
     BatchLease,
-    CheckpointMade,
     CheckpointRequest,
     CheckpointSaved,
     Command,
     DrainRequest,
-    EvalBegun,
     EvalRequest,
     HeartbeatAck,
     Join,
@@ -145,7 +143,7 @@ def test_the_whole_run_is_drained_and_can_go_on() -> None:
 def test_an_evaluation_on_request() -> None:
     rows = [Prompt("1", {"prompt": "a"}), Prompt("2", {"prompt": "b"})]
     run = world(eval_config=EvalConfig(prompts="x", samples=3), eval_prompts=rows)
-    assert run.ask("op", EvalRequest()) == EvalBegun(version=0, samples=3)
+    assert run.ask("op", EvalRequest()) == Ok(version=0, samples=3)
     refused = run.ask("op", EvalRequest())
     assert isinstance(refused, Nack)
     assert "of version 0 is under way" in refused.reason
@@ -154,7 +152,7 @@ def test_an_evaluation_on_request() -> None:
     run.submit("a", *(trajectory(task, 0) for task in tasks))
     (report,) = run.broker.status(run.now).evals
     assert (report.version, report.done, report.accuracy) == (0, True, 1.0)
-    assert isinstance(run.ask("op", EvalRequest()), EvalBegun)  # as often as one likes
+    assert isinstance(run.ask("op", EvalRequest()), Ok)  # as often as one likes
 
 
 def test_an_evaluation_needs_prompts() -> None:
@@ -189,9 +187,9 @@ def test_a_checkpoint_on_request() -> None:
     assert lease.checkpoint
     assert lease.trajectories
     assert run.ask("trainer", CheckpointSaved(step=0, newest=1)) == Ok()
-    assert run.late["op"] == run.late["other op"] == [CheckpointMade(step=1)]
+    assert run.late["op"] == run.late["other op"] == [Ok(version=1)]
     assert not run.batch(2).checkpoint
-    assert run.ask("op", CheckpointRequest()) == CheckpointMade(step=1)  # there is one already
+    assert run.ask("op", CheckpointRequest()) == Ok(version=1)  # there is one already
 
 
 def test_a_waiting_trainer_hears_of_it_without_its_batch() -> None:
@@ -213,7 +211,7 @@ def test_an_older_checkpoint_is_not_what_was_asked_for() -> None:
     run.ask("trainer", CheckpointSaved(step=0, newest=1))
     assert run.late["op"] == []
     run.ask("trainer", CheckpointSaved(step=1, newest=2))
-    assert run.late["op"] == [CheckpointMade(step=2)]
+    assert run.late["op"] == [Ok(version=2)]
 
 
 def test_nobody_waits_for_a_checkpoint_for_ever() -> None:

@@ -11,11 +11,11 @@ from fakes.broker_world import World, trajectory
 
 from umbra.proto.messages import (
     Interrupt,
-    Interrupted,
     InterruptRequest,
     LeaseBatch,
     LeaseTasks,
     Nack,
+    Ok,
     RenewLeases,
     ReturnedSample,
     ReturnTasks,
@@ -68,10 +68,10 @@ def test_a_flushed_partial_is_kept_and_its_lease_goes_on() -> None:
 def test_samples_are_interrupted_on_request() -> None:
     run = world()
     one, two = run.lease("a", 2, 0)
-    assert run.ask("cli", InterruptRequest(samples=[two.sample_id])) == Interrupted(samples=1)
+    assert run.ask("cli", InterruptRequest(samples=[two.sample_id])) == Ok(samples=1)
     leases = [(two.sample_id, 1)]
     assert run.pushes == [("a", Interrupt(leases=leases, reason="on request"))]
-    assert run.ask("cli", InterruptRequest()) == Interrupted(samples=2)
+    assert run.ask("cli", InterruptRequest()) == Ok(samples=2)
     assert run.pool.samples[one.sample_id].holder == "a"  # until it comes back
 
 

@@ -59,7 +59,7 @@ class OperatorRequests:
 
     def interrupt(self, request: Request, body: m.InterruptRequest, _now: float) -> None:
         count = interrupt(self._run, body.reason or "on request", body.samples)
-        self._outbox.reply(request, m.Interrupted(samples=count))
+        self._outbox.reply(request, m.Ok(samples=count))
 
     def evaluate(self, request: Request, _body: m.EvalRequest, _now: float) -> None:
         try:
@@ -68,7 +68,7 @@ class OperatorRequests:
             self._outbox.refuse(request, error.code, str(error))
             return
         version = self._run.batches.version
-        self._outbox.reply(request, m.EvalBegun(version=version, samples=samples))
+        self._outbox.reply(request, m.Ok(version=version, samples=samples))
 
     def drain(self, request: Request, body: m.DrainRequest, now: float) -> None:
         """Drain one member, or end the run if none is named."""

@@ -228,7 +228,7 @@ class CheckpointRequests:
     def _grant(self) -> None:
         for waiting in self._waiting:
             if waiting.version <= self._newest:
-                self._outbox.reply(waiting.request, m.CheckpointMade(step=self._newest))
+                self._outbox.reply(waiting.request, m.Ok(version=self._newest))
         self._waiting = [waiting for waiting in self._waiting if waiting.version > self._newest]
 
     def expire(self, now: float) -> None:
