@@ -80,7 +80,7 @@ class Client:
     pushes: list[Message] = field(default_factory=list[Message])
 
     def join(self, role: Role) -> Welcome:
-        body = Join(role=role, name=self.name, pid=1, host="h", package_version="0")
+        body = Join(role=role, name=self.name, pid=1, host="h", package_version="0", replaces=1)
         welcome = self.ask(body, Welcome)
         self.data = sockets.dealer(self.context, welcome.data, self.name.encode())
         return welcome

@@ -36,6 +36,7 @@ from umbra.proto.messages import (
     Pong,
     Publish,
     RegisterManifest,
+    ReturnTasks,
     SlotGranted,
     SubmitResults,
     Subscribe,
@@ -208,7 +209,7 @@ def test_telemetry_is_for_members_to_send_and_for_monitors_to_see(
     [
         ("generator", CommitBatch(step=1)),
         ("generator", FinishRun(reason="mine")),
-        ("scorer", LeaseTasks(capacity=1, version=0, wait_s=0)),
+        ("scorer", ReturnTasks(samples=[])),
         ("trainer", LeaseTasks(capacity=1, version=0, wait_s=0)),
     ],
 )
