@@ -14,13 +14,14 @@ from fakes.crash_run import BufferProcess, CrashRun, check
 from fakes.waiting import until
 
 from umbra.proto import sockets
-from umbra.proto.codec import Encoder
+from umbra.proto.codec import Encoder, decode
 from umbra.proto.messages import (
     CommitBatch,
     Heartbeat,
     Join,
     LeaseBatch,
     LeaseTasks,
+    Leave,
     RenewLeases,
     ReturnedSample,
     ReturnTasks,
@@ -105,6 +106,19 @@ def mutate(frames: list[bytes], chance: random.Random) -> list[bytes]:
     return frames
 
 
+def leave(control: zmq.Socket[bytes]) -> None:
+    """The stranger, which its sound messages have made a member, leaves what it was given."""
+    encoder = Encoder("stranger", "stranger-1")
+    encoder._next_id = 1 << 41
+    number, frames = encoder.encode(Leave(reason="done"))
+    control.send_multipart(frames)
+    until(
+        lambda: control.poll(0) and decode(control.recv_multipart()).header.reply_to == number,
+        "the stranger has left",
+        lambda: control.poll(20),
+    )
+
+
 def rss_mb(pid: int) -> float:
     """Resident memory."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
@@ -145,6 +159,7 @@ def test_no_message_hurts(tmp_path: Path) -> None:
         named = ("malformed", "frames", "protocol", "too_large", "unknown_type", "resent")
         assert all(status.counters.get(code) for code in named), status.counters
         assert answers["some"] > FRAMES // 10
+        leave(strangers[0])
         run.work(0.5)
         before = run.version
         until(lambda: run.version > before, "honest peers are served on", run.turn)
