@@ -22,10 +22,8 @@ from umbra.deploy.prepare.preflight import check_packages, check_run, search_pat
 from umbra.deploy.prepare.stage import try_start
 from umbra.proto.errors import EXIT_DONE, UsageError
 from umbra.services.config import RunConfig
-from umbra.services.config.cautions import cautions
-from umbra.services.config.feasibility import check_feasible, implied_staleness
 from umbra.services.config.loader import as_dict, given_keys, load_config
-from umbra.services.config.objective_rules import implied
+from umbra.services.config.rules import cautions, check_feasible, implied_staleness
 from umbra.services.modeling.hub import is_hub_name, missing_bytes
 from umbra.services.prompts.download import shown
 from umbra.services.reporting.tables import aligned, size
@@ -133,7 +131,7 @@ def _show(run: RunConfig, as_json: bool) -> int:
     What trainer.objective stands for is in comments (in JSON: filled in), so that a file made from
     this can still be given another objective by name.
     """
-    tree, pieces = as_dict(run), implied(run)
+    tree, pieces = as_dict(run), run.trainer.implied
     if as_json:
         tree["trainer"] |= pieces
         click.echo(json.dumps(tree, indent=2))

@@ -19,7 +19,7 @@ from umbra.deploy.prepare.load import load_run, run_file_argument, set_option
 from umbra.proto.errors import EXIT_DONE
 from umbra.proto.net.keys import FOLDER, make_keys
 from umbra.services.config import RunConfig
-from umbra.services.config.feasibility import check_feasible
+from umbra.services.config.rules import check_feasible
 
 
 @click.command()

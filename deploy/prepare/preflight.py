@@ -17,8 +17,8 @@ from umbra.proto.net.keys import FOLDER, open_security
 from umbra.proto.sockets import check_address, check_port_free
 from umbra.services.buffer.prompts import open_prompts
 from umbra.services.config import RunConfig
-from umbra.services.config.feasibility import check_feasible
 from umbra.services.config.generation import ENVIRONMENT
+from umbra.services.config.rules import check_feasible
 from umbra.services.modeling.architectures import (
     check_architecture,
     check_experts,

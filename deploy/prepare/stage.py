@@ -16,8 +16,8 @@ from umbra.deploy.files.run_folder import CHECK, RunFolder, last_lines
 from umbra.proto.errors import ERROR_PREFIX, UmbraError
 from umbra.services.buffer.prompts import first_rows
 from umbra.services.config import RunConfig
-from umbra.services.config.cautions import cautions
 from umbra.services.config.loader import to_json
+from umbra.services.config.rules import cautions
 from umbra.services.process.child import (
     ChildError,
     ChildProcess,

@@ -26,9 +26,9 @@ from umbra.deploy.run.live import choose_view
 from umbra.deploy.run.up import Up
 from umbra.proto.errors import ERROR_PREFIX, EXIT_DONE, UsageError
 from umbra.services.config import RunConfig
-from umbra.services.config.cautions import cautions
-from umbra.services.config.learning_rate import after_extension
 from umbra.services.config.loader import load_config
+from umbra.services.config.rules import cautions
+from umbra.services.config.training import after_extension
 from umbra.services.modeling.hub import is_hub_name, missing_bytes
 from umbra.services.process.signals import SignalCounter
 from umbra.services.reporting.tables import size

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from umbra.proto.messages import RunWarning
 from umbra.proto.records import Trajectory
 from umbra.services.config import RunConfig
-from umbra.services.config.objective_rules import lone_groups
+from umbra.services.config.rules import lone_groups
 
 BATCHES = 4  # that are recent
 LEAST_SAMPLES = 16  # in a batch's worth: fewer say nothing

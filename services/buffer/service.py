@@ -25,7 +25,7 @@ from umbra.services.buffer.prompts import open_prompts
 from umbra.services.buffer.state import RunState
 from umbra.services.buffer.store import MemoryStore, Store, StoreFullError
 from umbra.services.config import BufferConfig
-from umbra.services.config.feasibility import check_feasible
+from umbra.services.config.rules import check_feasible
 from umbra.services.process.command import ServiceContext
 from umbra.services.process.files import DISK, READABLE_MODE
 from umbra.services.prompts.readers import read_source

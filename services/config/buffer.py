@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 from umbra.services.config.keys import Section, key
@@ -78,3 +79,32 @@ class BufferConfig(Section):
     def heartbeat_s(self) -> float:
         """Seconds between heartbeats of a service; longer with many members."""
         return min(1.0, self.dead_after_s / 15)
+
+    def faults(self) -> Iterator[str]:
+        """Settings with which no batch is ever full, or that contradict each other."""
+        size = self.group_size
+        if self.dynamic_sampling and size == 1:
+            yield (
+                "buffer.dynamic_sampling replaces every group of one sample, so no batch is ever "
+                "full: set buffer.group_size to 2 or more"
+            )
+        if self.straggler_s and self.min_survivors > size:
+            yield (
+                f"buffer.straggler_s = {self.straggler_s:g} is for groups of {self.min_survivors} "
+                f"samples and more, and buffer.group_size = {size}: set straggler_s to 0"
+            )
+        bound = self.max_staleness if self.run_ahead else 0
+        if self.on_batch == "interrupt" and bound == 0:
+            yield (
+                "buffer.on_batch = interrupt cannot continue a partial that is strictly on-policy: "
+                "set buffer.run_ahead and buffer.max_staleness to 1 or more, or buffer.on_batch to "
+                "continue"
+            )
+        if self.stale_policy == "wait" and self.oversample:
+            yield (
+                "buffer.stale_policy = wait waits for the spare groups of buffer.oversample as "
+                "well: set buffer.oversample to 0, or buffer.stale_policy to drop"
+            )
+        for stage in sorted(set(self.stages)):
+            if self.stages.count(stage) > 1:
+                yield f"buffer.stages has {stage} twice"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
+from umbra.proto.bounds import TOKENS
 from umbra.services.config.keys import Section, key
 
 ENVIRONMENT = "environment"
@@ -19,6 +21,7 @@ LIBRARIES = ("verifiers", "openenv", "trl")
 """Kinds of environments that other libraries define; programs of ours play them."""
 JUDGED_AT_ONCE = ("exact", "numeric", "math", "reasoning-gym", "reward")
 """Kinds whose one step is the reward."""
+_REWARDED = ("reward", "trl")  # kinds that take functions of the user's
 
 
 class EnvironmentConfig(Section):
@@ -118,6 +121,66 @@ class EnvironmentConfig(Section):
     def starts_agents(self) -> bool:
         """Whether generators start these programs; else they come to generator.serve."""
         return self.asks and self.workers > 0 and bool(self.kind != "agent" or self.agent)
+
+    def environment_faults(self, serve: str, max_context: int) -> Iterator[str]:
+        """What cannot work, or has no effect, with these two keys of the generators."""
+        where = self.where
+        if self.kind == "agent" and not self.agent and not serve:
+            yield (
+                f"{where}.kind = agent has no agent: set {where}.agent to module:function, or "
+                "generator.serve to the HOST:PORT that agents come to"
+            )
+        if self.reward_scope == "group" and self.kind == "trl":
+            yield (
+                f"{where}.reward_scope = group does not go with kind trl, whose functions get the "
+                "environments of their samples, which live where each was played: remove it, or "
+                f"set {where}.kind to reward"
+            )
+        elif self.reward_scope == "group" and self.kind != "reward":
+            yield (
+                f"{where}.reward_scope = group has no effect: set {where}.kind to reward, whose "
+                "functions may take a group, or remove it"
+            )
+        if not self.workers and not self.asks:
+            yield (
+                f"{where}.workers = 0 is for programs that ask for turns, which `umbra run-agents` "
+                f"runs: set it to 1 or more, or {where}.kind to agent, {', '.join(LIBRARIES)}"
+            )
+        if not self.workers and not serve:
+            yield (
+                f"{where}.workers = 0 leaves the programs to `umbra run-agents`: set "
+                "generator.serve to the HOST:PORT that it comes to"
+            )
+        for name, value, kinds in (
+            ("agent", self.agent, ("agent",)),
+            ("id", self.id, LIBRARIES),
+            ("reward", self.reward, _REWARDED),
+        ):
+            if value and self.kind not in kinds:
+                yield (
+                    f"{where}.{name} = {value} has no effect: set {where}.kind to "
+                    f"{' or '.join(kinds)}, or remove it"
+                )
+        if self.kind in LIBRARIES and not self.id:
+            yield f"{where}.kind = {self.kind} needs {where}.id"
+        if self.kind == "verifiers" and self.max_turns:
+            yield (
+                f"{where}.max_turns would cut rollouts that verifiers leads: give the environment "
+                f"its own argument for that, in {where}.options"
+            )
+        if self.branches != "train":
+            return
+        if not self.asks:
+            yield (
+                f"{where}.branches = train is for programs that ask the model themselves: set "
+                f"{where}.kind to {' or '.join(('agent', *LIBRARIES))}, or remove it"
+            )
+        if self.max_branches * max_context > TOKENS:
+            yield (
+                f"{self.max_branches} branches of generator.max_context = {max_context} tokens are "
+                f"more than the {TOKENS} of a sample that one message holds: lower max_context to "
+                f"{TOKENS // self.max_branches}"
+            )
 
 
 class NamedEnvironment(EnvironmentConfig):
@@ -221,6 +284,14 @@ class GeneratorConfig(Section):
         if self.engine == "auto":
             return "vllm" if kind == "cuda" and vllm else "torch"
         return self.engine
+
+    def faults(self) -> Iterator[str]:
+        """Sessions that leave slots empty."""
+        if 0 < self.sessions < self.slots:
+            yield (
+                f"generator.sessions = {self.sessions} leaves some of generator.slots = "
+                f"{self.slots} empty: raise it, or set it to 0"
+            )
 
 
 class ScorerConfig(Section):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 import types
+from collections.abc import Iterator
 from functools import reduce
 from typing import Annotated, Any, Literal, Union, dataclass_transform, get_args, get_origin
 
@@ -67,3 +68,7 @@ class _SectionMeta(type(msgspec.Struct)):
 
 class Section(msgspec.Struct, metaclass=_SectionMeta):
     """Base of all sections: typed, immutable, unknown keys are refused."""
+
+    def faults(self) -> Iterator[str]:
+        """A sentence for each thing in this section alone that cannot work."""
+        return iter(())

@@ -6,6 +6,8 @@ of the same name as a piece changes that piece alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import msgspec
 
 from umbra.services.config.keys import Section, key
@@ -24,6 +26,32 @@ from umbra.services.config.presets import (
     Preset,
     Proximal,
 )
+
+BY_RATIO = ("token", "sequence", "geometric")  # masks with bounds
+BY_RULE = ("m2po", "opsm", "probability")  # masks with a threshold
+
+# Which pieces are read under which circumstances; the others always are.
+READ: dict[str, tuple[str, Callable[[ObjectiveSpec], bool]]] = {
+    "gamma": ("advantage reinforce_pp or gae", lambda p: p.advantage in ("reinforce_pp", "gae")),
+    "gae_lambda": ("advantage gae", lambda p: p.advantage == "gae"),
+    "proximal": ("anchor proximal, a correction or a mask by ratio", lambda p: p.uses_proximal),
+    "clip_low": ("clip ppo or cispo", lambda p: p.clip in ("ppo", "cispo")),
+    "clip_high": ("clip ppo or cispo", lambda p: p.clip in ("ppo", "cispo")),
+    "dual_clip": ("clip ppo", lambda p: p.clip == "ppo"),
+    "is_level": ("a correction", lambda p: p.correction != "none"),
+    "is_floor": ("a correction", lambda p: p.correction != "none"),
+    "is_cap": ("a correction", lambda p: p.correction != "none"),
+    "mask_low": ("mask token, sequence or geometric", lambda p: p.mask in BY_RATIO),
+    "mask_high": ("mask token, sequence or geometric", lambda p: p.mask in BY_RATIO),
+    "mask_threshold": ("mask m2po, opsm or probability", lambda p: p.mask in BY_RULE),
+    "denominator": (
+        "aggregation token_mean, sequence_mean or sequence_sum",
+        lambda p: p.aggregation not in ("constant", "token_sum"),
+    ),
+    "kl_to": ("kl_coef", lambda p: p.kl_coef > 0),
+    "kl_estimator": ("kl_coef", lambda p: p.kl_coef > 0),
+    "kl_unbiased": ("kl_coef", lambda p: p.kl_coef > 0),
+}
 
 
 class ObjectiveKeys(Section):
@@ -101,3 +129,61 @@ class ObjectiveKeys(Section):
     def pieces(self) -> ObjectiveSpec:
         """What the preset and the keys come to."""
         return msgspec.structs.replace(PRESETS[self.objective], **self.chosen)
+
+    @property
+    def implied(self) -> dict[str, object]:
+        """The pieces that the preset chooses (no key does), of those that are read."""
+        pieces = self.pieces
+        values = {name: getattr(pieces, name) for name in ObjectiveSpec.__struct_fields__}
+        return {
+            name: value
+            for name, value in values.items()
+            if name not in self.chosen and (name not in READ or READ[name][1](pieces))
+        }
+
+    def objective_faults(self) -> Iterator[str]:
+        """Pieces that contradict each other, and keys that do nothing with the others."""
+        pieces, objective = self.pieces, self.objective
+        for key_ in self.chosen:
+            needs, read = READ.get(key_, ("", lambda _: True))
+            if not read(pieces):
+                yield f"trainer.{key_} does nothing with objective {objective}: it needs {needs}"
+        if pieces.anchor == "behaviour" and pieces.correction != "none":
+            yield (
+                f"trainer.correction = {pieces.correction} corrects for the behaviour policy a "
+                "second time, which is in the ratio already: set trainer.anchor to proximal, or "
+                "the correction to none"
+            )
+        if pieces.correction != "none" and 0 < pieces.is_cap <= pieces.is_floor:
+            yield (
+                f"trainer.is_floor = {pieces.is_floor:g} must be less than trainer.is_cap = "
+                f"{pieces.is_cap:g}"
+            )
+        if pieces.mask in BY_RATIO and pieces.mask_low >= pieces.mask_high:
+            yield (
+                f"trainer.mask_low = {pieces.mask_low:g} must be less than trainer.mask_high = "
+                f"{pieces.mask_high:g}"
+            )
+        if pieces.mask == "m2po" and pieces.proximal == "interpolate":
+            yield (
+                "trainer.mask = m2po looks at the whole batch before it is trained on, where "
+                "nothing can be interpolated yet: set trainer.proximal to recompute or stage"
+            )
+        if pieces.dual_clip and pieces.dual_clip <= 1 + pieces.clip_high:
+            yield (
+                f"trainer.dual_clip = {pieces.dual_clip:g} must be more than 1 + clip_high = "
+                f"{1 + pieces.clip_high:g}"
+            )
+        if not pieces.kl_coef or pieces.kl_in == "loss":
+            return
+        if pieces.kl_to == "behaviour":
+            yield (
+                f"trainer.kl_to = behaviour with objective {objective}, whose KL is in the reward, "
+                "compares the policy that sampled with itself: set it to reference"
+            )
+        if pieces.kl_unbiased or pieces.kl_estimator == "k3_plus":
+            which = "kl_unbiased" if pieces.kl_unbiased else "kl_estimator = k3_plus"
+            yield (
+                f"trainer.{which} changes the gradient of a KL in the loss, and objective "
+                f"{objective} has it in the reward: leave it out"
+            )

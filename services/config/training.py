@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 from umbra.services.config.keys import Section, key
@@ -113,6 +115,101 @@ class TrainerConfig(ObjectiveKeys):
         """Optimizer updates that a batch is meant for."""
         return self.minibatches * self.epochs
 
+    def faults(self) -> Iterator[str]:
+        """Settings of the trainer that contradict each other."""
+        yield from self.objective_faults()
+        yield from self._rank_faults()
+        if self.sequence_parallel > 1:
+            yield from self._sequence_faults(self.sequence_parallel)
+        if self.expert_parallel > 1:
+            yield from self._expert_faults(self.expert_parallel)
+        if self.lora_publish == "adapter" and not self.lora_rank:
+            yield (
+                "trainer.lora_publish = adapter has no adapter to publish: set trainer.lora_rank, "
+                "or leave it at merged"
+            )
+        offloads = self.offload in ("optimizer", "all")
+        if self.weights == "bf16" and self.precision in ("no", "fp16"):
+            yield (
+                f"trainer.weights = bf16 needs trainer.precision = bf16, which is "
+                f"{self.precision}: change one of them"
+            )
+        if offloads and self.precision == "fp16":
+            yield "trainer.offload moves no optimizer with trainer.precision = fp16: use bf16"
+        if self.offload in ("activations", "all") and self.activation_checkpointing is False:
+            yield (
+                f"trainer.offload = {self.offload} moves what recomputed layers keep: set "
+                "trainer.activation_checkpointing = true"
+            )
+
+    def _rank_faults(self) -> Iterator[str]:
+        ranks, nodes, replicas = self.ranks, self.nodes, self.replicas
+        if ranks % nodes:
+            yield (
+                f"trainer.nodes = {nodes} does not divide trainer.ranks = {ranks}, which are those "
+                "of all hosts: set trainer.ranks to a multiple of it"
+            )
+        parallel = {
+            "sequence_parallel": self.sequence_parallel,
+            "expert_parallel": self.expert_parallel,
+        }
+        for name, size in parallel.items() if nodes > 1 and not ranks % nodes else ():
+            if (ranks // nodes) % size:
+                yield (
+                    f"trainer.{name} = {size} does not divide the {ranks // nodes} ranks of each "
+                    "host (trainer.ranks / trainer.nodes), and ranks that share rows or divide "
+                    "experts have to be on one: change one of them"
+                )
+        if ranks % replicas:
+            yield (
+                f"trainer.replicas = {replicas} does not divide trainer.ranks = {ranks}: change "
+                "one of them"
+            )
+        if replicas > 1 and self.expert_parallel > 1:
+            yield (
+                "trainer.expert_parallel divides experts over all ranks, not within each of "
+                f"trainer.replicas = {replicas}: set one of them to 1"
+            )
+        if self.rendezvous and nodes == 1:
+            yield (
+                f"trainer.rendezvous = {self.rendezvous} has no effect with one host: set "
+                "trainer.nodes, or remove it"
+            )
+
+    def _sequence_faults(self, shared: int) -> Iterator[str]:
+        if self.nodes == 1 and self.ranks % shared:
+            yield (
+                f"trainer.sequence_parallel = {shared} does not divide trainer.ranks = "
+                f"{self.ranks}: set trainer.ranks to a multiple of it"
+            )
+        if self.router_aux_loss_coef:
+            yield (
+                "trainer.router_aux_loss_coef balances the experts over the tokens that a rank has "
+                "of rows, which are others with trainer.sequence_parallel: use one of them"
+            )
+        if self.compile:
+            yield (
+                "trainer.compile cannot compile the exchanges of trainer.sequence_parallel: use "
+                "one of them"
+            )
+
+    def _expert_faults(self, divided: int) -> Iterator[str]:
+        if self.ranks % divided:
+            yield (
+                f"trainer.expert_parallel = {divided} does not divide trainer.ranks = "
+                f"{self.ranks}: set trainer.ranks to a multiple of it"
+            )
+        if self.compile:
+            yield (
+                "trainer.compile cannot compile the exchanges of trainer.expert_parallel: use one "
+                "of them"
+            )
+        if self.lora_rank and not self.lora_targets:
+            yield (
+                "trainer.expert_parallel does not divide adapters of experts, which an empty "
+                "trainer.lora_targets means too: name other layers there, as q_proj and v_proj"
+            )
+
 
 class CriticConfig(Section):
     """The value model of `trainer.advantage = "gae"` (preset `ppo_critic`)."""
@@ -169,3 +266,45 @@ class EvalConfig(Section):
     def within(self) -> bool:
         """Whether there are evaluations within the run."""
         return self.every > 0 or self.at_start
+
+    def faults(self) -> Iterator[str]:
+        """Evaluations within the run that cannot be."""
+        if not self.within:
+            return
+        if not self.prompts:
+            name = "every" if self.every else "at_start"
+            yield f"eval.{name} needs eval.prompts: name a file of held-out prompts"
+        if self.samples % self.samples_per_prompt:
+            yield (
+                f"eval.samples = {self.samples} is no multiple of eval.samples_per_prompt = "
+                f"{self.samples_per_prompt}: change one of them"
+            )
+
+
+def learning_rate(config: TrainerConfig, step: int, steps: int) -> float:
+    """The rate of update number `step`, counted from 0, of `steps`.
+
+    It rises linearly over `warmup_steps` to the peak, then stays there or falls towards 0, which it
+    would reach a step after the last, in a straight line or half a cosine.
+    """
+    peak = config.learning_rate
+    if step < config.warmup_steps:
+        return peak * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return peak
+    done = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
+    done = min(1.0, done)
+    return peak * (1 - done if config.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2)
+
+
+def after_extension(config: TrainerConfig, done: int, before: int, steps: int) -> str:
+    """What the rate of a run that ended after `done` steps of `before` does, now of `steps`."""
+    if config.schedule == "constant":
+        return f"the learning rate stays at {config.learning_rate:g}"
+    last, first = (learning_rate(config, *at) for at in ((done - 1, before), (done, steps)))
+    final = learning_rate(config, steps - 1, steps)
+    return (
+        f"trainer.schedule = {config.schedule} now spans {steps} steps: the learning rate goes "
+        f"from {last:.3g}, where the run ended, to {first:.3g}, and falls to {final:.3g}; "
+        "trainer.warmup_steps are not repeated"
+    )

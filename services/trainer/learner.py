@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from umbra.proto.errors import UsageError
 from umbra.services.config import TrainerConfig
-from umbra.services.config.learning_rate import learning_rate
+from umbra.services.config.training import learning_rate
 from umbra.services.config.trajectory_rules import RouterKind
 from umbra.services.modeling.architectures import check_experts
 from umbra.services.modeling.attention import Attention

@@ -19,7 +19,7 @@ from umbra.services.config import (
     RunConfig,
     SamplingConfig,
 )
-from umbra.services.config.feasibility import check_feasible
+from umbra.services.config.rules import check_feasible
 from umbra.services.environments.loading import load_environment
 from umbra.services.generator.checks import check_environment
 from umbra.services.generator.evaluate import evaluate_model

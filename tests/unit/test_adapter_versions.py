@@ -19,7 +19,7 @@ from fakes.versions import finish, request
 
 from umbra.proto.errors import UsageError, WireError
 from umbra.services.config import RunConfig
-from umbra.services.config.feasibility import check_feasible
+from umbra.services.config.rules import check_feasible
 from umbra.services.generator.engines.opening import open_engine
 from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.modeling.lora import factors

@@ -128,7 +128,7 @@ def test_every_objective_of_the_staleness_grid_is_a_possible_run() -> None:
 
     from umbra.deploy.commands.demo import DEMOS
     from umbra.services.config.loader import load_config
-    from umbra.services.config.objective_rules import objective_faults
+    from umbra.services.config.rules import objective_faults
 
     for objective in OBJECTIVES:
         cell = Cell("guess", objective, 8, 4, 0)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from umbra.proto.errors import UsageError
-from umbra.services.config.feasibility import check_feasible
 from umbra.services.config.loader import load_config
+from umbra.services.config.rules import check_feasible
 
 AGENT = ("environment.kind=agent", "environment.agent=my:agent")
 BRANCHES = ("environment.branches=train",)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from umbra.proto.records import Branch, Trajectory
 from umbra.services.config import RunConfig
-from umbra.services.config.branch_rules import branch_faults
 from umbra.services.config.loader import load_config
 from umbra.services.config.presets import PRESETS
+from umbra.services.config.rules import branch_faults
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.metrics import Row, environment_metrics, sample_metrics

@@ -16,8 +16,8 @@ from umbra.compat.trl import (
     values_of,
 )
 from umbra.proto.errors import UsageError
-from umbra.services.config.feasibility import check_feasible
 from umbra.services.config.loader import config_of
+from umbra.services.config.rules import check_feasible
 
 ROWS = [{"prompt": "2 + 2 ="}] * 20
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Trajectory
 from umbra.services.config import RunConfig
-from umbra.services.config.feasibility import check_feasible
 from umbra.services.config.loader import load_config
+from umbra.services.config.rules import check_feasible
 from umbra.services.trainer.batch import TrainBatch, make_batch
 from umbra.services.trainer.critic import HEAD_FILE, LearnedCritic, open_critic
 from umbra.services.trainer.learner import Learner

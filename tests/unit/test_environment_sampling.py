@@ -25,9 +25,8 @@ from umbra.deploy.files.formats import to_toml
 from umbra.proto.errors import MismatchError, UsageError
 from umbra.proto.records import Sampling, Task, Trajectory, unpack_float32
 from umbra.services.config import RunConfig
-from umbra.services.config.cautions import cautions
-from umbra.services.config.feasibility import check_feasible
 from umbra.services.config.loader import as_dict, load_config, to_json
+from umbra.services.config.rules import cautions, check_feasible
 from umbra.services.config.trajectory_rules import RunFacts, find_fault, samplings_of
 from umbra.services.generator.agents.calls import read_chat
 from umbra.services.generator.engines.torch_engine import TorchEngine

@@ -13,8 +13,8 @@ from umbra.deploy.commands.demo import DEMOS, RECIPES
 from umbra.deploy.prepare.preflight import resolve_paths, search_path
 from umbra.proto.errors import UsageError
 from umbra.services.config import EnvironmentConfig, RunConfig
-from umbra.services.config.feasibility import implied_staleness
 from umbra.services.config.loader import load_config
+from umbra.services.config.rules import implied_staleness
 from umbra.services.environments.environment_host import EnvironmentHost
 from umbra.services.environments.loading import load_environment
 from umbra.services.environments.protocol import Opening, StepResult

@@ -17,8 +17,8 @@ from umbra.services.config import (
     ScorerConfig,
     TrainerConfig,
 )
-from umbra.services.config.feasibility import check_feasible, implied_staleness
 from umbra.services.config.loader import load_config
+from umbra.services.config.rules import check_feasible, implied_staleness
 
 
 def buffer(**values: Any) -> RunConfig:

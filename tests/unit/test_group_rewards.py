@@ -24,7 +24,7 @@ from umbra.services.config import (
     EvalConfig,
     RunConfig,
 )
-from umbra.services.config.feasibility import check_feasible
+from umbra.services.config.rules import check_feasible
 from umbra.services.environments.protocol import SampleError, StepResult
 from umbra.services.environments.rewards import RewardedGroup, RewardFunction, Rewards
 from umbra.services.prompts.rows import Prompt

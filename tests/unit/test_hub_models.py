@@ -18,8 +18,8 @@ from umbra.deploy.prepare.pinning import pinned
 from umbra.deploy.prepare.preflight import check_run
 from umbra.proto.errors import StartupError, UsageError
 from umbra.services.config import RunConfig
-from umbra.services.config.cautions import cautions
 from umbra.services.config.loader import config_of, load_config, to_json
+from umbra.services.config.rules import cautions
 from umbra.services.modeling.hub import fetch, is_hub_name, missing_bytes, pin
 from umbra.services.modeling.model_directory import (
     check_model_dir,

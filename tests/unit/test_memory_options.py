@@ -15,8 +15,8 @@ from torch.autograd import graph
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Trajectory
 from umbra.services.config import TrainerConfig
-from umbra.services.config.feasibility import check_feasible
 from umbra.services.config.loader import load_config
+from umbra.services.config.rules import check_feasible
 from umbra.services.trainer.distributed import sharding
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.learner import Learner

@@ -24,8 +24,8 @@ from umbra.deploy.prepare.preflight import check_packages
 from umbra.deploy.prepare.stage import try_aside
 from umbra.deploy.run.command import check_extension
 from umbra.proto.errors import UsageError
-from umbra.services.config.cautions import cautions
 from umbra.services.config.loader import load_config, to_json
+from umbra.services.config.rules import cautions
 from umbra.services.generator.checks import check_chat, check_devices
 from umbra.services.process.child import ChildError
 

@@ -23,7 +23,7 @@ from umbra.services.config import (
     NamedEnvironment,
     RunConfig,
 )
-from umbra.services.config.feasibility import check_feasible
+from umbra.services.config.rules import check_feasible
 from umbra.services.environments.loading import UNREWARDED
 from umbra.services.generator.evaluate import drawn
 from umbra.services.generator.pools import unrewarded

@@ -4,10 +4,9 @@ import pytest
 
 from umbra.proto.errors import UsageError
 from umbra.services.config import RunConfig
-from umbra.services.config.feasibility import check_feasible
 from umbra.services.config.loader import load_config
-from umbra.services.config.objective_rules import implied, lone_groups
 from umbra.services.config.presets import PRESETS, Preset
+from umbra.services.config.rules import check_feasible, lone_groups
 
 
 def trainer(*keys: str) -> RunConfig:
@@ -86,11 +85,11 @@ def test_combinations_that_work(keys: list[str]) -> None:
     check_feasible(config)
     names = {key.partition("=")[0] for key in keys} - {"objective", "buffer.stages"}
     assert names <= config.trainer.chosen.keys()
-    assert not names & implied(config).keys(), "a key that is set is not the preset's"
+    assert not names & config.trainer.implied.keys(), "a key that is set is not the preset's"
 
 
 def test_what_a_preset_implies_is_what_no_key_says_and_something_reads() -> None:
-    shown = implied(trainer("objective=dapo", "clip_low=0.1"))
+    shown = trainer("objective=dapo", "clip_low=0.1").trainer.implied
     assert shown["clip_high"] == 0.28
     assert shown["denominator"] == "all"
     assert not shown.keys() & {"clip_low", "is_cap", "kl_to", "gamma"}

@@ -15,7 +15,7 @@ from umbra.deploy.cluster.compose import container_paths
 from umbra.deploy.cluster.plan import Plan, make_plan
 from umbra.deploy.cluster.table import as_json, table
 from umbra.proto.errors import UsageError
-from umbra.services.config.feasibility import check_feasible
+from umbra.services.config.rules import check_feasible
 
 TWO = PLANS["trainer on two nodes"]  # and two that generate
 SHARED = PLANS["trainer and logp on two nodes"]

@@ -12,8 +12,8 @@ from umbra.deploy.prepare.preflight import resolve_paths
 from umbra.proto.errors import UsageError
 from umbra.services.buffer.prompts import first_rows, open_prompts
 from umbra.services.config import DataConfig, NamedEnvironment, RunConfig
-from umbra.services.config.feasibility import check_feasible
 from umbra.services.config.loader import as_dict, load_config, to_json
+from umbra.services.config.rules import check_feasible
 from umbra.services.environments.built_in import ExactMatch, NumericMatch
 from umbra.services.environments.pool import EnvironmentSet, EpisodeOutcome, InlinePool
 from umbra.services.environments.protocol import SampleError, StepResult

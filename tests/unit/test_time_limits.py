@@ -12,7 +12,7 @@ from fakes.slowness import seconds
 
 from umbra.proto.errors import DeadlineError, UsageError
 from umbra.services.config import EnvironmentConfig, NamedEnvironment, RunConfig
-from umbra.services.config.feasibility import check_feasible
+from umbra.services.config.rules import check_feasible
 from umbra.services.environments.pool import EpisodeOutcome, ProcessPool
 from umbra.services.environments.protocol import Opening
 from umbra.services.environments.time_limits import TimeLimits

@@ -18,7 +18,7 @@ from umbra.proto.deadline import LEAST_RATE, Pace
 from umbra.proto.errors import UmbraError, UsageError
 from umbra.proto.records import AdapterFacts, Manifest, Sampling
 from umbra.services.config import GeneratorConfig
-from umbra.services.config.feasibility import VLLM_COOLEST
+from umbra.services.config.rules import VLLM_COOLEST
 from umbra.services.generator.engines.engine import (
     CacheFigures,
     EngineOutput,

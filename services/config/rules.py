@@ -1,0 +1,294 @@
+"""Rules over several sections of a run file; those of one section alone are its `faults`.
+
+They are checked before a run starts (`umbra check`, `umbra up`, the buffer itself), because the
+answer of a run would be an hour of silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from umbra.proto.bounds import SUBMITTED
+from umbra.proto.errors import UsageError
+from umbra.services.config import CriticConfig, EnvironmentConfig, RunConfig, Section
+from umbra.services.config.generation import LIBRARIES
+from umbra.services.config.presets import ObjectiveSpec
+
+VLLM_COOLEST = 0.01  # it raises lower temperatures to this, but for 0
+
+
+@dataclass(frozen=True, slots=True)
+class Staleness:
+    """What a configuration implies for a trained token.
+
+    Versions count committed batches. Each batch is m = minibatches * epochs optimizer updates, the
+    last of which sees weights that m - 1 updates of the same batch have changed already.
+    """
+
+    bound: int  # versions, at most
+    typical: int  # versions, of a sample that nothing overtakes
+    updates: int  # optimizer updates between the weights of a token and those it trains, at most
+
+    def describe(self) -> str:
+        """One line for people."""
+        text = f"at most {self.bound} versions, typically up to {self.typical}"
+        if self.updates != self.bound:
+            text += f"; at most {self.updates} optimizer updates, as each batch is several"
+        return text
+
+
+def implied_staleness(config: RunConfig) -> Staleness:
+    """Return the worst and the typical staleness of `config`: K, min(A, K) and K * m + m - 1."""
+    buffer, updates = config.buffer, config.trainer.updates_per_batch
+    bound = buffer.max_staleness if buffer.run_ahead else 0
+    return Staleness(bound, min(buffer.run_ahead, bound), bound * updates + updates - 1)
+
+
+def check_feasible(config: RunConfig) -> None:
+    """Refuse what can never fill a batch, must deadlock, or contradicts itself.
+
+    Raises:
+        UsageError: all that is wrong, each with the numbers to change.
+    """
+    sections = [getattr(config, name) for name in config.__struct_fields__]
+    faults = [
+        *(fault for one in sections if isinstance(one, Section) for fault in one.faults()),
+        *_environment_faults(config),
+        *branch_faults(config),
+        *objective_faults(config),
+        *_run_faults(config),
+    ]
+    if faults:
+        raise UsageError("; ".join(faults))
+
+
+def _run_faults(config: RunConfig) -> Iterator[str]:
+    for stage in dict.fromkeys(config.buffer.stages):
+        if not config.scorer.processes(stage):
+            yield (
+                f"buffer.stages has {stage}, but scorer.count.{stage} = 0: nothing would ever "
+                "leave that stage"
+            )
+    found = {
+        one.sampling_key("temperature"): config.sampling_for(one).temperature
+        for one in config.all_environments
+    }
+    for key, temperature in found.items():
+        if config.generator.engine == "vllm" and temperature < VLLM_COOLEST:
+            yield (
+                f"{key} = {temperature:g} is out of range: vLLM, which would raise it, takes "
+                f"{VLLM_COOLEST} or more"
+            )
+    batch = config.buffer.group_size * config.buffer.batch_groups
+    if config.trainer.minibatches > batch:
+        yield (
+            f"trainer.minibatches = {config.trainer.minibatches} is more than the {batch} samples "
+            "of a batch (buffer.batch_groups * buffer.group_size): lower it"
+        )
+    if beyond := [step for step in config.trainer.profile_steps if step > config.run.steps]:
+        yield (
+            f"trainer.profile_steps has step {beyond[0]}, but run.steps = {config.run.steps}: "
+            "name steps from 1 to the last"
+        )
+
+
+# -- objectives ------------------------------------------------------------------------------------
+
+
+def objective_faults(config: RunConfig) -> Iterator[str]:
+    """What an objective needs of other sections, and does not have."""
+    pieces, stages = config.trainer.pieces, config.buffer.stages
+    if pieces.advantage != "gae" and config.critic != CriticConfig():
+        yield (
+            f"[critic] is for trainer.advantage = gae, and it is {pieces.advantage}: set "
+            "trainer.objective = ppo_critic, or leave [critic] out"
+        )
+    if pieces.advantage == "rloo" and config.buffer.group_size < 2:
+        yield (
+            "trainer.advantage = rloo compares with the others of a group: set buffer.group_size "
+            "to 2 or more"
+        )
+    if pieces.kl_coef and pieces.kl_to == "reference" and "ref_logp" not in stages:
+        yield (
+            f"trainer.kl_coef = {pieces.kl_coef:g} needs logprobs of the reference model: add "
+            "ref_logp to buffer.stages"
+        )
+    if pieces.uses_proximal and pieces.proximal == "stage" and "logp" not in stages:
+        yield (
+            "trainer.proximal = stage needs the logprobs of that stage: add logp to buffer.stages, "
+            "or set trainer.proximal to recompute"
+        )
+    limit = config.longest_turn
+    turns = {config.sampling_for(one).max_tokens for one in config.all_environments}
+    if pieces.overlong_buffer and len(turns) > 1:
+        yield (
+            f"trainer.overlong_buffer = {pieces.overlong_buffer} counts from the end of the "
+            "longest response, which is another one in each of [[environments]] (sampling."
+            f"max_tokens of {', '.join(map(str, sorted(turns)))}): make them equal, or set it to 0"
+        )
+    if pieces.overlong_buffer > limit:
+        yield (
+            f"trainer.overlong_buffer = {pieces.overlong_buffer} is more than the longest response "
+            f"({limit} tokens: sampling.max_tokens)"
+        )
+
+
+def lone_groups(config: RunConfig) -> str:
+    """What to know of groups of one sample; empty if nothing, and for rloo, which refuses them."""
+    advantage = config.trainer.pieces.advantage
+    if config.buffer.group_size > 1 or advantage in ("rloo", "reinforce_pp", "gae"):
+        return ""
+    return (
+        f"buffer.group_size = 1 leaves trainer.advantage = {advantage} nothing to compare a sample "
+        "with, so that its advantage is its reward: set buffer.group_size to 2 or more, or "
+        "trainer.advantage to reinforce_pp"
+    )
+
+
+# -- environments ----------------------------------------------------------------------------------
+
+
+def _environment_faults(config: RunConfig) -> Iterator[str]:
+    """What can't work, or has no effect; a sentence each."""
+    several, serve = config.environments, config.generator.serve
+    if several and config.environment != EnvironmentConfig():
+        yield "environment and [[environments]] are both set: remove one of them"
+    asking = sum(one.asks for one in config.all_environments)
+    if serve and not asking:
+        kinds = " or ".join(("agent", *LIBRARIES))
+        yield (
+            f"generator.serve = {serve} has no effect: set environment.kind to {kinds}, or "
+            "remove it"
+        )
+    advertised = config.generator.serve_advertise
+    if asking > 1 and advertised.rpartition(":")[2].isdigit():
+        yield (
+            f"generator.serve_advertise = {advertised} names one port, and each environment with "
+            "agents is served at its own: leave the port out"
+        )
+    for one in config.all_environments:
+        yield from one.environment_faults(serve, config.generator.max_context)
+    yield from _stage_faults(config)
+
+
+def _stage_faults(config: RunConfig) -> Iterator[str]:
+    """Where the environments and stage "reward" don't fit."""
+    if groups := config.rewarded_by_groups:
+        yield from _group_faults(config, groups[0])
+    elif "reward" not in config.buffer.stages:
+        return
+    elif config.environments:
+        yield (
+            "buffer.stages has reward, which of several [[environments]] is for those with "
+            "reward_scope = group, and none has that: remove the stage, or set it"
+        )
+    elif config.environment.kind not in ("exact", "reward"):
+        yield (
+            f"buffer.stages has reward, but environment.kind = {config.environment.kind} rewards "
+            "its turns itself: remove the stage"
+        )
+
+
+def _group_faults(config: RunConfig, one: EnvironmentConfig) -> Iterator[str]:
+    """Why rewards can't be given to whole groups, as `one` of the environments asks for."""
+    scope, buffer = f"{one.where}.reward_scope = group", config.buffer
+    if "reward" not in buffer.stages:
+        yield f'{scope} is done by scorers: put "reward" into buffer.stages'
+    if not 2 <= buffer.group_size <= SUBMITTED:
+        yield (
+            f"{scope} compares the samples of a group: buffer.group_size = {buffer.group_size} "
+            f"must be from 2 to {SUBMITTED}"
+        )
+    if buffer.straggler_s:
+        yield (
+            f"{scope} waits for all samples of a group, but buffer.straggler_s = "
+            f"{buffer.straggler_s:g} goes on without some: set it to 0"
+        )
+    each = config.eval.samples_per_prompt
+    if config.eval.within and not 2 <= each <= SUBMITTED:
+        yield (
+            f"{scope} compares the samples of a prompt in evaluations too: "
+            f"eval.samples_per_prompt = {each} must be from 2 to {SUBMITTED}"
+        )
+
+
+# -- samples with branches -------------------------------------------------------------------------
+
+_WHITENED = ("reinforce_pp", "reinforce_pp_baseline", "gae")
+
+
+def branch_faults(config: RunConfig) -> Iterator[str]:
+    """What samples with branches (`environment.branches = "train"`) can't be combined with.
+
+    The trainer gives a branch the weight 1 / k. That is right for whatever is a sum or a mean over
+    sequences or tokens with these weights. Named here is what is not such a sum.
+    """
+    training = [one.where for one in config.all_environments if one.branches == "train"]
+    for setting in _unproven(config, config.trainer.pieces) if training else ():
+        yield f"{training[0]}.branches = train is not made for {setting}: change one of them"
+
+
+def _unproven(config: RunConfig, pieces: ObjectiveSpec) -> Iterator[str]:
+    """Settings that don't read the weights, or look at a response as if it were the sample."""
+    if pieces.advantage in _WHITENED:
+        yield f"trainer.advantage = {pieces.advantage}, which counts tokens alike to whiten them"
+    if pieces.mask == "m2po":
+        yield "trainer.mask = m2po, which counts all tokens of a batch alike"
+    if pieces.overlong_buffer:
+        yield "trainer.overlong_buffer, which punishes one response for its length"
+    if pieces.overlong_filter:
+        yield "trainer.overlong_filter, which looks at the end of one response"
+    if pieces.kl_coef and pieces.kl_in == "reward":
+        objective = config.trainer.objective
+        yield f"trainer.objective = {objective}, which takes the KL of one response off the reward"
+    if config.trainer.router_replay:
+        yield "trainer.router_replay, which has the experts of one response"
+
+
+# -- said before a run starts, which it may nevertheless -------------------------------------------
+
+# Rates of AdamW at which models of any size have been seen to learn; adapters take more.
+LEAST_RATE, MOST_RATE, MOST_ADAPTER_RATE = 1e-8, 5e-3, 5e-2
+
+
+def cautions(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Name and sentence of each."""
+    trainer = config.trainer
+    if config.model.trust_remote_code:
+        yield (
+            "trust_remote_code",
+            "model.trust_remote_code = true: Python code of the model's repository may run, with "
+            "all rights of this user, in trainer, generators, scorers and `umbra eval`",
+        )
+    if text := lone_groups(config):
+        yield "lone_groups", text
+    most = MOST_ADAPTER_RATE if trainer.lora_rank else MOST_RATE
+    if trainer.optimizer == "adamw" and not LEAST_RATE <= trainer.learning_rate <= most:
+        usual = "1e-5 to 1e-3 for an adapter" if trainer.lora_rank else "1e-7 to 1e-4"
+        yield (
+            "learning_rate",
+            f"trainer.learning_rate = {trainer.learning_rate:g} is out of the usual range of "
+            f"AdamW ({usual})",
+        )
+    if trainer.warmup_steps >= config.run.steps > 1:
+        yield (
+            "warmup",
+            f"trainer.warmup_steps = {trainer.warmup_steps} is not less than run.steps = "
+            f"{config.run.steps}: the learning rate never reaches its peak",
+        )
+    longest = max(config.all_environments, key=lambda one: config.sampling_for(one).max_tokens)
+    if config.longest_turn >= config.generator.max_context:
+        yield (
+            "max_tokens",
+            f"{longest.sampling_key('max_tokens')} = {config.longest_turn} does not fit into "
+            f"generator.max_context = {config.generator.max_context}, which the prompt needs room "
+            "in too: answers are cut off there",
+        )
+    batch = config.buffer.group_size * config.buffer.batch_groups
+    if batch % trainer.minibatches:
+        yield (
+            "minibatches",
+            f"trainer.minibatches = {trainer.minibatches} does not divide the {batch} samples of a "
+            "batch: its updates are of different sizes",
+        )
