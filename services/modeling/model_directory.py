@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -78,6 +79,8 @@ def check_model_dir(
     ):
         if files.isdisjoint(names):
             raise UsageError(f"{source}: {directory} has no {what} ({' or '.join(names)})")
+    if weights and WEIGHT_FILES[0] not in files and WEIGHT_FILES[1] in files:
+        _check_index(directory / WEIGHT_FILES[1], source)
     for name in sorted(files):
         if name.endswith(READ_SUFFIXES):
             try:
@@ -85,6 +88,29 @@ def check_model_dir(
             except OSError as error:
                 raise _unreadable(error, source) from error
     return directory
+
+
+def _check_index(index: Path, source: str) -> None:
+    """Check that the files with a model's tensors are safetensors files beside `index`.
+
+    Transformers reads files of other names with `torch.load`.
+
+    Raises:
+        UsageError: one is not, or the index cannot be read; names it.
+    """
+    try:
+        shards: list[object] = list(json.loads(index.read_bytes())["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise UsageError(
+            f"{source}: {index} is no index of safetensors files ({type(error).__name__}): "
+            "download it again"
+        ) from error
+    for name in shards:
+        if not isinstance(name, str) or not name.endswith(".safetensors") or "/" in name:
+            raise UsageError(
+                f"{source}: {index} names {name!r}, and weights are read from .safetensors files "
+                "beside it only: save the model with safe_serialization=True"
+            )
 
 
 def _on_hub(path: str) -> str:

@@ -86,6 +86,25 @@ def test_what_may_not_be_read_is_said_to_be_so(tmp_path: Path, closed: str) -> N
             (directory / closed).chmod(0o700)
 
 
+@pytest.mark.parametrize("shard", ["pytorch_model.bin", "../model.safetensors", "/etc/passwd", 3])
+def test_an_index_names_safetensors_files_beside_it_only(
+    directory: Path, tmp_path: Path, shard: object
+) -> None:
+    """Transformers would read a file of another name with torch.load."""
+    copy = tmp_path / "copy"
+    shutil.copytree(directory, copy)
+    (copy / "model.safetensors").rename(copy / "part.safetensors")
+    index = copy / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "part.safetensors"}}))
+    assert check_model_dir(copy) == copy
+    index.write_text(json.dumps({"weight_map": {"a": "part.safetensors", "b": shard}}))
+    with pytest.raises(UsageError, match=r"names .*read from \.safetensors files beside it only"):
+        check_model_dir(copy)
+    index.write_text("[]")
+    with pytest.raises(UsageError, match="is no index of safetensors files"):
+        check_model_dir(copy)
+
+
 def test_a_seed_fixes_the_weights_and_the_callers_randomness_is_left_alone(tmp_path: Path) -> None:
     torch.manual_seed(5)
     expected = torch.rand(1)
