@@ -211,8 +211,8 @@ def test_what_others_can_reach_is_bound_with_keys_only(
 def test_the_spec_has_the_same_table() -> None:
     stated: dict[str, str] = {}
     for line in SPEC.partition("\n## Keys\n")[2].partition("\n## ")[0].splitlines():
-        if row := re.fullmatch(r"\| `(\w+)` \| (.*) \|", line):
-            stated[row[1]] = row[2]
+        if row := re.fullmatch(r"- (.*): (`.*`)", line):
+            stated |= dict.fromkeys(re.findall(r"`(\w+)`", row[2]), row[1])
     spelled = {ANYONE: "any", MEMBERS: "any but `operator`"}
     assert stated == {
         kind.__name__: spelled.get(roles) or ", ".join(f"`{role}`" for role in roles)
