@@ -17,9 +17,8 @@ from umbra.deploy.check.machine_defaults import choose
 from umbra.deploy.commands import init as init_command
 from umbra.deploy.commands.init import REWARDS, command, run_file
 from umbra.services.config import RunConfig
-from umbra.services.config.rules import cautions
-from umbra.services.config.rules import check_feasible
 from umbra.services.config.loader import given_keys, load_config, load_tree
+from umbra.services.config.rules import cautions, check_feasible
 
 
 @pytest.fixture(autouse=True)
