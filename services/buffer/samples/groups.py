@@ -62,11 +62,6 @@ class Sample:
         return self.score_attempts if self.state is State.SCORING else self.attempt
 
     @property
-    def leases(self) -> int:
-        """Number of leases of both sorts, which names the newest of them."""
-        return self.attempt + self.score_attempts
-
-    @property
     def oldest_possible(self) -> int | None:
         """Version of its oldest token, or of its holder before there is one; None = unknown."""
         if self.state is State.GENERATING and self.oldest is None:
@@ -87,9 +82,9 @@ class Group:
     completed: int = 0  # counts complete groups, so that their order is known; 0 = not complete
     row: bytes = b""  # packed row of the prompt, once a sample was leased
 
-    @property
     def packed_row(self) -> bytes:
-        self.row = self.row or msgspec.msgpack.encode(self.prompt.row)
+        if not self.row:
+            self.row = msgspec.msgpack.encode(self.prompt.row)
         return self.row
 
     @property

@@ -48,8 +48,8 @@ class LeaseTable:
         self.held: dict[str, dict[str, Sample]] = {}  # by holder
         self._count = 0
         self._pushed = 0  # breaks ties of deadlines
-        # (deadline, tie, number of the lease, sample); a renewed lease is pushed again when its
-        # old deadline is reached.
+        # (deadline, tie, number of all leases of the sample up to this one, sample); a renewed
+        # lease is pushed again when its old deadline is reached.
         self._heap: list[tuple[float, int, int, Sample]] = []
 
     def __len__(self) -> int:
@@ -60,7 +60,10 @@ class LeaseTable:
         sample.holder = holder
         sample.leased_at = now
         sample.deadline = now + self.lease_s
-        self.held.setdefault(holder, {})[sample.sample_id] = sample
+        held = self.held.get(holder)
+        if held is None:
+            held = self.held[holder] = {}
+        held[sample.sample_id] = sample
         self._count += 1
         self._push(sample)
         if len(self._heap) > 2 * self._count + SLACK:  # deadlines are far, and answers come fast
@@ -105,8 +108,9 @@ class LeaseTable:
 
     def _push(self, sample: Sample) -> None:
         self._pushed += 1
-        heapq.heappush(self._heap, (sample.deadline, self._pushed, sample.leases, sample))
+        number = sample.attempt + sample.score_attempts
+        heapq.heappush(self._heap, (sample.deadline, self._pushed, number, sample))
 
 
 def _is_open(sample: Sample, number: int) -> bool:
-    return bool(sample.holder) and sample.leases == number
+    return bool(sample.holder) and sample.attempt + sample.score_attempts == number

@@ -130,7 +130,7 @@ class SamplePool:
         """Return what the holder of `sample` gets, and the bytes of its row and trajectory."""
         group = sample.group
         scoring = sample.state is State.SCORING
-        row: Any = msgspec.Raw(group.packed_row)
+        row: Any = msgspec.Raw(group.packed_row())
         made: bytes | memoryview = b""
         if sample.oldest is not None:
             made = self.trajectory_store.packed(sample.sample_id)
@@ -138,7 +138,7 @@ class SamplePool:
         task = Task(
             kind=self.stage_of(sample) if scoring else SAMPLE,
             sample_id=sample.sample_id,
-            attempt=sample.lease_attempt,
+            attempt=sample.score_attempts if scoring else sample.attempt,
             group_id=group.group_id,
             prompt_id=group.prompt.prompt_id,
             row=row,
