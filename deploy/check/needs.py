@@ -193,11 +193,12 @@ def _pass(
 ) -> tuple[list[Item], list[Item]]:
     """Return what a forward and backward pass takes on the device, and what it moves to the host.
 
-    Autocast keeps the residual stream in float32, and casts of the weights that it computes with.
+    Autocast, of one rank, keeps the residual stream in float32, and casts of the weights.
     """
     each, layers = ITEM_BYTES[trainer.precision_on(kind)], sizes.layers
     tokens //= trainer.sequence_parallel
-    stream = 4 if ITEM_BYTES[trainer.weights] == 4 else each
+    autocast = each == 2 and trainer.weights == "float32" and trainer.ranks == 1
+    stream = 4 if autocast else each
     layer = tokens * (10 * sizes.hidden * stream + (sizes.kept - 10 * sizes.hidden) * each)
     layer = layer * 21 // 20  # what is not in `layer_numbers`
     pairs = tokens * width
@@ -208,8 +209,8 @@ def _pass(
     inputs, whole = again * tokens * sizes.hidden * stream, layers - again
     away = inputs if trainer.offload in ("activations", "all") and kind == "cuda" else 0
     kept = inputs - away + whole * layer
-    if each == 2 and ITEM_BYTES[trainer.weights] == 4:
-        kept += 2 * (sizes.layer[0] * layers + sizes.outside[0]) // trainer.ranks
+    if autocast:
+        kept += 2 * (sizes.layer[0] * layers + sizes.outside[0])
     masks = (MASK * pairs if kind == "cpu" else 0) + (whole * scores if sizes.scores else 0)
     chunk = min(4 * tokens * sizes.vocabulary, int(trainer.logits_mib * 2**20))
     head = sizes.vocabulary * sizes.hidden if sizes.outside[1] else 0
