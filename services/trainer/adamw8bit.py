@@ -48,7 +48,6 @@ class AdamW8bit(TorchAOAdamW8bit):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Update every parameter that has a gradient."""
         assert closure is None
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -75,7 +74,6 @@ class AdamW8bit(TorchAOAdamW8bit):
             first.codes.masked_fill_(second.codes == 0, _ZERO)
 
     def _zeros(self, parameter: Tensor, name: str) -> Tensor:
-        """Return a moment of this rank's rows."""
         own = local(parameter)
         if not in_8_bits(parameter.shape) or not own.numel():
             return torch.zeros_like(own)

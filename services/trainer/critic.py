@@ -112,7 +112,6 @@ class LearnedCritic:
         return self._outcome
 
     def parts(self) -> dict[str, CheckpointPart]:
-        """What a checkpoint has to hold of it."""
         module = self._source.module
         return {
             "critic": _Settled(self, module),
@@ -210,7 +209,6 @@ class ValueHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(1))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Values float32 [N] of hidden states [N, H]."""
         return nn.functional.linear(hidden.float(), self.weight, self.bias).squeeze(-1)
 
     def load(self, directory: Path) -> None:
@@ -272,7 +270,6 @@ class ValueModel(nn.Module):
         self._parallel = SequenceParallel(backbone, attention, group) if group else None
 
     def forward(self, micro: MicroBatch) -> Tensor:
-        """Values float32 [N]."""
         if self._parallel is None:
             return self._values(micro, micro)
         share = self._parallel.share(micro)
@@ -281,7 +278,6 @@ class ValueModel(nn.Module):
         return share.join(values)
 
     def _values(self, own: MicroBatch, rows: MicroBatch, **arguments: Any) -> Tensor:
-        """Of the learned tokens of `own`, this rank's part of `rows`."""
         output: Any = self.backbone(
             input_ids=own.input_ids,
             position_ids=own.position_ids,
@@ -398,7 +394,6 @@ class PolicyHead:
             yield source, self._head(hidden)
 
     def sync(self) -> None:
-        """The mean over the ranks, as FSDP takes it."""
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

@@ -58,7 +58,6 @@ class Demonstrations:
         return len(self._ids)
 
     def take(self, which: Sequence[int]) -> Tokens:
-        """Those conversations, end to end."""
         lengths = torch.tensor([len(self._ids[i]) for i in which])
         starts = (lengths.cumsum(0) - lengths).tolist()
         learned = [self._learned[i] + start for i, start in zip(which, starts, strict=True)]

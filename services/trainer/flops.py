@@ -114,7 +114,6 @@ def _met(named: dict[str, nn.Parameter], config: Any) -> Iterator[int]:
 
 
 def _routed(config: Any) -> int:
-    """Experts that a token is routed to."""
     for key in _ROUTED:
         if isinstance(count := getattr(config, key, None), int):
             return count

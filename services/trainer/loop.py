@@ -60,7 +60,6 @@ class Loop:
         self._profile = Profile(context.run_dir / "profile", steps, self._ranks.rank)
 
     def close(self) -> None:
-        """End the profiler's trace."""
         self._profile.end()
 
     def run(self) -> bool:

@@ -86,7 +86,6 @@ class Member:
 
     @property
     def stopping(self) -> bool:
-        """True if this process was asked to stop."""
         return self.session.stopping.is_set()
 
     def keep_going(self, step: int) -> bool:
@@ -187,7 +186,6 @@ class Member:
         self.session.data.call(covered, Ok, timeout_s=self._grace_s)
 
     def saved(self, outcomes: list[SaveOutcome]) -> None:
-        """Report the outcomes of checkpoints."""
         log = self._context.log
         for outcome in outcomes:
             self._context.metrics.write("checkpoint", **asdict(outcome))

@@ -38,7 +38,6 @@ class Phases:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Count the time inside as `name`."""
         path = f"{self._open[-1]}/{name}" if self._open else name
         self._open.append(path)
         begin = self._now()
@@ -80,7 +79,6 @@ class Phases:
 
 
 def _between(first: Moment, last: Moment) -> float:
-    """Seconds."""
     if isinstance(first, torch.cuda.Event) and isinstance(last, torch.cuda.Event):
         return first.elapsed_time(last) / 1000
     assert isinstance(first, float) and isinstance(last, float)

@@ -213,7 +213,6 @@ class HeldWeights:
 
 
 def held(model: nn.Module) -> HeldWeights:
-    """The weights that `model` has now."""
     return HeldWeights({name: p.detach() for name, p in model.named_parameters()})
 
 

@@ -63,7 +63,6 @@ class RolloutLog:
             self._tell(told(rows[step % len(rows)]))
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 

@@ -44,7 +44,6 @@ class Sinks:
         self._evals: list[EvalReport] = []  # those that were written
 
     def write(self, step: int, row: Row) -> None:
-        """Hand the numbers in `row` to all."""
         values = {name: value for name, value in row.items() if value is not None}
         self._each(lambda sink: sink.log(values, step))
 

@@ -112,7 +112,6 @@ class _Display:
         self._shown_at = 0.0
 
     def __call__(self, progress: WarmStartProgress) -> None:
-        """Show `progress`, if it is time to."""
         step, steps, loss = progress
         text = f"step {step}/{steps}  loss {loss:.3f}"
         if self._terminal:

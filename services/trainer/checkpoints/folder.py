@@ -42,7 +42,6 @@ class CheckpointFolder:
         self._config = config
 
     def steps(self) -> list[int]:
-        """The steps that have a checkpoint, in order."""
         return _steps(self.path)
 
     def seen(self) -> list[int]:
@@ -101,7 +100,6 @@ class CheckpointFolder:
         self.finish(index)
 
     def of(self, step: int) -> Path:
-        """The folder of the checkpoint of `step`."""
         return self.path / f"step-{step}"
 
     @property
@@ -126,7 +124,6 @@ class CheckpointFolder:
         return scratch
 
     def discard(self) -> None:
-        """Remove what is left of a checkpoint that was not finished."""
         for scratch in self.path.glob(f"{SCRATCH}*"):
             self._remove(scratch)
 
@@ -270,7 +267,6 @@ class Index(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def file_name(rank: int) -> str:
-    """Return the name of the file of `rank`."""
     return f"rank-{rank:05d}.rows"
 
 

@@ -8,6 +8,7 @@ is compared; if one is wrong, all ranks turn to the checkpoint before.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from umbra.proto.errors import UsageError
+from umbra.proto.errors import UmbraError, UsageError
 from umbra.services.trainer.checkpoints.folder import (
     CheckpointFolder,
     DamagedError,
@@ -135,16 +136,12 @@ class Saved:
         return cls(folder, found, ranks)
 
     def part(self, name: str) -> SavedPart:
-        """Return what is saved under the name of a part; nothing, if there was no such part."""
-        return SavedPart(self, name)
+        """Return what is saved under the name of a part; nothing, if there was no such part.
 
-    def facts(self, part: str) -> dict[str, Any]:
-        """Return what this rank saved of `part` besides tensors.
-
-        If there were fewer ranks, what the last one saved.
+        Besides tensors that is what this rank saved; if there were fewer ranks, the last one.
         """
         number = min(self._ranks.rank, len(self.index.files) - 1)
-        return self.index.files[number].facts.get(part, {})
+        return SavedPart(self, name, self.index.files[number].facts.get(name, {}))
 
     @torch.no_grad()
     def fill(self, places: dict[str, Tensor]) -> None:
@@ -200,7 +197,8 @@ class Saved:
             msgspec.json.decode(one) for one in ranks.collect(msgspec.json.encode(mine))
         ]
         lost: list[str] = []
-        for number, file in enumerate(self.index.files):
+        copies: list[tuple[int, int, int]] = []
+        for number in range(len(self.index.files)):
             readers = {
                 place.ranks_on(place.node(rank))[0]
                 for rank, (missing, _) in enumerate(told)
@@ -209,12 +207,19 @@ class Saved:
             sources = [rank for rank, (_, there) in enumerate(told) if number in there]
             if readers and not sources:
                 lost.append(f"there is no {self.index.describe(number)} in {self.directory}")
-            for reader in sorted(readers) if sources else ():
-                self._send(number, file.size, sources[0], reader)
+            copies += [(number, sources[0], reader) for reader in sorted(readers) if sources]
         if lost:
             more = f", and {len(lost) - SHOWN} more files" if len(lost) > SHOWN else ""
             raise DamagedError("; ".join(lost[:SHOWN]) + more)
-        self._paths = self._folder.find_files(self.index)
+        try:
+            for number, source, reader in copies:
+                self._send(number, self.index.files[number].size, source, reader)
+        except OSError as error:
+            raise UmbraError(
+                f"files of {self.directory} cannot be copied from another host: {error}"
+            ) from error
+        if copies:
+            self._paths = self._folder.find_files(self.index)
 
     def _send(self, number: int, size: int, source: int, reader: int) -> None:
         """Copy a file from the host of rank `source` to that of `reader`; all ranks wait."""
@@ -237,6 +242,9 @@ class Saved:
                     file.write(content)
                 if turn % WINDOW_PIECES == 0:  # nobody waits for longer than a window takes
                     ranks.sum_ranks(torch.zeros(1))
+            if ranks.rank == reader:
+                file.flush()
+                os.fsync(file.fileno())
         if ranks.rank == reader:
             part.rename(self.directory / name)
         ranks.sum_ranks(torch.zeros(1))
@@ -245,9 +253,9 @@ class Saved:
 class SavedPart:
     """One part of an open checkpoint."""
 
-    def __init__(self, saved: Saved, name: str) -> None:
+    def __init__(self, saved: Saved, name: str, facts: dict[str, Any]) -> None:
         self.source = f"checkpoint {saved.directory}"
-        self.facts = saved.facts(name)
+        self.facts = facts
         self._saved = saved
         self._prefix = f"{name}/"
         self.names = {

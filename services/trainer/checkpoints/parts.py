@@ -25,9 +25,7 @@ SHOWN = 3  # names in an error
 class CheckpointPart(Protocol):
     """Something whose state belongs to a checkpoint."""
 
-    def tensors(self) -> Mapping[str, Tensor]:
-        """The live tensors by name. Called between two updates."""
-        ...
+    def tensors(self) -> Mapping[str, Tensor]: ...
 
     def facts(self) -> Mapping[str, Any]:
         """What else there is, as JSON has it; each rank saves and gets back its own."""
@@ -68,7 +66,6 @@ class Weights:
         return {**weights, **buffers}
 
     def facts(self) -> dict[str, Any]:
-        """What the frozen weights are."""
         return {"base": self._base}
 
     @torch.no_grad()
@@ -112,7 +109,6 @@ class OptimizerState:
         self._scaler = scaler
 
     def tensors(self) -> dict[str, Tensor]:
-        """`<parameter>.<moment>`; none before the first update."""
         # Only AdamW8bit has tensors that cannot be stored as they are.
         unpack = getattr(self._optimizer, "unpack", lambda _, state: state)
         return {
@@ -169,11 +165,9 @@ class Randomness:
         self._device = device
 
     def tensors(self) -> dict[str, Tensor]:
-        """None: they are no rows of anything."""
         return {}
 
     def facts(self) -> dict[str, Any]:
-        """The states, in hexadecimal and as numbers."""
         version, numbers, gauss = random.getstate()
         states = {"torch": torch.get_rng_state()}
         if self._device.type == "cuda":
@@ -197,7 +191,6 @@ class Randomness:
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are trained, by name."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 

@@ -114,7 +114,6 @@ class Saver:
 
     @property
     def under_way(self) -> bool:
-        """True while a checkpoint is being written."""
         return self._writing is not None
 
     def after(self, step: int, row: Row) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -40,7 +39,6 @@ class RankStore(Protocol):
 def end_process(code: int, reason: str) -> None:
     """End this process, whose main thread may hang in a collective."""
     log.log(logging.ERROR if code else logging.INFO, "%s", reason)
-    print(reason, file=sys.stderr, flush=True)
     os._exit(code)
 
 
@@ -116,7 +114,6 @@ class Heartbeat:
             return  # rank 0 has left before
 
     def close(self) -> None:
-        """Stop beating."""
         self._stop.set()
         for thread in self._threads:
             thread.join(self._beat_s)  # no longer: it may be asking a store that is stopped

@@ -129,7 +129,6 @@ class Ranks:
 
     @property
     def node(self) -> int:
-        """The number of the host that this rank is on."""
         return self.hosts.place.node(self.rank)
 
     @property
@@ -173,7 +172,6 @@ class Ranks:
         return tensor
 
     def agree(self, flag: bool) -> bool:
-        """`flag` as rank 0 has it."""
         if self.world == 1:
             return flag
         value = torch.tensor([flag], dtype=torch.uint8)

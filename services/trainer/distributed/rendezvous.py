@@ -63,15 +63,12 @@ class RankPlace:
 
     @property
     def nodes(self) -> int:
-        """Hosts."""
         return self.world // self.per_host
 
     def node(self, rank: int) -> int:
-        """The number of the host that `rank` is on."""
         return rank // self.per_host
 
     def ranks_on(self, node: int) -> range:
-        """The ranks of a host."""
         return range(node * self.per_host, (node + 1) * self.per_host)
 
 
@@ -83,7 +80,6 @@ class Hosts:
     names: tuple[str, ...] = ("",)  # by node
 
     def describe(self, rank: int) -> str:
-        """The name of a rank in sentences."""
         if self.place.nodes == 1:
             return f"trainer rank {rank}"
         node = self.place.node(rank)
