@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 import math
 import os
 import tomllib
@@ -16,7 +17,8 @@ import msgspec.inspect as introspect
 
 from umbra.proto.errors import UsageError
 from umbra.services.config import NamedEnvironment, RunConfig
-from umbra.services.config.foreign_names import FOREIGN, foreign_hint, translate
+
+log = logging.getLogger(__name__)
 
 ENV_PREFIX = "UMBRA_"
 ENVIRONMENTS = "environments"
@@ -116,6 +118,15 @@ DROPPED: dict[str, str] = {
 
 Written "section.key", "section" or "section.key=value"; what a key of [environment] says holds for
 [[environments]] too.
+"""
+FOREIGN: dict[str, tuple[str, int]] = {
+    "async_generation_ratio": ("ROLL", 0),
+    "generate_ahead_steps": ("async-rl / dots.rl", 1),
+}
+"""Keys of `[buffer]` in other systems: whose they are, and what they count that ours do not.
+
+Less that, each is run_ahead and max_staleness. `generate_ahead_steps` counts the running step: 2 is
+one step off-policy. `docs/staleness.md` has a table of the names that other systems use.
 """
 SECTIONS: dict[str, dict[str, Any]] = {
     name: {
@@ -224,7 +235,7 @@ def _check(tree: Any, where: str) -> dict[str, Any]:
     for section, values in tree.items():
         if section not in SECTIONS:
             _refuse_dropped(section, where)
-            hint = foreign_hint(section) or _hint(section, SECTIONS)
+            hint = _foreign_hint(section) or _hint(section, SECTIONS)
             raise UsageError(f"{where}: unknown section [{section}]{hint}")
         if section == ENVIRONMENTS:
             checked[section] = _check_environments(values, where)
@@ -238,7 +249,7 @@ def _check(tree: Any, where: str) -> dict[str, Any]:
 def _check_keys(section: str, values: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {
         key: _convert(section, key, value, where)
-        for key, value in translate(section, values, where).items()
+        for key, value in _translate(section, values, where).items()
     }
 
 
@@ -282,7 +293,7 @@ def _assign(tree: dict[str, Any], path: str, text: str, where: str) -> None:
         raise UsageError(f"{where}: write it as section.key=value, here {section}.key=value")
     values = tree.setdefault(section, {})
     if key in FOREIGN:
-        values |= translate(section, {key: _scalar(text)}, where)
+        values |= _translate(section, {key: _scalar(text)}, where)
         return
     kind = _kind(section, key, where)
     if not inner:
@@ -299,11 +310,51 @@ def _assign(tree: dict[str, Any], path: str, text: str, where: str) -> None:
     table[inner[-1]] = _scalar(text)
 
 
+def _translate(section: str, values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return `values` of one section with names of other systems replaced by ours.
+
+    Raises:
+        UsageError: a name stands in another section than `[buffer]`, has a bad value, or
+            contradicts one of our keys beside it.
+    """
+    result = {key: value for key, value in values.items() if key not in FOREIGN}
+    for name in values.keys() & FOREIGN.keys():
+        (system, offset), value = FOREIGN[name], values[name]
+        if section != "buffer":
+            raise UsageError(f"{where}: {name} is {system}'s; {_advice(offset)}")
+        if not isinstance(value, int) or isinstance(value, bool) or value < offset:
+            raise UsageError(f"{where}: buffer.{name} must be an integer >= {offset}")
+        number = value - offset
+        for key in ("run_ahead", "max_staleness"):
+            if result.setdefault(key, number) != number:
+                raise UsageError(
+                    f"{where}: buffer.{name} = {value} ({system}) means {key} = {number}, "
+                    f"but buffer.{key} is {result[key]}: remove one of them"
+                )
+        said = f"buffer.run_ahead = {number} and buffer.max_staleness = {number}"
+        log.warning("%s: %s's %s = %s is read as %s", where, system, name, value, said)
+    return result
+
+
+def _foreign_hint(name: str) -> str:
+    """Return what to write instead of a name that is nearly one of `FOREIGN`, else ""."""
+    close = difflib.get_close_matches(name, list(FOREIGN), n=1, cutoff=0.9)
+    if not close:
+        return ""
+    system, offset = FOREIGN[close[0]]
+    return f"; {close[0]} is {system}'s: {_advice(offset)}"
+
+
+def _advice(offset: int) -> str:
+    less = f", each {offset} less" if offset else ""
+    return f"in [buffer] it means run_ahead and max_staleness{less}"
+
+
 def _kind(section: str, key: str, where: str) -> introspect.Type:
     fields = SECTIONS[section]
     if key not in fields:
         _refuse_dropped(f"{section}.{key}", where)
-        hint = foreign_hint(key) or _hint(key, fields, f"{section}.")
+        hint = _foreign_hint(key) or _hint(key, fields, f"{section}.")
         raise UsageError(f"{where}: unknown key {section}.{key}{hint}")
     return bare(introspect.type_info(fields[key]))
 

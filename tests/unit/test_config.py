@@ -12,8 +12,7 @@ import pytest
 
 from umbra.proto.errors import UsageError
 from umbra.services.config import NamedEnvironment, RunConfig, loader
-from umbra.services.config.foreign_names import FOREIGN
-from umbra.services.config.loader import as_dict, load_config, to_json
+from umbra.services.config.loader import FOREIGN, as_dict, load_config, to_json
 from umbra.services.config.presets import PRESETS
 
 SECTION_TYPES = get_type_hints(RunConfig) | {"environments": NamedEnvironment}
