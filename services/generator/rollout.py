@@ -92,6 +92,7 @@ class Rollout:
         begun: an agent works on it.
         ask: the turn that is asked for.
         saved: response tokens that the buffer has.
+        due: tokens of the engine with which a partial is due.
         leaving: why it is to be handed back; "" = it is not.
         lost: its environment or agent is gone, and begins again once the turn has ended.
         losses: agents that were lost.
@@ -104,7 +105,7 @@ class Rollout:
         self.begun = self.lost = False
         self.ask: Ask | None = None
         self.leaving = ""
-        self.losses = 0
+        self.losses = self.due = 0
         self._settings = settings
         self._line = Line(Opening([]))  # which the model continues
         self._lines = [self._line]

@@ -7,6 +7,7 @@ environment is an agent whose program is ours: what it says is an ask for the mo
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 
 from umbra.proto.errors import UmbraError
@@ -27,6 +28,7 @@ from umbra.services.generator.engines.engine import Engine, EngineOutput
 from umbra.services.generator.rollout import Phase, Rollout, RolloutSettings
 
 MOST_LOSSES = 5  # agents of one sample, after which it fails: it may be what ends them
+_NEVER = sys.maxsize
 ENDS = {"turn_limit_reached": "turns", "context_length_exceeded": "length"}
 """Finish reasons of samples whose environment gets no more turn, by the code of the refusal."""
 
@@ -149,19 +151,21 @@ class RolloutRunner:
         partials: list[Trajectory] = []
         if not self._flush_tokens:
             return partials
-        due: list[str] = []
-        for name, tokens in self.engine.new_tokens().items():
-            rollout = self._rollouts.get(name)
-            if rollout is not None and self._is_due(rollout, len(tokens)):
-                due.append(name)
+        due = [
+            name
+            for name, tokens in self.engine.new_tokens().items()
+            if (rollout := self._rollouts.get(name)) is not None and len(tokens) >= rollout.due
+        ]
         for output in self.engine.peek(due) if due else ():
             rollout = self._rollouts[output.request_id]
             rollout.saved = rollout.tokens + len(output.token_ids)
+            rollout.due = len(output.token_ids) + self._flush_tokens
             partials.append(rollout.trajectory(output))
         # Turns that end as soon as they begin are never seen in the engine.
         for rollout in self._grown:
             if self._rollouts.get(rollout.task.sample_id) is rollout and self._is_due(rollout):
                 rollout.saved = rollout.tokens
+                rollout.due = self._flush_tokens
                 partials.append(rollout.trajectory())
         self._grown.clear()
         return partials
@@ -226,6 +230,9 @@ class RolloutRunner:
 
     def _generate(self, rollout: Rollout) -> None:
         self._has_stops = self._has_stops or bool(rollout.stops)
+        unsaved = rollout.tokens - rollout.saved
+        flushes = self._may_flush(rollout)
+        rollout.due = max(1, self._flush_tokens - unsaved) if flushes else _NEVER
         try:
             self.engine.submit([rollout.request()])
         except ValueError as error:
@@ -244,16 +251,13 @@ class RolloutRunner:
         if ended:
             self.take(self.engine.abort(ended))
 
-    def _is_due(self, rollout: Rollout, in_engine: int = 0) -> bool:
-        """Return whether a partial is due, by the tokens that only this process has.
+    def _may_flush(self, rollout: Rollout) -> bool:
+        """True unless it is pinned, which one version makes at one go, or has several lines."""
+        return self._flush_tokens > 0 and rollout.task.pinned_version < 0 and not rollout.branched
 
-        Never of one that is pinned, which one version makes at one go, or has several lines.
-        """
-        return (
-            rollout.tokens + in_engine - rollout.saved >= self._flush_tokens > 0
-            and rollout.task.pinned_version < 0
-            and not rollout.branched
-        )
+    def _is_due(self, rollout: Rollout) -> bool:
+        unsaved = rollout.tokens - rollout.saved
+        return self._may_flush(rollout) and unsaved >= self._flush_tokens
 
     def _environment_answered(self, outcome: EpisodeOutcome) -> None:
         rollout = self._rollouts.get(outcome.key.rpartition("/")[0])
