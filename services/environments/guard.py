@@ -47,7 +47,7 @@ def enter_guarded() -> None:
 
 def _guard(worker: int, reads: int) -> None:
     """Pass on output until `worker` has ended; end as it did."""
-    code = -signal.SIGKILL
+    code: int | None = None
 
     def reap(*_: object) -> None:
         nonlocal code
@@ -55,21 +55,26 @@ def _guard(worker: int, reads: int) -> None:
             if pid == worker:
                 code = os.waitstatus_to_exitcode(status)
 
-    ended = os.pidfd_open(worker)
+    ticks, tick = os.pipe()  # readable once a child has ended
+    os.set_blocking(tick, False)
+    signal.set_wakeup_fd(tick, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, reap)
+    reap()
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)  # the channel is the worker's alone
     output = Output()
-    watched = [reads, ended]
-    while ended not in (ready := select.select(watched, [], [])[0]):
-        if not output.pass_on(os.read(ready[0], _PIECE)):
+    watched = [reads, ticks]
+    while code is None:
+        ready = select.select(watched, [], [])[0]
+        if ticks in ready:
+            os.read(ticks, _PIECE)
+        if reads in ready and not output.pass_on(os.read(reads, _PIECE)):
             watched.remove(reads)
     os.set_blocking(reads, False)
     with suppress(BlockingIOError):
         for _ in range(BURST_BYTES // _PIECE):
             if not output.pass_on(os.read(reads, _PIECE)):
                 break
-    reap()
     _end_tree(code)
 
 
