@@ -105,7 +105,7 @@ for name in {*Engine.__annotations__, *vars(Engine)}:
     if name.startswith("_"):
         continue
     assert hasattr(parrot, name), name
-    if inspect.isfunction(method := getattr(Engine, name)):
+    if inspect.isfunction(method := getattr(Engine, name, None)):
         own = getattr(ParrotEngine, name)
         assert [*inspect.signature(own).parameters] == [*inspect.signature(method).parameters], name
 """
