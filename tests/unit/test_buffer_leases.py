@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import msgspec
 import pytest
-from fakes.broker_world import EndlessPrompts, World, trajectory, world
+from fakes.broker_world import EndlessPrompts, trajectory, world
 
 from umbra.proto.access import LEASE_BYTES
 from umbra.proto.messages import (
@@ -20,20 +22,15 @@ from umbra.services.buffer.samples import leases
 from umbra.services.prompts.rows import Prompt
 
 
-def large_rows(run: World, row_bytes: int) -> None:
-    """Let each prompt have a row of so many bytes, and more."""
-
-    def draw(prompts: EndlessPrompts) -> Prompt:
-        prompts.drawn += 1
-        return Prompt(str(prompts.drawn), {"prompt": "x" * row_bytes})
-
-    run.broker.run.prompts.__class__ = type("LargePrompts", (EndlessPrompts,), {"__next__": draw})
-
-
-def test_leases_are_filled_by_bytes_as_well_as_by_count() -> None:
+def test_leases_are_filled_by_bytes_as_well_as_by_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of 3 MiB: a reply fits into a frame, and the rest comes with the next one."""
+    numbers = count(1)
+
+    def draw(_prompts: EndlessPrompts) -> Prompt:
+        return Prompt(str(next(numbers)), {"prompt": "x" * (3 << 20)})
+
+    monkeypatch.setattr(EndlessPrompts, "__next__", draw)
     run = world(group_size=8, batch_groups=16)
-    large_rows(run, 3 << 20)
     ask = LeaseTasks(capacity=512, version=0, wait_s=0)
     reply = run.ask("a", ask)
     assert isinstance(reply, TaskLeases)
