@@ -77,7 +77,7 @@ def write_shards(
     """Cast what `rank` holds of `model` into `slot`; the bytes written.
 
     The first `holders` ranks together write every byte of every tensor exactly once. Ranks wait for
-    each other only where an adapter is merged; see `shards.ShardSync` for what comes after.
+    each other only where an adapter is merged; see `Snapshots` for what comes after.
 
     Args:
         model: as given to `tensor_layout` when `manifest` was built. Facts of an adapter in
