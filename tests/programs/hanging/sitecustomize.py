@@ -58,10 +58,10 @@ def prepare(file: Path) -> None:
                 pass
         return poll(self, timeout_s)
 
-    def loading(self: TorchEngine, manifest: Any, data: Any, version: int, kv_policy: Any) -> Any:
+    def loading(self: TorchEngine, *given: Any) -> Any:
         if hangs(late(self), "loads"):
             threading.Event().wait()
-        return load(self, manifest, data, version, kv_policy)
+        return load(self, *given)
 
     begin = Receiver._begin
 
