@@ -12,7 +12,7 @@ from umbra.services.modeling.micro_batch import MicroBatch, Tokens, Unit, lay_ou
 class RowShape(NamedTuple):
     """Rows of a micro-batch; two sequences lie in a row that is packed."""
 
-    count: int
+    number: int
     width: int
     packed: bool = True
 
@@ -21,7 +21,7 @@ def full_rows(rows: RowShape) -> MicroBatch:
     """`rows` whose tokens but the first of each sequence are learned."""
     width = rows.width
     halves = (width - width // 2, width // 2) if rows.packed and width > 1 else (width,)
-    fed = [half for _ in range(rows.count) for half in halves]
+    fed = [half for _ in range(rows.number) for half in halves]
     lengths = torch.tensor(fed) + 1  # the last token is not fed
     total = int(lengths.sum())
     learned = torch.ones(total, dtype=torch.bool)
@@ -36,6 +36,6 @@ def full_rows(rows: RowShape) -> MicroBatch:
     each = len(halves)
     units = [
         [Unit((row * each + at,), 0, fed[row * each + at]) for at in range(each)]
-        for row in range(rows.count)
+        for row in range(rows.number)
     ]
     return lay_out(tokens, units)

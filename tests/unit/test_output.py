@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,8 +46,7 @@ def full_disk() -> int:
 
 
 @pytest.mark.parametrize("where", [closed_pipe, full_disk])
-def test_a_run_goes_on(where: object) -> None:
-    assert callable(where)
+def test_a_run_goes_on(where: Callable[[], int]) -> None:
     done = run(["-c", ON], where())
     assert (done.returncode, done.stderr) == (0, "went on\n")
 

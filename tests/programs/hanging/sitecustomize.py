@@ -72,7 +72,7 @@ def prepare(file: Path) -> None:
 
     Receiver._begin = staging
     TorchEngine.poll = polling
-    TorchEngine.load = loading
+    TorchEngine.load = loading  # pyright: ignore[reportAttributeAccessIssue]
 
 
 if "HANG_PLAN" in os.environ and "generator" in sys.orig_argv:
