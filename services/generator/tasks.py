@@ -40,7 +40,7 @@ _GUESS_PROMPT = "guess"
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class BuiltInTask:
     """A built-in task: the environment that rewards it, and how its data is drawn."""
 
     environment: str
@@ -105,7 +105,7 @@ def write_task(
     return {file: len(rows) for file, rows in files.items()}
 
 
-def task_named(name: str) -> Task:
+def task_named(name: str) -> BuiltInTask:
     """The built-in task.
 
     Raises:
@@ -117,7 +117,7 @@ def task_named(name: str) -> Task:
             "give umbra eval --prompts and --config"
         )
     if name.startswith(GYM):
-        return Task("reasoning-gym", _nothing, _nothing, distinct=False)
+        return BuiltInTask("reasoning-gym", _nothing, _nothing, distinct=False)
     if name not in TASKS:
         raise UsageError(
             f"task {name!r} is unknown; use {', '.join(TASKS)}, {GYM}NAME for a dataset of "
@@ -137,7 +137,12 @@ def _nothing(source: random.Random) -> Row:
 
 
 def _draw(
-    make: Callable[[random.Random], Row], task: Task, seed: str, count: int, *, held: bool = False
+    make: Callable[[random.Random], Row],
+    task: BuiltInTask,
+    seed: str,
+    count: int,
+    *,
+    held: bool = False,
 ) -> list[Row]:
     source = random.Random(seed)
     rows: list[Row] = []
@@ -248,10 +253,10 @@ def _text(digits: list[int]) -> str:
     return "".join(map(str, digits))
 
 
-TASKS: dict[str, Task] = {
-    "sort": Task("exact", _sort_prompt, _sort_demo, distinct=True),
-    "guess": Task("guess", _guess_prompt, _guess_demo, distinct=False),
-    "calculator": Task("tools", _calculator_prompt, _calculator_demo, distinct=False),
+TASKS: dict[str, BuiltInTask] = {
+    "sort": BuiltInTask("exact", _sort_prompt, _sort_demo, distinct=True),
+    "guess": BuiltInTask("guess", _guess_prompt, _guess_demo, distinct=False),
+    "calculator": BuiltInTask("tools", _calculator_prompt, _calculator_demo, distinct=False),
 }
 
 

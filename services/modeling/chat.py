@@ -15,8 +15,8 @@ from umbra.services.config import ModelConfig
 from umbra.services.environments.protocol import Message, Opening, Said
 from umbra.services.modeling.chat_template import (
     ChatTemplate,
-    Finding,
     Kind,
+    TailFinding,
     TurnsError,
     end_of_turn,
 )
@@ -281,7 +281,7 @@ class Chat:
             )
         return self._template
 
-    def _require(self, found: Finding) -> None:
+    def _require(self, found: TailFinding) -> None:
         if found.refusal:
             raise UsageError(f"{self._needs_template().name} {found.refusal}")
 

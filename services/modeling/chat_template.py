@@ -61,7 +61,7 @@ class Kind:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class TailFinding:
     """Whether tails of a kind can be appended.
 
     `refusal` is what is in the way, empty if nothing is. `exact` is whether the model's turn, its
@@ -200,14 +200,14 @@ class ChatTemplate:
 
     # -- trying -----------------------------------------------------------------------------------
 
-    def _find(self, kind: Kind) -> Finding:
+    def _find(self, kind: Kind) -> TailFinding:
         try:
             plain = self._try(kind, "")
             reasoned = self._try(kind, self.reasoning_field)
         except TurnsError as error:
-            return Finding(refusal=str(error))
+            return TailFinding(refusal=str(error))
         # A cue that ends the reasoning at once fits only a turn that has none.
-        return Finding(exact=reasoned.thoughts if reasoned.cues else plain.cues)
+        return TailFinding(exact=reasoned.thoughts if reasoned.cues else plain.cues)
 
     def _try(self, kind: Kind, field: str) -> _Kept:
         """Hold a conversation; the model's reasoning, if it has some, is in `field`.

@@ -19,7 +19,7 @@ from umbra.services.trainer.checkpoints.saver import Saver
 from umbra.services.trainer.distributed.shards import Snapshots
 from umbra.services.trainer.guard import SkipLimit
 from umbra.services.trainer.learner import Learner
-from umbra.services.trainer.member import Member, Turn
+from umbra.services.trainer.member import NextStep, RunMember
 from umbra.services.trainer.metrics import Row, environment_metrics, finite, sample_metrics
 from umbra.services.trainer.phases import Profile
 from umbra.services.trainer.update import Update
@@ -40,7 +40,7 @@ class Loop:
         update: Update,
         snapshots: Snapshots,
         saver: Saver,
-        member: Member | None,
+        member: RunMember | None,
     ) -> None:
         self.version = saver.begun
         self._context = context
@@ -131,13 +131,13 @@ class Loop:
         with self._phase("wait_batch"):
             while True:
                 outcomes = self._saver.settled()
-                turn = Turn()
+                turn = NextStep()
                 if self._member is not None:
                     self._member.saved(outcomes)
                     turn = self._member.turn(self.version + 1)
                 if self._ranks.world > 1:
                     told = self._ranks.tell(msgspec.msgpack.encode(turn))
-                    turn = msgspec.msgpack.decode(told, type=Turn)
+                    turn = msgspec.msgpack.decode(told, type=NextStep)
                 if turn.stop:
                     return None
                 if turn.save:

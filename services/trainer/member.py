@@ -51,7 +51,7 @@ SHOWN = {
 }
 
 
-class Turn(msgspec.Struct, frozen=True):
+class NextStep(msgspec.Struct, frozen=True):
     """What the ranks do next, by rank 0's answer from the buffer; to wait if nothing is set."""
 
     trajectories: list[Trajectory] = []  # a batch to train on
@@ -59,7 +59,7 @@ class Turn(msgspec.Struct, frozen=True):
     stop: bool = False  # leave the run
 
 
-class Member:
+class RunMember:
     """The session of rank 0, and what it reports to."""
 
     def __init__(
@@ -93,7 +93,7 @@ class Member:
         self.session.progress(f"training step {step}")
         return not self.stopping
 
-    def turn(self, step: int) -> Turn:
+    def turn(self, step: int) -> NextStep:
         """Ask the buffer for the batch of `step`, for a second at most.
 
         Raises:
@@ -103,7 +103,7 @@ class Member:
         if self._deadline is None:
             self._deadline = Deadline(self._config.batch_wait_s, f"no batch for step {step}")
         if self.stopping:
-            return Turn(stop=True)
+            return NextStep(stop=True)
         self.publisher.check()
         self.session.progress(f"waiting for batch {step}", 0)
         ask = LeaseBatch(step=step, wait_s=LEASE_SLICE_S)
@@ -116,17 +116,17 @@ class Member:
             )
         except DeadlineError:
             if self.stopping:
-                return Turn(stop=True)
+                return NextStep(stop=True)
             raise
         self._sinks.write_evals(lease.evals)
         if lease.trajectories:
             self._deadline = None
-            return Turn(lease.scored(), save=lease.checkpoint)
+            return NextStep(lease.scored(), save=lease.checkpoint)
         if lease.paused:
             self._deadline.restart()
         awaited = lease.waiting_for or "trajectories"
         self._deadline.check(f": waiting for {awaited}")
-        return Turn(save=lease.checkpoint)
+        return NextStep(save=lease.checkpoint)
 
     def commit(self, step: int, row: Row) -> bool:
         """Tell the buffer that the batch of `step` is trained on.
@@ -258,7 +258,7 @@ def join_run(
     tokenizer: PreTrainedTokenizerBase,
     folder: CheckpointFolder,
     step: int,
-) -> Iterator[Member]:
+) -> Iterator[RunMember]:
     """Join the run as rank 0, which is at `step`; leave it after the block."""
     config, run_dir = context.config, context.run_dir
     assert run_dir is not None
@@ -272,4 +272,4 @@ def join_run(
             closing(RolloutLog(run_dir, tokenizer, config.log.samples, publish)) as rollouts,
         ):
             publisher.register(pace.limit_s(config.weight_hub.slots * manifest.total_bytes))
-            yield Member(context, session, learner, publisher, folder, sinks, rollouts)
+            yield RunMember(context, session, learner, publisher, folder, sinks, rollouts)

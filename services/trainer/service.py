@@ -22,7 +22,7 @@ from umbra.services.trainer.distributed.ranks import join_ranks
 from umbra.services.trainer.distributed.shards import Snapshots, row_owners
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.loop import Loop
-from umbra.services.trainer.member import Member, join_run
+from umbra.services.trainer.member import RunMember, join_run
 from umbra.services.trainer.policy import export_policy, open_policy
 from umbra.services.trainer.snapshot import tensor_layout
 from umbra.services.trainer.update import Update, guarded_update
@@ -99,7 +99,7 @@ def run(
             stack.enter_context(closing(snapshots))
             if critic is not None:
                 stack.enter_context(closing(critic))
-            member: Member | None = None
+            member: RunMember | None = None
             if ranks.rank == 0:
                 joined = join_run(context, learner, manifest, tokenizer, folder, step)
                 member = stack.enter_context(joined)

@@ -20,7 +20,7 @@ from umbra.deploy.prepare.preflight import check_one_machine
 from umbra.proto.errors import DeadlineError, PeerLostError, StartupError, UsageError
 from umbra.proto.net.address import interface_towards
 from umbra.services.config import RunConfig, TrainerConfig
-from umbra.services.trainer.distributed.heartbeat import Heartbeat
+from umbra.services.trainer.distributed.heartbeat import RankHeartbeat
 from umbra.services.trainer.distributed.launch import launch
 from umbra.services.trainer.distributed.ranks import join_ranks
 from umbra.services.trainer.distributed.rendezvous import Hosts, RankPlace, meet
@@ -116,7 +116,9 @@ class Ends:
 def test_who_is_lost_is_told_by_their_heartbeat() -> None:
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     hosts = Hosts(RankPlace(0, 4, 2), ("alpha", "beta"))
-    living = [Heartbeat(store, rank, 4, seconds(8.0), hosts.describe, Ends()) for rank in (0, 1)]
+    living = [
+        RankHeartbeat(store, rank, 4, seconds(8.0), hosts.describe, Ends()) for rank in (0, 1)
+    ]
     try:
         lost = "trainer rank 2 on node 1 (beta), trainer rank 3 on node 1 (beta)"
         assert living[0].lost() == lost
@@ -131,7 +133,7 @@ def test_a_silent_rank_ends_the_others_and_one_that_left_does_not() -> None:
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     ends = Ends()
     timeout_s = seconds(1.0)
-    first, second, third = (Heartbeat(store, rank, 3, timeout_s, end=ends) for rank in range(3))
+    first, second, third = (RankHeartbeat(store, rank, 3, timeout_s, end=ends) for rank in range(3))
     third.leave()
     assert not ends.called.wait(3 * timeout_s)
     second.close()  # as one that is stopped
@@ -145,7 +147,7 @@ def test_the_other_hosts_leave_when_rank_0_has_ended_for_good() -> None:
     """Their supervisors would start them again if they took it for lost."""
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     ends = Ends()
-    first, second = (Heartbeat(store, rank, 2, seconds(8.0), end=ends) for rank in range(2))
+    first, second = (RankHeartbeat(store, rank, 2, seconds(8.0), end=ends) for rank in range(2))
     first.end_all("model.path: no such model")
     first.leave()
     assert ends.called.wait(seconds(20.0))

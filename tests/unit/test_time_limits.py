@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from fakes.slowness import seconds
 
-from umbra.proto.errors import DeadlineError, UsageError
-from umbra.services.config import EnvironmentConfig, NamedEnvironment, RunConfig
-from umbra.services.config.rules import check_feasible
+from umbra.proto.errors import DeadlineError
+from umbra.services.config import EnvironmentConfig, NamedEnvironment
 from umbra.services.environments.pool import EpisodeOutcome, ProcessPool
 from umbra.services.environments.protocol import Opening
 from umbra.services.environments.time_limits import TimeLimits
@@ -52,7 +51,6 @@ class Blocking(Waiting):
 def judge(prompt, completion, row):
     time.sleep(1000)
 """
-NEVER = 3000.0
 
 
 class Played:
@@ -122,14 +120,3 @@ def test_what_has_no_limit_of_its_own_has_that_of_a_step() -> None:
     limits = TimeLimits.of(EnvironmentConfig(kind="m:C", timeout_s=7.0))
     assert {one.key for one in (limits.opening, limits.step)} == {"environment.timeout_s"}
     assert limits.opening.seconds == 7.0
-
-
-@pytest.mark.parametrize(
-    ("keys", "says"),
-    [
-        ({"kind": "m:C", "timeout_s": NEVER}, "takes environments.x.timeout_s = 3000 is given up"),
-    ],
-)
-def test_limits_that_cannot_work_are_refused(keys: dict[str, Any], says: str) -> None:
-    with pytest.raises(UsageError, match=says):
-        check_feasible(RunConfig(environments=(NamedEnvironment(name="x", **keys),)))

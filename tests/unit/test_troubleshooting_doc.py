@@ -67,7 +67,7 @@ def test_every_message_is_one_of_the_code() -> None:
 
 def test_what_is_not_said_is_found() -> None:
     code = said()
-    assert is_said("run file … does not exist", code)
+    assert is_said("… is not valid TOML", code)
     assert not is_said("run file … has gone away", code)
     assert not is_said("does not exist … run file", "run file \ue000 does not exist")
 

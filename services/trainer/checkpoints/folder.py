@@ -227,7 +227,7 @@ class TensorInfo(msgspec.Struct, frozen=True):
     dtype: str  # torch's name: float32, uint8
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True):
+class SavedPiece(msgspec.Struct, frozen=True, array_like=True):
     """A part of a tensor in a file."""
 
     name: str  # of the tensor: "part/name"
@@ -241,7 +241,7 @@ class FileInfo(msgspec.Struct, frozen=True):
     """One rank's file; there is none if it has no pieces."""
 
     size: int
-    pieces: list[Piece]
+    pieces: list[SavedPiece]
     facts: dict[str, Any]  # what the rank saved besides tensors, by part
 
 

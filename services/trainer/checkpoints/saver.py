@@ -31,7 +31,7 @@ from umbra.services.trainer.checkpoints.folder import (
     CheckpointFolder,
     FileInfo,
     Index,
-    Piece,
+    SavedPiece,
     TensorInfo,
     file_name,
 )
@@ -227,7 +227,7 @@ class Saver:
         self, step: int, plan: list[WriteItem], rows: list[Tensor], facts: dict[str, Any]
     ) -> _Report:
         """In the thread: write the file of this rank, and return when the disk has it."""
-        disk, pieces, at = self.folder.disk, list[Piece](), 0
+        disk, pieces, at = self.folder.disk, list[SavedPiece](), 0
         path = self.folder.scratch(step) / file_name(self._ranks.rank)
         try:
             with disk.opened(path, new=True) as fd:
@@ -239,7 +239,7 @@ class Saver:
                         disk.write_all(fd, some, at + start)
                         checksum.update(some)
                     shape, digest = list(tensor.shape), checksum.intdigest()
-                    pieces.append(Piece(item.index.fqn, list(first), shape, at, digest))
+                    pieces.append(SavedPiece(item.index.fqn, list(first), shape, at, digest))
                     at += len(content)
                 disk.sync(fd)
         except Exception as error:  # noqa: BLE001 - rank 0 reports it, whatever it is

@@ -42,7 +42,7 @@ def end_process(code: int, reason: str) -> None:
     os._exit(code)
 
 
-class Heartbeat:
+class RankHeartbeat:
     """One rank's heartbeat, and its ear for those of the others.
 
     Args:

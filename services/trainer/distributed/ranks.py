@@ -28,7 +28,7 @@ from umbra.proto.errors import PeerLostError, UmbraError, UsageError
 from umbra.proto.net.address import interface_towards
 from umbra.services.config import TrainerConfig
 from umbra.services.process.supervisor import FINAL_CODES
-from umbra.services.trainer.distributed.heartbeat import Heartbeat
+from umbra.services.trainer.distributed.heartbeat import RankHeartbeat
 from umbra.services.trainer.distributed.rendezvous import Hosts, RankPlace, meet
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ def join_ranks(
     store, hosts = _meet(config, place, listener, stopping or threading.Event())
     rank, timeout_s = place.rank, config.rank_timeout_s
     beats = PrefixStore("heartbeat", store)
-    heartbeat = Heartbeat(beats, rank, place.world, timeout_s, hosts.describe)
+    heartbeat = RankHeartbeat(beats, rank, place.world, timeout_s, hosts.describe)
     try:
         groups = _groups(
             place,
