@@ -102,7 +102,6 @@ demo: $(RUN_STAMP) ## Train a tiny model on the CPU (TASK=sort SEED=0)
 
 .PHONY: test
 test: $(DEV_STAMP) ## Run the tests (PYTEST_OPTIONS="-k name")
-	@# In the order of the folders: the long tests begin first, and none keeps the others waiting in the end.
 	@# Four workers on two cores as well: tests wait for processes that they start, and for each other's silence.
 	@$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(PYTEST_OPTIONS)
 

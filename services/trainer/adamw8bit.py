@@ -33,7 +33,7 @@ class AdamW8bit(TorchAOAdamW8bit):
 
     A second moment below 2e-7 of the largest in its block is rounded to 0 while the first moment is
     kept; where the next gradient is 0 (an embedding's row, an expert without tokens) the update is
-    first / eps: 237 learning rates in one step of `tests/unit/test_adamw8bit.py`. So the first
+    first / eps: 237 learning rates in one step of `tests/trainer/test_adamw8bit.py`. So the first
     moment is set to 0 together with the second.
     """
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fakes.crash_run import CONFIG, BufferProcess, CrashRun, check, check_kept
 from integration.test_up import DEADLINE_S, UpProcess, up
-from unit.test_checkpoints import Trainer
+from trainer.test_checkpoints import Trainer
 
 from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.report.command import write_report

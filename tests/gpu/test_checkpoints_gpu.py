@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from unit.test_checkpoints import Trainer, same
+from trainer.test_checkpoints import Trainer, same
 
 pytestmark = pytest.mark.gpu
 

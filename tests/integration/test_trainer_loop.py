@@ -12,8 +12,8 @@ import pytest
 import torch
 from fakes.policy_rollouts import GROUP_SIZE, GROUPS, config, rollouts
 from torch import Tensor
+from trainer.test_phases import ranges
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from unit.test_phases import ranges
 
 from umbra.proto.deadline import Pace
 from umbra.proto.errors import (

@@ -13,7 +13,7 @@ from integration.test_trainer_loop import (
     directory,  # noqa: F401 - a fixture
     start,  # noqa: F401 - a fixture
 )
-from unit.test_sinks import curves
+from trainer.test_sinks import curves
 
 from umbra.proto.messages import (
     BatchLease,

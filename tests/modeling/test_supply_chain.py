@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Iterator
 
 import pytest
-from test_source_rules import ROOT, source_files
+from project.test_source_rules import ROOT, source_files
 
 from umbra.services.config import RunConfig
 from umbra.services.modeling.models import AS_IT_IS

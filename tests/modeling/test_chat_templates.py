@@ -2,7 +2,7 @@
 
 `docs/agents.md` has the outcome as a table. After a change that is meant:
 
-    PYTHONPATH=tests python tests/unit/test_chat_templates.py
+    PYTHONPATH=tests python tests/modeling/test_chat_templates.py
 """
 
 import functools

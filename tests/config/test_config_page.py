@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 import pytest
-from test_cli_help import every_command
+from project.test_cli_help import every_command
 
 from umbra import cli
 from umbra.services.config.describe import READERS, described

@@ -4,7 +4,7 @@ what a field means that was left out, in `tests/golden/defaults.json`.
 A test that fails here says that the wire has changed. If that is meant, and the version of the
 protocol was raised where README.md says so, write the files anew:
 
-    python tests/unit/test_proto_golden.py --regen
+    python tests/proto/test_proto_golden.py --regen
 """
 
 from __future__ import annotations
