@@ -25,6 +25,6 @@ def test_prompts_that_are_too_long_are_left_out(
     assert ledger["ended"]["failed"] >= 4
     log = (process.run_dir / "logs" / "generator-0.log").read_text()
     assert (
-        ": prompt 2 has 202 tokens, which leaves no room for an answer in generator.max_context "
-        "= 64\n"
+        ": prompt 2: the prompt has 202 tokens, which leaves no room for an answer in the context "
+        "length, generator.max_context = 64\n"
     ) in log

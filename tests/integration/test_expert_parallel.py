@@ -36,8 +36,6 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "recomputed": {"activation_checkpointing": True},
     "selective": {"activation_checkpointing": "selective"},
-    "eager": {"experts": "eager"},
-    "batched": {"experts": "batched_mm"},
     "replay": {"router_replay": True},
     "balance": {"router_aux_loss_coef": 0.1},
     "adamw": {**ADAMW, "max_grad_norm": 0.1},

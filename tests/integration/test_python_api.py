@@ -118,8 +118,8 @@ def test_mistakes_are_sentences_and_leave_no_folder(
     for given, named in (
         ({"model": "nowhere"}, "nowhere"),
         ({"prompts": []}, "prompts has no rows"),
-        ({"prompts": [1]}, "row 0 is a int"),
-        ({"prompts": [{"prompt": object()}]}, "row 0 cannot be written as JSON"),
+        ({"prompts": [1]}, "row 1 is a int"),
+        ({"prompts": [{"prompt": object()}]}, "a object is no JSON value"),
         ({"reward": lambda completion: 0.0}, "a lambda has no name"),
         ({"reward": "exact", "environment": "guess"}, "give reward or environment, not both"),
         ({"learning_rate": 1.0}, "umbra.train has no argument 'learning_rate'"),

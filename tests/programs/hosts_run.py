@@ -91,7 +91,7 @@ def services(folder: Path, hosts: dict[str, Host], relays: list[str]) -> dict[st
                 *("buffer", "--broker", "tcp://0.0.0.0:5555", "--ports", "[5556,5557,5558]"),
                 *("--advertise", alpha, "--store", str(folder / "store")),
             ],
-            "weight-hub": ["weight-hub", *listen, "--buckets-listen", "tcp://0.0.0.0:5561"],
+            "weight-hub": ["weight-hub", *listen],
             "trainer": ["trainer", "--node-rank", "0"],
         },
         "beta": {
