@@ -61,7 +61,8 @@ class Bench:
         if self.server is None:
             self.server = Server(self._context, "weight-hub", uuid.uuid4().hex, self.security)
             self.endpoint = self.server.bind(CHANNEL, self.endpoint, ACCEPTS)
-        options = self.config(**config)
+        host, _, _ = self.endpoint.rpartition(":")
+        options = self.config(**{"listen": f"{host}:*", **config})
         self.hub = WeightHub(self.server, self._run_id, options, self._metrics)
         self._thread = threading.Thread(target=self._main)
         self._thread.start()
