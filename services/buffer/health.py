@@ -10,6 +10,7 @@ import re
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from msgspec.structs import replace
 
@@ -23,11 +24,13 @@ LEAST_SAMPLES = 16  # in a batch's worth: fewer say nothing
 EQUAL_REWARDS = 0.8  # share of groups from which on there is a warning; so with the next two
 TRUNCATED = 0.2
 FAILED = 0.01
+STALE = 0.02
+LENGTHS_KEPT = 1024  # of the last answers, trained and dropped
 REASONS_KEPT = 64  # of the last failures
 REASON_CHARS = 300
 NAMES = (
     "lone_groups", "constant_reward", "equal_rewards", "truncated", "failed_samples",
-    "zero_gradient", "skipped_updates",
+    "stale_samples", "zero_gradient", "skipped_updates",
 )  # fmt: skip
 SHARES = ("equal_rewards", "truncated", "failed_samples")
 
@@ -100,6 +103,8 @@ class Health:
         self._samples = Share(samples)
         self._shares = dict(zip(SHARES, (self._groups, self._answers, self._samples), strict=True))
         self._faults = Share(samples)  # of the failed samples, those that failed by themselves
+        self._stale = Share(samples)
+        self._tokens = {name: deque[int](maxlen=LENGTHS_KEPT) for name in ("trained", "stale")}
         self._rewards: deque[tuple[float, float]] = deque(maxlen=BATCHES)  # least and most
         self._open_rewards: list[float] = []
         self._failures: deque[SampleFailure] = deque(maxlen=REASONS_KEPT)
@@ -130,8 +135,15 @@ class Health:
             self._failures.append(failure)
             self.verdict = self._judge()
 
-    def trained(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Read the `metrics` of a committed step."""
+    def dropped(self, tokens: Sequence[int]) -> None:
+        """Count answers that were too old to train on, by their numbers of tokens."""
+        self._stale.add(len(tokens), len(tokens))
+        self._tokens["stale"] += tokens
+
+    def trained(self, step: int, metrics: Mapping[str, float], tokens: Sequence[int] = ()) -> None:
+        """Read the `metrics` of a committed step, and how many `tokens` its answers had."""
+        self._stale.add(0, len(tokens))
+        self._tokens["trained"] += tokens
         if step <= self._config.critic.warmup_steps and self._has_critic:
             return  # the policy waits for the value model
         still = metrics.get("updates") == 0.0 or metrics.get("grad_norm") == 0.0
@@ -210,6 +222,17 @@ class Health:
                 "ends (buffer.max_failed_share)",
                 share=self._samples.share,
                 own=self._faults.share,
+            )
+        if self._stale.batches and self._stale.share >= STALE and self._tokens["trained"]:
+            stale, trained = (fmean(self._tokens[name]) for name in ("stale", "trained"))
+            yield _warning(
+                "stale_samples",
+                f"{self._stale.share:.0%} of recent answers were dropped as stale, of {stale:.0f} "
+                f"tokens in the mean; trained ones have {trained:.0f}. Dropping favours short "
+                'answers: set buffer.stale_policy = "wait", or raise buffer.max_staleness',
+                share=self._stale.share,
+                stale_tokens=stale,
+                trained_tokens=trained,
             )
         yield from self._about_updates(version)
 

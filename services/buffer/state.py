@@ -116,6 +116,8 @@ class RunState:
         for failure in self.pool.failures:
             self.health.failed(failure)
         self.pool.failures.clear()
+        self.health.dropped(self.pool.stale)
+        self.pool.stale.clear()
 
     def check(self) -> None:
         """Raise LedgerError unless every sample is accounted for."""

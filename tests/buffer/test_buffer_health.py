@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fakes.broker_world import World, trajectory
+from fakes.broker_world import World, trajectory, world
 
 from umbra.proto.messages import (
     CommitBatch,
@@ -241,7 +241,7 @@ def test_only_the_counts_of_the_whole_run_survive_the_buffer() -> None:
 
 def test_names_are_complete() -> None:
     """Each name is raised by a test above, so none of them is only a word."""
-    assert len(set(NAMES)) == len(NAMES) == 7
+    assert len(set(NAMES)) == len(NAMES) == 8
     assert set(health().figures()) == {*SHARES, *(f"{name}/run" for name in SHARES)}
 
 
@@ -373,3 +373,32 @@ def test_the_status_has_figures_and_warnings_and_the_metrics_a_row() -> None:
     rows = {row.fields["name"]: row.fields for row in run.rows if row.kind == "warning"}
     assert set(rows) == {one.name for one in status.warnings}
     assert rows["zero_gradient"]["figures"] == {"steps": 1.0}
+
+
+def test_answers_that_were_dropped_as_stale_are_compared_with_those_that_were_trained() -> None:
+    watcher = Health(RunConfig(buffer=BufferConfig(group_size=4, batch_groups=4)))
+    for step in range(1, 5):
+        watcher.trained(step, {"grad_norm": 1.0}, [10] * 16)
+    assert watcher.look(4) == []
+    watcher.dropped([30] * 4)
+    (warning,) = watcher.look(4)
+    assert warning.name == "stale_samples"
+    assert "6% of recent answers were dropped as stale, of 30 tokens" in warning.text
+    assert "trained ones have 10" in warning.text
+    for step in range(5, 12):
+        watcher.trained(step, {"grad_norm": 1.0}, [10] * 16)
+    watcher.look(12)
+    assert watcher.warnings()[0].until == 12, "it is over"
+
+
+def test_the_broker_tells_of_stored_answers_that_became_stale() -> None:
+    run = world(group_size=2, batch_groups=1, run_ahead=1, max_staleness=1, lease_s=1000.0)
+    first, _second = run.lease("a", 2, 0)  # which holds the other one
+    run.ask("a", SubmitResults(trajectories=[trajectory(first, 0)]))
+    for step in (1, 2):
+        run.produce("b", step - 1)
+        run.batch(step)
+        run.commit(step)
+    assert run.pool.ledger.snapshot().ended["stale"] == 2
+    tokens = run.broker.run.health._tokens
+    assert (len(tokens["stale"]), len(tokens["trained"])) == (1, 4)

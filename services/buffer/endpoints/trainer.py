@@ -73,7 +73,8 @@ class TrainerEndpoint:
             self._run.committer = request.header.incarnation
             self._run.curves.add(body.step, body.metrics)
             self._counters["mixed_version"] += batch.staleness.mixed
-            self._run.health.trained(body.step, body.metrics)
+            tokens = [sample.tokens for group in batch.groups for sample in group.samples]
+            self._run.health.trained(body.step, body.metrics, tokens)
             if body.metrics.get("skipped") == 1.0:
                 self._counters["batches_skipped"] += 1
         elif 1 <= body.step <= self._batches.version:

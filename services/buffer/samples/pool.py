@@ -74,6 +74,7 @@ class SamplePool:
         self.unscored: dict[str, deque[Sample]] = {stage: deque() for stage in stages}
         self.over: OrderedDict[str, SampleOutcome] = OrderedDict()
         self.group_ends: list[GroupEnd] = []  # since they were taken
+        self.stale: list[int] = []  # the same: tokens of each stored answer that was too old
         self.failures: list[SampleFailure] = []  # so with these
         self.ages: Ages | None = None  # hears of all moves, where ages are asked for
         self.openings = 0  # counts whatever may let a waiting generator have work
@@ -286,6 +287,8 @@ class SamplePool:
         """End all samples of `group`."""
         if reason == "failed" or reason == "filtered":
             self.group_ends.append(group.end(reason))
+        if reason == "stale":
+            self.stale += [sample.tokens for sample in group.samples if sample.tokens]
         for sample in group.samples:
             self._end(sample, reason)
         for where in (self.groups, self.complete, self._waiting):
