@@ -22,7 +22,7 @@ from umbra.deploy.check.hardware import (
 )
 from umbra.deploy.check.machine import driver_version, gpus_seen
 from umbra.proto.errors import StartupError, UmbraError, UsageError
-from umbra.services.config import RunConfig
+from umbra.services.config import RunConfig, TrainerConfig
 from umbra.services.config.loader import as_dict, given_keys
 from umbra.services.modeling.architectures import read_config
 from umbra.services.modeling.model_directory import directory_of
@@ -62,8 +62,9 @@ def for_hardware(
         given: keys that the user has set, which stay.
         share: divides a GPU, as `share.shares` does.
     """
-    chosen, refused = choose(config, given, machine, positions(config.model.name)), ""
-    if _may_need_room(chosen) and machine.gpus:
+    chosen = choose(config, given, machine, positions(config.model.name))
+    refused = _refused_on(kind_of(config.trainer.device, gpu=bool(machine.gpus)), config.trainer)
+    if not refused and _may_need_room(chosen) and machine.gpus:
         found = share(ShareRequest(chosen, sorted(given), machine.gpu, machine.name))
         refused = found.refused
         if not refused:
@@ -72,6 +73,17 @@ def for_hardware(
             )
             chosen = msgspec.structs.replace(chosen, generator=generator)
     return chosen, list(_changes(config, chosen)) if machine.gpus else [], refused
+
+
+def _refused_on(kind: str, trainer: TrainerConfig) -> str:
+    """Return what contradicts itself once `auto` is decided, for a trainer on a `kind`."""
+    decided = msgspec.structs.replace(
+        trainer,
+        precision=trainer.precision_on(kind),
+        activation_checkpointing=trainer.recomputes_on(kind),
+    )
+    faults = "; ".join(decided.faults())
+    return f"on a {'GPU' if kind == 'cuda' else 'CPU'}, {faults}" if faults else ""
 
 
 def choose(

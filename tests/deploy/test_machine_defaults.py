@@ -45,6 +45,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("trainer.weights=bf16", "on a CPU, trainer.weights = bf16 needs trainer.precision = bf16"),
+        ("trainer.offload=all", "on a CPU, trainer.offload = all moves what recomputed layers"),
+    ],
+)
+def test_what_the_trainer_would_refuse_on_a_cpu_is_refused_first(setting: str, says: str) -> None:
+    config = load_config(overrides=[setting], environ={})
+    assert says in for_hardware(config, (), Machine(vllm=True), _never)[2]
+    at_home = load_config(overrides=[setting, "trainer.device=cuda"], environ={})
+    assert "on a CPU" not in for_hardware(at_home, (), Machine(vllm=True), _never)[2]
+
+
 def chosen(hardware: Machine, *settings: str, positions: int = 40_960) -> RunConfig:
     config = load_config(overrides=settings, environ={})
     given = given_keys(load_tree(overrides=settings, environ={}))

@@ -16,7 +16,7 @@ from umbra.services.process.parent import die_with_parent
 def main(target: str) -> None:
     """Serve `target`, "module:app": an ASGI app, or a function that makes it."""
     die_with_parent(signal.SIGKILL)
-    sys.path.insert(0, os.getcwd())
+    sys.path.append(os.getcwd())
     # The server is of the Python environment that the app is in.
     uvicorn: Any = importlib.import_module("uvicorn")
     module, _, name = target.partition(":")

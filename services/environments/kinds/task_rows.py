@@ -13,7 +13,7 @@ from umbra.services.environments.kinds.verifiers import verifiers_rows
 
 def main(name: str, options: str, count: str, seed: str, out: str) -> None:
     """Write up to `count` rows of verifiers' `name` to the file `out`, one JSON object a line."""
-    sys.path.insert(0, os.getcwd())
+    sys.path.append(os.getcwd())
     try:
         rows = verifiers_rows(name, json.loads(options), int(count), int(seed))
         lines = [json.dumps(row) for row in rows]
