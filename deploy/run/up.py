@@ -115,6 +115,8 @@ class Up:
         if before is not None and code in FORESEEN_CODES and not self._trained:
             self.folder.put_back(before)
             raise ChildError(reason, code)
+        if not self.folder.config.is_file():
+            raise ChildError(reason, code)
         total_s = time.monotonic() - self._started
         outcome = RunOutcome(exit_reason=reason, exit_code=code, total_s=total_s, **self._outcome)
         summary = summarise(self.folder, outcome)
@@ -203,6 +205,11 @@ class Up:
         try:
             self._start(supervisor, progress)
             while supervisor.poll():
+                if not self.folder.config.is_file():
+                    raise UmbraError(
+                        f"{self.folder.path} was removed under way, and what the run has learned "
+                        "with it: all processes were stopped"
+                    )
                 self._turn(supervisor, progress)
         finally:
             progress.poll()

@@ -4,6 +4,7 @@ Kills by `make test-real`: `test_demo_kill.py` sees the same, and more, of the d
 """
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fakes.slowness import seconds
 from integration.test_up import UpProcess, up
 
 from umbra.proto import sockets
@@ -132,3 +134,17 @@ def test_a_second_process_of_a_name_is_refused_and_the_run_goes_on(
     process.until(lambda: len(process.steps()) > reached + 5, "five steps more")
     process.popen.send_signal(signal.SIGTERM)
     assert process.finish()["restarts"] == {}
+
+
+@pytest.mark.e2e
+@pytest.mark.fault
+@pytest.mark.timeout(120)
+def test_a_run_whose_folder_is_removed_ends_with_a_sentence(up: Callable[..., UpProcess]) -> None:
+    process = up("run.steps=100000")
+    process.broker()
+    process.until(lambda: len(process.steps()) >= 5, "step 5")
+    shutil.rmtree(process.run_dir, ignore_errors=True)
+    _, error = process.popen.communicate(timeout=seconds(60))
+    assert process.popen.returncode == 6
+    assert "was removed under way" in error
+    assert "Traceback" not in error
