@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option("--gpu", metavar="KIND", help=f"Only the memory, on GPUs of: {', '.join(GPUS)}.")
 @click.option("--memory", is_flag=True, help="Print what takes memory, by process and purpose.")
+@click.option("--no-code", is_flag=True, help="Run no code that RUN_FILE names.")
 @click.option("--show", "showing", is_flag=True, help="Only print RUN_FILE as it is understood.")
 @click.option("--json", "json_wanted", is_flag=True, help="Print one JSON object.")
 def command(
@@ -49,6 +50,7 @@ def command(
     cluster_file: Path | None,
     gpu: str | None,
     memory: bool,
+    no_code: bool,
     showing: bool,
     json_wanted: bool,
 ) -> int:
@@ -57,7 +59,8 @@ def command(
     Checks keys, values, files and packages of RUN_FILE; tries its reward or environment on the
     first prompt, its devices and chat template; estimates its memory from the model's config.json;
     and looks at this machine: GPUs, memory, /dev/shm, disk, ports, keys. Without RUN_FILE only the
-    machine. Starts nothing. The exit code is 2 if there is a problem.
+    machine. Starts nothing, but runs the code that RUN_FILE names, as a run would: with --no-code
+    prompts, reward and environment are left out. The exit code is 2 if there is a problem.
     """
     if run_file is None:
         if showing or cluster_file or gpu or overrides:
@@ -66,7 +69,7 @@ def command(
     if showing:
         return _show(load_config(run_file, overrides=overrides), json_wanted)
     run, tree = load_given(run_file, overrides)
-    if gpu is None:
+    if gpu is None and not no_code:
         check_run(run, download=False)
     if cluster_file is not None:
         found = list(_look_at_cluster(cluster_file, run))
@@ -77,15 +80,18 @@ def command(
         from umbra.deploy.check.estimate import estimate  # brings torch
         from umbra.deploy.check.share import shares
 
-        run, chosen, _ = for_hardware(run, given_keys(tree), machine, shares)
+        run, chosen, refused = for_hardware(run, given_keys(tree), machine, shares)
         needed = estimate(run, machine)
         found += [refusal("memory", fault) for fault in needed.faults]
+        if refused and not needed.faults:
+            found.append(refusal("devices", refused))
         found += [Finding("memory", "warning", note, "see --memory") for note in needed.notes]
     except (UsageError, ModuleNotFoundError) as error:
         found.append(Finding("memory", "not looked at", str(error)))
     if gpu is None:
         if run.trainer.nodes == 1:
             check_packages(run)
+        if run.trainer.nodes == 1 and not no_code:
             warnings = dict(try_start(run, search_path(run_file)))
         found += findings(run) if needed is None else findings(run, **_sums(needed))
     found += [Finding(name, "warning", text) for name, text in warnings.items()]

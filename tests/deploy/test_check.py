@@ -158,3 +158,31 @@ def test_a_cluster_is_planned_and_its_nodes_are_asked(monkeypatch: pytest.Monkey
     monkeypatch.setattr(command, "load_cluster", lambda _: unfit)
     with pytest.raises(UsageError, match="groups names reward"):
         list(command._look_at_cluster(Path("cluster.toml"), run_config()))
+
+
+EVIL = """
+from pathlib import Path
+
+Path("evil-ran").touch()
+
+def rows():
+    return ["say a"]
+
+def score(prompt, completion, row):
+    return 0.0
+"""
+
+
+@pytest.mark.parametrize("flags", [[], ["--no-code"]])
+def test_code_of_the_run_file_runs_unless_it_is_asked_not_to(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "evil.py").write_text(EVIL)
+    (tmp_path / "run.toml").write_text(
+        f'[model]\npath = "{tiny_model_dir}"\n[data]\nprompts = "evil:rows"\n'
+        '[environment]\nkind = "reward"\nreward = "evil:score"\n'
+    )
+    cli.main(["check", "run.toml", *flags])
+    assert (tmp_path / "evil-ran").exists() != bool(flags)
