@@ -291,6 +291,8 @@ def test_samples_that_nobody_can_finish_end_no_run() -> None:
 def test_answers_that_are_malformed_to_the_last_are_failures_of_their_own() -> None:
     run = World(group_size=4, batch_groups=4, max_attempts=1)
     run.join("generator", "a")
+    (task,) = run.lease("a", 1, 0)
+    run.ask("a", SubmitResults(trajectories=[trajectory(task, 0)]))
     for _ in range(16):
         (task,) = run.lease("a", 1, 0)
         bad = trajectory(task, 0, logprobs=b"")

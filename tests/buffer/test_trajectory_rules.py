@@ -13,6 +13,7 @@ from umbra.proto.messages import (
     BatchLease,
     LeaseBatch,
     LeaseTasks,
+    Nack,
     SubmitResults,
     TaskLeases,
 )
@@ -24,6 +25,7 @@ from umbra.proto.records import (
     pack_float32,
     pack_int32,
 )
+from umbra.services.buffer.endpoints.worker import STRIKES
 from umbra.services.config.trajectory_rules import RunFacts, find_fault
 from umbra.services.trainer.batch import BatchError, make_batch
 
@@ -134,22 +136,33 @@ def test_token_ids_are_compared_exactly(vocabulary: int) -> None:
             assert (find_fault(made, facts) is None) == sound, (length, bad)
 
 
-def test_one_bad_generator_does_not_end_the_run() -> None:
-    """It is faster than all others, its answers are poison to the last, and cost a group each."""
+def test_malformed_answers_cost_a_generator_its_leases_and_no_sample_an_attempt() -> None:
+    """It is alone at first, as before the trainer has joined, and its answers are poison."""
     run = world(max_attempts=1)
-    for step in range(1, 20):
-        for _ in range(10):
-            tasks = run.lease("bad", 8, run.broker.batches.version)
-            bad = [trajectory(task, 0, reward=1e308) for task in tasks]
-            run.ask("bad", SubmitResults(trajectories=bad))
-            answer(run, "a")
-        for _ in range(50):
-            if ask_batch(run, step).trajectories:
-                break
+    for _ in range(STRIKES):
+        (task,) = run.lease("bad", 1, 0)
+        poison = trajectory(task, 0, reward=1e308)
+        ack = run.get("bad", SubmitResults(trajectories=[poison]), TaskLeases)
+        assert ack.refused[task.sample_id].startswith("malformed: ")
+    refused = run.ask("bad", LeaseTasks(capacity=1, version=0, wait_s=0))
+    assert isinstance(refused, Nack) and refused.code == "malformed_answers"
+    assert not run.pool.leases.of("bad")
+    for step in range(1, 4):
+        while not ask_batch(run, step).trajectories:
             answer(run, "a")
         run.commit(step)
-    assert not run.broker.failure and run.pool.ledger.ended["failed"] > 60
+    assert not run.broker.failure and not run.pool.ledger.ended["failed"]
     assert run.pool.ledger.snapshot().balance == 0
+
+
+def test_a_sound_answer_forgives_malformed_ones() -> None:
+    run = world()
+    for _ in range(2):
+        for _ in range(STRIKES - 1):
+            (task,) = run.lease("bad", 1, 0)
+            run.ask("bad", SubmitResults(trajectories=[trajectory(task, 0, reward=1e308)]))
+        answer(run, "bad")
+    assert run.lease("bad", 1, 0)
 
 
 def test_the_vocabulary_is_known_after_a_restart() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 
 from umbra.proto import messages as m
 from umbra.proto.bounds import BATCH
@@ -12,11 +13,12 @@ from umbra.services.buffer.effects import Parked, ParkedRequests
 from umbra.services.buffer.samples.evaluation import EVAL_PREFIX
 from umbra.services.buffer.samples.groups import State
 from umbra.services.buffer.samples.leases import Grant
-from umbra.services.buffer.samples.submit import Submissions
+from umbra.services.buffer.samples.submit import MALFORMED, Submissions
 from umbra.services.buffer.samples.trajectories import as_arrived
 from umbra.services.buffer.state import RunState
 
 NOTHING = m.TaskLeases()
+STRIKES = 16  # malformed answers in a row, after which a generator gets no more samples
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +44,7 @@ class WorkerEndpoint:
         self._eval_answers = Submissions(run.evals.pool, *common)
         self._generators = ParkedRequests[m.LeaseTasks]()
         self._scorers = ParkedRequests[m.LeaseTasks]()
+        self._strikes: Counter[str] = Counter()  # malformed answers since the last sound one
         self._granted: dict[str, int] = {}  # by worker, its newest request that got work
         self._served_at = (-1, -1, -1)  # openings and version when generators were last served
 
@@ -60,6 +63,9 @@ class WorkerEndpoint:
         if not scores and not 0 <= body.version <= newest:
             reason = f"{name} serves version {body.version}, but 0 to {newest} exist"
             self._outbox.refuse(request, "wrong_version", reason, "version")
+            return
+        if not scores and self._strikes[name] >= STRIKES:
+            self._refuse_striker(request)
             return
         if scores:
             self._scoring.serving[name] = body.kind
@@ -81,12 +87,17 @@ class WorkerEndpoint:
         for trajectory, packed in trajectories:
             answers = self._for(trajectory.sample_id)
             reason = answers.submit(trajectory, packed, sender, now)
-            if reason is not None:
+            if reason is None:
+                self._strikes[sender] = 0
+            else:
                 refused[trajectory.sample_id] = reason
+                self._strikes[sender] += reason.startswith(MALFORMED)
+        if self._strikes[sender] >= STRIKES:
+            self._bar(sender)
         if scores:
             refused = self._scoring.submit(scores, sender, now)
         grant = Grant(sender, request.header.id, 0, now, body.version)
-        if body.capacity > 0 and not scores:
+        if body.capacity > 0 and not scores and self._strikes[sender] < STRIKES:
             if 0 <= body.version <= self._batches.newest:
                 grant = self._grant(request, body, now)
             else:
@@ -151,6 +162,7 @@ class WorkerEndpoint:
         if question := self._generators.take(name) or self._scorers.take(name):
             self._outbox.refuse_departed(question.request)
         self._granted.pop(name, None)
+        self._strikes.pop(name, None)
         self._scoring.serving.pop(name, None)
         samples = self._leases.of(name)
         for sample in samples:
@@ -158,6 +170,19 @@ class WorkerEndpoint:
                 why = f"{name} is gone" if sample.state is State.SCORING else ""
                 self._run.pool_of(sample.sample_id).take_back(sample, lost=lost, reason=why)
         return len(samples)
+
+    def _bar(self, name: str) -> None:
+        """Requeue what a generator holds whose answers are malformed; it gets no more."""
+        if question := self._generators.take(name):
+            self._refuse_striker(question.request)
+        for sample in self._leases.of(name):
+            if sample.holder == name:
+                self._run.pool_of(sample.sample_id).take_back(sample, lost=False)
+
+    def _refuse_striker(self, request: Request) -> None:
+        name = request.header.sender
+        reason = f"the last {STRIKES} answers of {name} were malformed: see the buffer's log"
+        self._outbox.refuse(request, "malformed_answers", reason, "sender")
 
     def close(self) -> None:
         self.closed = True

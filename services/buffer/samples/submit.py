@@ -17,6 +17,8 @@ from umbra.services.buffer.samples.trajectories import MORE_BYTES, Packed, pack,
 from umbra.services.config.generation import ENVIRONMENT, environment_prefix
 from umbra.services.config.trajectory_rules import RunFacts, find_fault
 
+MALFORMED = "malformed: "  # begins the reason of such a refusal
+
 log = logging.getLogger(__name__)
 
 
@@ -44,7 +46,7 @@ class Submissions:
         self._facts = facts
         self._counters = counters
         self._heard = heard
-        self._sound = ""  # who sent the last answer that was accepted
+        self._sound: set[str] = set()  # who has sent an answer that was accepted
 
     def submit(self, trajectory: Trajectory, packed: Packed, sender: str, now: float) -> str | None:
         """Accept a complete trajectory, or return why it is refused.
@@ -72,11 +74,11 @@ class Submissions:
         if fault is not None:
             log.warning("%s sent a malformed %s: %s", sender, sample.sample_id, fault)
             if sample.state is State.GENERATING:
-                # If others' answers are sound, it is the sender's fault and not the sample's.
-                own = self._sound in ("", sender)
+                # It may be the sample's fault only if other answers of the sender are sound.
+                lost, own = sender in self._sound, self._sound == {sender}
                 why = f"malformed answer: {fault}"
-                self._pool.take_back(sample, lost=True, reason=why, own=own)
-            return self._refuse("malformed_trajectory", f"malformed: {fault}")
+                self._pool.take_back(sample, lost=lost, reason=why, own=own)
+            return self._refuse("malformed_trajectory", f"{MALFORMED}{fault}")
         unfit = self._unfit(sample, trajectory)
         if unfit is not None:
             if self._pool.pinned:
@@ -88,7 +90,7 @@ class Submissions:
         if sample.state is State.QUEUED:
             self._counters["late_accepted"] += 1
         self._pool.accept(sample, trajectory, packed, now)
-        self._sound = sender
+        self._sound.add(sender)
         self._counters["accepted"] += 1
         if trajectory.branches:
             self._counters["accepted_with_branches"] += 1
