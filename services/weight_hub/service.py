@@ -134,6 +134,11 @@ class WeightHub:
         working = (self.planes.looking, self._making.busy, *(end.busy for end in self.planes.ends))
         if any(working):
             timeout_s = min(timeout_s, BUSY_POLL_S)
+        if self._arena is not None and not self._arena.has_name:
+            raise UmbraError(
+                f"{self._arena.path} was removed, by a cleaner or at a logout (RemoveIPC): it must "
+                "be made again"
+            )
         requests = self._server.poll(timeout_s)
         if (made := self._making.take()) is not None:
             self._apply(self._arena_made(made, self._clock()))

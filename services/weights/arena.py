@@ -268,6 +268,11 @@ class Arena:
         with suppress(BufferError):  # somebody holds a slot: unmapped when that view ends
             self._map.close()
 
+    @property
+    def has_name(self) -> bool:
+        """False once its file was removed: nobody else can attach."""
+        return os.fstat(self._fd).st_nlink > 0
+
     def unlink(self) -> None:
         """Remove the file; may be called again."""
         self.path.unlink(missing_ok=True)

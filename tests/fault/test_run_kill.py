@@ -138,6 +138,31 @@ def test_a_second_process_of_a_name_is_refused_and_the_run_goes_on(
 
 @pytest.mark.e2e
 @pytest.mark.fault
+@pytest.mark.timeout(180)
+def test_a_run_outlives_the_removal_of_its_shared_memory(up: Callable[..., UpProcess]) -> None:
+    """As by a cleaner of /dev/shm: the hub makes it again, and a new generator finds it."""
+    process = up(f"run.steps={STEPS}")
+    process.broker()
+    process.until(lambda: len(process.steps()) >= 5, "step 5")
+    removed = list(Path("/dev/shm").glob(f"umbra-{process.run_dir.name}*"))
+    assert removed
+    for path in removed:
+        path.unlink()
+    process.until(lambda: "was removed" in log_of(process, "weight-hub"), "the hub's last words")
+    kill(process, "generator")
+    summary = process.finish()
+    assert process.popen.returncode == 0, process.lines
+    assert summary["restarts"] == {"weight-hub": 1, "generator-0": 1}
+    ledger = summary["ledger"]
+    assert (ledger["trained"], ledger["balance"]) == (STEPS * 16, 0)
+
+
+def log_of(process: UpProcess, service: str) -> str:
+    return (process.run_dir / "logs" / f"{service}.log").read_text()
+
+
+@pytest.mark.e2e
+@pytest.mark.fault
 @pytest.mark.timeout(120)
 def test_a_run_whose_folder_is_removed_ends_with_a_sentence(up: Callable[..., UpProcess]) -> None:
     process = up("run.steps=100000")
