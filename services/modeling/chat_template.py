@@ -269,11 +269,8 @@ class ChatTemplate:
         return rest, self.encode(stop + rest)
 
     def _reasoned(self, message: Message) -> Message:
-        """Move the reasoning of `message` to where this template looks for it.
-
-        Keys without a value go: templates ask whether a key is there.
-        """
-        kept = {k: v for k, v in message.items() if v is not None or k == "content"}
+        """Move the reasoning of `message` to where this template looks for it."""
+        kept = _given(message)
         if self.reasoning_field == "reasoning_content":
             return kept
         thought = kept.pop("reasoning_content", "")
@@ -443,6 +440,11 @@ def _heard(number: int, roles: Sequence[str], said: Message) -> list[Message]:
     return _addressed(messages, said.get("tool_calls", ()))
 
 
+def _given(message: Message) -> Message:
+    """`message` without keys that have no value: templates ask whether a key is there."""
+    return {k: v for k, v in message.items() if v is not None or k == "content"}
+
+
 def _addressed(messages: Sequence[Message], calls: Sequence[dict[str, Any]]) -> list[Message]:
     """`messages` with the name and id of the call in every tool's answer; templates need either.
 
@@ -457,7 +459,7 @@ def _addressed(messages: Sequence[Message], calls: Sequence[dict[str, Any]]) -> 
             call = by_id.get(message.get("tool_call_id"), call)
             if call is not None:
                 names = {"name": call["function"]["name"], "tool_call_id": call.get("id")}
-                message = {**names, **message}
+                message = {**names, **_given(message)}
         addressed.append(message)
     return addressed
 
