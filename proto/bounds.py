@@ -31,6 +31,7 @@ BRANCHES = 64  # lines of tokens of one sample
 ROUTING_BYTES = 24 << 20  # experts that were chosen in one trajectory; the rest of it fits beside
 PARTS = 64  # of a reward
 STAGES = 16
+ROW_KEYS = 4096
 SUBMITTED = 512  # trajectories or scores in one message to the buffer; the rest goes into another
 LEASES = 1 << 14  # of one process
 BATCH = 4096  # of whatever else a server tells one process
@@ -69,7 +70,7 @@ Mask = Annotated[bytes, Meta(max_length=TOKENS)]
 Experts = Annotated[bytes, Meta(max_length=ROUTING_BYTES)]
 Blob = Annotated[bytes, Meta(max_length=1024)]
 Size = Annotated[int, Meta(ge=0, le=(1 << 53) - 1)]  # bytes or elements
-Row = Annotated[dict[str, Any], Meta(max_length=4096)]  # free-form: decoded by clients only
+Row = Annotated[dict[str, Any], Meta(max_length=ROW_KEYS)]  # free-form: decoded by clients only
 
 
 def one_line(text: str, most: int = TEXT_CHARS) -> str:

@@ -9,10 +9,10 @@ from typing import Any, cast
 
 import msgpack
 
+from umbra.proto.bounds import ROW_KEYS
 from umbra.proto.errors import UsageError
 
 ROW_BYTES = 16 << 20  # as it is sent; a lease of one such row fits into a frame
-ROW_KEYS = 4096  # `proto.bounds.Row`
 INTEGERS = range(-(1 << 63), 1 << 64)  # MessagePack's
 
 
@@ -143,10 +143,12 @@ def _plain(value: Any, where: str) -> Any:
         case None | bool():
             return value
         case str():
-            if not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
+            try:
+                value.encode()
+            except UnicodeEncodeError:
                 raise UsageError(
                     f"{where}: a lone surrogate is no text that can be written as UTF-8"
-                )
+                ) from None
             return str(value)
         case int():
             if value not in INTEGERS:

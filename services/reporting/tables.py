@@ -76,13 +76,6 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:.{digits}g}"
 
 
-def compact(value: float) -> str:
-    """`value` in the few characters that a tick of a plot has room for: "20k", "1.5M"."""
-    if abs(value) >= 1e6:
-        return f"{value / 1e6:g}M"
-    return f"{value / 1e3:g}k" if abs(value) >= 1e4 else f"{value:.4g}"
-
-
 def size(count: float) -> str:
     """Bytes in binary units: "512 B", "1.5 GiB"."""
     for unit, name in _SIZES:

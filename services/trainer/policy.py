@@ -77,7 +77,8 @@ def open_policy(
     tokenizer = load_tokenizer(path, source, trust=trust)
     with tempfile.TemporaryDirectory() as trial:
         try:
-            _write_configs(model, tokenizer, Path(trial))
+            model.config.save_pretrained(trial)
+            _write_rest(model, tokenizer, Path(trial))
         except (TypeError, ValueError) as error:
             raise UsageError(f"{source}: {path} cannot be written again: {error}") from error
     return model, tokenizer, files
@@ -127,16 +128,15 @@ def write_policy(
             model.save_pretrained(directory, state_dict=weights)
         finally:
             model.generation_config = kept
-    _write_configs(model, tokenizer, directory)
+    _write_rest(model, tokenizer, directory)
     for file in directory.glob("*.safetensors"):
         shutil.copymode(directory / "config.json", file)
 
 
-def _write_configs(
+def _write_rest(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path
 ) -> None:
-    """Write all but the weights. A generation config is written as it was read, also if invalid."""
-    model.config.save_pretrained(directory)
+    """Write tokenizer and generation config, this one as it was read, also if it is invalid."""
     if isinstance(model.generation_config, GenerationConfig):
         model.generation_config.to_json_file(directory / GENERATION_CONFIG_NAME)
     tokenizer.save_pretrained(directory)

@@ -9,7 +9,6 @@ import pytest
 from umbra.services.reporting.tables import (
     aligned,
     clock,
-    compact,
     counts,
     facts,
     markdown,
@@ -33,12 +32,6 @@ def test_number(value: float | None, text: str) -> None:
 def test_number_with_more_digits() -> None:
     assert number(123.456, digits=4) == "123.5"
     assert number(123456.7, digits=4) == "123,457"
-
-
-def test_compact() -> None:
-    assert [compact(value) for value in (0.25, 9999, 20_000, 1.5e6)] == [
-        "0.25", "9999", "20k", "1.5M",
-    ]  # fmt: skip
 
 
 def test_size() -> None:

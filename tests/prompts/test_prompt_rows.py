@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from umbra.compat.trl import GRPOTrainer
+from umbra.proto.bounds import ROW_KEYS
 from umbra.proto.errors import UsageError
 from umbra.services.prompts.readers import read_source
-from umbra.services.prompts.rows import ROW_BYTES, ROW_KEYS, check_row, rows_of
+from umbra.services.prompts.rows import ROW_BYTES, check_row, rows_of
 
 pandas = pytest.importorskip("pandas")
 pyarrow = pytest.importorskip("pyarrow")

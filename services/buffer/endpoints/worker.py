@@ -164,6 +164,9 @@ class WorkerEndpoint:
         self._granted.pop(name, None)
         self._strikes.pop(name, None)
         self._scoring.serving.pop(name, None)
+        return self._requeue(name, lost=lost)
+
+    def _requeue(self, name: str, *, lost: bool) -> int:
         samples = self._leases.of(name)
         for sample in samples:
             if sample.holder == name:  # else it ended with another of its group just now
@@ -175,9 +178,7 @@ class WorkerEndpoint:
         """Requeue what a generator holds whose answers are malformed; it gets no more."""
         if question := self._generators.take(name):
             self._refuse_striker(question.request)
-        for sample in self._leases.of(name):
-            if sample.holder == name:
-                self._run.pool_of(sample.sample_id).take_back(sample, lost=False)
+        self._requeue(name, lost=False)
 
     def _refuse_striker(self, request: Request) -> None:
         name = request.header.sender
