@@ -3,6 +3,7 @@
 #
 #   benchmarks/gpu_session.sh --wheels .whl    packages that such a machine may lack, to be taken there
 #   benchmarks/gpu_session.sh                  all steps; results in $OUT, or in runs/gpu
+#   benchmarks/gpu_session.sh nccl up          these steps
 #   benchmarks/gpu_session.sh --dry-run        on any machine: whether each step would begin
 #
 # It takes eight minutes at most (SECONDS_IN_ALL). A step has a limit of its own, one that fails or
@@ -14,20 +15,23 @@ set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
 WHEELS=${WHEELS:-.whl}
-LACKING=(msgspec pyzmq starlette tomli-w uvicorn zstandard) # beside torch, CuPy and Transformers
+# Beside torch, CuPy, Transformers and accelerate.
+LACKING=(cffi cryptography lmdb msgspec pyzmq starlette tomli-w torchao uvicorn zstandard)
 TOTAL=${SECONDS_IN_ALL:-480}
 PYTHON=${PYTHON:-python3}
 
 # name, limit in seconds, command: `tests FILE...` or `bench SCRIPT OPTIONS...`
 STEPS=(
+    "trainer    120  tests test_trainer_gpu.py test_checkpoints_gpu.py"
+    "engine      60  tests test_torch_engine_gpu.py"
+    "up_shm     120  bench gpu_run --plane shm"
     "cuda_ipc    60  tests test_cuda_ipc.py"
     "nccl        90  tests test_nccl.py"
     "planes      90  tests test_hub_planes.py"
     "up         120  bench gpu_run --plane cuda_ipc"
-    "trainer     60  tests test_trainer_gpu.py test_checkpoints_gpu.py"
-    "engine      60  tests test_torch_engine_gpu.py"
     "kill       120  bench gpu_run --plane cuda_ipc --kill"
-    "up_shm     120  bench gpu_run --plane shm"
+    "attention  300  tests test_attention_gpu.py"
+    "experts    120  tests test_experts_gpu.py"
     "mfu_06b    120  bench trainer_speed --device cuda --passes 2"
     "mfu_8b     120  bench trainer_speed --device cuda --passes 2 --hidden 4096 --layers 4 --heads 32 --ff 12288"
     "vllm       120  tests test_vllm_gpu.py"
@@ -35,7 +39,8 @@ STEPS=(
 
 fetch() { # the wheels, for Python 3.12 on x86-64
     "$PYTHON" -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 \
-        --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \
+        --implementation cp --platform manylinux_2_34_x86_64 --platform manylinux_2_28_x86_64 \
+        --platform manylinux_2_24_x86_64 --platform manylinux_2_17_x86_64 \
         --platform manylinux2014_x86_64 --dest "$1" "${LACKING[@]}" && du -sh "$1"
 }
 
@@ -69,8 +74,17 @@ case "${1:-}" in
     "") ;;
     --dry-run) DRY=1 ;;
     --wheels) fetch "${2:-$WHEELS}"; exit ;;
-    *) echo "gpu_session.sh: $1 is no option: --dry-run, --wheels DIR, or none" >&2; exit 2 ;;
+    -*) echo "gpu_session.sh: $1 is no option: --dry-run, --wheels DIR, or names of steps" >&2; exit 2 ;;
 esac
+if [ -z "$DRY" ] && [ $# -gt 0 ]; then # the steps that were named, in their order
+    chosen=()
+    for step in "${STEPS[@]}"; do [[ " $* " == *" ${step%% *} "* ]] && chosen+=("$step"); done
+    if [ ${#chosen[@]} -lt $# ]; then
+        echo "gpu_session.sh: the steps are: ${STEPS[*]%% *}" >&2
+        exit 2
+    fi
+    STEPS=("${chosen[@]}")
+fi
 
 OUT=${OUT:-runs/gpu}
 WORK=$(mktemp -d)
@@ -78,7 +92,7 @@ trap 'rm -rf "$WORK"' EXIT
 mkdir -p "$OUT"
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 if [ -z "$DRY" ] && compgen -G "$WHEELS/*.whl" > /dev/null; then
-    "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile --upgrade \
+    "$PYTHON" -m pip install --quiet --no-index --no-deps --upgrade \
         --target "$WORK/site" "$WHEELS"/*.whl || exit 1
     export PYTHONPATH="$WORK/site:$PYTHONPATH"
 fi
