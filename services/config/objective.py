@@ -68,7 +68,7 @@ class ObjectiveKeys(Section):
     gamma: float | None = key(None, "discount per token (reinforce_pp, gae)", ge=0, le=1)
     gae_lambda: float | None = key(None, "lambda of generalised advantage estimation", ge=0, le=1)
     overlong_buffer: int | None = key(
-        None, "last tokens before the longest turn's limit that cost reward (DAPO); 0 = none", ge=0
+        None, "last tokens before a sample's max_tokens that cost reward (DAPO); 0 = none", ge=0
     )
     overlong_filter: bool | None = key(None, "leave out what was cut off at the token limit (DAPO)")
     anchor: Anchor | None = key(

@@ -119,19 +119,13 @@ def objective_faults(config: RunConfig) -> Iterator[str]:
             "trainer.proximal = stage needs the logprobs of that stage: add logp to buffer.stages, "
             "or set trainer.proximal to recompute"
         )
-    limit = config.longest_turn
-    turns = {config.sampling_for(one).max_tokens for one in config.all_environments}
-    if pieces.overlong_buffer and len(turns) > 1:
-        yield (
-            f"trainer.overlong_buffer = {pieces.overlong_buffer} counts from the end of the "
-            "longest response, which is another one in each of [[environments]] (sampling."
-            f"max_tokens of {', '.join(map(str, sorted(turns)))}): make them equal, or set it to 0"
-        )
-    if pieces.overlong_buffer > limit:
-        yield (
-            f"trainer.overlong_buffer = {pieces.overlong_buffer} is more than the longest response "
-            f"({limit} tokens: sampling.max_tokens)"
-        )
+    for one in config.all_environments:
+        limit = config.sampling_for(one).max_tokens
+        if pieces.overlong_buffer > limit:
+            yield (
+                f"trainer.overlong_buffer = {pieces.overlong_buffer} is more than the longest "
+                f"response ({one.sampling_key('max_tokens')} = {limit})"
+            )
 
 
 def lone_groups(config: RunConfig) -> str:

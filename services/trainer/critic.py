@@ -39,7 +39,7 @@ from umbra.services.trainer.distributed.sharding import (
 )
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.metrics import Row
-from umbra.services.trainer.objectives.values import value_loss
+from umbra.services.trainer.objectives.advantages import value_loss
 from umbra.services.trainer.policy import no_progress_bars, open_backbone, place, read
 from umbra.services.trainer.snapshot import whole_weights
 

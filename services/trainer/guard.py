@@ -11,7 +11,7 @@ from umbra.proto.errors import DivergedError
 from umbra.services.config.presets import ObjectiveSpec
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.metrics import Row
-from umbra.services.trainer.objectives.ratios import Sequences
+from umbra.services.trainer.objectives.terms import Sequences
 
 # Why an update is left out, in the order of the columns `skipped/<reason>`.
 REASONS = {

@@ -15,7 +15,7 @@ from umbra.services.reporting.figures import staleness
 from umbra.services.trainer.batch import TrainBatch
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.objectives.objective import TokenInputs, TokenLosses
-from umbra.services.trainer.objectives.ratios import ratio
+from umbra.services.trainer.objectives.terms import ratio
 
 Row = dict[str, float | None]
 

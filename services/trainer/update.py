@@ -12,20 +12,21 @@ from umbra.proto.errors import UsageError
 from umbra.services.config import RunConfig
 from umbra.services.modeling.micro_batch import MicroBatch
 from umbra.services.modeling.packing import pack
-from umbra.services.trainer.advantages import rewarded, token_advantages
 from umbra.services.trainer.batch import TrainBatch, recorded_logprobs, token_versions
+from umbra.services.trainer.critic import LearnedCritic
 from umbra.services.trainer.guard import REASONS, Guard
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.metrics import LossMetrics, Row
 from umbra.services.trainer.mismatch import MismatchCheck
+from umbra.services.trainer.objectives.advantages import rewarded, token_advantages
 from umbra.services.trainer.objectives.aggregation import count, token_weights
-from umbra.services.trainer.objectives.corrections import interpolated
 from umbra.services.trainer.objectives.objective import Constants, Objective, TokenInputs
-from umbra.services.trainer.objectives.ratios import LOG_RATIO_BOUND, Sequences
-from umbra.services.trainer.objectives.values import ValueLoss
+from umbra.services.trainer.objectives.terms import LOG_RATIO_BOUND, Sequences, interpolated
 
 
-def guarded_update(config: RunConfig, learner: Learner, critic: ValueLoss | None) -> PolicyUpdate:
+def guarded_update(
+    config: RunConfig, learner: Learner, critic: LearnedCritic | None
+) -> PolicyUpdate:
     """Return an update before which generators and trainer are compared."""
     return PolicyUpdate(config, learner, critic, MismatchCheck(config, learner))
 
@@ -45,7 +46,7 @@ class PolicyUpdate:
         self,
         config: RunConfig,
         learner: Learner,
-        critic: ValueLoss | None = None,
+        critic: LearnedCritic | None = None,
         mismatch_check: MismatchCheck | None = None,
     ) -> None:
         self._config = config.trainer
@@ -83,7 +84,7 @@ class PolicyUpdate:
         if self._critic is not None:
             with self._learner.phases("critic"):
                 values = self._critic.values(batch)
-        earned = rewarded(batch, pieces, self._limit, reference, values)
+        earned = rewarded(batch, pieces, reference, values)
         advantages, returns = token_advantages(earned, pieces)
         own = self._own(batch)
         useful = self._useful(batch, advantages, own)

@@ -39,7 +39,10 @@ def test_a_preset_works_by_itself(preset: Preset) -> None:
         (["critic.value_clip=0.1"], "[critic] is for trainer.advantage = gae"),
         (["objective=rloo", "buffer.group_size=1"], "set buffer.group_size to 2 or more"),
         (["dual_clip=1.1"], "trainer.dual_clip = 1.1 must be more than 1 + clip_high = 1.2"),
-        (["overlong_buffer=300"], "overlong_buffer = 300 is more than the longest response (256"),
+        (
+            ["overlong_buffer=300"],
+            "overlong_buffer = 300 is more than the longest response (sampling.max_tokens = 256",
+        ),
         (
             [
                 "objective=ppo_critic",

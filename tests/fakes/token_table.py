@@ -11,7 +11,7 @@ from torch import Tensor
 from umbra.services.trainer.batch import TrainBatch
 from umbra.services.trainer.metrics import Row
 from umbra.services.trainer.objectives.objective import TokenInputs, TokenLosses
-from umbra.services.trainer.objectives.ratios import ratio
+from umbra.services.trainer.objectives.terms import ratio
 
 COLUMNS = ("update", "logprob", "entropy", "advantage", "ratio", "clipped", "masked", "kl")
 

@@ -127,8 +127,10 @@ def test_what_does_not_fit_one_of_them_is_refused_or_warned_of(tmp_path: Path) -
         check_feasible(load_config(tmp_path / "run.toml", overrides=["generator.engine=vllm"]))
     assert samplings_of(cold)["cool"].temperature == 0.004
     (tmp_path / "run.toml").write_text(RUN)
-    punished = ["trainer.objective=dapo", "trainer.overlong_buffer=2"]
-    with pytest.raises(UsageError, match=r"max_tokens of 5, 12\): make them equal"):
+    punished = ["trainer.objective=dapo", "trainer.overlong_buffer=5"]
+    check_feasible(load_config(tmp_path / "run.toml", overrides=punished))
+    punished[1] = "trainer.overlong_buffer=6"
+    with pytest.raises(UsageError, match=r"environments\.cool\.sampling\.max_tokens = 5\)"):
         check_feasible(load_config(tmp_path / "run.toml", overrides=punished))
 
 

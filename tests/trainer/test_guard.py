@@ -24,7 +24,7 @@ from umbra.services.trainer.guard import REASONS, Guard, SkipLimit
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.metrics import Row
 from umbra.services.trainer.objectives.objective import TokenLosses
-from umbra.services.trainer.objectives.ratios import Sequences
+from umbra.services.trainer.objectives.terms import Sequences
 from umbra.services.trainer.policy import load_policy
 from umbra.services.trainer.update import PolicyUpdate
 

@@ -15,7 +15,7 @@ from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.metrics import LossMetrics
 from umbra.services.trainer.objectives.objective import TokenInputs, TokenLosses
-from umbra.services.trainer.objectives.ratios import Sequences, ratio
+from umbra.services.trainer.objectives.terms import Sequences, ratio
 from umbra.services.trainer.policy import load_policy
 from umbra.services.trainer.update import minibatches
 

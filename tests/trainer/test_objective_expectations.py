@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from umbra.services.config.presets import PRESETS, ObjectiveSpec, Preset
-from umbra.services.trainer.objectives.kl import ESTIMATORS
 from umbra.services.trainer.objectives.objective import Objective, TokenInputs
-from umbra.services.trainer.objectives.ratios import Sequences
+from umbra.services.trainer.objectives.terms import ESTIMATORS, Sequences
 
 WORDS, LENGTH = 3, 2
 SEQUENCES = list(product(range(WORDS), repeat=LENGTH))

@@ -12,14 +12,13 @@ from torch import Tensor
 from umbra.services.config.presets import PRESETS, ObjectiveSpec, Preset
 from umbra.services.modeling.micro_batch import Tokens
 from umbra.services.trainer.objectives.aggregation import count, token_weights
-from umbra.services.trainer.objectives.masks import m2po
 from umbra.services.trainer.objectives.objective import (
     Constants,
     Objective,
     TokenInputs,
     TokenLosses,
 )
-from umbra.services.trainer.objectives.ratios import Sequences
+from umbra.services.trainer.objectives.terms import Sequences, m2po
 
 N = 24
 

@@ -21,7 +21,7 @@ from umbra.services.trainer.batch import BatchError, TrainBatch, make_batch
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.metrics import Row
-from umbra.services.trainer.objectives.values import gae
+from umbra.services.trainer.objectives.advantages import gae
 from umbra.services.trainer.policy import load_policy
 from umbra.services.trainer.update import PolicyUpdate, minibatches
 
@@ -290,7 +290,12 @@ def test_filtered_samples_reach_neither_gradient_nor_token_count(
 
 
 def test_overlong_responses_lose_reward(directory: Path, trajectories: list[Trajectory]) -> None:
-    flat = [msgspec.structs.replace(one, reward=1.0) for one in trajectories]
+    flat = [
+        msgspec.structs.replace(
+            one, reward=1.0, sampling=msgspec.structs.replace(one.sampling, max_tokens=8)
+        )
+        for one in trajectories
+    ]
     assert update(directory, flat)[1]["trained_samples"] == 0
     # Of 2 to 7 tokens; the last four before the limit of 8 cost.
     _, row = update(directory, flat, overlong_buffer=4)

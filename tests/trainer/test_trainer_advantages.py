@@ -8,16 +8,17 @@ import torch
 from torch import Tensor
 
 from umbra.services.config import TrainerConfig
-from umbra.services.trainer.advantages import (
+from umbra.services.trainer.objectives.advantages import (
     Rewarded,
     dr_grpo,
+    gae,
     grpo,
     overlong,
     rloo,
     token_advantages,
+    value_loss,
     whitened,
 )
-from umbra.services.trainer.objectives.values import gae, value_loss
 
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 1.0, 5.0])
 GROUPS = torch.tensor([0, 1, 0, 0, 1])
@@ -143,7 +144,9 @@ def test_value_loss_takes_the_worse_of_plain_and_clipped() -> None:
 
 
 def test_overlong_costs_linearly_within_the_buffer() -> None:
-    lengths = torch.tensor([10, 80, 85, 90, 100])
-    expected = [0.0, 0.0, -0.25, -0.5, -1.0]
-    got = overlong(lengths, limit=100, buffer=20)
+    """Each sample before its own limit."""
+    lengths = torch.tensor([10, 80, 85, 90, 100, 45])
+    limits = torch.tensor([100, 100, 100, 100, 100, 50])
+    expected = [0.0, 0.0, -0.25, -0.5, -1.0, -0.75]
+    got = overlong(lengths, limits, buffer=20)
     torch.testing.assert_close(got, torch.tensor(expected).double())

@@ -13,11 +13,10 @@ from umbra.services.config import TrainerConfig
 from umbra.services.config.presets import PRESETS
 from umbra.services.modeling.micro_batch import Tokens
 from umbra.services.trainer.learner import learning_rate
-from umbra.services.trainer.objectives import clips, masks
+from umbra.services.trainer.objectives import terms
 from umbra.services.trainer.objectives.aggregation import Counts, count, token_weights
-from umbra.services.trainer.objectives.corrections import interpolated, masked
 from umbra.services.trainer.objectives.objective import Objective, TokenInputs, TokenLosses
-from umbra.services.trainer.objectives.ratios import Sequences
+from umbra.services.trainer.objectives.terms import Sequences, interpolated, masked
 
 # Probabilities of four tokens under pi, p (proximal) and mu (behaviour), and their advantages.
 PI = [0.6, 0.6, 0.2, 0.5]
@@ -105,20 +104,20 @@ def test_bounds_belong_to_what_they_bound() -> None:
     weights = torch.tensor([0.25, 0.5, 1.0, 2.0, 4.0])
     assert masked(weights, 0.5, 2.0).tolist() == [0.0, 0.5, 1.0, 2.0, 0.0]
     assert masked(weights, 0.25, 0.0).tolist() == [0.25, 0.5, 1.0, 2.0, 4.0]  # no cap
-    assert masks.within(torch.zeros(1), 1.0, 1.0).tolist() == [True]
+    assert terms.within(torch.zeros(1), 1.0, 1.0).tolist() == [True]
     sequences = Sequences(torch.tensor([0]), 1)
     for drift, kept in ((0.5, True), (0.75, False)):  # mean of log mu - log pi; threshold 0.5
-        found = masks.opsm(
+        found = terms.opsm(
             torch.tensor([-1.0]), torch.tensor([drift - 1]), torch.tensor([-1.0]), sequences, 0.5
         )
         assert found.tolist() == [kept]
     # No advantage is no reason to mask.
-    none = masks.opsm(torch.zeros(1), torch.ones(1), torch.zeros(1), sequences, 0.5)
+    none = terms.opsm(torch.zeros(1), torch.ones(1), torch.zeros(1), sequences, 0.5)
     assert none.tolist() == [True]
     # Mean below the threshold, not at it: squares 1 and 3 have the mean 2.
     squares = torch.tensor([1.0, 3.0]).double().sqrt()
-    assert masks.m2po(squares, 2.1).tolist() == [True, True]
-    assert masks.m2po(torch.tensor([1.0, 1.0]), 1.0).tolist() == [False, False]
+    assert terms.m2po(squares, 2.1).tolist() == [True, True]
+    assert terms.m2po(torch.tensor([1.0, 1.0]), 1.0).tolist() == [False, False]
 
 
 def test_a_token_of_weight_zero_is_told_as_masked() -> None:
@@ -131,7 +130,7 @@ def test_a_change_of_probability_is_masked_in_the_direction_that_the_advantage_a
     half, quarter = math.log(0.5), math.log(0.25)
     now, before = torch.tensor([half, quarter] * 3), torch.tensor([quarter, half] * 3)
     advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0, 0.0])
-    kept = masks.probability(now, before, advantages, 0.2).tolist()
+    kept = terms.probability(now, before, advantages, 0.2).tolist()
     assert kept == [False, True, True, False, True, False]  # A = 0 counts as A < 0
 
 
@@ -157,7 +156,7 @@ def test_one_token_alone_counts_once(aggregation: str) -> None:
 
 
 def test_ppo_has_no_dual_clip_unless_it_is_asked_for() -> None:
-    gain, flat = clips.ppo(torch.tensor([5.0]), torch.tensor([-1.0]), 0.2, 0.2)
+    gain, flat = terms.ppo(torch.tensor([5.0]), torch.tensor([-1.0]), 0.2, 0.2)
     assert gain.tolist() == [-5.0]
     assert flat.tolist() == [False]
 

@@ -24,9 +24,9 @@ from torch.nn.utils.rnn import pad_sequence
 from umbra.proto.records import Trajectory, pack_float32, unpack_float32, unpack_int32
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import load_config
-from umbra.services.trainer.advantages import rewarded, token_advantages
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.make_model import make_model
+from umbra.services.trainer.objectives.advantages import rewarded, token_advantages
 from umbra.services.trainer.policy import load_policy
 from umbra.services.trainer.update import PolicyUpdate
 
@@ -149,7 +149,7 @@ def our_advantages(directory: Path, trajectories: list[Trajectory], **keys: Any)
     """One per sample."""
     config = settings(directory, **keys)
     batch = make_batch(trajectories, vocab_size=1000)
-    earned = rewarded(batch, config.trainer.pieces, LIMIT, None, None)
+    earned = rewarded(batch, config.trainer.pieces, None, None)
     advantages, _ = token_advantages(earned, config.trainer.pieces)
     first = torch.searchsorted(batch.tokens.owner, torch.arange(len(trajectories)))
     return advantages[first]

@@ -5,14 +5,14 @@ trainer's weights before this batch), current probability pi and advantage A:
 
     loss = -keep * w * gain(r, A) + kl_coef * KL - entropy_coef * H
 
-    r     pi / mu or pi / p, of the token or of its sequence    ratios.py
-    gain  how r and A are combined and clipped                  clips.py
-    w     constant weight p / mu, bounded                       corrections.py
-    keep  0 or 1                                                masks.py
-    KL    of pi to the reference, or to mu                      kl.py
+    r     pi / mu or pi / p, of the token or of its sequence
+    gain  how r and A are combined and clipped
+    w     constant weight p / mu, bounded
+    keep  0 or 1
+    KL    of pi to the reference, or to mu
 
-`aggregation.py` makes one number of the tokens' losses. `services/config/presets.py` has
-the combinations that have names.
+The pieces are in `terms.py`; `aggregation.py` makes one number of the tokens' losses.
+`services/config/presets.py` has the combinations that have names.
 
 The trust region of an objective with anchor "behaviour" is around the policy that sampled. With
 "proximal" it is around p, and with one update per batch pi = p, so that nothing is ever clipped:
@@ -27,9 +27,8 @@ import torch
 from torch import Tensor
 
 from umbra.services.config.presets import ObjectiveSpec
-from umbra.services.trainer.objectives import clips, corrections, masks
-from umbra.services.trainer.objectives.kl import ESTIMATORS
-from umbra.services.trainer.objectives.ratios import Sequences, ratio, sequence_ratio
+from umbra.services.trainer.objectives import terms
+from umbra.services.trainer.objectives.terms import Sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,18 +86,18 @@ class Objective:
         log_ratio = proximal - behaviour
         weight = torch.ones_like(proximal)
         if pieces.correction != "none":
-            bound = corrections.truncated if pieces.correction == "truncate" else corrections.masked
-            weight = corrections.importance_weights(proximal, behaviour, sequences, pieces.is_level)
+            bound = terms.truncated if pieces.correction == "truncate" else terms.masked
+            weight = terms.importance_weights(proximal, behaviour, sequences, pieces.is_level)
             weight = bound(weight, pieces.is_floor, pieces.is_cap)
         match pieces.mask:
             case "token":
-                keep = masks.within(log_ratio, pieces.mask_low, pieces.mask_high)
+                keep = terms.within(log_ratio, pieces.mask_low, pieces.mask_high)
             case "sequence":
-                keep = masks.within(sequences.sum(log_ratio), pieces.mask_low, pieces.mask_high)
+                keep = terms.within(sequences.sum(log_ratio), pieces.mask_low, pieces.mask_high)
             case "geometric":
-                keep = masks.within(sequences.mean(log_ratio), pieces.mask_low, pieces.mask_high)
+                keep = terms.within(sequences.mean(log_ratio), pieces.mask_low, pieces.mask_high)
             case "m2po":
-                keep = masks.m2po(log_ratio, pieces.mask_threshold)
+                keep = terms.m2po(log_ratio, pieces.mask_threshold)
             case _:
                 keep = torch.ones_like(weight, dtype=torch.bool)
         return Constants(proximal, weight, keep)
@@ -108,9 +107,9 @@ class Objective:
         pieces, advantages = self.pieces, tokens.advantages
         anchor = constants.proximal if pieces.anchor == "proximal" else tokens.behaviour
         if pieces.ratio_level == "sequence":
-            free = sequence_ratio(tokens.logprobs, anchor, tokens.sequences)
+            free = terms.sequence_ratio(tokens.logprobs, anchor, tokens.sequences)
         else:
-            free = ratio(tokens.logprobs, anchor)
+            free = terms.ratio(tokens.logprobs, anchor)
         gain, clipped = self._gain(free, tokens)
         keep = constants.keep & self._keep_now(tokens)
         kept = keep & (constants.weight > 0)
@@ -125,7 +124,7 @@ class Objective:
             assert kl is not None
             if pieces.kl_unbiased:
                 # An expectation under pi from tokens of mu: by pi / mu, whatever the anchor is.
-                kl = kl * ratio(tokens.logprobs, tokens.behaviour)
+                kl = kl * terms.ratio(tokens.logprobs, tokens.behaviour)
             losses = losses + pieces.kl_coef * kl
         if pieces.entropy_coef:
             losses = losses - pieces.entropy_coef * tokens.entropy
@@ -136,24 +135,24 @@ class Objective:
         match pieces.clip:
             case "ppo":
                 low, high = pieces.clip_low, pieces.clip_high
-                return clips.ppo(free, advantages, low, high, pieces.dual_clip)
+                return terms.ppo(free, advantages, low, high, pieces.dual_clip)
             case "cispo":
-                return clips.cispo(
+                return terms.cispo(
                     free, advantages, tokens.logprobs, pieces.clip_low, pieces.clip_high
                 )
             case "sapo":
-                return clips.sapo(free, advantages)
+                return terms.sapo(free, advantages)
             case "none":
-                return clips.unclipped(free, advantages)
+                return terms.unclipped(free, advantages)
 
     def _keep_now(self, tokens: TokenInputs) -> Tensor:
         """The masks that look at the current policy."""
         now, mu, threshold = tokens.logprobs, tokens.behaviour, self.pieces.mask_threshold
         match self.pieces.mask:
             case "opsm":
-                return masks.opsm(now, mu, tokens.advantages, tokens.sequences, threshold)
+                return terms.opsm(now, mu, tokens.advantages, tokens.sequences, threshold)
             case "probability":
-                return masks.probability(now, mu, tokens.advantages, threshold)
+                return terms.probability(now, mu, tokens.advantages, threshold)
             case _:
                 return torch.ones_like(now, dtype=torch.bool)
 
@@ -162,4 +161,4 @@ class Objective:
         other = tokens.reference if to_reference else tokens.behaviour
         if other is None:
             return None
-        return ESTIMATORS[self.pieces.kl_estimator](tokens.logprobs, other)
+        return terms.ESTIMATORS[self.pieces.kl_estimator](tokens.logprobs, other)

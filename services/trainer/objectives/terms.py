@@ -1,0 +1,230 @@
+"""The pieces of a token's loss, each a function of [N] tokens; `objective.py` composes them.
+
+pi is the current policy, mu the behaviour policy, p the proximal one, r a ratio, A an advantage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LOG_RATIO_BOUND = 20.0  # exp of more overflows half precision and means nothing any more
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """Which of N tokens belong together. A sequence is whole or not there at all."""
+
+    owner: Tensor  # int64 [N], in 0 .. count - 1
+    count: int
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over each sequence's tokens, at every token of it: [N] to [N]."""
+        return values.new_zeros(self.count).index_add(0, self.owner, values)[self.owner]
+
+    def mean(self, values: Tensor) -> Tensor:
+        """The mean over each sequence's tokens, at every token of it: [N] to [N]."""
+        return self.sum(values) / self.sum(torch.ones_like(values))
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """exp, with the exponent clamped to +-20."""
+    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+
+
+def ratio(logprobs: Tensor, anchor: Tensor) -> Tensor:
+    """exp(logprobs - anchor) of each token [N]."""
+    return bounded_exp(logprobs - anchor)
+
+
+def sequence_ratio(logprobs: Tensor, anchor: Tensor, sequences: Sequences) -> Tensor:
+    """s = exp(mean over the sequence's tokens of (logprobs - anchor)), at every token [N].
+
+    GSPO, arXiv 2507.18071, eq. 7. The gradient reaches all tokens of the sequence alike.
+    """
+    return bounded_exp(sequences.mean(logprobs - anchor))
+
+
+# -- gains: each returns them and, without gradient, the clipped tokens ---------------------------
+
+SAPO_POSITIVE, SAPO_NEGATIVE = 1.0, 1.05  # temperatures of SAPO's gate, as in the paper
+
+
+def ppo(
+    ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """min(r A, clip(r, 1 - low, 1 + high) A).
+
+    PPO, arXiv 1707.06347, eq. 7; with high > low it is DAPO's clip-higher (arXiv 2503.14476). With
+    `dual` > 1 the gain is at least dual * A where A < 0 (dual-clip PPO, arXiv 1912.09729), which
+    bounds the ratio there; TRL calls it `delta`.
+    """
+    clipped = ratio.clamp(1 - low, 1 + high)
+    gain = torch.minimum(ratio * advantages, clipped * advantages)
+    flat = clipped * advantages < ratio * advantages
+    if dual:
+        floor = dual * advantages
+        below = (advantages < 0) & (gain < floor)
+        gain, flat = torch.where(below, floor, gain), flat | below
+    return gain, flat
+
+
+def cispo(
+    ratio: Tensor, advantages: Tensor, logprobs: Tensor, low: float, high: float
+) -> tuple[Tensor, Tensor]:
+    """sg(clip(r, 1 - low, 1 + high)) A log pi.
+
+    CISPO (MiniMax-M1, arXiv 2506.13585, eq. 4-5). The weight is clipped and not the gradient: every
+    token keeps one. The clipped tokens returned are those whose weight is.
+    """
+    weight = ratio.detach()
+    clipped = weight.clamp(1 - low, 1 + high)
+    return clipped * advantages * logprobs, clipped != weight
+
+
+def sapo(ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+    """(4 / tau) sigmoid(tau (r - 1)) A, with tau = 1 where A > 0 and else 1.05.
+
+    SAPO, arXiv 2511.20347. The gate fades instead of clipping, so no token counts as clipped.
+    """
+    tau = torch.where(advantages > 0, SAPO_POSITIVE, SAPO_NEGATIVE).to(ratio)
+    gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
+    return gate * advantages, torch.zeros_like(ratio, dtype=torch.bool)
+
+
+def unclipped(ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+    """r A: the importance-weighted policy gradient."""
+    return ratio * advantages, torch.zeros_like(ratio, dtype=torch.bool)
+
+
+# -- masks: which tokens are kept; masked ones stay in the denominator of the mean -----------------
+
+
+def within(log_ratio: Tensor, low: float, high: float) -> Tensor:
+    """low <= exp(log_ratio) <= high.
+
+    With log(p / mu) of a token it is a token mask; with its sum over the sequence a sequence mask;
+    with its mean the geometric sequence mask (OpenRLHF's seq-mask-tis; SkyRL recommends bounds of
+    0.99 and 1.01). verl calls them rollout rejection.
+    """
+    ratio = bounded_exp(log_ratio)
+    return (ratio >= low) & (ratio <= high)
+
+
+def m2po(log_ratio: Tensor, threshold: float) -> Tensor:
+    """Mask the largest (log p/mu)^2 until the mean of the rest is below `threshold`.
+
+    M2PO (arXiv 2510.01161), as AReaL implements it. It looks at all tokens of the batch at once.
+    """
+    squares = log_ratio.double().square()
+    order = squares.argsort(stable=True)
+    count = torch.arange(1, len(order) + 1, device=order.device)
+    mean = squares[order].cumsum(0) / count  # of the k smallest; it grows with k
+    kept = torch.zeros_like(order, dtype=torch.bool)
+    kept[order[mean < threshold]] = True
+    return kept
+
+
+def opsm(
+    logprobs: Tensor, behaviour: Tensor, advantages: Tensor, sequences: Sequences, threshold: float
+) -> Tensor:
+    """Mask tokens with A < 0 in a sequence where mean(log mu - log pi) > `threshold`.
+
+    Off-policy sequence mask of DeepSeek-V3.2 (arXiv 2512.02556).
+    """
+    drift = sequences.mean((behaviour - logprobs).detach())
+    return (advantages >= 0) | (drift <= threshold)
+
+
+def probability(
+    logprobs: Tensor, behaviour: Tensor, advantages: Tensor, threshold: float
+) -> Tensor:
+    """Mask tokens whose probability went too far in the direction that the advantage asks for.
+
+    With d = pi - mu: masked where A > 0 and d > threshold, or A <= 0 and d < -threshold (prime-rl's
+    default loss; DPPO in verl).
+    """
+    change = logprobs.detach().exp() - behaviour.exp()
+    return torch.where(advantages > 0, change <= threshold, change >= -threshold)
+
+
+# -- constant weights that correct for the policy that sampled: w = p / mu, bounded ----------------
+
+
+def importance_weights(
+    proximal: Tensor, behaviour: Tensor, sequences: Sequences, level: str
+) -> Tensor:
+    """Return p / mu of each token, or (level "sequence") the product over its sequence's tokens."""
+    log_ratio = (proximal - behaviour).detach()
+    return bounded_exp(sequences.sum(log_ratio) if level == "sequence" else log_ratio)
+
+
+def truncated(weights: Tensor, floor: float, cap: float) -> Tensor:
+    """min(max(w, floor), cap); a cap of 0 is none.
+
+    Truncated importance sampling (Ionides 2008; for rollouts of another engine: Yao et al. 2025).
+    """
+    return weights.clamp(min=floor, max=cap or math.inf)
+
+
+def masked(weights: Tensor, floor: float, cap: float) -> Tensor:
+    """w where floor <= w <= cap, else 0; a cap of 0 is none.
+
+    With a floor it is IcePop (Ring-1T, arXiv 2510.18855), or masked importance sampling; without,
+    the cap of AReaL's decoupled PPO (arXiv 2505.24298, behave_imp_weight_cap).
+    """
+    return torch.where((weights >= floor) & (weights <= (cap or math.inf)), weights, 0.0)
+
+
+def interpolated(logprobs: Tensor, behaviour: Tensor, versions: Tensor, version: int) -> Tensor:
+    """The proximal log p, approximated without a forward pass; no gradient.
+
+    AReaL's log-linear approximation: log p = log mu + alpha (log pi - log mu) with alpha =
+    (v_p - v_b) / (v - v_b). v_b is the version that sampled the token, v_p that of the weights
+    which the batch found (`version`), v = v_p + 1 the one that is being made. A token of the
+    newest version has p = mu.
+
+    Args:
+        logprobs: log pi [N].
+        behaviour: log mu [N].
+        versions: v_b, int64 [N].
+        version: v_p.
+    """
+    age = (version - versions).to(logprobs)
+    return behaviour + age / (age + 1) * (logprobs.detach() - behaviour)
+
+
+# -- estimates of KL(pi || other) from sampled tokens, d = log pi - log other ----------------------
+# Source: Schulman, "Approximating KL divergence" (2020).
+
+
+def k1(logprobs: Tensor, other: Tensor) -> Tensor:
+    """d: unbiased; as a loss its expected gradient is zero on-policy, so use it in the reward."""
+    return logprobs - other
+
+
+def k2(logprobs: Tensor, other: Tensor) -> Tensor:
+    """d^2 / 2: biased, but as a loss its on-policy gradient is that of the KL."""
+    return (logprobs - other).square() / 2
+
+
+def k3(logprobs: Tensor, other: Tensor) -> Tensor:
+    """exp(-d) + d - 1: unbiased, never negative; GRPO's (arXiv 2402.03300, eq. 4)."""
+    difference = logprobs - other
+    # expm1 keeps the digits that exp - 1 loses where the policies are close.
+    return torch.expm1((-difference).clamp(max=LOG_RATIO_BOUND)) + difference
+
+
+def k3_plus(logprobs: Tensor, other: Tensor) -> Tensor:
+    """The value of k3 with the gradient of k2 (verl's "k3+")."""
+    gradient = k2(logprobs, other)
+    return k3(logprobs, other).detach() + gradient - gradient.detach()
+
+
+ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = dict(
+    k1=k1, k2=k2, k3=k3, k3_plus=k3_plus
+)
