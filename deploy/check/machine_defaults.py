@@ -77,12 +77,7 @@ def for_hardware(
 
 def _refused_on(kind: str, trainer: TrainerConfig) -> str:
     """Return what contradicts itself once `auto` is decided, for a trainer on a `kind`."""
-    decided = msgspec.structs.replace(
-        trainer,
-        precision=trainer.precision_on(kind),
-        activation_checkpointing=trainer.recomputes_on(kind),
-    )
-    faults = "; ".join(decided.faults())
+    faults = "; ".join(trainer.device_faults(kind))
     return f"on a {'GPU' if kind == 'cuda' else 'CPU'}, {faults}" if faults else ""
 
 

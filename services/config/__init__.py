@@ -61,9 +61,6 @@ __all__ = [
 ]
 
 
-BATCH_WAIT_S = 3600.0  # besides the limits of what a batch may wait for
-
-
 class RunConfig(Section):
     """The whole tree: what a run file holds."""
 
@@ -110,12 +107,6 @@ class RunConfig(Section):
     def sampling_for(self, environment: EnvironmentConfig) -> SamplingConfig:
         """How samples of `environment` are drawn: by keys of its own, and the run's others."""
         return msgspec.structs.replace(self.sampling, **environment.own_sampling)
-
-    @property
-    def batch_wait_s(self) -> float:
-        """Seconds that the trainer waits for a batch until the run fails."""
-        step = max(one.timeout_s for one in self.all_environments)
-        return BATCH_WAIT_S + step + self.buffer.straggler_s + self.eval.timeout_s
 
     @property
     def longest_turn(self) -> int:

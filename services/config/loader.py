@@ -104,7 +104,7 @@ DROPPED: dict[str, str] = {
     "trainer.max_ratio": "leave it out: a ratio above 10,000 is left out of the loss",
     "trainer.final_lr_ratio": "leave it out: a schedule that falls goes to 0",
     "trainer.rendezvous_timeout_s": "leave it out: hosts wait 600 s for each other",
-    "trainer.batch_wait_s": "leave it out: a batch may take an hour and the longest time limit",
+    "trainer.batch_wait_s": "leave it out: the trainer waits for as long as the run goes on",
     "trainer.response_limit": "set sampling.max_tokens",
     "trainer.logits_mib": "leave it out: 256 MiB of logits are computed at a time",
     "trainer.ratio_level": "set trainer.objective = gspo for ratios of sequences",

@@ -118,43 +118,69 @@ class TrainerConfig(ObjectiveKeys):
     def faults(self) -> Iterator[str]:
         """Settings of the trainer that contradict each other."""
         yield from self.objective_faults()
-        yield from self._rank_faults()
-        if self.sequence_parallel > 1:
-            yield from self._sequence_faults(self.sequence_parallel)
-        if self.expert_parallel > 1:
-            yield from self._expert_faults(self.expert_parallel)
+        yield from self.rank_faults()
+        yield from self.device_faults("cpu" if self.device == "cpu" else "cuda")
+        if self.sequence_parallel > 1 and self.router_aux_loss_coef:
+            yield (
+                "trainer.router_aux_loss_coef balances the experts over the tokens that a rank has "
+                "of rows, which are others with trainer.sequence_parallel: use one of them"
+            )
+        for name in ("sequence_parallel", "expert_parallel") if self.compile else ():
+            if getattr(self, name) > 1:
+                yield (
+                    f"trainer.compile cannot compile the exchanges of trainer.{name}: use one of "
+                    "them"
+                )
+        if self.expert_parallel > 1 and self.lora_rank and not self.lora_targets:
+            yield (
+                "trainer.expert_parallel does not divide adapters of experts, which an empty "
+                "trainer.lora_targets means too: name other layers there, as q_proj and v_proj"
+            )
         if self.lora_publish == "adapter" and not self.lora_rank:
             yield (
                 "trainer.lora_publish = adapter has no adapter to publish: set trainer.lora_rank, "
                 "or leave it at merged"
             )
-        offloads = self.offload in ("optimizer", "all")
-        if self.weights == "bf16" and self.precision in ("no", "fp16"):
+
+    def device_faults(self, kind: str) -> Iterator[str]:
+        """What cannot be on a device of that `kind`; the learner asks once it has one."""
+        precision, recomputes = self.precision_on(kind), self.recomputes_on(kind)
+        if self.weights == "bf16" and precision != "bf16":
             yield (
-                f"trainer.weights = bf16 needs trainer.precision = bf16, which is "
-                f"{self.precision}: change one of them"
+                f"trainer.weights = bf16 needs trainer.precision = bf16, which is {precision}: "
+                "change one of them"
             )
-        if offloads and self.precision == "fp16":
+        if self.offload in ("optimizer", "all") and precision == "fp16":
             yield "trainer.offload moves no optimizer with trainer.precision = fp16: use bf16"
-        if self.offload in ("activations", "all") and self.activation_checkpointing is False:
+        if self.offload in ("activations", "all") and not recomputes:
             yield (
                 f"trainer.offload = {self.offload} moves what recomputed layers keep: set "
                 "trainer.activation_checkpointing = true"
             )
+        if self.compile and recomputes == "selective":
+            yield (
+                "trainer.activation_checkpointing = selective chooses among operations that "
+                "trainer.compile fuses: set it to true, or trainer.compile to false"
+            )
 
-    def _rank_faults(self) -> Iterator[str]:
+    def rank_faults(self) -> Iterator[str]:
+        """What cannot be with so many ranks; the trainer asks once it knows how many there are."""
         ranks, nodes, replicas = self.ranks, self.nodes, self.replicas
+        if self.precision == "fp16" and ranks > 1:
+            yield "trainer.precision = fp16 works with one rank only: use bf16"
         if ranks % nodes:
             yield (
                 f"trainer.nodes = {nodes} does not divide trainer.ranks = {ranks}, which are those "
                 "of all hosts: set trainer.ranks to a multiple of it"
             )
-        parallel = {
-            "sequence_parallel": self.sequence_parallel,
-            "expert_parallel": self.expert_parallel,
-        }
-        for name, size in parallel.items() if nodes > 1 and not ranks % nodes else ():
-            if (ranks // nodes) % size:
+        for name in ("sequence_parallel", "expert_parallel"):
+            size = getattr(self, name)
+            if ranks % size:
+                yield (
+                    f"trainer.{name} = {size} does not divide trainer.ranks = {ranks}: set "
+                    "trainer.ranks to a multiple of it"
+                )
+            elif not ranks % nodes and (ranks // nodes) % size:
                 yield (
                     f"trainer.{name} = {size} does not divide the {ranks // nodes} ranks of each "
                     "host (trainer.ranks / trainer.nodes), and ranks that share rows or divide "
@@ -174,40 +200,6 @@ class TrainerConfig(ObjectiveKeys):
             yield (
                 f"trainer.rendezvous = {self.rendezvous} has no effect with one host: set "
                 "trainer.nodes, or remove it"
-            )
-
-    def _sequence_faults(self, shared: int) -> Iterator[str]:
-        if self.nodes == 1 and self.ranks % shared:
-            yield (
-                f"trainer.sequence_parallel = {shared} does not divide trainer.ranks = "
-                f"{self.ranks}: set trainer.ranks to a multiple of it"
-            )
-        if self.router_aux_loss_coef:
-            yield (
-                "trainer.router_aux_loss_coef balances the experts over the tokens that a rank has "
-                "of rows, which are others with trainer.sequence_parallel: use one of them"
-            )
-        if self.compile:
-            yield (
-                "trainer.compile cannot compile the exchanges of trainer.sequence_parallel: use "
-                "one of them"
-            )
-
-    def _expert_faults(self, divided: int) -> Iterator[str]:
-        if self.ranks % divided:
-            yield (
-                f"trainer.expert_parallel = {divided} does not divide trainer.ranks = "
-                f"{self.ranks}: set trainer.ranks to a multiple of it"
-            )
-        if self.compile:
-            yield (
-                "trainer.compile cannot compile the exchanges of trainer.expert_parallel: use one "
-                "of them"
-            )
-        if self.lora_rank and not self.lora_targets:
-            yield (
-                "trainer.expert_parallel does not divide adapters of experts, which an empty "
-                "trainer.lora_targets means too: name other layers there, as q_proj and v_proj"
             )
 
 

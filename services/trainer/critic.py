@@ -33,7 +33,6 @@ from umbra.services.trainer.checkpoints.parts import CheckpointPart, OptimizerSt
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.distributed.sharding import (
     clip_gradients,
-    offloaded,
     prepare_layers,
     shard,
 )
@@ -319,7 +318,7 @@ class OwnModel:
         self._model = ValueModel(backbone, head, attention, ranks.sequence)
         if ranks.world > 1:
             shard(backbone, device, ranks, config, root=self._model)
-        on_host = ranks.world > 1 and offloaded(config)
+        on_host = ranks.world > 1 and config.offload == "all"
         rows_at = torch.device("cpu") if on_host else device
         place(self._model, device, parameters_at=rows_at)
         if files is not None:

@@ -166,7 +166,7 @@ def row_sizes(
     """
     fits = torch.zeros(1, dtype=torch.int64)
     if config.micro_tokens == "auto":
-        memory, kind = memory_of(device, ranks.hosts.place.per_host), device.type
+        memory, kind = memory_of(device, ranks.place.per_host), device.type
         weights = sum(parameter.numel() for parameter in model.parameters())
         fits[0] = fitting_tokens(config, model.config, weights // ranks.holders, memory, kind)
         fits = ranks.gather(fits).min()

@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 from umbra.proto.errors import UsageError
 from umbra.services.config import TrainerConfig
 from umbra.services.config.training import learning_rate
-from umbra.services.config.trajectory_rules import RouterKind
 from umbra.services.modeling.architectures import check_experts
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.experts import NO_BALANCE, NO_ROUTERS
@@ -27,12 +26,7 @@ from umbra.services.trainer.checkpoints.parts import (
     Weights,
 )
 from umbra.services.trainer.distributed.ranks import Ranks
-from umbra.services.trainer.distributed.sharding import (
-    clip_gradients,
-    offloaded,
-    prepare_layers,
-    shard,
-)
+from umbra.services.trainer.distributed.sharding import clip_gradients, prepare_layers, shard
 from umbra.services.trainer.flops import TrainingFlops, ceiling, row_sizes
 from umbra.services.trainer.guard import REASONS
 from umbra.services.trainer.metrics import Row, expert_metrics
@@ -79,15 +73,12 @@ class Learner:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
             torch.use_deterministic_algorithms(True)
         on_cpu = _on_cpu(config, self.ranks)
-        precision = config.precision_on("cpu" if on_cpu else "cuda")
-        if config.weights == "bf16" and precision != "bf16":
-            raise UsageError(
-                f"trainer.weights = bf16 needs trainer.precision = bf16, here {precision}: "
-                "change one of them"
-            )
-        self._accelerator = Accelerator(cpu=on_cpu, mixed_precision=precision)
+        kind = "cpu" if on_cpu else "cuda"
+        if fault := next(config.device_faults(kind), ""):
+            raise UsageError(fault)
+        self._accelerator = Accelerator(cpu=on_cpu, mixed_precision=config.precision_on(kind))
         if config.threads or self.ranks.world > 1:
-            share = max(1, len(os.sched_getaffinity(0)) // self.ranks.hosts.place.per_host)
+            share = max(1, len(os.sched_getaffinity(0)) // self.ranks.place.per_host)
             torch.set_num_threads(config.threads or share)
         self.device = self._accelerator.device
         source = files or (held(model) if config.weights == "bf16" else None)
@@ -98,17 +89,18 @@ class Learner:
         if config.weights == "bf16":
             cast(model, torch.bfloat16)
         prepare_layers(model, config, self.device.type)
-        rows_on_host = False
         if self.ranks.world > 1:
             shard(model, self.device, self.ranks, config)
-            rows_on_host = offloaded(config)
-        rows_at = torch.device("cpu") if rows_on_host else self.device
+        rows_on_host = self.ranks.world > 1 and config.offload == "all"
+        host = torch.device("cpu")
+        rows_at = host if rows_on_host else self.device
         place(model, self.device, parameters_at=rows_at)
         self.model = model
-        self._master_weights = MasterWeights(
-            (p for p in model.parameters() if p.requires_grad),
-            _master_device(config, rows_at, rows_on_host),
-        )
+        masters_at = rows_at if config.weights == "bf16" else None
+        if config.offload in ("optimizer", "all") and not rows_on_host:
+            masters_at = host
+        trained = (p for p in model.parameters() if p.requires_grad)
+        self._master_weights = MasterWeights(trained, masters_at)
         if source is not None:
             read(model, source, self._master_weights.of)
             self._master_weights.push()
@@ -120,22 +112,18 @@ class Learner:
         attention = Attention.prepare(self.model, self.device)
         chunk_bytes = int(config.logits_mib * 2**20)
         self._scorer = Scorer(self.model, chunk_bytes, attention, self.ranks.sequence).eval()
-        # Those whose choices are replayed.
-        self.replayed = self._replayed(config)
+        routers = self._scorer.routers
+        if config.router_replay and routers is None:
+            raise UsageError(NO_ROUTERS)
         if config.router_aux_loss_coef and not (
-            self._scorer.routers is not None and hasattr(model.config, "router_aux_loss_coef")
+            routers is not None and hasattr(model.config, "router_aux_loss_coef")
         ):
             raise UsageError(NO_BALANCE)
+        # Those whose choices are replayed.
+        self.replayed = routers.kind if config.router_replay and routers is not None else None
         self._parameters = self._master_weights.parameters
         self._plain = make_optimizer(self._parameters, config)
         self._optimizer = self._accelerator.prepare_optimizer(self._plain)
-
-    def _replayed(self, config: TrainerConfig) -> RouterKind | None:
-        if not config.router_replay:
-            return None
-        if self._scorer.routers is None:
-            raise UsageError(NO_ROUTERS)
-        return self._scorer.routers.kind
 
     def score(
         self,
@@ -165,7 +153,7 @@ class Learner:
 
     @torch.no_grad()
     def hidden(self, micro: MicroBatch) -> Tensor:
-        """What the output layer is given at each learned token, no gradient, on the device; [N, H].
+        """Return what the output layer is given at each learned token, no gradient; [N, H].
 
         Sharded ranks have to call it together.
         """
@@ -180,14 +168,13 @@ class Learner:
         """
         result = torch.zeros_like(temperature)
         for micro in micros:
-            result[micro.source] = self.score(micro, temperature[micro.source], with_entropy=False)[
-                0
-            ].cpu()
+            here = micro.source
+            result[here] = self.score(micro, temperature[here], with_entropy=False)[0].cpu()
         return self.ranks.sum(result)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss`, this rank's part of a sum over all micro-batches."""
-        # FSDP takes the mean over the ranks; ours is a sum.
+        # FSDP takes the mean over the ranks; this is a sum.
         with self.phases("backward"):
             self._accelerator.backward(loss * self.ranks.world)
             self._master_weights.collect()
@@ -199,10 +186,10 @@ class Learner:
         left out and counted in `skipped`: weights and optimizer state stay as they are.
         """
         with self.phases("optimizer"):
+            self.updates += 1
             return self._update(step, fault)
 
     def _update(self, step: int, fault: str) -> Row:
-        self.updates += 1
         rate = learning_rate(self._config, step, self._steps)
         set_learning_rate(self._optimizer, rate)
         self._accelerator.unscale_gradients()
@@ -270,23 +257,12 @@ class Learner:
         return whole_weights(self.model, self.ranks, self._master_weights.of)
 
 
-def _master_device(
-    config: TrainerConfig, rows_at: torch.device, rows_on_host: bool
-) -> torch.device | None:
-    """Where the optimizer's own copies of the parameters are, if it needs any."""
-    if config.offload in ("optimizer", "all") and not rows_on_host:
-        return torch.device("cpu")
-    return rows_at if config.weights == "bf16" else None
-
-
 def _on_cpu(config: TrainerConfig, ranks: Ranks) -> bool:
     name, _, index = config.device.partition(":")
     if name not in ("auto", "cpu", "cuda") or (index and (name != "cuda" or not index.isdigit())):
         raise UsageError(f"trainer.device is {config.device!r}: use cpu, cuda, cuda:1 or auto")
     if name == "cuda" and not torch.cuda.is_available():
         raise UsageError("trainer.device is cuda, but torch sees no GPU: use cpu or auto")
-    if config.precision == "fp16" and ranks.world > 1:
-        raise UsageError("trainer.precision = fp16 works with one rank only: use bf16")
     if name == "cpu" or not torch.cuda.is_available():
         return True
     if index and ranks.world > 1:

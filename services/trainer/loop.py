@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 
 import msgspec
 
@@ -110,7 +110,7 @@ class Loop:
                 slot = member.slot(self.version)
                 if slot is not None:
                     place = msgspec.msgpack.encode(member.publisher.place)
-            place = self._ranks.tell(place)
+            place = self._ranks.spread(place)
         if not place:
             return False
         with self._phase("snapshot"):
@@ -130,13 +130,12 @@ class Loop:
         """
         with self._phase("wait_batch"):
             while True:
-                outcomes = self._saver.settled()
-                turn = NextStep()
+                outcomes, turn = self._saver.settled(), NextStep()
                 if self._member is not None:
                     self._member.saved(outcomes)
                     turn = self._member.turn(self.version + 1)
                 if self._ranks.world > 1:
-                    told = self._ranks.tell(msgspec.msgpack.encode(turn))
+                    told = self._ranks.spread(msgspec.msgpack.encode(turn))
                     turn = msgspec.msgpack.decode(told, type=NextStep)
                 if turn.stop:
                     return None
@@ -207,8 +206,6 @@ class Loop:
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         """Count the time inside as `name`; rank 0 writes it as a span."""
-        with ExitStack() as stack:
-            if self._member is not None:
-                stack.enter_context(self._context.metrics.span(name))
-            stack.enter_context(self._learner.phases(name))
+        span = nullcontext() if self._member is None else self._context.metrics.span(name)
+        with span, self._learner.phases(name):
             yield

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict
+from typing import TypeVar
 
 import msgspec
 from transformers import PreTrainedTokenizerBase
 
-from umbra.proto.deadline import Deadline
 from umbra.proto.errors import DeadlineError, RejectedError, UmbraError, UsageError
 from umbra.proto.messages import (
     BatchLease,
@@ -37,6 +38,7 @@ from umbra.services.weights.publisher import Publisher
 HUB_DEADLINE_S = 60.0  # a hub starts within seconds; the rest is for slow machines
 FINISH_S = 60.0  # the buffer ends and drains what is in flight
 LEASE_SLICE_S = 1.0  # how long one request for a batch is parked, so that a stop is noticed
+TELL_S = 600.0  # between two lines about what a batch is waited for
 # What the monitor shows of a step.
 SHOWN = {
     "reward": "reward/mean",
@@ -49,6 +51,7 @@ SHOWN = {
     "outliers": "outliers",
     "train_tokens_per_s": "train_tokens_per_s",
 }
+T = TypeVar("T")
 
 
 class NextStep(msgspec.Struct, frozen=True):
@@ -81,7 +84,7 @@ class RunMember:
         self._sinks = sinks
         self._rollouts = rollouts
         self._grace_s = context.config.run.broker_grace_s  # what the buffer may be away for
-        self._deadline: Deadline | None = None  # of the batch that is awaited
+        self._told = time.monotonic()  # when the last batch came, or was said to be late
         self._compared = 0.0  # tokens of generators and trainer in all steps
 
     @property
@@ -96,37 +99,32 @@ class RunMember:
     def turn(self, step: int) -> NextStep:
         """Ask the buffer for the batch of `step`, for a second at most.
 
+        There is no limit to how often: as long as the buffer answers, the run waits too.
+
         Raises:
-            DeadlineError: none came within `RunConfig.batch_wait_s`, while the run was not paused.
             PeerLostError: what was published last is lost, so that none may ever come.
         """
-        if self._deadline is None:
-            self._deadline = Deadline(self._config.batch_wait_s, f"no batch for step {step}")
         if self.stopping:
             return NextStep(stop=True)
         self.publisher.check()
         self.session.progress(f"waiting for batch {step}", 0)
         ask = LeaseBatch(step=step, wait_s=LEASE_SLICE_S)
-        try:
-            lease = self.session.data.call(
-                ask,
-                BatchLease,
-                timeout_s=LEASE_SLICE_S + self._grace_s,
-                stopping=self.session.stopping,
-            )
-        except DeadlineError:
-            if self.stopping:
-                return NextStep(stop=True)
-            raise
+        wait_s = LEASE_SLICE_S + self._grace_s
+        stopping = self.session.stopping
+        lease = self._answered(
+            lambda: self.session.data.call(ask, BatchLease, timeout_s=wait_s, stopping=stopping)
+        )
+        if lease is None:
+            return NextStep(stop=True)
         self._sinks.write_evals(lease.evals)
-        if lease.trajectories:
-            self._deadline = None
-            return NextStep(lease.scored(), save=lease.checkpoint)
-        if lease.paused:
-            self._deadline.restart()
-        awaited = lease.waiting_for or "trajectories"
-        self._deadline.check(f": waiting for {awaited}")
-        return NextStep(save=lease.checkpoint)
+        now = time.monotonic()
+        if lease.trajectories or lease.paused:
+            self._told = now
+        elif now - self._told > TELL_S:
+            self._told = now
+            awaited = lease.waiting_for or "trajectories"
+            self._context.log.warning("no batch for step %d yet: waiting for %s", step, awaited)
+        return NextStep(lease.scored(), save=lease.checkpoint)
 
     def commit(self, step: int, row: Row) -> bool:
         """Tell the buffer that the batch of `step` is trained on.
@@ -134,20 +132,15 @@ class RunMember:
         False when asked to stop and the buffer does not answer any more: it ends too.
         """
         metrics = {name: value for name, value in row.items() if value is not None}
-        try:
-            ack = self.session.data.call(
-                CommitBatch(step=step, metrics=metrics),
-                CommitAck,
-                timeout_s=self._grace_s,
-                stopping=self.session.stopping,
+        commit, stopping = CommitBatch(step=step, metrics=metrics), self.session.stopping
+        ack = self._answered(
+            lambda: self.session.data.call(
+                commit, CommitAck, timeout_s=self._grace_s, stopping=stopping
             )
-        except DeadlineError:
-            if self.stopping:
-                return False
-            raise
-        if ack.version != step:
+        )
+        if ack is not None and ack.version != step:
             raise UmbraError(f"the buffer is at version {ack.version} after the commit of {step}")
-        return True
+        return ack is not None
 
     def slot(self, version: int) -> memoryview | None:
         """Return memory for a version, or None when asked to stop and the hub ends too.
@@ -156,9 +149,13 @@ class RunMember:
             DeadlineError: no slot became free in time.
         """
         self.session.progress(f"snapshot of version {version}")
-        nbytes = self.publisher.manifest.total_bytes
+        limit_s = self._config.weight_hub.pace.limit_s(self.publisher.manifest.total_bytes)
+        return self._answered(lambda: self.publisher.slot(version, 2 * limit_s))
+
+    def _answered(self, ask: Callable[[], T]) -> T | None:
+        """Return the answer; None if there is none and this process is to stop: its peer is too."""
         try:
-            return self.publisher.slot(version, 2 * self._config.weight_hub.pace.limit_s(nbytes))
+            return ask()
         except DeadlineError:
             if self.stopping:
                 return None
@@ -186,29 +183,30 @@ class RunMember:
         self.session.data.call(covered, Ok, timeout_s=self._grace_s)
 
     def saved(self, outcomes: list[SaveOutcome]) -> None:
+        """Report checkpoints to the metrics, the monitor, the log and the buffer."""
         log = self._context.log
-        for outcome in outcomes:
-            self._context.metrics.write("checkpoint", **asdict(outcome))
-            self.session.emit("checkpoint", **asdict(outcome))
-            if outcome.error:
+        for one in outcomes:
+            self._context.metrics.write("checkpoint", **asdict(one))
+            self.session.emit("checkpoint", **asdict(one))
+            if one.error:
                 steps = self._folder.steps()
                 newest = f"the newest is that of step {steps[-1]}" if steps else "there is none yet"
                 log.warning(
                     "the checkpoint of step %d was not saved: %s; %s; training goes on",
-                    outcome.step,
-                    outcome.error,
+                    one.step,
+                    one.error,
                     newest,
                 )
             else:
                 log.info(
                     "checkpoint of step %d: %s, training waited %.3f s, written after %.2f s",
-                    outcome.step,
-                    size(outcome.size),
-                    outcome.copy_s,
-                    outcome.write_s,
+                    one.step,
+                    size(one.size),
+                    one.copy_s,
+                    one.write_s,
                 )
             if not self.stopping:
-                self.tell_covered(outcome.error)
+                self.tell_covered(one.error)
 
     def report(self, step: int, row: Row, seconds: dict[str, float], batch: TrainBatch) -> None:
         """Report a step: to the metrics, the monitor, the curves and the log."""
@@ -241,10 +239,10 @@ class RunMember:
         ask = FinishRun(reason="steps reached")
         end = self.session.data.call(ask, RunFinished, timeout_s=timeout_s)
         self._sinks.write_evals(end.evals)
-        ledger = end.ledger
-        self._context.log.info("%d samples trained of %d issued", ledger.trained, ledger.issued)
+        ledger, log = end.ledger, self._context.log
+        log.info("%d samples trained of %d issued", ledger.trained, ledger.issued)
         if not self._compared:
-            self._context.log.warning(
+            log.warning(
                 "generators and trainer were not compared in this run: no response was sampled by "
                 "weights that the trainer had or kept"
             )

@@ -34,7 +34,7 @@ def run(
     listener: socket.socket | None = None,
     make_update: Callable[[RunConfig, Learner, LearnedCritic | None], Update] = guarded_update,
 ) -> int:
-    """Train to `run.steps`, write the model to `<run_dir>/model`, end the run; the exit code.
+    """Train to `run.steps`, write the model to `<run_dir>/model`, end the run; return an exit code.
 
     All ranks run this. It resumes from the newest whole checkpoint in `<run_dir>/checkpoints`.
     Asked to stop before the end, it leaves between two steps and exports nothing. `listener` is
@@ -54,7 +54,8 @@ def run(
             "sampling cuts off tokens (top_p, top_k or min_p): behaviour logprobs are those of the "
             "cut distribution and will differ from the trainer's"
         )
-    with join_ranks(config.trainer, listener, context.stopping) as ranks:
+    lora = config.trainer.lora_rank > 0
+    with join_ranks(config.trainer, listener, context.stopping) as ranks, ExitStack() as stack:
         model, tokenizer, files = open_policy(
             config.model.name,
             checked=config.model.checked,
@@ -69,7 +70,7 @@ def run(
             files,
             config.longest_turn,
         )
-        base = weights_checksum(config.model.name) if config.trainer.lora_rank else ""
+        base = weights_checksum(config.model.name) if lora else ""
         adapter = adapter_facts(config.trainer, base)
         alone = adapter is not None
         served = config.weight_hub.dtype_on(learner.device.type)
@@ -79,9 +80,8 @@ def run(
         critic = open_critic(config, learner)
         update = make_update(config, learner, critic)
         parts = learner.parts(base) | (critic.parts() if critic is not None else {})
-        folder = CheckpointFolder(
-            context.run_dir / "checkpoints", config.checkpoint, node=ranks.node
-        )
+        path = context.run_dir / "checkpoints"
+        folder = CheckpointFolder(path, config.checkpoint, node=ranks.node)
         step = resume(folder, parts, ranks)
         saver = Saver(
             folder,
@@ -92,37 +92,36 @@ def run(
             run=context.run_dir.name,
             config=as_dict(config),
         )
-        with ExitStack() as stack:
-            stack.enter_context(closing(saver))
-            settle = critic.settle if critic is not None and config.trainer.lora_rank else None
-            snapshots = Snapshots(learner.model, manifest, ranks, settle)
-            stack.enter_context(closing(snapshots))
-            if critic is not None:
-                stack.enter_context(closing(critic))
-            member: RunMember | None = None
-            if ranks.rank == 0:
-                joined = join_run(context, learner, manifest, tokenizer, folder, step)
-                member = stack.enter_context(joined)
-            loop = Loop(context, learner, update, snapshots, saver, member)
-            if member is not None and step:
-                member.resume(step)
-            loop.publish()
-            if member is not None:
-                context.ready({"device": str(learner.device), "bytes": manifest.total_bytes})
-            with closing(loop):
-                done = loop.run()
-            loop.save()
-            if done:
-                _export(context, learner, critic, tokenizer)
-            if member is None:
-                return EXIT_DONE
-            if done:
-                member.finish()
-                return EXIT_DONE
-            why = member.session.stop_reason or "by a signal"
-            context.log.info("stopped at version %d: %s", loop.version, why)
-            failure = member.session.failure
-            return failure.exit_code if failure else EXIT_DONE
+        stack.enter_context(closing(saver))
+        settle = critic.settle if critic is not None and lora else None
+        snapshots = Snapshots(learner.model, manifest, ranks, settle)
+        stack.enter_context(closing(snapshots))
+        if critic is not None:
+            stack.enter_context(closing(critic))
+        member: RunMember | None = None
+        if ranks.rank == 0:
+            joined = join_run(context, learner, manifest, tokenizer, folder, step)
+            member = stack.enter_context(joined)
+        loop = Loop(context, learner, update, snapshots, saver, member)
+        if member is not None and step:
+            member.resume(step)
+        loop.publish()
+        if member is not None:
+            context.ready({"device": str(learner.device), "bytes": manifest.total_bytes})
+        with closing(loop):
+            done = loop.run()
+        loop.save()
+        if done:
+            _export(context, learner, critic, tokenizer)
+        if member is None:
+            return EXIT_DONE
+        if done:
+            member.finish()
+            return EXIT_DONE
+        why = member.session.stop_reason or "by a signal"
+        context.log.info("stopped at version %d: %s", loop.version, why)
+        failure = member.session.failure
+        return failure.exit_code if failure else EXIT_DONE
 
 
 def _export(
@@ -140,7 +139,7 @@ def _export(
         out = export_policy(learner.model, tokenizer, context.run_dir / "model", weights)
         context.log.info("model written to %s", out)
     if critic is not None:
-        ranks.tell()  # the others wait here, however long the disk takes
+        ranks.spread()  # the others wait here, however long the disk takes
         out = critic.export(context.run_dir / "critic")
         if ranks.rank == 0:
             context.log.info("critic written to %s", out)

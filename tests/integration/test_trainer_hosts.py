@@ -120,7 +120,7 @@ def test_each_host_has_the_files_of_its_ranks_alone(trained: tuple[int, Path]) -
         assert names == {(step / f"rank-0000{r}.rows").relative_to(root).as_posix() for r in ranks}
         index = read_index(step)
         assert (len(index.files), len(index.hosts)) == (4, 2)
-        with_rows = [bool(file.pieces) for file in index.files]
+        with_rows = [bool(file.rows) for file in index.files]
         assert with_rows == [True, True, replicas == 1, replicas == 1], "replica 0 has all rows"
 
 

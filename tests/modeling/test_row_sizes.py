@@ -86,7 +86,7 @@ def test_all_ranks_take_what_the_smallest_has_room_for(
     ranks: Any = SimpleNamespace(
         world=2,
         holders=2,
-        hosts=SimpleNamespace(place=RankPlace(0, 2, 2)),
+        place=RankPlace(0, 2, 2),
         gather=lambda own: torch.stack([own, own * 0 + 777]),
     )
     assert row_sizes(TrainerConfig(), model, GPU, ranks) == (777, 777)

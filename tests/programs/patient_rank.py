@@ -32,13 +32,13 @@ def main(case: str, folder: Path) -> int:
     """Do the case; the exit code."""
     try:
         with join_ranks(TrainerConfig(device="cpu", rank_timeout_s=TIMEOUT_S)) as ranks:
-            ranks.tell()  # both are there
+            ranks.spread()  # both are there
             if case != "works" and ranks.rank == 0:
                 number = signal.SIGKILL if case == "leaves" else signal.SIGSTOP
                 os.kill(os.getpid(), number)
             if ranks.rank == 0:
                 time.sleep(3 * TIMEOUT_S)  # the work
-            assert ranks.tell(b"export") == b"export"
+            assert ranks.spread(b"export") == b"export"
             checkpoint(ranks, folder)
     except PeerLostError as error:
         print(error, file=sys.stderr)

@@ -303,7 +303,7 @@ def test_a_damaged_one_is_named_and_the_one_before_is_taken(
         case "no text":  # a bit of a name has changed
             index.write_bytes(index.read_bytes().replace(b"policy/", b"policy\xff", 1))
         case _:
-            index.write_text(json.dumps(json.loads(index.read_text()) | {"format": 4}))
+            index.write_text(json.dumps(json.loads(index.read_text()) | {"format": 3}))
     with pytest.raises(UsageError, match=str(newest)):
         export_checkpoint(newest, newest.parent / "hf")
     with caplog.at_level(logging.WARNING):

@@ -20,10 +20,10 @@ from umbra.deploy.prepare.preflight import check_one_machine
 from umbra.proto.errors import DeadlineError, PeerLostError, StartupError, UsageError
 from umbra.proto.net.address import interface_towards
 from umbra.services.config import RunConfig, TrainerConfig
+from umbra.services.trainer.command import launch
 from umbra.services.trainer.distributed.heartbeat import RankHeartbeat
-from umbra.services.trainer.distributed.launch import launch
 from umbra.services.trainer.distributed.ranks import join_ranks
-from umbra.services.trainer.distributed.rendezvous import Hosts, RankPlace, meet
+from umbra.services.trainer.distributed.rendezvous import RankPlace, meet
 
 WAIT_S = seconds(20.0)
 KEY = "trainer.rendezvous_timeout_s"
@@ -47,7 +47,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 def come(
     threads: ThreadPoolExecutor, rank: int, timeout_s: float = WAIT_S, asked: Any = None
-) -> Future[tuple[Any, Hosts]]:
+) -> Future[tuple[Any, RankPlace]]:
     """One of two ranks, each on its host, comes to the meeting."""
     stopping = asked or threading.Event()
     return threads.submit(meet, RankPlace(rank, 2, 1), timeout_s, KEY, stopping=stopping.is_set)
@@ -57,10 +57,10 @@ def test_whoever_is_first_waits(port: int, threads: ThreadPoolExecutor) -> None:
     late = come(threads, 1)
     first = come(threads, 0)
     for one in (late, first):
-        _, hosts = one.result()
-        assert hosts.names == (socket.gethostname(),) * 2
-        assert hosts.describe(1) == f"trainer rank 1 on node 1 ({socket.gethostname()})"
-    assert Hosts(RankPlace(0, 4, 4)).describe(3) == "trainer rank 3", "one host is not named"
+        _, place = one.result()
+        assert place.hosts == (socket.gethostname(),) * 2
+        assert place.describe(1) == f"trainer rank 1 on node 1 ({socket.gethostname()})"
+    assert RankPlace(0, 4, 4).describe(3) == "trainer rank 3", "one host is not named"
 
 
 def test_a_host_that_does_not_come_is_named(port: int, threads: ThreadPoolExecutor) -> None:
@@ -96,8 +96,8 @@ def test_one_that_comes_back_waits_for_the_next_life(
     again = come(threads, 1)
     del store, other  # what keeps the store ends with it
     first = come(threads, 0)
-    _, hosts = again.result()
-    assert hosts.place.rank == 1
+    _, place = again.result()
+    assert place.rank == 1
     first.result()
 
 
@@ -115,9 +115,9 @@ class Ends:
 
 def test_who_is_lost_is_told_by_their_heartbeat() -> None:
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-    hosts = Hosts(RankPlace(0, 4, 2), ("alpha", "beta"))
+    place = RankPlace(0, 4, 2, ("alpha", "beta"))
     living = [
-        RankHeartbeat(store, rank, 4, seconds(8.0), hosts.describe, Ends()) for rank in (0, 1)
+        RankHeartbeat(store, rank, 4, seconds(8.0), place.describe, Ends()) for rank in (0, 1)
     ]
     try:
         lost = "trainer rank 2 on node 1 (beta), trainer rank 3 on node 1 (beta)"
@@ -224,7 +224,7 @@ def test_umbra_up_is_for_one_machine() -> None:
     [
         ({"nodes": 4}, r"trainer.nodes = 4, but by WORLD_SIZE = 4 and LOCAL_WORLD_SIZE = 2 .* 2"),
         ({"sequence_parallel": 4}, r"4 does not divide the 2 ranks of each host"),
-        ({"replicas": 3}, r"trainer.replicas = 3 does not divide the trainer's 4 ranks"),
+        ({"replicas": 3}, r"trainer.replicas = 3 does not divide trainer.ranks = 4"),
     ],
 )
 def test_what_a_launcher_started_otherwise_is_refused(

@@ -35,7 +35,13 @@ def export_checkpoint(checkpoint: Path, out: Path, model: str = "") -> Path:
     from umbra.services.trainer.policy import export_policy, load_policy
     from umbra.services.trainer.snapshot import whole_weights
 
-    checkpoint = newest(checkpoint)
+    if (checkpoint / "checkpoints").is_dir():
+        folder = CheckpointFolder(checkpoint / "checkpoints", RunConfig().checkpoint)
+        if not folder.steps():
+            raise UsageError(f"{folder.path} holds no checkpoint")
+        checkpoint = folder.of(folder.steps()[-1])
+    if not checkpoint.is_dir():
+        raise UsageError(f"{checkpoint} is no checkpoint: name a folder like checkpoints/step-20")
     try:
         index = read_index(checkpoint)
         config = msgspec.convert(index.config, RunConfig)
@@ -49,31 +55,13 @@ def export_checkpoint(checkpoint: Path, out: Path, model: str = "") -> Path:
             base = weights_checksum(begun)
             add_adapter(policy, config.trainer, config.run.seed)
         root = checkpoint.parent
-        if root.name.startswith(NODE):
-            root = root.parent
-        folder = CheckpointFolder(root, config.checkpoint)
+        folder = CheckpointFolder(
+            root.parent if root.name.startswith(NODE) else root, config.checkpoint
+        )
         Weights(policy, base).load(Saved(folder, index).part("policy"))
     except (DamagedError, msgspec.ValidationError) as error:
         raise UsageError(f"{checkpoint} cannot be exported: {error}") from error
     return export_policy(policy, tokenizer, out, whole_weights(policy))
-
-
-def newest(checkpoint: Path) -> Path:
-    """The checkpoint itself, or the newest one of a run's folder.
-
-    Raises:
-        UsageError: there is none.
-    """
-    from umbra.services.trainer.checkpoints.folder import CheckpointFolder
-
-    if (checkpoint / "checkpoints").is_dir():
-        folder = CheckpointFolder(checkpoint / "checkpoints", RunConfig().checkpoint)
-        if not folder.steps():
-            raise UsageError(f"{folder.path} holds no checkpoint")
-        checkpoint = folder.of(folder.steps()[-1])
-    if not checkpoint.is_dir():
-        raise UsageError(f"{checkpoint} is no checkpoint: name a folder like checkpoints/step-20")
-    return checkpoint
 
 
 @click.command()
@@ -86,13 +74,7 @@ def command(checkpoint: Path, out: Path, model: str) -> None:
     CHECKPOINT is a folder like runs/ID/checkpoints/step-20, or runs/ID for the newest one. A LoRA
     adapter is merged into its base. `hf upload ORG/NAME OUT` uploads what is written.
     """
-    _check_replaceable(out)
-    click.echo(f"{export_checkpoint(checkpoint, out, model)}")
-
-
-def _check_replaceable(out: Path) -> None:
-    """Whether nothing is lost but a model, if one is written to `out`."""
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        return
-    if not ((out / "config.json").is_file() and (out / "tokenizer_config.json").is_file()):
+    there = out.exists() and (not out.is_dir() or any(out.iterdir()))
+    if there and not all((out / n).is_file() for n in ("config.json", "tokenizer_config.json")):
         raise UsageError(f"--out {out} is there, and is no model: name another folder")
+    click.echo(f"{export_checkpoint(checkpoint, out, model)}")

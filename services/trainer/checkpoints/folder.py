@@ -19,201 +19,9 @@ from umbra.services.process.files import DISK, Disk
 
 SCRATCH = ".writing-"
 REPLACED = "replaced-"  # of a life that went on from an earlier one, until the new one is there
-
-
-class CheckpointFolder:
-    """Only one process, the first rank of a host, changes what is in it.
-
-    Each host has one, with the files of its ranks; that of node K is named so, in case that hosts
-    share a disk.
-
-    Args:
-        path: made when the first checkpoint is.
-        config: what is kept.
-        node: the number of this host.
-    """
-
-    def __init__(
-        self, path: Path, config: CheckpointConfig, disk: Disk = DISK, node: int = 0
-    ) -> None:
-        self.root = path
-        self.path = path / f"{NODE}{node}" if node else path
-        self.disk = disk
-        self._config = config
-
-    def steps(self) -> list[int]:
-        return _steps(self.path)
-
-    def seen(self) -> list[int]:
-        """Return the steps of all checkpoints of which this host has files, in order."""
-        return sorted({step for place in self._places() for step in _steps(place)})
-
-    def newest_index(self, step: int) -> Index:
-        """Return the index of the checkpoint of `step` that was saved last.
-
-        Raises:
-            DamagedError: there is none that can be read.
-        """
-        found: list[Index] = []
-        fault = DamagedError(f"{self.of(step)} is not there")
-        for place in self._places():
-            if (place / f"step-{step}").is_dir():
-                try:
-                    found.append(read_index(place / f"step-{step}"))
-                except DamagedError as error:
-                    fault = error
-        if not found:
-            raise fault
-        return max(found, key=lambda index: index.saved_at)
-
-    def find_files(self, index: Index) -> dict[int, Path]:
-        """Return the files of a checkpoint that are on this host, by rank; of others, none.
-
-        They may be in the folders of several nodes, if hosts share a disk, or these were copied.
-        """
-        found: dict[int, Path] = {}
-        for place in self._places():
-            directory = place / f"step-{index.step}"
-            with suppress(DamagedError):
-                if read_index(directory).saved_at != index.saved_at:
-                    continue  # of another life
-                for number, file in enumerate(index.files):
-                    path = directory / file_name(number)
-                    if path.is_file() and path.stat().st_size == file.size:
-                        found.setdefault(number, path)
-        return found
-
-    def _places(self) -> list[Path]:
-        """The folders of all nodes that are on this host, its own one first."""
-        return list(dict.fromkeys([self.path, self.root, *sorted(self.root.glob(f"{NODE}*"))]))
-
-    def adopt(self, index: Index) -> None:
-        """Make a folder for files of a checkpoint that another host has.
-
-        Raises:
-            OSError: it cannot be made.
-        """
-        with suppress(DamagedError):
-            if read_index(self.of(index.step)).saved_at == index.saved_at:
-                return
-        self.begin(index.step)
-        self.finish(index)
-
-    def of(self, step: int) -> Path:
-        return self.path / f"step-{step}"
-
-    @property
-    def covered(self) -> int:
-        """The step before which nothing is needed to go on from any of the newest checkpoints.
-
-        While there are fewer than are kept, the beginning of the run counts as one.
-        """
-        newest = self.steps()[-self._config.keep :]
-        return newest[0] if len(newest) == self._config.keep else 0
-
-    def begin(self, step: int) -> Path:
-        """An empty folder to write the checkpoint of `step` in; what was left of others is gone.
-
-        Raises:
-            OSError: it cannot be made.
-        """
-        self.discard()
-        self.disk.make_folders(self.path)
-        scratch = self.scratch(step)
-        self.disk.make_folder(scratch)
-        return scratch
-
-    def discard(self) -> None:
-        for scratch in self.path.glob(f"{SCRATCH}*"):
-            self._remove(scratch)
-
-    def mend(self) -> None:
-        """Finish what ended in the middle of putting a checkpoint in the place of another one."""
-        for older in self.path.glob(f"{REPLACED}*"):
-            final = self.path / older.name.removeprefix(REPLACED)
-            if final.exists():
-                self._remove(older)
-            else:
-                self.disk.rename(older, final)
-
-    def finish(self, index: Index) -> Path:
-        """Give the checkpoint its name, now that its files are on the disk.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        scratch, final = self.scratch(index.step), self.of(index.step)
-        older, disk = final.with_name(REPLACED + final.name), self.disk
-        with disk.opened(scratch / NAME, new=True) as fd:
-            disk.write_all(fd, msgspec.json.format(msgspec.json.encode(index), indent=1) + b"\n", 0)
-            disk.sync(fd)
-        disk.sync_directory(scratch)
-        if final.exists():
-            self._remove(older)
-            disk.rename(final, older)
-        disk.rename(scratch, final)
-        disk.sync_directory(self.path)
-        self._remove(older)
-        return final
-
-    def prune(self) -> None:
-        """Remove what is not to be kept: all but the newest and the best."""
-        steps = self.steps()
-        keep = {*steps[-self._config.keep :], self.best()}
-        for step in steps:
-            if step not in keep:
-                self._drop(step)
-
-    def best(self) -> int | None:
-        """The step of the best checkpoint, the newest of equals; None if nothing tells."""
-        config = self._config
-        if not config.best_metric:
-            return None
-        metric = config.best_metric.removeprefix("-")
-        sign = 1 if metric == config.best_metric else -1
-        values: list[tuple[float, int]] = []
-        for step in self.steps():
-            with suppress(DamagedError):
-                metrics = read_index(self.of(step)).metrics
-                if metric in metrics:
-                    values.append((sign * metrics[metric], step))
-        return max(values)[1] if values else None
-
-    def set_aside(self, step: int) -> Path:
-        """Rename a damaged checkpoint, so that it does not count any more."""
-        aside = self.path / f"damaged-step-{step}"
-        self._remove(aside)
-        self.disk.rename(self.of(step), aside)
-        return aside
-
-    def _drop(self, step: int) -> None:
-        gone = self.scratch(step)  # whole or not there, also while it is being removed
-        self._remove(gone)
-        self.disk.rename(self.of(step), gone)
-        self.disk.sync_directory(self.path)
-        self._remove(gone)
-
-    def _remove(self, path: Path) -> None:
-        """Remove it if it is there; what can't be removed now is found again later."""
-        with suppress(OSError):
-            self.disk.remove_tree(path)
-
-    def scratch(self, step: int) -> Path:
-        """The hidden folder in which the checkpoint of `step` is written."""
-        # Named by the step: a rank that is late with another checkpoint does not write into this.
-        return self.path / f"{SCRATCH}{step}"
-
-
-def _steps(path: Path) -> list[int]:
-    if not path.is_dir():
-        return []
-    found = (re.fullmatch(r"step-(\d+)", entry.name) for entry in path.iterdir())
-    return sorted(int(match[1]) for match in found if match)
-
-
 NAME = "checkpoint.json"
 NODE = "node-"  # begins the names of the folders of other nodes than the first
-FORMAT = 3
+FORMAT = 4
 
 
 class DamagedError(UmbraError):
@@ -227,26 +35,26 @@ class TensorInfo(msgspec.Struct, frozen=True):
     dtype: str  # torch's name: float32, uint8
 
 
-class SavedPiece(msgspec.Struct, frozen=True, array_like=True):
-    """A part of a tensor in a file."""
+class SavedRows(msgspec.Struct, frozen=True, array_like=True):
+    """Rows of a tensor in a file."""
 
     name: str  # of the tensor: "part/name"
-    first: list[int]  # index of its first element in the tensor
-    shape: list[int]
+    first: int
+    count: int  # 1 if the tensor is a number
     at: int  # byte of the file
     checksum: int  # XXH3
 
 
 class FileInfo(msgspec.Struct, frozen=True):
-    """One rank's file; there is none if it has no pieces."""
+    """One rank's file."""
 
     size: int
-    pieces: list[SavedPiece]
+    rows: list[SavedRows]
     facts: dict[str, Any]  # what the rank saved besides tensors, by part
 
 
 class Index(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of the file, which is written last."""
+    """The content of `checkpoint.json`, which is written last."""
 
     format: int = FORMAT
     step: int
@@ -264,6 +72,10 @@ class Index(msgspec.Struct, frozen=True, kw_only=True):
             return file_name(number)
         node = number * len(self.hosts) // len(self.files)
         return f"{file_name(number)} of node {node} ({self.hosts[node]})"
+
+
+class _Format(msgspec.Struct):
+    format: int
 
 
 def file_name(rank: int) -> str:
@@ -289,5 +101,186 @@ def read_index(directory: Path) -> Index:
     raise DamagedError(f"{path} has format {found}, this Umbra reads {FORMAT}")
 
 
-class _Format(msgspec.Struct):
-    format: int
+class CheckpointFolder:
+    """Only one process, the first rank of a host, changes what is in it.
+
+    Each host has one, with the files of its ranks; that of node K is named so, in case that hosts
+    share a disk.
+
+    Args:
+        path: made when the first checkpoint is.
+        config: what is kept.
+        node: the number of this host.
+    """
+
+    def __init__(
+        self, path: Path, config: CheckpointConfig, disk: Disk = DISK, node: int = 0
+    ) -> None:
+        self.root = path
+        self.path = path / f"{NODE}{node}" if node else path
+        self.disk = disk
+        self._config = config
+
+    def of(self, step: int) -> Path:
+        return self.path / f"step-{step}"
+
+    def scratch(self, step: int) -> Path:
+        """Return the hidden folder in which the checkpoint of `step` is written."""
+        # Named by the step: a rank that is late with another checkpoint does not write into this.
+        return self.path / f"{SCRATCH}{step}"
+
+    # -- what is there -----------------------------------------------------------------------------
+
+    def steps(self) -> list[int]:
+        return _steps(self.path)
+
+    def seen(self) -> list[int]:
+        """Return the steps of all checkpoints of which this host has files."""
+        return [step for place in self._places() for step in _steps(place)]
+
+    def newest_index(self, step: int) -> Index:
+        """Return the index of the checkpoint of `step` that was saved last.
+
+        Raises:
+            DamagedError: there is none that can be read.
+        """
+        found: list[Index] = []
+        fault = DamagedError(f"{self.of(step)} is not there")
+        for place in self._places():
+            if (place / f"step-{step}").is_dir():
+                try:
+                    found.append(read_index(place / f"step-{step}"))
+                except DamagedError as error:
+                    fault = error
+        if not found:
+            raise fault
+        return max(found, key=lambda index: index.saved_at)
+
+    def find_files(self, index: Index) -> dict[int, Path]:
+        """Return the files of a checkpoint that are on this host, by rank.
+
+        They may be in the folders of several nodes, if hosts share a disk, or these were copied.
+        """
+        found: dict[int, Path] = {}
+        for place in self._places():
+            directory = place / f"step-{index.step}"
+            with suppress(DamagedError):
+                if read_index(directory).saved_at != index.saved_at:
+                    continue  # of another life
+                for number, file in enumerate(index.files):
+                    path = directory / file_name(number)
+                    if path.is_file() and path.stat().st_size == file.size:
+                        found.setdefault(number, path)
+        return found
+
+    def _places(self) -> list[Path]:
+        """Return the folders of all nodes that are on this host, its own one first."""
+        return list(dict.fromkeys([self.path, self.root, *sorted(self.root.glob(f"{NODE}*"))]))
+
+    @property
+    def covered(self) -> int:
+        """The step before which nothing is needed to go on from any of the newest checkpoints.
+
+        While there are fewer than are kept, the beginning of the run counts as one.
+        """
+        newest = self.steps()[-self._config.keep :]
+        return newest[0] if len(newest) == self._config.keep else 0
+
+    def best(self) -> int | None:
+        """Return the step of the best checkpoint, the newest of equals; None if nothing tells."""
+        name = self._config.best_metric
+        metric, sign = name.removeprefix("-"), -1 if name.startswith("-") else 1
+        values: list[tuple[float, int]] = []
+        for step in self.steps() if metric else ():
+            with suppress(DamagedError):
+                metrics = read_index(self.of(step)).metrics
+                if metric in metrics:
+                    values.append((sign * metrics[metric], step))
+        return max(values)[1] if values else None
+
+    # -- changes -----------------------------------------------------------------------------------
+
+    def begin(self, step: int) -> Path:
+        """Make an empty folder to write the checkpoint of `step` in; remove what others left.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        self.discard()
+        self.disk.make_folders(self.path)
+        scratch = self.scratch(step)
+        self.disk.make_folder(scratch)
+        return scratch
+
+    def discard(self) -> None:
+        for scratch in self.path.glob(f"{SCRATCH}*"):
+            self._remove(scratch)
+
+    def finish(self, index: Index) -> None:
+        """Give the checkpoint its name, now that its files are on the disk.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        scratch, final = self.scratch(index.step), self.of(index.step)
+        older, disk = final.with_name(REPLACED + final.name), self.disk
+        with disk.opened(scratch / NAME, new=True) as fd:
+            disk.write_all(fd, msgspec.json.format(msgspec.json.encode(index), indent=1) + b"\n", 0)
+            disk.sync(fd)
+        disk.sync_directory(scratch)
+        if final.exists():
+            self._remove(older)
+            disk.rename(final, older)
+        disk.rename(scratch, final)
+        disk.sync_directory(self.path)
+        self._remove(older)
+
+    def mend(self) -> None:
+        """Finish what ended in the middle of putting a checkpoint in the place of another one."""
+        for older in self.path.glob(f"{REPLACED}*"):
+            final = self.path / older.name.removeprefix(REPLACED)
+            if final.exists():
+                self._remove(older)
+            else:
+                self.disk.rename(older, final)
+
+    def adopt(self, index: Index) -> None:
+        """Make a folder for files of a checkpoint that another host has.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        with suppress(DamagedError):
+            if read_index(self.of(index.step)).saved_at == index.saved_at:
+                return
+        self.begin(index.step)
+        self.finish(index)
+
+    def prune(self) -> None:
+        """Remove all checkpoints but the newest and the best."""
+        steps = self.steps()
+        for step in sorted({*steps[: -self._config.keep]} - {self.best()}):
+            gone = self.scratch(step)  # whole or not there, also while it is being removed
+            self._remove(gone)
+            self.disk.rename(self.of(step), gone)
+            self.disk.sync_directory(self.path)
+            self._remove(gone)
+
+    def set_aside(self, step: int) -> Path:
+        """Rename a damaged checkpoint, so that it does not count any more."""
+        aside = self.path / f"damaged-step-{step}"
+        self._remove(aside)
+        self.disk.rename(self.of(step), aside)
+        return aside
+
+    def _remove(self, path: Path) -> None:
+        """Remove it if it is there; what can't be removed now is found again later."""
+        with suppress(OSError):
+            self.disk.remove_tree(path)
+
+
+def _steps(path: Path) -> list[int]:
+    if not path.is_dir():
+        return []
+    found = (re.fullmatch(r"step-(\d+)", entry.name) for entry in path.iterdir())
+    return sorted(int(match[1]) for match in found if match)

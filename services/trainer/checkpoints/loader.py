@@ -1,8 +1,8 @@
 """Resume from the newest checkpoint that is whole, on any number of ranks and hosts.
 
-Every rank reads the rows that it holds, as planned by `torch.distributed.checkpoint`. Files that
-its host needs and does not have come from a host that has them. Where rows are read their checksum
-is compared; if one is wrong, all ranks turn to the checkpoint before.
+Every rank reads the rows that it holds. Files that its host needs and does not have come from a
+host that has them. Where rows are read their checksum is compared; if one is wrong, all ranks turn
+to the checkpoint before.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -18,25 +19,17 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor
-from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import ReadItem
 
 from umbra.proto.errors import UmbraError, UsageError
 from umbra.services.trainer.checkpoints.folder import (
     CheckpointFolder,
     DamagedError,
     Index,
+    SavedRows,
     file_name,
 )
 from umbra.services.trainer.distributed.ranks import Ranks
+from umbra.services.trainer.snapshot import as_bytes, held_rows
 
 if TYPE_CHECKING:
     from umbra.services.trainer.checkpoints.parts import CheckpointPart
@@ -87,11 +80,7 @@ def resume(folder: CheckpointFolder, parts: Mapping[str, CheckpointPart], ranks:
 
 
 class Saved:
-    """An open checkpoint. All ranks open it, and load the same parts in one order.
-
-    Args:
-        index: of the checkpoint.
-    """
+    """An open checkpoint. All ranks open it, and load the same parts in one order."""
 
     def __init__(self, folder: CheckpointFolder, index: Index, ranks: Ranks | None = None) -> None:
         self.directory = folder.of(index.step)
@@ -99,21 +88,10 @@ class Saved:
         self._folder = folder
         self._ranks = ranks or Ranks()
         self._paths = folder.find_files(index)
-        chunks: dict[str, list[ChunkStorageMetadata]] = {name: [] for name in index.tensors}
-        self._file_of: dict[MetadataIndex, int] = {}
+        self._rows: dict[str, list[tuple[int, SavedRows]]] = {name: [] for name in index.tensors}
         for number, file in enumerate(index.files):
-            for piece in file.pieces:
-                first, shape = torch.Size(piece.first), torch.Size(piece.shape)
-                chunks[piece.name].append(ChunkStorageMetadata(first, shape))
-                self._file_of[MetadataIndex(piece.name, first)] = number
-        self._metadata = Metadata(
-            {
-                name: TensorStorageMetadata(
-                    TensorProperties(_dtype(info.dtype)), torch.Size(info.shape), chunks[name]
-                )
-                for name, info in index.tensors.items()
-            }
-        )
+            for rows in file.rows:
+                self._rows[rows.name].append((number, rows))
 
     @classmethod
     def open(cls, folder: CheckpointFolder, step: int, ranks: Ranks) -> Saved:
@@ -122,14 +100,14 @@ class Saved:
         Raises:
             DamagedError: no host has an index that can be read.
         """
-        index, error = None, f"{folder.of(step)} is not there"
+        found: Index | str
         try:
-            index = folder.newest_index(step)
+            found = folder.newest_index(step)
         except DamagedError as fault:
-            error = str(fault)
-        times = ranks.gather_ranks(torch.tensor(index.saved_at if index else 0.0).double())
-        content = msgspec.json.encode(index or error)
-        content = ranks.spread(content, int(times.argmax()))
+            found = str(fault)
+        saved_at = found.saved_at if isinstance(found, Index) else 0.0
+        times = ranks.gather_ranks(torch.tensor(saved_at).double())
+        content = ranks.spread(msgspec.json.encode(found), int(times.argmax()))
         found = msgspec.json.decode(content, type=Index | str)
         if isinstance(found, str):
             raise DamagedError(found)
@@ -148,42 +126,41 @@ class Saved:
         """Copy the rows of tensors to `places`: of each its own rows if it is sharded, else all.
 
         Raises:
-            DamagedError: a file is missing or damaged; on all ranks alike.
+            DamagedError: rows or a file are missing or damaged; on all ranks alike.
         """
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(places, self._metadata)
-        by_file: dict[int, list[ReadItem]] = {}
-        for item in planner.create_local_plan().items:
-            by_file.setdefault(self._file_of[item.storage_index], []).append(item)
-        self._fetch(set(by_file))
-        error = ""
-        for number, items in by_file.items():
+        error, wanted = "", list[tuple[int, SavedRows, Tensor, int]]()
+        for name, place in places.items():
+            own, first = held_rows(name, place)
+            own = own if own.dim() else own.view(1)
+            missing = len(own) if own.numel() else 0
+            for number, rows in self._rows[name] if missing else ():
+                start, end = max(first, rows.first), min(first + len(own), rows.first + rows.count)
+                if start < end:
+                    missing -= end - start
+                    to = own[start - first : end - first]
+                    wanted.append((number, rows, to, start - rows.first))
+            if missing:
+                error = f"{self.directory}: {missing} rows of {name} are missing"
+        self._fetch({number for number, *_ in wanted})
+        for number, rows, to, skipped in sorted(wanted, key=lambda one: (one[0], one[1].at)):
             try:
-                self._read(number, items, planner)
+                to.copy_(self._read(self._paths[number], rows)[skipped : skipped + len(to)])
             except (OSError, DamagedError) as fault:
                 error = error or f"{self._paths[number]}: {fault}"
         if found := next((one for one in self._ranks.collect(error.encode()) if one), b""):
             raise DamagedError(found.decode())
 
-    def _read(self, number: int, items: list[ReadItem], planner: DefaultLoadPlanner) -> None:
-        """Copy the rows of `items`, which are in one file, to their places."""
-        pieces = {
-            MetadataIndex(one.name, one.first): one for one in self.index.files[number].pieces
-        }
-        with self._paths[number].open("rb") as file:
-            for item in items:
-                piece = pieces[item.storage_index]
-                stored = torch.empty(
-                    piece.shape, dtype=_dtype(self.index.tensors[piece.name].dtype)
-                )
-                content = stored.view(-1).view(torch.uint8).numpy().data
-                file.seek(piece.at)
-                if file.readinto(content) < len(content):
-                    raise DamagedError("it is cut off")
-                if xxhash.xxh3_64_intdigest(content) != piece.checksum:
-                    raise DamagedError(f"the checksum of {piece.name} is wrong")
-                rows = narrow_tensor_by_index(stored, item.storage_offsets, item.lengths)
-                planner.resolve_tensor(item).detach().copy_(rows)
+    def _read(self, path: Path, rows: SavedRows) -> Tensor:
+        info = self.index.tensors[rows.name]
+        stored = torch.empty([rows.count, *info.shape[1:]], dtype=_dtype(info.dtype))
+        content = as_bytes(stored).numpy().data
+        with path.open("rb") as file:
+            file.seek(rows.at)
+            if file.readinto(content) < len(content):
+                raise DamagedError("it is cut off")
+        if xxhash.xxh3_64_intdigest(content) != rows.checksum:
+            raise DamagedError(f"the checksum of {rows.name} is wrong")
+        return stored
 
     def _fetch(self, wanted: set[int]) -> None:
         """Get the files that this host lacks from hosts that have them.
@@ -191,7 +168,7 @@ class Saved:
         Raises:
             DamagedError: no host has them; on all ranks alike.
         """
-        ranks, place = self._ranks, self._ranks.hosts.place
+        ranks, place = self._ranks, self._ranks.place
         mine = [sorted(wanted - set(self._paths)), sorted(self._paths)]
         told: list[list[list[int]]] = [
             msgspec.json.decode(one) for one in ranks.collect(msgspec.json.encode(mine))
@@ -245,8 +222,7 @@ class Saved:
             if ranks.rank == reader:
                 file.flush()
                 os.fsync(file.fileno())
-        if ranks.rank == reader:
-            part.rename(self.directory / name)
+                part.rename(self.directory / name)
         ranks.sum_ranks(torch.zeros(1))
 
 
@@ -258,10 +234,9 @@ class SavedPart:
         self.facts = facts
         self._saved = saved
         self._prefix = f"{name}/"
+        tensors = saved.index.tensors
         self.names = {
-            full.removeprefix(self._prefix)
-            for full in saved.index.tensors
-            if full.startswith(self._prefix)
+            full.removeprefix(self._prefix) for full in tensors if full.startswith(self._prefix)
         }
 
     def layout(self, name: str) -> tuple[list[int], torch.dtype]:

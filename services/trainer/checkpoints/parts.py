@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from umbra.proto.errors import UsageError
 from umbra.services.trainer.checkpoints.loader import SavedPart
+from umbra.services.trainer.distributed.sharding import reshard
 from umbra.services.trainer.optimizer import MasterWeights, rows_like
 
 SHOWN = 3  # names in an error
@@ -28,7 +28,7 @@ class CheckpointPart(Protocol):
     def tensors(self) -> Mapping[str, Tensor]: ...
 
     def facts(self) -> Mapping[str, Any]:
-        """What else there is, as JSON has it; each rank saves and gets back its own."""
+        """Return what else there is, as JSON has it; each rank saves and gets back its own."""
         ...
 
     def load(self, saved: SavedPart) -> None:
@@ -57,9 +57,7 @@ class Weights:
 
     def tensors(self) -> dict[str, Tensor]:
         """Parameters that are trained, and the buffers of a state dict, by their module's names."""
-        for module in self._model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # the root stays gathered after a forward pass without a backward
+        reshard(self._model)
         stored = self._model.state_dict(keep_vars=True)
         buffers = {name: b for name, b in self._model.named_buffers() if name in stored}
         weights = {name: self._master_weights.of(p) for name, p in trained(self._model).items()}

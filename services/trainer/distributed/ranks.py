@@ -9,7 +9,6 @@ The ranks may be on several hosts, on each equally many neighbours.
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import threading
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -29,32 +29,16 @@ from umbra.proto.net.address import interface_towards
 from umbra.services.config import TrainerConfig
 from umbra.services.process.supervisor import FINAL_CODES
 from umbra.services.trainer.distributed.heartbeat import RankHeartbeat
-from umbra.services.trainer.distributed.rendezvous import Hosts, RankPlace, meet
+from umbra.services.trainer.distributed.rendezvous import RankPlace, meet
 
 if TYPE_CHECKING:
     from umbra.services.modeling.expert_parallel import ExpertGroup
     from umbra.services.modeling.sequence_parallel import SequenceGroup
 
-log = logging.getLogger(__name__)
-
 MAX_BYTES = 1 << 31  # of one message of rank 0
 CONTROL_S = 4 * 3600.0  # that rank 0 may take, living, until its next message
 # How torch's backends say that a peer is gone; they raise plain RuntimeErrors.
 _SIGNS = ("gloo", "nccl", "connection", "timed out", "timeout", "socket", "broken pipe")
-
-
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """Replicas of the policy: `replicas` rows of neighbouring ranks, each with a whole policy.
-
-    Attributes:
-        across: the ranks that hold the same rows of parameters as this one.
-        within: the ranks of this one's replica.
-    """
-
-    replicas: int
-    across: dist.ProcessGroup
-    within: dist.ProcessGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +50,17 @@ class Groups:
         control: that in which rank 0's decisions are told; None is the default one.
         sequence: the ranks with which this one shares the tokens of each row, if there are any.
         experts: those with which it divides the experts of each layer, if there are any.
-        grid: None if there is one replica.
+        replicas: of the policy, each a row of neighbouring ranks.
+        grid: of several replicas, the ranks with the same rows of parameters as this one, and
+            those of its replica.
     """
 
     every: dist.ProcessGroup | None = None
     control: dist.ProcessGroup | None = None
     sequence: SequenceGroup | None = None
     experts: ExpertGroup | None = None
-    grid: Grid | None = None
+    replicas: int = 1
+    grid: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
 
 
 class Ranks:
@@ -82,7 +69,7 @@ class Ranks:
     Args:
         timeout_s: seconds that another rank may be silent in a collective.
         groups: in which they talk.
-        hosts: that they are on, if there are several.
+        place: with the hosts that they are on; None: all are on one.
     """
 
     def __init__(
@@ -91,23 +78,21 @@ class Ranks:
         world: int = 1,
         timeout_s: float = 0.0,
         groups: Groups | None = None,
-        hosts: Hosts | None = None,
+        place: RankPlace | None = None,
     ) -> None:
         self.rank = rank
         self.world = world
         self.local_rank = int(os.environ.get("LOCAL_RANK", rank)) if world > 1 else 0
-        self.timeout_s = timeout_s
-        self.hosts = hosts or Hosts(RankPlace(rank, world, world))
-        self.grid = groups.grid if groups else None
-        self.group = groups.every if groups else None
-        self.experts = groups.experts if groups else None
-        self.sequence = sequence = groups.sequence if groups else None
+        self.place = place or RankPlace(rank, world, world)
+        self.groups = groups or Groups()
+        self.sequence = sequence = self.groups.sequence
+        self.experts = self.groups.experts
         # The first so many hold every row of the policy, one replica of it.
-        self.holders = world // (self.grid.replicas if self.grid else 1)
+        self.holders = world // self.groups.replicas
         # Parts that a batch is cut into, and which of them is ours: ranks that share rows have one.
         self.shares = world // sequence.size if sequence else world
         self.share = rank // sequence.size if sequence else rank
-        self._control = groups.control if groups else None
+        self.timeout_s = timeout_s
 
     def apart(self) -> Ranks:
         """The same ranks with a process group of their own; all of them have to call it.
@@ -116,32 +101,29 @@ class Ranks:
         """
         if self.world == 1:
             return self
-        group = _new_group(self.timeout_s)
         groups = _groups(
-            self.hosts.place,
+            self.place,
             self.timeout_s,
             sequence=self.sequence.size if self.sequence else 1,
             experts=self.experts.size if self.experts else 1,
-            replicas=self.world // self.holders,
-            every=group,
+            replicas=self.groups.replicas,
+            every=_new_group(self.timeout_s),
         )
-        return Ranks(self.rank, self.world, self.timeout_s, groups, self.hosts)
+        return Ranks(self.rank, self.world, self.timeout_s, groups, self.place)
 
     @property
     def node(self) -> int:
-        return self.hosts.place.node(self.rank)
+        return self.place.node(self.rank)
 
     @property
     def leads_host(self) -> bool:
         """True on the first rank of each host."""
-        return self.rank == self.hosts.place.ranks_on(self.node)[0]
+        return self.rank == self.place.ranks_on(self.node)[0]
 
-    def tell(self, data: bytes = b"") -> bytes:
-        """Return on every rank what rank 0 gives as `data`; they wait for as long as it lives."""
-        return self.spread(data, 0)
+    # -- in the control group ----------------------------------------------------------------------
 
-    def spread(self, data: bytes, source: int) -> bytes:
-        """Return on every rank what rank `source` gives as `data`.
+    def spread(self, data: bytes = b"", source: int = 0) -> bytes:
+        """Return on every rank what rank `source` gives as `data`; they wait while it lives.
 
         Raises:
             ValueError: more than `MAX_BYTES`.
@@ -151,14 +133,14 @@ class Ranks:
         if len(data) > MAX_BYTES:
             raise ValueError(f"{len(data)} bytes for the other ranks: at most {MAX_BYTES}")
         size = torch.tensor([len(data)])
-        dist.broadcast(size, source, self._control)
+        dist.broadcast(size, source, self.groups.control)
         if not int(size):
             return b""
         if self.rank == source:
             content = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         else:
             content = torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(content, source, self._control)
+        dist.broadcast(content, source, self.groups.control)
         return content.numpy().tobytes()
 
     def collect(self, data: bytes) -> list[bytes]:
@@ -168,18 +150,21 @@ class Ranks:
     def sum_control(self, tensor: Tensor) -> Tensor:
         """Sum a tensor on the CPU over all ranks, in place, in the control group."""
         if self.world > 1:
-            dist.all_reduce(tensor, group=self._control)
+            dist.all_reduce(tensor, group=self.groups.control)
         return tensor
 
     def agree(self, flag: bool) -> bool:
+        """Return rank 0's `flag`."""
         if self.world == 1:
             return flag
         value = torch.tensor([flag], dtype=torch.uint8)
-        dist.broadcast(value, 0, self._control)
+        dist.broadcast(value, 0, self.groups.control)
         return bool(value)
 
+    # -- in that of all ranks ----------------------------------------------------------------------
+
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over the shares of a batch of a tensor on the CPU, in place.
+        """Sum a tensor on the CPU over the shares of a batch, in place.
 
         Ranks that share rows know the same of them, and the first speaks for all.
         """
@@ -190,17 +175,17 @@ class Ranks:
     def sum_ranks(self, tensor: Tensor) -> Tensor:
         """The same over all ranks, of what each knows of its own tokens or files alone."""
         if self.world > 1:
-            dist.all_reduce(tensor, group=self.group)
+            dist.all_reduce(tensor, group=self.groups.every)
         return tensor
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """What is known of each share, on every rank: [...] on the CPU becomes [shares, ...]."""
+        """Return what is known of each share: [...] on the CPU becomes [shares, ...]."""
         rows = tensor.new_zeros(self.shares, *tensor.shape)
         rows[self.share] = tensor
         return self.sum(rows)
 
     def gather_ranks(self, tensor: Tensor) -> Tensor:
-        """What each rank knows, on every rank: [...] on the CPU becomes [world, ...]."""
+        """Return what each rank knows: [...] on the CPU becomes [world, ...]."""
         rows = tensor.new_zeros(self.world, *tensor.shape)
         rows[self.rank] = tensor
         return self.sum_ranks(rows)
@@ -226,15 +211,10 @@ def join_ranks(
     if place.world == 1:
         yield Ranks()
         return
-    if place.rank < 0:
-        raise UsageError(
-            f"WORLD_SIZE is {place.world}, but RANK is missing: start the ranks by torchrun, or by "
-            "trainer.ranks and without WORLD_SIZE"
-        )
-    store, hosts = _meet(config, place, listener, stopping or threading.Event())
+    store, place = _meet(config, place, listener, stopping or threading.Event())
     rank, timeout_s = place.rank, config.rank_timeout_s
     beats = PrefixStore("heartbeat", store)
-    heartbeat = RankHeartbeat(beats, rank, place.world, timeout_s, hosts.describe)
+    heartbeat = RankHeartbeat(beats, rank, place.world, timeout_s, place.describe)
     try:
         groups = _groups(
             place,
@@ -244,10 +224,11 @@ def join_ranks(
             replicas=config.replicas,
             control=_new_group(CONTROL_S, backend="gloo"),
         )
-        yield Ranks(rank, place.world, timeout_s, groups, hosts)
+        yield Ranks(rank, place.world, timeout_s, groups, place)
         heartbeat.leave()
     except RuntimeError as error:
-        if not _is_lost(error):
+        lost = isinstance(error, dist.DistError)
+        if not lost and not any(sign in str(error).lower() for sign in _SIGNS):
             raise
         first = str(error).strip().splitlines()[0]
         raise PeerLostError(
@@ -265,7 +246,11 @@ def join_ranks(
 
 
 def _check(config: TrainerConfig, place: RankPlace) -> None:
-    """Refuse what was started otherwise than configured."""
+    """Refuse what was started otherwise than configured.
+
+    Raises:
+        UsageError: it was; or what the config says cannot be with so many ranks.
+    """
     world = place.world
     if config.ranks not in (1, world):
         raise UsageError(
@@ -278,32 +263,17 @@ def _check(config: TrainerConfig, place: RankPlace) -> None:
             f"{place.per_host} there are {place.nodes}: leave trainer.nodes at 1 under a launcher, "
             "or give it that number"
         )
-    for key in ("sequence_parallel", "expert_parallel"):
-        size = getattr(config, key)
-        if world % size:
-            raise UsageError(
-                f"trainer.{key} = {size} does not divide the trainer's {world} ranks: change it, "
-                "or trainer.ranks"
-            )
-        if place.per_host % size:
-            raise UsageError(
-                f"trainer.{key} = {size} does not divide the {place.per_host} ranks of each host, "
-                "and ranks that share rows or divide experts have to be on one: change it, or "
-                "start more ranks on a host"
-            )
-    if world % config.replicas:
-        raise UsageError(
-            f"trainer.replicas = {config.replicas} does not divide the trainer's {world} ranks: "
-            "change it, or trainer.ranks"
-        )
-    if config.replicas > 1 and config.expert_parallel > 1:
-        raise UsageError(
-            "trainer.expert_parallel divides experts over all ranks, not within each of "
-            f"trainer.replicas = {config.replicas}: set one of them to 1"
-        )
+    started = msgspec.structs.replace(config, ranks=world, nodes=place.nodes)
+    if fault := next(started.rank_faults(), ""):
+        raise UsageError(fault)
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
         raise UsageError(
             "accelerate launch --use_fsdp: the trainer shards the policy by itself; leave it out"
+        )
+    if place.rank < 0:
+        raise UsageError(
+            f"WORLD_SIZE is {world}, but RANK is missing: start the ranks by torchrun, or by "
+            "trainer.ranks and without WORLD_SIZE"
         )
 
 
@@ -312,12 +282,12 @@ def _meet(
     place: RankPlace,
     listener: socket.socket | None,
     stopping: threading.Event,
-) -> tuple[Store, Hosts]:
+) -> tuple[Store, RankPlace]:
     """Find the other ranks, and begin torch's process group with them."""
     timeout = timedelta(seconds=config.rank_timeout_s)
     several = place.nodes > 1
     key = "rendezvous_timeout_s" if several else "rank_timeout_s"
-    store, hosts = meet(place, getattr(config, key), f"trainer.{key}", listener, stopping.is_set)
+    store, place = meet(place, getattr(config, key), f"trainer.{key}", listener, stopping.is_set)
     store.set_timeout(timeout)
     # Else gloo listens where this host's name points to, which others may not reach.
     towards = interface_towards(os.environ["MASTER_ADDR"])
@@ -332,7 +302,7 @@ def _meet(
         world_size=place.world,
         timeout=timeout,
     )
-    return store, hosts
+    return store, place
 
 
 def _new_group(
@@ -353,19 +323,22 @@ def _groups(
     every: dist.ProcessGroup | None = None,
     control: dist.ProcessGroup | None = None,
 ) -> Groups:
-    """The groups that `place.rank` is in, by the numbers of their ranks; all ranks make all."""
+    """Return the groups that `place.rank` is in; all ranks make all of them, in this order."""
     rank, world = place.rank, place.world
     shared: SequenceGroup | None = None
     divided: ExpertGroup | None = None
-    grid: Grid | None = None
+    grid: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+
+    def own(groups: list[range]) -> dist.ProcessGroup:
+        made = [_new_group(timeout_s, members) for members in groups]
+        return next(one for one, members in zip(made, groups, strict=True) if rank in members)
 
     def neighbours(size: int) -> dist.ProcessGroup:
-        groups = [range(first, first + size) for first in range(0, world, size)]
-        return _own_group(rank, groups, timeout_s)
+        return own([range(first, first + size) for first in range(0, world, size)])
 
     def alike(size: int) -> dist.ProcessGroup:
         """Those at the same place among `size` neighbours."""
-        return _own_group(rank, [range(at, world, size) for at in range(size)], timeout_s)
+        return own([range(at, world, size) for at in range(size)])
 
     if sequence > 1:
         from umbra.services.modeling.sequence_parallel import SequenceGroup
@@ -376,19 +349,5 @@ def _groups(
 
         divided = ExpertGroup(neighbours(experts), alike(experts), rank % experts, experts)
     if replicas > 1:
-        size = world // replicas
-        grid = Grid(replicas, alike(size), neighbours(size))
-    return Groups(every, control, shared, divided, grid)
-
-
-def _own_group(rank: int, groups: list[range], timeout_s: float) -> dist.ProcessGroup:
-    """Return that of `groups` in which `rank` is; all ranks make all of them, in this order."""
-    made = [_new_group(timeout_s, members) for members in groups]
-    return next(one for one, members in zip(made, groups, strict=True) if rank in members)
-
-
-def _is_lost(error: RuntimeError) -> bool:
-    if isinstance(error, dist.DistError):
-        return True
-    text = str(error).lower()
-    return any(sign in text for sign in _SIGNS)
+        grid = alike(world // replicas), neighbours(world // replicas)
+    return Groups(every, control, shared, divided, replicas, grid)

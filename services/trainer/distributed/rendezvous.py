@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import msgspec
@@ -37,15 +37,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Which rank this process is, of how many, and how many of them each host has."""
+    """Which rank this process is, of how many, and on which hosts they are."""
 
     rank: int = 0  # -1 if it is not said
     world: int = 1
     per_host: int = 1
+    hosts: tuple[str, ...] = ()  # names by node, once the ranks have met
 
     @classmethod
     def of_environment(cls) -> RankPlace:
-        """As torchrun, accelerate or `launch` say.
+        """Return what torchrun, accelerate or `umbra trainer` say.
 
         Raises:
             UsageError: hosts have different numbers of ranks.
@@ -71,19 +72,11 @@ class RankPlace:
     def ranks_on(self, node: int) -> range:
         return range(node * self.per_host, (node + 1) * self.per_host)
 
-
-@dataclass(frozen=True, slots=True)
-class Hosts:
-    """Which rank is on which host; `Hosts()` are all on one."""
-
-    place: RankPlace = RankPlace()
-    names: tuple[str, ...] = ("",)  # by node
-
     def describe(self, rank: int) -> str:
-        if self.place.nodes == 1:
+        if self.nodes == 1:
             return f"trainer rank {rank}"
-        node = self.place.node(rank)
-        return f"trainer rank {rank} on node {node} ({self.names[node]})"
+        node = self.node(rank)
+        return f"trainer rank {rank} on node {node} ({self.hosts[node]})"
 
 
 class _Card(msgspec.Struct, frozen=True):
@@ -93,39 +86,14 @@ class _Card(msgspec.Struct, frozen=True):
     life: str  # of this process
 
 
-class _Waiting:
-    """A wait with a deadline, which ends when the process is asked to stop."""
-
-    def __init__(self, deadline: Deadline, stopping: Callable[[], bool]) -> None:
-        self.deadline = deadline
-        self._stopping = stopping
-        self._logged = time.monotonic()
-
-    def goes_on(self, late: str, seconds: float) -> bool:
-        """Sleep; False once the deadline has passed. `late` says what is awaited.
-
-        Raises:
-            SystemExit: asked to stop.
-        """
-        if self._stopping():
-            raise SystemExit(0)
-        if time.monotonic() - self._logged > TELL_S:
-            self._logged = time.monotonic()
-            log.info("not all ranks are there yet: %s", late)
-        if self.deadline.passed:
-            return False
-        time.sleep(seconds)
-        return True
-
-
 def meet(
     place: RankPlace,
     timeout_s: float,
     key: str,
     listener: socket.socket | None = None,
     stopping: Callable[[], bool] = lambda: False,
-) -> tuple[Store, Hosts]:
-    """Return the store of all ranks, once they are there, and their hosts.
+) -> tuple[Store, RankPlace]:
+    """Return the store of all ranks, once they are there, and `place` with the names of the hosts.
 
     Args:
         timeout_s: for all of it.
@@ -137,26 +105,34 @@ def meet(
         DeadlineError: a host did not come; says which.
         SystemExit: asked to stop.
     """
-    waiting = _Waiting(Deadline(timeout_s), stopping)
+    deadline, told = Deadline(timeout_s), time.monotonic()
     card = _Card(socket.gethostname(), secrets.token_hex(8))
-    late = ""
-    while waiting.goes_on(late, RETRY_S if late else 0.0):
+    store: Store | None = None
+    while True:
+        late = (
+            f"no rank 0 at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, where "
+            "trainer.rendezvous says that node 0 is"
+        )
         try:
-            store = _store(place, waiting.deadline, listener)
             if store is None:
-                late = (
-                    f"no rank 0 at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, where "
-                    "trainer.rendezvous says that node 0 is"
-                )
-                continue
-            found = _gather(PrefixStore("meet", store), place, card, waiting)
-            if isinstance(found, Hosts):
-                return store, found
-            late = found
+                store = _store(place, deadline, listener)
+            if store is not None:
+                found = _met(PrefixStore("meet", store), place, card)
+                if isinstance(found, RankPlace):
+                    return store, found
+                late = found
         except dist.DistError as error:  # rank 0 has ended meanwhile, and will be back
-            late = str(error).strip().splitlines()[0]
-        if place.rank == 0:
+            store, late = None, str(error).strip().splitlines()[0]
+            if place.rank == 0:
+                break
+        if stopping():
+            raise SystemExit(0)
+        if deadline.passed:
             break
+        if time.monotonic() - told > TELL_S:
+            told = time.monotonic()
+            log.info("not all ranks are there yet: %s", late)
+        time.sleep(POLL_S if store is not None else RETRY_S)
     raise DeadlineError(
         f"trainer rank {place.rank} on node {place.node(place.rank)} waited {timeout_s:g} s "
         f"({key}) for all ranks: {late}"
@@ -169,68 +145,58 @@ def _store(place: RankPlace, deadline: Deadline, listener: socket.socket | None)
     timeout = timedelta(seconds=max(1.0, min(CONNECT_S, deadline.left_s)))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return next(rendezvous("env://", timeout=timeout))[0]
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if place.rank == 0:
-        fd = None
-        if listener is not None:
-            host, port = listener.getsockname()[:2]
-            fd = listener.detach()
-        return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-            host,
-            port,
-            place.world,
-            is_master=True,
-            timeout=timeout,
-            wait_for_workers=False,
-            master_listen_fd=fd,
-        )
-    try:
-        # torch would try without an end, and could not be asked to stop.
-        with closing(socket.create_connection((host, port), timeout=KNOCK_S)):
-            pass
-    except OSError:
-        return None
+    host, port, fd = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None
+    if place.rank:
+        try:
+            # torch would try without an end, and could not be asked to stop.
+            with closing(socket.create_connection((host, port), timeout=KNOCK_S)):
+                pass
+        except OSError:
+            return None
+    elif listener is not None:
+        host, port = listener.getsockname()[:2]
+        fd = listener.detach()
     return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-        host, port, place.world, is_master=False, timeout=timeout, wait_for_workers=False
+        host,
+        port,
+        place.world,
+        is_master=place.rank == 0,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=fd,
     )
 
 
-def _gather(store: Store, place: RankPlace, card: _Card, waiting: _Waiting) -> Hosts | str:
-    """Return the hosts of all ranks, or why this one is not among them."""
-    rank, encode = place.rank, msgspec.json.Encoder().encode
+def _met(store: Store, place: RankPlace, card: _Card) -> RankPlace | str:
+    """Leave a card; return the place once all are in, or who is missing."""
+    rank, encode = place.rank, msgspec.json.encode
     if rank == 0 or not store.check([_IN]):  # who is late for this life must not spoil it
-        store.set(_key(rank), encode(card).decode())
+        store.set(f"card/{rank}", encode(card).decode())
     if rank == 0:
-        while missing := [r for r in range(place.world) if not store.check([_key(r)])]:
-            if not waiting.goes_on(_absent(place, missing), POLL_S):
-                return _absent(place, missing)
-        cards = [msgspec.json.decode(store.get(_key(r)), type=_Card) for r in range(place.world)]
+        if missing := [r for r in range(place.world) if not store.check([f"card/{r}"])]:
+            return _absent(place, missing)
+        found = [store.get(f"card/{r}") for r in range(place.world)]
+        cards = [msgspec.json.decode(one, type=_Card) for one in found]
         store.set(_IN, encode(cards).decode())
-    else:
-        while not store.check([_IN]):
-            if not waiting.goes_on("node 0 says who is missing", POLL_S):
-                return "other ranks are missing; node 0 says which"
+    elif store.check([_IN]):
         cards = msgspec.json.decode(store.get(_IN), type=list[_Card])
+    else:
+        return "other ranks are missing; node 0 says which"
     if cards[rank].life != card.life:
         return (
             f"rank 0 goes on with another trainer rank {rank}, on {cards[rank].host}: one that has "
             "ended and is not missed yet, or two hosts were started with the same --node-rank"
         )
-    nodes = range(place.nodes)
-    return Hosts(place, tuple(cards[place.ranks_on(node)[0]].host for node in nodes))
+    firsts = [place.ranks_on(node)[0] for node in range(place.nodes)]
+    return replace(place, hosts=tuple(cards[first].host for first in firsts))
 
 
 def _absent(place: RankPlace, missing: list[int]) -> str:
-    nodes = sorted({place.node(rank) for rank in missing})
     ranks = ", ".join(map(str, missing))
     if place.nodes == 1:
         return f"ranks {ranks} have not come"
-    named = ", ".join(f"node {node}" for node in nodes)
+    named = ", ".join(f"node {node}" for node in sorted({place.node(rank) for rank in missing}))
     return (
         f"{named} (ranks {ranks}) has not come: `umbra trainer --node-rank` has to run there, and "
         "reach trainer.rendezvous"
     )
-
-
-def _key(rank: int) -> str:
-    return f"card/{rank}"

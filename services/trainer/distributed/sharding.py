@@ -7,7 +7,6 @@ Accelerate shards by FSDP2 only where there are GPUs and falls back to copies (D
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -50,7 +49,7 @@ _KEPT = [
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated blocks of `model`, as its class names them; sharded or not.
+    """Return the repeated blocks of `model`, as its class names them; sharded or not.
 
     Raises:
         UsageError: the class names none.
@@ -66,39 +65,14 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return layers
 
 
-def on_host() -> AbstractContextManager[Any]:
-    """Within it, what is kept for the backward pass is in host memory until then."""
-    return save_on_cpu(pin_memory=torch.cuda.is_available())
-
-
-def prepare_layers(
-    model: PreTrainedModel,
-    config: TrainerConfig,
-    kind: str,
-    keep_away: Callable[[], AbstractContextManager[Any]] = on_host,
-) -> None:
+def prepare_layers(model: PreTrainedModel, config: TrainerConfig, kind: str) -> None:
     """Compile, recompute and offload layers as configured; names stay as they are.
 
-    `kind` is that of the device, "cpu" or "cuda"; `keep_away` is how activations are offloaded.
-
-    Raises:
-        UsageError: layers are to be compiled and recomputed selectively, or to be offloaded
-            without being recomputed.
+    `kind` is that of the device, "cpu" or "cuda".
     """
     how = config.recomputes_on(kind)
-    saved = config.offload in ("activations", "all")
-    if saved and not how:
-        raise UsageError(
-            f"trainer.offload = {config.offload} moves what recomputed layers keep: set "
-            "trainer.activation_checkpointing = true"
-        )
     if not (config.compile or how):
         return
-    if config.compile and how == "selective":
-        raise UsageError(
-            "trainer.activation_checkpointing = selective chooses among operations that "
-            "trainer.compile fuses: set it to true, or trainer.compile to false"
-        )
     keep = {"context_fn": partial(create_selective_checkpoint_contexts, _KEPT)}
     options = keep if how == "selective" else {}
     every = int(how.removeprefix("every ")) if isinstance(how, str) and not options else 1
@@ -108,28 +82,21 @@ def prepare_layers(
             layer.forward = torch.compile(layer.forward, dynamic=True)
         if how and number % every == 0:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **options)
-            if saved:
-                layer.forward = _within(keep_away, layer.forward)
+            if config.offload in ("activations", "all"):
+                layer.forward = _kept_on_host(layer.forward)
 
 
-def _within(
-    keep_away: Callable[[], AbstractContextManager[Any]], forward: Callable[..., Any]
-) -> Callable[..., Any]:
-    """`forward`, what it keeps for the backward pass being elsewhere until then.
+def _kept_on_host(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `forward`, what it keeps for the backward pass being in host memory until then.
 
     Of a layer that is recomputed that is its input.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with keep_away():
+        with save_on_cpu(pin_memory=torch.cuda.is_available()):
             return forward(*args, **kwargs)
 
     return run
-
-
-def offloaded(config: TrainerConfig) -> bool:
-    """Whether FSDP keeps the ranks' rows of parameters and gradients in host memory."""
-    return config.offload == "all"
 
 
 def shard(
@@ -154,7 +121,7 @@ def shard(
         reduce_dtype=torch.float32,
     )
     offload = OffloadPolicy()
-    if offloaded(config):
+    if config.offload == "all":
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     if ranks.experts is not None:
         meshes = ranks.experts.mesh(device.type)
@@ -172,29 +139,25 @@ def shard(
             module.set_gradient_divide_factor(float(ranks.world))
             if alike.size() > 1:  # gloo sums only
                 module.set_force_sum_reduction_for_comms(True)
+    how: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
     for layer in decoder_layers(model):
-        fully_shard(
-            layer,
-            mesh=mesh,
-            mp_policy=policy,
-            offload_policy=offload,
-            reshard_after_forward=True,
-        )
-    fully_shard(root or model, mesh=mesh, mp_policy=policy, offload_policy=offload)
+        fully_shard(layer, **how, reshard_after_forward=True)
+    fully_shard(root or model, **how)
 
 
 def _mesh(device: torch.device, ranks: Ranks) -> DeviceMesh:
-    """[shards], or [replicas, shards]."""
-    if ranks.grid is not None:
+    """Return a mesh of [shards], or [replicas, shards]."""
+    groups = ranks.groups
+    if groups.grid is not None:
         return DeviceMesh.from_group(
-            [ranks.grid.across, ranks.grid.within],
+            list(groups.grid),
             device.type,
-            torch.arange(ranks.world).view(ranks.grid.replicas, -1),
+            torch.arange(ranks.world).view(groups.replicas, -1),
             mesh_dim_names=("replicas", "shards"),
         )
-    if ranks.group is None:
+    if groups.every is None:
         return init_device_mesh(device.type, (ranks.world,))
-    return DeviceMesh.from_group(ranks.group, device.type)
+    return DeviceMesh.from_group(groups.every, device.type)
 
 
 def reshard(model: nn.Module) -> None:

@@ -37,7 +37,7 @@ def row_owners(
 
     By name `(end, node)`, with ends that ascend up to the number of rows. All ranks call it.
     """
-    place = ranks.hosts.place
+    place = ranks.place
     if place.nodes == 1:
         return {}
     mine = msgspec.json.encode(written_rows(model, ranks.rank, ranks.holders, adapter=adapter))
@@ -108,7 +108,7 @@ class Snapshots:
         write_shards(self._model, manifest, slot, ranks.rank, ranks.holders)
         ranks.sum_control(torch.zeros(1))  # all have written
         sums = np.zeros(len(manifest.buckets), np.uint64)
-        for bucket in own_buckets(manifest, ranks.hosts.place):
+        for bucket in own_buckets(manifest, ranks.place):
             start, end = manifest.buckets[bucket]
             sums[bucket] = checksum(slot[start:end])
         ranks.sum_control(torch.from_numpy(sums.view(np.int64)))
