@@ -16,7 +16,8 @@ from umbra.services.modeling.architectures import check_experts
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.experts import NO_BALANCE, NO_ROUTERS
 from umbra.services.modeling.lora import add_adapter
-from umbra.services.modeling.micro_batch import MicroBatch
+from umbra.services.modeling.micro_batch import MicroBatch, Tokens
+from umbra.services.modeling.packing import pack
 from umbra.services.modeling.scorer import Scorer
 from umbra.services.modeling.weight_files import WeightFiles
 from umbra.services.trainer.checkpoints.parts import (
@@ -32,7 +33,7 @@ from umbra.services.trainer.guard import REASONS
 from umbra.services.trainer.metrics import Row, expert_metrics
 from umbra.services.trainer.optimizer import MasterWeights, make_optimizer, set_learning_rate
 from umbra.services.trainer.phases import Phases
-from umbra.services.trainer.policy import cast, held, place, read
+from umbra.services.trainer.policy import HeldWeights, cast, place, read
 from umbra.services.trainer.snapshot import whole_weights
 
 
@@ -81,7 +82,7 @@ class Learner:
             share = max(1, len(os.sched_getaffinity(0)) // self.ranks.place.per_host)
             torch.set_num_threads(config.threads or share)
         self.device = self._accelerator.device
-        source = files or (held(model) if config.weights == "bf16" else None)
+        source = files or (HeldWeights(model) if config.weights == "bf16" else None)
         check_experts(model.config.to_dict(), config.expert_parallel)
         self.phases = Phases(self.device)  # of the thread that updates the policy
         if config.lora_rank:
@@ -124,6 +125,19 @@ class Learner:
         self._parameters = self._master_weights.parameters
         self._plain = make_optimizer(self._parameters, config)
         self._optimizer = self._accelerator.prepare_optimizer(self._plain)
+
+    def pack(self, tokens: Tokens, sequences: Tensor | None = None) -> list[MicroBatch]:
+        """Cut this rank's share of `sequences` (None: all) into micro-batches."""
+        with self.phases("pack"):
+            return pack(
+                tokens,
+                **self.rows._asdict(),
+                sequences=sequences,
+                share_prompts=self._config.share_prompts,
+                rank=self.ranks.share,
+                world=self.ranks.shares,
+                cost=self.operations.sequence,
+            )
 
     def score(
         self,

@@ -26,25 +26,27 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from umbra.proto.errors import MismatchError
 from umbra.services.config import RunConfig
-from umbra.services.modeling.packing import pack
 from umbra.services.trainer.batch import TrainBatch
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.distributed.sharding import reshard
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.metrics import Row
+from umbra.services.trainer.optimizer import local
 
 CAP = 1.0  # of a token's k3; a log-probability that is not finite counts as much
 MIN_TOKENS = 64  # of a generator, until it is judged
+LOOKED_AT = 1024  # learned tokens of a generator that a pass of their own is spent on, about
 
 # Bounds by the coarsest format on the way. Rounding alone gives up to 1e-7 in float32 (more where a
 # kernel computes in TF32) and about 1e-3 in bfloat16, where 0.03 at the first step was a fault
 # (PrimeIntellect-ai/prime-rl, issue 2671).
 BOUNDS = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 0.02, "fp8": 0.1}
 _PRECISIONS = {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +88,14 @@ class Verdicts:
         self._told: set[str] = set()
 
     def due(self, generator: str, step: int) -> bool:
-        """Whether tokens of `generator`, which is in the batch of `step`, have to be found."""
+        """True if tokens of `generator`, which is in the batch of `step`, have to be found."""
         since = self._since.setdefault(generator, step)
-        if not self._every:
-            return False
-        return generator not in self._judged or step - since >= self._every
+        return bool(self._every) and (generator not in self._judged or step - since >= self._every)
 
     def add(
         self, compared: dict[str, Compared], step: int
     ) -> tuple[float | None, dict[str, Compared]]:
-        """The largest figure of those that can be judged now, and who is above the bound."""
+        """Return the largest figure of those that can be judged now, and who is above the bound."""
         largest: float | None = None
         above: dict[str, Compared] = {}
         for name, found in compared.items():
@@ -112,19 +112,16 @@ class Verdicts:
         return largest, above
 
     def unknown(self, generators: list[str], step: int) -> list[str]:
-        """Those that could not be judged for three times `every`; each is told once."""
+        """Return those that could not be judged for three times `every`; each is told once."""
         limit = 3 * max(self._every, 1)
-        found = [
-            name
-            for name in generators
-            if name not in self._told and step - self._since.get(name, step) >= limit
-        ]
+        late = [name for name in generators if step - self._since.get(name, step) >= limit]
+        found = [name for name in late if name not in self._told]
         self._told.update(found)
         return found
 
 
 def bound_of(config: RunConfig, kind: str) -> tuple[float, str]:
-    """`trainer.max_mismatch`, or the one of the coarsest format of trainer and generator, named.
+    """Return `trainer.max_mismatch`, or the bound of the coarsest format on the way, and its name.
 
     `kind` is that of the trainer's device. A generator computes in what the trainer serves, or
     refuses to (`check_served_dtype`).
@@ -137,11 +134,6 @@ def bound_of(config: RunConfig, kind: str) -> tuple[float, str]:
     return config.trainer.max_mismatch or BOUNDS[coarsest], coarsest
 
 
-LOOKED_AT = 1024  # learned tokens of a generator that a pass of their own is spent on, about
-
-log = logging.getLogger(__name__)
-
-
 class MismatchCheck:
     """Compares what a batch says with what `learner` finds; all ranks come to the same verdict.
 
@@ -150,7 +142,6 @@ class MismatchCheck:
     """
 
     def __init__(self, config: RunConfig, learner: Learner) -> None:
-        self._config = config.trainer
         self._learner = learner
         self._bound, self._format = bound_of(config, learner.device.type)
         self._verdicts = Verdicts(self._bound, config.trainer.mismatch_every)
@@ -158,27 +149,27 @@ class MismatchCheck:
         self._now: _Comparison | None = None
 
     def begin(self, batch: TrainBatch, version: int, trained: Tensor) -> None:
-        """Look at what the passes to come will not tell; `trained` are the samples of the first.
+        """Look at what the passes to come will not tell.
 
         Args:
             batch: with M learned tokens.
             version: of the weights.
-            trained: int64 indices of samples.
+            trained: int64 indices of the samples of the first update.
         """
         begin = time.perf_counter()
         now = self._now = _Comparison(batch, version, trained)
         due = [name for name in now.generators if self._verdicts.due(name, version)]
         poor = [name for name in due if now.count(now.direct, name) < MIN_TOKENS]
-        self._look(now, version, now.chosen(now.leading & ~now.direct, poor))
+        wanted = now.leading & ~now.direct
+        self._look(now, version, now.chosen(wanted, poor), wanted)
         if self._aside is not None:
             held = batch.leading(self._aside.version)
             chosen = now.chosen(held, due)
+            oldest = min(t.spans[0].version for t in batch.trajectories)
             if len(chosen):
                 with self._aside.in_place():
                     self._look(now, self._aside.version, chosen, held)
-            elif not due or min(t.spans[0].version for t in batch.trajectories) > (
-                self._aside.version
-            ):
+            elif not due or oldest > self._aside.version:
                 self._aside = None  # nothing of it is open, or nothing of it comes any more
         blind = any(not now.count(now.leading, name) for name in due)
         if blind and self._aside is None:
@@ -186,13 +177,13 @@ class MismatchCheck:
         now.seconds = time.perf_counter() - begin
 
     def see(self, source: Tensor, logprobs: Tensor) -> None:
-        """What a pass of the first update found of the tokens `source`, [N] each."""
+        """Take what a pass of the first update found of the tokens `source`, [N] each."""
         now = self._now
         assert now is not None, "begin comes first"
         now.add(now.version, source, logprobs.detach(), now.direct)
 
     def verdict(self) -> Row:
-        """What was found; the step's columns.
+        """Return the step's columns.
 
         Raises:
             MismatchError: a generator differs by more than the bound.
@@ -201,55 +192,34 @@ class MismatchCheck:
         assert now is not None, "begin comes first"
         found = now.found(ranks)
         largest, above = self._verdicts.add(found, now.version)
-        told = [self._sentence(name, one) for name, one in sorted(above.items())]
-        if told:
-            raise MismatchError(f"stopped before step {now.version + 1}: {'; '.join(told)}")
-        if ranks.rank == 0:
-            for name in self._verdicts.unknown(now.generators, now.version):
-                log.warning(
-                    "step %d: generator %s could not be compared with the trainer for a long time: "
-                    "no token of it was sampled by weights that the trainer had or kept",
-                    now.version + 1,
-                    name,
-                )
+        if above:
+            told = "; ".join(self._sentence(name, one) for name, one in sorted(above.items()))
+            raise MismatchError(f"stopped before step {now.version + 1}: {told}")
+        for name in self._verdicts.unknown(now.generators, now.version) if ranks.rank == 0 else ():
+            log.warning(
+                "step %d: generator %s could not be compared with the trainer for a long time: "
+                "no token of it was sampled by weights that the trainer had or kept",
+                now.version + 1,
+                name,
+            )
         return {
             "mismatch/compared": float(sum(one.tokens for one in found.values())),
             "mismatch/judged": largest,
             "mismatch/seconds": now.seconds,
         }
 
-    def _look(
-        self,
-        now: _Comparison,
-        version: int,
-        chosen: Tensor,
-        tokens: Tensor | None = None,
-    ) -> None:
-        """A pass over the samples `chosen`, with the weights that are in the model."""
-        if not len(chosen):
-            return
-        ranks, batch = self._learner.ranks, now.batch
-        micros = pack(
-            batch.tokens,
-            pack_tokens=self._learner.rows.pack_tokens,
-            micro_tokens=self._learner.rows.micro_tokens,
-            sequences=chosen,
-            share_prompts=self._config.share_prompts,
-            rank=ranks.share,
-            world=ranks.shares,
-            cost=self._learner.operations.sequence,
-        )
-        wanted = now.leading & ~now.direct if tokens is None else tokens
-        with torch.no_grad():
-            for micro in micros:
-                here = micro.source
-                logprobs, _ = self._learner.score(
-                    micro,
-                    batch.temperature[here],
-                    with_entropy=False,
-                    sampling=now.sampling[here] if now.cut else None,
-                )
-                now.add(version, here, logprobs, wanted)
+    @torch.no_grad()
+    def _look(self, now: _Comparison, version: int, chosen: Tensor, wanted: Tensor) -> None:
+        """Compare the tokens `wanted` (bool [M]) of samples `chosen`, by the model's weights."""
+        for micro in self._learner.pack(now.batch.tokens, chosen) if len(chosen) else ():
+            here = micro.source
+            logprobs, _ = self._learner.score(
+                micro,
+                now.batch.temperature[here],
+                with_entropy=False,
+                sampling=now.sampling[here] if now.cut else None,
+            )
+            now.add(version, here, logprobs, wanted)
 
     def _sentence(self, name: str, one: Compared) -> str:
         return (
@@ -273,9 +243,8 @@ class _Comparison:
         number = {name: at for at, name in enumerate(self.generators)}
         self._of_sample = torch.tensor([number[name] for name in names])
         self._of_token = self._of_sample[batch.tokens.owner]
-        rows = [(t.sampling.temperature, t.sampling.top_k, t.sampling.top_p, t.sampling.min_p)
-                for t in batch.trajectories]  # fmt: skip
-        settings = torch.tensor(rows)
+        drawn = [t.sampling for t in batch.trajectories]
+        settings = torch.tensor([(s.temperature, s.top_k, s.top_p, s.min_p) for s in drawn])
         cut = (settings[:, 1] > 0) | (settings[:, 2] < 1) | (settings[:, 3] > 0)
         self.cut = bool(cut.any())
         self.sampling = settings[batch.tokens.owner]  # [M, 4]
@@ -287,13 +256,13 @@ class _Comparison:
         self._seen: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def count(self, tokens: Tensor, generator: str) -> int:
-        """How many of `tokens` (bool [M]) are of `generator`."""
+        """Return how many of `tokens` (bool [M]) are of `generator`."""
         return int((tokens & (self._of_token == self.generators.index(generator))).sum())
 
     def chosen(self, tokens: Tensor, generators: list[str]) -> Tensor:
-        """Samples with so many of `tokens` (bool [M]), for each of `generators`; the longest first.
+        """Return samples with `tokens` (bool [M]), `LOOKED_AT` for each of `generators`.
 
-        They are where a wrong window or a lost cache shows.
+        They are those with most of them, where a wrong window or a lost cache shows.
         """
         counts = torch.bincount(self.batch.tokens.owner[tokens], minlength=len(self._of_sample))
         taken: list[int] = []
@@ -311,7 +280,7 @@ class _Comparison:
         self._seen.setdefault(version, []).append((source[at], logprobs[at.to(logprobs.device)]))
 
     def found(self, ranks: Ranks) -> dict[str, Compared]:
-        """Compare what all ranks have seen; the same on all, by generator."""
+        """Compare what all ranks have seen; return the same on all, by generator."""
         found: dict[str, Compared] = {}
         for version, seen in self._seen.items():
             both = torch.zeros(2, len(self.batch.behaviour))  # whether seen, log pi
@@ -353,7 +322,7 @@ class _Aside:
     def __init__(self, learner: Learner, version: int) -> None:
         self.version = version
         self._model = learner.model
-        self._held = [local.cpu().clone() for local in self._local()]
+        self._held = [own.cpu().clone() for own in self._local()]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -367,13 +336,10 @@ class _Aside:
     @torch.no_grad()
     def _exchange(self) -> None:
         reshard(self._model)
-        for local, held in zip(self._local(), self._held, strict=True):
-            current = local.cpu().clone()
-            local.copy_(held)
+        for own, held in zip(self._local(), self._held, strict=True):
+            current = own.cpu().clone()
+            own.copy_(held)
             held.copy_(current)
 
     def _local(self) -> Iterator[Tensor]:
-        for parameter in self._model.parameters():
-            if parameter.requires_grad:
-                own = parameter.detach()
-                yield own.to_local() if isinstance(own, DTensor) else own
+        return (local(p) for p in self._model.parameters() if p.requires_grad)

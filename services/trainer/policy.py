@@ -6,10 +6,10 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -42,7 +42,7 @@ def load_policy(
     *,
     trust: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The float32 model (on the CPU) and the tokenizer in directory `path`.
+    """Load the float32 model (on the CPU) and the tokenizer in directory `path`.
 
     `source` is the key or flag that the path came from, for errors; `checked` are architectures
     that the user vouches for (`check_architecture`); `trust` is of `load_tokenizer`.
@@ -193,32 +193,21 @@ def no_progress_bars() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-class RowSource(Protocol):
-    """Where the rows of a model's weights come from."""
+class HeldWeights:
+    """The weights that a model holds now, to be read by rows."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._weights = {name: p.detach() for name, p in model.named_parameters()}
 
     def read(self, name: str, place: Tensor, first: int = 0) -> None:
         """Copy rows `[first, first + len(place))` of parameter `name` to `place`."""
-        ...
-
-
-class HeldWeights:
-    """Weights that are in memory already."""
-
-    def __init__(self, weights: Mapping[str, Tensor]) -> None:
-        self._weights = weights
-
-    def read(self, name: str, place: Tensor, first: int = 0) -> None:
         whole = self._weights[name]
         place.copy_(whole if whole.dim() == 0 else whole[first : first + len(place)])
 
 
-def held(model: nn.Module) -> HeldWeights:
-    return HeldWeights({name: p.detach() for name, p in model.named_parameters()})
-
-
 def cast(model: nn.Module, dtype: torch.dtype) -> None:
     """Give the parameters another dtype; buffers stay as they are, and tied weights tied."""
-    _replace(model, lambda p: nn.Parameter(p.detach().to(dtype), requires_grad=p.requires_grad))
+    _change(model, lambda t: t.to(dtype) if isinstance(t, nn.Parameter) else t)
 
 
 def place(model: nn.Module, device: torch.device, *, parameters_at: torch.device) -> None:
@@ -229,21 +218,31 @@ def place(model: nn.Module, device: torch.device, *, parameters_at: torch.device
         device: of the buffers.
         parameters_at: the device of the parameters, or of this rank's rows of them.
     """
-    names = _names(model)
 
     def moved(tensor: Tensor) -> Tensor:
         where = parameters_at if isinstance(tensor, nn.Parameter) else device
-        if tensor.is_meta:
-            return torch.empty_like(tensor, device=where)
-        return tensor.to(where)
+        return torch.empty_like(tensor, device=where) if tensor.is_meta else tensor.to(where)
 
-    model._apply(moved)
-    _tie(model, names)
+    _change(model, moved)
+
+
+def _change(model: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Change all tensors; parameters that are tied stay one under all their names."""
+    tied: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        tied.setdefault(id(parameter), []).append(name)
+    model._apply(change)
+    for first, *others in tied.values():
+        for other in others:
+            module, _, own = other.rpartition(".")
+            setattr(model.get_submodule(module), own, model.get_parameter(first))
 
 
 @torch.no_grad()
 def read(
-    model: nn.Module, source: RowSource, into: Callable[[nn.Parameter], Tensor] = lambda p: p
+    model: nn.Module,
+    source: WeightFiles | HeldWeights,
+    into: Callable[[nn.Parameter], Tensor] = lambda p: p,
 ) -> None:
     """Read the rows that are held here of every weight; adapters have theirs.
 
@@ -258,35 +257,6 @@ def read(
         UsageError: a file cannot be read, or is of another model.
     """
     for name, parameter in model.named_parameters():
-        if is_adapter(name):
-            continue
-        tensor = into(parameter).detach()
-        rows, first = held_rows(name, tensor)
-        source.read(bare_name(name), rows, first)
-
-
-def _names(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter; those that are tied have several."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return list(names.values())
-
-
-def _tie(model: nn.Module, names: list[list[str]]) -> None:
-    """Have one parameter under all names that belonged to one."""
-    for first, *others in names:
-        for other in others:
-            _set(model, other, model.get_parameter(first))
-
-
-def _replace(model: nn.Module, make: Callable[[nn.Parameter], nn.Parameter]) -> None:
-    for names in _names(model):
-        made = make(model.get_parameter(names[0]))
-        for name in names:
-            _set(model, name, made)
-
-
-def _set(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    module, _, own = name.rpartition(".")
-    setattr(model.get_submodule(module), own, parameter)
+        if not is_adapter(name):
+            rows, first = held_rows(name, into(parameter).detach())
+            source.read(bare_name(name), rows, first)

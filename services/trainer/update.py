@@ -11,7 +11,6 @@ from torch import Tensor
 from umbra.proto.errors import UsageError
 from umbra.services.config import RunConfig
 from umbra.services.modeling.micro_batch import MicroBatch
-from umbra.services.modeling.packing import pack
 from umbra.services.trainer.batch import TrainBatch, recorded_logprobs, token_versions
 from umbra.services.trainer.critic import LearnedCritic
 from umbra.services.trainer.guard import REASONS, Guard
@@ -66,7 +65,7 @@ class PolicyUpdate:
     def __call__(
         self, batch: TrainBatch, version: int, keep_going: Callable[[], bool]
     ) -> Row | None:
-        """Update the policy, which is at `version`, on `batch`; what was measured on the way.
+        """Update the policy, which is at `version`, on `batch`; return what was measured.
 
         Samples without advantage have no gradient, unless a KL or an entropy bonus is part of the
         loss, so no forward pass is spent on them; if no sample has any, nothing is updated.
@@ -86,8 +85,14 @@ class PolicyUpdate:
                 values = self._critic.values(batch)
         earned = rewarded(batch, pieces, reference, values)
         advantages, returns = token_advantages(earned, pieces)
-        own = self._own(batch)
-        useful = self._useful(batch, advantages, own)
+        # Learned tokens of each line; none of those that are filtered.
+        own = torch.bincount(batch.tokens.owner, minlength=len(batch.trajectories))
+        if pieces.overlong_filter:
+            own[torch.tensor([t.finish_reason == "length" for t in batch.trajectories])] = 0
+        some = own > 0
+        if not pieces.regularised:
+            some &= torch.bincount(batch.tokens.owner[advantages != 0], minlength=len(own)) > 0
+        useful = some.nonzero().squeeze(1)  # the lines that a forward pass is spent on
         if self._critic is not None and version < self._warmup:
             useful = useful[:0]
         samples = batch.sample[useful].unique()
@@ -96,7 +101,8 @@ class PolicyUpdate:
             batch.lines_of(part, useful)
             for part in minibatches(samples, cuts, self._config.epochs, f"{self._seed}/{version}")
         ]
-        first = [self._pack(batch, part) for part in parts[:cuts]]  # every sample once
+        pack = self._learner.pack
+        first = [pack(batch.tokens, part) for part in parts[:cuts]]  # every sample once
         mismatch_check, agreed = self._mismatch_check, Row()
         if mismatch_check is not None:
             mismatch_check.begin(batch, version, parts[0] if parts else useful)
@@ -114,7 +120,7 @@ class PolicyUpdate:
         rows: list[Row] = []
         work = 0.0
         for number, part in enumerate(parts):
-            micros = first[number] if number < cuts else self._pack(batch, part)
+            micros = first[number] if number < cuts else pack(batch.tokens, part)
             guard = Guard(self._config.max_ratio, pieces, self._ranks)
             counts = count(pieces.denominator, own, part, cuts, batch.weight)
             weights = token_weights(
@@ -174,24 +180,10 @@ class PolicyUpdate:
             row |= self._critic.learn(batch, values, returns)
         return row
 
-    def _own(self, batch: TrainBatch) -> Tensor:
-        """Learned tokens of each line, int64 [L]; none of those that are filtered."""
-        own = torch.bincount(batch.tokens.owner, minlength=len(batch.trajectories))
-        if self._pieces.overlong_filter:
-            own[torch.tensor([t.finish_reason == "length" for t in batch.trajectories])] = 0
-        return own
-
-    def _useful(self, batch: TrainBatch, advantages: Tensor, own: Tensor) -> Tensor:
-        """The lines that a forward pass is spent on, int64."""
-        if self._pieces.regularised:
-            return (own > 0).nonzero().squeeze(1)
-        some = torch.bincount(batch.tokens.owner[advantages != 0], minlength=len(own)) > 0
-        return (some & (own > 0)).nonzero().squeeze(1)
-
     def _found(
         self, batch: TrainBatch, packed: list[list[MicroBatch]], updates: int
     ) -> Tensor | None:
-        """Logprobs under the weights that the batch found, [M], if a pass of their own is needed.
+        """Find logprobs under the weights that the batch found, [M], if that needs a pass.
 
         With a single update, p is what its own pass finds, unless a mask looks at the whole batch.
         """
@@ -206,7 +198,7 @@ class PolicyUpdate:
         return torch.where(found.isfinite(), found, batch.behaviour + LOG_RATIO_BOUND)
 
     def _fixed(self, batch: TrainBatch, useful: Tensor, found: Tensor | None) -> Constants | None:
-        """What depends on p and mu alone, [M], where p is known before the updates."""
+        """Return what depends on p and mu alone, [M], where p is known before the updates."""
         proximal = found
         if self._pieces.uses_proximal and self._pieces.proximal == "stage":
             proximal = recorded_logprobs(batch, "proximal_logprobs")
@@ -226,29 +218,16 @@ class PolicyUpdate:
     def _constants_now(
         self, tokens: TokenInputs, versions: Tensor | None, here: Tensor, version: int
     ) -> Constants:
-        """The same for a micro-batch, p being its own pass or what is interpolated from it."""
+        """Return the same of a micro-batch, p being its own pass or interpolated from it."""
         proximal = tokens.logprobs.detach()
         if versions is not None:
             made = versions[here].to(proximal.device)
             proximal = interpolated(proximal, tokens.behaviour, made, version)
         return self._objective.constants(proximal, tokens.behaviour, tokens.sequences)
 
-    def _pack(self, batch: TrainBatch, part: Tensor) -> list[MicroBatch]:
-        with self._learner.phases("pack"):
-            return pack(
-                batch.tokens,
-                pack_tokens=self._learner.rows.pack_tokens,
-                micro_tokens=self._learner.rows.micro_tokens,
-                sequences=part,
-                share_prompts=self._config.share_prompts,
-                rank=self._ranks.share,
-                world=self._ranks.shares,
-                cost=self._learner.operations.sequence,
-            )
-
 
 def _means(rows: list[Row]) -> Row:
-    """The mean of each column, over the updates of a batch; None where there is no number."""
+    """Return the mean of each column over the updates of a batch; None without numbers."""
     result: Row = {}
     for name in ("grad_norm", "lr", "skipped", *(f"skipped/{reason}" for reason in REASONS)):
         values = [value for row in rows if (value := row[name]) is not None]
@@ -257,7 +236,7 @@ def _means(rows: list[Row]) -> Row:
 
 
 def minibatches(samples: Tensor, count: int, epochs: int, seed: str) -> list[Tensor]:
-    """`epochs` passes over `samples` (int64 indices), each cut into `count` parts.
+    """Return `epochs` passes over `samples` (int64 indices), each cut into `count` parts.
 
     A part takes every n-th sample. In the first pass samples are in the order of the batch, so that
     all parts have some of every group; later passes are shuffled. The order follows from `seed`

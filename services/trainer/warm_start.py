@@ -1,39 +1,137 @@
-"""`umbra sft`: supervised warm start on worked examples, before a model learns from rewards."""
+"""`umbra sft`: supervised warm start on worked examples, before a model learns from rewards.
+
+What the assistant says in them is learned.
+"""
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from umbra.proto.errors import UsageError
 from umbra.services.config import TrainerConfig
+from umbra.services.process.files import read_jsonl
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedTokenizerBase
 
+    from umbra.services.modeling.micro_batch import Tokens
 
-class WarmStartProgress(NamedTuple):
-    """After `step` updates of `steps`: the loss of the last one, in nats per learned token."""
-
-    step: int
-    steps: int
-    loss: float
+Message = dict[str, str]
+SHOW_S = 0.1  # between two lines on a terminal
 
 
 class WarmStartResult(NamedTuple):
-    """What a warm start came to."""
+    """The result of a warm start; losses are in nats per learned token."""
 
-    steps: int
-    examples: int
     first_loss: float
     final_loss: float
-    tokens: int
     seconds: float
+
+
+class Demonstrations:
+    """Conversations, each tokenised once; batches are drawn from them.
+
+    Args:
+        conversations: lists of `{"role": ..., "content": ...}`.
+        tokenizer: a fast tokenizer with a chat template.
+
+    Raises:
+        UsageError: no chat template, or one whose text for a conversation does not begin with its
+            text for the first messages of it.
+    """
+
+    def __init__(
+        self, conversations: Sequence[list[Message]], tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        import torch
+
+        if not tokenizer.is_fast or tokenizer.chat_template is None:
+            raise UsageError("the model needs a fast tokenizer with a chat template")
+        rendered = [_render(messages, tokenizer) for messages in conversations]
+        texts = [text for text, _ in rendered]
+        encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
+        self._ids = [torch.tensor(ids) for ids in encoded["input_ids"]]
+        self._learned: list[torch.Tensor] = []
+        for offsets, (_, spans) in zip(encoded["offset_mapping"], rendered, strict=True):
+            learned = [
+                index
+                for index, (start, _) in enumerate(offsets)
+                if index and any(low <= start < high for low, high in spans)
+            ]
+            self._learned.append(torch.tensor(learned, dtype=torch.int64))
+
+    def take(self, which: Sequence[int]) -> Tokens:
+        import torch
+
+        from umbra.services.modeling.micro_batch import Tokens
+
+        lengths = torch.tensor([len(self._ids[i]) for i in which])
+        starts = (lengths.cumsum(0) - lengths).tolist()
+        learned = [self._learned[i] + start for i, start in zip(which, starts, strict=True)]
+        counts = torch.tensor([len(positions) for positions in learned])
+        return Tokens(
+            ids=torch.cat([self._ids[i] for i in which]),
+            lengths=lengths,
+            learned=torch.cat(learned),
+            owner=torch.arange(len(which)).repeat_interleave(counts),
+        )
+
+
+def read_conversations(path: str | Path) -> list[list[Message]]:
+    """Read a JSONL file of `{"messages": [{"role": ..., "content": ...}, ...]}`.
+
+    Raises:
+        UsageError: unreadable, or a row that is not of that form; it names the row.
+    """
+    conversations: list[list[Message]] = []
+    for number, row in enumerate(read_jsonl(path), start=1):
+        messages: Any = row.get("messages")
+        if not isinstance(messages, list) or not all(_is_message(m) for m in messages):
+            raise UsageError(
+                f'{path}, row {number}: needs "messages", a list of {{"role": ..., "content": ...}}'
+            )
+        if not any(message["role"] == "assistant" for message in messages):
+            raise UsageError(f"{path}, row {number}: no message of the assistant to learn from")
+        conversations.append(messages)
+    return conversations
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(value.get(key), str) for key in ("role", "content")
+    )
+
+
+def _render(
+    messages: list[Message], tokenizer: PreTrainedTokenizerBase
+) -> tuple[str, list[tuple[int, int]]]:
+    """Return a conversation's text, and the character ranges of it that the assistant said."""
+
+    def text_of(count: int, ask: bool) -> str:
+        text = tokenizer.apply_chat_template(
+            messages[:count], tokenize=False, add_generation_prompt=ask
+        )
+        assert isinstance(text, str)
+        return text
+
+    text = text_of(len(messages), False)
+    learned: list[tuple[int, int]] = []
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = text_of(index, True)
+        after = text if index + 1 == len(messages) else text_of(index + 1, False)
+        if not (text.startswith(after) and after.startswith(before)):
+            raise UsageError("the chat template rewrites earlier turns: it can't be learned from")
+        learned.append((len(before), len(after)))
+    return text, learned
 
 
 def warm_start(
@@ -45,81 +143,68 @@ def warm_start(
     batch: int,
     seed: int,
     config: TrainerConfig,
-    report: Callable[[WarmStartProgress], None] = lambda _: None,
+    report: Callable[[int, float], None] = lambda _step, _loss: None,
     checked: Collection[str] = (),
 ) -> WarmStartResult:
     """Train the model of `model_dir` on what the assistant says in `data`; write it to `out`.
 
     Each update takes `batch` examples, in an order that `seed` fixes, and the mean of
-    -log p over their learned tokens. For `checked` see `check_architecture`.
+    -log p over their learned tokens. `report` gets the number and the loss of each update. For
+    `checked` see `check_architecture`.
 
     Raises:
         UsageError: a model, a file or an example that cannot be used; it names which.
     """
     import torch
 
-    from umbra.services.modeling.packing import pack
-    from umbra.services.trainer.demonstrations import Demonstrations, read_conversations
     from umbra.services.trainer.learner import Learner
     from umbra.services.trainer.policy import export_policy, load_policy
 
     conversations = read_conversations(data)
     model, tokenizer = load_policy(model_dir, "MODEL", checked)
+    generator, draws = torch.Generator().manual_seed(seed), list[int]()
+    while len(draws) < steps * batch:  # one shuffled pass after the other
+        draws += torch.randperm(len(conversations), generator=generator).tolist()
     # Only what is drawn at least once is tokenised.
-    draws = _draws(len(conversations), steps * batch, torch.Generator().manual_seed(seed))
-    used = sorted(set(draws))
+    used = sorted(set(draws[: steps * batch]))
     place = {which: index for index, which in enumerate(used)}
     examples = Demonstrations([conversations[which] for which in used], tokenizer)
     learner = Learner(model, config, steps)
     begin = time.perf_counter()
     losses: list[float] = []
-    count = 0
     for step in range(steps):
-        chosen = [place[which] for which in draws[step * batch : (step + 1) * batch]]
-        tokens = examples.take(chosen)
+        tokens = examples.take([place[i] for i in draws[step * batch : (step + 1) * batch]])
         ones = torch.ones(len(tokens.learned))
         total = 0.0
-        for micro in pack(tokens, **learner.rows._asdict()):
+        for micro in learner.pack(tokens):
             logprobs, _ = learner.score(micro, ones[micro.source], with_entropy=False)
             loss = -logprobs.sum() / len(tokens.learned)
             learner.backward(loss)
             total += float(loss.detach())
         learner.update(step)
         losses.append(total)
-        count += len(tokens.ids)
-        report(WarmStartProgress(step + 1, steps, total))
+        report(step + 1, total)
     export_policy(learner.model, tokenizer, out, learner.weights())
-    return WarmStartResult(
-        steps, len(conversations), losses[0], losses[-1], count, time.perf_counter() - begin
-    )
+    return WarmStartResult(losses[0], losses[-1], time.perf_counter() - begin)
 
 
-def _draws(size: int, count: int, generator: torch.Generator) -> list[int]:
-    """`count` indices below `size`: one shuffled pass after the other."""
-    import torch
+def _display(steps: int) -> Callable[[int, float], None]:
+    """Show progress on standard error: a line rewritten on a terminal, ten plain ones elsewhere."""
+    terminal, shown_at = sys.stderr.isatty(), 0.0
 
-    drawn: list[int] = []
-    while len(drawn) < count:
-        drawn += torch.randperm(size, generator=generator).tolist()
-    return drawn[:count]
+    def show(step: int, loss: float) -> None:
+        nonlocal shown_at
+        due = step * 10 // steps != (step - 1) * 10 // steps
+        if terminal:
+            due = step == steps or time.monotonic() - shown_at > SHOW_S
+        if due:
+            shown_at = time.monotonic()
+            text = f"step {step}/{steps}  loss {loss:.3f}"
+            click.echo(
+                f"\r{text}" if terminal else text, err=True, nl=not terminal or step == steps
+            )
 
-
-class _Display:
-    """Progress on standard error: one line rewritten on a terminal, ten plain lines elsewhere."""
-
-    def __init__(self) -> None:
-        self._terminal = sys.stderr.isatty()
-        self._shown_at = 0.0
-
-    def __call__(self, progress: WarmStartProgress) -> None:
-        step, steps, loss = progress
-        text = f"step {step}/{steps}  loss {loss:.3f}"
-        if self._terminal:
-            if step == steps or time.monotonic() - self._shown_at > 0.1:
-                self._shown_at = time.monotonic()
-                click.echo(f"\r{text}", err=True, nl=step == steps)
-        elif step * 10 // steps != (step - 1) * 10 // steps:
-            click.echo(text, err=True)
+    return show
 
 
 @click.command("sft")
@@ -152,34 +237,23 @@ class _Display:
 @click.option(
     "--checked", multiple=True, metavar="MODEL_TYPE", help="As model.checked of a run file."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the outcome as one JSON object.")
 def command(
     model: Path,
     data: Path,
     out: Path,
     steps: int,
     batch: int,
-    lr: float,
-    schedule: str,
     seed: int,
-    threads: int,
-    device: str,
     checked: tuple[str, ...],
-    as_json: bool,
+    lr: float,
+    **settings: Any,
 ) -> None:
     """Warm-start MODEL, a Hugging Face directory, on worked examples.
 
     Each line of the examples is {"messages": [{"role": ..., "content": ...}, ...]}; what the
     assistant says is learned. An older model at --out is replaced.
     """
-    config = TrainerConfig(
-        learning_rate=lr,
-        schedule=schedule,  # pyright: ignore[reportArgumentType]  # click has checked it
-        threads=threads,
-        device=device,
-        pack_tokens=64,
-        micro_tokens=8192,
-    )
+    config = TrainerConfig(learning_rate=lr, pack_tokens=64, micro_tokens=8192, **settings)
     outcome = warm_start(
         model,
         data,
@@ -188,13 +262,10 @@ def command(
         batch=batch,
         seed=seed,
         config=config,
-        report=_Display(),
+        report=_display(steps),
         checked=checked,
     )
-    if as_json:
-        click.echo(json.dumps({"out": str(out), **outcome._asdict()}))
-    else:
-        click.echo(
-            f"{out}: loss {outcome.first_loss:.3f} -> {outcome.final_loss:.3f} in "
-            f"{outcome.steps} steps, {outcome.seconds:.1f} s"
-        )
+    click.echo(
+        f"{out}: loss {outcome.first_loss:.3f} -> {outcome.final_loss:.3f} in {steps} steps, "
+        f"{outcome.seconds:.1f} s"
+    )

@@ -1,6 +1,7 @@
 """Supervised warm start: what is learned, that it is learned, and that a seed repeats it."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,13 @@ import pytest
 from umbra import cli
 from umbra.proto.errors import UsageError
 from umbra.services.config import TrainerConfig
-from umbra.services.trainer.demonstrations import Demonstrations, read_conversations
 from umbra.services.trainer.make_model import make_model, make_tokenizer
-from umbra.services.trainer.warm_start import WarmStartResult, warm_start
+from umbra.services.trainer.warm_start import (
+    Demonstrations,
+    WarmStartResult,
+    read_conversations,
+    warm_start,
+)
 
 CHAT = [
     {"role": "user", "content": "a?"},
@@ -62,13 +67,13 @@ def test_the_examples_become_likely_and_a_seed_repeats_the_weights(
     assert weights[0] == weights[1] != weights[2]
 
 
-def test_the_command_prints_one_json_record(
+def test_the_command_says_how_the_loss_went(
     model: Path, demos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     args = ["sft", str(model), "--data", str(demos), "--out", str(tmp_path / "out")]
-    assert cli.main([*args, "--steps", "10", "--batch", "2", "--threads", "1", "--json"]) == 0
+    assert cli.main([*args, "--steps", "10", "--batch", "2", "--threads", "1"]) == 0
     captured = capsys.readouterr()
-    assert json.loads(captured.out)["steps"] == 10
+    assert re.search(r"out: loss \d\.\d+ -> \d\.\d+ in 10 steps, ", captured.out)
     assert len(captured.err.splitlines()) == 10
     assert captured.err.startswith("step 1/10  loss ")
 
