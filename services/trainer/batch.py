@@ -68,12 +68,12 @@ class TrainBatch:
 
 
 def make_batch(
-    trajectories: list[Trajectory],
+    samples: list[Trajectory],
     vocab_size: int,
     most_tokens: int = MOST_TOKENS,
     routers: RouterKind | None = None,
 ) -> TrainBatch:
-    """The tensors of `trajectories`.
+    """Make the tensors of `samples`.
 
     Args:
         vocab_size: token ids are below it.
@@ -84,59 +84,57 @@ def make_batch(
         BatchError: some are not sound (`find_fault`), or there are none.
     """
     facts = RunFacts(vocab_size, most_tokens, routing=routers and True, routers=routers)
-    samples = trajectories
     if not samples:
         raise BatchError("the batch has no trajectories")
     for sample in samples:
         if fault := find_fault(sample, facts):
             raise BatchError(f"sample {sample.sample_id} of {sample.generator or '?'}: {fault}")
     branches = torch.tensor([1 + len(t.branches) for t in samples])
-    trajectories = [line for t in samples for line in t.lines]
+    lines = [line for t in samples for line in t.lines]
     ids: list[NDArray[np.int64]] = []
     learned: list[NDArray[np.int64]] = []
     behaviour: list[NDArray[np.float32]] = []
     start = 0
-    for trajectory in trajectories:
-        prompt = np.frombuffer(trajectory.prompt_ids, "<i4")
-        response = np.frombuffer(trajectory.response_ids, "<i4")
-        mask = np.frombuffer(trajectory.loss_mask, "u1").astype(bool)
-        logprobs = np.frombuffer(trajectory.logprobs, "<f4")
+    for line in lines:
+        prompt = np.frombuffer(line.prompt_ids, "<i4")
+        response = np.frombuffer(line.response_ids, "<i4")
+        mask = _mask(line)
         ids += [prompt.astype(np.int64), response.astype(np.int64)]
         learned.append(np.flatnonzero(mask) + (start + len(prompt)))
-        behaviour.append(logprobs[mask].astype(np.float32))
+        behaviour.append(np.frombuffer(line.logprobs, "<f4")[mask].astype(np.float32))
         start += len(prompt) + len(response)
     counts = torch.tensor([len(positions) for positions in learned])
-    owner = torch.arange(len(trajectories)).repeat_interleave(counts)
+    owner = torch.arange(len(lines)).repeat_interleave(counts)
     number: dict[str, int] = {}
     family: dict[tuple[bytes, bytes], int] = {}
-    temperatures = torch.tensor([t.sampling.temperature for t in trajectories])
+    families = [family.setdefault(_prompt(t, routers), len(family)) for t in lines]
     return TrainBatch(
         samples=samples,
-        trajectories=trajectories,
+        trajectories=lines,
         sample=torch.arange(len(samples)).repeat_interleave(branches),
         weight=(1 / branches.double()).repeat_interleave(branches),
         tokens=Tokens(
             ids=torch.from_numpy(np.concatenate(ids)),
-            lengths=torch.tensor(
-                [(len(t.prompt_ids) + len(t.response_ids)) // 4 for t in trajectories]
-            ),
+            lengths=torch.tensor([(len(t.prompt_ids) + len(t.response_ids)) // 4 for t in lines]),
             learned=torch.from_numpy(np.concatenate(learned)),
             owner=owner,
-            prompts=torch.tensor([len(t.prompt_ids) // 4 for t in trajectories]),
-            family=torch.tensor(
-                [family.setdefault(_prompt(t, routers), len(family)) for t in trajectories]
-            ),
-            routing=[chosen_experts(t) for t in trajectories] if routers is not None else None,
+            prompts=torch.tensor([len(t.prompt_ids) // 4 for t in lines]),
+            family=torch.tensor(families),
+            routing=[chosen_experts(t) for t in lines] if routers is not None else None,
         ),
         rewards=torch.tensor([t.reward for t in samples], dtype=torch.float64),
         groups=torch.tensor([number.setdefault(t.group_id, len(number)) for t in samples]),
         behaviour=torch.from_numpy(np.concatenate(behaviour)),
-        temperature=temperatures[owner],
+        temperature=torch.tensor([t.sampling.temperature for t in lines])[owner],
     )
 
 
+def _mask(line: Trajectory) -> NDArray[np.bool_]:
+    return np.frombuffer(line.loss_mask, "u1").astype(bool)
+
+
 def _prompt(trajectory: Trajectory, routers: RouterKind | None) -> tuple[bytes, bytes]:
-    """What samples have to have in common to share a prompt: its tokens, and what is replayed."""
+    """Return what samples that share a prompt have in common: tokens, and what is replayed."""
     routing = trajectory.routing
     if routing is None or routers is None:
         return trajectory.prompt_ids, b""
@@ -150,29 +148,27 @@ STAGES = {"ref_logprobs": "ref_logp", "proximal_logprobs": "logp"}
 def recorded_logprobs(
     batch: TrainBatch, field: Literal["ref_logprobs", "proximal_logprobs"]
 ) -> Tensor:
-    """Logprobs that a scoring stage found, float32 [M].
+    """Return logprobs that a scoring stage found, float32 [M].
 
     Raises:
         BatchError: a sample has none; it names the sample.
     """
     parts: list[np.ndarray] = []
-    for trajectory in batch.trajectories:
-        data: bytes | None = getattr(trajectory, field)
-        mask = np.frombuffer(trajectory.loss_mask, "u1").astype(bool)
+    for line in batch.trajectories:
+        data: bytes | None = getattr(line, field)
         if data is None:
             raise BatchError(
-                f"sample {trajectory.sample_id} has no {field}, which the objective needs: "
-                f"put {STAGES[field]} into buffer.stages"
+                f"sample {line.sample_id} has no {field}, which the objective needs: put "
+                f"{STAGES[field]} into buffer.stages"
             )
-        parts.append(np.frombuffer(data, "<f4")[mask])
+        parts.append(np.frombuffer(data, "<f4")[_mask(line)])
     return torch.from_numpy(np.concatenate(parts))
 
 
 def token_versions(batch: TrainBatch) -> Tensor:
-    """The policy version that sampled each token, int64 [M]."""
+    """Return the policy version that sampled each token, int64 [M]."""
     parts: list[np.ndarray] = []
-    for trajectory in batch.trajectories:
-        mask = np.frombuffer(trajectory.loss_mask, "u1").astype(bool)
-        lengths = [span.end - span.start for span in trajectory.spans]
-        parts.append(np.repeat([span.version for span in trajectory.spans], lengths)[mask])
+    for line in batch.trajectories:
+        lengths = [span.end - span.start for span in line.spans]
+        parts.append(np.repeat([span.version for span in line.spans], lengths)[_mask(line)])
     return torch.from_numpy(np.concatenate(parts))

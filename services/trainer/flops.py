@@ -49,7 +49,7 @@ class TrainingFlops:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> TrainingFlops:
-        """Those of `model`, which may be sharded or have adapters.
+        """Count those of `model`, which may be sharded or have adapters.
 
         Raises:
             UsageError: the model's config does not say how many experts a token meets.
@@ -74,7 +74,7 @@ class TrainingFlops:
         )
 
     def update(self, micro: MicroBatch) -> float:
-        """Of a forward and a backward pass over `micro`: what it feeds, padding left out."""
+        """Count a forward and a backward pass over `micro`: what it feeds, padding left out."""
         seen = micro.position_ids.flatten().double() + 1  # keys that a token attends to
         if micro.fed is not None:
             seen = seen[micro.fed]
@@ -86,7 +86,7 @@ class TrainingFlops:
         return 6 * self.body * micro.tokens + 6 * self.head * learned + 12 * attended
 
     def sequence(self, start: int, end: int, learned: int) -> float:
-        """Of positions [start, end) of a sequence, from which so many tokens are learned.
+        """Count positions [start, end) of a sequence, from which so many tokens are learned.
 
         Over all sequences of a micro-batch it adds up to `update`.
         """
@@ -97,34 +97,30 @@ class TrainingFlops:
 
 
 def _pairs(count: int, window: int | None = None) -> int:
-    """Keys that the first `count` positions of a sequence attend to, together."""
+    """Return how many keys the first `count` positions of a sequence attend to, together."""
     near = count if window is None else min(count, window)
     return near * (near + 1) // 2 + (count - near) * near
 
 
 def _met(named: dict[str, nn.Parameter], config: Any) -> Iterator[int]:
-    """How many elements of each parameter a token is multiplied with, in the mean."""
+    """Return how many elements of each parameter a token is multiplied with, in the mean."""
     stacked = [len(p) for name, p in named.items() if ".experts." in name and p.dim() == 3]
     single = {found[1] for name in named if (found := re.search(r"\.experts\.(\d+)\.", name))}
     experts = stacked[0] if stacked else len(single)
-    routed = _routed(config) if experts else 0
+    counts = [one for key in _ROUTED if isinstance(one := getattr(config, key, None), int)]
+    if experts and not counts:
+        raise UsageError(
+            f"model.path: the config of a {config.model_type} does not say how many experts a "
+            f"token meets (none of {', '.join(_ROUTED)})"
+        )
+    routed = counts[0] if experts else 0
     for name, parameter in named.items():
         count = parameter.numel()
         yield count * routed // experts if ".experts." in name else count  # adapters included
 
 
-def _routed(config: Any) -> int:
-    for key in _ROUTED:
-        if isinstance(count := getattr(config, key, None), int):
-            return count
-    raise UsageError(
-        f"model.path: the config of a {config.model_type} does not say how many experts a token "
-        f"meets (none of {', '.join(_ROUTED)})"
-    )
-
-
 def _head_width(config: Any) -> float:
-    """Dimensions of a head: the mean of a query's and a value's."""
+    """Return the dimensions of a head: the mean of a query's and a value's."""
     if getattr(config, "kv_lora_rank", None):
         return (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) / 2
     width = getattr(config, "head_dim", None)
@@ -132,7 +128,7 @@ def _head_width(config: Any) -> float:
 
 
 def ceiling(device: torch.device) -> float:
-    """Operations per second of a bf16 product of two large square matrices, the best of a few."""
+    """Measure operations per second of a bf16 product of large matrices, the best of a few."""
     a = torch.randn(MATRIX, MATRIX, device=device, dtype=torch.bfloat16)
     best = float("inf")
     for _ in range(TRIES):
@@ -152,7 +148,7 @@ WEIGHT_BYTES = 16  # of a weight in float32, its gradient and two moments
 def row_sizes(
     config: TrainerConfig, model: Any, device: torch.device, ranks: Ranks, max_tokens: int = 0
 ) -> RowSizes:
-    """The configured numbers; for `auto` what suits the model, the memory and the samples.
+    """Return the configured numbers; for `auto` what suits model, memory and samples.
 
     A pass has what fits, by `activation_bytes`, into half of the memory that weights leave, and
     rows are those of `rows_within`. All ranks get the same: that of the one with the least memory.
@@ -174,7 +170,7 @@ def row_sizes(
 
 
 def activation_bytes(config: TrainerConfig, model: Any, kind: str = "cpu") -> int:
-    """Of a token, kept for the backward pass: the tensors of all layers (`layer_numbers`).
+    """Return what a token keeps for the backward pass: tensors of all layers (`layer_numbers`).
 
     Of layers that are computed again: their input, and all of one. `selective` counts as none of
     them, which is more than it keeps. `model` is its Transformers config; `kind` the device's,
@@ -191,7 +187,7 @@ def activation_bytes(config: TrainerConfig, model: Any, kind: str = "cpu") -> in
 
 
 def fitting_tokens(config: TrainerConfig, model: Any, weights: int, memory: int, kind: str) -> int:
-    """Tokens whose activations fit beside the weights; 0 if the weights alone do not.
+    """Return how many tokens' activations fit beside the weights; 0 if these alone do not.
 
     Args:
         model: its Transformers config.

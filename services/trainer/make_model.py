@@ -6,7 +6,6 @@ directory, so everything that works on it works on a real model of that family a
 
 from __future__ import annotations
 
-import string
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,6 @@ PAD, USER, ASSISTANT, END, UNKNOWN = "<|pad|>", "<|user|>", "<|assistant|>", "<|
 SPECIAL_TOKENS = (PAD, USER, ASSISTANT, END, UNKNOWN)
 # Printable ASCII and the newline: 96 characters, one token each.
 CHARACTERS = "".join(chr(code) for code in range(32, 127)) + "\n"
-assert set(CHARACTERS) <= set(string.printable)
 
 # `{% generation %}` marks what the assistant said, its end token included.
 CHAT_TEMPLATE = (
@@ -60,7 +58,12 @@ def make_model(
 
     from umbra.services.trainer.policy import write_policy
 
-    _check_sizes(hidden, heads, kv_heads)
+    if hidden % heads or (hidden // heads) % 2:
+        raise UsageError(
+            f"--hidden {hidden} --heads {heads}: hidden must be an even multiple of heads"
+        )
+    if heads % kv_heads:
+        raise UsageError(f"--heads {heads} --kv-heads {kv_heads}: heads must be a multiple of it")
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} exists and is not empty: remove it or name another directory")
@@ -97,7 +100,7 @@ def make_model(
 
 
 def make_tokenizer(context: int = 1024) -> PreTrainedTokenizerFast:
-    """A tokenizer of one token per character; text comes back exactly as it went in."""
+    """Return a tokenizer of one token per character; text comes back as it went in."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -118,37 +121,21 @@ def make_tokenizer(context: int = 1024) -> PreTrainedTokenizerFast:
     return fast
 
 
-def _check_sizes(hidden: int, heads: int, kv_heads: int) -> None:
-    if hidden % heads or (hidden // heads) % 2:
-        raise UsageError(
-            f"--hidden {hidden} --heads {heads}: hidden must be an even multiple of heads"
-        )
-    if heads % kv_heads:
-        raise UsageError(f"--heads {heads} --kv-heads {kv_heads}: heads must be a multiple of it")
-
-
-@click.command("make-model")
+@click.command("make-model", context_settings={"show_default": True})
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option("--hidden", type=click.IntRange(2), default=64, show_default=True, help="Width.")
-@click.option("--layers", type=click.IntRange(1), default=2, show_default=True, help="Layers.")
-@click.option("--heads", type=click.IntRange(1), default=4, show_default=True, help="Query heads.")
-@click.option(
-    "--kv-heads", type=click.IntRange(1), default=2, show_default=True, help="Key/value heads."
-)
-@click.option(
-    "--ff", type=click.IntRange(1), default=192, show_default=True, help="Feed-forward width."
-)
-@click.option(
-    "--context", type=click.IntRange(8), default=1024, show_default=True, help="Longest sequence."
-)
+@click.option("--hidden", type=click.IntRange(2), default=64, help="Width.")
+@click.option("--layers", type=click.IntRange(1), default=2, help="Layers.")
+@click.option("--heads", type=click.IntRange(1), default=4, help="Query heads.")
+@click.option("--kv-heads", type=click.IntRange(1), default=2, help="Key/value heads.")
+@click.option("--ff", type=click.IntRange(1), default=192, help="Feed-forward width.")
+@click.option("--context", type=click.IntRange(8), default=1024, help="Longest sequence.")
 @click.option(
     "--init-std",
     type=click.FloatRange(0, min_open=True),
     default=0.05,
-    show_default=True,
     help="Standard deviation of the initial weights.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the weights.")
+@click.option("--seed", type=int, default=0, help="Seed of the weights.")
 def command(out: Path, **sizes: int) -> None:
     """Write a small model with random weights to the directory OUT.
 

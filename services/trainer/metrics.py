@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,18 +21,17 @@ Row = dict[str, float | None]
 
 
 def sample_metrics(batch: TrainBatch, version: int) -> Row:
-    """Rewards, lengths and staleness of a batch that weights of `version` are trained on.
+    """Return rewards, lengths and staleness of a batch that weights of `version` are trained on.
 
-    Staleness is that of `runtime.figures.staleness`, in versions. A response's length is that of
+    Staleness is that of `reporting.figures.staleness`, in versions. A response's length is that of
     all branches of its sample; what they share counts in each.
     """
-    lengths = torch.tensor([t.sample_tokens for t in batch.samples]).double()
-    oldest = torch.tensor([t.oldest_version for t in batch.samples])
-    newest = torch.tensor([t.newest_version for t in batch.samples])
-    spans = zip(oldest.tolist(), newest.tolist(), strict=True)
+    samples, count = batch.samples, len(batch.samples)
+    lengths = torch.tensor([t.sample_tokens for t in samples]).double()
+    spans = [(t.oldest_version, t.newest_version) for t in samples]
     ages = torch.tensor([staleness(*span, version) for span in spans]).double()  # [samples, 3]
     row: Row = {
-        "samples": float(len(batch.samples)),
+        "samples": float(count),
         "tokens": float(batch.tokens.ids.numel()),
         "reward/mean": float(batch.rewards.mean()),
         "reward/std": float(batch.rewards.std(correction=0)),
@@ -40,30 +39,28 @@ def sample_metrics(batch: TrainBatch, version: int) -> Row:
         "reward/max": float(batch.rewards.max()),
         "solved": float((batch.rewards >= 1).double().mean()),
         "response_length/mean": float(lengths.mean()),
-        "response_length/p50": float(lengths.quantile(0.5)),
-        "response_length/p90": float(lengths.quantile(0.9)),
-        "response_length/p99": float(lengths.quantile(0.99)),
-        "turns": sum(t.turns for t in batch.samples) / len(batch.samples),
-        "duplicates": 1 - len({(t.group_id, t.response_ids) for t in batch.samples}) / len(lengths),
-        "truncated": _fraction(t.finish_reason == "length" for t in batch.samples),
-        "multi_version": float((newest > oldest).double().mean()),
-        "branches/mean": len(batch.trajectories) / len(batch.samples),
+        "turns": sum(t.turns for t in samples) / count,
+        "duplicates": 1 - len({(t.group_id, t.response_ids) for t in samples}) / count,
+        "truncated": sum(t.finish_reason == "length" for t in samples) / count,
+        "multi_version": sum(newest > oldest for oldest, newest in spans) / count,
+        "branches/mean": len(batch.trajectories) / count,
         "branches/max": float(batch.sample.bincount().max()),
     }
+    for percent in (50, 90, 99):
+        row[f"response_length/p{percent}"] = float(lengths.quantile(percent / 100))
     for name, values in zip(("total", "in_flight", "in_queue"), ages.unbind(1), strict=True):
         row[f"staleness/{name}/mean"] = float(values.mean())
         row[f"staleness/{name}/max"] = float(values.max())
     parts: dict[str, list[float]] = {}
-    for trajectory in batch.samples:
+    for trajectory in samples:
         for name, value in trajectory.reward_parts.items():
             parts.setdefault(name, []).append(value)
     # Over the samples that have such a part: not all of them call a tool, for example.
-    row.update({f"reward_part/{name}": sum(v) / len(v) for name, v in parts.items()})
-    return row
+    return row | {f"reward_part/{name}": sum(v) / len(v) for name, v in parts.items()}
 
 
 def environment_metrics(trajectories: Sequence[Trajectory], names: Sequence[str]) -> Row:
-    """Samples, mean reward and mean response length of each environment of a run with several."""
+    """Return samples, mean reward and mean response length of each of several environments."""
     row: Row = {}
     for name in names:
         own = [t for t in trajectories if t.prompt_id.startswith(environment_prefix(name))]
@@ -82,7 +79,7 @@ MISMATCH = ("tokens", "d", "k3", "r", "r2", "on_policy", "on_policy/k3")
 def mismatch_sums(
     logprobs: Tensor, behaviour: Tensor, on_policy: Tensor, seen: Tensor | None = None
 ) -> Tensor:
-    """The sums named in `MISMATCH` over N learned tokens, float64, on the device of `logprobs`.
+    """Return the sums named in `MISMATCH` over N learned tokens, float64, where `logprobs` is.
 
     Args:
         logprobs: log pi [N], with the weights that the batch found.
@@ -102,7 +99,7 @@ def mismatch_sums(
 
 
 def mismatch_row(sums: Tensor) -> Row:
-    """How far the trainer's policy is from the one that sampled; None without tokens.
+    """Return how far the trainer's policy is from the one that sampled; None without tokens.
 
     With r = pi/mu: k1 = mean(-log r), k3 = mean(r - log r - 1), chi2 = mean(r^2) - 1, and the
     effective share of samples ess = (sum r)^2 / (N sum r^2). On tokens of the current version only
@@ -124,22 +121,14 @@ def mismatch_row(sums: Tensor) -> Row:
 
 
 def ess(weights: float, squares: float, count: float) -> float | None:
-    """The effective share of `count` tokens, (sum r)^2 / (N sum r^2) with r = pi / mu; in (0, 1].
-
-    Args:
-        weights: sum of r.
-        squares: sum of r^2.
-        count: N; without any it is None.
-    """
+    """Return (sum r)^2 / (N sum r^2), in (0, 1], with r = pi / mu; None without tokens."""
     return weights**2 / (count * squares) if count else None
 
 
 def speed_metrics(tokens: float, operations: float, seconds: float, ceiling: float) -> Row:
-    """Tokens per second of the step's training, prompts included; 10^12 operations per second, and
-    their share of the `ceiling` (MFU).
+    """Return rates of a step's training, prompts included.
 
-    Args:
-        ceiling: operations per second that the devices can do; 0 = unknown, and MFU with it.
+    MFU is the share of `ceiling`, the operations per second that the devices can do (0 = unknown).
     """
     return {
         "train_tokens_per_s": tokens / seconds,
@@ -149,7 +138,7 @@ def speed_metrics(tokens: float, operations: float, seconds: float, ceiling: flo
 
 
 def expert_metrics(load: Tensor, rerouted: Tensor | None = None) -> Row:
-    """How evenly the layers' experts are used; None where no token was routed.
+    """Return how evenly the layers' experts are used; None where no token was routed.
 
     The load of a layer is that of its busiest expert over the mean (1 = even), its entropy that of
     the experts' shares over the largest there can be (1 = even). An expert is dead without a token.
@@ -176,27 +165,21 @@ def expert_metrics(load: Tensor, rerouted: Tensor | None = None) -> Row:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """The most that this process ever held at once: on its GPU, or in memory without one."""
+    """Return the most that this process ever held at once: on its GPU, or in memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def finite(row: Row) -> Row:
-    """`row` with None for what is not a number: JSON has no NaN."""
+    """Return `row` with None for what is not a number: JSON has no NaN."""
     return {k: v if v is None or math.isfinite(v) else None for k, v in row.items()}
-
-
-def _fraction(flags: Iterator[bool]) -> float:
-    values = list(flags)
-    return sum(values) / len(values)
 
 
 # Sums over the tokens that were seen, all epochs; /+ and /- those with such an advantage.
 SUMS: tuple[str, ...] = (
     "tokens", "entropy", "kl", "age", "outliers", "loss", "last", "last/r", "last/r2",
-    "tokens/+", "clipped", "clipped/+", "clipped/-",
-    "tokens/-", "masked", "masked/+", "masked/-",
+    "tokens/+", "tokens/-", "clipped", "clipped/+", "clipped/-", "masked", "masked/+", "masked/-",
 )  # fmt: skip
 MAXIMA: tuple[str, ...] = ("ratio", "age")
 
@@ -232,9 +215,9 @@ class LossMetrics:
         self._updates = updates
         self._age = (version - batch.oldest) * per_version  # [M]
         self._on_policy = batch.leading(version)
-        self._sums = torch.zeros(len(SUMS), dtype=torch.float64)
+        # One vector, so that a pass adds to it and the ranks exchange it at once.
+        self._sums = torch.zeros(len(SUMS) + len(MISMATCH), dtype=torch.float64)
         self._maxima = torch.full((len(MAXIMA),), -torch.inf, dtype=torch.float64)
-        self._mismatch = torch.zeros(len(MISMATCH), dtype=torch.float64)
         self._knows_kl = False
 
     def add(
@@ -249,17 +232,12 @@ class LossMetrics:
         """Add a micro-batch's results; `source` names its tokens, `outliers` [N] are left out."""
         now = tokens.logprobs.detach()
         here = now.device
-        if self._sums.device != here:
-            self._sums, self._maxima = self._sums.to(here), self._maxima.to(here)
-            self._mismatch = self._mismatch.to(here)
+        self._sums, self._maxima = self._sums.to(here), self._maxima.to(here)
+        self._sums[SUMS.index("loss")] += loss.detach().double()
         if not len(source):
-            self._sums[SUMS.index("loss")] += loss.detach().double()
             return
         seen = ~outliers
         age = self._age[source].to(here) + update
-        positive, negative = tokens.advantages > 0, tokens.advantages < 0
-        masked = ~result.kept | outliers
-        clipped = result.clipped & seen
         last = seen & (update == self._updates - 1)
         weight = torch.where(last, ratio(now.double(), tokens.behaviour.double()), 0.0)
         columns = {
@@ -271,30 +249,27 @@ class LossMetrics:
             "last": last,
             "last/r": weight,
             "last/r2": weight.square(),
-            "tokens/+": positive,
-            "tokens/-": negative,
-            "clipped": clipped,
-            "clipped/+": clipped & positive,
-            "clipped/-": clipped & negative,
-            "masked": masked,
-            "masked/+": masked & positive,
-            "masked/-": masked & negative,
+            "clipped": result.clipped & seen,
+            "masked": ~result.kept | outliers,
+            "loss": torch.zeros_like(now),
         }
-        sums = {name: column.double().sum() for name, column in columns.items()}
-        sums["loss"] = loss.detach().double()
-        self._sums += torch.stack([sums[name] for name in SUMS])
+        for name in ("tokens", "clipped", "masked"):
+            columns[f"{name}/+"] = columns[name] * (tokens.advantages > 0)
+            columns[f"{name}/-"] = columns[name] * (tokens.advantages < 0)
+        sums = torch.stack([columns[name].double().sum() for name in SUMS])
+        self._knows_kl = result.kl is not None
+        found = torch.zeros(len(MISMATCH), dtype=torch.float64, device=here)
+        if update < (1 if self._found is None else self._per_epoch):
+            logprobs = now if self._found is None else self._found[source].to(now)
+            on_policy = self._on_policy[source].to(here)
+            found = mismatch_sums(logprobs, tokens.behaviour, on_policy, seen)
+        self._sums += torch.cat([sums, found])
         ratios = torch.where(seen, result.ratio.double(), -torch.inf)
         highest = torch.stack([ratios.max(), age.double().max()])
         self._maxima = torch.maximum(self._maxima, highest)
-        self._knows_kl = result.kl is not None
-        if update < (1 if self._found is None else self._per_epoch):
-            logprobs = now if self._found is None else self._found[source].to(now)
-            self._mismatch += mismatch_sums(
-                logprobs, tokens.behaviour, self._on_policy[source].to(here), seen
-            )
 
     def summary(self, ranks: Ranks) -> Row:
-        """Means over the trained tokens of all epochs; None where there were none.
+        """Return means over the trained tokens of all epochs; None where there were none.
 
         A token is clipped where its gain has no gradient (or its weight is clipped: CISPO), masked
         where it has no gain. /positive and /negative are shares of the tokens with such an
@@ -306,9 +281,9 @@ class LossMetrics:
         if not self._updates:
             row: Row = dict.fromkeys(("loss", "entropy", "clip_fraction", "mask_fraction"))
             row |= {"ess_last": None, "outliers": 0.0}
-            return row | mismatch_row(self._mismatch)
+            return row | mismatch_row(self._sums[len(SUMS) :])
         # Each rank's sums and maxima: some dozen numbers, however many tokens there are.
-        rows = ranks.gather(torch.cat([self._sums, self._mismatch, self._maxima]).cpu())
+        rows = ranks.gather(torch.cat([self._sums, self._maxima]).cpu())
         total = rows[:, : -len(MAXIMA)].sum(0)
         sums = dict(zip(SUMS, total[: len(SUMS)].tolist(), strict=True))
         highest = dict(zip(MAXIMA, rows[:, -len(MAXIMA) :].amax(0).tolist(), strict=True))

@@ -49,7 +49,7 @@ class Phases:
             self._spans.append((path, begin, self._now()))
 
     def take(self) -> dict[str, float]:
-        """The seconds by phase since the last call, and start anew.
+        """Return the seconds by phase since the last call, and start again.
 
         `step` has all of them, and is the sum of its phases and `other`. A phase with parts is the
         sum of these and its own `other`: `train_step/other`.

@@ -19,8 +19,6 @@ FURTHER = 7  # branches whose texts are written, besides the first
 CONTEXT = 16  # tokens that are read again before a piece: a character may have several tokens
 LOST = "\ufffd"  # what stands for half a character
 
-Tell = Callable[[dict[str, Any]], None]
-
 
 class RolloutLog:
     """Writes `log.samples` rollouts of each step, spread over its rewards from worst to best.
@@ -38,7 +36,7 @@ class RolloutLog:
         folder: Path,
         tokenizer: Any,
         count: int,
-        tell: Tell,
+        tell: Callable[[dict[str, Any]], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._file = MetricsFile(folder / FILE if count else None, "trainer")
@@ -49,13 +47,12 @@ class RolloutLog:
         self._due = clock()
 
     def step(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """Training on `trajectories` made version `step`; their staleness counts from the one
-        before it.
+        """Write some of `trajectories`; training on them made version `step`.
+
+        Their staleness counts from the one before it.
         """
-        rows = [
-            rollout_row(self._tokenizer, one, step)
-            for one in spread(sorted(trajectories, key=_reward), self._count)
-        ]
+        chosen = spread(sorted(trajectories, key=lambda one: one.reward), self._count)
+        rows = [rollout_row(self._tokenizer, one, step) for one in chosen]
         for row in rows:
             self._file.write("rollout", **row)
         if rows and self._clock() >= self._due:
@@ -67,7 +64,7 @@ class RolloutLog:
 
 
 def spread(ordered: Sequence[Trajectory], count: int) -> list[Trajectory]:
-    """`count` of them at equal distances, the first and the last among them from two on."""
+    """Return `count` at equal distances, the first and the last among them from two on."""
     if count >= len(ordered):
         return list(ordered)
     if count < 2:
@@ -76,7 +73,7 @@ def spread(ordered: Sequence[Trajectory], count: int) -> list[Trajectory]:
 
 
 def rollout_row(tokenizer: Any, trajectory: Trajectory, step: int) -> dict[str, Any]:
-    """One line of the file.
+    """Return one line of the file.
 
     `pieces` cut the response into what the model said by weights of one age, and what its
     environment said (staleness None): characters, tokens, staleness in steps. Prompt, response and
@@ -84,8 +81,8 @@ def rollout_row(tokenizer: Any, trajectory: Trajectory, step: int) -> dict[str, 
     """
     ids = unpack_int32(trajectory.response_ids)
     ranges = _ranges(trajectory, step)
-    texts = _texts(tokenizer, ids, [0, *(end for end, _ in ranges)])
-    starts = (0, *(end for end, _ in ranges))
+    starts = [0, *(end for end, _ in ranges)]
+    texts = _texts(tokenizer, ids, starts)
     return {
         "step": step,
         "sample": trajectory.sample_id,
@@ -116,13 +113,17 @@ def rollout_row(tokenizer: Any, trajectory: Trajectory, step: int) -> dict[str, 
 
 
 def told(row: dict[str, Any]) -> dict[str, Any]:
-    """`row` cut down to the size of an event."""
-    short = {name: _short(row[name]) for name in ("prompt", "response")}
-    return {**row, **short, "pieces": row["pieces"][:TOLD_PIECES], "further": []}
+    """Return `row` cut down to the size of an event."""
+
+    def short(text: str) -> str:
+        return text if len(text) <= TOLD_CHARS else f"{text[:TOLD_CHARS]}…"
+
+    texts = {name: short(row[name]) for name in ("prompt", "response")}
+    return {**row, **texts, "pieces": row["pieces"][:TOLD_PIECES], "further": []}
 
 
 def _ranges(trajectory: Trajectory, step: int) -> list[tuple[int, int | None]]:
-    """Ends of the pieces, in tokens, with their staleness."""
+    """Return the ends of the pieces, in tokens, with their staleness."""
     mask, found = trajectory.loss_mask, list[tuple[int, int | None]]()
     for span in trajectory.spans:
         for at in range(span.start, span.end):
@@ -135,7 +136,7 @@ def _ranges(trajectory: Trajectory, step: int) -> list[tuple[int, int | None]]:
 
 
 def _texts(tokenizer: Any, ids: Sequence[int], edges: Sequence[int]) -> list[str]:
-    """The text of each piece; a character that two of them share is in the later one."""
+    """Return the text of each piece; a character that two of them share is in the later one."""
     texts: list[str] = []
     for start, end in pairwise(edges):
         begin = max(0, start - CONTEXT)
@@ -147,11 +148,3 @@ def _texts(tokenizer: Any, ids: Sequence[int], edges: Sequence[int]) -> list[str
 
 def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
     return tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= TOLD_CHARS else f"{text[:TOLD_CHARS]}…"
-
-
-def _reward(trajectory: Trajectory) -> float:
-    return trajectory.reward

@@ -22,13 +22,10 @@ log = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """Takes the numbers of a step, in the order of the steps. OSError: they cannot be written."""
+    """Takes the numbers of a step, or the scores of a version. OSError: they cannot be written."""
 
-    def log(self, values: dict[str, float], step: int) -> None: ...
-
-    def log_eval(self, values: dict[str, float], version: int) -> None:
-        """Takes the scores of `version`, which may be earlier than the last step."""
-        ...
+    def log(self, values: dict[str, float], step: int, /) -> None: ...
+    def log_eval(self, values: dict[str, float], version: int, /) -> None: ...
 
 
 class Sinks:
@@ -50,16 +47,14 @@ class Sinks:
     def write_evals(self, reports: Sequence[EvalReport]) -> None:
         """Hand on those of the evaluations that are new."""
         for report in reports:
-            if report in self._evals or report.version < self._begun:
-                continue
-            self._evals.append(report)
-            values = {"accuracy": report.accuracy, **report.scores}
-            self._write_eval(
-                report.version, {f"eval/{name}": value for name, value in values.items()}
-            )
+            if report not in self._evals and report.version >= self._begun:
+                self._evals.append(report)
+                self._write_eval(report)
 
-    def _write_eval(self, version: int, values: dict[str, float]) -> None:
-        self._each(lambda sink: sink.log_eval(values, version))
+    def _write_eval(self, report: EvalReport) -> None:
+        scores = {"accuracy": report.accuracy, **report.scores}
+        values = {f"eval/{name}": value for name, value in scores.items()}
+        self._each(lambda sink: sink.log_eval(values, report.version))
 
     def _each(self, write: Callable[[Sink], None]) -> None:
         for sink in list(self._sinks):
@@ -80,9 +75,7 @@ class TensorBoard(TensorBoardTracker):
         named = {name.replace("@", "_at_"): value for name, value in values.items()}
         super().log(named, step, **kwargs)
 
-    def log_eval(self, values: dict[str, float], version: int) -> None:
-        """The same: a curve may go back."""
-        self.log(values, version)
+    log_eval = log  # a curve may go back
 
 
 class WeightsAndBiases(WandBTracker):
@@ -95,41 +88,34 @@ class WeightsAndBiases(WandBTracker):
 
 @contextmanager
 def open_sinks(config: RunConfig, run_dir: Path, step: int) -> Iterator[Sinks]:
-    """The sinks that the configuration asks for, for steps after `step`.
+    """Open the sinks that the configuration asks for, for steps after `step`.
 
     Raises:
         UsageError: a package is missing, or does not let us in; says which.
     """
     with ExitStack() as stack:
         sinks: list[TensorBoard | WeightsAndBiases] = []
-        if "tensorboard" in config.metrics.also:
-            sinks.append(_open_tensorboard(run_dir, step))
-            stack.callback(sinks[-1].finish)
-        if "wandb" in config.metrics.also:
-            sinks.append(_open_wandb(config, run_dir))
-            stack.callback(sinks[-1].finish)
+        sink: TensorBoard | WeightsAndBiases
+        for name in dict.fromkeys(config.metrics.also):
+            try:
+                if name == "tensorboard":
+                    # What is there of steps after `step` was lost with a trainer, and is hidden.
+                    sink = TensorBoard(name, run_dir, purge_step=step + 1 if step else None)
+                    sink.start()
+                else:
+                    sink = _open_wandb(config, run_dir)
+            except ImportError:
+                raise UsageError(
+                    f"metrics.also = {name} needs {name}: pip install 'umbra-rl[{name}]'"
+                ) from None
+            sinks.append(sink)
+            stack.callback(sink.finish)
         yield Sinks(sinks, step)
 
 
-def _open_tensorboard(run_dir: Path, step: int) -> TensorBoard:
-    # What is there of steps after `step` was lost with a trainer, and is hidden.
-    sink = TensorBoard("tensorboard", run_dir, purge_step=step + 1 if step else None)
-    try:
-        sink.start()
-    except ImportError:
-        raise UsageError(
-            "metrics.also = tensorboard needs tensorboard: pip install 'umbra-rl[tensorboard]'"
-        ) from None
-    return sink
-
-
 def _open_wandb(config: RunConfig, run_dir: Path) -> WeightsAndBiases:
-    try:
-        import wandb
-    except ImportError:
-        raise UsageError(
-            "metrics.also = wandb needs wandb: pip install 'umbra-rl[wandb]'"
-        ) from None
+    import wandb
+
     mode = os.environ.get("WANDB_MODE", "online")
     sink = WeightsAndBiases(
         os.environ.get("WANDB_PROJECT", "umbra"),

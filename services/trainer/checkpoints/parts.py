@@ -8,7 +8,7 @@ saves its share of the rows and no more.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -167,25 +167,31 @@ class Randomness:
 
     def facts(self) -> dict[str, Any]:
         version, numbers, gauss = random.getstate()
-        states = {"torch": torch.get_rng_state()}
-        if self._device.type == "cuda":
-            states["cuda"] = torch.cuda.get_rng_state(self._device)
-        return {
-            **{name: bytes(state.numpy()).hex() for name, state in states.items()},
+        facts: dict[str, Any] = {
+            "torch": _as_hex(torch.get_rng_state()),
             "python": [version, list(numbers), gauss],
         }
+        if self._device.type == "cuda":
+            facts["cuda"] = _as_hex(torch.cuda.get_rng_state(self._device))
+        return facts
 
     def load(self, saved: SavedPart) -> None:
-        """Take over the states."""
-        setters: dict[str, Callable[[Tensor], object]] = {"torch": torch.set_rng_state}
-        if self._device.type == "cuda":
-            setters["cuda"] = lambda state: torch.cuda.set_rng_state(state, self._device)
-        for name, take in setters.items():
-            if name in saved.facts:
-                take(torch.frombuffer(bytearray.fromhex(saved.facts[name]), dtype=torch.uint8))
-        if "python" in saved.facts:
-            version, numbers, gauss = saved.facts["python"]
+        facts = saved.facts
+        if "torch" in facts:
+            torch.set_rng_state(_of_hex(facts["torch"]))
+        if "cuda" in facts and self._device.type == "cuda":
+            torch.cuda.set_rng_state(_of_hex(facts["cuda"]), self._device)
+        if "python" in facts:
+            version, numbers, gauss = facts["python"]
             random.setstate((version, tuple(numbers), gauss))
+
+
+def _as_hex(state: Tensor) -> str:
+    return bytes(state.numpy()).hex()
+
+
+def _of_hex(text: str) -> Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:

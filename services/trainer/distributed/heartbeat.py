@@ -34,6 +34,7 @@ class RankStore(Protocol):
     def set(self, key: str, value: str, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
     def check(self, keys: list[str], /) -> bool: ...
+    def clone(self) -> RankStore: ...
 
 
 def end_process(code: int, reason: str) -> None:
@@ -61,8 +62,7 @@ class RankHeartbeat:
         describe: Callable[[int], str] = lambda rank: f"trainer rank {rank}",
         end: Callable[[int, str], None] = end_process,
     ) -> None:
-        clone: Callable[[], RankStore] = store.clone  # pyright: ignore[reportAttributeAccessIssue]
-        self._store = clone()  # a connection is one thread's
+        self._store = store.clone()  # a connection is one thread's
         self._rank = rank
         self._timeout_s = timeout_s
         self._describe = describe
@@ -74,7 +74,9 @@ class RankHeartbeat:
         # If the rank that keeps the store is stopped, a question to the store never returns: one
         # thread asks, another one looks at the clock.
         self._threads = [
-            threading.Thread(target=self._ask, args=(clone(),), name="umbra-beat", daemon=True),
+            threading.Thread(
+                target=self._ask, args=(store.clone(),), name="umbra-beat", daemon=True
+            ),
             threading.Thread(target=self._watch, name="umbra-watch", daemon=True),
         ]
         for thread in self._threads:

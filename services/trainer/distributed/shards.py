@@ -33,7 +33,7 @@ def own_buckets(manifest: Manifest, place: RankPlace) -> list[int]:
 def row_owners(
     model: nn.Module, ranks: Ranks, *, adapter: bool = False
 ) -> dict[str, list[tuple[int, int]]]:
-    """Return the host that writes each range of rows, for `build_manifest`; none on one host.
+    """Return the host that writes each range of rows, for `build_manifest`; nothing on one host.
 
     By name `(end, node)`, with ends that ascend up to the number of rows. All ranks call it.
     """
