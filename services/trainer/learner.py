@@ -194,7 +194,7 @@ class Learner:
             self._master_weights.collect()
 
     def update(self, step: int, fault: str = "") -> Row:
-        """Clip the gradients, update the weights with the learning rate of `step`, start anew.
+        """Clip the gradients, update the weights with the learning rate of `step`, drop them.
 
         An update with a `fault` (a key of `guard.REASONS`), or whose gradient is not finite, is
         left out and counted in `skipped`: weights and optimizer state stay as they are.
@@ -227,7 +227,7 @@ class Learner:
         }
 
     def balance(self, micros: list[MicroBatch]) -> float:
-        """What a token weighs in the balance loss of an update over `micros`, for `score`.
+        """Return what a token weighs in the balance loss of an update over `micros`, for `score`.
 
         All ranks have to call it, each with its own share.
         """
@@ -239,10 +239,7 @@ class Learner:
         return coefficient * self.ranks.world / max(1.0, float(self.ranks.sum(count)))
 
     def expert_load(self) -> Row:
-        """How the tokens of the updates since the last call were spread over experts, on all ranks.
-
-        All ranks have to call it.
-        """
+        """Return how tokens were spread over experts since the last call; all ranks call it."""
         routers = self._scorer.routers
         if routers is None:
             return {}
@@ -250,7 +247,7 @@ class Learner:
         return expert_metrics(load[:, :-1], load[:, -1] if self.replayed else None)
 
     def parts(self, base: str = "") -> dict[str, CheckpointPart]:
-        """What a checkpoint has to hold of it; the learning rate follows from the step.
+        """Return what a checkpoint has to hold; the learning rate follows from the step.
 
         Args:
             base: checksum of the weights that an adapter is trained for.
@@ -264,10 +261,7 @@ class Learner:
         }
 
     def weights(self) -> dict[str, Tensor]:
-        """The whole weights for an export, float32 on the CPU, adapter merged; rank 0 gets them.
-
-        All ranks have to call it.
-        """
+        """Return the whole weights, float32 on the CPU, adapter merged, on rank 0; all call it."""
         return whole_weights(self.model, self.ranks, self._master_weights.of)
 
 

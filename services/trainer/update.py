@@ -22,16 +22,15 @@ from umbra.services.trainer.objectives.aggregation import count, token_weights
 from umbra.services.trainer.objectives.objective import Constants, Objective, TokenInputs
 from umbra.services.trainer.objectives.terms import LOG_RATIO_BOUND, Sequences, interpolated
 
+# Learns from a batch at a version, for as long as it is told to keep going; what it measured.
+Update = Callable[[TrainBatch, int, Callable[[], bool]], Row | None]
+
 
 def guarded_update(
     config: RunConfig, learner: Learner, critic: LearnedCritic | None
 ) -> PolicyUpdate:
     """Return an update before which generators and trainer are compared."""
     return PolicyUpdate(config, learner, critic, MismatchCheck(config, learner))
-
-
-# Learns from a batch at a version, for as long as it is told to keep going; what it measured.
-Update = Callable[[TrainBatch, int, Callable[[], bool]], Row | None]
 
 
 class PolicyUpdate:
@@ -57,7 +56,7 @@ class PolicyUpdate:
         self._has_reference = "ref_logp" in config.buffer.stages
         self._learner = learner
         self._critic = critic
-        self._mismatch_check = mismatch_check
+        self._check = mismatch_check
         self._warmup = config.critic.warmup_steps
         self._ranks = learner.ranks
         self._objective = Objective(self._pieces)
@@ -103,20 +102,14 @@ class PolicyUpdate:
         ]
         pack = self._learner.pack
         first = [pack(batch.tokens, part) for part in parts[:cuts]]  # every sample once
-        mismatch_check, agreed = self._mismatch_check, Row()
-        if mismatch_check is not None:
-            mismatch_check.begin(batch, version, parts[0] if parts else useful)
+        check, agreed = self._check, Row()
+        if check is not None:
+            check.begin(batch, version, parts[0] if parts else useful)
         found = self._found(batch, first, len(parts))
         fixed = self._fixed(batch, useful, found)
         versions = token_versions(batch) if pieces.proximal == "interpolate" else None
-        seen = LossMetrics(
-            batch,
-            found,
-            cuts,
-            len(parts),
-            version=version,
-            per_version=self._config.updates_per_batch,
-        )
+        per_version = self._config.updates_per_batch
+        seen = LossMetrics(batch, found, cuts, len(parts), version=version, per_version=per_version)
         rows: list[Row] = []
         work = 0.0
         for number, part in enumerate(parts):
@@ -137,8 +130,8 @@ class PolicyUpdate:
                     entropy_gradient=pieces.entropy_coef > 0,
                     balance=balance,
                 )
-                if mismatch_check is not None and number == 0:
-                    mismatch_check.see(here, logprobs)
+                if check is not None and number == 0:
+                    check.see(here, logprobs)
                 behaviour = batch.behaviour[here].to(logprobs)
                 sequences = Sequences(batch.tokens.owner[here].to(logprobs.device), len(own))
                 out = guard.outliers(logprobs, behaviour, sequences)
@@ -153,8 +146,12 @@ class PolicyUpdate:
                 )
                 if fixed is not None:
                     constants = fixed.at(here, logprobs.device)
-                else:
-                    constants = self._constants_now(tokens, versions, here, version)
+                else:  # p is its own pass, or interpolated from it
+                    proximal = tokens.logprobs.detach()
+                    if versions is not None:
+                        made = versions[here].to(proximal.device)
+                        proximal = interpolated(proximal, behaviour, made, version)
+                    constants = self._objective.constants(proximal, behaviour, sequences)
                 result = self._objective(tokens, constants)
                 losses = torch.where(out, 0.0, result.losses)
                 loss = (losses * weights[here].to(logprobs)).sum()
@@ -162,11 +159,11 @@ class PolicyUpdate:
                 self._learner.backward(loss)
                 work += self._learner.operations.update(micro)
                 seen.add(number, here, tokens, result, loss, out)
-            if mismatch_check is not None and number == 0:
-                agreed = mismatch_check.verdict()
+            if check is not None and number == 0:
+                agreed = check.verdict()
             rows.append(self._learner.update(version, guard.verdict()))
-        if mismatch_check is not None and not parts:
-            agreed = mismatch_check.verdict()
+        if check is not None and not parts:
+            agreed = check.verdict()
         row: Row = {
             "trained_samples": float(len(samples)),
             "updates": float(len(parts)),
@@ -214,16 +211,6 @@ class PolicyUpdate:
         weight, keep = torch.zeros_like(proximal), torch.zeros_like(trained)
         weight[trained], keep[trained] = part.weight, part.keep
         return Constants(proximal, weight, keep)
-
-    def _constants_now(
-        self, tokens: TokenInputs, versions: Tensor | None, here: Tensor, version: int
-    ) -> Constants:
-        """Return the same of a micro-batch, p being its own pass or interpolated from it."""
-        proximal = tokens.logprobs.detach()
-        if versions is not None:
-            made = versions[here].to(proximal.device)
-            proximal = interpolated(proximal, tokens.behaviour, made, version)
-        return self._objective.constants(proximal, tokens.behaviour, tokens.sequences)
 
 
 def _means(rows: list[Row]) -> Row:
