@@ -12,11 +12,10 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
@@ -38,7 +37,6 @@ log = logging.getLogger(__name__)
 
 SHOWN = 4  # faults in an error
 PIECE_BYTES = 32 << 20  # of a file, in one message
-WINDOW_PIECES = 8  # after which the ranks wait for each other
 
 
 def resume(folder: CheckpointFolder, parts: Mapping[str, CheckpointPart], ranks: Ranks) -> int:
@@ -143,10 +141,11 @@ class Saved:
                 error = f"{self.directory}: {missing} rows of {name} are missing"
         self._fetch({number for number, *_ in wanted})
         for number, rows, to, skipped in sorted(wanted, key=lambda one: (one[0], one[1].at)):
+            path = self._paths.get(number, self.directory / file_name(number))
             try:
-                to.copy_(self._read(self._paths[number], rows)[skipped : skipped + len(to)])
+                to.copy_(self._read(path, rows)[skipped : skipped + len(to)])
             except (OSError, DamagedError) as fault:
-                error = error or f"{self._paths[number]}: {fault}"
+                error = error or f"{path}: {fault}"
         if found := next((one for one in self._ranks.collect(error.encode()) if one), b""):
             raise DamagedError(found.decode())
 
@@ -163,67 +162,55 @@ class Saved:
         return stored
 
     def _fetch(self, wanted: set[int]) -> None:
-        """Get the files that this host lacks from hosts that have them.
+        """Get the files that hosts lack from one that has them; all ranks are told all of them.
 
         Raises:
             DamagedError: no host has them; on all ranks alike.
         """
         ranks, place = self._ranks, self._ranks.place
-        mine = [sorted(wanted - set(self._paths)), sorted(self._paths)]
-        told: list[list[list[int]]] = [
-            msgspec.json.decode(one) for one in ranks.collect(msgspec.json.encode(mine))
-        ]
-        lost: list[str] = []
-        copies: list[tuple[int, int, int]] = []
-        for number in range(len(self.index.files)):
-            readers = {
-                place.ranks_on(place.node(rank))[0]
-                for rank, (missing, _) in enumerate(told)
-                if number in missing
-            }
-            sources = [rank for rank, (_, there) in enumerate(told) if number in there]
-            if readers and not sources:
-                lost.append(f"there is no {self.index.describe(number)} in {self.directory}")
-            copies += [(number, sources[0], reader) for reader in sorted(readers) if sources]
-        if lost:
+        mine = msgspec.json.encode((wanted - set(self._paths), set(self._paths)))
+        kind = tuple[set[int], set[int]]  # that are missing on a rank's host, and are there
+        told = [msgspec.json.decode(one, type=kind) for one in ranks.collect(mine)]
+        missing = sorted({number for lacks, _ in told for number in lacks})
+        sources = {n: [r for r, (_, there) in enumerate(told) if n in there] for n in missing}
+        if lost := [number for number in missing if not sources[number]]:
+            names = [f"there is no {self.index.describe(n)} in {self.directory}" for n in lost]
             more = f", and {len(lost) - SHOWN} more files" if len(lost) > SHOWN else ""
-            raise DamagedError("; ".join(lost[:SHOWN]) + more)
+            raise DamagedError("; ".join(names[:SHOWN]) + more)
+        lacks_here = {n for rank in place.ranks_on(ranks.node) for n in told[rank][0]}
         try:
-            for number, source, reader in copies:
-                self._send(number, self.index.files[number].size, source, reader)
+            for number in missing:
+                self._copy(number, sources[number][0], ranks.leads_host and number in lacks_here)
         except OSError as error:
             raise UmbraError(
                 f"files of {self.directory} cannot be copied from another host: {error}"
             ) from error
-        if copies:
+        if missing:
+            ranks.sum_control(torch.zeros(1))  # all files have their names
             self._paths = self._folder.find_files(self.index)
 
-    def _send(self, number: int, size: int, source: int, reader: int) -> None:
-        """Copy a file from the host of rank `source` to that of `reader`; all ranks wait."""
+    def _copy(self, number: int, source: int, keep: bool) -> None:
+        """Tell all ranks the content of a file that rank `source` has; those that `keep` it write.
+
+        That is rare (a host is new, or there are more or fewer), so no rank is addressed alone.
+        """
         ranks, name = self._ranks, file_name(number)
         part = self.directory / f".{name}"
         with ExitStack() as stack:
-            file: Any = None
-            if ranks.rank == source:
-                file = stack.enter_context(self._paths[number].open("rb"))
-            elif ranks.rank == reader:
+            there = ranks.rank == source
+            original = stack.enter_context(self._paths[number].open("rb")) if there else None
+            copy: IO[bytes] | None = None
+            if keep:
                 self._folder.adopt(self.index)
-                file = stack.enter_context(part.open("wb"))
-            for turn, at in enumerate(range(0, size, PIECE_BYTES)):
-                content = bytearray(min(PIECE_BYTES, size - at)) if file else bytearray()
-                if ranks.rank == source:
-                    file.readinto(content)
-                    dist.send(torch.frombuffer(content, dtype=torch.uint8), reader)
-                elif ranks.rank == reader:
-                    dist.recv(torch.frombuffer(content, dtype=torch.uint8), source)
-                    file.write(content)
-                if turn % WINDOW_PIECES == 0:  # nobody waits for longer than a window takes
-                    ranks.sum_ranks(torch.zeros(1))
-            if ranks.rank == reader:
-                file.flush()
-                os.fsync(file.fileno())
+                copy = stack.enter_context(part.open("wb"))
+            for _ in range(0, self.index.files[number].size, PIECE_BYTES):
+                content = ranks.spread(original.read(PIECE_BYTES) if original else b"", source)
+                if copy is not None:
+                    copy.write(content)
+            if copy is not None:
+                copy.flush()
+                os.fsync(copy.fileno())
                 part.rename(self.directory / name)
-        ranks.sum_ranks(torch.zeros(1))
 
 
 class SavedPart:
