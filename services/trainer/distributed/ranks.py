@@ -12,9 +12,8 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -41,35 +40,19 @@ CONTROL_S = 4 * 3600.0  # that rank 0 may take, living, until its next message
 _SIGNS = ("gloo", "nccl", "connection", "timed out", "timeout", "socket", "broken pipe")
 
 
-@dataclass(frozen=True, slots=True)
-class Groups:
-    """Process groups that a rank is in.
-
-    Attributes:
-        every: None is torch's default one, of all ranks.
-        control: that in which rank 0's decisions are told; None is the default one.
-        sequence: the ranks with which this one shares the tokens of each row, if there are any.
-        experts: those with which it divides the experts of each layer, if there are any.
-        replicas: of the policy, each a row of neighbouring ranks.
-        grid: of several replicas, the ranks with the same rows of parameters as this one, and
-            those of its replica.
-    """
-
-    every: dist.ProcessGroup | None = None
-    control: dist.ProcessGroup | None = None
-    sequence: SequenceGroup | None = None
-    experts: ExpertGroup | None = None
-    replicas: int = 1
-    grid: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
-
-
 class Ranks:
     """This process among `world` ranks; `Ranks()` is a trainer of one process.
 
+    All ranks make theirs together: each joins the process groups that it is in.
+
     Args:
         timeout_s: seconds that another rank may be silent in a collective.
-        groups: in which they talk.
         place: with the hosts that they are on; None: all are on one.
+        sequence: so many neighbours share the tokens of each row.
+        experts: so many neighbours divide the experts of each layer.
+        replicas: of the policy, each a row of neighbours.
+        every: group of all ranks; None is torch's default one.
+        control: that in which rank 0's decisions are told; None is the default one.
     """
 
     def __init__(
@@ -77,39 +60,72 @@ class Ranks:
         rank: int = 0,
         world: int = 1,
         timeout_s: float = 0.0,
-        groups: Groups | None = None,
         place: RankPlace | None = None,
+        *,
+        sequence: int = 1,
+        experts: int = 1,
+        replicas: int = 1,
+        every: dist.ProcessGroup | None = None,
+        control: dist.ProcessGroup | None = None,
     ) -> None:
         self.rank = rank
         self.world = world
         self.local_rank = int(os.environ.get("LOCAL_RANK", rank)) if world > 1 else 0
-        self.place = place or RankPlace(rank, world, world)
-        self.groups = groups or Groups()
-        self.sequence = sequence = self.groups.sequence
-        self.experts = self.groups.experts
-        # The first so many hold every row of the policy, one replica of it.
-        self.holders = world // self.groups.replicas
-        # Parts that a batch is cut into, and which of them is ours: ranks that share rows have one.
-        self.shares = world // sequence.size if sequence else world
-        self.share = rank // sequence.size if sequence else rank
         self.timeout_s = timeout_s
+        self.place = place or RankPlace(rank, world, world)
+        self.every = every
+        self.replicas = replicas
+        # The first so many hold every row of the policy, one replica of it.
+        self.holders = world // replicas
+        # Parts that a batch is cut into, and which of them is ours: ranks that share rows have one.
+        self.shares, self.share = world // sequence, rank // sequence
+        self.sequence: SequenceGroup | None = None
+        self.experts: ExpertGroup | None = None
+        # Of several replicas: ranks with the same rows as this one, and those of its replica.
+        self.grid: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+        self._control = control
+        if sequence > 1:
+            from umbra.services.modeling.sequence_parallel import SequenceGroup
+
+            self.sequence = SequenceGroup(self._near(sequence), rank % sequence, sequence)
+        if experts > 1:
+            from umbra.services.modeling.expert_parallel import ExpertGroup
+
+            near, alike = self._near(experts), self._alike(experts)
+            self.experts = ExpertGroup(near, alike, rank % experts, experts)
+        if replicas > 1:
+            self.grid = self._alike(self.holders), self._near(self.holders)
+
+    def _near(self, size: int) -> dist.ProcessGroup:
+        """Return the group of `size` neighbours."""
+        return self._own([range(first, first + size) for first in range(0, self.world, size)])
+
+    def _alike(self, size: int) -> dist.ProcessGroup:
+        """Return the group of those at the same place among `size` neighbours."""
+        return self._own([range(at, self.world, size) for at in range(size)])
+
+    def _own(self, groups: list[range]) -> dist.ProcessGroup:
+        """Return that of `groups` which this rank is in; all ranks make all of them."""
+        made = [new_group(self.timeout_s, list(members)) for members in groups]
+        return next(one for one, members in zip(made, groups, strict=True) if self.rank in members)
 
     def apart(self) -> Ranks:
-        """The same ranks with a process group of their own; all of them have to call it.
+        """The same ranks with process groups of their own; all of them have to call it.
 
-        What happens in it may run beside what happens in the other, in another thread.
+        What happens in these may run beside what happens in the others, in another thread.
         """
         if self.world == 1:
             return self
-        groups = _groups(
-            self.place,
+        return Ranks(
+            self.rank,
+            self.world,
             self.timeout_s,
-            sequence=self.sequence.size if self.sequence else 1,
+            self.place,
+            sequence=self.world // self.shares,
             experts=self.experts.size if self.experts else 1,
-            replicas=self.groups.replicas,
-            every=_new_group(self.timeout_s),
+            replicas=self.replicas,
+            every=new_group(self.timeout_s),
         )
-        return Ranks(self.rank, self.world, self.timeout_s, groups, self.place)
 
     @property
     def node(self) -> int:
@@ -133,14 +149,14 @@ class Ranks:
         if len(data) > MAX_BYTES:
             raise ValueError(f"{len(data)} bytes for the other ranks: at most {MAX_BYTES}")
         size = torch.tensor([len(data)])
-        dist.broadcast(size, source, self.groups.control)
+        dist.broadcast(size, source, self._control)
         if not int(size):
             return b""
         if self.rank == source:
             content = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         else:
             content = torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(content, source, self.groups.control)
+        dist.broadcast(content, source, self._control)
         return content.numpy().tobytes()
 
     def collect(self, data: bytes) -> list[bytes]:
@@ -150,7 +166,7 @@ class Ranks:
     def sum_control(self, tensor: Tensor) -> Tensor:
         """Sum a tensor on the CPU over all ranks, in place, in the control group."""
         if self.world > 1:
-            dist.all_reduce(tensor, group=self.groups.control)
+            dist.all_reduce(tensor, group=self._control)
         return tensor
 
     def agree(self, flag: bool) -> bool:
@@ -158,7 +174,7 @@ class Ranks:
         if self.world == 1:
             return flag
         value = torch.tensor([flag], dtype=torch.uint8)
-        dist.broadcast(value, 0, self.groups.control)
+        dist.broadcast(value, 0, self._control)
         return bool(value)
 
     # -- in that of all ranks ----------------------------------------------------------------------
@@ -175,7 +191,7 @@ class Ranks:
     def sum_ranks(self, tensor: Tensor) -> Tensor:
         """The same over all ranks, of what each knows of its own tokens or files alone."""
         if self.world > 1:
-            dist.all_reduce(tensor, group=self.groups.every)
+            dist.all_reduce(tensor, group=self.every)
         return tensor
 
     def gather(self, tensor: Tensor) -> Tensor:
@@ -216,15 +232,16 @@ def join_ranks(
     beats = PrefixStore("heartbeat", store)
     heartbeat = RankHeartbeat(beats, rank, place.world, timeout_s, place.describe)
     try:
-        groups = _groups(
-            place,
+        yield Ranks(
+            rank,
+            place.world,
             timeout_s,
+            place,
             sequence=config.sequence_parallel,
             experts=config.expert_parallel,
             replicas=config.replicas,
-            control=_new_group(CONTROL_S, backend="gloo"),
+            control=new_group(CONTROL_S, backend="gloo"),
         )
-        yield Ranks(rank, place.world, timeout_s, groups, place)
         heartbeat.leave()
     except RuntimeError as error:
         lost = isinstance(error, dist.DistError)
@@ -305,49 +322,8 @@ def _meet(
     return store, place
 
 
-def _new_group(
-    timeout_s: float, members: Iterable[int] | None = None, backend: str | None = None
+def new_group(
+    timeout_s: float, members: list[int] | None = None, backend: str | None = None
 ) -> Any:
     """Make a process group; all ranks call it, also those that are no members."""
-    ranks = None if members is None else list(members)
-    return dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend=backend)
-
-
-def _groups(
-    place: RankPlace,
-    timeout_s: float,
-    *,
-    sequence: int,
-    experts: int,
-    replicas: int,
-    every: dist.ProcessGroup | None = None,
-    control: dist.ProcessGroup | None = None,
-) -> Groups:
-    """Return the groups that `place.rank` is in; all ranks make all of them, in this order."""
-    rank, world = place.rank, place.world
-    shared: SequenceGroup | None = None
-    divided: ExpertGroup | None = None
-    grid: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
-
-    def own(groups: list[range]) -> dist.ProcessGroup:
-        made = [_new_group(timeout_s, members) for members in groups]
-        return next(one for one, members in zip(made, groups, strict=True) if rank in members)
-
-    def neighbours(size: int) -> dist.ProcessGroup:
-        return own([range(first, first + size) for first in range(0, world, size)])
-
-    def alike(size: int) -> dist.ProcessGroup:
-        """Those at the same place among `size` neighbours."""
-        return own([range(at, world, size) for at in range(size)])
-
-    if sequence > 1:
-        from umbra.services.modeling.sequence_parallel import SequenceGroup
-
-        shared = SequenceGroup(neighbours(sequence), rank % sequence, sequence)
-    if experts > 1:
-        from umbra.services.modeling.expert_parallel import ExpertGroup
-
-        divided = ExpertGroup(neighbours(experts), alike(experts), rank % experts, experts)
-    if replicas > 1:
-        grid = alike(world // replicas), neighbours(world // replicas)
-    return Groups(every, control, shared, divided, replicas, grid)
+    return dist.new_group(members, timeout=timedelta(seconds=timeout_s), backend=backend)

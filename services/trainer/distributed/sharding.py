@@ -147,17 +147,16 @@ def shard(
 
 def _mesh(device: torch.device, ranks: Ranks) -> DeviceMesh:
     """Return a mesh of [shards], or [replicas, shards]."""
-    groups = ranks.groups
-    if groups.grid is not None:
+    if ranks.grid is not None:
         return DeviceMesh.from_group(
-            list(groups.grid),
+            list(ranks.grid),
             device.type,
-            torch.arange(ranks.world).view(groups.replicas, -1),
+            torch.arange(ranks.world).view(ranks.replicas, -1),
             mesh_dim_names=("replicas", "shards"),
         )
-    if groups.every is None:
+    if ranks.every is None:
         return init_device_mesh(device.type, (ranks.world,))
-    return DeviceMesh.from_group(groups.every, device.type)
+    return DeviceMesh.from_group(ranks.every, device.type)
 
 
 def reshard(model: nn.Module) -> None:
