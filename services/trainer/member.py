@@ -38,7 +38,7 @@ from umbra.services.weights.publisher import Publisher
 HUB_DEADLINE_S = 60.0  # a hub starts within seconds; the rest is for slow machines
 FINISH_S = 60.0  # the buffer ends and drains what is in flight
 LEASE_SLICE_S = 1.0  # how long one request for a batch is parked, so that a stop is noticed
-TELL_S = 600.0  # between two lines about what a batch is waited for
+TELL_S = 600.0  # between two lines in the log about what a batch waits for
 # What the monitor shows of a step.
 SHOWN = {
     "reward": "reward/mean",
