@@ -161,14 +161,14 @@ class MismatchCheck:
         due = [name for name in now.generators if self._verdicts.due(name, version)]
         poor = [name for name in due if now.count(now.direct, name) < MIN_TOKENS]
         wanted = now.leading & ~now.direct
-        self._look(now, version, now.chosen(wanted, poor), wanted)
+        self._look(now, now.chosen(wanted, poor), wanted)
         if self._aside is not None:
             held = batch.leading(self._aside.version)
             chosen = now.chosen(held, due)
             oldest = min(t.spans[0].version for t in batch.trajectories)
             if len(chosen):
                 with self._aside.in_place():
-                    self._look(now, self._aside.version, chosen, held)
+                    self._look(now, chosen, held)
             elif not due or oldest > self._aside.version:
                 self._aside = None  # nothing of it is open, or nothing of it comes any more
         blind = any(not now.count(now.leading, name) for name in due)
@@ -180,7 +180,7 @@ class MismatchCheck:
         """Take what a pass of the first update found of the tokens `source`, [N] each."""
         now = self._now
         assert now is not None, "begin comes first"
-        now.add(now.version, source, logprobs.detach(), now.direct)
+        now.add(source, logprobs.detach(), now.direct)
 
     def verdict(self) -> Row:
         """Return the step's columns.
@@ -209,7 +209,7 @@ class MismatchCheck:
         }
 
     @torch.no_grad()
-    def _look(self, now: _Comparison, version: int, chosen: Tensor, wanted: Tensor) -> None:
+    def _look(self, now: _Comparison, chosen: Tensor, wanted: Tensor) -> None:
         """Compare the tokens `wanted` (bool [M]) of samples `chosen`, by the model's weights."""
         for micro in self._learner.pack(now.batch.tokens, chosen) if len(chosen) else ():
             here = micro.source
@@ -219,7 +219,7 @@ class MismatchCheck:
                 with_entropy=False,
                 sampling=now.sampling[here] if now.cut else None,
             )
-            now.add(version, here, logprobs, wanted)
+            now.add(here, logprobs, wanted)
 
     def _sentence(self, name: str, one: Compared) -> str:
         return (
@@ -252,8 +252,8 @@ class _Comparison:
         first = torch.zeros(len(names), dtype=torch.bool)
         first[trained] = True
         self.direct = self.leading & (first & ~cut)[batch.tokens.owner]  # the update's pass tells
-        # By version: tokens, and what they are by the trainer; on the device until `found`.
-        self._seen: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        # Tokens, and what they are by the trainer; on the device until `found`.
+        self._seen: list[tuple[Tensor, Tensor]] = []
 
     def count(self, tokens: Tensor, generator: str) -> int:
         """Return how many of `tokens` (bool [M]) are of `generator`."""
@@ -274,45 +274,42 @@ class _Comparison:
             taken += mine[before < LOOKED_AT].tolist()
         return torch.tensor(sorted(taken), dtype=torch.int64)
 
-    def add(self, version: int, source: Tensor, logprobs: Tensor, wanted: Tensor) -> None:
+    def add(self, source: Tensor, logprobs: Tensor, wanted: Tensor) -> None:
         """Keep those of the tokens `source` that are `wanted` (bool [M])."""
         at = wanted[source].nonzero().squeeze(1)
-        self._seen.setdefault(version, []).append((source[at], logprobs[at.to(logprobs.device)]))
+        self._seen.append((source[at], logprobs[at.to(logprobs.device)]))
 
     def found(self, ranks: Ranks) -> dict[str, Compared]:
         """Compare what all ranks have seen; return the same on all, by generator."""
         found: dict[str, Compared] = {}
-        for version, seen in self._seen.items():
-            both = torch.zeros(2, len(self.batch.behaviour))  # whether seen, log pi
-            for source, logprobs in seen:
-                both[0, source] = 1.0
-                both[1, source] = logprobs.float().cpu()
-            taken, logprobs = ranks.sum(both)
-            log_ratio = (logprobs - self.batch.behaviour).double()
-            k3 = torch.expm1(log_ratio.clamp(max=20.0)) - log_ratio
-            k3 = torch.where(k3.isfinite(), k3, math.inf)
-            for number, name in enumerate(self.generators):
-                mine = ((taken > 0) & (self._of_token == number)).nonzero().squeeze(1)
-                if not len(mine):
-                    continue
+        both = torch.zeros(2, len(self.batch.behaviour))  # whether seen, log pi
+        for source, logprobs in self._seen:
+            both[0, source] = 1.0
+            both[1, source] = logprobs.float().cpu()
+        taken, logprobs = ranks.sum(both)
+        log_ratio = (logprobs - self.batch.behaviour).double()
+        k3 = torch.expm1(log_ratio.clamp(max=20.0)) - log_ratio
+        k3 = torch.where(k3.isfinite(), k3, math.inf)
+        for number, name in enumerate(self.generators):
+            mine = ((taken > 0) & (self._of_token == number)).nonzero().squeeze(1)
+            if len(mine):
                 own = k3[mine]
                 token = int(mine[own.argmax()])
-                where = self._describe(token, version, float(logprobs[token]))
-                one = Compared(len(mine), float(own.clamp(max=CAP).sum()), float(own.max()), where)
-                found[name] = found.get(name, Compared()) + one
+                where = self._describe(token, float(logprobs[token]))
+                total = float(own.clamp(max=CAP).sum())
+                found[name] = Compared(len(mine), total, float(own.max()), where)
         return found
 
-    def _describe(self, token: int, version: int, logprob: float) -> str:
+    def _describe(self, token: int, logprob: float) -> str:
         batch = self.batch
-        sample = int(batch.tokens.owner[token])
-        trajectory = batch.trajectories[sample]
-        end = int(batch.tokens.lengths[: sample + 1].sum())
-        at = int(batch.tokens.learned[token]) - (end - trajectory.response_tokens)
+        line = int(batch.tokens.owner[token])
+        trajectory, position = batch.trajectories[line], batch.tokens.learned[token]
+        end = int(batch.tokens.lengths[: line + 1].sum())
         return (
-            f"token {at} of the response of sample {trajectory.sample_id} (id "
-            f"{int(batch.tokens.ids[batch.tokens.learned[token]])}, version {version}): log-"
-            f"probability {float(batch.behaviour[token]):.4g} by the generator, {logprob:.4g} by "
-            "the trainer"
+            f"token {int(position) - (end - trajectory.response_tokens)} of the response of sample "
+            f"{trajectory.sample_id} (id {int(batch.tokens.ids[position])}, version "
+            f"{trajectory.spans[0].version}): log-probability {float(batch.behaviour[token]):.4g} "
+            f"by the generator, {logprob:.4g} by the trainer"
         )
 
 

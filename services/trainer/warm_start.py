@@ -207,33 +207,24 @@ def _display(steps: int) -> Callable[[int, float], None]:
     return show
 
 
-@click.command("sft")
+@click.command("sft", context_settings={"show_default": True})
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("--data", required=True, type=click.Path(path_type=Path), help="Examples (JSONL).")
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Directory to write.")
-@click.option("--steps", type=click.IntRange(1), default=350, show_default=True, help="Updates.")
+@click.option("--steps", type=click.IntRange(1), default=350, help="Updates.")
+@click.option("--batch", type=click.IntRange(1), default=64, help="Examples per update.")
 @click.option(
-    "--batch", type=click.IntRange(1), default=64, show_default=True, help="Examples per update."
-)
-@click.option(
-    "--lr",
-    type=click.FloatRange(0, min_open=True),
-    default=3e-3,
-    show_default=True,
-    help="Peak learning rate.",
+    "--lr", type=click.FloatRange(0, min_open=True), default=3e-3, help="Peak learning rate."
 )
 @click.option(
     "--schedule",
     type=click.Choice(["constant", "linear", "cosine"]),
     default="constant",
-    show_default=True,
     help="Decay of the learning rate.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the order.")
-@click.option(
-    "--threads", type=click.IntRange(0), default=0, show_default=True, help="CPU threads; 0 = all."
-)
-@click.option("--device", default="auto", show_default=True, help="cpu, cuda or auto.")
+@click.option("--seed", type=int, default=0, help="Seed of the order.")
+@click.option("--threads", type=click.IntRange(0), default=0, help="CPU threads; 0 = all.")
+@click.option("--device", default="auto", help="cpu, cuda or auto.")
 @click.option(
     "--checked", multiple=True, metavar="MODEL_TYPE", help="As model.checked of a run file."
 )
