@@ -29,12 +29,19 @@ from umbra.services.trainer.checkpoints.parts import (
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.distributed.sharding import clip_gradients, prepare_layers, shard
 from umbra.services.trainer.flops import TrainingFlops, ceiling, row_sizes
-from umbra.services.trainer.guard import REASONS
 from umbra.services.trainer.metrics import Row, expert_metrics
 from umbra.services.trainer.optimizer import MasterWeights, make_optimizer, set_learning_rate
 from umbra.services.trainer.phases import Phases
 from umbra.services.trainer.policy import HeldWeights, cast, place, read
 from umbra.services.trainer.snapshot import whole_weights
+
+# Why an update is left out, in the order of the columns `skipped/<reason>`.
+REASONS = {
+    "loss": "its loss is not finite",
+    "outliers": "all its tokens have logprobs that are not finite, or more than 10,000 "
+    "times the generator's probability",
+    "gradient": "its gradient is not finite",
+}
 
 
 class Learner:
@@ -196,7 +203,7 @@ class Learner:
     def update(self, step: int, fault: str = "") -> Row:
         """Clip the gradients, update the weights with the learning rate of `step`, drop them.
 
-        An update with a `fault` (a key of `guard.REASONS`), or whose gradient is not finite, is
+        An update with a `fault` (a key of `REASONS`), or whose gradient is not finite, is
         left out and counted in `skipped`: weights and optimizer state stay as they are.
         """
         with self.phases("optimizer"):

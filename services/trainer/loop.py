@@ -11,14 +11,13 @@ from contextlib import contextmanager, nullcontext
 
 import msgspec
 
-from umbra.proto.errors import UsageError
+from umbra.proto.errors import DivergedError, UsageError
 from umbra.services.config.trajectory_rules import RunFacts
 from umbra.services.process.command import ServiceContext
 from umbra.services.trainer.batch import TrainBatch, make_batch
 from umbra.services.trainer.checkpoints.saver import Saver
 from umbra.services.trainer.distributed.shards import Snapshots
-from umbra.services.trainer.guard import SkipLimit
-from umbra.services.trainer.learner import Learner
+from umbra.services.trainer.learner import REASONS, Learner
 from umbra.services.trainer.member import NextStep, RunMember
 from umbra.services.trainer.metrics import Row, environment_metrics, finite, sample_metrics
 from umbra.services.trainer.phases import Profile
@@ -209,3 +208,35 @@ class Loop:
         span = nullcontext() if self._member is None else self._context.metrics.span(name)
         with span, self._learner.phases(name):
             yield
+
+
+class SkipLimit:
+    """Counts the batches whose updates were all left out.
+
+    Args:
+        limit: so many in a row are too many.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._in_a_row = 0
+
+    def see(self, row: Row, step: int) -> str:
+        """Return why updates of this batch were left out, in words; empty if none was.
+
+        Raises:
+            DivergedError: it was one too many.
+        """
+        if not row["skipped"]:
+            self._in_a_row = 0
+            return ""
+        why = " and ".join(text for name, text in REASONS.items() if row[f"skipped/{name}"])
+        self._in_a_row = self._in_a_row + 1 if row["skipped"] == 1.0 else 0
+        if self._in_a_row >= self._limit:
+            raise DivergedError(
+                f"stopped at step {step}: the updates of the last {self._in_a_row} batches were "
+                f"left out, because {why}; the weights are those of step "
+                f"{step - self._in_a_row}: lower trainer.learning_rate or trainer.max_grad_norm, "
+                "or choose an objective that clips"
+            )
+        return why

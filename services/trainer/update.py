@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 
@@ -10,11 +11,12 @@ from torch import Tensor
 
 from umbra.proto.errors import UsageError
 from umbra.services.config import RunConfig
+from umbra.services.config.presets import ObjectiveSpec
 from umbra.services.modeling.micro_batch import MicroBatch
 from umbra.services.trainer.batch import TrainBatch, recorded_logprobs, token_versions
 from umbra.services.trainer.critic import LearnedCritic
-from umbra.services.trainer.guard import REASONS, Guard
-from umbra.services.trainer.learner import Learner
+from umbra.services.trainer.distributed.ranks import Ranks
+from umbra.services.trainer.learner import REASONS, Learner
 from umbra.services.trainer.metrics import LossMetrics, Row
 from umbra.services.trainer.mismatch import MismatchCheck
 from umbra.services.trainer.objectives.advantages import rewarded, token_advantages
@@ -211,6 +213,46 @@ class PolicyUpdate:
         weight, keep = torch.zeros_like(proximal), torch.zeros_like(trained)
         weight[trained], keep[trained] = part.weight, part.keep
         return Constants(proximal, weight, keep)
+
+
+class Guard:
+    """Watches the forward passes of one update; all ranks come to the same verdict.
+
+    Args:
+        max_ratio: bound on pi / mu of a learned token; 0 = none.
+        pieces: of the objective: where a sequence's tokens share a ratio, one that is out of bounds
+            takes the whole sequence along.
+    """
+
+    def __init__(self, max_ratio: float, pieces: ObjectiveSpec, ranks: Ranks) -> None:
+        self._bound = math.log(max_ratio) if max_ratio else math.inf
+        self._whole = pieces.by_sequence
+        self._ranks = ranks
+        self._seen: list[Tensor] = []  # [3] of each pass, on the device
+
+    def outliers(self, logprobs: Tensor, behaviour: Tensor, sequences: Sequences) -> Tensor:
+        """Return which of a pass's N tokens must not enter the loss, bool [N].
+
+        Those whose log pi is not finite, or whose pi / mu is above the bound.
+        """
+        log_ratio = logprobs.detach() - behaviour
+        out = ~log_ratio.isfinite() | (log_ratio > self._bound)
+        if self._whole:
+            out = sequences.sum(out.to(behaviour)) > 0
+        return out
+
+    def see(self, loss: Tensor, outliers: Tensor) -> None:
+        """Take the loss of a pass, and which of its tokens were left out."""
+        counts = [outliers.sum(), torch.tensor(len(outliers), device=outliers.device)]
+        self._seen.append(torch.stack([(~loss.detach().isfinite()).long(), *counts]))
+
+    def verdict(self) -> str:
+        """Return why the update must not be made, a key of `REASONS`; empty if it may be."""
+        found = torch.zeros(3, dtype=torch.int64)
+        if self._seen:
+            found = torch.stack(self._seen).sum(0).cpu()
+        loss, out, tokens = self._ranks.sum(found).tolist()
+        return "loss" if loss else "outliers" if tokens and out == tokens else ""
 
 
 def _means(rows: list[Row]) -> Row:

@@ -9,8 +9,7 @@ from fakes.trajectories import trajectory
 from torch import Tensor
 
 from umbra.proto.records import Sampling, Trajectory, VersionSpan, pack_float32
-from umbra.services.trainer.guard import REASONS
-from umbra.services.trainer.learner import Learner
+from umbra.services.trainer.learner import REASONS, Learner
 from umbra.services.trainer.make_model import END, SPECIAL_TOKENS
 from umbra.services.trainer.metrics import Row
 

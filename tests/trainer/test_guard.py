@@ -20,13 +20,13 @@ from umbra.services.config.presets import ObjectiveSpec
 from umbra.services.modeling.micro_batch import MicroBatch
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.distributed.ranks import Ranks
-from umbra.services.trainer.guard import REASONS, Guard, SkipLimit
-from umbra.services.trainer.learner import Learner
+from umbra.services.trainer.learner import REASONS, Learner
+from umbra.services.trainer.loop import SkipLimit
 from umbra.services.trainer.metrics import Row
 from umbra.services.trainer.objectives.objective import TokenLosses
 from umbra.services.trainer.objectives.terms import Sequences
 from umbra.services.trainer.policy import load_policy
-from umbra.services.trainer.update import PolicyUpdate
+from umbra.services.trainer.update import Guard, PolicyUpdate
 
 KEYS = {"warmup_steps": 0, "device": "cpu", "threads": 1, "pack_tokens": 48, "learning_rate": 1e-3}
 BATCHES = make_batches(2)

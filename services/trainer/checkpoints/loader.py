@@ -86,10 +86,10 @@ class Saved:
         self._folder = folder
         self._ranks = ranks or Ranks()
         self._paths = folder.find_files(index)
-        self._rows: dict[str, list[tuple[int, SavedRows]]] = {name: [] for name in index.tensors}
+        self._rows: dict[str, list[tuple[int, SavedRows]]] = {}
         for number, file in enumerate(index.files):
             for rows in file.rows:
-                self._rows[rows.name].append((number, rows))
+                self._rows.setdefault(rows.name, []).append((number, rows))
 
     @classmethod
     def open(cls, folder: CheckpointFolder, step: int, ranks: Ranks) -> Saved:
@@ -131,7 +131,7 @@ class Saved:
             own, first = held_rows(name, place)
             own = own if own.dim() else own.view(1)
             missing = len(own) if own.numel() else 0
-            for number, rows in self._rows[name] if missing else ():
+            for number, rows in self._rows.get(name, ()) if missing else ():
                 start, end = max(first, rows.first), min(first + len(own), rows.first + rows.count)
                 if start < end:
                     missing -= end - start
