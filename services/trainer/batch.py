@@ -45,7 +45,7 @@ class TrainBatch:
         return torch.tensor([t.oldest_version for t in self.trajectories])[self.tokens.owner]
 
     def lines_of(self, samples: Tensor, lines: Tensor) -> Tensor:
-        """Those of `lines` that are of `samples`, in the order of `samples`; int64 indices."""
+        """Return those of `lines` that are of `samples`, in their order; int64 indices."""
         own: dict[int, list[int]] = {}
         for line, sample in zip(lines.tolist(), self.sample[lines].tolist(), strict=True):
             own.setdefault(sample, []).append(line)

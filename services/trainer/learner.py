@@ -156,7 +156,7 @@ class Learner:
         sampling: Tensor | None = None,
         balance: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
-        """Logprobs (with gradient) and entropies of the learned tokens, on the device; [N] each.
+        """Return logprobs (with gradient) and entropies of the learned tokens, [N] each.
 
         `sampling` [N, 4] and `balance` are as of `Scorer`.
         """
@@ -183,7 +183,7 @@ class Learner:
 
     @torch.no_grad()
     def logprobs(self, micros: list[MicroBatch], temperature: Tensor) -> Tensor:
-        """Logprobs under the current weights, no gradient, float32 [M]; 0 for tokens not scored.
+        """Return logprobs of the weights, no gradient, float32 [M]; 0 for tokens not scored.
 
         `micros` are this rank's; the result has those of all ranks.
         """

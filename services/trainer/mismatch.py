@@ -65,7 +65,7 @@ class Compared:
 
     @property
     def mismatch(self) -> float:
-        """Mean of min(k3, CAP) over all tokens but the worst."""
+        """Average min(k3, CAP) over all tokens but the worst."""
         if self.tokens < 2:
             return 0.0
         return max(0.0, self.total - min(self.worst, CAP)) / (self.tokens - 1)

@@ -64,7 +64,7 @@ def open_policy(
     *,
     trust: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, WeightFiles | None]:
-    """As `load_policy`, without the weights: the files that each rank reads its own rows from.
+    """Do as `load_policy` without weights; return the files that each rank reads its own rows from.
 
     There are none where the model had to be loaded whole.
 
@@ -87,7 +87,7 @@ def open_policy(
 def open_backbone(
     path: str | Path, source: str, checked: Collection[str] = ()
 ) -> tuple[PreTrainedModel, WeightFiles | None]:
-    """As `open_policy`, the transformer without its output layer.
+    """Do as `open_policy`, for the transformer without its output layer.
 
     Raises:
         UsageError: as `open_policy`; it needs no tokenizer.

@@ -117,7 +117,7 @@ class OptimizerState:
         }
 
     def facts(self) -> dict[str, Any]:
-        """The kind of optimizer, and the state of the scaler of fp16 gradients."""
+        """Return the kind of optimizer, and the state of the scaler of fp16 gradients."""
         scale = {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
         return {"kind": type(self._optimizer).__name__, **scale}
 

@@ -110,7 +110,7 @@ class Ranks:
         return next(one for one, members in zip(made, groups, strict=True) if self.rank in members)
 
     def apart(self) -> Ranks:
-        """The same ranks with process groups of their own; all of them have to call it.
+        """Return the same ranks with process groups of their own; all of them have to call it.
 
         What happens in these may run beside what happens in the others, in another thread.
         """
@@ -189,7 +189,7 @@ class Ranks:
         return self.sum_ranks(tensor)
 
     def sum_ranks(self, tensor: Tensor) -> Tensor:
-        """The same over all ranks, of what each knows of its own tokens or files alone."""
+        """Sum over all ranks what each knows of its own tokens or files alone."""
         if self.world > 1:
             dist.all_reduce(tensor, group=self.every)
         return tensor

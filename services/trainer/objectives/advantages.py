@@ -144,7 +144,7 @@ def whitened(values: Tensor) -> Tensor:
 
 
 def _centre(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Rewards less their group's mean [S], and the size of each group; both float64."""
+    """Return rewards less their group's mean [S], and the size of each group; both float64."""
     rewards = rewards.double()
     empty = torch.zeros(int(groups.max()) + 1, dtype=torch.float64)
     count = empty.index_add(0, groups, torch.ones_like(rewards))

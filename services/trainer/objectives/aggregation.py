@@ -25,7 +25,7 @@ class Counts:
 def count(
     denominator: str, own: Tensor, part: Tensor, updates: int, weight: Tensor | None = None
 ) -> Counts:
-    """The counts of the update that trains the sequences `part`, one of `updates` of this batch.
+    """Count for the update that trains the sequences `part`, one of `updates` of this batch.
 
     Args:
         denominator: "trained": the means count `part`; "all": all samples of the batch, those

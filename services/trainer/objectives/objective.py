@@ -52,7 +52,7 @@ class Constants:
     keep: Tensor  # bool
 
     def at(self, source: Tensor, device: torch.device) -> Constants:
-        """Those of some of the tokens, on `device`."""
+        """Return those of some of the tokens, on `device`."""
         parts = (self.proximal, self.weight, self.keep)
         return Constants(*(part[source].to(device) for part in parts))
 
@@ -103,7 +103,7 @@ class Objective:
         return Constants(proximal, weight, keep)
 
     def __call__(self, tokens: TokenInputs, constants: Constants) -> TokenLosses:
-        """The losses of `tokens`; `constants` are theirs."""
+        """Return the losses of `tokens`; `constants` are theirs."""
         pieces, advantages = self.pieces, tokens.advantages
         anchor = constants.proximal if pieces.anchor == "proximal" else tokens.behaviour
         if pieces.ratio_level == "sequence":
@@ -146,7 +146,7 @@ class Objective:
                 return terms.unclipped(free, advantages)
 
     def _keep_now(self, tokens: TokenInputs) -> Tensor:
-        """The masks that look at the current policy."""
+        """Mask tokens by what depends on the current policy."""
         now, mu, threshold = tokens.logprobs, tokens.behaviour, self.pieces.mask_threshold
         match self.pieces.mask:
             case "opsm":

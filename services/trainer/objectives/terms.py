@@ -23,11 +23,11 @@ class Sequences:
     count: int
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over each sequence's tokens, at every token of it: [N] to [N]."""
+        """Sum over each sequence's tokens, at every token of it: [N] to [N]."""
         return values.new_zeros(self.count).index_add(0, self.owner, values)[self.owner]
 
     def mean(self, values: Tensor) -> Tensor:
-        """The mean over each sequence's tokens, at every token of it: [N] to [N]."""
+        """Average over each sequence's tokens, at every token of it: [N] to [N]."""
         return self.sum(values) / self.sum(torch.ones_like(values))
 
 
@@ -181,7 +181,7 @@ def masked(weights: Tensor, floor: float, cap: float) -> Tensor:
 
 
 def interpolated(logprobs: Tensor, behaviour: Tensor, versions: Tensor, version: int) -> Tensor:
-    """The proximal log p, approximated without a forward pass; no gradient.
+    """Approximate the proximal log p without a forward pass; no gradient.
 
     AReaL's log-linear approximation: log p = log mu + alpha (log pi - log mu) with alpha =
     (v_p - v_b) / (v - v_b). v_b is the version that sampled the token, v_p that of the weights
@@ -220,7 +220,7 @@ def k3(logprobs: Tensor, other: Tensor) -> Tensor:
 
 
 def k3_plus(logprobs: Tensor, other: Tensor) -> Tensor:
-    """The value of k3 with the gradient of k2 (verl's "k3+")."""
+    """Return the value of k3 with the gradient of k2 (verl's "k3+")."""
     gradient = k2(logprobs, other)
     return k3(logprobs, other).detach() + gradient - gradient.detach()
 
