@@ -34,7 +34,6 @@ class RankStore(Protocol):
     def set(self, key: str, value: str, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
     def check(self, keys: list[str], /) -> bool: ...
-    def clone(self) -> RankStore: ...
 
 
 def end_process(code: int, reason: str) -> None:
@@ -62,7 +61,8 @@ class RankHeartbeat:
         describe: Callable[[int], str] = lambda rank: f"trainer rank {rank}",
         end: Callable[[int, str], None] = end_process,
     ) -> None:
-        self._store = store.clone()  # a connection is one thread's
+        clone: Callable[[], RankStore] = store.clone  # pyright: ignore[reportAttributeAccessIssue]
+        self._store = clone()  # a connection is one thread's
         self._rank = rank
         self._timeout_s = timeout_s
         self._describe = describe
