@@ -74,9 +74,7 @@ class RankHeartbeat:
         # If the rank that keeps the store is stopped, a question to the store never returns: one
         # thread asks, another one looks at the clock.
         self._threads = [
-            threading.Thread(
-                target=self._ask, args=(store.clone(),), name="umbra-beat", daemon=True
-            ),
+            threading.Thread(target=self._ask, args=(clone(),), name="umbra-beat", daemon=True),
             threading.Thread(target=self._watch, name="umbra-watch", daemon=True),
         ]
         for thread in self._threads:
