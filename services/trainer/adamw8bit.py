@@ -50,7 +50,7 @@ class AdamW8bit(TorchAOAdamW8bit):
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         assert closure is None
         for group in self.param_groups:
-            # accelerate moves it to the GPU, where parameters on the host cannot be multiplied by it.
+            # Accelerate moves it to the GPU, where parameters on the host cannot use it.
             group["lr"] = group["lr"].cpu()
             for parameter in group["params"]:
                 if parameter.grad is not None:
