@@ -23,6 +23,7 @@ PYTHON=${PYTHON:-python3}
 # name, limit in seconds, command: `tests FILE...` or `bench SCRIPT OPTIONS...`
 STEPS=(
     "trainer    120  tests test_trainer_gpu.py test_checkpoints_gpu.py"
+    "copies      60  tests test_page_locked.py"
     "engine      60  tests test_torch_engine_gpu.py"
     "up_shm     120  bench gpu_run --plane shm"
     "cuda_ipc    60  tests test_cuda_ipc.py"

@@ -12,6 +12,7 @@ from torch import nn
 from umbra.proto.errors import PeerLostError, UsageError
 from umbra.proto.records import AdapterFacts, Manifest, TensorEntry
 from umbra.services.config import RunConfig
+from umbra.services.modeling.gpu_copies import GpuCopies, page_lock
 from umbra.services.modeling.lora import adapter_facts, add_adapter, factors
 from umbra.services.modeling.model_directory import weights_checksum
 from umbra.services.weights.gpu.cuda import DeviceMemory
@@ -37,14 +38,15 @@ def _fill(place: torch.Tensor, piece: torch.Tensor) -> None:
     """Copy `piece` to `place`, which has its shape.
 
     With one thread the C library does it, which writes past the cache (`with_fast_copies`): twice
-    as fast as torch's own loop. With several threads torch divides the copy among them.
+    as fast as torch's own loop. With several threads torch divides the copy among them. One to a
+    GPU is only begun.
     """
     plain = type(place) is torch.Tensor and place.dtype == piece.dtype
     plain = plain and place.is_contiguous() and piece.is_contiguous()
     if plain and place.is_cpu and piece.is_cpu and torch.get_num_threads() == 1:
         ctypes.memmove(place.data_ptr(), piece.data_ptr(), piece.nbytes)
     else:
-        place.copy_(piece)
+        place.copy_(piece, non_blocking=True)
 
 
 def _elements(data: Part, dtype: torch.dtype, offset: int, count: int) -> torch.Tensor:
@@ -97,19 +99,18 @@ class WeightTable:
             PeerLostError: `data` is not as long as the version; nothing was changed then.
         """
         self.check(manifest)
-        devices: set[torch.device] = set()
         if len(data) != manifest.total_bytes:
             raise PeerLostError(f"{len(data)} bytes came of a version of {manifest.total_bytes}")
         ends = {entry.name: entry.offset + entry.nbytes for entry in manifest.tensors}
+        copies = GpuCopies()
         for name, tensor in tensors_in(manifest, data):
-            _fill(self._places[name].detach(), tensor)
-            if tensor.is_cuda:
-                devices.add(tensor.device)
-            else:
+            place = self._places[name].detach()
+            if place.is_cuda:
+                page_lock(data)
+            _fill(place, tensor)
+            if copies.made(place, tensor.nbytes):
                 read(ends[name])
-        # Copies inside of a GPU are only begun by then, and the memory of `data` is used again.
-        for device in devices:
-            torch.cuda.current_stream(device).synchronize()
+        copies.finish()
         read(manifest.total_bytes)
 
     def left_out(self, given: Collection[str]) -> dict[str, list[str]]:

@@ -21,6 +21,7 @@ from torch.distributed.tensor.placement_types import (
 )
 
 from umbra.proto.records import Manifest
+from umbra.services.modeling.gpu_copies import GpuCopies, page_lock
 from umbra.services.modeling.lora import BASE, LowRank, factors, is_adapter, low_rank
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.distributed.sharding import reshard
@@ -92,7 +93,7 @@ def write_shards(
     reshard(model)
     tensors = _tensors(model) if manifest.adapter is None else factors(model)
     piece = max(end - start for start, end in manifest.buckets)
-    written = 0
+    written, copies = 0, GpuCopies()
     for entry in manifest.tensors:
         source = tensors[entry.name]
         tensor = source.merged() if isinstance(source, LowRank) else source
@@ -103,10 +104,13 @@ def write_shards(
         row = entry.nbytes // entry.shape[0] if entry.shape else entry.nbytes
         begin = entry.offset + first * row
         area = slot[begin : begin + own.numel() * dtype.itemsize]
+        if own.is_cuda:
+            page_lock(slot)
         _cast(torch.frombuffer(area, dtype=dtype).view(own.shape), own, piece)
         written += len(area)
-        if wrote is not None:
+        if copies.made(own, len(area)) and wrote is not None:
             wrote(begin + len(area))
+    copies.finish()
     return written
 
 
@@ -268,16 +272,19 @@ def chunk(rows: int, rank: int, world: int) -> tuple[int, int]:
 def _cast(target: Tensor, source: Tensor, piece_bytes: int) -> None:
     """Copy `source` to `target` (same shape) in pieces of at most `piece_bytes` of either dtype.
 
-    From a GPU, `copy_` makes a cast copy of the piece there first: that is the bucket we pay for.
+    A GPU casts a piece by itself, where torch's `copy_` would move it uncast to the host first, and
+    copies out of it are only begun; see `GpuCopies`.
     """
-    if max(source.nbytes, target.nbytes) <= piece_bytes or source.dim() == 0:
-        target.copy_(source)
-        return
-    row = max(source.nbytes, target.nbytes) // source.shape[0]
+    row = max(source.nbytes, target.nbytes) // max(1, len(source)) if source.dim() else 0
     if row > piece_bytes:
         for one_target, one_source in zip(target, source, strict=True):
             _cast(one_target, one_source, piece_bytes)
         return
-    step = piece_bytes // row
-    for start in range(0, source.shape[0], step):
-        target[start : start + step].copy_(source[start : start + step])
+    if source.dim() == 0:
+        target, source, row = target[None], source[None], 1
+    step = max(1, piece_bytes // max(1, row))
+    for start in range(0, len(source), step):
+        piece = source[start : start + step]
+        if piece.is_cuda:
+            piece = piece.to(target.dtype)
+        target[start : start + step].copy_(piece, non_blocking=True)

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from umbra.proto.errors import StartupError
 from umbra.services.process.host_memory import ask_for
-from umbra.services.weights.memory import share
+from umbra.services.weights.memory import Mapping, share
 
 SHM = Path("/dev/shm")
 PAGE_BYTES = mmap.PAGESIZE
@@ -95,7 +95,7 @@ class Arena:
         has_holes = os.fstat(fd).st_blocks * 512 < size
         # MAP_POPULATE fills the page table at once; else every page faults at its first write,
         # and sixteen together at their first read. Holes it would fill with memory.
-        self._map = mmap.mmap(
+        self._map = Mapping(
             fd,
             size,
             flags=mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate and not has_holes else 0),
@@ -103,8 +103,10 @@ class Arena:
         )
         self._view = memoryview(self._map)
         self._sequences = self._view[size - PAGE_BYTES :].cast("Q")
-        if populate and has_holes:
-            self._populate(_extents(fd, size))
+        if has_holes:
+            self._map.ranges = list(_extents(fd, size))
+            if populate:
+                self._populate(self._map.ranges)
 
     @classmethod
     def create(

@@ -7,6 +7,7 @@ import mmap
 import os
 import time
 import weakref
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -19,12 +20,29 @@ TRIM_S = 10.0  # at least, between two trims
 TRIM_RESTS = 1000.0  # a trim's own duration, until the next one
 
 
+class Mapping(mmap.mmap):
+    """Mapped memory that calls `unmapping` once before it is unmapped, or may be."""
+
+    ranges: Sequence[tuple[int, int]] = ()
+    """The ranges of bytes that have memory; empty = all."""
+    unmapping: Callable[[], object] | None = None
+
+    def close(self) -> None:
+        self.__del__()
+        super().close()
+
+    def __del__(self) -> None:
+        unmapping, self.unmapping = self.unmapping, None
+        if unmapping is not None:
+            unmapping()
+
+
 def private_memory(size: int, *, touched: bool = True) -> memoryview:
     """Allocate `size` writable bytes of this process alone, faulted in unless not `touched`.
 
     In huge pages where the kernel has them: copies and checksums are a fifth faster.
     """
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = Mapping(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
     view = memoryview(memory)
@@ -74,7 +92,7 @@ def shared_memory(size: int) -> memoryview:
     fd = os.memfd_create("umbra-staging", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(fd, 0, size)
-        block = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        block = Mapping(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     except OSError as error:
         os.close(fd)
         raise StartupError(
@@ -130,7 +148,7 @@ class MappedBlocks:
             # The number of a closed file is given to the next one.
             self._maps = {kept: held for kept, held in self._maps.items() if os.path.exists(kept)}
             flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            view = memoryview(mmap.mmap(fd, status.st_size, flags=flags))
+            view = memoryview(Mapping(fd, status.st_size, flags=flags))
             self._maps[path] = (status.st_ino, view)
             return view
         finally:

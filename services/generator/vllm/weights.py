@@ -35,6 +35,7 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 from umbra.proto.errors import UsageError
 from umbra.proto.records import AdapterFacts, Manifest
 from umbra.services.generator.vllm.plugin import ADAPTER
+from umbra.services.modeling.gpu_copies import page_lock
 from umbra.services.modeling.weights import tensors_in
 from umbra.services.weights.memory import MappedBlocks
 
@@ -89,6 +90,8 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """
         manifest = msgspec.msgpack.decode(update_info.manifest, type=Manifest)
         memory = self._blocks.view(update_info.path)
+        if self.device.type == "cuda":
+            page_lock(memory)
         self._load(tensors_in(manifest, memory))
 
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

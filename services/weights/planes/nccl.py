@@ -11,7 +11,6 @@ import logging
 import threading
 import time
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import suppress
 
 import msgspec
 
@@ -20,7 +19,6 @@ from umbra.proto.errors import UmbraError
 from umbra.proto.messages import Prepare, Ready, Subscribe
 from umbra.proto.records import Manifest, NcclRound
 from umbra.services.weights.arena import Arena
-from umbra.services.weights.gpu.cuda import Device, GpuError
 from umbra.services.weights.gpu.worker_process import GpuWorkerProcess, result
 from umbra.services.weights.manifest import wrong_checksum
 from umbra.services.weights.planes.nccl_rounds import NcclGroup, Round, Rounds
@@ -241,7 +239,6 @@ class NcclReceiver:
         chunk_bytes: of device memory, and of a broadcast.
         pull: fetches what no broadcast brings.
         pace: of a phase of a push.
-        device: on which this very process loads what it gets; without it, it does not.
     """
 
     def __init__(
@@ -251,18 +248,12 @@ class NcclReceiver:
         chunk_bytes: int,
         pull: TcpReceiver,
         pace: Pace,
-        device: Device | None = None,
     ) -> None:
         self._pace = pace
         self._worker = worker
         self._arena = arena
         self._pull = pull
         self._entered = b""  # unique id of the communicator that the worker is in
-        # What the worker has pinned is pinned for the worker alone.
-        self._device = device
-        self._pinned: list[int] = []
-        if device is not None:
-            self._pinned = [device.pin(arena.slot(slot)) for slot in range(arena.slots)]
         worker.use(arena, chunk_bytes, pace)
 
     def receive(self, message: Prepare, target: int = 0) -> Receiving:
@@ -291,12 +282,6 @@ class NcclReceiver:
 
     def close(self) -> None:
         self._worker.kill()  # first: it writes into the arena
-        pinned, self._pinned = self._pinned, []
-        if self._device is not None:
-            with suppress(GpuError):  # whoever uses the GPU next hears of it
-                self._device.use()
-                for address in pinned:
-                    self._device.unpin(address)
         self._pull.close()
         self._arena.close()
 

@@ -80,7 +80,7 @@ class GpuReceiving:
             security=security,
             connections=self._config.connections,
         )
-        return self.broadcasts(arena, pull, Device(self._device))
+        return self.broadcasts(arena, pull)
 
     def _check_share(self, nbytes: int) -> None:
         """See that versions of `nbytes` take little of a GPU that nobody has promised them."""
@@ -93,15 +93,10 @@ class GpuReceiving:
                 'weight_hub.plane = "cuda_ipc" if they are to spare'
             )
 
-    def broadcasts(
-        self, arena: Arena, pull: TcpReceiver, device: Device | None = None
-    ) -> NcclReceiver:
-        """Open an end of plane `nccl` that fills `arena`, whose slots `pull` fills too.
-
-        `device`: where this process loads them from there.
-        """
+    def broadcasts(self, arena: Arena, pull: TcpReceiver) -> NcclReceiver:
+        """Open an end of plane `nccl` that fills `arena`, whose slots `pull` fills too."""
         config = self._config
-        return NcclReceiver(self.worker, arena, config.chunk_bytes, pull, config.pace, device)
+        return NcclReceiver(self.worker, arena, config.chunk_bytes, pull, config.pace)
 
     def close(self) -> None:
         self.worker.kill()

@@ -1,0 +1,205 @@
+"""Host memory that a GPU copies from and to: registered once, and in use until the GPU is done."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from umbra.services.modeling import gpu_copies
+from umbra.services.modeling.gpu_copies import page_lock
+from umbra.services.modeling.weights import WeightTable
+from umbra.services.trainer.snapshot import tensor_layout, write_shards
+from umbra.services.weights.arena import PAGE_BYTES, Arena
+from umbra.services.weights.manifest import build_manifest
+from umbra.services.weights.memory import MappedBlocks, locate, private_memory, shared_memory
+
+PENDING: list[Callable[[], object]] = []
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU; copies to and from it are made when it is waited for."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+            return True
+        if func is torch.Tensor.copy_:
+            assert (kwargs or {}) == {"non_blocking": True}
+            target, source = (one.as_subclass(torch.Tensor) for one in args)
+            if not isinstance(args[0], OnGpu):
+                assert target.dtype == source.dtype, "torch would cast it on the host"
+            PENDING.append(lambda: target.copy_(source))
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Cudart:
+    """The driver's list of registered memory; errors are sticky until a kernel runs."""
+
+    def __init__(self) -> None:
+        self.registered: dict[int, int] = {}
+        self.refuses = 0
+        self.unregistered: list[int] = []
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        assert address % PAGE_BYTES == 0
+        assert flags == 1
+        if self.refuses:
+            return self.refuses
+        assert address not in self.registered
+        self.registered[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        size = self.registered.pop(address)
+        ctypes.string_at(address, size)  # still mapped, or the process dies here
+        self.unregistered.append(address)
+        return 0
+
+
+@pytest.fixture
+def cudart(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cudart]:
+    driver = Cudart()
+
+    def finish() -> None:
+        for copy in PENDING:
+            copy()
+        PENDING.clear()
+
+    PENDING.clear()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    stream = SimpleNamespace(synchronize=finish)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: stream)
+    yield driver
+    assert not PENDING, "something was not waited for"
+    assert not driver.registered, "memory was unmapped while CUDA knew it"
+
+
+def test_a_mapping_is_registered_once_and_until_it_is_unmapped(cudart: Cudart) -> None:
+    for make in (private_memory, shared_memory):
+        memory = make(3 * PAGE_BYTES)
+        page_lock(memory)
+        page_lock(memory[PAGE_BYTES:])
+        assert list(cudart.registered.values()) == [3 * PAGE_BYTES]
+        del memory
+        assert not cudart.registered
+
+
+def test_an_arena_is_registered_as_a_whole(cudart: Cudart) -> None:
+    arena = Arena.anonymous(slot_bytes=PAGE_BYTES + 1, slots=2)
+    page_lock(arena.slot(0))
+    page_lock(arena.slot(1))
+    assert list(cudart.registered.values()) == [5 * PAGE_BYTES]
+    held = arena.slot(1)
+    arena.close()
+    assert not cudart.registered
+    assert len(held) == PAGE_BYTES + 1
+
+
+def test_holes_of_an_arena_get_no_memory(cudart: Cudart) -> None:
+    """Scenario: of an arena this trainer host has the bytes of its own ranks only."""
+    own = [(2 * PAGE_BYTES, 3 * PAGE_BYTES)]
+    made = Arena.create("holes", "x", slot_bytes=4 * PAGE_BYTES, slots=2, own=own)
+    try:
+        attached = Arena.attach(made.path, slot_bytes=4 * PAGE_BYTES)
+        page_lock(attached.slot(0))
+        of_slots_and_sequence_numbers = [PAGE_BYTES] * 3
+        assert list(cudart.registered.values()) == of_slots_and_sequence_numbers
+        attached.close()
+    finally:
+        made.unlink()
+        made.close()
+
+
+def test_a_block_of_another_process_is_registered_until_it_is_dropped(cudart: Cudart) -> None:
+    block = shared_memory(PAGE_BYTES)
+    place = locate(block)
+    assert place is not None
+    blocks = MappedBlocks()
+    for _ in range(2):
+        page_lock(blocks.view(place[0]))
+        assert len(cudart.registered) == 1
+    del blocks
+    assert not cudart.registered
+
+
+def test_memory_that_is_no_mapping_stays_pageable(cudart: Cudart) -> None:
+    page_lock(memoryview(bytearray(8)))
+    assert not cudart.registered
+
+
+def test_a_refusal_is_said_once(cudart: Cudart, caplog: pytest.LogCaptureFixture) -> None:
+    cudart.refuses = 2
+    memory = private_memory(PAGE_BYTES)
+    with caplog.at_level(logging.WARNING):
+        page_lock(memory)
+        page_lock(memory)
+    assert [record.message for record in caplog.records] == [
+        "CUDA does not page-lock 4096 bytes of host memory (error 2): copies of weights between it "
+        "and the GPU are slower"
+    ]
+
+
+def model(dtype: torch.dtype, kind: type[torch.Tensor] = OnGpu) -> nn.Module:
+    torch.manual_seed(0)
+    made = nn.Module()
+    for index, shape in enumerate([(300, 40), (7,), (5, 1000), (2, 3, 4)]):
+        tensor = torch.randn(shape).to(dtype).as_subclass(kind)
+        made.register_parameter(f"w{index}", nn.Parameter(tensor, requires_grad=False))
+    return made
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("unfinished", [1, 4096, 1 << 30])
+def test_a_snapshot_tells_of_bytes_that_are_there(
+    cudart: Cudart, monkeypatch: pytest.MonkeyPatch, dtype: str, unfinished: int
+) -> None:
+    monkeypatch.setattr(gpu_copies, "UNFINISHED_BYTES", unfinished)
+    source, plain = model(torch.float32), model(torch.float32, torch.Tensor)
+    manifest = build_manifest(tensor_layout(plain, dtype), bucket_bytes=1024)
+    expected = memoryview(bytearray(manifest.total_bytes))
+    write_shards(plain, manifest, expected)
+    slot = private_memory(manifest.total_bytes)
+    told: list[int] = []
+
+    def wrote(end: int) -> None:
+        assert slot[:end] == expected[:end]
+        told.append(end)
+
+    write_shards(source, manifest, slot, wrote=wrote)
+    assert slot == expected
+    assert len(cudart.registered) == 1
+    assert (len(told) == 4) == (unfinished == 1)
+
+
+@pytest.mark.parametrize("unfinished", [1, 4096, 1 << 30])
+def test_a_load_has_read_what_it_says(
+    cudart: Cudart, monkeypatch: pytest.MonkeyPatch, unfinished: int
+) -> None:
+    monkeypatch.setattr(gpu_copies, "UNFINISHED_BYTES", unfinished)
+    target, plain = model(torch.bfloat16), model(torch.bfloat16, torch.Tensor)
+    manifest = build_manifest(tensor_layout(plain, "bfloat16"), bucket_bytes=1024)
+    data = private_memory(manifest.total_bytes)
+    write_shards(plain, manifest, data)
+    for parameter in target.parameters():
+        parameter.as_subclass(torch.Tensor).zero_()
+    told: list[int] = []
+
+    def read(end: int) -> None:
+        data[:end] = bytes(end)  # nobody reads it any more
+        told.append(end)
+
+    WeightTable(target).load(manifest, data, read)
+    assert told[-1] == manifest.total_bytes
+    assert (len(told) == 5) == (unfinished == 1)
+    for one, other in zip(target.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.as_subclass(torch.Tensor), other)
