@@ -1,25 +1,33 @@
-"""`umbra plan`."""
+"""`umbra plan`: a plan as a table, as JSON, and as the files that start it."""
 
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import click
+import msgspec
 
-from umbra.deploy.cluster.bundle import FORMATS, Bundle
 from umbra.deploy.cluster.cluster_file import load_cluster
-from umbra.deploy.cluster.invocation import modules_of
-from umbra.deploy.cluster.kubernetes import keys_command
-from umbra.deploy.cluster.plan import make_plan
-from umbra.deploy.cluster.table import as_json as plan_as_json
-from umbra.deploy.cluster.table import table
+from umbra.deploy.cluster.compose import KEYS_FOLDER, compose_files
+from umbra.deploy.cluster.kubernetes import keys_command, manifests
+from umbra.deploy.cluster.launch import container_paths, launches, modules_of, ports
+from umbra.deploy.cluster.plan import Plan, Process, make_plan
+from umbra.deploy.cluster.slurm import slurm_files
+from umbra.deploy.files.formats import to_toml
 from umbra.deploy.files.run_folder import new_run_id
 from umbra.deploy.prepare.load import load_run, run_file_argument, set_option
-from umbra.proto.errors import EXIT_DONE
+from umbra.proto.errors import EXIT_DONE, UsageError
 from umbra.proto.net.keys import FOLDER, make_keys
-from umbra.services.config import RunConfig
+from umbra.services.config.loader import as_dict
 from umbra.services.config.rules import check_feasible
+from umbra.services.reporting.tables import aligned
+
+FORMATS = ("compose", "slurm", "kubernetes")
+HEADINGS = ("node", "address", "GPUs", "process", "task", "ports")
 
 
 @click.command()
@@ -35,7 +43,7 @@ from umbra.services.config.rules import check_feasible
     show_default=True, help="What to render; may be given several times.",
 )  # fmt: skip
 @click.option("--run-id", help="Id of the run.  [default: <run.name>-<date>-<time>-<4 digits>]")
-@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
+@click.option("--json", "as_json_wanted", is_flag=True, help="Print the plan as JSON.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 def command(
     cluster_file: Path,
@@ -44,7 +52,7 @@ def command(
     out: Path,
     formats: tuple[str, ...],
     run_id: str | None,
-    as_json: bool,
+    as_json_wanted: bool,
     dry_run: bool,
 ) -> int:
     """Plan the run of RUN_FILE on the nodes of CLUSTER_FILE, and render what starts it there.
@@ -56,41 +64,185 @@ def command(
     config = load_run(run_file, overrides)
     plan = make_plan(cluster, config, run_id or new_run_id(config.run.name))
     check_feasible(plan.config)
-    modules, keys = modules_of(config, run_file), _keys(config, out)
-    bundle = Bundle(plan, modules, out.resolve(), keys)
-    files = bundle.render(formats)
-    click.echo(json.dumps(plan_as_json(plan), indent=2) if as_json else table(plan), nl=as_json)
-    if not dry_run:
-        bundle.write(files)
-        _make_missing_keys(config, keys)
+    modules, keys, own_keys = modules_of(config, run_file), None, config.security.keys
+    if own_keys or not config.security.insecure:
+        keys = Path(own_keys) if own_keys else out.resolve() / FOLDER
+    files = render(plan, formats, modules, out.resolve(), keys)
+    shown = json.dumps(as_json(plan), indent=2) if as_json_wanted else table(plan)
+    click.echo(shown, nl=as_json_wanted)
+    if dry_run:
+        return EXIT_DONE
+    write(files, out.resolve())
+    if keys is not None:
+        if not own_keys and not keys.exists():  # they stay the same in every plan of this folder
+            make_keys(keys)
         if "compose" in formats:
-            bundle.copy_keys()
-        click.echo(f"{len(files)} files written to {out}", err=as_json)
-        if "kubernetes" in formats and keys:
-            click.echo(f"the keys: {keys_command(plan, str(keys))}", err=as_json)
-        if modules and keys and set(formats) != {"slurm"}:
-            _note_keys_in_sight(Path(modules), (keys, out.resolve()))
+            copy_keys(plan, keys, out.resolve())
+    click.echo(f"{len(files)} files written to {out}", err=as_json_wanted)
+    if keys and "kubernetes" in formats:
+        click.echo(f"the keys: {keys_command(plan, str(keys))}", err=as_json_wanted)
+    if keys and modules and set(formats) != {"slurm"}:
+        seen = [place for place in (keys, out.resolve()) if place.is_relative_to(modules)]
+        if seen:
+            click.echo(
+                f"note: containers that import your modules see all of {modules}, and with it "
+                f"secret keys of other roles in {seen[0]}: choose another --out or security.keys",
+                err=True,
+            )
     return EXIT_DONE
 
 
-def _keys(config: RunConfig, out: Path) -> Path | None:
-    """Return the folder of the run's keys: the run file's, or one of the plan's own."""
-    if config.security.insecure and not config.security.keys:
-        return None
-    return Path(config.security.keys) if config.security.keys else out.resolve() / FOLDER
+def render(
+    plan: Plan, formats: Iterable[str], modules: str, out: Path, keys: Path | None
+) -> dict[str, str]:
+    """Return the texts of `formats` by their path below `out`, which is absolute.
+
+    Args:
+        modules: folder of the user's own Python modules; empty if there are none.
+        keys: folder of the run's keys; None if it has none.
+
+    Raises:
+        UsageError: the plan cannot be rendered so.
+    """
+    replace = msgspec.structs.replace
+    security = replace(plan.config.security, keys="")  # the nodes' environment says where they are
+    config = to_toml(as_dict(replace(plan.config, security=security)))
+    paths = container_paths(plan, modules, keys=keys is not None)
+    files: dict[str, str] = {}
+    for name in formats:
+        match name:
+            case "compose":
+                files |= compose_files(plan, paths, config)
+            case "slurm":
+                files |= slurm_files(plan, config, out=out, keys=keys, modules=modules)
+            case _:
+                files["kubernetes.yaml"] = manifests(plan, paths, config)
+    return files
 
 
-def _make_missing_keys(config: RunConfig, keys: Path | None) -> None:
-    """Make the plan's own keys, if it needs any and does not have them from before."""
-    if keys is not None and not config.security.keys and not keys.exists():
-        make_keys(keys)
+def write(files: dict[str, str], out: Path) -> None:
+    for name, text in files.items():
+        path = out / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UsageError(
+                f"cannot write {path}: {error.strerror}; choose another --out"
+            ) from error
 
 
-def _note_keys_in_sight(modules: Path, places: tuple[Path, ...]) -> None:
-    """Print a note if a folder with secret keys is where the containers import from."""
-    if seen := next((str(place) for place in places if place.is_relative_to(modules)), ""):
-        click.echo(
-            f"note: containers that import your modules see all of {modules}, and with it secret "
-            f"keys of other roles in {seen}: choose another --out or security.keys",
-            err=True,
+def copy_keys(plan: Plan, keys: Path, out: Path) -> None:
+    """Put into each node's folder the keys that it needs, readable by their owner alone.
+
+    That is the user of the containers, if we may give files away or are that user.
+
+    Raises:
+        UsageError: one is missing, or the folder cannot be written to; or the user of the
+            containers could not read them.
+    """
+    user, group = plan.cluster.owner
+    if os.geteuid() not in (0, user):
+        raise UsageError(
+            f"cluster.user is {user}:{group}, and only root can give keys to another user: leave "
+            f"it out (then it is you, {os.geteuid()}:{os.getegid()}), or plan as root"
         )
+    needed: dict[Path, set[str]] = {}
+    for one in launches(plan, container_paths(plan, "", keys=True)):
+        folder = out / one.process.node.name / KEYS_FOLDER
+        needed.setdefault(folder, set()).update(one.key_files)
+    for folder, names in needed.items():
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.chown(folder, user, -1)
+            for name in sorted(names):
+                _copy_private(keys / name, folder / name)
+                os.chown(folder / name, user, -1)
+        except OSError as error:
+            raise UsageError(
+                f"cannot copy the run's keys from {keys} to {folder}: {error.strerror}: "
+                f"{error.filename}; `umbra keys` makes them"
+            ) from error
+
+
+def _copy_private(source: Path, target: Path) -> None:
+    target.unlink(missing_ok=True)
+    with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(source.read_bytes())
+
+
+def table(plan: Plan) -> str:
+    """Return the plan as columns, and below it what each group got and what is idle."""
+    rows: list[tuple[str, ...]] = [HEADINGS]
+    for node in plan.nodes:
+        cells = [
+            (_span(one.gpus), one.name, one.task.replace("_", "-"), _ports(plan, one))
+            for one in plan.on(node)
+        ]
+        if (idle := plan.idle(node)) or not cells:
+            cells.append((_span(tuple(idle)) if idle else "", "-", "idle", ""))
+        where = [(node.name, node.address), *[("", "")] * (len(cells) - 1)]
+        rows += [(*place, *one) for place, one in zip(where, cells, strict=True)]
+    lines = [
+        *aligned(rows),
+        "",
+        *(f"{group.describe()}: {group.arithmetic}" for group in plan.groups),
+    ]
+    trainers, trainer = plan.trainers(), plan.config.trainer
+    if len(trainers) > 1:
+        names = ", ".join(process.node.name for process in trainers)
+        lines.append(
+            f"trainer: {trainer.ranks} ranks on {names}, which meet at {trainer.rendezvous}; they "
+            "connect with each other at any port"  # which firewalls have to know
+        )
+    return "\n".join(lines) + "\n"
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Return the plan for programs."""
+    return {
+        "run": plan.run_id,
+        "trainer": {
+            "nodes": [process.node.name for process in plan.trainers()],
+            "ranks": plan.config.trainer.ranks,
+            "rendezvous": plan.config.trainer.rendezvous,
+        },
+        "groups": [
+            {
+                "tasks": list(group.tasks),
+                "nodes": [node.name for node in group.nodes],
+                "arithmetic": group.arithmetic,
+            }
+            for group in plan.groups
+        ],
+        "nodes": [
+            {
+                "name": node.name,
+                "address": node.address,
+                "gpus": node.gpus,
+                "idle_gpus": plan.idle(node),
+                "processes": [
+                    {
+                        "name": one.name,
+                        "task": one.task,
+                        "node_rank": one.node_rank,
+                        "gpus": list(one.gpus),
+                        "ports": ports(plan, one),
+                    }
+                    for one in plan.on(node)
+                ],
+            }
+            for node in plan.nodes
+        ],
+    }
+
+
+def _ports(plan: Plan, process: Process) -> str:
+    found = ports(plan, process)
+    return "-".join(map(str, sorted({found[0], found[-1]}))) if found else ""
+
+
+def _span(gpus: tuple[int, ...]) -> str:
+    if len(gpus) > 2 and gpus[-1] - gpus[0] == len(gpus) - 1:
+        return f"{gpus[0]}-{gpus[-1]}"
+    return ",".join(map(str, gpus)) or "-"

@@ -1,104 +1,95 @@
-"""A plan as one compose file and one environment file per node."""
+"""A plan as a compose file, an environment file and the run's configuration for each node."""
 
 from __future__ import annotations
 
 import ipaddress
 from typing import Any
 
-from umbra.deploy.cluster import invocation
 from umbra.deploy.cluster.cluster_file import Node
-from umbra.deploy.cluster.invocation import Paths, key_files
-from umbra.deploy.cluster.plan import Plan, Process
+from umbra.deploy.cluster.launch import CONFIG_FILE, Launch, Paths, environment, launches
+from umbra.deploy.cluster.plan import Plan
 from umbra.deploy.files.formats import to_yaml
 
-ROOT = "/srv/umbra"
-CONFIG_FILE = "run.toml"
+COMPOSE_FILE = "compose.yaml"
 ENVIRONMENT_FILE = "umbra.env"
 KEYS_FOLDER = "keys"
-GRACE = "40s"  # a trainer may have to end its step
-START_PERIOD = "600s"  # large models load for minutes
 # Taken from the shell that starts the containers, if they are set there: no secret is in a plan.
-HUB_VARIABLES = ("HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE")
-LOGGING = {"driver": "json-file", "options": {"max-size": "50m", "max-file": "4"}}
+HUB_VARIABLES = ["HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE"]
 
 
-def container_paths(plan: Plan, modules: str, *, keys: bool) -> Paths:
-    """Return where the files of a run are in every container."""
-    return Paths(
-        config=f"{ROOT}/{CONFIG_FILE}",
-        results=f"{ROOT}/results/{plan.run_id}",
-        store=f"{ROOT}/store/{plan.run_id}",
-        keys=f"{ROOT}/{KEYS_FOLDER}" if keys else "",
-        modules=modules,
-        cache=f"{ROOT}/cache",
-    )
+def compose_files(plan: Plan, paths: Paths, config: str) -> dict[str, str]:
+    """Return the texts of all nodes by path; `config` is that of the run's configuration."""
+    variables, launched = environment(plan, paths).items(), launches(plan, paths)
+    files: dict[str, str] = {}
+    for node in plan.nodes:
+        if own := [one for one in launched if one.process.node == node]:
+            files[f"{node.name}/{COMPOSE_FILE}"] = to_yaml(_compose(plan, node, own, paths))
+            files[f"{node.name}/{ENVIRONMENT_FILE}"] = "".join(f"{k}={v}\n" for k, v in variables)
+            files[f"{node.name}/{CONFIG_FILE}"] = config
+    return files
 
 
-def compose_file(plan: Plan, node: Node, paths: Paths) -> str:
-    processes = plan.on(node)
-    volumes: dict[str, Any] = {"results": {}, "shm": _shared_memory(plan)}
-    if any(process.task == "buffer" for process in processes):
-        volumes["store"] = {}
-    if any(invocation.fetches(plan, process) for process in processes):
-        volumes["cache"] = {}
+def _compose(plan: Plan, node: Node, own: list[Launch], paths: Paths) -> dict[str, Any]:
+    user, group = plan.cluster.owner
+    memory = f"size={plan.cluster.shm_gib}g,uid={user},gid={group},mode=0700"
+    shm = {"driver_opts": {"type": "tmpfs", "device": "tmpfs", "o": memory}}
+    named = sorted({name for one in own for name in one.volumes})
     tree: dict[str, Any] = {
         "name": f"umbra-{node.name.replace('.', '-')}",
-        "services": {p.name: _service(plan, p, processes, paths) for p in processes},
-        "volumes": volumes,
+        "services": {one.process.name: _service(plan, one, own, paths) for one in own},
+        "volumes": {name: shm if name == "shm" else {} for name in named},
     }
     if paths.keys:
-        names = sorted({name for process in processes for name in key_files(process)})
-        tree["secrets"] = {name: {"file": f"./{KEYS_FOLDER}/{name}"} for name in names}
-    return to_yaml(tree)
+        keys = sorted({name for one in own for name in one.key_files})
+        tree["secrets"] = {name: {"file": f"./{KEYS_FOLDER}/{name}"} for name in keys}
+    return tree
 
 
-def environment_file(plan: Plan, paths: Paths) -> str:
-    variables = invocation.environment(plan, paths)
-    return "".join(f"{name}={value}\n" for name, value in variables.items())
-
-
-def _service(plan: Plan, process: Process, beside: list[Process], paths: Paths) -> dict[str, Any]:
+def _service(plan: Plan, one: Launch, beside: list[Launch], paths: Paths) -> dict[str, Any]:
+    node, task = one.process.node, one.process.task
     service: dict[str, Any] = {
-        "image": invocation.image(plan, process),
-        "command": invocation.command(plan, process, paths),
+        "image": one.image,
+        "command": one.command,
         "env_file": [ENVIRONMENT_FILE],
         "user": plan.cluster.user,
         "init": True,
         # Not `unless-stopped`, which would run processes again that are done.
-        "restart": f"on-failure:{invocation.restarts(plan, process)}",
-        "stop_grace_period": GRACE,
+        "restart": f"on-failure:{one.restarts}",
+        "stop_grace_period": "40s",  # a trainer may have to end its step
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges=true"],
         "healthcheck": {
-            "test": ["CMD", "umbra", *invocation.health(plan, process)],
+            "test": ["CMD", "umbra", *one.health],
             "interval": "15s",
             "timeout": "10s",
             "retries": 4,
-            "start_period": START_PERIOD,
+            "start_period": "600s",  # large models load for minutes
         },
-        "logging": LOGGING,
-        "volumes": _volumes(plan, process, paths),
+        "logging": {"driver": "json-file", "options": {"max-size": "50m", "max-file": "4"}},
+        "volumes": [
+            _bind(f"./{CONFIG_FILE}", paths.config),
+            *(_bind(path, path) for path in one.inputs),
+            *({"type": "volume", "source": k, "target": v} for k, v in one.volumes.items()),
+        ],
     }
-    ports = invocation.ports(plan, process)
-    if invocation.on_host_network(plan, process):
+    if one.host_network:
         service["network_mode"] = "host"
     else:
-        service["hostname"] = process.node.name  # by which `umbra drain --node` finds it
-        if ports:
-            interface = _interface(process.node)
+        service["hostname"] = node.name  # by which `umbra drain --node` finds it
+        if one.ports:
             service["ports"] = [
-                {**interface, "target": port, "published": str(port), "protocol": "tcp"}
-                for port in ports
+                {**_interface(node), "target": port, "published": str(port), "protocol": "tcp"}
+                for port in one.ports
             ]
-    if process.task != "buffer" and any(other.task == "buffer" for other in beside):
+    if task != "buffer" and any(other.process.task == "buffer" for other in beside):
         service["depends_on"] = {"buffer": {"condition": "service_healthy"}}
     if paths.keys:
         service["secrets"] = [
-            {"source": name, "target": f"{paths.keys}/{name}"} for name in key_files(process)
+            {"source": name, "target": f"{paths.keys}/{name}"} for name in one.key_files
         ]
-    if invocation.fetches(plan, process):
-        service["environment"] = list(HUB_VARIABLES)
-    if resources := _resources(plan, process):
+    if one.fetches:
+        service["environment"] = HUB_VARIABLES
+    if resources := _resources(one):
         service["deploy"] = {"resources": resources}
     return service
 
@@ -111,48 +102,19 @@ def _interface(node: Node) -> dict[str, Any]:
         return {}
 
 
-def _resources(plan: Plan, process: Process) -> dict[str, Any]:
-    limits: dict[str, Any] = {}
-    if (memory := invocation.memory_gib(plan, process)) is not None:
-        limits["memory"] = f"{round(memory * 1024)}m"
-    if (cpus := plan.cluster.cpus.get(process.task)) is not None:
-        limits["cpus"] = f"{cpus:g}"
+def _resources(one: Launch) -> dict[str, Any]:
+    limits: dict[str, str] = {}
+    if one.memory_mib is not None:
+        limits["memory"] = f"{one.memory_mib}m"
+    if one.cpus is not None:
+        limits["cpus"] = f"{one.cpus:g}"
     resources: dict[str, Any] = {"limits": limits} if limits else {}
-    if process.gpus:
-        device = {
-            "driver": "nvidia",
-            "device_ids": [str(gpu) for gpu in process.gpus],
-            "capabilities": ["gpu"],
-        }
+    if ids := [str(gpu) for gpu in one.process.gpus]:
+        device = {"driver": "nvidia", "device_ids": ids, "capabilities": ["gpu"]}
         resources["reservations"] = {"devices": [device]}
     return resources
 
 
-def _volumes(plan: Plan, process: Process, paths: Paths) -> list[dict[str, Any]]:
-    volumes = [_bind(f"./{CONFIG_FILE}", paths.config)]
-    volumes += [_bind(path, path) for path in invocation.inputs(plan, process, paths)]
-    volumes.append({"type": "volume", "source": "results", "target": f"{ROOT}/results"})
-    if process.task == "buffer":
-        volumes.append({"type": "volume", "source": "store", "target": f"{ROOT}/store"})
-    else:
-        # The hub's versions: trainer, hub and generators of a node see the same memory.
-        volumes.append({"type": "volume", "source": "shm", "target": "/dev/shm"})
-    if invocation.fetches(plan, process):
-        volumes.append({"type": "volume", "source": "cache", "target": paths.cache})
-    return volumes
-
-
 def _bind(source: str, target: str) -> dict[str, Any]:
-    return {
-        "type": "bind",
-        "source": source,
-        "target": target,
-        "read_only": True,
-        "bind": {"create_host_path": False},
-    }
-
-
-def _shared_memory(plan: Plan) -> dict[str, Any]:
-    user, group = plan.cluster.owner
-    options = f"size={plan.cluster.shm_gib}g,uid={user},gid={group},mode=0700"
-    return {"driver_opts": {"type": "tmpfs", "device": "tmpfs", "o": options}}
+    found = {"type": "bind", "source": source, "target": target, "read_only": True}
+    return {**found, "bind": {"create_host_path": False}}

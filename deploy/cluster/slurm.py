@@ -11,14 +11,15 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
-from umbra.deploy.cluster import invocation
 from umbra.deploy.cluster.cluster_file import Node
-from umbra.deploy.cluster.invocation import Paths
+from umbra.deploy.cluster.launch import CONFIG_FILE, Paths, environment, launch
 from umbra.deploy.cluster.plan import Plan, Process
 from umbra.proto.errors import UsageError
 from umbra.services.process.supervisor import FINAL_CODES
 
+SLURM_FILE = "run.sbatch"
 DRAIN_S = 120  # between SIGTERM and the end of the time limit: a trainer may have to end its step
 FINISH_S = 60  # for the others to leave once the trainer has
 KILL_WAIT_S = 25  # SLURM kills 30 s after SIGTERM, unless its KillWait says otherwise
@@ -113,45 +114,54 @@ exit "$code"
 """
 
 
-def slurm_script(plan: Plan, paths: Paths, file: str) -> str:
-    """The script that `sbatch` takes; `file` is its own path, whose folder receives its output.
+def slurm_files(
+    plan: Plan, config: str, *, out: Path, keys: Path | None, modules: str
+) -> dict[str, str]:
+    """Return the script that `sbatch` takes, and the run's configuration.
+
+    Args:
+        config: the text of that.
+        out: folder of both, which receives the script's output.
+        keys: folder of the run's keys.
+        modules: folder of the user's own modules.
 
     Raises:
-        UsageError: a name or path cannot be written in it.
+        UsageError: a name or path cannot be written in the script.
     """
+    results, file = Path(plan.config.run.dir).resolve() / plan.run_id, str(out / SLURM_FILE)
+    store, folder = plan.config.buffer.store or str(results / "store"), str(keys or "")
+    paths = Paths(str(out / CONFIG_FILE), str(results), store, folder, modules)
     components = _components(plan)
     order = [node.name for nodes in components for node in nodes]
-    placed = plan.readdressed(lambda node: _address(order.index(node.name)))
-    separate = len(components) > 1
+    placed = plan.readdressed(lambda node: f"\0{order.index(node.name)}\0")  # see `_quoted`
     takes = [
         f'take "$SLURM_JOB_NODELIST_HET_GROUP_{index}" --het-group={index}'
-        if separate
+        if len(components) > 1
         else 'take "$SLURM_JOB_NODELIST" ""'
         for index in range(len(components))
     ]
-    known = "\n".join(
-        f"        {shlex.quote(node.name)}) echo {shlex.quote(node.address)} ;;"
-        for node in plan.nodes
-    )
     head = HEAD.format(
         file=_line(file),
         options="".join(_options(plan, components, file)),
-        addresses=known,
+        addresses="\n".join(
+            f"        {shlex.quote(node.name)}) echo {shlex.quote(node.address)} ;;"
+            for node in plan.nodes
+        ),
         takes="\n".join(takes),
         count=len(order),
         usage=UsageError.exit_code,
     )
-    variables = invocation.environment(placed, paths)
-    exports = "".join(f"export {name}={_quoted(value)}\n" for name, value in variables.items())
-    logs = f"{paths.results}/logs"
+    variables = environment(placed, paths).items()
+    exports = "".join(f"export {name}={_quoted(value)}\n" for name, value in variables)
     body = STEPS.format(
-        logs=shlex.quote(logs),
-        pattern=shlex.quote(_pattern(logs)),
+        logs=shlex.quote(f"{results}/logs"),
+        pattern=shlex.quote(_pattern(f"{results}/logs")),
         kill_wait=KILL_WAIT_S,
         final="|".join(map(str, (0, *FINAL_CODES))),
     )
     steps = "".join(_step(placed, order, process, paths) for process in placed.processes)
-    return head + exports + body + steps + TAIL.format(finish=FINISH_S)
+    script = head + exports + body + steps + TAIL.format(finish=FINISH_S)
+    return {SLURM_FILE: script, CONFIG_FILE: config}
 
 
 def _components(plan: Plan) -> list[list[Node]]:
@@ -208,29 +218,15 @@ def _line(text: str) -> str:
 def _step(plan: Plan, order: list[str], process: Process, paths: Paths) -> str:
     """Return the line that starts `process`; each node has a results folder of its own."""
     node = process.node.name
-    own = replace(paths, results=f"{paths.results}/{node}")
+    one = launch(plan, process, replace(paths, results=f"{paths.results}/{node}"))
     gpus = ",".join(map(str, process.gpus))
-    words = [
-        *(
-            "step",
-            str(order.index(node)),
-            gpus,
-            process.name,
-            str(invocation.restarts(plan, process)),
-        ),
-        *("umbra", *invocation.command(plan, process, own)),
-    ]
-    line = " ".join(map(_quoted, words)) + "\n"
+    words = ["step", str(order.index(node)), gpus, process.name, str(one.restarts), "umbra"]
+    line = " ".join(map(_quoted, [*words, *one.command])) + "\n"
     return line + ("trainer=$!\n" if process == plan.the("train") else "")
 
 
-def _address(index: int) -> str:
-    """Return a placeholder for a host's address, filled in when the script runs."""
-    return f"\0{index}\0"
-
-
 def _quoted(text: str) -> str:
-    """Return `text` as a shell word, its placeholders as variables."""
+    """Return `text` as a shell word; in place of \\0INDEX\\0 comes the address of a host."""
     if "\0" not in text:
         return shlex.quote(text)
     escaped = re.sub(r'([\\"$`])', r"\\\1", text)

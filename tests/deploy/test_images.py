@@ -12,11 +12,9 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
-from fakes.clusters import PLANS, SCHEMAS, parse_planned
+from fakes.clusters import PLANS, SCHEMAS, launched, parse_planned
 from fakes.slowness import seconds
 from packaging.requirements import Requirement
-
-from umbra.deploy.cluster import invocation
 
 ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "deploy" / "images"
@@ -72,7 +70,7 @@ def wanted(extras: tuple[str, ...]) -> list[Requirement]:
 
 def test_every_image_that_is_planned_has_a_target() -> None:
     planned = {
-        invocation.image(plan, process).removeprefix("umbra-").removesuffix(":latest")
+        launched(plan, process).image.removeprefix("umbra-").removesuffix(":latest")
         for plan in PLANS.values()
         for process in plan.processes
     }

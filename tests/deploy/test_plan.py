@@ -6,15 +6,14 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from fakes.clusters import BOTH, PLANS, SEPARATE, plan_of
+from fakes.clusters import BOTH, PLANS, SEPARATE, launched, plan_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from umbra.deploy.cluster.cluster_file import load_cluster
-from umbra.deploy.cluster.invocation import image
+from umbra.deploy.cluster.command import as_json, table
 from umbra.deploy.cluster.placement import check_ratios, divide
 from umbra.deploy.cluster.plan import Plan
-from umbra.deploy.cluster.table import as_json, table
 from umbra.proto.errors import UsageError
 
 
@@ -244,7 +243,7 @@ def test_hub_and_relays_have_a_gpu_where_they_may_broadcast(
     passing = [p for p in plan.processes if p.task in ("weight_hub", "relay")]
     assert len(passing) == len(gpus)
     assert {process.gpus for process in passing} == {found}
-    images = {image(plan, process).rpartition("-")[2] for process in passing}
+    images = {launched(plan, process).image.rpartition("-")[2] for process in passing}
     assert images == {"trainer:latest" if found else "broker:latest"}
 
 

@@ -16,6 +16,7 @@ from fakes.clusters import (
     RUN_ID,
     SCHEMAS,
     cluster,
+    launched,
     parse_planned,
     plan_of,
     plans,
@@ -23,10 +24,10 @@ from fakes.clusters import (
     run_config,
 )
 
-from umbra.deploy.cluster import invocation
-from umbra.deploy.cluster.bundle import Bundle
 from umbra.deploy.cluster.cluster_file import ClusterFile, ClusterSpec, Node
-from umbra.deploy.cluster.compose import container_paths
+from umbra.deploy.cluster.command import render as render_plan
+from umbra.deploy.cluster.command import write
+from umbra.deploy.cluster.launch import KEYS, container_paths, environment, launch, ports
 from umbra.deploy.cluster.plan import Plan, make_plan
 from umbra.services.config.loader import load_config
 
@@ -49,11 +50,11 @@ def test_every_planned_command_is_one_that_exists(
     plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = container_paths(plan, "/m", keys=False)
-    for name, value in invocation.environment(plan, paths).items():
+    for name, value in environment(plan, paths).items():
         monkeypatch.setenv(name, value)
     for process in plan.processes:
-        parse_planned(invocation.command(plan, process, paths))
-        parse_planned(invocation.health(plan, process))
+        parse_planned(launch(plan, process, paths).command)
+        parse_planned(launch(plan, process, paths).health)
 
 
 def test_a_wrong_flag_is_noticed() -> None:
@@ -75,7 +76,7 @@ def test_the_values_of_planned_flags_are_taken(plan: Plan) -> None:
     paths = container_paths(plan, "/m", keys=False)
     sections = {"weight-hub": "weight_hub"}
     for process in plan.processes:
-        section, *flags = invocation.command(plan, process, paths)
+        section, *flags = launch(plan, process, paths).command
         pairs = list(pairwise(flags))
         overrides = [
             f"{sections.get(section, section)}.{flag[2:].replace('-', '_')}={value}"
@@ -91,14 +92,14 @@ def test_the_values_of_planned_flags_are_taken(plan: Plan) -> None:
 def test_ports_are_the_documented_ten() -> None:
     for plan in PLANS.values():
         for node in plan.nodes:
-            used = [port for p in plan.on(node) for port in invocation.ports(plan, p)]
+            used = [port for p in plan.on(node) for port in ports(plan, p)]
             assert len(used) == len(set(used))
             assert set(used) <= set(range(5555, 5565))
     moved = plan_of(1, 1, base_port=7000)
-    assert invocation.ports(moved, moved.the("buffer")) == [7000, 7001, 7002, 7003]
-    assert invocation.environment(moved, container_paths(moved, "", keys=False))[
-        "UMBRA_BROKER"
-    ] == ("tcp://10.0.0.1:7000")
+    assert ports(moved, moved.the("buffer")) == [7000, 7001, 7002, 7003]
+    assert environment(moved, container_paths(moved, "", keys=False))["UMBRA_BROKER"] == (
+        "tcp://10.0.0.1:7000"
+    )
 
 
 # -- compose --------------------------------------------------------------------------------------
@@ -131,14 +132,11 @@ def test_a_compose_file_starts_what_belongs_on_its_node(plan: Plan) -> None:
             check_service(plan, services[process.name], process.name, files[node.name]["volumes"])
 
 
-PATHS = container_paths(PLANS["one GPU"], "", keys=True)  # all plans have one run id
-
-
 def check_service(plan: Plan, service: dict[str, Any], name: str, volumes: dict[str, Any]) -> None:
     """Everything that a service needs in order to run, and nothing that it should not have."""
     process = next(p for p in plan.processes if p.name == name)
     assert service["restart"].startswith("on-failure:")
-    assert service["command"] == invocation.command(plan, process, PATHS)
+    assert service["command"] == launched(plan, process).command
     assert "start_interval" not in service["healthcheck"]  # which needs Docker Engine 25
     assert int(service["logging"]["options"]["max-file"]) > 1
     assert service["healthcheck"]["test"][:3] == ["CMD", "umbra", "status"]
@@ -152,11 +150,11 @@ def check_service(plan: Plan, service: dict[str, Any], name: str, volumes: dict[
     assert ("/srv/umbra/store" in mounted) == (process.task == "buffer")
     assert ("/data/prompts.jsonl" in mounted) == (process.task == "buffer")
     secret = [s["source"] for s in service["secrets"] if s["source"].endswith("_secret")]
-    assert secret == sorted({f"{invocation.KEYS[process.task]}.key_secret", "monitor.key_secret"})
+    assert secret == sorted({f"{KEYS[process.task]}.key_secret", "monitor.key_secret"})
     reserved = service.get("deploy", {}).get("resources", {}).get("reservations", {})
     ids = [gpu for device in reserved.get("devices", []) for gpu in device["device_ids"]]
     assert ids == [str(gpu) for gpu in process.gpus]
-    if invocation.on_host_network(plan, process):
+    if launched(plan, process).host_network:
         assert service["network_mode"] == "host"
         assert "ports" not in service
         assert "hostname" not in service
@@ -164,7 +162,7 @@ def check_service(plan: Plan, service: dict[str, Any], name: str, volumes: dict[
         assert service["hostname"] == process.node.name  # `umbra drain --node` goes by it
         assert {port["host_ip"] for port in service.get("ports", [])} <= {process.node.address}
         published = [port["published"] for port in service.get("ports", [])]
-        assert published == [str(port) for port in invocation.ports(plan, process)]
+        assert published == [str(port) for port in ports(plan, process)]
         assert not {"network_mode", "privileged", "pid", "ipc"} & set(service)
 
 
@@ -209,7 +207,7 @@ def test_others_on_the_node_wait_for_the_buffer() -> None:
 
 def test_images() -> None:
     def images(plan: Plan) -> dict[str, str]:
-        return {p.task: invocation.image(plan, p) for p in plan.processes}
+        return {p.task: launched(plan, p).image for p in plan.processes}
 
     assert images(plan_of(1, 1, image="registry.example/umbra", tag="1.2")) == {
         "buffer": "registry.example/umbra-broker:1.2",
@@ -235,8 +233,7 @@ def test_what_is_read_is_mounted_where_it_is_read() -> None:
             'data.prompts={"/data/a.jsonl" = 1, "datasets:name:train" = 2}',
         ),
     )
-    paths = container_paths(plan, "", keys=False)
-    read = {process.task: invocation.inputs(plan, process, paths) for process in plan.processes}
+    read = {process.task: launched(plan, process).inputs for process in plan.processes}
     assert read == {
         "buffer": ["/data/a.jsonl", "/data/heldout.jsonl"],
         "weight_hub": ["/models/m"],
@@ -258,8 +255,8 @@ def test_own_modules_are_mounted_and_found() -> None:
 
 def test_the_configuration_beside_it_is_the_run_file_s(tmp_path: Path) -> None:
     plan = plan_of(1, 1, overrides=("trainer.learning_rate=3e-4",))
-    bundle = Bundle(plan, "", tmp_path / "new" / "out", None)
-    bundle.write(bundle.render(["compose"]))
+    out = tmp_path / "new" / "out"
+    write(render_plan(plan, ["compose"], "", out, None), out)
     read = load_config(tmp_path / "new" / "out" / "b" / "run.toml", environ={})
     assert read == plan.config
 

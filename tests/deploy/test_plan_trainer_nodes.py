@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import yaml
-from fakes.clusters import PLANS, cluster, plan_of, render, run_config
+from fakes.clusters import PLANS, cluster, launched, plan_of, render, run_config
 
 from umbra import cli
-from umbra.deploy.cluster import invocation
-from umbra.deploy.cluster.compose import container_paths
+from umbra.deploy.cluster.command import as_json, table
+from umbra.deploy.cluster.launch import KEYS, ports
 from umbra.deploy.cluster.plan import Plan, make_plan
-from umbra.deploy.cluster.table import as_json, table
 from umbra.proto.errors import UsageError
 from umbra.services.config.rules import check_feasible
 
@@ -31,7 +30,7 @@ def trainers(plan: Plan) -> list[tuple[str, tuple[int, ...]]]:
 def flags(plan: Plan, name: str) -> dict[str, str]:
     """The flags of the process `name`, by their names; of `--set` the last."""
     (process,) = (process for process in plan.processes if process.name == name)
-    words = invocation.command(plan, process, container_paths(plan, "", keys=True))
+    words = launched(plan, process).command
     start = next(index for index, word in enumerate(words) if word.startswith("--"))
     return dict(zip(words[start::2], words[start + 1 :: 2], strict=True))
 
@@ -93,8 +92,8 @@ def test_a_group_that_shares_the_trainer_s_nodes() -> None:
     """Relay and part of a node bind ports of their own."""
     on_b = [process.task for process in SHARED.on(SHARED.nodes[1])]
     assert on_b == ["relay", "part", "train", *["logp"] * 4]
-    ports = [port for p in SHARED.on(SHARED.nodes[1]) for port in invocation.ports(SHARED, p)]
-    assert ports == [5559, 5560, 5561, 5562, 5563]
+    used = [port for p in SHARED.on(SHARED.nodes[1]) for port in ports(SHARED, p)]
+    assert used == [5559, 5560, 5561, 5562, 5563]
 
 
 def test_the_table_and_json_show_it() -> None:
@@ -214,14 +213,14 @@ def test_a_part_finds_the_hub_and_says_where_it_is_found() -> None:
 
 def test_all_trainers_come_again_as_often_as_others() -> None:
     """A node that is away costs the others restarts, and may be away for a quarter of an hour."""
-    assert {invocation.restarts(TWO, process) for process in TWO.processes} == {20}
+    assert {launched(TWO, process).restarts for process in TWO.processes} == {20}
     alone = plan_of(8, 8)
-    assert invocation.restarts(alone, alone.the("train")) == 3
+    assert launched(alone, alone.the("train")).restarts == 3
 
 
 def test_only_rank_0_is_a_member_whose_health_is_asked() -> None:
     for process in TWO.trainers():
-        assert invocation.health(TWO, process) == ["status", "--member", "trainer"]
+        assert launched(TWO, process).health == ["status", "--member", "trainer"]
 
 
 # -- launchers ------------------------------------------------------------------------------------
@@ -250,10 +249,10 @@ def test_compose_gives_the_ranks_the_host_s_network_and_publishes_the_parts() ->
     assert "/dev/shm" in {volume["target"] for volume in part["volumes"]}
     assert part["image"] == "umbra-broker:latest"
     secret = {s["source"] for s in part["secrets"] if s["source"].endswith("_secret")}
-    assert secret == {f"{invocation.KEYS['part']}.key_secret", "monitor.key_secret"}
+    assert secret == {f"{KEYS['part']}.key_secret", "monitor.key_secret"}
     memory = plan_of(8, 8, 8, 8, shm_gib=8, memory_gib={"part": 1})
     (process,) = (process for process in memory.processes if process.task == "part")
-    assert invocation.memory_gib(memory, process) == 9  # with the memory that it makes
+    assert launched(memory, process).memory_mib == 9 * 1024  # with the memory that it makes
 
 
 def test_pods_meet_at_the_name_of_the_first_node_s_service() -> None:
@@ -308,4 +307,4 @@ def test_hub_and_relays_of_several_trainer_nodes_have_no_gpu() -> None:
     plan = plan_of(8, 8, 8, 8, network="host")
     passing = [p for p in plan.processes if p.task in ("weight_hub", "relay", "part")]
     assert {process.gpus for process in passing} == {()}
-    assert {invocation.image(plan, process) for process in passing} == {"umbra-broker:latest"}
+    assert {launched(plan, process).image for process in passing} == {"umbra-broker:latest"}

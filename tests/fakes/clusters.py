@@ -9,10 +9,10 @@ import click
 import pytest
 
 from umbra import cli
-from umbra.deploy.cluster.bundle import Bundle
 from umbra.deploy.cluster.cluster_file import ClusterFile, ClusterSpec, Node
-from umbra.deploy.cluster.invocation import modules_of
-from umbra.deploy.cluster.plan import Plan, make_plan
+from umbra.deploy.cluster.command import render as render_plan
+from umbra.deploy.cluster.launch import Launch, container_paths, launch, modules_of
+from umbra.deploy.cluster.plan import Plan, Process, make_plan
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import load_config
 
@@ -79,7 +79,12 @@ plans = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 
 def render(plan: Plan, *formats: str, out: Path = Path("/out")) -> dict[str, str]:
     """The files of a plan with keys."""
-    return Bundle(plan, modules_of(plan.config, RUN_FILE), out, KEYS).render(formats)
+    return render_plan(plan, formats, modules_of(plan.config, RUN_FILE), out, KEYS)
+
+
+def launched(plan: Plan, process: Process) -> Launch:
+    """How containers start a process of a plan with keys."""
+    return launch(plan, process, container_paths(plan, "", keys=True))
 
 
 def parse_planned(arguments: list[str]) -> None:

@@ -15,7 +15,8 @@ import pytest
 from fakes.clusters import cluster, run_config
 from fakes.slowness import seconds
 
-from umbra.deploy.cluster.bundle import Bundle
+from umbra.deploy.cluster.command import render
+from umbra.deploy.cluster.command import write as write_files
 from umbra.deploy.cluster.plan import Plan, make_plan
 from umbra.proto.messages import Status
 
@@ -124,8 +125,7 @@ def mixed_plan(tmp_path: Path) -> Plan:
 
 def write(plan: Plan, out: Path) -> Path:
     """The script of `plan` in folder `out`."""
-    bundle = Bundle(plan, "", out, None)
-    bundle.write(bundle.render(["slurm"]))
+    write_files(render(plan, ["slurm"], "", out, None), out)
     return out / "run.sbatch"
 
 
