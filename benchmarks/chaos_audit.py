@@ -159,9 +159,9 @@ def rows(folder: Path, kind: str) -> Iterable[dict[str, Any]]:
 def main() -> int:
     """Run the `umbra` command of the command line, with records."""
     from umbra.cli import main as umbra
-    from umbra.deploy.run import programs
+    from umbra.deploy.run import up
 
-    programs.umbra_argv = lambda *arguments: (sys.executable, __file__, *arguments)
+    up.umbra_argv = lambda *arguments: (sys.executable, __file__, *arguments)
     if sys.argv[1:2] == ["generator"]:
         from umbra.services.generator import service as generator
 

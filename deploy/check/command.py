@@ -17,8 +17,8 @@ from umbra.deploy.check.machine_defaults import for_hardware, this_machine
 from umbra.deploy.cluster.cluster_file import load_cluster
 from umbra.deploy.cluster.plan import make_plan
 from umbra.deploy.files.formats import to_toml
-from umbra.deploy.prepare.load import load_given, set_option
-from umbra.deploy.prepare.preflight import check_packages, check_run, search_path
+from umbra.deploy.prepare.load import load_given, search_path, set_option
+from umbra.deploy.prepare.preflight import check_packages, check_run
 from umbra.deploy.prepare.stage import try_start
 from umbra.proto.errors import EXIT_DONE, UsageError
 from umbra.services.config import RunConfig

@@ -20,7 +20,7 @@ import msgspec
 
 from umbra.deploy.check.finding import Finding, Level, refusal
 from umbra.deploy.check.hardware import GIB
-from umbra.deploy.prepare.preflight import run_endpoints
+from umbra.deploy.prepare.preflight import nearest_folder, run_endpoints
 from umbra.proto.access import KEY_ROLES, KeyRole
 from umbra.proto.errors import StartupError, UmbraError, UsageError
 from umbra.proto.net.keys import SECRET, is_local, load_keys
@@ -221,7 +221,7 @@ def open_files() -> Finding:
 
 def disk(folder: Path) -> Finding:
     """Check room and the time of a sync at `folder`, or where it will be made."""
-    place = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    place = nearest_folder(folder)
     try:
         with tempfile.TemporaryFile(dir=place) as file:
             file.write(os.urandom(1 << 20))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import sys
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from umbra.deploy.files.run_folder import RunFolder
+from umbra.deploy.files.run_folder import RunFolder, read_object
 from umbra.deploy.files.shown import shown_command, shown_path
 from umbra.proto.bounds import printable
 from umbra.proto.errors import EXIT_DONE, UsageError
@@ -68,14 +67,16 @@ def command(
     conversation, Ctrl-C ends an answer, Ctrl-D the program. Lines that are piped in are answered
     one after another.
     """
-    config = _settings(model)
-    values: dict[str, Any] = {"temperature": temperature or None, "max_tokens": max_tokens}
-    config = _changed(config, "sampling", **values)
+    config = _changed(_settings(model), "sampling", temperature=temperature or None)
+    config = _changed(config, "sampling", max_tokens=max_tokens)
     config = _changed(config, "generator", engine=engine, device=device)
-    if engine is None:
-        config = _changed(config, "generator", engine=_engine(config.generator.device))
-    if config.generator.engine == "torch":
+    own = config.generator
+    if engine is None:  # vLLM only with a GPU: it takes a minute to start
+        on_gpu = own.device != "cpu" and Path("/dev/nvidiactl").exists()
+        engine = "vllm" if on_gpu and find_spec("vllm") is not None else "torch"
+    if engine == "torch":
         config = _changed(config, "generator", engine_args={}, tensor_parallel=1)
+    config = _changed(config, "generator", engine=engine)
     from umbra.services.generator.talk import Talk  # brings torch
 
     name = secrets.token_hex(4) if seed is None else f"seed-{seed}"
@@ -88,7 +89,7 @@ def command(
 
 
 def _settings(model: str) -> RunConfig:
-    """How to load and ask what the user names.
+    """Return how to load and ask the model that the user names.
 
     Raises:
         UsageError: it is neither a model nor a run with one.
@@ -106,7 +107,9 @@ def _settings(model: str) -> RunConfig:
         config = load_config(folder.config, environ={})
         config = _changed(config, "model", path=str(folder.model), revision="")
         config = _changed(config, "trainer", lora_rank=0, router_replay=False)  # it is merged
-    context = _context(check_model_dir(config.model.path, "MODEL"))
+    found = read_object(check_model_dir(config.model.path, "MODEL") / "config.json")
+    limit = found.get("max_position_embeddings")  # whoever loads it says what is wrong with it
+    context = min(limit, CONTEXT) if isinstance(limit, int) else CONTEXT
     return _changed(config, "generator", slots=1, max_context=context)
 
 
@@ -118,26 +121,11 @@ def _as_model(name: str) -> str:
     return name if is_hub_name(name) and not Path(name).parent.exists() else ""
 
 
-def _context(model: Path) -> int:
-    try:
-        limit = json.loads((model / "config.json").read_bytes()).get("max_position_embeddings")
-    except (OSError, ValueError, AttributeError):
-        limit = None  # whoever loads it will say what is wrong with it
-    return min(limit, CONTEXT) if isinstance(limit, int) else CONTEXT
-
-
 def _changed(config: RunConfig, section: str, **values: Any) -> RunConfig:
     """Return `config` with the given values of a section."""
     given = {key: value for key, value in values.items() if value is not None}
     changed = msgspec.structs.replace(getattr(config, section), **given)
     return msgspec.structs.replace(config, **{section: changed})
-
-
-def _engine(device: str) -> str:
-    """Return vLLM only with a GPU: it takes a minute to start."""
-    if device == "cpu" or find_spec("vllm") is None:
-        return "torch"
-    return "vllm" if Path("/dev/nvidiactl").exists() else "torch"
 
 
 def _talk(conversation: Talk) -> None:
@@ -150,17 +138,12 @@ def _talk(conversation: Talk) -> None:
                     click.secho(printable(piece), dim=kind == "reasoning", nl=False)
                 click.echo()
             except ValueError as error:
-                _refuse(error)
+                told = f"{error}: {RESET} begins a new conversation"
+                if not sys.stdin.isatty():  # what is piped in cannot go on
+                    raise UsageError(told) from error
+                click.echo(told, err=True)
             except KeyboardInterrupt:
                 click.echo(" (stopped)")
-
-
-def _refuse(error: ValueError) -> None:
-    """Say on a terminal how to go on; what is piped in cannot."""
-    told = f"{error}: {RESET} begins a new conversation"
-    if not sys.stdin.isatty():
-        raise UsageError(told) from error
-    click.echo(told, err=True)
 
 
 def _lines() -> Iterator[str]:

@@ -20,8 +20,8 @@ from umbra.deploy.files.shown import (
     shown_command,
     wrapped,
 )
-from umbra.deploy.prepare.load import set_option
-from umbra.deploy.prepare.preflight import check_run, resolve_paths
+from umbra.deploy.prepare.load import resolve_paths, set_option
+from umbra.deploy.prepare.preflight import check_run
 from umbra.deploy.prepare.stage import StageInterrupted, last_said, run_stage
 from umbra.deploy.run.command import finish
 from umbra.deploy.run.live import View, choose_view
@@ -80,89 +80,64 @@ WORDS = (
 )
 
 
-class Demo:
-    """One demo in its folder: makes model and data, then runs like any other run."""
-
-    def __init__(
-        self, task: str, seed: int, folder: RunFolder, view: View, interrupts: SignalCounter
-    ) -> None:
-        self._task = task
-        self._seed = seed
-        self._folder = folder
-        self._view = view
-        self._interrupts = interrupts
-        self._started = time.monotonic()
-
-    def run(self, overrides: tuple[str, ...]) -> dict[str, Any]:
-        recipe = RECIPES[self._task]
-        data = self._folder.path / "task"
-        with self._stage(f"task {self._task}: prompts, held-out prompts, worked examples"):
-            write_task(
-                self._task,
-                data,
-                seed=self._seed,
-                prompts=recipe.prompts,
-                heldout=HELDOUT,
-                demos=recipe.demos,
-            )
-        random, base = self._folder.path / "random", self._folder.path / "base"
-        with self._stage("model: random weights, character tokenizer") as what:
-            self._umbra(what, "make-model", str(random), "--seed", str(self._seed))
-        warm_start = f"warm start: {recipe.sft_steps} supervised steps on a poor teacher"
-        with self._stage(warm_start) as what:
-            self._umbra(
-                what,
-                *("sft", str(random), "--data", str(data / "demos.jsonl"), "--out", str(base)),
-                *("--steps", str(recipe.sft_steps), "--schedule", recipe.sft_schedule),
-                *("--seed", str(self._seed)),
-                *("--threads", "1", "--device", "cpu"),
-            )
-        return self._up(base, data, overrides)
-
-    def _up(self, base: Path, data: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
-        run_file = self._folder.path / "run.toml"
-        chosen = (
-            f"run.seed={self._seed}",
-            f"run.dir={self._folder.path.parent}",
-            f"model.path={base}",
-            f"data.prompts={data / 'prompts.jsonl'}",
-            f"eval.prompts={data / 'heldout.jsonl'}",
-        )
-        config = load_config(DEMOS / f"{self._task}.toml", overrides=(*chosen, *overrides))
-        run_file.write_text(to_toml(as_dict(config)), encoding="utf-8")
-        config = resolve_paths(config, run_file)
-        check_run(config)
-        run = Up(
-            config,
-            self._folder,
-            view=self._view,
-            interrupts=self._interrupts,
-            started=self._started,
-        )
-        return run.run()
+def run_demo(
+    task: str,
+    seed: int,
+    folder: RunFolder,
+    view: View,
+    interrupts: SignalCounter,
+    overrides: tuple[str, ...],
+) -> dict[str, Any]:
+    """Make model and data in `folder`, then run like any other run; return its summary."""
+    began, recipe, data = time.monotonic(), RECIPES[task], folder.path / "task"
+    random, base = folder.path / "random", folder.path / "base"
 
     @contextmanager
-    def _stage(self, what: str) -> Iterator[str]:
+    def stage(what: str) -> Iterator[None]:
         started = time.monotonic()
-        self._view.doing(what)
-        yield what
-        self._view.say(f"{what} ({time.monotonic() - started:.1f} s)")
+        view.doing(what)
+        yield
+        view.say(f"{what} ({time.monotonic() - started:.1f} s)")
 
-    def _umbra(self, what: str, *arguments: str) -> None:
-        name = arguments[0]
-
+    def umbra(what: str, *arguments: str) -> None:
         def waiting() -> None:
-            said = last_said(self._folder, name)
-            self._view.doing(what, said if said.startswith("step ") else "")
+            said = last_said(folder, arguments[0])
+            view.doing(what, said if said.startswith("step ") else "")
 
-        run_stage(
-            name,
-            arguments,
-            folder=self._folder,
-            environ=child_environ(),
-            interrupts=self._interrupts,
-            waiting=waiting,
+        with stage(what):
+            run_stage(
+                arguments[0],
+                (*arguments, "--seed", str(seed)),
+                folder=folder,
+                environ=child_environ(),
+                interrupts=interrupts,
+                waiting=waiting,
+            )
+
+    with stage(f"task {task}: prompts, held-out prompts, worked examples"):
+        write_task(
+            task, data, seed=seed, prompts=recipe.prompts, heldout=HELDOUT, demos=recipe.demos
         )
+    umbra("model: random weights, character tokenizer", "make-model", str(random))
+    umbra(
+        f"warm start: {recipe.sft_steps} supervised steps on a poor teacher",
+        *("sft", str(random), "--data", str(data / "demos.jsonl"), "--out", str(base)),
+        *("--steps", str(recipe.sft_steps), "--schedule", recipe.sft_schedule),
+        *("--threads", "1", "--device", "cpu"),
+    )
+    run_file = folder.path / "run.toml"
+    chosen = (
+        f"run.seed={seed}",
+        f"run.dir={folder.path.parent}",
+        f"model.path={base}",
+        f"data.prompts={data / 'prompts.jsonl'}",
+        f"eval.prompts={data / 'heldout.jsonl'}",
+    )
+    config = load_config(DEMOS / f"{task}.toml", overrides=(*chosen, *overrides))
+    run_file.write_text(to_toml(as_dict(config)), encoding="utf-8")
+    config = resolve_paths(config, run_file)
+    check_run(config)
+    return Up(config, folder, view=view, interrupts=interrupts, started=began).run()
 
 
 @click.command()
@@ -200,7 +175,7 @@ def command(
         folder = RunFolder.create(parent, f"demo-{task}")
         view.say(f"everything goes to {folder.path}")
         try:
-            summary = Demo(task, seed, folder, view, interrupts).run(overrides)
+            summary = run_demo(task, seed, folder, view, interrupts, overrides)
         except StageInterrupted:
             click.echo("umbra: interrupted", err=True)
             return interrupts.exit_code

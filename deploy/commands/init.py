@@ -91,16 +91,7 @@ _ONE_GPU = ("# shares the GPU with the trainer", "learning_rate = 2e-6")
 
 
 def run_file(gpus: int, *, file: str, name: str, model: str, prompts: str, reward: str) -> str:
-    """Return the text of the run file.
-
-    Args:
-        gpus: of the machine; half of several train.
-        file: the run file's name.
-        name: of the run.
-        model: `model.path`.
-        prompts: `data.prompts`.
-        reward: a key of `REWARDS`.
-    """
+    """Return the text of the run file `file` for a machine with `gpus`; half of several train."""
     generator, trainer = _ONE_GPU if gpus else _CPU
     if gpus > 1:
         ranks = gpus // 2
@@ -119,7 +110,6 @@ def run_file(gpus: int, *, file: str, name: str, model: str, prompts: str, rewar
 
 
 def _value(value: Any) -> str:
-    """`value` as TOML writes it."""
     return tomli_w.dumps({"key": value}).removeprefix("key = ").strip()
 
 
@@ -150,11 +140,12 @@ def command(
         raise UsageError(f"--prompts {prompts}: there is no such file")
     kinds = click.Choice(list(REWARDS))
     reward = _ask("reward: your own function, or the row's answer", reward, "function", kinds)
+    run = shlex.quote(shown_path((folder / RUN_FILE).absolute()))
     texts = {
         RUN_FILE: run_file(
-            _gpus(),
-            file=shlex.quote(shown_path((folder / RUN_FILE).absolute())),
-            name=_name(folder),
+            sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in DEVICES.iterdir()),
+            file=run,
+            name=re.sub(r"[^A-Za-z0-9_.-]+", "-", folder.absolute().name).strip("-.") or "run",
             model=_from(folder, model),
             prompts=_from(folder, prompts) or PROMPTS_FILE,
             reward=reward,
@@ -165,7 +156,6 @@ def command(
     if not prompts:
         texts[PROMPTS_FILE] = PROMPTS
     _write(folder, texts)
-    run = shlex.quote(shown_path((folder / RUN_FILE).absolute()))
     if not Path(model).is_dir() and not is_hub_name(model):
         click.echo(f"{model} is not there yet: hf download NAME --local-dir {model}")
     click.echo(f"next:\n  {shown_command()} check {run}\n  {shown_command()} up {run}")
@@ -204,21 +194,12 @@ def _ask(
     return str(click.prompt(question, default=default, show_default=bool(default), type=kind))
 
 
-def _gpus() -> int:
-    return sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in DEVICES.iterdir())
-
-
 def _is_source(prompts: str) -> bool:
     return prompts.startswith(DATASETS) or is_elsewhere(prompts)
 
 
 def _from(folder: Path, path: str) -> str:
-    """`path` as it is found from any folder: as it is for a run file that lies here."""
+    """Return `path` as it is found from any folder; unchanged for a run file that lies here."""
     if not path or _is_source(path) or not Path(path).exists() or folder == Path():
         return path
     return str(Path(path).absolute())
-
-
-def _name(folder: Path) -> str:
-    """A run's name: that of the folder, as far as an id can be made of it."""
-    return re.sub(r"[^A-Za-z0-9_.-]+", "-", folder.absolute().name).strip("-.") or "run"

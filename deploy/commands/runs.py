@@ -10,22 +10,28 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import islice
 from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
 import click
 
-from umbra.deploy.files.rollouts import as_text, read_rollouts
-from umbra.deploy.files.run_folder import RunFolder
+from umbra.deploy.files.run_folder import (
+    RunFolder,
+    read_object,
+    read_rollouts,
+    rollout_text,
+    step_row,
+    tail,
+)
 from umbra.deploy.files.shown import shown_name
 from umbra.proto.bounds import printable
-from umbra.proto.errors import EXIT_DONE, UNREADABLE, UsageError
+from umbra.proto.errors import EXIT_DONE, UsageError
 from umbra.services.config import RunSection
 from umbra.services.config.loader import load_config
 from umbra.services.monitor.run_address import find_run
-from umbra.services.process.files import is_held, open_regular, read_regular
-from umbra.services.process.metrics import parse_row
+from umbra.services.process.files import is_held
 from umbra.services.reporting.tables import aligned, size
 
 TAIL_BYTES = 1 << 20  # of the metrics, in which a run without a summary has its last steps
@@ -84,7 +90,7 @@ def command(
     if not found:
         raise UsageError(f"no run is in {folder}: name the folder that runs are in (run.dir)")
     heading = ("id", "state", "steps", "reward", "accuracy", "begun", "size")
-    for line in aligned([heading, *map(_row, found)], right=(2, 3, 4, 6)):
+    for line in aligned([heading, *map(_cells, found)], right=(2, 3, 4, 6)):
         click.echo(line)
     return EXIT_DONE
 
@@ -101,41 +107,45 @@ def _print_rollouts(
         found = choose(count, of_step, key=lambda row: row["reward"])
     else:
         found = list(deque(of_step, maxlen=count))
-    if not found:
-        raise UsageError(_why_none(folder, step))
     for row in found:
-        click.echo(json.dumps(row) if as_json else printable(as_text(row)))
-    return EXIT_DONE
-
-
-def _why_none(folder: RunFolder, step: int | None) -> str:
-    """Why there is nothing to print."""
+        click.echo(json.dumps(row) if as_json else printable(rollout_text(row)))
+    if found:
+        return EXIT_DONE
     if folder.samples.is_file():
-        return f"run {folder.id} has no rollouts" + (f" of step {step}" if step else " yet")
+        raise UsageError(
+            f"run {folder.id} has no rollouts" + (f" of step {step}" if step else " yet")
+        )
     if load_config(folder.config, environ={}).log.samples == 0:
-        return f"run {folder.id} keeps no rollouts: log.samples is 0"
-    return f"run {folder.id} has no rollouts yet: {folder.samples.name} comes with its first step"
+        raise UsageError(f"run {folder.id} keeps no rollouts: log.samples is 0")
+    raise UsageError(
+        f"run {folder.id} has no rollouts yet: {folder.samples.name} comes with its first step"
+    )
 
 
 def list_runs(parent: Path) -> Iterator[RunEntry]:
-    """The runs below `parent`; what cannot be read of one is left out."""
+    """Yield the runs below `parent`; what cannot be read of one is left out."""
     for file in parent.glob("*/config.json"):
-        if not file.is_file() or (file.parent / "tokenizer_config.json").is_file():
-            continue  # a model
-        yield _entry(RunFolder(file.parent))
+        if file.is_file() and not (file.parent / "tokenizer_config.json").is_file():  # a model's
+            yield _entry(RunFolder(file.parent))
 
 
 def _entry(folder: RunFolder) -> RunEntry:
-    run = _section(_read(folder.config), "run")
-    summary = _read(folder.summary)
-    steps = _last_steps(folder.metrics)
+    config, summary = read_object(folder.config), read_object(folder.summary)
+    run = found if isinstance(found := config.get("run"), dict) else {}
+    rows = (step_row(line) for line in reversed(tail(folder.metrics, TAIL_BYTES)))
+    steps = list(islice((row for row in rows if row is not None), RECENT))  # newest first
     rewards = [r for row in steps if (r := _number(row.get("reward/mean"))) is not None]
-    goal = _number(run.get("steps"))
+    goal, code = _number(run.get("steps")), summary.get("exit_code")
+    state: State = "failed" if code else "ended"
+    if is_held(folder.path):
+        state = "under way"
+    elif not isinstance(code, int) or code > SIGNALLED:
+        state = "interrupted"
     return RunEntry(
         id=folder.id,
         name=str(run.get("name", "")),
-        state=_state(folder, summary),
-        steps=int((_number(steps[-1].get("step")) or 0) if steps else 0),
+        state=state,
+        steps=int((_number(steps[0].get("step")) or 0) if steps else 0),
         goal=None if goal is None else int(goal),
         reward=sum(rewards) / len(rewards) if rewards else None,
         accuracy=_number(summary.get("accuracy_after")),
@@ -152,34 +162,8 @@ def _number(value: Any) -> float | None:
     return float(value) if known else None
 
 
-def _state(folder: RunFolder, summary: dict[str, Any]) -> State:
-    if is_held(folder.path):
-        return "under way"
-    code = summary.get("exit_code")
-    if not isinstance(code, int) or code > SIGNALLED:
-        return "interrupted"
-    return "failed" if code else "ended"
-
-
-def _last_steps(metrics: Path) -> list[dict[str, Any]]:
-    """The newest rows of steps, oldest first."""
-    try:
-        with os.fdopen(open_regular(metrics), "rb") as file:
-            file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return []
-    steps: list[dict[str, Any]] = []
-    for line in reversed(lines):
-        if '"kind":"step"' in line and (row := parse_row(line)) is not None:
-            steps.append(row)
-            if len(steps) == RECENT:
-                break
-    return steps[::-1]
-
-
 def _size(folder: Path) -> int:
-    """Bytes of all files below `folder`; a run that goes on may take some away meanwhile."""
+    """Return the bytes of all files below `folder`; a run under way may remove some meanwhile."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -188,21 +172,7 @@ def _size(folder: Path) -> int:
     return total
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """The object in a file; empty if there is none."""
-    try:
-        found = json.loads(read_regular(path))
-    except (OSError, *UNREADABLE):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _section(tree: dict[str, Any], name: str) -> dict[str, Any]:
-    found = tree.get(name)
-    return found if isinstance(found, dict) else {}
-
-
-def _row(run: RunEntry) -> tuple[str, ...]:
+def _cells(run: RunEntry) -> tuple[str, ...]:
     return (
         shown_name(run.id),
         run.state,

@@ -1,4 +1,4 @@
-"""The folder that receives everything about one run."""
+"""The folder that receives everything about one run, and the readers of its files."""
 
 from __future__ import annotations
 
@@ -15,29 +15,58 @@ from typing import Any
 from umbra.proto.errors import UNREADABLE, UsageError
 from umbra.services.process.files import LOCK, HeldError, folder_lock, open_regular, read_regular
 from umbra.services.process.metrics import parse_row
+from umbra.services.reporting.tables import number
 
 LAST_LINES_BYTES = 16 << 10
 CHECK = "environment-check"
 """Name of the stage, and of its logs, that tries the environment before a run begins."""
-ENDED = "remove it, and the run goes on if it has not reached its end"
-BEGUN = "remove it, and the accuracy before training is measured again"
+Row = dict[str, Any]
 
 
 def new_run_id(name: str, now: float | None = None) -> str:
-    """`<name>-<date>-<time>-<4 hex digits>`: sorts by time, and two at once differ."""
+    """Return `<name>-<date>-<time>-<4 hex digits>`: sorts by time, and two at once differ."""
     moment = time.localtime(time.time() if now is None else now)
     return f"{name}-{time.strftime('%Y%m%d-%H%M%S', moment)}-{secrets.token_hex(2)}"
 
 
-@dataclass(frozen=True, slots=True)
+class _Below:
+    """A path in the run's folder."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: RunFolder, _owner: type) -> Path:
+        return folder.path / self._name
+
+
+@dataclass(frozen=True)
 class RunFolder:
     """Paths of a run's files."""
 
     path: Path
 
+    config = _Below("config.json")
+    origin = _Below("origin.json")  # `search`, where modules are looked for; `before`: accuracies
+    metrics = _Below("metrics.jsonl")  # rows of all services
+    samples = _Below("samples.jsonl")  # rollouts that were trained on (`log.samples`)
+    summary = _Below("summary.json")
+    report = _Below("report.html")
+    buffer = _Below("buffer.json")  # its last status
+    checkpoints = _Below("checkpoints")
+    model = _Below("model")
+    logs = _Below("logs")
+    inputs = _Below("inputs")  # of a run begun from Python: prompts, and functions as source
+
+    @property
+    def id(self) -> str:
+        return self.path.name
+
+    def log(self, name: str) -> Path:
+        return self.logs / f"{name}.log"
+
     @classmethod
     def create(cls, parent: str | Path, name: str) -> RunFolder:
-        """A new folder for a run called `name`.
+        """Make a new folder for a run called `name`.
 
         Raises:
             UsageError: `parent` cannot be written to.
@@ -53,7 +82,7 @@ class RunFolder:
 
     @classmethod
     def existing(cls, path: str | Path, *, extends: bool = False) -> RunFolder:
-        """The folder of a run that was begun, and is to go on; `extends`: also beyond its end.
+        """Return the folder of a run that is to resume; `extends`: also beyond its end.
 
         Raises:
             UsageError: it is none, or the run has reached its end.
@@ -73,12 +102,17 @@ class RunFolder:
         return folder
 
     def has_ended(self) -> bool:
-        """Whether the run has reached its end.
+        """Return whether the run has reached its end.
 
         Raises:
             UsageError: its summary cannot be read.
         """
-        return self.summary.is_file() and _read(self.summary, ENDED).get("exit_code") == 0
+        remedy = "remove it, and the run goes on if it has not reached its end"
+        return read_object(self.summary, remedy).get("exit_code") == 0
+
+    def read_origin(self) -> dict[str, Any]:
+        remedy = "remove it, and the accuracy before training is measured again"
+        return read_object(self.origin, remedy)
 
     def discard(self) -> None:
         """Remove the folder of a run that was refused; what others have put there stays."""
@@ -87,50 +121,6 @@ class RunFolder:
         for folder in (self.logs, self.path):
             with suppress(OSError):  # not empty
                 folder.rmdir()
-
-    @property
-    def id(self) -> str:
-        return self.path.name
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.json"
-
-    @property
-    def origin(self) -> Path:
-        """What a run that goes on needs to know of its beginning, besides the configuration."""
-        return self.path / "origin.json"
-
-    def read_origin(self) -> dict[str, Any]:
-        """`search`: where modules are looked for; `before`: accuracies; what is known of them."""
-        return _read(self.origin, BEGUN) if self.origin.is_file() else {}
-
-    @property
-    def metrics(self) -> Path:
-        """What every service measured, as JSON lines."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def report(self) -> Path:
-        """The run as a page."""
-        return self.path / "report.html"
-
-    @property
-    def samples(self) -> Path:
-        """Rollouts that were trained on, as text, in JSON lines (`log.samples`)."""
-        return self.path / "samples.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def buffer(self) -> Path:
-        return self.path / "buffer.json"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -152,13 +142,12 @@ class RunFolder:
             yield
 
     def remember(self) -> dict[Path, bytes | None]:
-        """What a refused start has to leave as it was; None for a file that is not there."""
+        """Return what a refused start has to leave as it was; None for a file that is missing."""
         paths = (self.config, self.origin, self.buffer, self.summary)
         return {path: path.read_bytes() if path.is_file() else None for path in paths}
 
     @staticmethod
     def put_back(remembered: Mapping[Path, bytes | None]) -> None:
-        """Make it so again."""
         for path, content in remembered.items():
             if content is None:
                 path.unlink(missing_ok=True)
@@ -166,63 +155,62 @@ class RunFolder:
                 path.write_bytes(content)
 
     def forget_end(self) -> None:
-        """Remove what an earlier life of this run has left as its last word."""
+        """Remove the final status and summary of an earlier life of this run."""
         for path in (self.buffer, self.summary):
             path.unlink(missing_ok=True)
 
-    @property
-    def inputs(self) -> Path:
-        """What a run that was begun from Python was given: prompts, and functions as source."""
-        return self.path / "inputs"
 
-    @property
-    def model(self) -> Path:
-        return self.path / "model"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    def log(self, name: str) -> Path:
-        return self.logs / f"{name}.log"
-
-
-def _read(path: Path, remedy: str) -> dict[str, Any]:
-    """The JSON object in a file of a run.
+def read_object(path: Path, remedy: str = "") -> dict[str, Any]:
+    """Return the JSON object in a file; empty if there is no file.
 
     Raises:
-        UsageError: it holds none.
+        UsageError: it holds none, and a `remedy` is given; else that is as if it were missing.
     """
     try:
         found = json.loads(read_regular(path))
+    except FileNotFoundError:
+        return {}
     except (OSError, *UNREADABLE) as error:
-        raise UsageError(f"{path} cannot be read ({error}): {remedy}") from error
-    if not isinstance(found, dict):
-        raise UsageError(f"{path} holds no JSON object: {remedy}")
-    return found
+        why = str(error)
+    else:
+        if isinstance(found, dict):
+            return found
+        why = "it holds no JSON object"
+    if not remedy:
+        return {}
+    raise UsageError(f"{path} cannot be read ({why}): {remedy}")
+
+
+def tail(path: Path, most: int) -> list[str]:
+    """Return the lines in the last `most` bytes of a file; none if it cannot be read."""
+    try:
+        with os.fdopen(open_regular(path), "rb") as file:
+            file.seek(max(0, file.seek(0, 2) - most))
+            return file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []
 
 
 def last_lines(path: Path, count: int) -> list[str]:
-    """The last `count` lines of a text file that are not empty; none if there is no file."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - LAST_LINES_BYTES))
-            text = file.read().decode(errors="replace")
-    except FileNotFoundError:
-        return []
-    return [line.rstrip() for line in text.splitlines() if line.strip()][-count:]
+    """Return the last `count` lines that are not empty; none if there is no file."""
+    lines = tail(path, LAST_LINES_BYTES)
+    return [line.rstrip() for line in lines if line.strip()][-count:]
 
 
-class LineFollower:
-    """Reads the lines that others append to a file, as they come."""
+def step_row(line: str) -> Row | None:
+    """Return the row of a step in a line of metrics; None for others, most of which are spans."""
+    return parse_row(line) if '"kind":"step"' in line else None
+
+
+class StepFollower:
+    """Reads the rows of steps that the trainer appends to a file of metrics."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
 
-    def lines(self) -> list[str]:
-        """Whole lines that were added since the last call."""
+    def new(self) -> list[Row]:
+        """Return the rows since the last call; a line that is not whole waits."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -231,11 +219,15 @@ class LineFollower:
             return []
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
-        return whole.decode(errors="replace").splitlines()
+        lines = whole.decode(errors="replace").splitlines()
+        return [row for line in lines if (row := step_row(line)) is not None]
 
 
-def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of metrics in a file; lines that a crash or a full disk has cut are left out."""
+def read_rows(path: Path) -> Iterator[Row]:
+    """Yield the rows of metrics in a file; lines that a crash or a full disk has cut are left out.
+
+    No file has no rows.
+    """
     try:
         fd = open_regular(path)
     except FileNotFoundError:
@@ -244,3 +236,48 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
         for line in file:
             if line.endswith("\n") and (row := parse_row(line)) is not None:
                 yield row
+
+
+# -- rollouts -------------------------------------------------------------------------------------
+
+
+def read_rollouts(folder: RunFolder) -> Iterator[Row]:
+    """Yield all rollouts, oldest first; those of a step that a trainer has repeated only once."""
+    seen: set[tuple[int, str]] = set()
+    for row in read_rows(folder.samples):
+        name = (row["step"], row["sample"])
+        if row["kind"] == "rollout" and name not in seen:
+            seen.add(name)
+            yield row
+
+
+def pieces(rollout: Row) -> Iterator[tuple[str, int, int | None]]:
+    """Yield text, tokens and staleness of each piece of the response; None: the environment's."""
+    at = 0
+    for chars, tokens, staleness in rollout["pieces"]:
+        yield rollout["response"][at : at + chars], tokens, staleness
+        at += chars
+
+
+def rollout_text(rollout: Row) -> str:
+    """Return a rollout to read; where parts differ in age, or in who said them, each is marked."""
+    facts = [f"step {rollout['step']}, {rollout['sample']}: reward {number(rollout['reward'])}"]
+    if parts := [f"{name} {number(value)}" for name, value in rollout["reward_parts"].items()]:
+        facts[0] += f" ({', '.join(parts)})"
+    facts.append(f"{rollout['tokens']} tokens")
+    counts = [(name, rollout.get(name, 1)) for name in ("turns", "branches")]
+    facts += [f"{count} {name}" for name, count in counts if count > 1]
+    facts += [rollout["finish_reason"], _age(rollout["staleness"])]
+    body, said = rollout["response"], list(pieces(rollout))
+    if len(said) > 1:
+        body = "\n".join(f"[{_age(age)}, {tokens} tokens] {text}" for text, tokens, age in said)
+    text = f"--- {', '.join(facts)}\n{rollout['prompt']}\n>>> {body}\n"
+    for branch, one in enumerate(rollout.get("further", ()), start=2):
+        text += f"--- branch {branch}\n{one['prompt']}\n>>> {one['response']}\n"
+    return text
+
+
+def _age(staleness: int | None) -> str:
+    if staleness is None:
+        return "environment"
+    return "newest weights" if staleness == 0 else f"staleness {staleness}"

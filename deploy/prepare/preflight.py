@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
-import msgspec
-
-from umbra.deploy.prepare.pinning import is_pinned
 from umbra.proto.access import KeyRole
 from umbra.proto.errors import UsageError
 from umbra.proto.messages import Role
-from umbra.proto.net.keys import FOLDER, open_security
+from umbra.proto.net.keys import open_security
 from umbra.proto.sockets import check_address, check_port_free
 from umbra.services.buffer.prompts import open_prompts
 from umbra.services.config import RunConfig
@@ -25,98 +23,12 @@ from umbra.services.modeling.architectures import (
     check_heads,
     read_config,
 )
-from umbra.services.modeling.hub import (
-    is_hub_name,
-    missing_bytes,
-    refuse_misspelt,
-)
+from umbra.services.modeling.hub import is_hub_name, missing_bytes
 from umbra.services.modeling.model_directory import check_model_dir
-from umbra.services.prompts.readers import placed, read_source
+from umbra.services.prompts.readers import read_source
+from umbra.services.reporting.tables import size
 
-
-def resolve_paths(
-    config: RunConfig, run_file: Path, say: Callable[[str], None] = lambda text: None
-) -> RunConfig:
-    """`config` with absolute paths: looked up from the run file's folder, else from here.
-
-    Args:
-        config: as the user wrote it.
-        run_file: where.
-        say: is told which of two is taken where both exist.
-
-    Raises:
-        UsageError: a model's name is rather a path with a mistake, or a folder cannot be named.
-    """
-    told: set[str] = set()
-
-    def found(path: str) -> Path:
-        beside, here = run_file.parent / path, Path(path)
-        if beside.exists() and here.exists() and not beside.samefile(here) and path not in told:
-            told.add(path)
-            say(
-                f"{path} is taken from the run file's folder: {beside.absolute()}, not the one here"
-            )
-        return beside if beside.exists() else here
-
-    def file(path: str) -> str:
-        return str(found(path).resolve()) if path else ""
-
-    def source(name: str) -> str:
-        return placed(name, file)
-
-    def model(name: str, key: str, revision: str = "") -> str:
-        if not is_hub_name(name) or (run_file.parent / name).exists():
-            return file(name)
-        if not revision:
-            refuse_misspelt(name, key, run_file.parent)
-            refuse_misspelt(name, key)
-        return name
-
-    def program(python: str) -> str:
-        """Resolve a path like a file's, but follow no link of it."""
-        return str(found(python).absolute()) if "/" in python else python
-
-    def sources(prompts: str | dict[str, float]) -> str | dict[str, float]:
-        if isinstance(prompts, str):
-            return source(prompts)
-        return {source(name): weight for name, weight in prompts.items()}
-
-    replace = msgspec.structs.replace
-    return replace(
-        config,
-        environment=replace(config.environment, python=program(config.environment.python)),
-        environments=tuple(
-            replace(one, python=program(one.python), prompts=source(one.prompts))
-            for one in config.environments
-        ),
-        model=replace(
-            config.model,
-            path=config.model.path
-            if is_pinned(config.model)  # whatever has come to lie there since
-            else model(config.model.path, "model.path", config.model.revision),
-            chat_template=file(config.model.chat_template),
-        ),
-        data=replace(
-            config.data,
-            prompts=sources(config.data.prompts),
-        ),
-        scorer=replace(config.scorer, model=model(config.scorer.model, "scorer.model")),
-        critic=replace(config.critic, path=model(config.critic.path, "critic.path")),
-        eval=replace(config.eval, prompts=source(config.eval.prompts)),
-        security=replace(config.security, keys=file(_keys(config))),
-    )
-
-
-def _keys(config: RunConfig) -> str:
-    """Return the folder of keys: the named one, else the one in `run.dir` if it exists."""
-    usual = Path(config.run.dir).absolute() / FOLDER
-    return config.security.keys or (str(usual) if usual.is_dir() else "")
-
-
-def search_path(run_file: Path) -> list[Path]:
-    """Return where modules of the user's environment or reward are looked for."""
-    here, beside = Path.cwd(), run_file.resolve().parent
-    return [here] if here == beside else [beside, here]
+LEAST_ROOM = 16 << 20  # bytes on the disk of run.dir with which a run is begun
 
 
 def check_run(config: RunConfig, *, download: bool = True) -> None:
@@ -185,16 +97,22 @@ def check_packages(
             )
 
 
-def check_one_machine(config: RunConfig) -> None:
-    """Whether one machine can start all of the run.
+def nearest_folder(path: Path) -> Path:
+    """Return `path`, or of the folders above it the lowest that exists."""
+    return next(place for place in (path, *path.absolute().parents) if place.is_dir())
+
+
+def check_room(config: RunConfig) -> None:
+    """Refuse a run whose disk is full already; one that fills up under way waits for room.
 
     Raises:
-        UsageError: its trainer is on several hosts.
+        UsageError: less than `LEAST_ROOM` is free.
     """
-    if config.trainer.nodes > 1:
+    place = nearest_folder(Path(config.run.dir))
+    if (free := shutil.disk_usage(place).free) < LEAST_ROOM:
         raise UsageError(
-            f"trainer.nodes = {config.trainer.nodes}: `umbra up` runs everything on this machine; "
-            "`umbra plan` makes what starts it on several; or set it to 1"
+            f"run.dir: {size(free)} free on the disk of {place}, and a run needs "
+            f"{size(LEAST_ROOM)} at the least: free some, or name another folder"
         )
 
 

@@ -4,31 +4,32 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from umbra.deploy.files.rollouts import read_rollouts
-from umbra.deploy.files.run_folder import LineFollower, RunFolder
+from umbra.deploy.files.run_folder import Row, RunFolder, StepFollower, read_rollouts
 from umbra.deploy.prepare.stage import last_object, run_stage
-from umbra.deploy.python.child import RunChild
 from umbra.proto.access import KeyRole
 from umbra.proto.deadline import Deadline
-from umbra.proto.errors import UsageError
+from umbra.proto.errors import ERROR_PREFIX, UsageError
 from umbra.proto.net.keys import open_security
 from umbra.services.config import SecurityConfig
 from umbra.services.monitor.client import StatusClient
 from umbra.services.monitor.run_address import RunAddress, find_run
 from umbra.services.monitor.view import sparkline, status_dict
-from umbra.services.process.child import ChildError, child_environ
+from umbra.services.process.child import ChildError, ChildProcess, child_environ, umbra_argv
 from umbra.services.process.files import is_held
-from umbra.services.process.metrics import parse_row
 from umbra.services.prompts.readers import is_elsewhere
 
 LOOK_S = 0.1
+JOIN_S = 5.0  # for the last lines of a child that has ended
 CURVE = 80  # characters
 ANSWER_S = 10.0
 CHECKPOINT_S = 600.0
@@ -43,6 +44,67 @@ class Step:
     number: int
     reward: float  # mean of the samples that were trained on
     metrics: dict[str, Any]
+
+    @classmethod
+    def of(cls, row: Row) -> Step:
+        return cls(row["step"], float(row.get("reward/mean") or 0.0), row)
+
+
+class RunChild:
+    """`umbra up FOLDER` as our child: it ends, in order, when this process does.
+
+    Its output goes to the terminal, where it draws its live screen, or as lines through
+    `sys.stdout`, which a notebook shows below its cell. The sentence with which it ends if
+    something is wrong is kept in `said`, for the exception that tells it.
+
+    Args:
+        folder: the run's.
+        flags: of `umbra up`.
+        show: whether its progress is shown.
+    """
+
+    def __init__(self, folder: Path, *flags: str, show: bool = True) -> None:
+        self.said = ""
+        argv = umbra_argv("up", str(folder), *flags, *(() if show else ("--quiet",)))
+        self._readers: list[threading.Thread] = []
+        direct = sys.stdout is sys.__stdout__ and sys.stdout.isatty()  # not put in its place
+        out = None if direct else self._through(lambda line: print(line, flush=True))
+        err = self._through(self._hear)
+        try:
+            self._child = ChildProcess(argv, environ=child_environ(), stdout=out, stderr=err)
+        finally:
+            for fd in (out, err):
+                if fd is not None:
+                    os.close(fd)
+
+    def poll(self) -> int | None:
+        code = self._child.poll()
+        for reader in () if code is None else self._readers:
+            reader.join(JOIN_S)
+        return code
+
+    def terminate(self) -> None:
+        """Ask it to end in order; the second time at once."""
+        self._child.terminate()
+
+    def _through(self, take: Callable[[str], None]) -> int:
+        """Return the writing end of a pipe whose lines a thread gives to `take`."""
+        reading, writing = os.pipe()
+
+        def read() -> None:
+            with open(reading, encoding="utf-8", errors="replace") as lines:
+                for line in lines:
+                    take(line.rstrip("\n"))
+
+        self._readers.append(threading.Thread(target=read, name="umbra-up-output", daemon=True))
+        self._readers[-1].start()
+        return writing
+
+    def _hear(self, line: str) -> None:
+        if line.startswith(ERROR_PREFIX):
+            self.said = line.removeprefix(ERROR_PREFIX)
+        else:
+            print(line, file=sys.stderr)
 
 
 class RemoteRun:
@@ -66,7 +128,7 @@ class RemoteRun:
         return f"<umbra.RemoteRun at {self._address.broker}>"
 
     def status(self) -> dict[str, Any]:
-        """The state of all that is under way, as `umbra status --json` prints it."""
+        """Return the state of all that is under way, as `umbra status --json` prints it."""
         with self._client(WATCHING) as client:
             return status_dict(client.status(ANSWER_S))
 
@@ -81,7 +143,7 @@ class RemoteRun:
             client.resume(ANSWER_S)
 
     def checkpoint(self, timeout_s: float = CHECKPOINT_S) -> int:
-        """Have the trainer save its state; the step after which it did."""
+        """Have the trainer save its state; return the step after which it did."""
         with self._client(OPERATING) as client:
             return client.checkpoint(timeout_s)
 
@@ -105,7 +167,8 @@ class Run(RemoteRun):
     def __init__(self, path: str | Path, child: RunChild | None = None) -> None:
         self._folder = RunFolder(Path(path).resolve())
         self._child = child
-        self._steps = _StepRows(self._folder.metrics)
+        self._follower = StepFollower(self._folder.metrics)
+        self._read: dict[int, Step] = {}
 
     @property
     def id(self) -> str:
@@ -120,22 +183,27 @@ class Run(RemoteRun):
 
     # -- what it has done -------------------------------------------------------------------------
 
+    def _steps(self) -> list[Step]:
+        """Return all steps so far; of those that a trainer has repeated the newest."""
+        self._read |= {row["step"]: Step.of(row) for row in self._follower.new()}
+        return list(self._read.values())
+
     def __iter__(self) -> Iterator[Step]:
         last = 0
         while True:
             running = self.under_way  # before the look, so that the last steps are seen
-            for number, row in self._steps.look().items():
-                if number > last:
-                    last = number
-                    yield Step(number, _reward(row), row)
+            for step in self._steps():
+                if step.number > last:
+                    last = step.number
+                    yield step
             if not running:
                 return
             time.sleep(LOOK_S)
 
     @property
     def metrics(self) -> Any:
-        """A row for each step so far: a pandas DataFrame if pandas is installed, else dicts."""
-        rows = list(self._steps.look().values())
+        """Return a row for each step so far: a pandas DataFrame if it is installed, else dicts."""
+        rows = [step.metrics for step in self._steps()]
         try:
             import pandas  # pyright: ignore[reportMissingImports, reportMissingModuleSource]
         except ModuleNotFoundError:
@@ -156,7 +224,7 @@ class Run(RemoteRun):
 
     @property
     def model(self) -> Path:
-        """The trained model, a Hugging Face directory.
+        """Return the trained model, a Hugging Face directory.
 
         Raises:
             UsageError: there is none yet.
@@ -179,15 +247,13 @@ class Run(RemoteRun):
             UsageError: there is no trained model yet, or there are no prompts.
             ChildError: the evaluation failed.
         """
-        model = self.model
-        config = json.loads(self._folder.config.read_bytes())
-        chosen = str(prompts or config["eval"]["prompts"])
-        if not is_elsewhere(chosen):
-            chosen = str(Path(chosen).resolve()) if chosen else ""
+        model, config = self.model, self._folder.config
+        chosen = str(prompts or json.loads(config.read_bytes())["eval"]["prompts"])
         if not chosen:
             raise UsageError("evaluate: give prompts, or begin the run with eval_prompts")
-        arguments = ["eval", str(model), "--json", "--config", str(self._folder.config)]
-        arguments += ["--prompts", chosen]
+        if not is_elsewhere(chosen):
+            chosen = str(Path(chosen).resolve())
+        arguments = ["eval", str(model), "--json", "--config", str(config), "--prompts", chosen]
         arguments += ["--samples", str(samples)] if samples else []
         arguments += ["--greedy"] if greedy else []
         search = [Path(path) for path in self._folder.read_origin().get("search", [])]
@@ -205,23 +271,18 @@ class Run(RemoteRun):
         return is_held(self._folder.path)
 
     def wait(self, timeout_s: float = math.inf) -> dict[str, Any]:
-        """The summary, when the run has ended.
+        """Return the summary, when the run has ended.
 
         Raises:
             DeadlineError: it has not within `timeout_s` seconds.
             UmbraError: it ended badly; `exit_code` and the sentence are those of `umbra up`.
         """
-        deadline = Deadline(timeout_s, f"run {self.id} has not ended")
-        while self.under_way:
-            deadline.check()
-            time.sleep(LOOK_S)
-        summary = self.summary
+        self._await_end(timeout_s)
+        summary, child = self.summary, self._child
         if summary is None:
-            why = self._child.said if self._child is not None else ""
-            code = self._child.poll() if self._child is not None else None
-            raise ChildError(
-                why or f"run {self.id} ended without a summary: see {self._folder.logs}", code or 6
-            )
+            why = f"run {self.id} ended without a summary: see {self._folder.logs}"
+            said, code = (child.said, child.poll()) if child is not None else ("", None)
+            raise ChildError(said or why, code or 6)
         if summary["exit_code"]:
             raise ChildError(summary["exit_reason"], int(summary["exit_code"]))
         return summary
@@ -236,6 +297,9 @@ class Run(RemoteRun):
             self._child.terminate()
         elif self.under_way:
             self.drain("stopped from Python")
+        self._await_end(timeout_s)
+
+    def _await_end(self, timeout_s: float) -> None:
         deadline = Deadline(timeout_s, f"run {self.id} has not ended")
         while self.under_way:
             deadline.check()
@@ -250,7 +314,7 @@ class Run(RemoteRun):
 
     @property
     def address(self) -> RunAddress:
-        """Where its buffer is.
+        """Return where its buffer is.
 
         Raises:
             UsageError: the run is not under way.
@@ -261,7 +325,7 @@ class Run(RemoteRun):
 
     def _repr_html_(self) -> str:
         """Return the run for a notebook: its state in a line, and the curve of its reward."""
-        rewards = [_reward(row) for row in self._steps.look().values()]
+        rewards = [step.reward for step in self._steps()]
         state = f"step {len(rewards)}" + (f", reward {rewards[-1]:.3f}" if rewards else "")
         if (summary := self.summary) is not None:
             state += f"; {summary['exit_reason']}"
@@ -269,28 +333,8 @@ class Run(RemoteRun):
         return f"<div><b>{escape(self.id)}</b>: {escape(state)}</div><pre>reward {curve}</pre>"
 
 
-class _StepRows:
-    """The rows of the steps in a file of metrics; each look reads what is new in it."""
-
-    def __init__(self, path: Path) -> None:
-        self._follower = LineFollower(path)
-        self._rows: dict[int, dict[str, Any]] = {}
-
-    def look(self) -> dict[int, dict[str, Any]]:
-        """Return all rows so far by step; of repeated ones the newest."""
-        for line in self._follower.lines():
-            row = parse_row(line) if '"kind":"step"' in line else None
-            if row is not None:
-                self._rows[row["step"]] = row
-        return dict(self._rows)
-
-
-def _reward(step: Mapping[str, Any]) -> float:
-    return float(step.get("reward/mean") or 0.0)
-
-
 def attach(run: str | Path = "", *, keys: str = "") -> Run | RemoteRun:
-    """A run: its folder, its id in `runs/`, the address of its buffer, or the newest one here.
+    """Return a run: by its folder, its id in `runs/`, its buffer's address, or the newest one here.
 
     Args:
         run: nothing for the newest run in `runs/`.

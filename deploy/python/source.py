@@ -15,8 +15,8 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FunctionType, ModuleType
-from typing import Any, cast
+from types import ModuleType
+from typing import Any
 
 from umbra.proto.errors import UsageError
 
@@ -144,49 +144,28 @@ def _scope(found: Any) -> dict[str, Any]:
     scope = dict(vars(sys.modules[found.__module__]))
     if inspect.isclass(found):
         scope |= {base.__name__: base for base in found.__bases__ if base is not object}
-    functions = [found] if inspect.isfunction(found) else _methods(found)
-    for function in functions:
-        scope |= function.__globals__ | _closure(function)
+    members = [found] if inspect.isfunction(found) else vars(found).values()
+    for member in members:  # unwrapped from descriptors and decorators
+        function = inspect.unwrap(getattr(member, "__func__", member))
+        if inspect.isfunction(function):
+            scope |= function.__globals__ | dict(inspect.getclosurevars(function).nonlocals)
+    scope.pop("__class__", None)
     return scope
-
-
-def _methods(cls: type) -> list[FunctionType]:
-    """Return the functions in the body of `cls`, unwrapped from descriptors and decorators."""
-    members = (getattr(value, "__func__", value) for value in vars(cls).values())
-    return [
-        cast(FunctionType, one) for one in map(inspect.unwrap, members) if inspect.isfunction(one)
-    ]
-
-
-def _closure(function: Callable[..., Any]) -> dict[str, Any]:
-    variables: dict[str, Any] = dict(inspect.getclosurevars(function).nonlocals)
-    variables.pop("__class__", None)
-    return variables
 
 
 def _names(tree: ast.AST) -> Iterator[tuple[str, bool]]:
     """Yield the names that `tree` reads, and whether they are needed (annotations' are not)."""
-    optional = {
-        id(inner)
-        for node in ast.walk(tree)
-        for inner in _annotations(node)
-        for inner in ast.walk(inner)
-    }
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(tree))
+    annotations = [
+        found
+        for node in nodes
+        for field in ("annotation", "returns")
+        if (found := getattr(node, field, None)) is not None
+    ]
+    optional = {id(inner) for found in annotations for inner in ast.walk(found)}
+    for node in nodes:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
             yield node.id, id(node) not in optional
-
-
-def _annotations(node: ast.AST) -> list[ast.expr]:
-    match node:
-        case ast.arg(annotation=found) if found is not None:
-            return [found]
-        case ast.AnnAssign(annotation=found):
-            return [found]
-        case ast.FunctionDef(returns=found) | ast.AsyncFunctionDef(returns=found) if found:
-            return [found]
-        case _:
-            return []
 
 
 def _line(name: str, value: Any) -> str | None:

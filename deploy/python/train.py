@@ -7,18 +7,16 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import msgspec
 
-from umbra.deploy.check.machine_defaults import for_this_machine
 from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.files.shown import shown_path
-from umbra.deploy.prepare.pinning import pinned
-from umbra.deploy.prepare.preflight import check_one_machine, check_run, resolve_paths
-from umbra.deploy.python.child import RunChild
-from umbra.deploy.python.run import LOOK_S, Run
+from umbra.deploy.prepare.load import Say, pinned, ready, resolve_paths
+from umbra.deploy.python.run import LOOK_S, Run, RunChild
 from umbra.deploy.python.source import MODULE, CopiedSource
 from umbra.proto.errors import UmbraError, UsageError
 from umbra.services.config import RunConfig
@@ -91,28 +89,27 @@ def train(
         stages = tree.setdefault("buffer", {}).setdefault("stages", [])
         if "reward" not in stages:
             tree["buffer"]["stages"] = ["reward", *stages]
-    folder = RunFolder.create(str(tree.get("run", {}).get("dir", "runs")), _name(tree))
+    own = tree.get("run", {})
+    folder = RunFolder.create(
+        str(own.get("dir", "runs")), str(own.get("name") or RunConfig().run.name)
+    )
+    say: Say = print if show else lambda text: None
     try:
         _put(tree, "data", prompts=_write_prompts(prompts, folder, "prompts"))
         if eval_prompts is not None:
-            written = _write_prompts(eval_prompts, folder, "eval_prompts")
-            _put(tree, "eval", prompts=written)
+            _put(tree, "eval", prompts=_write_prompts(eval_prompts, folder, "eval_prompts"))
         given = config_of(tree, "umbra.train")
-        say = print if show else _ignore
-        found = resolve_paths(given, Path.cwd() / "run.toml", say)
-        resolved = pinned(found, say)
-        check_one_machine(resolved)
-        check_run(resolved)
-        resolved, chosen = for_this_machine(resolved, tree)
+        found = pinned(resolve_paths(given, Path.cwd() / "run.toml", say), say)
+        resolved, chosen = ready(found, tree)
         _write(folder, resolved, source)
     except BaseException:
         shutil.rmtree(folder.path)
         raise
-    if chosen and show:
-        print(f"chosen for this machine: {', '.join(chosen)}")
-    if source.text and show:
-        names = ", ".join(source.copied)
-        print(f"{names}: copied as source to {shown_path(folder.inputs / f'{MODULE}.py')}")
+    if chosen:
+        say(f"chosen for this machine: {', '.join(chosen)}")
+    if source.text:
+        module = shown_path(folder.inputs / f"{MODULE}.py")
+        say(f"{', '.join(source.copied)}: copied as source to {module}")
     run = Run(folder.path, RunChild(folder.path, *(() if evaluate else ("--no-eval",)), show=show))
     if wait:
         _see_through(run, folder, show)
@@ -129,7 +126,9 @@ def _see_through(run: Run, folder: RunFolder, show: bool) -> None:
                 display(run)
             time.sleep(LOOK_S)
     except KeyboardInterrupt:
-        _end(run)
+        while run.under_way:
+            with suppress(KeyboardInterrupt):  # which ends it at once
+                run.stop()
         raise
     if display is not None:
         display(run)
@@ -149,19 +148,6 @@ def _notebook_display() -> Callable[[Any], None] | None:
 
     handle = display("", display_id=True)
     return handle.update
-
-
-def _ignore(text: str) -> None:
-    """Say nothing of it."""
-
-
-def _end(run: Run) -> None:
-    """End the run in order, and at once when interrupted again."""
-    while run.under_way:
-        try:
-            run.stop()
-        except KeyboardInterrupt:
-            continue
 
 
 def _sections(
@@ -187,10 +173,6 @@ def _put(tree: dict[str, dict[str, Any]], section: str, **values: Any) -> None:
         tree.setdefault(section, {}).update(given)
 
 
-def _name(tree: Mapping[str, Mapping[str, Any]]) -> str:
-    return str(tree.get("run", {}).get("name") or RunConfig().run.name)
-
-
 def _environment(
     reward: Reward | None, environment: str | type[Any] | None, source: CopiedSource
 ) -> dict[str, Any]:
@@ -203,9 +185,7 @@ def _environment(
     if reward is not None:
         target = reward if isinstance(reward, str) else source.target(reward, "reward")
         return {"kind": "reward", "reward": target}
-    if environment is None:
-        return {}
-    if isinstance(environment, str):
+    if environment is None or isinstance(environment, str):
         return {"kind": environment}
     return {"kind": source.target(environment, "environment")}
 

@@ -1,14 +1,21 @@
-"""report.html: the page of `umbra monitor --web`, with a recorded run in itself."""
+"""`umbra report`: a run as report.html, the page of `umbra monitor --web`, and as trace.json."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
-from umbra.deploy.report.recording import Figures, Row
+import click
+
+from umbra.deploy.files.run_folder import Row, RunFolder, read_object, read_rollouts
+from umbra.deploy.report.recording import Figures, gather, recorded, write_trace
+from umbra.deploy.report.summary import balanced, summary_rows, warning_rows
+from umbra.proto.errors import EXIT_DONE
 from umbra.services.monitor.web import WEB
 from umbra.services.prompts.download import shown
 from umbra.services.reporting.figures import busy, is_idle
@@ -19,6 +26,7 @@ COLUMNS = (
     "train_tokens_per_s", "truncated", "seconds/wait_batch", "seconds/train_step",
 )  # fmt: skip
 """What the page draws of the steps, by the names in metrics.jsonl."""
+ROLLOUTS = 8
 POINTS, PUSHES = 400, 2_000  # of a line at most, of which more are thinned out by means; the newest
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
 
@@ -66,11 +74,8 @@ def recorded_look(
         rollouts: to read.
     """
     steps = figures.steps
-    ledger = status.get("ledger")
-    if ledger:
-        parts = ledger["trained"], *ledger["ended"].values(), *ledger["in_flight"].values()
-        ledger = {**ledger, "balance": ledger["issued"] - sum(parts)}
-    thinned = _thin(steps)
+    size = max(1, math.ceil(len(steps) / POINTS))
+    thinned = [steps[i : i + size] for i in range(0, len(steps), size)]
     return {
         "recorded": True,
         "run_id": run_id,
@@ -83,13 +88,13 @@ def recorded_look(
             "steps": [group[-1]["step"] for group in thinned],
             "values": {name: [_mean(group, name) for group in thinned] for name in COLUMNS},
         },
-        "ledger": ledger,
+        "ledger": balanced(status.get("ledger")),
         "staleness_counts": status.get("staleness_counts", []),
         "counters": status.get("counters", {}),
         "evals": [{"scores": one, **one} for one in figures.evals],
         "departed": {},
         "members": [_member(name, spent) for name, spent in sorted(figures.seconds.items())],
-        "pushes": [one for pushes in figures.pushes.values() for one in pushes][-PUSHES:],
+        "pushes": figures.pushes[-PUSHES:],
         "rollouts": rollouts,
         "config": {
             section: {key: _value(value) for key, value in values.items()}
@@ -113,11 +118,6 @@ def _member(name: str, seconds: Mapping[str, float]) -> dict[str, Any]:
     }
 
 
-def _thin(steps: Sequence[Row]) -> list[Sequence[Row]]:
-    size = max(1, math.ceil(len(steps) / POINTS))
-    return [steps[i : i + size] for i in range(0, len(steps), size)]
-
-
 def _mean(steps: Sequence[Row], name: str) -> float | None:
     values = [float(row[name]) for row in steps if row.get(name) is not None]
     return sum(values) / len(values) if values else None
@@ -125,3 +125,44 @@ def _mean(steps: Sequence[Row], name: str) -> float | None:
 
 def _value(value: Any) -> str:
     return shown(value if isinstance(value, str) else json.dumps(value))
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option(
+    "--also", "others", multiple=True, type=click.Path(path_type=Path), metavar="FOLDER",
+    help="Folder of the same run from another node; may be given several times.",
+)  # fmt: skip
+def command(run: Path, others: tuple[Path, ...]) -> int:
+    """Write RUN/report.html, a page that needs nothing else, and RUN/trace.json for Perfetto.
+
+    RUN is the folder of a run, which may still be going on.
+    """
+    for path in write_report(RunFolder(run), others):
+        click.echo(str(path))
+    return EXIT_DONE
+
+
+def write_report(folder: RunFolder, others: Sequence[Path] = ()) -> list[Path]:
+    """Write the page and the timeline of the run in `folder`; where they are.
+
+    Raises:
+        UsageError: a folder is not that of a run.
+    """
+    folders, trace = [folder.path, *others], folder.path / "trace.json"
+    write_trace(recorded(folders), trace)
+    summary, config = (
+        read_object(path, "restore it, or remove it") for path in (folder.summary, folder.config)
+    )
+    figures = gather(recorded(folders))
+    look = recorded_look(
+        folder.path.resolve().name,
+        figures,
+        summary=summary,
+        facts=summary_rows(summary) if summary else warning_rows(figures.warnings),
+        status=read_object(folder.buffer),
+        config=config,
+        rollouts=list(deque(read_rollouts(folder), maxlen=ROLLOUTS)),
+    )
+    folder.report.write_text(page(look), encoding="utf-8")
+    return [folder.report, trace]

@@ -1,16 +1,37 @@
-"""Rows that the services of a run left behind; times are by the clock of each one's machine."""
+"""The rows that the services of a run left behind, as figures and as a timeline.
+
+Times are by the clock of each service's machine.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from umbra.deploy.files.run_folder import RunFolder, read_rows
+from umbra.deploy.files.run_folder import Row, RunFolder, read_rows
 from umbra.proto.errors import UsageError
 from umbra.services.process.metrics import span_name
+from umbra.services.reporting.figures import is_idle
+
+Interval = tuple[float, float]  # start and end, seconds
+JOIN_S = 0.001  # spans that are closer are one
+
+
+def recorded(folders: Sequence[Path]) -> Iterator[Row]:
+    """Yield the rows of a run from its folders, one per node if it ran on several.
+
+    Raises:
+        UsageError: a folder has no metrics.
+    """
+    paths = [RunFolder(folder).metrics for folder in folders]
+    for path in paths:
+        if not path.exists():
+            raise UsageError(f"{path} does not exist: name the folder of a run")
+    for path in paths:
+        yield from read_rows(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,156 +49,124 @@ class ReportSpan:
     facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
-class Recording:
-    """The rows of a run, read from its folders as often as needed; never held all at once.
-
-    Args:
-        folders: of the run; one per node, if it ran on several.
-
-    Raises:
-        UsageError: a folder has no metrics.
-    """
-
-    def __init__(self, folders: Sequence[Path]) -> None:
-        self._paths = [RunFolder(folder).metrics for folder in folders]
-        for path in self._paths:
-            if not path.exists():
-                raise UsageError(f"{path} does not exist: name the folder of a run")
-
-    def rows(self) -> Iterator[dict[str, Any]]:
-        for path in self._paths:
-            yield from read_rows(path)
-
-    def spans(self, row: Mapping[str, Any]) -> Iterator[ReportSpan]:
-        """Yield the spans in `row`."""
-        service = row["service"]
-        match row["kind"]:
-            case "span":
-                left_out = ("time", "service", "kind", "name", "start", "end")
-                yield ReportSpan(
-                    service,
-                    span_name(dict(row)),
-                    row["start"],
-                    row["end"],
-                    facts={k: v for k, v in row.items() if k not in left_out},
-                )
-            case "push":
-                end = row["time"]
-                yield ReportSpan(
-                    service,
-                    f"push {row['version']}",
-                    end - row["total_s"],
-                    end,
-                    track=f"to {row['receiver']}",
-                    facts={k: v for k, v in row.items() if k not in ("time", "service", "kind")},
-                )
-            case "eval":
-                end = row["time"]
-                name = f"eval of version {row['version']}"
-                facts = {"accuracy": row["accuracy"], "answered": row["answered"]}
-                yield ReportSpan(service, name, end - row["seconds"], end, "evals", facts)
-            case _:
-                pass
-
-
-Row = dict[str, Any]
+def span_of(row: Row) -> ReportSpan | None:
+    """Return the span in `row`; None if it has none."""
+    service, end = row["service"], row.get("time", 0.0)
+    facts = {name: value for name, value in row.items() if name not in ("time", "service", "kind")}
+    match row["kind"]:
+        case "span":
+            for name in ("name", "start", "end"):
+                del facts[name]
+            return ReportSpan(service, span_name(row), row["start"], row["end"], facts=facts)
+        case "push":
+            track, begin = f"to {row['receiver']}", end - row["total_s"]
+            return ReportSpan(service, f"push {row['version']}", begin, end, track, facts)
+        case "eval":
+            name, begin = f"eval of version {row['version']}", end - row["seconds"]
+            facts = {"accuracy": row["accuracy"], "answered": row["answered"]}
+            return ReportSpan(service, name, begin, end, "evals", facts)
+        case _:
+            return None
 
 
 @dataclass
 class Figures:
-    """The figures of a report; `seconds` are by service and activity."""
+    """The figures of a run; `seconds` are by service and activity.
+
+    `spans` are by service and whether it was busy; contiguous ones are merged, so they stay few.
+    """
 
     steps: list[Row] = field(default_factory=list[Row])
-    pushes: dict[str, list[Row]] = field(default_factory=dict[str, list[Row]])  # by receiver
+    pushes: list[Row] = field(default_factory=list[Row])
     evals: list[Row] = field(default_factory=list[Row])
     warnings: list[Row] = field(default_factory=list[Row])  # as they were first raised
     seconds: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
+    spans: dict[tuple[str, bool], list[Interval]] = field(
+        default_factory=dict[tuple[str, bool], list[Interval]]
+    )
+    first_decode: float = float("inf")
+    last_train: float = float("-inf")
+
+    def busy(self, doing: str) -> list[Interval]:
+        """Return when the services that ever do `doing` were not idle."""
+        return [
+            span
+            for service, spent in self.seconds.items()
+            if any(name.partition(": ")[0] == doing for name in spent)
+            for span in self.spans.get((service, True), ())
+        ]
 
 
-def gather(recording: Recording) -> Figures:
+def gather(rows: Iterable[Row]) -> Figures:
+    """Return the figures of `rows`; of a step that a trainer has repeated the last one counts."""
     figures, steps = Figures(), dict[int, Row]()
-    for row in recording.rows():
-        match row["kind"]:
-            case "step":  # a trainer that started again has repeated some: the last one counts
-                steps[row["step"]] = row
-            case "push":
-                figures.pushes.setdefault(row["receiver"], []).append(row)
-            case "eval":
-                figures.evals.append(row)
-            case "warning":
-                figures.warnings.append(row)
-            case _:
-                pass
-        for span in recording.spans(row):
-            if not span.track:
-                spent = figures.seconds.setdefault(span.service, {})
-                took = max(0.0, span.end - span.start)
-                spent[span.name] = spent.get(span.name, 0.0) + took
+    lists = {"push": figures.pushes, "eval": figures.evals, "warning": figures.warnings}
+    for row in rows:
+        if row["kind"] == "step":
+            steps[row["step"]] = row
+        elif row["kind"] == "span":
+            _add(figures, row)
+        elif row["kind"] in lists:
+            lists[row["kind"]].append(row)
     figures.steps = [steps[number] for number in sorted(steps)]
     return figures
 
 
-def write_trace(recording: Recording, path: Path) -> int:
-    """Write the spans in Chromium's Trace Event Format (microseconds); return their number."""
-    count = 0
-    part = path.with_suffix(".part")
+def _add(figures: Figures, row: Row) -> None:
+    service, name, start, end = row["service"], row["name"], row["start"], row["end"]
+    spent, shown = figures.seconds.setdefault(service, {}), span_name(row)
+    spent[shown] = spent.get(shown, 0.0) + max(0.0, end - start)
+    spans = figures.spans.setdefault((service, not is_idle(name)), [])
+    if spans and 0 <= start - spans[-1][1] < JOIN_S:
+        spans[-1] = (spans[-1][0], end)
+    else:
+        spans.append((start, end))
+    if name == "decode":
+        figures.first_decode = min(figures.first_decode, start)
+    elif name == "train_step":
+        figures.last_train = max(figures.last_train, end)
+
+
+def write_trace(rows: Iterable[Row], path: Path) -> None:
+    """Write the spans in Chromium's Trace Event Format (microseconds)."""
+    part, separator = path.with_suffix(".part"), ""
     with part.open("w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
-        separator = ""
-        for event in _events(recording):
+        for event in _events(rows):
             file.write(separator + json.dumps(event, separators=(",", ":")))
             separator = ",\n"
-            count += event["ph"] == "X"
         file.write("\n]}\n")
     part.replace(path)
-    return count
 
 
-def _events(recording: Recording) -> Iterator[dict[str, Any]]:
-    numbers: dict[tuple[str, str], tuple[int, int]] = {}  # process and thread, as the format wants
-    for row in recording.rows():
-        for span in recording.spans(row):
-            if (span.service, span.track) not in numbers:
-                yield from _name(span, numbers)
-            yield _complete(span, *numbers[span.service, span.track])
-        if row["kind"] == "batch":
-            yield _counter(row)
+def _events(rows: Iterable[Row]) -> Iterator[dict[str, Any]]:
+    numbers: dict[str, dict[str, int]] = {}  # of the tracks of each service, from 1
+    for row in rows:
+        if row["kind"] == "batch":  # samples by state when it was formed
+            args, at = row["in_flight"], round(1e6 * row["time"], 1)
+            yield {"ph": "C", "name": "samples in flight", "ts": at, "pid": 0, "args": args}
+        if (span := span_of(row)) is None:
+            continue
+        if span.service not in numbers:
+            numbers[span.service] = {}
+            yield _named("process", len(numbers), 0, span.service)
+        tracks = numbers[span.service]
+        process = list(numbers).index(span.service) + 1
+        if span.track not in tracks:
+            tracks[span.track] = len(tracks) + 1
+            yield _named("thread", process, tracks[span.track], span.track or "main")
+        yield {
+            "ph": "X",
+            "name": span.name,
+            "cat": span.service,
+            "ts": round(1e6 * span.start, 1),
+            "dur": round(1e6 * max(0.0, span.end - span.start), 1),
+            "pid": process,
+            "tid": tracks[span.track],
+            "args": dict(span.facts),
+        }
 
 
-def _complete(span: ReportSpan, process: int, thread: int) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "name": span.name,
-        "cat": span.service,
-        "ts": round(1e6 * span.start, 1),
-        "dur": round(1e6 * max(0.0, span.end - span.start), 1),
-        "pid": process,
-        "tid": thread,
-        "args": dict(span.facts),
-    }
-
-
-def _name(
-    span: ReportSpan, numbers: dict[tuple[str, str], tuple[int, int]]
-) -> Iterator[dict[str, Any]]:
-    """Number the track of `span`, and its service if it is new; yield their names."""
-    known = {service: process for (service, _), (process, _) in numbers.items()}
-    process = known.get(span.service, len(known) + 1)
-    thread = sum(service == span.service for service, _ in numbers) + 1
-    numbers[span.service, span.track] = (process, thread)
-    if span.service not in known:
-        args = {"name": span.service}
-        yield {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": args}
-    args = {"name": span.track or "main"}
-    yield {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": args}
-
-
-def _counter(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the numbers of samples by state when a batch was formed."""
-    return {
-        "ph": "C",
-        "name": "samples in flight",
-        "ts": round(1e6 * row["time"], 1),
-        "pid": 0,
-        "args": row["in_flight"],
-    }
+def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    place = {"pid": process, "tid": thread}
+    return {"ph": "M", "name": f"{what}_name", **place, "args": {"name": name}}

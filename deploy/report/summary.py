@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from umbra.deploy.files.run_folder import RunFolder
-from umbra.deploy.report.recording import Recording
-from umbra.proto.errors import UNREADABLE
+from umbra.deploy.files.run_folder import Row, RunFolder, read_object
+from umbra.deploy.report.recording import Figures, Interval, gather, recorded
 from umbra.services.monitor.view import health_text
 from umbra.services.process.child import Usage
 from umbra.services.process.files import DISK, READABLE_MODE
-from umbra.services.reporting.figures import PHASES, is_idle
+from umbra.services.reporting.figures import PHASES
 from umbra.services.reporting.tables import counts, number
-
-Interval = tuple[float, float]  # start and end, seconds
-JOIN_S = 0.001  # spans that are closer are one
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +33,10 @@ class RunOutcome:
 
 def summarise(folder: RunFolder, outcome: RunOutcome) -> dict[str, Any]:
     """Return the summary of the run in `folder`; unknown values are None."""
-    measured = measure(Recording([folder.path]).rows() if folder.metrics.exists() else [])
-    status = read_status(folder)
-    ledger = status.get("ledger")
-    last_seen = ledger is None and "ledger" in outcome.seen
-    if last_seen:
-        ledger = outcome.seen["ledger"]
-    if ledger is not None:
-        ended, flight = sum(ledger["ended"].values()), sum(ledger["in_flight"].values())
-        ledger = {**ledger, "balance": ledger["issued"] - ledger["trained"] - ended - flight}
+    measured = measure(gather(recorded([folder.path]) if folder.metrics.exists() else []))
+    status = read_object(folder.buffer)  # empty if the buffer was killed before it could write it
+    last_seen = status.get("ledger") is None and "ledger" in outcome.seen
+    ledger = balanced(outcome.seen["ledger"] if last_seen else status.get("ledger"))
     return {
         "run_id": folder.id,
         "exit_reason": outcome.exit_reason,
@@ -77,85 +67,50 @@ def summarise(folder: RunFolder, outcome: RunOutcome) -> dict[str, Any]:
     }
 
 
-def measure(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the rows of metrics.jsonl say about the run as a whole.
+def balanced(ledger: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return a ledger with its `balance`, which is 0 unless a sample was lost."""
+    if not ledger:
+        return None
+    ended, flight = sum(ledger["ended"].values()), sum(ledger["in_flight"].values())
+    return {**ledger, "balance": ledger["issued"] - ledger["trained"] - ended - flight}
+
+
+def measure(figures: Figures) -> dict[str, Any]:
+    """Return the figures of the run as a whole.
 
     Rates and shares are over the time from the first decoding to the end of the last train step, in
     which all of the samples were made and trained; so they hold for a run of one step, too.
     """
-    steps: list[Mapping[str, Any]] = []
-    pushes: list[Mapping[str, Any]] = []
-    times = _Times()
-    for row in rows:
-        match row["kind"]:
-            case "step":
-                steps.append(row)
-            case "push":
-                pushes.append(row)
-            case "span":
-                times.add(row)
-            case _:
-                pass
-    together = times.overlap()
+    steps, pushes = figures.steps, figures.pushes
+    window = (figures.first_decode, figures.last_train)
+    together = None
+    if window[0] < window[1] < float("inf"):
+        running = [span for spans in figures.spans.values() for span in spans]
+        together = overlap(figures.busy("train_step"), figures.busy("decode"), running, window)
     window_s = together.window_s if together else 0.0
-    # A trainer that started again has repeated some: only the last of each counts.
-    steps = list({row["step"]: row for row in steps}.values())
+
+    def total(name: str, by: str = "") -> float:
+        return sum((row.get(name) or 0) * ((row.get(by) or 0) if by else 1) for row in steps)
+
     k3 = [row.get("mismatch/k3_on_policy") for row in steps]
-    samples = sum(row.get("samples") or 0 for row in steps)
-    tokens = sum(
-        (row.get("samples") or 0) * (row.get("response_length/mean") or 0) for row in steps
-    )
+    samples, tokens = total("samples"), total("samples", by="response_length/mean")
     return {
         "steps": len(steps),
         "samples": int(samples),
         "pushes": len(pushes),
-        "push_seconds": _push_seconds(pushes),
-        "mixed_version_trajectories": round(
-            sum((row.get("multi_version") or 0.0) * (row.get("samples") or 0) for row in steps)
-        ),
+        "push_seconds": {
+            phase: median(row.get(f"{phase}_s", 0.0) for row in pushes) for phase in PHASES
+        }
+        if pushes
+        else {},
+        "mixed_version_trajectories": round(total("multi_version", by="samples")),
         "overlap": asdict(together) if together else None,
         "mismatch_k3_on_policy": max((value for value in k3 if value is not None), default=None),
-        "mismatch_compared": int(sum(row.get("mismatch/compared") or 0 for row in steps)),
-        "outlier_tokens": int(sum(row.get("outliers") or 0 for row in steps)),
+        "mismatch_compared": int(total("mismatch/compared")),
+        "outlier_tokens": int(total("outliers")),
         "tokens_per_s": tokens / window_s if window_s else None,
         "samples_per_s": samples / window_s if window_s else None,
     }
-
-
-class _Times:
-    """Busy and idle times by service; contiguous spans are merged, so they stay few."""
-
-    def __init__(self) -> None:
-        self._spans: dict[tuple[str, bool], list[Interval]] = {}  # by service, and whether busy
-        self._names: dict[str, set[str]] = {}  # of the spans of each service
-        self._first_decode = math.inf
-        self._last_train = -math.inf
-
-    def add(self, row: Mapping[str, Any]) -> None:
-        service, name, start, end = row["service"], row["name"], row["start"], row["end"]
-        self._names.setdefault(service, set()).add(name)
-        spans = self._spans.setdefault((service, not is_idle(name)), [])
-        if spans and 0 <= start - spans[-1][1] < JOIN_S:
-            spans[-1] = (spans[-1][0], end)
-        else:
-            spans.append((start, end))
-        if name == "decode":
-            self._first_decode = min(self._first_decode, start)
-        elif name == "train_step":
-            self._last_train = max(self._last_train, end)
-
-    def overlap(self) -> Overlap | None:
-        """Of generation and training; None if not both were there."""
-        window = (self._first_decode, self._last_train)
-        if not window[0] < window[1] < math.inf:
-            return None
-        running = [span for spans in self._spans.values() for span in spans]
-        return overlap(self._busy("train_step"), self._busy("decode"), running, window)
-
-    def _busy(self, doing: str) -> list[Interval]:
-        """Return when the services that ever do `doing` were not idle."""
-        services = [service for service, names in self._names.items() if doing in names]
-        return [span for service in services for span in self._spans.get((service, True), ())]
 
 
 def write_summary(folder: RunFolder, summary: Mapping[str, Any]) -> None:
@@ -225,23 +180,9 @@ def warning_text(warning: Mapping[str, Any]) -> str:
     return f"{warning['name']}, from step {warning['since']} to {until}: {warning['text']}"
 
 
-def warning_rows(rows: Iterable[Mapping[str, Any]]) -> list[tuple[str, str]]:
+def warning_rows(rows: Iterable[Row]) -> list[tuple[str, str]]:
     """Return the warnings of a run under way, as they were first raised."""
     return [("warning", f"{row['name']}: {row['text']}") for row in rows]
-
-
-def read_status(folder: RunFolder) -> dict[str, Any]:
-    try:
-        status = json.loads(folder.buffer.read_bytes())
-    except (FileNotFoundError, *UNREADABLE):
-        return {}  # the buffer was killed before it could write it, or the file was spoiled since
-    return status if isinstance(status, dict) else {}
-
-
-def _push_seconds(pushes: list[Mapping[str, Any]]) -> dict[str, float]:
-    if not pushes:
-        return {}
-    return {phase: median(row.get(f"{phase}_s", 0.0) for row in pushes) for phase in PHASES}
 
 
 def _share(value: float | None) -> str:

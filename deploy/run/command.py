@@ -10,17 +10,17 @@ from typing import Any
 
 import click
 
-from umbra.deploy.check.machine_defaults import for_this_machine
 from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.files.shown import best_effort_output, print_facts, shown_command, shown_path
-from umbra.deploy.prepare.load import load_given, note, run_file_argument, set_option
-from umbra.deploy.prepare.preflight import (
-    check_one_machine,
-    check_packages,
-    check_ports_free,
-    check_run,
+from umbra.deploy.prepare.load import (
+    load_given,
+    note,
+    ready,
+    run_file_argument,
     search_path,
+    set_option,
 )
+from umbra.deploy.prepare.preflight import check_ports_free
 from umbra.deploy.report.summary import summary_rows
 from umbra.deploy.run.live import choose_view
 from umbra.deploy.run.up import Up
@@ -68,13 +68,13 @@ def up(
             run_file = before.config
         config, tree = load_given(run_file, overrides)
         told = check_extension(before, config) if before is not None and before.has_ended() else ""
-        check_one_machine(config)
-        if missing := _to_download(config):
+        name = config.model.name
+        if is_hub_name(name) and (missing := missing_bytes(name, "model.path")):
             note(f"model: {size(missing)} of weights to download")
-        check_run(config)  # before a folder is made
-        config, chosen = for_this_machine(config, tree)
-        check_packages(config)
-        search = _search_path(run_file, before)
+        config, chosen = ready(config, tree)  # before a folder is made
+        search = search_path(run_file)
+        if before is not None:
+            search = [*map(Path, before.read_origin().get("search", [])), Path.cwd()]
         check_ports_free(config)
         view = choose_view(quiet=quiet, as_json=as_json)
         interrupts = stack.enter_context(SignalCounter())
@@ -83,8 +83,10 @@ def up(
             stack.enter_context(folder.held())
         if chosen:
             view.say(f"note: chosen for this machine: {', '.join(chosen)}")
-        for name, text in [*cautions(config), *([("extended", told)] if told else [])]:
-            view.say(f"{'note' if text is told else 'warning'}: {name}: {text}")
+        for name, text in cautions(config):
+            view.say(f"warning: {name}: {text}")
+        if told:
+            view.say(f"note: extended: {told}")
         try:
             run = Up(
                 config,
@@ -121,12 +123,6 @@ def check_extension(folder: RunFolder, config: RunConfig) -> str:
     return f"{done} steps are done; {after_extension(config.trainer, done, done, config.run.steps)}"
 
 
-def _search_path(run_file: Path, before: RunFolder | None) -> list[Path]:
-    if before is None:
-        return search_path(run_file)
-    return [*map(Path, before.read_origin().get("search", [])), Path.cwd()]
-
-
 def finish(summary: dict[str, Any], folder: RunFolder, *, as_json: bool) -> int:
     """Print the outcome; return the exit code."""
     code = int(summary["exit_code"])
@@ -134,29 +130,15 @@ def finish(summary: dict[str, Any], folder: RunFolder, *, as_json: bool) -> int:
         click.echo(json.dumps(summary))
     else:
         rows = [row for row in summary_rows(summary) if row[0] != "model"]
-        print_facts([*rows, *_left(summary, folder), *_how_to_go_on(code, folder)])
+        left = {"model": folder.model if summary["model"] else None, "report": folder.report}
+        rows += [(what, shown_path(path)) for what, path in left.items() if path and path.exists()]
+        if code > SIGNALLED and folder.config.is_file():
+            how = f"{shown_command()} up {shlex.quote(shown_path(folder.path))}"
+            if load_config(folder.config, environ={}).buffer.store == "memory":
+                how = "it can't: buffer.store = memory; begin another run"
+            rows.append(("to go on", how))
+        print_facts(rows)
     if code != EXIT_DONE:
         prefix = "umbra: " if code > SIGNALLED else ERROR_PREFIX  # that was asked for
         click.echo(f"{prefix}{summary['exit_reason']}", err=True)
     return code
-
-
-def _how_to_go_on(code: int, folder: RunFolder) -> list[tuple[str, str]]:
-    """Return the command that resumes a run stopped by a signal."""
-    if code <= SIGNALLED or not folder.config.is_file():
-        return []
-    if load_config(folder.config, environ={}).buffer.store == "memory":
-        return [("to go on", "it can't: buffer.store = memory; begin another run")]
-    return [("to go on", f"{shown_command()} up {shlex.quote(shown_path(folder.path))}")]
-
-
-def _left(summary: dict[str, Any], folder: RunFolder) -> list[tuple[str, str]]:
-    """Return the paths of model and report."""
-    left = {"model": folder.model if summary["model"] else None, "report": folder.report}
-    return [(name, shown_path(path)) for name, path in left.items() if path and path.exists()]
-
-
-def _to_download(run: RunConfig) -> int:
-    """Return the bytes of the model's weights that are still on the hub alone."""
-    name = run.model.name
-    return missing_bytes(name, "model.path") if is_hub_name(name) else 0

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from umbra.deploy.files.run_folder import LineFollower, RunFolder
+from umbra.deploy.files.run_folder import RunFolder, StepFollower
 from umbra.proto.errors import UmbraError
 from umbra.proto.messages import Status
 from umbra.proto.net.keys import Security
@@ -21,64 +21,46 @@ from umbra.services.monitor.client import StatusClient
 from umbra.services.monitor.feed import Look
 from umbra.services.monitor.screen import screen
 from umbra.services.monitor.view import NewWarnings, headline, starting_text
-from umbra.services.process.metrics import parse_row
 
 FRAME_S = 0.25
 LINE_S = 5.0
-
-
 POLL_S = 0.5
 ANSWER_S = 2.0
 
 log = logging.getLogger(__name__)
 
 
-class StatusWatcher:
-    """Asks for the status in a thread, so that a slow buffer never slows its supervisor."""
+class Progress:
+    """The newest status, and the mean reward of every step so far.
 
-    def __init__(self, broker: str, security: Security) -> None:
-        self.latest: Status | None = None
+    The buffer is asked in a thread, so that a slow one never slows its supervisor.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.status: Status | None = None
+        self.rewards: list[float] = []
+        self._steps = StepFollower(folder.metrics)
+        self._closing = threading.Event()
+        self._client: StatusClient | None = None
+
+    def watch(self, broker: str, security: Security) -> None:
+        """Ask the buffer for its status from now on."""
         self._client = StatusClient(broker, security)
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._main, name="status-watcher", daemon=True)
-        self._thread.start()
+        args = (self._client,)
+        threading.Thread(target=self._ask, args=args, name="status-watcher", daemon=True).start()
 
-    def close(self) -> None:
-        self._stopping.set()
-        self._client.close()
-        self._thread.join(ANSWER_S)
-
-    def _main(self) -> None:
-        while not self._stopping.wait(POLL_S):
+    def _ask(self, client: StatusClient) -> None:
+        while not self._closing.wait(POLL_S):
             try:
-                self.latest = self._client.status(ANSWER_S)
+                self.status = client.status(ANSWER_S)
             except UmbraError:
                 pass  # not there yet, busy, or ending: the last status still stands
             except Exception:
                 log.exception("the status cannot be read")  # no reason to end a run
 
-
-class Progress:
-    """The newest status, and the mean reward of every step so far."""
-
-    def __init__(self, folder: RunFolder) -> None:
-        self.status: Status | None = None
-        self.rewards: list[float] = []
-        self._metrics = LineFollower(folder.metrics)
-        self._watcher: StatusWatcher | None = None
-
-    def watch(self, broker: str, security: Security) -> None:
-        self._watcher = StatusWatcher(broker, security)
-
     def poll(self) -> None:
-        """Take in what is new; never blocks."""
-        newest = None if self._watcher is None else self._watcher.latest
-        if newest is not None and newest is not self.status:
-            self.status = newest
-        for line in self._metrics.lines():
-            if '"kind":"step"' in line:  # most lines are spans: don't parse those
-                if (row := parse_row(line)) is not None:
-                    self.rewards.append(float(row.get("reward/mean") or 0.0))
+        """Read new steps; never blocks."""
+        self.rewards += [float(row.get("reward/mean") or 0.0) for row in self._steps.new()]
 
     @property
     def recent_reward(self) -> float | None:
@@ -87,9 +69,10 @@ class Progress:
         return sum(recent) / len(recent) if recent else None
 
     def close(self) -> None:
-        if self._watcher is not None:
-            self._watcher.close()
-            self._watcher = None
+        self._closing.set()
+        if self._client is not None:
+            self._client.close()
+            self._client = None
 
 
 class View:
@@ -105,7 +88,7 @@ class View:
         """Show where things are; called often, returns at once."""
 
     def close(self) -> None:
-        """Leave the terminal as it should be."""
+        """Leave the terminal as it was."""
 
 
 class PlainView(View):

@@ -1,20 +1,23 @@
-"""A whole run on this machine: eval, the supervised loop, eval again, summary."""
+"""A whole run on this machine: eval, the supervised loop, eval again, summary.
+
+Its processes start in the order of `Up._start`, and stop in waves.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from umbra.deploy.files.run_folder import RunFolder, last_lines
-from umbra.deploy.files.shown import command_line
-from umbra.deploy.prepare.preflight import check_one_machine, check_run
+from umbra.deploy.files.run_folder import RunFolder, last_lines, read_object
+from umbra.deploy.files.shown import command_line, shown_path
 from umbra.deploy.prepare.stage import (
     FORESEEN_CODES,
     StageInterrupted,
@@ -23,30 +26,28 @@ from umbra.deploy.prepare.stage import (
     run_stages,
     try_environment,
 )
-from umbra.deploy.report.command import write_report
-from umbra.deploy.report.summary import RunOutcome, read_status, summarise, write_summary
+from umbra.deploy.report.page import write_report
+from umbra.deploy.report.summary import RunOutcome, summarise, write_summary
 from umbra.deploy.run.live import Progress, View
-from umbra.deploy.run.programs import (
-    BUFFER,
-    TRAINER,
-    buffer_program,
-    other_programs,
-)
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import EXIT_DONE, StartupError, UmbraError
 from umbra.proto.net.keys import open_security
 from umbra.services.buffer.command import NEW_ADDRESS
+from umbra.services.buffer.store import FULL
 from umbra.services.config import RunConfig
 from umbra.services.monitor.run_address import RunAddress
-from umbra.services.process.child import ChildError, ChildProcess, child_environ
+from umbra.services.process.child import ChildError, ChildProcess, child_environ, umbra_argv
 from umbra.services.process.files import DISK, READABLE_MODE
 from umbra.services.process.signals import SignalCounter
-from umbra.services.process.supervisor import Program, Supervisor
+from umbra.services.process.supervisor import Program, RestartPolicy, Supervisor
 from umbra.services.weights.arena import remove_leftovers
 
 POLL_S = 0.05
+FULL_S = 60.0  # without room for the store; a run is then ended, and can be resumed
 START_S = 60.0  # for the buffer to bind; a store has to be opened, prompts to be read
 LOG_LINES = 15
+TRAINER_RESTARTS = 3  # each repeats the steps since its last checkpoint
+BUFFER, HUB, TRAINER = "buffer", "weight-hub", "trainer"
 EXIT_DRAINED = 128 + signal.SIGTERM  # `umbra drain` is as if it had got this signal
 
 
@@ -58,7 +59,6 @@ class Up:
         search: where the user's modules are looked for.
         evaluate: measure the model before and after, if `eval.prompts` is set.
         started: when what the user waits for began (`time.monotonic`); now, if not given.
-        programs: what is started beside the buffer, whose address is the last argument.
     """
 
     def __init__(
@@ -71,7 +71,6 @@ class Up:
         search: Sequence[Path] = (),
         evaluate: bool = True,
         started: float | None = None,
-        programs: Callable[[RunConfig, RunFolder, str], list[Program]] = other_programs,
     ) -> None:
         self.config = config
         self.folder = folder
@@ -79,7 +78,6 @@ class Up:
         self._search = search
         self._view = view
         self._interrupts = interrupts
-        self._programs = programs
         self._evaluate = evaluate and bool(config.eval.prompts)
         self._started = time.monotonic() if started is None else started
         self._outcome: dict[str, Any] = {}
@@ -96,7 +94,10 @@ class Up:
         """
         before = self.folder.remember() if self.folder.config.is_file() else None
         try:
-            self.check()
+            waiting = partial(self._view.doing, "trying the environment on the first prompt")
+            try_environment(
+                self.config, self.folder, self.environ, self._interrupts, waiting=waiting
+            )
         except (UmbraError, StageInterrupted) as error:
             if before is not None:
                 self.folder.put_back(before)
@@ -122,29 +123,13 @@ class Up:
         summary = summarise(self.folder, outcome)
         if code == EXIT_DONE and (bad := _contradiction(summary)):
             summary["exit_reason"], summary["exit_code"] = bad, UmbraError.exit_code
-        write_summary(self.folder, summary)
-        self._report()
-        return summary
-
-    def _report(self) -> None:
-        """Write page and timeline; a run without metrics has none."""
-        if self.folder.metrics.exists():
-            try:
+        try:
+            write_summary(self.folder, summary)
+            if self.folder.metrics.exists():
                 write_report(self.folder)
-            except OSError as error:
-                self._view.say(f"no report was written: {error}")
-
-    def check(self) -> None:
-        """Write the resolved configuration and try everything that can be tried beforehand."""
-        check_one_machine(self.config)
-        check_run(self.config)
-        try_environment(
-            self.config,
-            self.folder,
-            self.environ,
-            self._interrupts,
-            waiting=partial(self._view.doing, "trying the environment on the first prompt"),
-        )
+        except OSError as error:
+            self._view.say(f"no summary or no report was written: {error.strerror}")
+        return summary
 
     def _phases(self) -> tuple[str, int]:
         remove_leftovers(self.folder.id)  # of a life of this run that was killed
@@ -166,15 +151,19 @@ class Up:
 
     def _eval(self, when: str, model: str) -> dict[str, float]:
         """Accuracy of `model` on the held-out prompts, sampled and greedy at the same time."""
-        stages = {"accuracy": self._eval_arguments(model)}
-        if self.config.eval.greedy:
-            stages["greedy"] = (*stages["accuracy"], "--greedy")
+        heldout, config = self.config.eval, str(self.folder.config)
+        common = ("eval", model, "--json", "--config", config, "--samples", str(heldout.samples))
+        stages = {"accuracy": common}
+        if heldout.greedy:
+            stages["greedy"] = (*common, "--greedy")
+        kinds = "sampled and greedy" if heldout.greedy else "sampled"
+        what = f"{heldout.samples:,} answers to held-out prompts, {kinds}"
         texts = run_stages(
             {f"eval-{when}-{kind}": arguments for kind, arguments in stages.items()},
             folder=self.folder,
             environ=self.environ,
             interrupts=self._interrupts,
-            waiting=partial(self._view.doing, f"{when} training: {_heldout(self.config)}"),
+            waiting=partial(self._view.doing, f"{when} training: {what}"),
         )
         results = {
             kind: float(last_object(texts[f"eval-{when}-{kind}"])["accuracy"]) for kind in stages
@@ -182,13 +171,6 @@ class Up:
         shown = ", ".join(f"{name} {value:.3f}" for name, value in results.items())
         self._view.say(f"{when} training: {shown}")
         return results
-
-    def _eval_arguments(self, model: str) -> tuple[str, ...]:
-        heldout = self.config.eval
-        return (
-            *("eval", model, "--json", "--config", str(self.folder.config)),
-            *("--samples", str(heldout.samples)),
-        )
 
     # -- the loop ---------------------------------------------------------------------------------
 
@@ -211,6 +193,12 @@ class Up:
                         "with it: all processes were stopped"
                     )
                 self._turn(supervisor, progress)
+                for one in progress.status.stuck if progress.status is not None else ():
+                    if FULL in one.what and one.age_s > FULL_S:
+                        raise UmbraError(
+                            f"{one.what.removeprefix('new groups: ')} for {FULL_S:g} s: free some, "
+                            f"and resume with `umbra up {shown_path(self.folder.path)}`"
+                        )
         finally:
             progress.poll()
             self._trained = len(progress.rewards) > steps
@@ -218,7 +206,9 @@ class Up:
                 self._outcome["seen"] = msgspec.to_builtins(progress.status)
             self._view.update(progress, supervisor.states())
             progress.close()
-            self._end_all(supervisor)
+            supervisor.close()
+            RunAddress.forget(self.folder.path)
+            remove_leftovers(self.folder.id)
         self._outcome["usage"] = supervisor.usage()
         self._outcome["restarts"] = supervisor.restarts()
         return self._verdict(supervisor)
@@ -245,7 +235,7 @@ class Up:
         RunAddress(broker, self.config.security.keys).write(self.folder.path)
         self._view.say(f"run {self.folder.id}, its buffer at {broker}")
         self._view.say(f"to watch it:\n  {command_line('monitor', self.folder.path)}")
-        for program in self._programs(self.config, self.folder, broker):
+        for program in other_programs(self.config, self.folder, broker):
             supervisor.start(program)
 
     def _turn(self, supervisor: Supervisor, progress: Progress) -> None:
@@ -257,15 +247,10 @@ class Up:
             supervisor.drain()
         progress.poll()
         if progress.status is None:
-            self._view.doing("starting", ", ".join(_starting(supervisor.states())))
+            up = [name for name, state in supervisor.states().items() if state == "running"]
+            self._view.doing("starting", ", ".join(up))
         self._view.update(progress, supervisor.states())
         self._interrupts.wait(POLL_S)
-
-    def _end_all(self, supervisor: Supervisor) -> None:
-        """End all processes and remove shared memory, whatever happened."""
-        supervisor.close()
-        RunAddress.forget(self.folder.path)
-        remove_leftovers(self.folder.id)
 
     def _verdict(self, supervisor: Supervisor) -> tuple[str, int]:
         failure = supervisor.failure
@@ -276,20 +261,11 @@ class Up:
                     self._view.say(f"   {line}")
             return failure.reason, failure.exit_code
         if supervisor.done:
-            ended = read_status(self.folder)
+            ended = read_object(self.folder.buffer)
             if ended.get("ending") and not ended.get("finished"):
                 return f"drained: {ended['ending']}", EXIT_DRAINED
             return "finished", EXIT_DONE
         return "interrupted", self._interrupts.exit_code
-
-
-def _heldout(config: RunConfig) -> str:
-    kinds = " and greedy" if config.eval.greedy else ""
-    return f"{config.eval.samples:,} answers to held-out prompts, sampled{kinds}"
-
-
-def _starting(states: Mapping[str, str]) -> list[str]:
-    return [name for name, state in states.items() if state == "running"]
 
 
 def _contradiction(summary: Mapping[str, Any]) -> str:
@@ -301,3 +277,51 @@ def _contradiction(summary: Mapping[str, Any]) -> str:
     if summary["model"] is None:
         return "the trainer left no model"
     return ""
+
+
+def buffer_program(config: RunConfig, folder: RunFolder) -> Program:
+    """Return the buffer, which binds the address that all others are given; so it starts first.
+
+    With a durable store it can be started again: it goes on where it was, at the same address.
+    """
+    durable = config.buffer.store != "memory"
+    return Program(BUFFER, _argv(BUFFER, BUFFER, folder), wave=2, recovers=durable)
+
+
+def other_programs(config: RunConfig, folder: RunFolder, broker: str) -> list[Program]:
+    """Return all programs but the buffer, which are told its address."""
+    connect = ("--broker", broker)
+    return [
+        Program(HUB, _argv(HUB, HUB, folder, *connect), wave=1, recovers=True),
+        Program(
+            TRAINER,
+            _argv(TRAINER, TRAINER, folder, *connect),
+            wave=0,
+            recovers=config.buffer.store != "memory",  # its steps can be repeated
+            policy=lambda: RestartPolicy(limit=TRAINER_RESTARTS, window_s=math.inf),
+        ),
+        *(
+            Program(name, _argv(command, name, folder, *connect, *more), wave=0, elastic=True)
+            for command, name, more in _elastic(config)
+        ),
+    ]
+
+
+def _elastic(config: RunConfig) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """Yield command, name and flags of generators and scorers.
+
+    With generator.device cuda:N each generator gets GPUs of its own, from N.
+    """
+    generator = config.generator
+    kind, _, first = generator.device.partition(":")
+    for index in range(generator.count):
+        own = f"{kind}:{int(first) + index * generator.tensor_parallel}" if first and index else ""
+        yield "generator", f"generator-{index}", ("--device", own) if own else ()
+    for stage in config.buffer.stages:
+        for index in range(config.scorer.processes(stage)):
+            yield "scorer", f"{stage.replace('_', '-')}-{index}", ("--stage", stage)
+
+
+def _argv(command: str, name: str, folder: RunFolder, *more: str) -> tuple[str, ...]:
+    common = ("--config", str(folder.config), "--name", name, "--run-dir", str(folder.path))
+    return umbra_argv(command, *common, *more)

@@ -92,6 +92,8 @@ class Chat:
                     tokenizer.decode([end]),
                 )
         chat = cls(tokenizer, stop_ids, config.chat_template_kwargs, config.parser)
+        if chat._template is not None and config.chat_template:
+            chat._template.name = f"the chat template {config.chat_template}"
         log.info("the model's turns are read by parser %s", chat.parser.name)
         return chat
 

@@ -9,17 +9,21 @@ tail that comes up (`Kind`) a conversation of marked words is rendered whole and
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
+from umbra.proto.errors import UsageError
 from umbra.services.environments.protocol import Message
 
+RENDER_S = 20.0  # for a conversation, which takes milliseconds
 _ROUNDS = 2  # some templates write a second tool answer otherwise than the first
 _SHOWN = 40  # characters of a text in an error
 _ASKED = "UMBRAASKED"
@@ -296,14 +300,26 @@ class ChatTemplate:
     ) -> str:
         quoted = [self._quoted(message) for message in messages]
         try:
-            return self._tokenizer.apply_chat_template(
-                [_in_parts(message) for message in quoted] if parts else quoted,
-                tools=list(tools) or None,
-                tokenize=False,
-                add_generation_prompt=cue,
-                **self._options,
-            )
+            with _time_limit(RENDER_S):
+                return self._tokenizer.apply_chat_template(
+                    [_in_parts(message) for message in quoted] if parts else quoted,
+                    tools=list(tools) or None,
+                    tokenize=False,
+                    add_generation_prompt=cue,
+                    **self._options,
+                )
+        except _TooLongError:
+            raise UsageError(
+                f"{self.name} writes no conversation within {RENDER_S:g} s: end its loops, or name "
+                "another one in model.chat_template"
+            ) from None
         except Exception as error:
+            if type(error).__name__ == "TemplateSyntaxError":  # of jinja2, imported where it is met
+                line = getattr(error, "lineno", "?")
+                raise UsageError(
+                    f"{self.name} is no Jinja template: line {line}: {error}; correct it, or name "
+                    "another one in model.chat_template"
+                ) from error
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise TurnsError(f"fails on messages of roles {roles}: {error}") from error
 
@@ -315,6 +331,32 @@ class ChatTemplate:
         return {**message, "content": self._special.sub("\ue000\\g<0>\ue001", said)}
 
 
+class _TooLongError(BaseException):
+    """Raised in a thread whose time is over; templates catch no exceptions of this kind."""
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise _TooLongError in this thread if the block takes longer: a template is a program."""
+    lock, ended, thread = threading.Lock(), False, threading.get_ident()
+
+    def stop() -> None:
+        with lock:
+            if not ended:
+                raised = ctypes.py_object(_TooLongError)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
+
+    timer = threading.Timer(seconds, stop)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        with lock:
+            ended = True
+        timer.cancel()
+
+
 def end_of_turn(tokenizer: Any) -> int | None:
     """The special token by which a chat template ends an assistant's turn; None if there is none.
 
@@ -324,8 +366,9 @@ def end_of_turn(tokenizer: Any) -> int | None:
         return None
     said = [_user(), {"role": "assistant", "content": _HEARD}]
     try:
-        text: str = tokenizer.apply_chat_template(said, tokenize=False)
-    except Exception:  # noqa: BLE001 - a template of a stranger; a prompt that it fails on says so
+        with _time_limit(RENDER_S):
+            text: str = tokenizer.apply_chat_template(said, tokenize=False)
+    except (Exception, _TooLongError):  # noqa: BLE001 - a prompt that it fails on says so
         return None
     if _HEARD not in text:
         return None

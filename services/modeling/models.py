@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -135,8 +136,12 @@ def loading(directory: Path, source: str) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise UsageError(f"{source}: {directory} cannot be loaded: {error}") from error
+    except (
+        *(OSError, ValueError, KeyError, RuntimeError),
+        *(SafetensorError, StrictDataclassError),
+    ) as error:
+        why = " ".join(str(error).split())
+        raise UsageError(f"{source}: {directory} cannot be loaded: {why}") from error
 
 
 def outline_model(
@@ -200,9 +205,10 @@ def load_tokenizer(path: str | Path, source: str = "model.path", *, trust: bool 
         return AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=trust
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        why = " ".join(str(error).split())
         raise UsageError(
-            f"{source}: the tokenizer in {directory} cannot be loaded: {error}"
+            f"{source}: the tokenizer in {directory} cannot be loaded: {why}"
         ) from error
 
 

@@ -21,7 +21,7 @@ from umbra.deploy.check.machine_defaults import (
 )
 from umbra.deploy.check.share import MARGIN, shares
 from umbra.deploy.files.run_folder import RunFolder
-from umbra.deploy.run.programs import other_programs
+from umbra.deploy.run.up import other_programs
 from umbra.proto.errors import StartupError, UmbraError
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import given_keys, load_config, load_tree

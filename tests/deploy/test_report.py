@@ -14,9 +14,8 @@ from click.testing import CliRunner
 from fakes.slowness import seconds
 
 from umbra.deploy.files.run_folder import RunFolder
-from umbra.deploy.report.command import command, write_report
-from umbra.deploy.report.page import POINTS, recorded_look
-from umbra.deploy.report.recording import Figures, Recording, gather
+from umbra.deploy.report.page import POINTS, command, recorded_look, write_report
+from umbra.deploy.report.recording import Figures, gather, recorded
 from umbra.proto.errors import UsageError
 from umbra.services.reporting.figures import busy
 
@@ -112,7 +111,7 @@ def test_the_trace_names_its_tracks(folder: RunFolder) -> None:
 
 
 def test_figures(folder: RunFolder) -> None:
-    figures = gather(Recording([folder.path]))
+    figures = gather(recorded([folder.path]))
     assert figures.seconds["generator-0"] == {"decode": 3.0, "idle: work": 1.0}
     assert busy(figures.seconds["generator-0"]) == 0.75
     assert [one["step"] for one in figures.steps] == [1, 2]

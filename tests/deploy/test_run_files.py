@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from umbra.deploy.files.run_folder import RunFolder, read_rows
-from umbra.deploy.report.summary import read_status
+from umbra.deploy.files.run_folder import RunFolder, read_object, read_rows
 from umbra.proto.errors import UsageError
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import load_config, to_json
@@ -69,14 +68,14 @@ def test_what_a_run_does_not_need_to_go_on(folder: RunFolder, name: str) -> None
     again = RunFolder.existing(folder.path)
     again.forget_end()
     assert again.logs.is_dir()
-    assert read_status(again) == {}
+    assert read_object(again.buffer) == {}
     assert bool(list(read_rows(again.metrics))) == (name != "metrics")
 
 
 @pytest.mark.parametrize("left", [b"", b'{"ledger": "\xff', b"[]", b"[" * 10_000])
 def test_a_spoiled_status_and_torn_metrics_tell_nothing(folder: RunFolder, left: bytes) -> None:
     folder.buffer.write_bytes(left)
-    assert read_status(folder) == {}
+    assert read_object(folder.buffer) == {}
     folder.metrics.write_bytes(left + b'\n{"kind": "step"}\n')
     assert [row["kind"] for row in read_rows(folder.metrics)] == ["step"]
 

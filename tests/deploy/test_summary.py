@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from umbra.deploy.files.run_folder import LineFollower, RunFolder, last_lines, new_run_id, read_rows
+from umbra.deploy.files.run_folder import RunFolder, StepFollower, last_lines, new_run_id, read_rows
+from umbra.deploy.report.recording import gather
 from umbra.deploy.report.summary import RunOutcome, measure, summarise, summary_rows, write_summary
 from umbra.proto.errors import UsageError
 from umbra.services.process.child import Usage
@@ -63,7 +64,7 @@ def fill(folder: RunFolder, rows: list[dict[str, Any]] = ROWS) -> None:
 
 
 def test_measures() -> None:
-    result = measure(ROWS)
+    result = measure(gather(ROWS))
     assert result["steps"] == 3
     assert result["samples"] == 24
     assert result["pushes"] == 1
@@ -90,13 +91,13 @@ def test_the_speed_of_two_steps_is_that_of_the_run() -> None:
         span("wait_batch", 99.95, 99.96),
         span("train_step", 99.96, 100.0), step(2, samples=150.0),
     ]  # fmt: skip
-    result = measure(rows)
+    result = measure(gather(rows))
     assert result["samples_per_s"] == pytest.approx(3.0)
     assert result["tokens_per_s"] == pytest.approx(30.0)
     assert result["overlap"]["generator_busy"] == pytest.approx(1.0)
     assert result["overlap"]["trainer_busy"] == pytest.approx(0.0009)
     assert result["overlap"]["window_s"] == pytest.approx(100.0)
-    one = measure(rows[:103])
+    one = measure(gather(rows[:103]))
     assert one["samples_per_s"] == pytest.approx(150 / 99.95)
 
 
@@ -106,7 +107,7 @@ def test_waiting_is_not_busy_and_loading_weights_is() -> None:
         span("wait_batch", 0, 6), span("train_step", 6, 9), span("wait_slot", 9, 9.5),
         span("train_step", 9.5, 10), step(1),
     ]  # fmt: skip
-    found = measure(rows)["overlap"]
+    found = measure(gather(rows))["overlap"]
     assert found["generator_busy"] == pytest.approx(0.7)
     assert found["trainer_busy"] == pytest.approx(0.35)
     assert found["both_busy"] == pytest.approx(0.3)
@@ -180,13 +181,14 @@ def test_last_lines(tmp_path: Path) -> None:
 
 def test_a_follower_waits_for_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    follower = LineFollower(path)
-    assert follower.lines() == []
-    path.write_text("one\ntw")
-    assert follower.lines() == ["one"]
+    follower = StepFollower(path)
+    assert follower.new() == []
+    first, second = '{"kind":"step","step":1}\n', '{"kind":"step","step":2}\n'
+    path.write_text(first + second[:9])
+    assert [row["step"] for row in follower.new()] == [1]
     with path.open("a") as file:
-        file.write("o\n")
-    assert follower.lines() == ["two"]
+        file.write(second[9:] + '{"kind":"push"}\n')
+    assert [row["step"] for row in follower.new()] == [2]
 
 
 def test_rows_of_no_file(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from fakes.trajectories import sample, trajectory
 
 from umbra.deploy.files.formats import to_toml
-from umbra.deploy.prepare.preflight import resolve_paths
+from umbra.deploy.prepare.load import resolve_paths
 from umbra.proto.errors import UsageError
 from umbra.services.buffer.prompts import first_rows, open_prompts
 from umbra.services.config import DataConfig, NamedEnvironment, RunConfig

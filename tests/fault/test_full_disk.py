@@ -11,7 +11,7 @@ from integration.test_up import DEADLINE_S, UpProcess, up
 from trainer.test_checkpoints import Trainer
 
 from umbra.deploy.files.run_folder import RunFolder
-from umbra.deploy.report.command import write_report
+from umbra.deploy.report.page import write_report
 from umbra.proto.messages import Status
 from umbra.services.monitor.client import StatusClient
 

@@ -11,7 +11,7 @@ import pytest
 from fakes.slowness import seconds
 
 import umbra
-from umbra.deploy.python.child import RunChild
+from umbra.deploy.python.run import RunChild
 from umbra.services.monitor.run_address import find_address
 
 DEADLINE_S = seconds(60.0)

@@ -13,8 +13,7 @@ from fakes.hub import Hub, ask_there, serving
 
 import umbra
 from umbra import cli
-from umbra.deploy.prepare.load import load_run
-from umbra.deploy.prepare.pinning import pinned
+from umbra.deploy.prepare.load import load_run, pinned
 from umbra.deploy.prepare.preflight import check_run
 from umbra.proto.errors import StartupError, UsageError
 from umbra.services.config import RunConfig

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from umbra.deploy.files.run_folder import RunFolder, read_rows
-from umbra.deploy.report.command import command
+from umbra.deploy.report.page import command
 from umbra.deploy.run.live import Progress
 from umbra.proto.errors import UsageError
 from umbra.services.process.metrics import MetricsFile, parse_row, steady_clock

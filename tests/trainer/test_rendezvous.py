@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fakes.ports import reserved_port
 from fakes.slowness import seconds
 
-from umbra.deploy.prepare.preflight import check_one_machine
+from umbra.deploy.prepare.load import ready
 from umbra.proto.errors import DeadlineError, PeerLostError, StartupError, UsageError
 from umbra.proto.net.address import interface_towards
 from umbra.services.config import RunConfig, TrainerConfig
@@ -214,9 +214,8 @@ def test_rank_0_listens_at_the_rendezvous_alone(
 
 
 def test_umbra_up_is_for_one_machine() -> None:
-    check_one_machine(RunConfig())
     with pytest.raises(UsageError, match=r"trainer.nodes = 2: `umbra up` runs everything on this"):
-        check_one_machine(RunConfig(trainer=TrainerConfig(ranks=2, nodes=2)))
+        ready(RunConfig(trainer=TrainerConfig(ranks=2, nodes=2)), {})
 
 
 @pytest.mark.parametrize(

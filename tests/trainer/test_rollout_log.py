@@ -13,8 +13,7 @@ from fakes.trajectories import trajectory
 
 from umbra import cli
 from umbra.deploy.commands.runs import command
-from umbra.deploy.files.rollouts import as_text, pieces, read_rollouts
-from umbra.deploy.files.run_folder import RunFolder
+from umbra.deploy.files.run_folder import RunFolder, pieces, read_rollouts, rollout_text
 from umbra.proto.records import Branch, Trajectory, VersionSpan
 from umbra.services.modeling.models import load_tokenizer
 from umbra.services.trainer.rollout_log import EVERY_S, TOLD_CHARS, RolloutLog, spread, told
@@ -83,7 +82,7 @@ def test_pieces_by_age_and_speaker_keep_characters_whole(folder: RunFolder) -> N
         (2, 3), (3, 1), (1, None), (2, 1), (2, 0),
     ]  # fmt: skip
     assert [text for text, _, _ in said] == ["a", "☃b", " ", "", "☃?"]
-    text = as_text(row)
+    text = rollout_text(row)
     assert "reward 1 (right 1), 10 tokens, 2 turns, stop, staleness 3" in text
     assert "[staleness 1, 3 tokens] ☃b" in text
     assert "[environment, 1 tokens]" in text
@@ -199,7 +198,7 @@ def test_branches_of_a_sample_are_one_row(folder: RunFolder) -> None:
     log.close()
     (row,) = read_rollouts(folder)
     assert (row["branches"], row["tokens"], row["response"]) == (2, 11, "answer")
-    text = as_text(row)
+    text = rollout_text(row)
     assert "11 tokens, 2 branches" in text
     assert text.endswith("ask\n>>> answer\n--- branch 2\nagain\n>>> other\n")
     assert rows[0]["further"] == []
