@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from umbra.deploy.check.finding import Finding, as_text, has_problem, refusal
 from umbra.deploy.check.hardware import GPUS, Machine
-from umbra.deploy.check.machine import findings, reach
+from umbra.deploy.check.machine import Finding, as_text, findings, has_problem, reach, refusal
 from umbra.deploy.check.machine_defaults import for_hardware, this_machine
 from umbra.deploy.cluster.cluster_file import load_cluster
 from umbra.deploy.cluster.plan import make_plan

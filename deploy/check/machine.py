@@ -12,13 +12,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
-from umbra.deploy.check.finding import Finding, Level, refusal
 from umbra.deploy.check.hardware import GIB
 from umbra.deploy.prepare.preflight import nearest_folder, run_endpoints
 from umbra.proto.access import KEY_ROLES, KeyRole
@@ -29,7 +30,7 @@ from umbra.proto.sockets import check_port_free
 from umbra.services.config import RunConfig
 from umbra.services.process.child import python_argv
 from umbra.services.process.host_memory import available_bytes, host_bytes
-from umbra.services.reporting.tables import size
+from umbra.services.reporting.tables import aligned, size
 from umbra.services.weights.arena import SHM
 from umbra.services.weights.planes.plane import PLANES, unavailable
 
@@ -46,6 +47,41 @@ LEAST_FILES, ENOUGH_FILES = 1_024, 16_384  # each member has several sockets at 
 SMALL_SHM = GIB  # Docker gives 64 MiB unless told otherwise
 DISK_FULL, DISK_LOW = 2 * GIB, 20 * GIB
 SLOW_SYNC_S = 0.1  # the buffer waits for one before it acknowledges
+
+
+Level = Literal["ok", "warning", "problem", "not looked at"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A fact about `subject`; `remedy` is empty where there is nothing to do."""
+
+    subject: str
+    level: Level
+    text: str
+    remedy: str = ""
+
+
+def refusal(subject: str, sentence: str) -> Finding:
+    """Return the problem in the sentence of an error, whose last part is the remedy."""
+    what, _, remedy = sentence.rpartition("; " if "; " in sentence else ": ")
+    return Finding(subject, "problem", what or sentence, remedy)
+
+
+def has_problem(found: Sequence[Finding]) -> bool:
+    return any(one.level == "problem" for one in found)
+
+
+def as_text(found: Sequence[Finding]) -> list[str]:
+    """Return lines for people: the findings, then what to do, problems first."""
+    lines = aligned((one.subject, one.level, one.text) for one in found)
+    todo = [
+        f"- {one.subject}: {one.remedy}"
+        for level in ("problem", "warning")
+        for one in found
+        if one.level == level and one.remedy
+    ]
+    return [*lines, "", *(["What to do:", *todo] if todo else ["Nothing to do."])]
 
 
 class Gpu(msgspec.Struct, frozen=True):
@@ -187,17 +223,17 @@ def judge_gpus(seen: GpusSeen, driver: str, needed: int) -> Finding:
 
 
 def shared_memory(free: int, total: int, needed: int | None) -> Finding:
+    level: Level = "ok" if free >= (needed or SMALL_SHM) else "problem" if needed else "warning"
     remedy = (
         "make it larger (docker: --shm-size, compose: shm_size, or mount -o remount,size=...), or "
         "remove what ended runs left there (/dev/shm/umbra-*)"
     )
-    level: Level = "ok" if free >= (needed or SMALL_SHM) else "problem" if needed else "warning"
     return _memory("/dev/shm", level, free, total, needed, remedy)
 
 
 def host_memory(available: int, total: int, needed: int | None) -> Finding:
-    remedy = "end what else runs here, or see `umbra check --memory` for what takes most"
     level: Level = "problem" if available < (needed or 0) else "ok"
+    remedy = "end what else runs here, or see `umbra check --memory` for what takes most"
     return _memory("host memory", level, available, total, needed, remedy)
 
 

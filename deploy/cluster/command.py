@@ -1,4 +1,4 @@
-"""`umbra plan`: a plan as a table, as JSON, and as the files that start it."""
+"""`umbra plan`: a plan as a table, as JSON, and as the files that start it; and `umbra keys`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from umbra.deploy.cluster.slurm import slurm_files
 from umbra.deploy.files.formats import to_toml
 from umbra.deploy.files.run_folder import new_run_id
 from umbra.deploy.prepare.load import load_run, run_file_argument, set_option
+from umbra.proto.access import KEY_ROLES, KeyRole
 from umbra.proto.errors import EXIT_DONE, UsageError
-from umbra.proto.net.keys import FOLDER, make_keys
+from umbra.proto.net.keys import FOLDER, SECRET, make_keys
+from umbra.services.config import RunSection
 from umbra.services.config.loader import as_dict
 from umbra.services.config.rules import check_feasible
 from umbra.services.reporting.tables import aligned
@@ -64,31 +66,57 @@ def command(
     config = load_run(run_file, overrides)
     plan = make_plan(cluster, config, run_id or new_run_id(config.run.name))
     check_feasible(plan.config)
-    modules, keys, own_keys = modules_of(config, run_file), None, config.security.keys
-    if own_keys or not config.security.insecure:
-        keys = Path(own_keys) if own_keys else out.resolve() / FOLDER
-    files = render(plan, formats, modules, out.resolve(), keys)
+    modules, given, folder = modules_of(config, run_file), config.security.keys, None
+    if given or not config.security.insecure:
+        folder = Path(given) if given else out.resolve() / FOLDER
+    files = render(plan, formats, modules, out.resolve(), folder)
     shown = json.dumps(as_json(plan), indent=2) if as_json_wanted else table(plan)
     click.echo(shown, nl=as_json_wanted)
     if dry_run:
         return EXIT_DONE
     write(files, out.resolve())
-    if keys is not None:
-        if not own_keys and not keys.exists():  # they stay the same in every plan of this folder
-            make_keys(keys)
+    if folder is not None:
+        if not given and not folder.exists():  # they stay the same in every plan of this folder
+            make_keys(folder)
         if "compose" in formats:
-            copy_keys(plan, keys, out.resolve())
+            copy_keys(plan, folder, out.resolve())
     click.echo(f"{len(files)} files written to {out}", err=as_json_wanted)
-    if keys and "kubernetes" in formats:
-        click.echo(f"the keys: {keys_command(plan, str(keys))}", err=as_json_wanted)
-    if keys and modules and set(formats) != {"slurm"}:
-        seen = [place for place in (keys, out.resolve()) if place.is_relative_to(modules)]
+    if folder and "kubernetes" in formats:
+        click.echo(f"the keys: {keys_command(plan, str(folder))}", err=as_json_wanted)
+    if folder and modules and set(formats) != {"slurm"}:
+        seen = [place for place in (folder, out.resolve()) if place.is_relative_to(modules)]
         if seen:
             click.echo(
                 f"note: containers that import your modules see all of {modules}, and with it "
                 f"secret keys of other roles in {seen[0]}: choose another --out or security.keys",
                 err=True,
             )
+    return EXIT_DONE
+
+
+@click.command()
+@click.argument(
+    "folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path(RunSection().dir) / FOLDER,
+)
+@click.option(
+    "--role",
+    "roles",
+    type=click.Choice(KEY_ROLES),
+    multiple=True,
+    help="Only the key of this role.  [default: all]",
+)
+@click.option("--force", is_flag=True, help="Replace keys that are there.")
+def keys(folder: Path, roles: tuple[KeyRole, ...], force: bool) -> int:
+    """Make the CURVE keys of a run in FOLDER [default: runs/keys], a pair for each role.
+
+    `umbra up` uses runs/keys as it is; everything else is told by --keys FOLDER. A node needs all
+    `.key` files, and the `.key_secret` of the roles that run on it and of no other.
+    """
+    made = make_keys(folder, roles or KEY_ROLES, force=force)
+    click.echo(f"{folder}: keys of {', '.join(made)}")
+    click.echo(f"each process needs every .key file and the {SECRET} of its own role")
     return EXIT_DONE
 
 

@@ -45,7 +45,7 @@ COMMANDS: dict[str, SubCommand] = {
         "umbra.deploy.check.command:command",
         "Say what is wrong with a run, and if it fits.",
     ),
-    "keys": SubCommand("umbra.deploy.commands.keys:command", "Make the keys of a run."),
+    "keys": SubCommand("umbra.deploy.cluster.command:keys", "Make the keys of a run."),
     "plan": SubCommand(
         "umbra.deploy.cluster.command:command", "Plan a run over several machines, render files."
     ),

@@ -14,9 +14,8 @@ from fakes.ports import reserved_port
 
 from umbra import cli
 from umbra.deploy.check import command, machine
-from umbra.deploy.check.finding import Finding, as_text, has_problem
 from umbra.deploy.check.hardware import GIB
-from umbra.deploy.check.machine import Gpu, GpusSeen
+from umbra.deploy.check.machine import Finding, Gpu, GpusSeen, as_text, has_problem
 from umbra.proto.errors import UmbraError, UsageError
 from umbra.proto.net.keys import make_keys
 

@@ -15,10 +15,9 @@ from msgspec.structs import replace
 from transformers import PreTrainedModel
 
 from umbra.deploy.model_check import check, serving
-from umbra.deploy.model_check.check import check_model
+from umbra.deploy.model_check.check import check_model, fewest_layers
 from umbra.deploy.model_check.command import command
 from umbra.deploy.model_check.outcome import Outcome, Row
-from umbra.deploy.model_check.subject import fewest_layers
 from umbra.deploy.prepare.preflight import check_run
 from umbra.proto.errors import StartupError, UmbraError, UsageError
 from umbra.services.config import DataConfig, RunConfig, ScorerConfig, TrainerConfig
@@ -389,7 +388,7 @@ def test_a_copy_has_few_layers_and_short_windows(
     assert outcome.equal, outcome.as_text()
     assert all(f"compared on a copy with {cut}" in outcome.as_text() for cut in cuts)
     assert compare(path, layers=3).cuts[0] == "the first 3 of 4 layers"
-    monkeypatch.setattr("umbra.deploy.model_check.subject.LARGE", 1000)
+    monkeypatch.setattr("umbra.deploy.model_check.check.LARGE", 1000)
     assert list(compare(path).cuts) == cuts
 
 

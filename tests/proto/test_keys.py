@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zmq.utils import z85
 
-from umbra.deploy.commands.keys import command
+from umbra.deploy.cluster.command import keys as command
 from umbra.proto.access import (
     ANYONE,
     KEY_ROLES,
