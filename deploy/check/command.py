@@ -92,18 +92,17 @@ def command(
             check_packages(run)
         if run.trainer.nodes == 1 and not no_code:
             warnings = dict(try_start(run, search_path(run_file)))
-        found += findings(run) if needed is None else findings(run, **_sums(needed))
+        sums: dict[str, int] = {}
+        if needed is not None:
+            gpus = 1 + max(needed.loads, default=-1)
+            sums = {"gpus": gpus, "shm": needed.arena.bytes, "host": needed.host}
+        found += findings(run, **sums)
     found += [Finding(name, "warning", text) for name, text in warnings.items()]
     lines = _summary(run_file, run, chosen, needed)
     if memory and needed is not None:
         lines += ["", *_memory(needed)]
     more = {"chosen": chosen, "estimate": needed.as_dict() if needed else None}
     return _finish(lines, found, more, json_wanted)
-
-
-def _sums(needed: Estimate) -> dict[str, int]:
-    gpus = 1 + max(needed.loads, default=-1)
-    return {"gpus": gpus, "shm": needed.arena.bytes, "host": needed.host}
 
 
 def _look_at_cluster(file: Path, config: RunConfig) -> Iterator[Finding]:
@@ -174,21 +173,14 @@ def _summary(
 
 def _memory(found: Estimate) -> Iterator[str]:
     """Yield the tables of what takes memory, by process and purpose."""
-    machine = found.machine
     for need in found.needs:
         yield from _table(need)
         yield ""
     rows = [
-        (f"GPU {index}", size(load), _of(machine.gpu or None, machine.name))
-        for index, load in sorted(found.loads.items())
+        (name, size(load), f"of {size(total)}{f' ({kind})' if kind else ''}" if total else "")
+        for name, load, total, kind in found.places()
     ]
-    rows.append(("host", size(found.host), _of(machine.host)))
-    rows.append(("/dev/shm", size(found.arena.bytes), _of(machine.shm)))
     yield from aligned(rows, right={1})
-
-
-def _of(total: int | None, name: str = "") -> str:
-    return "" if total is None else f"of {size(total)}{f' ({name})' if name else ''}"
 
 
 def _table(need: Need) -> list[str]:
@@ -201,13 +193,8 @@ def _table(need: Need) -> list[str]:
     for place, items in (("GPU", need.device), ("host", need.host)):
         phase = max(PHASES, key=lambda name: sum(i.bytes for i in items if name in i.during))
         rows += [(f"  {place}", size(peak(items)))] if items else []
-        rows += [
-            (
-                f"    {item.name}",
-                size(item.bytes) if phase in item.during else f"({size(item.bytes)})",
-            )
-            for item in items
-            if item.bytes
-        ]
+        for item in items:
+            taken = size(item.bytes) if phase in item.during else f"({size(item.bytes)})"
+            rows += [(f"    {item.name}", taken)] if item.bytes else []
     title = f"{need.name}{f' (x {need.count})' if need.count > 1 else ''}{where}"
     return [title, *aligned(rows, right={1})]

@@ -42,15 +42,21 @@ class Estimate:
     faults: tuple[str, ...]
     notes: tuple[str, ...]
 
+    def places(self) -> list[tuple[str, int, int | None, str]]:
+        """Return name, bytes needed, bytes there (if known) and kind of each memory."""
+        gpu, kind = self.machine.gpu or None, self.machine.name
+        return [
+            *((f"GPU {index}", load, gpu, kind) for index, load in sorted(self.loads.items())),
+            ("host", self.host, self.machine.host, ""),
+            ("/dev/shm", self.arena.bytes, self.machine.shm, ""),
+        ]
+
     def in_short(self) -> str:
         """Return one line with the margin of each kind of memory."""
-        machine = self.machine
-        rows = [(f"GPU {index}", load, machine.gpu) for index, load in sorted(self.loads.items())]
-        rows += [("host", self.host, machine.host), ("/dev/shm", self.arena.bytes, machine.shm)]
         return ", ".join(
             f"{name} {size(needed)}"
             + (f" of {size(there)} ({1 - needed / there:.0%} left)" if there else "")
-            for name, needed, there in rows
+            for name, needed, there, _ in self.places()
         )
 
     def as_dict(self) -> dict[str, Any]:

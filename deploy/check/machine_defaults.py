@@ -21,6 +21,7 @@ from umbra.deploy.check.hardware import (
     kind_of,
 )
 from umbra.deploy.check.machine import driver_version, gpus_seen
+from umbra.deploy.prepare.preflight import check_packages, check_room, check_run
 from umbra.proto.errors import StartupError, UmbraError, UsageError
 from umbra.services.config import RunConfig, TrainerConfig
 from umbra.services.config.loader import as_dict, given_keys
@@ -33,6 +34,25 @@ from umbra.services.weights.arena import SHM
 MOST_CONTEXT = 8192  # of a model that could take more: longer answers are asked for by name
 PATIENCE_S = 1800.0  # for an answer of another process, which ends itself far earlier
 CONTEXT, TOKENS = "generator.max_context", "sampling.max_tokens"
+
+
+def ready(config: RunConfig, tree: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:
+    """Return `config` with what `tree` leaves open chosen for this machine, and the choices.
+
+    Raises:
+        UsageError: the run is for several machines, or something is wrong or missing; names it.
+        StartupError: a model or prompts are elsewhere, and cannot be reached.
+    """
+    if config.trainer.nodes > 1:
+        raise UsageError(
+            f"trainer.nodes = {config.trainer.nodes}: `umbra up` runs everything on this machine; "
+            "`umbra plan` makes what starts it on several; or set it to 1"
+        )
+    check_run(config)
+    config, chosen = for_this_machine(config, tree)
+    check_packages(config)
+    check_room(config)
+    return config, chosen
 
 
 def for_this_machine(config: RunConfig, tree: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:

@@ -7,7 +7,7 @@ whatever restart; each resolves what it needs by itself, from its cache or by a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,6 @@ import click
 import msgspec
 from msgspec.structs import replace
 
-from umbra.deploy.check.machine_defaults import for_this_machine
-from umbra.deploy.prepare.preflight import check_packages, check_room, check_run
 from umbra.proto.errors import UsageError
 from umbra.proto.net.keys import FOLDER
 from umbra.services.config import ModelConfig, RunConfig
@@ -59,25 +57,6 @@ def load_given(run_file: Path, overrides: tuple[str, ...]) -> tuple[RunConfig, d
 
 def note(text: str) -> None:
     click.echo(text, err=True)
-
-
-def ready(config: RunConfig, tree: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:
-    """Return `config` with what `tree` leaves open chosen for this machine, and the choices.
-
-    Raises:
-        UsageError: the run is for several machines, or something is wrong or missing; names it.
-        StartupError: a model or prompts are elsewhere, and cannot be reached.
-    """
-    if config.trainer.nodes > 1:
-        raise UsageError(
-            f"trainer.nodes = {config.trainer.nodes}: `umbra up` runs everything on this machine; "
-            "`umbra plan` makes what starts it on several; or set it to 1"
-        )
-    check_run(config)
-    config, chosen = for_this_machine(config, tree)
-    check_packages(config)
-    check_room(config)
-    return config, chosen
 
 
 def search_path(run_file: Path) -> list[Path]:

@@ -39,34 +39,6 @@ class StageInterrupted(Exception):  # noqa: N818 - it is no error
     """The user asked to stop."""
 
 
-def run_stage(
-    name: str,
-    arguments: tuple[str, ...],
-    *,
-    folder: RunFolder,
-    environ: Mapping[str, str],
-    interrupts: SignalCounter | None = None,
-    module: str = UMBRA,
-    waiting: Waiting | None = None,
-) -> str:
-    """Run `umbra <arguments>`, logging to `logs/<name>.log`; what it printed on standard output.
-
-    Raises:
-        ChildError: it failed; the sentence is the last line that it said.
-        StageInterrupted: a signal came; the child is dead. Without `interrupts` a
-            KeyboardInterrupt does the same.
-    """
-    found = run_stages(
-        {name: arguments},
-        folder=folder,
-        environ=environ,
-        interrupts=interrupts,
-        module=module,
-        waiting=waiting,
-    )
-    return found[name]
-
-
 def run_stages(
     stages: Mapping[str, tuple[str, ...]],
     *,
@@ -76,7 +48,16 @@ def run_stages(
     module: str = UMBRA,
     waiting: Waiting | None = None,
 ) -> dict[str, str]:
-    """Run several stages at once; return outputs by name. The first failure ends them all."""
+    """Run `umbra <arguments>` of several stages at once, logging to `logs/<name>.log`.
+
+    Returns:
+        What each printed on standard output, by name.
+
+    Raises:
+        ChildError: one failed, which ends them all; the sentence is the last line that it said.
+        StageInterrupted: a signal came; the children are dead. Without `interrupts` a
+            KeyboardInterrupt does the same.
+    """
     running: dict[str, ChildProcess] = {}
     try:
         for name, arguments in stages.items():
@@ -107,6 +88,11 @@ def run_stages(
     return {
         name: _output(folder, name).read_text(encoding="utf-8", errors="replace") for name in stages
     }
+
+
+def run_stage(name: str, arguments: tuple[str, ...], **how: Any) -> str:
+    """Return `run_stages` of one."""
+    return run_stages({name: arguments}, **how)[name]
 
 
 def _output(folder: RunFolder, name: str) -> Path:

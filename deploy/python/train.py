@@ -13,9 +13,10 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from umbra.deploy.check.machine_defaults import ready
 from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.files.shown import shown_path
-from umbra.deploy.prepare.load import Say, pinned, ready, resolve_paths
+from umbra.deploy.prepare.load import Say, pinned, resolve_paths
 from umbra.deploy.python.run import LOOK_S, Run, RunChild
 from umbra.deploy.python.source import MODULE, CopiedSource
 from umbra.proto.errors import UmbraError, UsageError

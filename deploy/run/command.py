@@ -10,12 +10,12 @@ from typing import Any
 
 import click
 
+from umbra.deploy.check.machine_defaults import ready
 from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.files.shown import best_effort_output, print_facts, shown_command, shown_path
 from umbra.deploy.prepare.load import (
     load_given,
     note,
-    ready,
     run_file_argument,
     search_path,
     set_option,

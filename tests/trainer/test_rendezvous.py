@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fakes.ports import reserved_port
 from fakes.slowness import seconds
 
-from umbra.deploy.prepare.load import ready
+from umbra.deploy.check.machine_defaults import ready
 from umbra.proto.errors import DeadlineError, PeerLostError, StartupError, UsageError
 from umbra.proto.net.address import interface_towards
 from umbra.services.config import RunConfig, TrainerConfig
