@@ -188,10 +188,9 @@ def _cut(config: PreTrainedConfig, layers: int) -> dict[str, Any]:
 
 
 def _size(directory: Path) -> int:
-    total = 0
+    """Return how many numbers the model has."""
+    shapes: list[list[int]] = []
     for file in directory.glob("*.safetensors"):
         with safe_open(file, "pt") as opened:
-            for name in opened.keys():
-                shape = torch.Size(opened.get_slice(name).get_shape())
-                total += shape.numel()
-    return total
+            shapes += [opened.get_slice(name).get_shape() for name in opened.keys()]
+    return sum(map(math.prod, shapes))

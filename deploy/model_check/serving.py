@@ -75,7 +75,11 @@ def compare_torch_engine(
     """
     model = load_model(directory, _CPU, torch.float32, "PATH", checked)
     engine = TorchEngine(model, stop_ids=(), slots=_SLOTS, max_context=_CONTEXT, version=0)
-    prompts = _prompts(model.get_input_embeddings().num_embeddings)
+    vocabulary, generator = (
+        model.get_input_embeddings().num_embeddings,
+        torch.Generator().manual_seed(2),
+    )
+    prompts = [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in _PROMPTS]
     one, other = versions
     runs: list[tuple[str, Version, Version, KvPolicy]] = [
         ("torch engine", one, one, "keep"),
@@ -84,13 +88,13 @@ def compare_torch_engine(
     ]
     for name, old, new, policy in runs:
         outputs = _generate(engine, prompts, new, policy)
-        found: list[Tensor] = []
-        expected: list[Expected] = []
-        for prompt, output in zip(prompts, outputs, strict=True):
-            found.append(torch.tensor(output.logprobs))
-            expected.append(_expected(reference, prompt, output, old, new, policy))
+        found = torch.cat([torch.tensor(output.logprobs) for output in outputs])
+        expected = [
+            _expected(reference, prompt, output, old, new, policy)
+            for prompt, output in zip(prompts, outputs, strict=True)
+        ]
         joined = Expected(*(torch.cat(parts) for parts in zip(*expected, strict=True)))
-        yield difference(f"logprobs of the {name}", torch.cat(found), joined, model.config)
+        yield difference(f"logprobs of the {name}", found, joined, model.config)
 
 
 def compare_publishing(
@@ -122,11 +126,6 @@ def compare_export(
     yield _same("weights exported", policy.state_dict(), again.state_dict())
     strange = sorted(_stored(out) - _stored(original))
     yield Row("names exported", len(strange), 0, "names", _some(strange))
-
-
-def _prompts(vocabulary: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(2)
-    return [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in _PROMPTS]
 
 
 def _generate(
@@ -174,13 +173,12 @@ def _same(name: str, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]
     wrong = sorted(set(expected) ^ set(found))
     for key in expected.keys() & found.keys():
         wanted = expected[key].to(found[key].dtype)
-        if not torch.equal(_bits(wanted), _bits(found[key])):
+        bits = (
+            one.detach().contiguous().view(-1).view(torch.uint8) for one in (wanted, found[key])
+        )
+        if not torch.equal(*bits):
             wrong.append(key)
     return Row(name, len(wrong), 0, "tensors", _some(sorted(wrong)))
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _stored(directory: Path) -> set[str]:

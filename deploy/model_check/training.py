@@ -56,35 +56,25 @@ def compare_training(policy: PreTrainedModel, reference: Reference) -> Iterator[
 def _tokens(vocabulary: int) -> Tokens:
     """Return prompts of several lengths with responses of 2 to 40 tokens."""
     generator = torch.Generator().manual_seed(1)
-
-    def draw(low: int, high: int) -> int:
-        return int(torch.randint(low, high, (), generator=generator))
-
     ids: list[Tensor] = []
-    lengths: list[int] = []
-    prompts: list[int] = []
-    family: list[int] = []
-    for number, (size, responses) in enumerate(_PROMPTS):
+    rows: list[tuple[int, int, int]] = []  # tokens of prompt and response, and which prompt it is
+    for family, (size, responses) in enumerate(_PROMPTS):
         prompt = torch.randint(vocabulary, (size,), generator=generator)
         for _ in range(responses):
-            response = torch.randint(vocabulary, (draw(2, 40),), generator=generator)
-            ids += [prompt, response]
-            lengths.append(size + len(response))
-            prompts.append(size)
-            family.append(number)
-    starts = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
-    spans = [
-        torch.arange(start + prompt, start + length)
-        for start, prompt, length in zip(starts.tolist(), prompts, lengths, strict=True)
-    ]
-    counts = torch.tensor([len(span) for span in spans])
+            count = int(torch.randint(2, 40, (), generator=generator))
+            ids += [prompt, torch.randint(vocabulary, (count,), generator=generator)]
+            rows.append((size, count, family))
+    prompts, counts, families = torch.tensor(rows).unbind(1)
+    ends = (prompts + counts).cumsum(0)
+    spans = zip((ends - counts).tolist(), ends.tolist(), strict=True)
+    learned = [torch.arange(start, end) for start, end in spans]
     return Tokens(
         ids=torch.cat(ids),
-        lengths=torch.tensor(lengths),
-        learned=torch.cat(spans),
-        owner=torch.arange(len(spans)).repeat_interleave(counts),
-        prompts=torch.tensor(prompts),
-        family=torch.tensor(family),
+        lengths=prompts + counts,
+        learned=torch.cat(learned),
+        owner=torch.arange(len(rows)).repeat_interleave(counts),
+        prompts=prompts,
+        family=families,
     )
 
 
@@ -94,26 +84,27 @@ def _reference(
     """Return each sequence's logprobs, and the gradients of their weighted sum."""
     assert tokens.prompts is not None
     reference.model.zero_grad()
-    logprobs: list[Tensor] = []
-    scales: list[Tensor] = []
-    start = taken = 0
-    for number, (length, prompt) in enumerate(
-        zip(tokens.lengths.tolist(), tokens.prompts.tolist(), strict=True)
+    found: list[Expected] = []
+    counts = (tokens.lengths - tokens.prompts).tolist()
+    for number, (ids, prompt, own) in enumerate(
+        zip(
+            tokens.ids.split(tokens.lengths.tolist()),
+            tokens.prompts.tolist(),
+            weights.split(counts),
+            strict=True,
+        )
     ):
-        sequence = tokens.ids[start : start + length].tolist()
         temperature = _TEMPERATURE if number % 2 else 1.0
-        found, scale = reference.logprobs(sequence, prompt, temperature)
-        (found * weights[taken : taken + len(found)]).sum().backward()
-        logprobs.append(found.detach())
-        scales.append(scale)
-        start, taken = start + length, taken + len(found)
+        logprobs, scale = reference.logprobs(ids.tolist(), prompt, temperature)
+        (logprobs * own).sum().backward()
+        found.append(Expected(logprobs.detach(), scale))
     gradients = {
         name: parameter.grad
         for name, parameter in reference.model.named_parameters()
         if parameter.grad is not None
     }
     reference.model.zero_grad()
-    return Expected(torch.cat(logprobs), torch.cat(scales)), gradients
+    return Expected(*(torch.cat(parts) for parts in zip(*found, strict=True))), gradients
 
 
 def _gradients(name: str, policy: PreTrainedModel, expected: dict[str, Tensor]) -> Row:
