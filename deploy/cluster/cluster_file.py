@@ -154,34 +154,30 @@ def load_cluster(path: Path) -> ClusterFile:
         cluster=_read(ClusterSpec, tree.get("cluster", {}), f"{path}: cluster"),
         nodes=[_read(Node, n, f"{path}: nodes[{i}]") for i, n in enumerate(listed)],
     )
-    for key in ("name", "address"):
-        values = [getattr(node, key) for node in file.nodes]
-        twice = next((value for value in values if values.count(value) > 1), None)
-        if twice is not None:
-            raise UsageError(f"{path}: two nodes have the {key} {twice}")
-    tasks = list(get_args(Task))
+    cluster, names, tasks = file.cluster, [node.name for node in file.nodes], get_args(Task)
+    dotless = [name.replace(".", "-") for name in names]
+    for sentence, values in (
+        ("two nodes have the name {}", names),
+        ("two nodes have the address {}", [node.address for node in file.nodes]),
+        ("two nodes are {} where no dots are allowed: name them otherwise", dotless),
+    ):
+        value, count = Counter(values).most_common(1)[0]
+        if count > 1:
+            raise UsageError(f"{path}: {sentence.format(value)}")
     for key in ("memory_gib", "cpus"):
-        for task in getattr(file.cluster, key):
+        for task in getattr(cluster, key):
             if task not in tasks:
-                raise UsageError(
-                    f"{path}: cluster.{key}: unknown task {task}{nearest(task, tasks)}"
-                )
-    if all(node.joins for node in file.nodes):
+                near = nearest(task, list(tasks))
+                raise UsageError(f"{path}: cluster.{key}: unknown task {task}{near}")
+    joining = [node.name for node in file.nodes if node.joins]
+    if len(joining) == len(names):
         raise UsageError(f"{path}: all nodes have joins = true, which only generate: remove one")
-    alike = Counter(node.name.replace(".", "-") for node in file.nodes)
-    if twice := next((name for name, count in alike.items() if count > 1), None):
+    if cluster.broker and cluster.broker not in names:
+        near = nearest(cluster.broker, names)
+        raise UsageError(f"{path}: cluster.broker = {cluster.broker} is no node{near}")
+    if cluster.broker in joining:
         raise UsageError(
-            f"{path}: two nodes are {twice} where no dots are allowed: name them otherwise"
-        )
-    names = [node.name for node in file.nodes]
-    if file.cluster.broker and file.cluster.broker not in names:
-        raise UsageError(
-            f"{path}: cluster.broker = {file.cluster.broker} is no node"
-            f"{nearest(file.cluster.broker, names)}"
-        )
-    if any(node.joins and node.name == file.cluster.broker for node in file.nodes):
-        raise UsageError(
-            f"{path}: cluster.broker = {file.cluster.broker} has joins = true, so it may go while "
+            f"{path}: cluster.broker = {cluster.broker} has joins = true, so it may go while "
             "the run goes on: name another node"
         )
     return file

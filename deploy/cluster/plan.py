@@ -126,7 +126,7 @@ def make_plan(file: ClusterFile, config: RunConfig, run_id: str) -> Plan:
 
 
 def _first_gpu(file: ClusterFile, config: RunConfig, node: Node) -> tuple[int, ...]:
-    """The GPU that hub and relays send from, where plane `nccl` may be chosen for them.
+    """Return the GPU that hub and relays send from, where plane `nccl` may be chosen for them.
 
     It never is where no host has all of a version: with several trainer nodes.
     """
@@ -236,9 +236,7 @@ def _generators(config: RunConfig, groups: list[TaskGroup]) -> Iterator[Process]
             "ratio, or lower it"
         )
     for node, gpus in zip(group.nodes, group.gpus, strict=True):
-        for index in range(len(gpus) // size):
-            own = gpus[index * size : (index + 1) * size]
-            yield Process(f"generator-{node.name}-{index}", "generate", node, own)
+        yield from _by_gpus("generate", "generator", node, gpus, size)
 
 
 def _joining(
@@ -246,36 +244,43 @@ def _joining(
 ) -> Iterator[Process]:
     """Yield generators for all GPUs of nodes that join; one each on a run without GPUs."""
     on_gpus = any(group.has_gpus for group in groups if "generate" in group.tasks)
-    size = config.generator.tensor_parallel if on_gpus else 0
-    for node in nodes:
-        if node.joins and node.gpus < size:
+    size = config.generator.tensor_parallel
+    for node in (node for node in nodes if node.joins):
+        if not on_gpus:
+            yield Process(f"generator-{node.name}-0", "generate", node)
+        elif node.gpus < size:
             raise UsageError(
                 f"node {node.name} joins to generate, and a generator needs {size} GPUs "
                 f"(generator.tensor_parallel): it has {node.gpus}"
             )
-        for index in range(node.gpus // size if size else 1) if node.joins else ():
-            own = tuple(range(index * size, (index + 1) * size))
-            yield Process(f"generator-{node.name}-{index}", "generate", node, own)
+        else:
+            yield from _by_gpus("generate", "generator", node, tuple(range(node.gpus)), size)
 
 
 def _scorers(config: RunConfig, groups: list[TaskGroup], broker: Node) -> Iterator[Process]:
     """Yield one per GPU for models; rewards run beside the buffer unless a group says."""
     for stage in STAGES:
-        name = stage.replace("_", "-")
-        group = next((group for group in groups if stage in group.tasks), None)
         if stage not in config.buffer.stages:
             continue
-        if stage == "reward" and group is None:
-            for index in range(config.scorer.processes(stage)):
+        name, count = stage.replace("_", "-"), config.scorer.processes(stage)
+        group = next((group for group in groups if stage in group.tasks), None)
+        if group is None:  # of rewards alone: `place_groups` has checked it
+            for index in range(count):
                 yield Process(f"{name}-{broker.name}-{index}", stage, broker)
-            continue
-        assert group is not None  # place_groups has checked it
-        if stage == "reward" or not group.has_gpus:
-            yield from _dealt(group, stage, name, config.scorer.processes(stage))
-            continue
-        for node, gpus in zip(group.nodes, group.gpus, strict=True):
-            for index, gpu in enumerate(gpus):
-                yield Process(f"{name}-{node.name}-{index}", stage, node, (gpu,))
+        elif stage == "reward" or not group.has_gpus:
+            yield from _dealt(group, stage, name, count)
+        else:
+            for node, gpus in zip(group.nodes, group.gpus, strict=True):
+                yield from _by_gpus(stage, name, node, gpus, 1)
+
+
+def _by_gpus(
+    task: Task, name: str, node: Node, gpus: tuple[int, ...], size: int
+) -> Iterator[Process]:
+    """Yield a process for each `size` GPUs of a node."""
+    for index in range(len(gpus) // size):
+        own = gpus[index * size : (index + 1) * size]
+        yield Process(f"{name}-{node.name}-{index}", task, node, own)
 
 
 def _dealt(group: TaskGroup, task: Task, name: str, count: int) -> Iterator[Process]:
