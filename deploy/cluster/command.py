@@ -228,12 +228,24 @@ def table(plan: Plan) -> str:
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """Return the plan for programs."""
+    trainer, nodes = plan.config.trainer, list[dict[str, Any]]()
+    for node in plan.nodes:
+        processes: list[dict[str, Any]] = [
+            {
+                **{key: getattr(one, key) for key in ("name", "task", "node_rank")},
+                "gpus": list(one.gpus),
+                "ports": ports(plan, one),
+            }
+            for one in plan.on(node)
+        ]
+        facts = {key: getattr(node, key) for key in ("name", "address", "gpus")}
+        nodes.append({**facts, "idle_gpus": plan.idle(node), "processes": processes})
     return {
         "run": plan.run_id,
         "trainer": {
             "nodes": [process.node.name for process in plan.trainers()],
-            "ranks": plan.config.trainer.ranks,
-            "rendezvous": plan.config.trainer.rendezvous,
+            "ranks": trainer.ranks,
+            "rendezvous": trainer.rendezvous,
         },
         "groups": [
             {
@@ -243,25 +255,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             }
             for group in plan.groups
         ],
-        "nodes": [
-            {
-                "name": node.name,
-                "address": node.address,
-                "gpus": node.gpus,
-                "idle_gpus": plan.idle(node),
-                "processes": [
-                    {
-                        "name": one.name,
-                        "task": one.task,
-                        "node_rank": one.node_rank,
-                        "gpus": list(one.gpus),
-                        "ports": ports(plan, one),
-                    }
-                    for one in plan.on(node)
-                ],
-            }
-            for node in plan.nodes
-        ],
+        "nodes": nodes,
     }
 
 

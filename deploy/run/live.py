@@ -114,14 +114,11 @@ class PlainView(View):
 
     def doing(self, what: str, detail: str = "") -> None:
         """Print it when it begins, and now and then a detail that is new."""
-        if what != self._doing[0]:
-            self._doing = (what, "")
+        begins = what != self._doing[0]
+        if begins or (detail != self._doing[1] and self._clock() >= self._next):
+            self._doing = (what, "" if begins else detail)
             self._next = self._clock() + self._every_s
-            self.say(f"{what} ...")
-        elif detail != self._doing[1] and self._clock() >= self._next:
-            self._doing = (what, detail)
-            self._next = self._clock() + self._every_s
-            self.say(f"  {detail}")
+            self.say(f"{what} ..." if begins else f"  {detail}")
 
     def update(self, progress: Progress, processes: Mapping[str, str]) -> None:
         """Print what is new in warnings, and the headline if it is time to."""
@@ -131,14 +128,11 @@ class PlainView(View):
         for line in self._warnings.lines(status):
             self.say(line)
         ended = status.version >= status.steps
-        due = self._clock() >= self._next
-        if self._shown < status.steps if ended else due:
+        if self._shown < status.steps if ended else self._clock() >= self._next:
             self._next = self._clock() + self._every_s
             self._shown = status.version
-            if status.ledger.issued:
-                self.say(headline(status, progress.recent_reward))
-            else:
-                self.say(starting_text(status))
+            issued = status.ledger.issued
+            self.say(headline(status, progress.recent_reward) if issued else starting_text(status))
 
 
 class TerminalView(View):
