@@ -6,12 +6,14 @@ service or a signal to go wrong is in tests/integration/test_refusals.py and tes
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fakes.slowness import seconds
@@ -20,13 +22,14 @@ from fakes.waiting import until
 from umbra import cli
 from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.prepare.load import load_run
-from umbra.deploy.prepare.preflight import check_packages
+from umbra.deploy.prepare.preflight import check_packages, check_room
 from umbra.deploy.prepare.stage import try_aside
 from umbra.deploy.run.command import check_extension
 from umbra.proto.errors import UsageError
 from umbra.services.config.loader import load_config, to_json
 from umbra.services.config.rules import cautions
 from umbra.services.generator.checks import check_chat, check_devices
+from umbra.services.modeling.models import loading, read_transformers_config
 from umbra.services.process.child import ChildError
 
 REWARDS = """
@@ -381,3 +384,25 @@ def test_rows_of_a_parquet_file_and_of_several_sources(here: Path) -> None:
         with pytest.raises(ChildError, match="no such thing"):
             bad = (*settings, "environment.reward=tiny_reward:raises")
             try_aside(load_run(here / "run.toml", bad), [here])
+
+
+def test_a_config_that_contradicts_itself_is_one_sentence(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    config = json.loads((tiny_model_dir / "config.json").read_bytes())
+    config["layer_types"] = ["full_attention"] * (config["num_hidden_layers"] + 1)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, match=r"cannot be loaded: .*layer_types") as raised:
+        with loading(tmp_path, "model.path"):
+            read_transformers_config(tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_disk_that_is_full_from_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(overrides=[f"run.dir={tmp_path / 'runs'}"], environ={})
+    check_room(config)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=500_000))
+    with pytest.raises(UsageError, match=r"run\.dir: .* free on the disk of .*: free some"):
+        check_room(config)

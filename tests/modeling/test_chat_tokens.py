@@ -10,7 +10,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from umbra.proto.errors import UsageError
 from umbra.services.environments.protocol import Message
+from umbra.services.modeling import chat_template
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.chat_template import end_of_turn
 
@@ -114,3 +116,24 @@ def test_the_end_token_of_a_template_ends_turns(name: str) -> None:
     # Templates of these write a final turn in another way than one that is followed by a user.
     if name not in ("deepseekv3", "glm4moe", "llama3", "gptoss"):
         assert end is None or end in stops
+
+
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (LOOP, r"the chat template of .* writes no conversation within 0\.2 s: end its loops"),
+        ("{{ messages[0] }", r"the chat template of .* is no Jinja template: line 1"),
+    ],
+)
+def test_a_template_that_loops_or_is_broken_is_named(
+    text: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template, "RENDER_S", 0.2)
+    tokenizer, stops = chat_tokenizer("qwen3")
+    tokenizer.chat_template = text
+    assert end_of_turn(tokenizer) is None
+    with pytest.raises(UsageError, match=told):
+        Chat(tokenizer, stops).prompt_ids(ASKED)
