@@ -94,11 +94,11 @@ def _vllm(config: RunConfig, name: str) -> OpenEngine:
         config.generator,
         dtype=dtype,  # it computes in what it is served
         stop_ids=stops,
+        pace=config.weight_hub.pace.after(config.buffer.engine_stall_s),
         seed=_seed(config, name),
         tell_routing=config.trainer.router_replay,
         adapter=put_adapter(outline, config),
     )
-    engine.pace = config.weight_hub.pace.after(config.buffer.engine_stall_s)
     chat = Chat.configured(config.model, tokenizer, stops)
     return OpenEngine(engine, chat, "cpu", shared_memory, expected)
 

@@ -1,40 +1,61 @@
-"""The `Engine` on vLLM: checks and bookkeeping on our side, `VllmServer` does the rest."""
+"""vLLM's `AsyncLLM` as an `Engine`: an event loop in its own thread, for a driver without one.
+
+Whole outputs are asked for, not a stream, which costs the frontend least. What there is of a
+request under way is read off vLLM's own records (`private.py`).
+"""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 import logging
 import queue
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent import futures
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferInitRequest,
+    WeightTransferUpdateRequest,
+)
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.inputs import tokens_input
+from vllm.lora.request import LoRARequest
+from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 
-from umbra.proto.deadline import LEAST_RATE, Pace
-from umbra.proto.errors import UmbraError, UsageError
+from umbra.proto.deadline import LEAST_RATE, Deadline, Pace
+from umbra.proto.errors import StartupError, UmbraError, UsageError
 from umbra.proto.records import AdapterFacts, Manifest, Sampling
 from umbra.services.config import GeneratorConfig
 from umbra.services.config.rules import VLLM_COOLEST
 from umbra.services.generator.engines.engine import (
     CacheFigures,
+    EngineError,
     EngineOutput,
     EngineRequest,
     KvPolicy,
     check_request,
     unguarded,
 )
-from umbra.services.generator.vllm.cache import RecentLengths
+from umbra.services.generator.vllm import private
+from umbra.services.generator.vllm.cache import RecentLengths, Salts
 from umbra.services.generator.vllm.names import CheckpointNames, told_routers
 from umbra.services.generator.vllm.options import (
     adapter_arguments,
     check_device,
     engine_arguments,
 )
-from umbra.services.generator.vllm.server import Job, Pause, VllmServer
+from umbra.services.generator.vllm.plugin import ADAPTER
 from umbra.services.modeling.lora import factors
 from umbra.services.modeling.weights import WeightTable
 from umbra.services.weights.manifest import Part
@@ -42,18 +63,17 @@ from umbra.services.weights.memory import copy, locate, shared_memory
 
 log = logging.getLogger(__name__)
 
+_REPLY_S = 60.0  # of a request's abort
+_CLOSE_S = 5.0
+_LOOK_S = 1.0  # between looks at whether the core still lives
+_KILL_S = 2.0  # until its processes, which hold nothing that is needed any more, are killed
+
+T = TypeVar("T")
+
 
 def platform() -> str:
     """Return what the installed vLLM was built for: "cpu", "cuda", ..."""
     return current_platform.device_type
-
-
-def _moved(manifest: Manifest, by: int) -> Manifest:
-    """Shift a layout by `by` bytes."""
-    entries = [
-        msgspec.structs.replace(entry, offset=entry.offset + by) for entry in manifest.tensors
-    ]
-    return msgspec.structs.replace(manifest, tensors=entries)
 
 
 class VllmEngine:
@@ -65,6 +85,7 @@ class VllmEngine:
         config: of the generator.
         dtype: "bfloat16" or "float32".
         stop_ids: tokens that end a turn.
+        pace: how long vLLM may take to pause, to load a version, and to resume.
         seed: of the sampling.
         version: of the weights in `path`; -1 = not to be served.
         tell_routing: outputs say which experts their tokens met.
@@ -83,6 +104,7 @@ class VllmEngine:
         *,
         dtype: str,
         stop_ids: Iterable[int],
+        pace: Pace = Pace(600.0, LEAST_RATE),  # noqa: B008 - it is frozen
         seed: int = 0,
         version: int = -1,
         tell_routing: bool = False,
@@ -92,31 +114,47 @@ class VllmEngine:
         self.version = version
         self.slots = config.slots
         self.max_context = config.max_context
-        self.pause: Pause | None = None  # of the last change of weights
-        self.pace = Pace(600.0, LEAST_RATE)  # of a load
+        self.decoded_tokens = self._finished_tokens = 0
+        self._pace = pace
         self._fit = WeightTable(outline, adapter)
         self._checkpoint = CheckpointNames(outline) if adapter is None else None
         self._vocabulary: int = outline.config.get_text_config().vocab_size
-        self._stop_ids = frozenset(stop_ids)
-        self._params: dict[tuple[Sampling, int], SamplingParams] = {}
+        self._stop_ids = sorted(set(stop_ids))
         self._names = itertools.count()
-        self._open: dict[str, str] = {}  # our key of each request under way, and its id
-        self._prompts: dict[str, int] = {}  # tokens of their prompts
+        self._open: dict[str, EngineRequest] = {}  # under way, by a key that is never used twice
         self._lengths = RecentLengths(config.max_context)
+        self._done: queue.SimpleQueue[tuple[str, EngineOutput] | Exception] = queue.SimpleQueue()
         self._ready: list[EngineOutput] = []
-        self.decoded_tokens = 0
-        self._finished_tokens = 0
+        # Of the loop's thread: requests, those that begin again, and salts of their prefixes.
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._restarting: set[str] = set()
+        self._salts = Salts()
         arguments = engine_arguments(config, path, outline.config, dtype, seed % 2**31, platform())
-        routers = None
+        self._routers = None
         if tell_routing:
-            routers = told_routers(outline, platform(), self.max_context)
+            self._routers = told_routers(outline, platform(), self.max_context)
             arguments["enable_return_routed_experts"] = True
-        told = None
+        self._adapter: dict[str, Any] = {}
+        self._lora: LoRARequest | None = None
         if adapter is not None:
             names = list(factors(outline))
             arguments |= adapter_arguments(config, outline.config, adapter.rank, names)
-            told = {"facts": msgspec.msgpack.encode(adapter), "names": names}
-        self._server = VllmServer(arguments, version, routers, told)
+            self._adapter = {"facts": msgspec.msgpack.encode(adapter), "names": names}
+            # Its path is never read: no request is made before the first version is loaded.
+            self._lora = LoRARequest("umbra", ADAPTER, "umbra")
+        self._cache_log = private.CacheLog()
+        self._llm = _started(arguments, self._cache_log)
+        self._cache_tokens = private.cache_tokens(self._llm)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="umbra-vllm")
+        self._thread.start()
+        try:
+            self._wait(self._begin(version), _REPLY_S)
+        except BaseException as error:
+            self.close()
+            if adapter is None or not isinstance(error, Exception) or isinstance(error, UmbraError):
+                raise
+            raise UsageError(f"vLLM refuses the adapter: {_sentence(error)}") from error
 
     @property
     def live(self) -> int:
@@ -124,43 +162,41 @@ class VllmEngine:
 
     @property
     def fits(self) -> int:
-        capacity = self._server.cache_tokens
+        capacity = self._cache_tokens
         if not capacity or capacity >= self.slots * self.max_context:
             return self.slots
-        made = self._server.new_tokens()
-        live = (prompt + len(made.get(key, ())) for key, prompt in self._prompts.items())
+        made = self._made()
+        live = (len(one.prompt_ids) + len(made.get(key, ())) for key, one in self._open.items())
         return min(self.slots, self._lengths.fitting(capacity, live))
 
     @property
     def cache(self) -> CacheFigures:
-        figures = self._server.cache
+        figures = self._cache_log.figures
         return figures if self._open else dataclasses.replace(figures, usage=0.0)
 
     @property
     def busy(self) -> bool:
-        return bool(self._open or self._ready) or self._server.died is not None
+        return bool(self._open or self._ready) or self._died is not None
+
+    @property
+    def _died(self) -> EngineError | None:
+        """Why there will be no more outputs, once that is so."""
+        if self._loop.is_closed() or not self._llm.errored:
+            return None
+        ends = private.exits(self._llm) or "no exit code yet"
+        return EngineError(f"vLLM's engine core died ({ends}); if it said why, it did so above")
 
     def submit(self, requests: Iterable[EngineRequest]) -> None:
-        """Queue `requests`; see `Engine.submit`.
-
-        Raises:
-            ValueError: as there; or sampling out of range, or tokens that the model does not have.
-        """
-        jobs: list[Job] = []
-        try:
-            for request in requests:
-                limit = check_request(request, self.max_context, self._vocabulary)
-                params = self._sampling(request.sampling, limit)
-                key = f"{request.request_id}#{next(self._names)}"
-                jobs.append(Job(key, list(request.prompt_ids), params, request.session))
-                self._open[key] = request.request_id
-                self._prompts[key] = len(request.prompt_ids)
-        finally:
-            if jobs:
-                self._server.submit(jobs)
+        """Queue `requests`; see `Engine.submit`."""
+        for request in requests:
+            limit = check_request(request, self.max_context, self._vocabulary)
+            params = self._params(request.sampling, limit)
+            key = f"{request.request_id}#{next(self._names)}"
+            self._open[key] = request
+            self._loop.call_soon_threadsafe(self._start, key, request, params)
 
     def poll(self, timeout_s: float = 0.0) -> list[EngineOutput]:
-        """What has finished, after at most `timeout_s` seconds of waiting for something.
+        """Return what has finished, after at most `timeout_s` seconds of waiting for something.
 
         Raises:
             EngineError: vLLM died.
@@ -168,9 +204,9 @@ class VllmEngine:
         if not self._ready and self._open:
             self._collect(timeout_s)
         # Never less than before: an output is neither under way nor finished for a moment.
-        now = self._finished_tokens + sum(map(len, self._server.new_tokens().values()))
+        now = self._finished_tokens + sum(map(len, self._made().values()))
         self.decoded_tokens = max(self.decoded_tokens, now)
-        if not self._ready and (died := self._server.died) is not None:
+        if not self._ready and (died := self._died) is not None:
             raise died
         return self._take()
 
@@ -191,8 +227,6 @@ class VllmEngine:
             EngineError: vLLM died, or the load broke off.
         """
         self._fit.check(manifest)
-        # A version has tied tensors once, but vLLM packs them for each layer.
-        tied = self._fit.left_out({entry.name for entry in manifest.tensors})
         if not isinstance(data, memoryview):
             raise UsageError(
                 "weights for vLLM have to be in host memory: set weight_hub.plane to another plane"
@@ -203,17 +237,15 @@ class VllmEngine:
             data, place = whole, locate(whole)
             assert place is not None
         path, start = place
-        layout = self._named_as_stored(_moved(manifest, start), tied)
-        update = {"path": path, "manifest": msgspec.msgpack.encode(layout)}
-        under_way = set(self._open)
-        self.pause = self._server.update(
-            update,
+        layout = msgspec.msgpack.encode(self._layout(manifest, start))
+        under_way = list(self._open)
+        self._replace_weights(
+            {"path": path, "manifest": layout},
             version,
             kv_policy,
-            self.pace.limit_s(manifest.total_bytes),
+            self._pace.limit_s(manifest.total_bytes),
             lambda: read(manifest.total_bytes),
         )
-        log.debug("version %d: %s", version, self.pause)
         self.version = version
         if kv_policy != "abort":
             return []
@@ -221,101 +253,269 @@ class VllmEngine:
         aborted = [o for o in self._ready if o.finish_reason == "abort"]
         self._ready = [o for o in self._ready if o.finish_reason != "abort"]
         for key in under_way:
-            self._drop(key)
+            self._open.pop(key, None)
         return aborted
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[EngineOutput]:
         wanted = None if request_ids is None else set(request_ids)
-        keys = [key for key, name in self._open.items() if wanted is None or name in wanted]
-        lost = self._server.abort(keys) if keys else []
+        keys = self._keys(wanted)
+        if keys and not self._llm.errored:
+            with suppress(EngineDeadError):
+                self._wait(self._abort(keys), _REPLY_S)
         self._collect(0.0)
-        self._ready += [self._close(output) for output in lost if output.request_id in self._open]
+        if self._llm.errored:  # then no output comes, but what there is can be looked at
+            for key, output in self._peek([key for key in keys if key in self._open]).items():
+                self._ready.append(self._close(key, output))
         for key in keys:
-            self._drop(key)
+            self._open.pop(key, None)
         return self._take(wanted)
 
     def new_tokens(self) -> Mapping[str, Sequence[int]]:
-        made = self._server.new_tokens()
-        return {name: made[key] for key, name in self._open.items() if key in made}
+        made = self._made()
+        return {one.request_id: made[key] for key, one in self._open.items() if key in made}
 
     def peek(self, request_ids: Iterable[str]) -> list[EngineOutput]:
-        wanted = set(request_ids)
-        keys = [key for key, name in self._open.items() if name in wanted]
-        outputs = self._server.peek(keys) if keys else []
-        return [_named(output, self._open[output.request_id]) for output in outputs]
+        return list(self._peek(self._keys(set(request_ids))).values())
 
     def forget(self, session: str) -> None:
-        self._server.forget([session])
+        self._loop.call_soon_threadsafe(self._salts.forget, [session])
 
     def close(self) -> None:
         self._open.clear()
-        self._prompts.clear()
-        self._server.close()
+        if self._loop.is_closed():
+            return
+        with suppress(UmbraError):
+            self._wait(self._end(), _CLOSE_S)
+        with suppress(Exception):  # it may have died half-way; nothing of it is needed any more
+            self._llm.shutdown(timeout=_KILL_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CLOSE_S)
+        if not self._thread.is_alive():
+            self._loop.close()
+        private.close_sockets(self._llm)
+        # Its destructor must not run when the interpreter has begun to take itself apart.
+        del self._llm
 
-    def _sampling(self, sampling: Sampling, limit: int) -> SamplingParams:
-        params = self._params.get((sampling, limit))
-        if params is None:
-            if 0 < sampling.temperature < VLLM_COOLEST:
-                raise ValueError(
-                    f"sampling.temperature = {sampling.temperature:g} is out of range: vLLM takes "
-                    f"0 (greedy) or at least {VLLM_COOLEST}"
-                )
-            params = SamplingParams(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                min_p=sampling.min_p,
-                max_tokens=limit,
-                stop_token_ids=sorted(self._stop_ids),
-                ignore_eos=True,  # stop_token_ids say it all
-                logprobs=0,  # that of the sampled token
-                flat_logprobs=True,
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
+    # -- in the driver's thread -------------------------------------------------------------------
+
+    def _keys(self, wanted: set[str] | None) -> list[str]:
+        return [k for k, one in self._open.items() if wanted is None or one.request_id in wanted]
+
+    def _made(self) -> dict[str, list[int]]:
+        """Return the tokens of each request that is not done, by key."""
+        found = private.requests(self._llm)
+        return {key: private.tokens_of(record) for key, record in found.items()}
+
+    def _peek(self, keys: Sequence[str]) -> dict[str, EngineOutput]:
+        return self._wait(self._look(keys), _REPLY_S) if keys else {}
+
+    def _params(self, sampling: Sampling, limit: int) -> SamplingParams:
+        if 0 < sampling.temperature < VLLM_COOLEST:
+            raise ValueError(
+                f"sampling.temperature = {sampling.temperature:g} is out of range: vLLM takes "
+                f"0 (greedy) or at least {VLLM_COOLEST}"
             )
-            self._params[sampling, limit] = params
-        return params
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            max_tokens=limit,
+            stop_token_ids=self._stop_ids,
+            ignore_eos=True,  # stop_token_ids say it all
+            logprobs=0,  # that of the sampled token
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
 
-    def _named_as_stored(self, layout: Manifest, tied: Mapping[str, list[str]]) -> Manifest:
-        """Return `layout` in the names of checkpoints; `tied`: more names of its tensors."""
-        if self._checkpoint is None:
-            return layout  # factors have one name
+    def _layout(self, manifest: Manifest, start: int) -> Manifest:
+        """Return the layout of a version from byte `start` on, in the names of checkpoints."""
+        # A version has tied tensors once, but vLLM packs them for each layer.
+        tied = self._fit.left_out({entry.name for entry in manifest.tensors})
         tensors = [
             part
-            for entry in layout.tensors
-            for name in (entry.name, *tied.get(entry.name, ()))
-            for part in self._checkpoint.of(msgspec.structs.replace(entry, name=name))
+            for entry in manifest.tensors
+            for name in (entry.name, *(tied.get(entry.name, ()) if self._checkpoint else ()))
+            for part in self._stored(
+                msgspec.structs.replace(entry, name=name, offset=entry.offset + start)
+            )
         ]
-        return msgspec.structs.replace(layout, tensors=tensors)
+        return msgspec.structs.replace(manifest, tensors=tensors)
+
+    def _stored(self, entry: Any) -> list[Any]:
+        return [entry] if self._checkpoint is None else self._checkpoint.of(entry)
+
+    def _replace_weights(
+        self,
+        part: dict[str, Any],
+        version: int,
+        kv_policy: KvPolicy,
+        limit_s: float,
+        verify: Callable[[], None],
+    ) -> None:
+        """Load a version between two steps. Under "abort", all requests are done afterwards.
+
+        `part` has the fields of `UpdateInfo`; `verify` raises an error if what was loaded is not
+        the version.
+        """
+        began = time.perf_counter()
+        try:
+            self._wait(self._pause(kv_policy), limit_s)
+            paused = time.perf_counter()
+            request = WeightTransferUpdateRequest(update_info=part)
+            self._wait(self._llm.update_weights(request), limit_s)
+            verify()
+            self._wait(self._resume(version, kv_policy), limit_s)
+        except Exception as error:
+            if (died := self._died) is not None:
+                raise died from error
+            raise EngineError(
+                f"version {version} broke off while vLLM loaded it: {_sentence(error)}; its "
+                "weights are neither it nor the version before, so this generator leaves"
+            ) from error
+        now = time.perf_counter()
+        log.debug("version %d: paused %.3f s, loaded %.3f s", version, paused - began, now - paused)
 
     def _collect(self, timeout_s: float) -> None:
-        """Take the server's outputs, or wait `timeout_s` seconds for one."""
-        try:
-            first = self._server.done.get(timeout=timeout_s) if timeout_s else None
+        """Take the outputs that are done, or wait `timeout_s` seconds for one."""
+        with suppress(queue.Empty):
+            done = self._done.get(block=timeout_s > 0, timeout=timeout_s or None)
             while True:
-                done = first if first is not None else self._server.done.get_nowait()
-                first = None
                 if isinstance(done, Exception):
                     raise UmbraError(f"vLLM refused a request: {done}") from done
-                if done.request_id in self._open:
-                    self._ready.append(self._close(done))
-        except queue.Empty:
-            pass
+                key, output = done
+                if key in self._open:
+                    self._ready.append(self._close(key, output))
+                done = self._done.get_nowait()
 
-    def _close(self, output: EngineOutput) -> EngineOutput:
+    def _close(self, key: str, output: EngineOutput) -> EngineOutput:
+        request = self._open.pop(key)
         self._finished_tokens += len(output.token_ids)
-        self._lengths.ended(self._prompts.pop(output.request_id) + len(output.token_ids))
-        return _named(output, self._open.pop(output.request_id))
-
-    def _drop(self, key: str) -> None:
-        self._open.pop(key, None)
-        self._prompts.pop(key, None)
+        self._lengths.ended(len(request.prompt_ids) + len(output.token_ids))
+        return output
 
     def _take(self, wanted: set[str] | None = None) -> list[EngineOutput]:
         taken = [o for o in self._ready if wanted is None or o.request_id in wanted]
         self._ready = [o for o in self._ready if wanted is not None and o.request_id not in wanted]
         return taken
 
+    def _wait(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """Its result. A core that dies while it loads weights leaves vLLM waiting for its answer.
 
-def _named(output: EngineOutput, name: str) -> EngineOutput:
-    return dataclasses.replace(output, request_id=name)
+        Raises:
+            EngineDeadError: the core is dead, and the result does not come.
+            DeadlineError: it does not come within `timeout_s` seconds.
+        """
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        deadline = Deadline(timeout_s, "vLLM did not answer")
+        while True:
+            futures.wait([future], min(_LOOK_S, timeout_s))
+            if future.done():
+                return future.result()
+            if self._llm.errored:
+                future.cancel()
+                raise EngineDeadError
+            deadline.check()
+
+    # -- in the loop's thread ---------------------------------------------------------------------
+
+    async def _begin(self, version: int) -> None:
+        await self._llm.get_supported_tasks()  # so that no request has to ask
+        init = WeightTransferInitRequest(init_info=self._adapter)
+        await self._llm.init_weight_transfer_engine(init)
+        if self._adapter:
+            await self._llm.start_weight_update()  # once for all: see `AdapterTransferEngine`
+        await self._llm.update_weight_version(str(version))
+        self._salts.loaded(version, keep=True)
+
+    async def _end(self) -> None:
+        handler = self._llm.output_handler
+        tasks = [*self._tasks.values(), *([handler] if handler is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _start(self, key: str, request: EngineRequest, params: SamplingParams) -> None:
+        self._tasks[key] = self._loop.create_task(self._run(key, request, params))
+
+    async def _run(self, key: str, request: EngineRequest, params: SamplingParams) -> None:
+        try:
+            while True:
+                salt = self._salts.of(request.session)
+                output = await self._generate(key, request, params, salt)
+                if key not in self._restarting:
+                    break
+                self._restarting.discard(key)
+            self._salts.used(request.session, salt)
+            self._done.put((key, private.finished(output, request.request_id, self._routers)))
+        except EngineDeadError:
+            pass  # `_died` says so, and its tokens can be looked at
+        except Exception as error:  # noqa: BLE001 - whatever it is ends the generator, with its name
+            self._done.put(error)
+        finally:
+            del self._tasks[key]
+
+    async def _generate(
+        self, key: str, request: EngineRequest, params: SamplingParams, salt: str
+    ) -> RequestOutput:
+        prompt = tokens_input(list(request.prompt_ids), cache_salt=salt)
+        async for output in self._llm.generate(prompt, params, key, lora_request=self._lora):
+            if output.finished:
+                return output
+        raise UmbraError(f"vLLM ended request {key} without an output")
+
+    async def _abort(self, keys: Sequence[str]) -> None:
+        tasks = [self._tasks[key] for key in keys if key in self._tasks]
+        await self._llm.abort(keys)
+        await asyncio.gather(*tasks)
+
+    async def _look(self, keys: Sequence[str]) -> dict[str, EngineOutput]:
+        found = private.requests(self._llm)
+        return {
+            key: private.under_way(found[key], self._open[key].request_id, self._routers)
+            for key in keys
+            if key in found
+        }
+
+    async def _pause(self, kv_policy: KvPolicy) -> None:
+        """Stop decoding and open the model's layers."""
+        await private.pause(self._llm, clear_cache=kv_policy == "recompute")
+        if not self._adapter:
+            await self._llm.start_weight_update()
+
+    async def _resume(self, version: int, kv_policy: KvPolicy) -> None:
+        if kv_policy == "abort":
+            await self._abort(list(self._tasks))
+        if self._adapter:
+            await self._llm.update_weight_version(str(version))
+        else:
+            await self._llm.finish_weight_update(str(version))
+        self._salts.loaded(version, keep=kv_policy == "keep")
+        # Requests without a token get new salts: theirs would find blocks of old weights.
+        found = private.requests(self._llm)
+        unstarted = [key for key, record in found.items() if not private.tokens_of(record)]
+        self._restarting.update(unstarted)
+        await self._llm.abort(unstarted)
+        await self._llm.resume_generation()
+
+
+def _started(arguments: dict[str, Any], cache_log: private.CacheLog) -> AsyncLLM:
+    try:
+        args = AsyncEngineArgs(**arguments)
+        args.create_engine_config()
+    except (ValueError, TypeError, KeyError, AssertionError, NotImplementedError) as error:
+        raise UsageError(f"vLLM refuses its engine arguments: {_sentence(error)}") from error
+    try:
+        return AsyncLLM.from_engine_args(args, stat_loggers=[cache_log])
+    except (RuntimeError, ValueError, OSError) as error:
+        raise StartupError(
+            f"vLLM's engine core did not start: {_sentence(error)} (its own lines above say "
+            "more; memory for the KV cache is generator.engine_args.kv_cache_memory_bytes)"
+        ) from error
+
+
+def _sentence(error: BaseException) -> str:
+    """Return the first line of an error that says something."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return next((line for line in lines if "validation error" not in line), repr(error))

@@ -1,0 +1,132 @@
+"""Every name of vLLM's frontend that is not part of its interface, as read in vLLM 0.32.
+
+What runs inside of vLLM's workers (`plugin.py`, `weights.py`) names what it needs there itself.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from vllm.outputs import RequestOutput
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+from umbra.proto.records import VersionSpan
+from umbra.services.generator.engines.engine import CacheFigures, EngineOutput, FinishReason
+from umbra.services.generator.vllm.names import ToldRouters
+from umbra.services.process.child import describe_exit
+
+_REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
+
+
+class CacheLog(PrometheusStatLogger):
+    """Adds up vLLM's figures of each step; `figures` can be read from any thread.
+
+    A logger for Prometheus by its type only: else vLLM would make one as well, which takes time in
+    every step.
+    """
+
+    def __init__(self) -> None:
+        self.figures = CacheFigures()
+
+    def __call__(self, vllm_config: Any, engine_index: int) -> CacheLog:
+        """Return the log of an engine core, of which there is one."""
+        del vllm_config, engine_index
+        return self
+
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        before = self.figures
+        usage, asked, cached = before.usage, before.asked_tokens, before.cached_tokens
+        if scheduler_stats is not None:
+            usage = scheduler_stats.kv_cache_usage
+            asked += scheduler_stats.prefix_cache_stats.queries
+            cached += scheduler_stats.prefix_cache_stats.hits
+        preempted = iteration_stats.num_preempted_reqs if iteration_stats is not None else 0
+        self.figures = CacheFigures(usage, asked, cached, before.preemptions + preempted)
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    log_engine_initialized = log = record_sleep_state = record_admission_rejection = _nothing
+
+
+def cache_tokens(llm: AsyncLLM) -> int:
+    """Return how many tokens the KV cache holds; 0 if that is unknown."""
+    return llm.vllm_config.cache_config.kv_cache_size_tokens or 0
+
+
+def requests(llm: AsyncLLM) -> dict[str, Any]:
+    """Return vLLM's records of the requests under way, by the names that they were given."""
+    # A list at once: the loop's thread adds and removes.
+    states = list(llm.output_processor.request_states.values())
+    return {state.external_req_id: state for state in states}
+
+
+def tokens_of(record: Any) -> list[int]:
+    """Return the new tokens of a request, a list that grows."""
+    return record.detokenizer.output_token_ids
+
+
+def under_way(record: Any, name: str, routers: ToldRouters | None) -> EngineOutput:
+    """Return what there is of a request, as aborted."""
+    tokens = list(tokens_of(record))
+    starts: list[tuple[str, int]] = record.weight_version_starts
+    ends = [start for _, start in starts[1:]] + [len(tokens)] * bool(starts)
+    return EngineOutput(
+        request_id=name,
+        token_ids=tokens,
+        logprobs=_logprobs(record.logprobs_processor.logprobs),
+        spans=_spans((v, start, end) for (v, start), end in zip(starts, ends, strict=True)),
+        finish_reason="abort",
+        routing=routers and routers.routing(*record.routed_experts_chunks),
+    )
+
+
+def finished(output: RequestOutput, name: str, routers: ToldRouters | None) -> EngineOutput:
+    """Return a whole output of vLLM as one of ours."""
+    completion = output.outputs[0]
+    return EngineOutput(
+        request_id=name,
+        token_ids=list(completion.token_ids),
+        logprobs=_logprobs(completion.logprobs),
+        spans=_spans((s.version, s.start, s.end) for s in completion.weight_versions or ()),
+        finish_reason=_REASONS.get(completion.finish_reason, "abort"),
+        routing=routers and routers.routing(completion.routed_experts),
+    )
+
+
+def _spans(found: Any) -> list[VersionSpan]:
+    return [VersionSpan(version=int(v), start=s, end=e) for v, s, e in found if e > s]
+
+
+def _logprobs(logprobs: Any) -> list[float]:
+    """Return those of the sampled tokens, of which `FlatLogprobs` has nothing else."""
+    return list(logprobs.logprobs) if logprobs is not None else []
+
+
+async def pause(llm: AsyncLLM, *, clear_cache: bool) -> None:
+    """Stop decoding between two steps; the public form sleeps for 20 ms more."""
+    await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
+
+
+def exits(llm: AsyncLLM) -> str:
+    """Return which processes of a dead core ended, and how."""
+    manager = llm.engine_core.resources.engine_manager
+    codes = manager.finished_procs() if manager is not None else {}
+    return ", ".join(f"{name} {describe_exit(code)}" for name, code in codes.items())
+
+
+def close_sockets(llm: AsyncLLM) -> None:
+    """Close the ZeroMQ context that a shutdown leaves open: two objects, each with sockets."""
+    with suppress(Exception):
+        context = llm.engine_core.ctx
+        for socket in list(context._sockets):
+            socket.close(linger=0)
+        context._shadow_obj.destroy(linger=0)
