@@ -166,10 +166,8 @@ def open_environments(
     rules = CallRules(
         sampling_of(config.sampling_for(environment)),
         [*config.sampling.stop_tokens, *map(chat.piece, sorted(chat.stop_ids))],
-        override=True,
         template_options=config.model.chat_template_kwargs,
         reads_calls=chat.parser.calls or config.model.parser == "none",
-        environment=environment,
     )
     key = os.environ.get(KEY_VARIABLE, "")
     advertise = config.generator.serve_advertise

@@ -40,7 +40,6 @@ class AgentWorld:
         *,
         key: str = "",
         stop_tokens: tuple[str, ...] = (),
-        override: bool = False,
         advertise: str = "",
         between: Callable[[RolloutRunner], object] = lambda runner: None,
     ) -> None:
@@ -49,7 +48,7 @@ class AgentWorld:
         self._wake = threading.Event()
         self._settings = settings
         calls = settings.chat.parser.calls
-        rules = CallRules(settings.sampling, stop_tokens, override=override, reads_calls=calls)
+        rules = CallRules(settings.sampling, stop_tokens, reads_calls=calls)
         self.rules = rules
         self.pool = AgentPool(
             environment,
@@ -138,7 +137,7 @@ class AgentWorld:
                 self._finished += finished
                 self._failed += failed
                 self._changed.notify_all()
-        if not self.runner.busy:
+        if not self.runner.engine.busy:
             self._wake.wait(0.02)
             self._wake.clear()
 

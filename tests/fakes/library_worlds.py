@@ -159,7 +159,7 @@ def library_play(
         )
         engine = ScriptedEngine(says(tokenizer, *turns, given=given), max_context=max_context)
         key = KEY if place == "runner" else ""
-        world = AgentWorld(engine, chosen, environment, key=key, override=True)
+        world = AgentWorld(engine, chosen, environment, key=key)
         made.append(world)
         if place == "runner":
             made.append(BackgroundRunner(environment, world.url))

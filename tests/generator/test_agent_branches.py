@@ -9,8 +9,7 @@ import pytest
 from umbra.services.config import EnvironmentConfig
 from umbra.services.environments.protocol import RefusedError, StepResult, Turn
 from umbra.services.environments.time_limits import TimeLimits
-from umbra.services.generator.agents.calls import Call
-from umbra.services.generator.agents.replies import Answer
+from umbra.services.generator.agents.calls import Answer, Call
 from umbra.services.generator.agents.responses_api import response_id
 from umbra.services.generator.agents.session import AgentSession
 from umbra.services.generator.agents.session_tree import News

@@ -8,14 +8,8 @@ import pytest
 
 from umbra.proto.records import Sampling
 from umbra.services.environments.protocol import Turn
-from umbra.services.generator.agents.calls import (
-    Call,
-    CallRules,
-    read_chat,
-    read_reply,
-    read_text,
-)
-from umbra.services.generator.agents.replies import Completions, ReplyHead, answer_of
+from umbra.services.generator.agents.calls import Answer, Call, CallRules, read_message
+from umbra.services.generator.agents.chat_api import Completions, TextCompletions
 from umbra.services.http import ApiError
 from umbra.services.modeling.parsers import TOLD, ResponseTemplateParser, read
 
@@ -25,11 +19,15 @@ USER = {"role": "user", "content": "hi"}
 
 
 def chat(**fields: Any) -> Call:
-    return read_chat(json.dumps({"model": "m", "messages": [USER], **fields}).encode(), RULES)
+    return Completions.call(
+        json.dumps({"model": "m", "messages": [USER], **fields}).encode(), RULES
+    )
 
 
 def text(**fields: Any) -> Call:
-    return read_text(json.dumps({"model": "m", "prompt": "hi", **fields}).encode(), RULES)
+    return TextCompletions.call(
+        json.dumps({"model": "m", "prompt": "hi", **fields}).encode(), RULES
+    )
 
 
 def turn(said: str, *, complete: bool = True, tools: Any = TOOLS) -> Turn:
@@ -74,23 +72,17 @@ def test_what_agrees_with_the_run_is_served() -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
-        ({"temperature": 1.0}, "temperature", "sampling.temperature = 0.7"),
         ({"temperature": "hot"}, "temperature", "Expected `float | null`"),
-        ({"top_p": 0.9}, "top_p", "sampling.top_p = 1"),
-        ({"top_k": 0}, "top_k", "sampling.top_k = 20"),
-        ({"min_p": 0.1}, "min_p", "sampling.min_p = 0"),
         ({"stop": [""]}, "stop", "empty"),
-        ({"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs", "the run's"),
         ({"n": 2}, "n", "n = 2 is not supported: use 1"),
-        ({"seed": 1}, "seed", "seed is not supported here: leave it out"),
-        ({"logit_bias": {"5": 1}}, "logit_bias", 'logit_bias = {"5":1} is not supported: use {}'),
-        ({"frequency_penalty": 0.5}, "frequency_penalty", "use 0"),
-        ({"tool_choice": "required"}, "tool_choice", 'use "auto"'),
+        ({"best": 1}, "best", "best is not supported here: leave it out"),
+        ({"system": "hi"}, "system", "system is not supported here: leave it out"),
+        ({"tool_choice": "none"}, "tool_choice", 'use "auto"'),
         ({"response_format": {"type": "json_object"}}, "response_format", "use"),
         ({"top_logprobs": 3}, "top_logprobs", "use 0"),
         ({"max_tokens": 0}, "max_tokens", "use 1 or more"),
         ({"messages": []}, "messages", "empty"),
-        ({"messages": "hi"}, "messages", "Expected `array`"),
+        ({"messages": "hi"}, "messages", "Expected `array"),
         ({"messages": [{"content": "x"}]}, "messages[0]", "no role"),
         ({"messages": [USER, {"role": "user", "content": 3}]}, "messages[1].content", "text"),
         (
@@ -138,7 +130,7 @@ def test_what_a_completion_refuses(fields: dict[str, Any], says: str) -> None:
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b"[" * 100_000])
 def test_nonsense_is_refused(body: bytes) -> None:
     with pytest.raises(ApiError, match="not a valid request"):
-        read_chat(body, RULES)
+        Completions.call(body, RULES)
 
 
 def test_messages_are_brought_into_the_form_of_templates() -> None:
@@ -179,26 +171,26 @@ def tool_call(name: str) -> str:
 
 def test_tool_calls_become_objects_only_if_all_are_well_formed() -> None:
     call = chat(tools=TOOLS)
-    answer = answer_of(turn("first " + tool_call("add") + tool_call("sub")), call, 2)
+    answer = Answer.of(turn("first " + tool_call("add") + tool_call("sub")), call, 2)
     assert answer.finish_reason == "tool_calls"
     assert answer.message["content"] == "first"
     assert [c["id"] for c in answer.message["tool_calls"]] == ["call_2_0", "call_2_1"]
     assert json.loads(answer.message["tool_calls"][1]["function"]["arguments"]) == {"a": 1}
-    assert read_reply(answer.message)["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert read_message(answer.message)["tool_calls"][0]["function"]["arguments"] == {"a": 1}
     for said in (tool_call("add") + "<tool_call>{]</tool_call>", "plain"):
-        kept = answer_of(turn(said), call, 0)
+        kept = Answer.of(turn(said), call, 0)
         assert (kept.message, kept.finish_reason) == (
             {"role": "assistant", "content": said},
             "stop",
         )
-    untold = answer_of(turn(tool_call("add"), tools=()), chat(), 0)
+    untold = Answer.of(turn(tool_call("add"), tools=()), chat(), 0)
     assert untold.message["content"] == tool_call("add")
-    assert answer_of(turn("cut", complete=False), call, 0).finish_reason == "length"
+    assert Answer.of(turn("cut", complete=False), call, 0).finish_reason == "length"
 
 
 def test_usage_and_logprobs_are_those_of_the_tokens() -> None:
     call = chat(logprobs=True)
-    whole = Completions(ReplyHead("session", "m", 5)).whole(call, answer_of(turn("ab"), call, 0))
+    whole = Completions("session", "m", 5).whole(call, Answer.of(turn("ab"), call, 0))
     assert whole["usage"] == {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9}
     assert whole["system_fingerprint"] == "version-3"
     content = whole["choices"][0]["logprobs"]["content"]
@@ -207,7 +199,7 @@ def test_usage_and_logprobs_are_those_of_the_tokens() -> None:
         ("b", -0.5, [98]),
     ]
     call = text(logprobs=0)
-    whole = Completions(ReplyHead("session", "m", 5)).whole(call, answer_of(turn("ab"), call, 0))
+    whole = TextCompletions("session", "m", 5).whole(call, Answer.of(turn("ab"), call, 0))
     assert whole["choices"][0]["text"] == "ab"
     assert whole["choices"][0]["logprobs"] == {
         "tokens": ["a", "b"],
@@ -217,13 +209,15 @@ def test_usage_and_logprobs_are_those_of_the_tokens() -> None:
     }
 
 
-def test_a_sampling_of_its_own_is_overridden_if_the_run_says_so(
+def test_a_sampling_of_its_own_is_overruled(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    rules = CallRules(Sampling(), override=True)
+    rules = CallRules(Sampling())
     fields = {
         "temperature": 0.0,
+        "top_k": 3,
+        "logit_bias": {"5": 1},
         "presence_penalty": 1,
         "seed": 3,
         "tool_choice": "required",
@@ -231,18 +225,18 @@ def test_a_sampling_of_its_own_is_overridden_if_the_run_says_so(
         "chat_template_kwargs": {"enable_thinking": False},
     }
     for _ in range(3):
-        call = read_chat(json.dumps({"messages": [USER], **fields}).encode(), rules)
+        call = Completions.call(json.dumps({"messages": [USER], **fields}).encode(), rules)
         assert call == Call(messages=[USER])
-    assert dict(rules.overridden.counts) == dict.fromkeys(fields, 3)
+    assert dict(rules.overruled) == dict.fromkeys(fields, 3)
     assert len(caplog.records) == 2 * len(fields)  # the first and the second time
     for name, value in (("n", 2), ("tool_choice", "none"), ("response_format", {"type": "json"})):
         with pytest.raises(ApiError, match=name):
-            read_chat(json.dumps({"messages": [USER], name: value}).encode(), rules)
+            Completions.call(json.dumps({"messages": [USER], name: value}).encode(), rules)
 
 
 def test_tools_whose_calls_nothing_reads_are_refused() -> None:
     with pytest.raises(ApiError, match=r"nothing here reads the tool calls.*model\.parser"):
-        read_chat(
+        Completions.call(
             json.dumps({"messages": [USER], "tools": TOOLS}).encode(),
             CallRules(Sampling(), reads_calls=False),
         )

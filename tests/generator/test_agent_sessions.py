@@ -9,8 +9,7 @@ import pytest
 from umbra.services.config import EnvironmentConfig
 from umbra.services.environments.protocol import RefusedError, StepResult, Turn
 from umbra.services.environments.time_limits import TimeLimits
-from umbra.services.generator.agents.calls import Call
-from umbra.services.generator.agents.replies import Answer
+from umbra.services.generator.agents.calls import Answer, Call
 from umbra.services.generator.agents.session import AgentSession, SessionRegistry
 from umbra.services.generator.agents.session_tree import News
 from umbra.services.http import ApiError
@@ -90,7 +89,7 @@ def test_a_tools_answer_comes_with_the_calls_that_it_answers(agent: Agent) -> No
     agent.ask(user("a"), tools=tools)
     message = agent.hear('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     answer = {"role": "tool", "tool_call_id": "call_0_0", "content": "2"}
-    # As they come back over HTTP, where `read_chat` has made objects of the arguments.
+    # As they come back over HTTP, where `read_message` has made objects of the arguments.
     back = {**message, "content": "", "tool_calls": [dict(call) for call in message["tool_calls"]]}
     function = {"name": "add", "arguments": {"a": 1}}
     back["tool_calls"][0]["function"] = function

@@ -28,7 +28,7 @@ from umbra.services.config import RunConfig
 from umbra.services.config.loader import as_dict, load_config, to_json
 from umbra.services.config.rules import cautions, check_feasible
 from umbra.services.config.trajectory_rules import RunFacts, find_fault, samplings_of
-from umbra.services.generator.agents.calls import read_chat
+from umbra.services.generator.agents.chat_api import Completions
 from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.generator.pools import open_environments, settings_for
 from umbra.services.generator.rollout import Rollout
@@ -291,5 +291,5 @@ def test_agents_are_held_to_the_sampling_of_their_environment(
     assert rules[0].sampling == Sampling(temperature=1.6, top_k=50, max_tokens=12)
     for asked in ("temperature", "top_k"):
         body = msgspec.json.encode({"messages": [{"role": "user", "content": "a"}], asked: 1})
-        read_chat(body, rules[0])
-    assert rules[0].overridden.counts == {"temperature": 1, "top_k": 1}
+        Completions.call(body, rules[0])
+    assert rules[0].overruled == {"temperature": 1, "top_k": 1}

@@ -212,7 +212,7 @@ def test_plain_text_goes_on_after_a_stop_string_of_the_run(world: World, tokeniz
 
 
 def test_an_agents_sampling_is_overridden_and_counted(world: World) -> None:
-    endpoint = world("yes", override=True)
+    endpoint = world("yes")
     work = work_of(endpoint)
     with client(work) as agent:
         said = agent.chat.completions.create(

@@ -1,45 +1,46 @@
-"""Requests for completions: decoded, checked against the run's sampling, and made comparable."""
+"""Requests for completions: decoded once for all protocols, checked against the run's sampling.
+
+A protocol is a `Dialect` (`chat_api.py`, `messages_api.py`, `responses_api.py`): it turns what its
+clients say into a `Call`, and the model's `Answer` into what they understand.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import msgspec
 
 from umbra.proto.errors import UNREADABLE
 from umbra.proto.records import Sampling
-from umbra.services.config import EnvironmentConfig
-from umbra.services.environments.protocol import Message
+from umbra.services.environments.protocol import Message, Turn
 from umbra.services.generator.checks import REMEDY, UNREAD
 from umbra.services.http import ApiError
 
 log = logging.getLogger(__name__)
 
-# Those that say how to answer, not what: they have no meaning here, and change no token.
-IGNORED = (
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "safety_identifier",
-)
+_IGNORED = {
+    *("user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention"),
+    *("safety_identifier", "include", "truncation", "client_metadata", "max_tool_calls"),
+    *("cache_control", "container", "inference_geo"),
+}
+"""Fields that say how to answer, not what: they have no meaning here, and change no token."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
-    "tool_choice": ("auto",),
+    "tool_choice": ("auto", {"type": "auto"}),
     "response_format": ({"type": "text"},),
     "top_logprobs": (0,),
     "echo": (False,),
     "suffix": ("",),
+    "background": (False,),
 }
-"""Fields of OpenAI's that are served with these values only."""
-DRAWING: dict[str, tuple[Any, ...]] = {
+"""Fields that are served with these values only."""
+_DRAWING: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
@@ -49,21 +50,28 @@ DRAWING: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (),
     "verbosity": (),
 }
-"""Fields that ask for other tokens than the run draws: as of `CallRules.settle`."""
-_UNFORCED: dict[str, tuple[Any, ...]] = {"tool_choice": ("required", {"type": "any"})}
-"""The same of fields with other values that are refused: the model is free to call no tool."""
+"""Fields that ask for other tokens than the run draws; with these values they do not."""
+_UNFORCED = ("required", {"type": "any"})
+"""Values of `tool_choice` that are overruled as well: the model is free to call no tool."""
 
 
-class Overridden:
-    """Counts fields by which agents asked for a sampling that they did not get."""
+@dataclass(frozen=True, slots=True)
+class CallRules:
+    """The run's choices, which calls may repeat but not change: `overruled` counts those that try.
 
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
+    `stop_tokens` end the model's turns anyway; without `reads_calls` tools are refused.
+    """
 
-    def add(self, name: str, given: Any) -> None:
-        """Count one; it is logged the 1st, 2nd, 4th, ... time."""
-        self.counts[name] += 1
-        count = self.counts[name]
+    sampling: Sampling
+    stop_tokens: Sequence[str] = ()
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    reads_calls: bool = True
+    overruled: Counter[str] = field(default_factory=Counter[str])
+
+    def overrule(self, name: str, given: Any) -> None:
+        """Count a field that asks for other tokens; it is logged the 1st, 2nd, 4th, ... time."""
+        self.overruled[name] += 1
+        count = self.overruled[name]
         if not count & (count - 1):
             log.info(
                 "an agent asked for %s = %s and did not get it (%d so far)",
@@ -71,28 +79,6 @@ class Overridden:
                 str(given)[:80],
                 count,
             )
-
-
-@dataclass(frozen=True, slots=True)
-class CallRules:
-    """The run's choices, which calls may repeat but not change.
-
-    A call for another sampling gets the run's, which is counted, or is refused without `override`.
-    """
-
-    sampling: Sampling
-    stop_tokens: Sequence[str] = ()
-    override: bool = False
-    template_options: Mapping[str, Any] = field(default_factory=dict)
-    reads_calls: bool = True
-    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)  # for errors
-    overridden: Overridden = field(default_factory=Overridden)
-
-    def settle(self, name: str, given: Any, why: str) -> None:
-        """Count a call for another sampling than the run's; raises ApiError if that is refused."""
-        if not self.override:
-            raise ApiError(why, param=name)
-        self.overridden.add(name, given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,80 +98,141 @@ class Call:
 
 
 class Body(msgspec.Struct, kw_only=True):
-    """What requests of all kinds have in common."""
+    """A request of any protocol."""
 
     model: str = ""
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
-    stream: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-
-class _Body(Body, kw_only=True):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
+    max_output_tokens: int | None = None
     stop: str | list[str] | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
     stream_options: dict[str, Any] | None = None
-
-
-class _ChatBody(_Body, kw_only=True):
-    messages: list[dict[str, Any]]
+    chat_template_kwargs: dict[str, Any] | None = None
+    # Served as `CallRules.overrule` says, whatever they ask for.
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    context_management: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
+    # What is asked: `Dialect.reads` names those of each protocol.
+    messages: list[dict[str, Any]] | None = None
+    input: str | list[dict[str, Any]] | None = None
+    prompt: str | list[str] | None = None
+    system: str | list[dict[str, Any]] | None = None
+    instructions: str | None = None
     tools: list[dict[str, Any]] | None = None
-    logprobs: bool | None = None
+    logprobs: bool | int | None = None
+    previous_response_id: str | None = None
 
 
-class _TextBody(_Body, kw_only=True):
-    prompt: str | list[str]
-    logprobs: int | None = None
+_ASKED = Body.__struct_fields__[Body.__struct_fields__.index("messages") :]
 
 
-B = TypeVar("B", bound=Body)
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A turn of the model as an agent gets it; `number` counts the turns of its session from 0."""
+
+    turn: Turn
+    number: int
+    message: Message
+    finish_reason: str
+
+    @classmethod
+    def of(cls, turn: Turn, call: Call, number: int) -> Answer:
+        """Return what `turn` says to `call`: text, and calls of tools if the call named some.
+
+        Calls are objects only if all of them are well formed; else they stay text, for the agent
+        to answer. The ids of tool calls are the same whenever the turn is played again.
+        """
+        said = turn.said
+        message: Message = {"role": "assistant", "content": said.content}
+        if said.reasoning:
+            message["reasoning_content"] = said.reasoning
+        finish_reason = "stop"
+        if call.tools and said.tool_calls:
+            finish_reason = "tool_calls"
+            message["content"] = said.content or None
+            message["tool_calls"] = [
+                {
+                    "id": f"call_{number}_{index}",
+                    "type": "function",
+                    "function": {
+                        "name": called["function"]["name"],
+                        "arguments": json.dumps(called["function"]["arguments"]),
+                    },
+                }
+                for index, called in enumerate(said.tool_calls)
+            ]
+        return cls(turn, number, message, finish_reason if turn.complete else "length")
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """Tokens of the trajectory before the turn, and of the turn."""
+        return self.turn.prompt_tokens, len(self.turn.token_ids)
 
 
-def read_chat(body: bytes, rules: CallRules) -> Call:
-    """The call in the body of `/v1/chat/completions`.
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """A protocol, within one session; `created` is in seconds since the epoch."""
 
-    Raises:
-        ApiError: it is not one, or not one that this run can serve; names the field.
-    """
-    asked = decoded(body, _ChatBody, rules)
-    if not asked.messages:
-        raise ApiError("messages is empty", param="messages")
-    tools = asked.tools or []
-    if not all(isinstance(tool.get("function"), dict) for tool in tools):
-        raise ApiError('every entry of tools needs "function"', param="tools")
-    return Call(
-        messages=[read_message(message, i) for i, message in enumerate(asked.messages)],
-        tools=readable(tools, rules),
-        max_tokens=_max_tokens(asked),
-        stops=stops_of(asked.stop, rules),
-        logprobs=bool(asked.logprobs),
-        stream=bool(asked.stream),
-        stream_usage=bool((asked.stream_options or {}).get("include_usage")),
-    )
+    session: str
+    model: str
+    created: int
+    reads: ClassVar[tuple[str, ...]]
+    """What is asked, by the fields of `Body`; other protocols' fields are refused."""
 
+    @classmethod
+    def read(cls, asked: Body, rules: CallRules) -> Call:
+        """Return messages, tools or text of a request; raises ApiError, which names the field."""
+        raise NotImplementedError
 
-def read_text(body: bytes, rules: CallRules) -> Call:
-    """The call in the body of `/v1/completions`; errors as of `read_chat`."""
-    asked = decoded(body, _TextBody, rules)
-    prompts = [asked.prompt] if isinstance(asked.prompt, str) else asked.prompt
-    if len(prompts) != 1:
-        raise ApiError(f"prompt has {len(prompts)} texts: a session is one", param="prompt")
-    if asked.logprobs:
-        raise ApiError(
-            f"logprobs = {asked.logprobs} asks for other tokens than the sampled ones: use 0",
-            param="logprobs",
+    @classmethod
+    def call(cls, body: bytes, rules: CallRules) -> Call:
+        """Return the call in the body of a request.
+
+        Raises:
+            ApiError: it is none, or not one that this run can serve; names the field.
+        """
+        asked = _decoded(body, cls.reads, rules)
+        call = cls.read(asked, rules)
+        if call.text is None and not call.messages:
+            raise ApiError(f"{cls.reads[0]} is empty", param=cls.reads[0])
+        if call.tools and not rules.reads_calls:
+            raise ApiError(f"{UNREAD}: {REMEDY}", code="tools_unread", param="tools")
+        return replace(
+            call,
+            max_tokens=_max_tokens(asked),
+            stops=_stops(asked, rules),
+            stream=bool(asked.stream),
+            stream_usage=bool((asked.stream_options or {}).get("include_usage")),
         )
-    return Call(
-        text=prompts[0],
-        max_tokens=_max_tokens(asked),
-        stops=stops_of(asked.stop, rules),
-        logprobs=asked.logprobs is not None,
-        stream=bool(asked.stream),
-        stream_usage=bool((asked.stream_options or {}).get("include_usage")),
-    )
+
+    def whole(self, call: Call, answer: Answer) -> dict[str, Any]:
+        """Return a reply in one piece."""
+        raise NotImplementedError
+
+    def events(self, call: Call, answer: Answer) -> bytes:
+        """Return a reply as server-sent events."""
+        raise NotImplementedError
+
+    def error(self, error: ApiError) -> dict[str, Any]:
+        """Return a refusal."""
+        return error.body()
+
+    def broken(self, error: ApiError) -> bytes:
+        """Return a refusal as the event that ends a stream."""
+        raise NotImplementedError
+
+
+def event(name: str, /, **fields: Any) -> bytes:
+    """Return a server-sent event with a name, which is also its "type"."""
+    data = msgspec.json.encode({"type": name, **fields})
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), data)
 
 
 def continues(old: Message, new: Message) -> bool:
@@ -199,105 +246,64 @@ def _stripped(message: Message) -> Message:
     return {k: v.strip() if isinstance(v, str) else v for k, v in message.items()}
 
 
-def read_reply(message: Message) -> Message:
-    """An assistant's message that we have sent, as it reads when it comes back."""
-    return read_message(message, 0)
-
-
-def decoded(
-    body: bytes,
-    kind: type[B],
-    rules: CallRules,
-    ignored: Collection[str] = IGNORED,
-    neutral: Mapping[str, tuple[Any, ...]] = _NEUTRAL,
-) -> B:
-    """The request in `body`; fields besides those of `kind` must be `ignored` or `neutral`.
-
-    Raises:
-        ApiError: it is none, or asks for what is not served; names the field.
-    """
+def _decoded(body: bytes, reads: Sequence[str], rules: CallRules) -> Body:
     try:
         fields = msgspec.json.decode(body, type=dict[str, Any])
-        asked = msgspec.convert(fields, kind)
+        asked = msgspec.convert(fields, Body)
     except UNREADABLE as error:
-        raise ApiError(f"the body is not a valid request: {error}", param=_path(error)) from error
-    served = {*kind.__struct_fields__, *ignored}
+        _, found, path = str(error).rpartition("`$.")
+        param = path.rstrip("`") if found else None
+        raise ApiError(f"the body is not a valid request: {error}", param=param) from error
+    served = {*Body.__struct_fields__, *_IGNORED} - {*_ASKED} | {*reads}
     for name, value in fields.items():
         if name in served or value is None:
             continue
-        if name not in neutral and name not in DRAWING:
+        neutral = _NEUTRAL.get(name, _DRAWING.get(name))
+        if neutral is None:
             raise ApiError(f"{name} is not supported here: leave it out", param=name)
-        values = neutral.get(name) or DRAWING.get(name) or ()
-        if value in values:
-            continue
-        wanted = " or ".join(msgspec.json.encode(v).decode() for v in values)
         given = msgspec.json.encode(value).decode()[:80]
-        why = f"{name} is not supported here: leave it out"
-        if wanted:
-            why = f"{name} = {given} is not supported: use {wanted}"
-        if name in neutral and value not in _UNFORCED.get(name, ()):
-            raise ApiError(why, param=name)
-        rules.settle(name, given, why)
-    _agree(asked, rules)
+        if value in neutral:
+            continue
+        if name not in _DRAWING and not (name == "tool_choice" and value in _UNFORCED):
+            wanted = msgspec.json.encode(neutral[0]).decode()
+            raise ApiError(f"{name} = {given} is not supported: use {wanted}", param=name)
+        rules.overrule(name, given)
+    # What is trained on must have been drawn as the run says.
+    for name in ("temperature", "top_p", "top_k", "min_p"):
+        given = getattr(asked, name)
+        if given is not None and given != getattr(rules.sampling, name):
+            rules.overrule(name, given)
+    for name, given in (asked.chat_template_kwargs or {}).items():
+        if name not in rules.template_options or given != rules.template_options[name]:
+            rules.overrule("chat_template_kwargs", f"{name}={given}")
+    for name in ("thinking", "output_config", "context_management"):
+        if (given := getattr(asked, name)) and given != {"type": "disabled"}:
+            rules.overrule(name, given)
+    for section in ("reasoning", "text"):
+        for name, given in (getattr(asked, section) or {}).items():
+            if (section, name) == ("text", "format"):
+                if (given or {}).get("type", "text") != "text":
+                    raise ApiError("text.format must be text", param="text.format")
+            elif given is not None:
+                rules.overrule(f"{section}.{name}", given)
     return asked
 
 
-def _agree(asked: Body, rules: CallRules) -> None:
-    """What is trained on must have been drawn as the run says, so no call may draw otherwise."""
-    environment = rules.environment
-    for name in ("temperature", "top_p", "top_k", "min_p"):
-        given, wanted = getattr(asked, name), getattr(rules.sampling, name)
-        if given is not None and given != wanted:
-            why = (
-                f"{name} = {given:g}, but the run samples with {environment.sampling_key(name)} = "
-                f"{wanted:g}: leave it out, or change the run"
-            )
-            rules.settle(name, given, why)
-    for name, given in (asked.chat_template_kwargs or {}).items():
-        if name not in rules.template_options or given != rules.template_options[name]:
-            why = f"chat_template_kwargs.{name} is not that of the run's model.chat_template_kwargs"
-            rules.settle("chat_template_kwargs", f"{name}={given}", why)
-
-
-def stops_of(given: str | list[str] | None, rules: CallRules) -> tuple[str, ...]:
-    """The stop strings of a call, without the tokens that end the model's turns anyway."""
-    texts = [given] if isinstance(given, str) else given or []
-    if not all(texts):
+def _stops(asked: Body, rules: CallRules) -> tuple[str, ...]:
+    """Return the stop strings, without the tokens that end the model's turns anyway."""
+    texts = [asked.stop] if isinstance(asked.stop, str) else asked.stop or asked.stop_sequences
+    if not all(texts or ()):
         raise ApiError("a stop string is empty", param="stop")
-    return tuple(text for text in texts if text not in rules.stop_tokens)
+    return tuple(text for text in texts or () if text not in rules.stop_tokens)
 
 
-def readable(tools: list[dict[str, Any]], rules: CallRules) -> list[dict[str, Any]]:
-    """`tools`, if their calls can be read.
-
-    Raises:
-        ApiError: nothing here reads the calls that this model writes.
-    """
-    if tools and not rules.reads_calls:
-        raise ApiError(f"{UNREAD}: {REMEDY}", code="tools_unread", param="tools")
-    return tools
-
-
-def leave_out(tool: dict[str, Any], where: str, rules: CallRules) -> None:
-    """Count a tool that is no function of the client's; raises ApiError if the run refuses it."""
-    why = f"{where} is of type {tool.get('type')!r}: only functions of the client can be called"
-    if not rules.override:
-        raise ApiError(why, param=where)
-    rules.overridden.add("tools", f"one of type {tool.get('type')!r}")
-
-
-def _max_tokens(asked: _Body) -> int:
-    given = [
-        limit for limit in (asked.max_tokens, asked.max_completion_tokens) if limit is not None
-    ]
-    return limit_of(min(given, default=None), "max_tokens")
-
-
-def limit_of(given: int | None, name: str) -> int:
-    """The most tokens that a call wants, 0 if it doesn't say."""
-    if given is not None and given < 1:
-        raise ApiError(f"{name} = {given}: use 1 or more", param=name)
-    return given or 0
+def _max_tokens(asked: Body) -> int:
+    """Return the most tokens that are wanted; 0 if it is not said."""
+    given = (asked.max_tokens, asked.max_completion_tokens, asked.max_output_tokens)
+    most = min((limit for limit in given if limit is not None), default=None)
+    if most is not None and most < 1:
+        raise ApiError(f"max_tokens = {most}: use 1 or more", param="max_tokens")
+    return most or 0
 
 
 _KNOWN = {"role", "content", "name", "tool_call_id", "tool_calls", "reasoning_content", "reasoning"}
@@ -305,8 +311,8 @@ _CARRIED = {"provider_specific_fields", "annotations"}
 """What client libraries add to the messages that they got, for themselves."""
 
 
-def read_message(message: dict[str, Any], index: int) -> Message:
-    """A message as chat templates take it: text, and arguments of tool calls as objects."""
+def read_message(message: dict[str, Any], index: int = 0) -> Message:
+    """Return a message as chat templates take it: text, and arguments of calls as objects."""
     where = f"messages[{index}]"
     role = message.get("role")
     if not isinstance(role, str):
@@ -324,13 +330,18 @@ def read_message(message: dict[str, Any], index: int) -> Message:
     for name in ("name", "tool_call_id"):
         if message.get(name) is not None:
             clean[name] = str(message[name])
-    if message.get("tool_calls"):
-        clean["tool_calls"] = _tool_calls(message["tool_calls"], f"{where}.tool_calls")
+    if calls := message.get("tool_calls"):
+        where = f"{where}.tool_calls"
+        if not isinstance(calls, list) or not all(isinstance(one, dict) for one in calls):
+            raise ApiError(f"{where} is malformed", param=where)
+        clean["tool_calls"] = [
+            read_call(one, "id", one.get("function") or {}, where) for one in calls
+        ]
     return clean
 
 
 def read_content(content: Any, where: str) -> str:
-    """The text of a message, whole or in parts."""
+    """Return the text of a message, whole or in parts."""
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, list):
@@ -340,30 +351,21 @@ def read_content(content: Any, where: str) -> str:
     raise ApiError(f"{where} must be text", param=where)
 
 
-def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+def read_call(made: dict[str, Any], id_name: str, function: Any, where: str) -> dict[str, Any]:
+    """Return a tool call as chat templates take it; clients send its arguments as JSON."""
     try:
-        return [
-            {
-                "id": str(call["id"]),
-                "type": "function",
-                "function": {
-                    "name": str(call["function"]["name"]),
-                    "arguments": read_arguments(call["function"]["arguments"]),
-                },
-            }
-            for call in calls
-        ]
+        arguments = function["arguments"]
+        text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments)
+        read = msgspec.json.decode(text, type=dict[str, Any])
+        function = {"name": str(function["name"]), "arguments": read}
+        return {"id": str(made[id_name]), "type": "function", "function": function}
     except (TypeError, KeyError, *UNREADABLE) as error:
         raise ApiError(f"{where} is malformed: {error!r}", param=where) from error
 
 
-def read_arguments(arguments: Any) -> dict[str, Any]:
-    """Arguments of a call as an object, which clients send as JSON."""
-    text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments)
-    return msgspec.json.decode(text, type=dict[str, Any])
-
-
-def _path(error: Exception) -> str | None:
-    """The field that an error of msgspec names."""
-    _, found, path = str(error).rpartition("`$.")
-    return path.rstrip("`") if found else None
+def function_tool(name: str, description: Any, parameters: Any) -> dict[str, Any]:
+    """Return a tool as chat templates take it."""
+    more = {"description": description} if description else {}
+    if parameters is not None:
+        more["parameters"] = parameters
+    return {"type": "function", "function": {"name": name, **more}}

@@ -28,8 +28,7 @@ from umbra.services.environments.worker_pool import (
     offered_name,
     start_agent,
 )
-from umbra.services.generator.agents.calls import Call, CallRules
-from umbra.services.generator.agents.replies import Answer
+from umbra.services.generator.agents.calls import Answer, Call, CallRules
 from umbra.services.generator.agents.server import MAX_BODY, Edge, host_of, url_of
 from umbra.services.generator.agents.session import AgentSession, SessionRegistry, over
 from umbra.services.generator.agents.session_tree import News

@@ -23,17 +23,10 @@ from starlette.routing import Route
 from umbra.proto.bounds import LEASES, Name
 from umbra.proto.errors import UNREADABLE, UsageError
 from umbra.services.environments.protocol import StepResult
-from umbra.services.generator.agents.calls import Call, CallRules, read_chat, read_text
-from umbra.services.generator.agents.messages_api import Messages, read_messages
-from umbra.services.generator.agents.replies import (
-    Answer,
-    Completions,
-    Form,
-    ReplyHead,
-    model_entry,
-    model_list,
-)
-from umbra.services.generator.agents.responses_api import Responses, read_responses
+from umbra.services.generator.agents.calls import Answer, Call, CallRules, Dialect
+from umbra.services.generator.agents.chat_api import Completions, TextCompletions
+from umbra.services.generator.agents.messages_api import Messages
+from umbra.services.generator.agents.responses_api import Responses
 from umbra.services.generator.agents.session import AgentSession
 from umbra.services.http import KEY_VARIABLE, ApiError, is_local, listen, url_at
 
@@ -50,14 +43,12 @@ _REPEATED = "x-stainless-retry-count"  # what the openai clients send; not "0" i
 
 LeaseSeconds = Annotated[float, Meta(ge=0, le=3600)]
 Handler = Callable[[Request], Awaitable[Response]]
-Read = Callable[[bytes, CallRules], Call]
-_COMPLETIONS: dict[str, tuple[Read, Callable[[ReplyHead], Form]]] = {
-    "/v1/chat/completions": (read_chat, Completions),
-    "/v1/completions": (read_text, Completions),
-    "/v1/responses": (read_responses, Responses),
-    "/v1/messages": (read_messages, Messages),
+_DIALECTS: dict[str, type[Dialect]] = {
+    "/v1/chat/completions": Completions,
+    "/v1/completions": TextCompletions,
+    "/v1/responses": Responses,
+    "/v1/messages": Messages,
 }
-"""How the model is asked: by path, what reads a request and how its reply looks."""
 
 
 class _Lease(msgspec.Struct):
@@ -82,15 +73,17 @@ class _Reason(msgspec.Struct):
 
 
 class Edge:
-    """Serves `sessions` to HTTP clients, which are told `url` if it is not empty, else the address
-    at which they came. `model` and `created`, seconds since the epoch, stand in replies.
+    """Serves the sessions of `pool` to HTTP clients.
+
+    They are told `url` if it is not empty, else the address at which they came. `model` and
+    `created`, seconds since the epoch, stand in replies.
     """
 
     def __init__(
-        self, sessions: AgentPool, rules: CallRules, model: str, created: int, url: str = ""
+        self, pool: AgentPool, rules: CallRules, model: str, created: int, url: str = ""
     ) -> None:
         self._url = url
-        self._sessions = sessions
+        self._pool = pool
         self._rules = rules
         self._model = model
         self._created = created
@@ -101,79 +94,55 @@ class Edge:
             ("POST", "/sessions", self._lease),
             ("POST", "/sessions/renew", self._renew),
             ("DELETE", base, self._give_up),
-            ("POST", base + "/reward", self._reward),
-            ("POST", base + "/v1/reward", self._reward),
-            ("POST", base + "/scoring", self._scoring),
-            ("POST", base + "/v1/scoring", self._scoring),
         ]
-        for path, (read, form) in _COMPLETIONS.items():
-            routes.append(("POST", base + path, partial(self._complete, read, form)))
+        for version in ("", "/v1"):
+            routes.append(("POST", f"{base}{version}/reward", self._reward))
+            routes.append(("POST", f"{base}{version}/scoring", self._scoring))
+        for path, dialect in _DIALECTS.items():
+            routes.append(("POST", base + path, partial(self._complete, dialect)))
             routes.append(("POST", path, self._no_session))
-        for prefix in ("", base):
-            routes.append(("GET", prefix + "/v1/models", self._models))
-            routes.append(("GET", prefix + "/v1/models/{model}", self._one_model))
+        for path in ("/v1/models", "/v1/models/{model}"):
+            routes += [("GET", path, self._models), ("GET", base + path, self._models)]
         return Starlette(
-            routes=[Route(path, self._guarded(run), methods=[m]) for m, path, run in routes],
-            exception_handlers={HTTPException: _http_error},
+            routes=[Route(path, run, methods=[method]) for method, path, run in routes],
+            exception_handlers={HTTPException: _http_error, ApiError: _refusal},
         )
-
-    def _guarded(self, run: Handler) -> Handler:
-        async def handle(request: Request) -> Response:
-            try:
-                return await run(request)
-            except ApiError as error:
-                return _refusal(error)
-
-        return handle
 
     async def _lease(self, request: Request) -> Response:
         asked = _read(await request.body() or b"{}", _Lease)
         wait_s = min(max(asked.wait_s, 0.0), _MAX_WAIT_S)
         lease_s = math.inf if asked.lease_s is None else asked.lease_s
-        session = await self._sessions.lease(wait_s, lease_s, asked.environment)
+        session = await self._pool.lease(wait_s, lease_s, asked.environment)
         if session is None:
-            error = ApiError(
-                f"there is no sample to work on within {wait_s:g} s", status=503, code="no_work"
-            )
-            return _refusal(error, {"retry-after": "1"})
+            none = f"there is no sample to work on within {wait_s:g} s"
+            raise ApiError(none, status=503, code="no_work")
         # Where it came in, and never what it says of that.
-        here = self._url or url_at(*request.scope["server"])
-        url = f"{here}/sessions/{session.id}"
-        return JSONResponse(
-            {
-                "id": session.id,
-                "url": url,
-                "base_url": f"{url}/v1",
-                "row": session.row,
-                "timeout_s": session.limits.step.seconds,
-            },
-            201,
-        )
+        url = f"{self._url or url_at(*request.scope['server'])}/sessions/{session.id}"
+        given = {"id": session.id, "url": url, "base_url": f"{url}/v1", "row": session.row}
+        return JSONResponse({**given, "timeout_s": session.limits.step.seconds}, 201)
 
     async def _renew(self, request: Request) -> Response:
         asked = _read(await request.body(), _Renewal)
-        return JSONResponse({"lost": self._sessions.renew(asked.ids, asked.lease_s)})
+        return JSONResponse({"lost": self._pool.renew(asked.ids, asked.lease_s)})
 
-    async def _complete(
-        self, read: Read, form_of: Callable[[ReplyHead], Form], request: Request
-    ) -> Response:
-        form = form_of(ReplyHead(request.path_params["session"], self._model, self._created))
+    async def _complete(self, kind: type[Dialect], request: Request) -> Response:
+        dialect = kind(request.path_params["session"], self._model, self._created)
         try:
             session = self._session(request)
-            call = read(await request.body(), self._rules)
+            call = dialect.call(await request.body(), self._rules)
             repeated = request.headers.get(_REPEATED, "0") != "0"
-            asked = asyncio.ensure_future(self._sessions.ask(session, call, repeated=repeated))
+            asked = asyncio.ensure_future(self._pool.ask(session, call, repeated=repeated))
             asked.add_done_callback(lambda done: done.cancelled() or done.exception())
             # A refusal has its status, unless it comes so late that the stream has begun.
             await asyncio.wait({asked}, timeout=SILENT_S if call.stream else None)
             if not asked.done():
-                return StreamingResponse(_events(form, call, asked), media_type=_EVENTS)
+                return StreamingResponse(_events(dialect, call, asked), media_type=_EVENTS)
             answer = asked.result()
         except ApiError as error:
-            return JSONResponse(form.error(error), error.status)
+            return JSONResponse(dialect.error(error), error.status)
         if call.stream:
-            return Response(form.events(call, answer), media_type=_EVENTS)
-        return JSONResponse(form.whole(call, answer))
+            return Response(dialect.events(call, answer), media_type=_EVENTS)
+        return JSONResponse(dialect.whole(call, answer))
 
     async def _reward(self, request: Request) -> Response:
         given = _read(await request.body(), _Reward)
@@ -181,31 +150,29 @@ class Edge:
             raise ApiError("reward must be a finite number", param="reward")
         session = self._session(request)
         result = StepResult(given.reward, reward_parts=given.parts, reason=given.reason)
-        self._sessions.reward(session, result)
+        self._pool.reward(session, result)
         return JSONResponse({"id": session.id, "reward": given.reward})
 
     async def _scoring(self, request: Request) -> Response:
         session = self._session(request)
-        self._sessions.scoring(session)
+        self._pool.scoring(session)
         return JSONResponse({"id": session.id, "score_s": session.limits.scoring.seconds})
 
     async def _give_up(self, request: Request) -> Response:
         reason = _read(await request.body() or b"{}", _Reason).reason
         session = self._session(request)
-        self._sessions.give_up(session, reason)
+        self._pool.give_up(session, reason)
         return JSONResponse({"id": session.id, "deleted": True})
 
     async def _models(self, request: Request) -> Response:
-        self._in_session(request)
-        return JSONResponse(model_list(self._model))
-
-    async def _one_model(self, request: Request) -> Response:
-        self._in_session(request)
-        if request.path_params["model"] != self._model:
-            raise ApiError(
-                f"the model is called {self._model!r}", status=404, code="model_not_found"
-            )
-        return JSONResponse(model_entry(self._model))
+        if "session" in request.path_params:
+            self._session(request)
+        entry = {"id": self._model, "object": "model", "created": 0, "owned_by": "umbra"}
+        name = request.path_params.get("model")
+        if name not in (None, self._model):
+            called = f"the model is called {self._model!r}"
+            raise ApiError(called, status=404, code="model_not_found")
+        return JSONResponse(entry if name else {"object": "list", "data": [entry]})
 
     async def _no_session(self, request: Request) -> Response:
         raise ApiError(
@@ -216,22 +183,20 @@ class Edge:
         )
 
     def _session(self, request: Request) -> AgentSession:
-        return self._sessions.find(request.path_params["session"])
-
-    def _in_session(self, request: Request) -> None:
-        if "session" in request.path_params:
-            self._session(request)
+        return self._pool.find(request.path_params["session"])
 
 
-async def _events(form: Form, call: Call, asked: asyncio.Future[Answer]) -> AsyncIterator[bytes]:
+async def _events(
+    dialect: Dialect, call: Call, asked: asyncio.Future[Answer]
+) -> AsyncIterator[bytes]:
     """The reply once it is there; comments meanwhile, so that nobody takes the server for dead."""
     while not asked.done():
         yield b": the model is at it\n\n"
         await asyncio.wait({asked}, timeout=SILENT_S)
     try:
-        yield form.events(call, asked.result())
+        yield dialect.events(call, asked.result())
     except ApiError as error:
-        yield form.broken(error)
+        yield dialect.broken(error)
 
 
 def _read(body: bytes, kind: type[Any]) -> Any:
@@ -241,18 +206,16 @@ def _read(body: bytes, kind: type[Any]) -> Any:
         raise ApiError(f"the body is not valid: {error}") from error
 
 
-def _refusal(error: ApiError, headers: dict[str, str] | None = None) -> Response:
+async def _refusal(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    headers = {"retry-after": "1"} if error.status == 503 else None
     return JSONResponse(error.body(), error.status, headers)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    said = ApiError(
-        f"{request.method} {request.url.path}: {error.detail}",
-        status=error.status_code,
-        code="not_found",
-    )
-    return _refusal(said)
+    said = f"{request.method} {request.url.path}: {error.detail}"
+    return await _refusal(request, ApiError(said, status=error.status_code, code="not_found"))
 
 
 def bind(address: str, key: str) -> socket.socket:

@@ -22,8 +22,7 @@ import msgspec
 from umbra.proto.errors import UmbraError
 from umbra.services.environments.protocol import RefusedError, StepResult, Turn
 from umbra.services.environments.time_limits import TimeLimit, TimeLimits
-from umbra.services.generator.agents.calls import Call
-from umbra.services.generator.agents.replies import Answer, answer_of
+from umbra.services.generator.agents.calls import Answer, Call
 from umbra.services.generator.agents.session_tree import News, SessionTree
 from umbra.services.http import ApiError
 
@@ -138,7 +137,7 @@ class AgentSession:
         asked = self._take_open()
         if asked is None:
             return
-        answer = answer_of(turn, asked.call, self.turns)
+        answer = Answer.of(turn, asked.call, self.turns)
         self._tree.add(asked.call, answer)
         self._answers.pop(asked.mark, None)
         self._answers[asked.mark] = answer

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from umbra.services.environments.protocol import Message
-from umbra.services.generator.agents.calls import Call, continues, read_reply
-from umbra.services.generator.agents.replies import Answer
+from umbra.services.generator.agents.calls import Answer, Call, continues, read_message
 from umbra.services.generator.agents.responses_api import response_id
 from umbra.services.http import ApiError
 
@@ -135,7 +134,7 @@ class SessionTree:
         place = _Place(
             self.turns,
             call.tools,
-            [*call.messages, read_reply(answer.message)],
+            [*call.messages, read_message(answer.message)],
             None if call.text is None else call.text + answer.turn.said.text,
             answer.turn.said.stop,
         )
