@@ -153,7 +153,7 @@ def _run(runner: RolloutRunner, tasks: list[Task]) -> tuple[list[Trajectory], li
         done, failed = runner.results()
         finished += done
         failures += [sample.reason for sample in failed]
-        if runner.active and not runner.busy:
+        if runner.active and not runner.engine.busy:
             time.sleep(0.001)  # all wait for their environments, each with a deadline
     return finished, failures
 

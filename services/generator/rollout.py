@@ -19,8 +19,6 @@ from umbra.proto.records import (
     Sampling,
     Task,
     Trajectory,
-    pack_float32,
-    pack_int32,
     unpack_int32,
 )
 from umbra.services.config.generation import ENVIRONMENT
@@ -28,13 +26,12 @@ from umbra.services.environments.protocol import (
     Ask,
     Opening,
     RefusedError,
-    Said,
     SampleError,
     StepResult,
     Turn,
 )
 from umbra.services.generator.engines.engine import EngineOutput, EngineRequest
-from umbra.services.generator.tokens import Line, ResponseTokens, shortened, tokens_of
+from umbra.services.generator.tokens import Line, shortened, tokens_of
 from umbra.services.modeling.chat import Chat, StopSearch
 from umbra.services.process.metrics import STEADY
 
@@ -91,22 +88,30 @@ class Rollout:
     Attributes:
         begun: an agent works on it.
         ask: the turn that is asked for.
+        turns: of the model that have ended, without the current one.
         saved: response tokens that the buffer has.
         due: tokens of the engine with which a partial is due.
         leaving: why it is to be handed back; "" = it is not.
         lost: its environment or agent is gone, and begins again once the turn has ended.
         losses: agents that were lost.
-        turns: of the model that have ended, without the current one.
     """
 
     def __init__(self, task: Task, settings: RolloutSettings) -> None:
         self.task = task
-        self.phase = Phase.RESET
-        self.begun = self.lost = False
-        self.ask: Ask | None = None
         self.leaving = ""
         self.losses = self.due = 0
         self._settings = settings
+        self._reason = "partial"
+        self._started = settings.clock()
+        self._restart(task.trajectory)
+        self.saved = self.tokens
+
+    def _restart(self, partial: Trajectory | None = None) -> None:
+        """Begin the conversation, with what there is of it in `partial`, if that can be used."""
+        self.phase = Phase.RESET
+        self.begun = self.lost = False
+        self.ask: Ask | None = None
+        self.turns = 0
         self._line = Line(Opening([]))  # which the model continues
         self._lines = [self._line]
         # Of the turns before the current one: where they ended, and whether the model ended them.
@@ -114,16 +119,14 @@ class Rollout:
         self._search: StopSearch | None = None  # in the current turn
         self._reward = 0.0
         self._parts: dict[str, float] = {}
-        self.turns = 0
-        self._reason = "partial"
-        self._started = settings.clock()
-        # Turns of a partial, model's and environment's, that have to be asked for again.
-        self._replay: list[tuple[list[int], list[int]]] = []
-        made = task.trajectory
-        tokens = tokens_of(made, settings.sampling) if made is not None else None
-        if made is not None and tokens is not None:
-            self._resume(made, tokens)
-        self.saved = self.tokens
+        # Of turns that have to be asked for again: where the model's ends, and what follows it.
+        self._replay: list[tuple[int, int]] = []
+        tokens = tokens_of(partial, self._settings.sampling) if partial is not None else None
+        if partial is not None and tokens is not None:
+            self._line.prompt = unpack_int32(partial.prompt_ids)
+            self._line.tokens = tokens
+            self._started = partial.started_at or self._started
+            self._replay = list(zip(*[iter(tokens.turn_ends())] * 2, strict=False))
 
     @property
     def session(self) -> str:
@@ -159,13 +162,15 @@ class Rollout:
             self._asked_first(ask)
         elif self._replay:
             said, heard = self._replay[0]
-            if ask.after == self.turns and self._asked_ids(ask, self._line, said[-1]) == heard:
-                ahead = sum(len(one) + len(other) for one, other in self._replay[1:])
-                self._end_turn(self._line.turn_start - ahead - len(heard), complete=True)
-                self._replay.pop(0)
-            else:  # what is said is not the same again: the sample starts anew
+            ids = self._line.tokens.ids
+            if ask.after != self.turns or (
+                self._asked_ids(ask, self._line, ids[said - 1]) != ids[said:heard]
+            ):  # what is said is not the same again: the sample starts anew
                 self._restart()
                 return
+            self._end_turn(said, complete=True)
+            self._replay.pop(0)
+            self._line.turn_start = heard
         else:
             self._asked_more(ask)
         self.ask, self._search = ask, None
@@ -189,30 +194,25 @@ class Rollout:
 
     def begin_again(self) -> None:
         """Begin the conversation again; what was said is said again while the asks are the same."""
-        partial = self.partial() if self.task.pinned_version < 0 else None
-        tokens = tokens_of(partial, self._settings.sampling) if partial is not None else None
-        self._restart()
-        if partial is not None and tokens is not None:
-            self._resume(partial, tokens)
+        self._restart(self.partial())
 
     def turn(self) -> Turn:
         """Return the model's last turn, for who asked for it (phase STEP)."""
-        replayed = [said for said, _ in self._replay]
-        heard = sum(len(said) + len(heard) for said, heard in self._replay)
-        start = self._line.turn_start - heard
-        ids = replayed[0] if replayed else self._line.tokens.ids[start:]
-        end = start + len(ids)
-        versions = [span.version for span in self._line.tokens.spans if span.start < end]
-        chat = self._settings.chat
-        wants_pieces = self.ask is not None and self.ask.pieces
+        tokens, start = self._line.tokens, self._line.turn_start
+        end = self._replay[0][0] if self._replay else len(tokens.ids)
+        ids = tokens.ids[start:end]
+        chat, ask = self._settings.chat, self.ask
+        before = [*self._line.prompt, *tokens.ids[:start]]
+        is_text = ask is not None and ask.text is not None  # which an agent continues
+        said = chat.said(ids, before, self._line.opening.tools, self.stops, words=is_text)
         return Turn(
-            said=self._said(ids, start),
+            said=said,
             token_ids=ids,
-            logprobs=self._line.tokens.logprobs[start:end],
-            pieces=[chat.piece(token) for token in ids] if wants_pieces else [],
-            prompt_tokens=len(self._line.prompt) + start,
+            logprobs=tokens.logprobs[start:end],
+            pieces=[chat.piece(token) for token in ids] if ask is not None and ask.pieces else [],
+            prompt_tokens=len(before),
             complete=self._ends(ids),
-            version=versions[-1],
+            version=[span.version for span in tokens.spans if span.start < end][-1],
         )
 
     def request(self) -> EngineRequest:
@@ -275,11 +275,7 @@ class Rollout:
             group_id=task.group_id,
             prompt_id=task.prompt_id,
             attempt=task.attempt,
-            prompt_ids=pack_int32(line.prompt),
-            response_ids=pack_int32(tokens.ids),
-            loss_mask=bytes(tokens.mask),
-            logprobs=pack_float32(tokens.logprobs),
-            spans=list(tokens.spans),
+            **tokens.packed(line.prompt),
             finish_reason=self._reason,
             reward=self._reward,
             reward_parts=self._parts,
@@ -289,15 +285,15 @@ class Rollout:
             generator=self._settings.generator,
             started_at=self._started,
             finished_at=self._settings.clock(),
-            branches=[_branch(one) for one in further],
+            branches=[Branch(**one.tokens.packed(one.prompt)) for one in further],
         )
 
     def partial(self) -> Trajectory | None:
-        """What to hand back of an unfinished sample; None if nothing was generated.
+        """Return what to hand back of an unfinished sample; None if nothing was generated.
 
-        One with branches begins anew elsewhere.
+        One with branches begins anew elsewhere, as does one that one version makes at one go.
         """
-        if self._line.tokens.ids and not self.branched:
+        if self._line.tokens.ids and not self.branched and self.task.pinned_version < 0:
             return self.trajectory()
         return None
 
@@ -368,30 +364,16 @@ class Rollout:
                 "branch_limit_reached",
             )
 
-    def _check_length(self, ask: Ask) -> None:
-        """Raise RefusedError if what is asked has too many characters for the context."""
-        given = (ask.text, ask.messages, ask.tools)
-        if self._settings.chat.cannot_fit(given, self._settings.max_context):
-            raise RefusedError(f"the request {self._too_long()}", "context_length_exceeded")
-
-    def _too_long(self) -> str:
-        limit = self._settings.max_context
-        return f"exceeds the context length, generator.max_context = {limit}, by its characters"
-
     def _asked_prompt(self, ask: Ask) -> list[int]:
         """Return the tokens of a conversation's opening."""
-        chat = self._settings.chat
-        self._check_length(ask)
-        if ask.text is not None:
-            prompt = chat.text_ids(ask.text, begins=True)
-        else:
-            prompt = _templated("the prompt", lambda: chat.prompt_ids(ask.messages, ask.tools))
+        limit, chat = self._settings.max_context, self._settings.chat
+        prompt = self._encoded(ask, "the prompt", lambda: chat.prompt_ids(ask.messages, ask.tools))
         if not prompt:
             raise RefusedError("the prompt has no tokens", "empty_prompt")
-        if len(prompt) >= self._settings.max_context:
+        if len(prompt) >= limit:
             raise RefusedError(
                 f"the prompt has {len(prompt)} tokens, which leaves no room for an answer in the "
-                f"context length, generator.max_context = {self._settings.max_context}",
+                f"context length, generator.max_context = {limit}",
                 "context_length_exceeded",
             )
         return prompt
@@ -399,13 +381,29 @@ class Rollout:
     def _asked_ids(self, ask: Ask, line: Line, last_token: int) -> list[int]:
         """Return the tokens between the end of a turn of `line` and the turn that is asked for."""
         chat = self._settings.chat
-        self._check_length(ask)
-        if ask.text is not None:
-            return chat.text_ids(ask.text, begins=False)
-        return _templated(
+        return self._encoded(
+            ask,
             "a later turn",
             lambda: chat.turn_ids(ask.messages, last_token, ask.calls, line.opening),
         )
+
+    def _encoded(self, ask: Ask, what: str, templated: Callable[[], list[int]]) -> list[int]:
+        """Return the tokens of what is asked: of plain text, or of messages as `templated`."""
+        chat, limit = self._settings.chat, self._settings.max_context
+        if chat.cannot_fit((ask.text, ask.messages, ask.tools), limit):
+            raise RefusedError(
+                f"the request exceeds the context length, generator.max_context = {limit}, by its "
+                "characters",
+                "context_length_exceeded",
+            )
+        if ask.text is not None:
+            return chat.text_ids(ask.text, begins=what == "the prompt")
+        try:
+            return templated()
+        except UsageError as error:
+            raise SampleError(str(error)) from error
+        except Exception as error:
+            raise SampleError(f"the chat template failed on {what}: {error}") from error
 
     def _end_turn(self, end: int, complete: bool) -> None:
         """End the current turn at `end` of its line; another one of the model follows."""
@@ -430,16 +428,6 @@ class Rollout:
         assert self._search is not None and self._search.end is not None
         count = self._search.end - self._said_tokens
         return shortened(output, count, len(self._line.prompt) + len(self._line.tokens.ids))
-
-    def _said(self, ids: list[int], start: int) -> Said:
-        """Parse the turn `ids`, which begins at response token `start`."""
-        before = [*self._line.prompt, *self._line.tokens.ids[:start]]
-        tools, chat = self._line.opening.tools, self._settings.chat
-        return chat.said(ids, before, tools, self.stops, words=self._is_text())
-
-    def _is_text(self) -> bool:
-        """True if an agent continues plain text, without the chat template."""
-        return self.ask is not None and self.ask.text is not None
 
     def _ends(self, ids: list[int]) -> bool:
         """True if the model ended the turn `ids` itself."""
@@ -472,42 +460,3 @@ class Rollout:
         search = self._stop_search()
         stopped = search is not None and search.end is not None
         return stopped or self._line.tokens.ids[-1] in self._settings.chat.stop_ids
-
-    # -- partials ---------------------------------------------------------------------------------
-
-    def _resume(self, partial: Trajectory, tokens: ResponseTokens) -> None:
-        self._line.prompt = unpack_int32(partial.prompt_ids)
-        self._started = partial.started_at or self._started
-        self._line.tokens = tokens
-        segments = self._line.tokens.segments()
-        self._replay = list(zip(segments[0::2], segments[1::2], strict=False))
-        self._line.turn_start = sum(len(said) + len(heard) for said, heard in self._replay)
-
-    def _restart(self) -> None:
-        self._line = Line(Opening([]))
-        self._lines, self._turn_ends, self._replay = [self._line], [], []
-        self.turns = 0
-        self._reward, self._parts = 0.0, {}
-        self.ask = self._search = None
-        self.begun = self.lost = False
-        self.phase = Phase.RESET
-
-
-def _branch(line: Line) -> Branch:
-    tokens = line.tokens
-    return Branch(
-        prompt_ids=pack_int32(line.prompt),
-        response_ids=pack_int32(tokens.ids),
-        loss_mask=bytes(tokens.mask),
-        logprobs=pack_float32(tokens.logprobs),
-        spans=list(tokens.spans),
-    )
-
-
-def _templated(what: str, encode: Callable[[], list[int]]) -> list[int]:
-    try:
-        return encode()
-    except UsageError as error:
-        raise SampleError(str(error)) from error
-    except Exception as error:
-        raise SampleError(f"the chat template failed on {what}: {error}") from error

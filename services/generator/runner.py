@@ -8,7 +8,8 @@ environment is an agent whose program is ours: what it says is an ask for the mo
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from typing import Any
 
 from umbra.proto.errors import UmbraError
 from umbra.proto.messages import ReturnedSample
@@ -18,6 +19,7 @@ from umbra.services.environments.protocol import (
     Ask,
     Begun,
     Lost,
+    Message,
     Opening,
     RefusedError,
     SampleError,
@@ -66,10 +68,6 @@ class RolloutRunner:
         return len(self._rollouts)
 
     @property
-    def busy(self) -> bool:
-        return self.engine.busy
-
-    @property
     def wanting(self) -> int:
         """Of those, the ones that take a slot of the engine, or will at once.
 
@@ -102,18 +100,13 @@ class RolloutRunner:
             self._rollouts[task.sample_id] = rollout
             self._advance(rollout)
 
-    def collect(self) -> None:
-        """Take in the environments' answers."""
-        for outcome in self._pool.collect():
-            self._environment_answered(outcome)
-
     def poll(self, timeout_s: float) -> None:
         """Make one step of the engine, and what follows from it."""
-        self.collect()
+        self._collect()
         if self.engine.busy:
             self.take(self.engine.poll(timeout_s))
-            self._look()
-            self.collect()
+            self._end_stopped()
+            self._collect()
 
     def take(self, outputs: Iterable[EngineOutput]) -> None:
         """Hand outputs of the engine to their rollouts."""
@@ -196,15 +189,7 @@ class RolloutRunner:
             self._rollouts[output.request_id].generated(output)
         for rollout in rollouts:
             self._forget(rollout)
-        return [
-            ReturnedSample(
-                sample_id=rollout.task.sample_id,
-                attempt=rollout.task.attempt,
-                reason=reason,
-                partial=rollout.partial() if rollout.task.pinned_version < 0 else None,
-            )
-            for rollout in rollouts
-        ]
+        return [returned(r.task, reason, partial=r.partial()) for r in rollouts]
 
     def _forget(self, rollout: Rollout) -> None:
         del self._rollouts[rollout.task.sample_id]
@@ -239,15 +224,15 @@ class RolloutRunner:
             self._forget(rollout)
             self._fail(rollout.task, f"prompt {rollout.task.prompt_id}: {error}")
 
-    def _look(self) -> None:
+    def _end_stopped(self) -> None:
         """End the turns in which a stop string was said."""
         if not self._has_stops:
             return
-        ended: list[str] = []
-        for name, tokens in self.engine.new_tokens().items():
-            rollout = self._rollouts.get(name)
-            if rollout is not None and rollout.is_stopped(tokens):
-                ended.append(name)
+        ended = [
+            name
+            for name, tokens in self.engine.new_tokens().items()
+            if name in self._rollouts and self._rollouts[name].is_stopped(tokens)
+        ]
         if ended:
             self.take(self.engine.abort(ended))
 
@@ -259,25 +244,26 @@ class RolloutRunner:
         unsaved = rollout.tokens - rollout.saved
         return self._may_flush(rollout) and unsaved >= self._flush_tokens
 
-    def _environment_answered(self, outcome: EpisodeOutcome) -> None:
-        rollout = self._rollouts.get(outcome.key.rpartition("/")[0])
-        if rollout is None or rollout.session != outcome.key:
-            return  # dropped meanwhile
-        before = rollout.tokens
-        try:
-            if not self._take_in(rollout, outcome):
-                return
-        except SampleError as error:
-            self.engine.abort([rollout.task.sample_id])  # its agent may end in the midst of a turn
-            self._forget(rollout)
-            self._fail(rollout.task, str(error))
-            return
-        answered = rollout.phase is Phase.GENERATE and rollout.tokens > before
-        # Nobody can go on with several lines: such a sample ends here.
-        if rollout.leaving and answered and not rollout.branched:
-            self._moved += self._hand_back([rollout], rollout.leaving)
-        else:
-            self._advance(rollout)
+    def _collect(self) -> None:
+        """Take in what environments and agents say."""
+        for outcome in self._pool.collect():
+            rollout = self._rollouts.get(outcome.key.rpartition("/")[0])
+            if rollout is None or rollout.session != outcome.key:
+                continue  # dropped meanwhile
+            before = rollout.tokens
+            try:
+                goes_on = self._take_in(rollout, outcome)
+            except SampleError as error:
+                self.engine.abort([rollout.task.sample_id])  # its agent may end in mid-turn
+                self._forget(rollout)
+                self._fail(rollout.task, str(error))
+                continue
+            answered = rollout.phase is Phase.GENERATE and rollout.tokens > before
+            # Nobody can go on with several lines: such a sample ends here.
+            if goes_on and rollout.leaving and answered and not rollout.branched:
+                self._moved += self._hand_back([rollout], rollout.leaving)
+            elif goes_on:
+                self._advance(rollout)
 
     def _take_in(self, rollout: Rollout, outcome: EpisodeOutcome) -> bool:
         """Tell `rollout` what its environment or agent says; return whether it can go on.
@@ -298,7 +284,7 @@ class RolloutRunner:
                 rollout.lost = True
                 return phase is not Phase.GENERATE  # its turn ends first
             case Phase.RESET, Opening() as opening:
-                self._ask_for(rollout, Ask(self._reply(rollout), opening.messages, opening.tools))
+                self._ask_for(rollout, opening.messages, tools=opening.tools)
             case Phase.STEP, StepResult(done=True) as result:
                 rollout.finish(result)
             case Phase.STEP, StepResult() as result:
@@ -307,13 +293,8 @@ class RolloutRunner:
                         "the environment is not done, but has no messages to go on from"
                     )
                 rollout.credit(result)
-                ask = Ask(
-                    self._reply(rollout),
-                    result.messages,
-                    calls=result.tool_calls,
-                    after=rollout.turns,
-                )
-                self._ask_for(rollout, ask)
+                calls, after = result.tool_calls, rollout.turns
+                self._ask_for(rollout, result.messages, calls=calls, after=after)
             case Phase.RESET | Phase.STEP, Ask() as ask:
                 try:
                     rollout.asked(ask)
@@ -324,33 +305,34 @@ class RolloutRunner:
                 return False  # of the same lease, begun anew meanwhile
         return True
 
-    def _ask_for(self, rollout: Rollout, ask: Ask) -> None:
+    def _ask_for(self, rollout: Rollout, messages: list[Message], **fields: Any) -> None:
         """Ask for an environment; where there is no turn the sample ends."""
-        try:
-            rollout.asked(ask)
-        except RefusedError as error:
-            if not rollout.tokens:
-                raise SampleError(f"prompt {rollout.task.prompt_id}: {error}") from error
-            rollout.finish(StepResult(reason=ENDS[error.code]))
-
-    def _reply(self, rollout: Rollout) -> Callable[[Turn | UmbraError], None]:
-        """Return what tells the environment of `rollout` a turn of the model."""
 
         def reply(turn: Turn | UmbraError) -> None:
             assert isinstance(turn, Turn)
             self._pool.play(rollout.session, rollout.task.row, [turn.said])
 
-        return reply
+        try:
+            rollout.asked(Ask(reply, messages, **fields))
+        except RefusedError as error:
+            if not rollout.tokens:
+                raise SampleError(f"prompt {rollout.task.prompt_id}: {error}") from error
+            rollout.finish(StepResult(reason=ENDS[error.code]))
 
     def _fail(self, task: Task, reason: str) -> None:
-        self._failed.append(
-            ReturnedSample(
-                sample_id=task.sample_id,
-                attempt=task.attempt,
-                reason=reason,
-                failed=True,
-            )
-        )
+        self._failed.append(returned(task, reason, failed=True))
+
+
+def returned(
+    task: Task, reason: str, *, partial: Trajectory | None = None, failed: bool = False
+) -> ReturnedSample:
+    return ReturnedSample(
+        sample_id=task.sample_id,
+        attempt=task.attempt,
+        reason=reason,
+        partial=partial,
+        failed=failed,
+    )
 
 
 def _lease(rollout: Rollout) -> tuple[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from dataclasses import dataclass, field
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -13,6 +14,8 @@ from umbra.proto.records import (
     Sampling,
     Trajectory,
     VersionSpan,
+    pack_float32,
+    pack_int32,
     unpack_float32,
     unpack_int32,
 )
@@ -79,10 +82,20 @@ class ResponseTokens:
         ]
         return ResponseTokens(self.ids[:count], self.mask[:count], self.logprobs[:count], spans)
 
-    def segments(self) -> list[list[int]]:
-        """Return the tokens of model turn, environment turn, model turn, ... in order."""
-        ids = iter(self.ids)
-        return [[next(ids) for _ in run] for _, run in itertools.groupby(self.mask)]
+    def turn_ends(self) -> list[int]:
+        """Return where model turn, environment turn, model turn, ... end, in order."""
+        runs = (len(list(run)) for _, run in itertools.groupby(self.mask))
+        return list(itertools.accumulate(runs))
+
+    def packed(self, prompt: list[int]) -> dict[str, Any]:
+        """Return the fields that a `Trajectory` or `Branch` after `prompt` has of them."""
+        return {
+            "prompt_ids": pack_int32(prompt),
+            "response_ids": pack_int32(self.ids),
+            "loss_mask": bytes(self.mask),
+            "logprobs": pack_float32(self.logprobs),
+            "spans": list(self.spans),
+        }
 
 
 def shortened(output: EngineOutput, count: int, before: int) -> EngineOutput:
