@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from umbra.services.generator.tasks import Library, write_task
+from umbra.services.generator.tasks import write_task
 
 # By the name of the environment: the dataset, and its parameters.
 TASKS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -35,10 +35,8 @@ def write(out: Path, prompts: int = PROMPTS, heldout: int = HELDOUT, demos: int 
     with tempfile.TemporaryDirectory() as folder:
         for seed, (name, (dataset, parameters)) in enumerate(TASKS.items()):
             made = Path(folder) / name
-            library = Library(options=parameters)
-            write_task(
-                f"gym:{dataset}", made, seed=seed, **counts, library=library, environment=name
-            )
+            more = {"options": parameters, "environment": name}
+            write_task(f"gym:{dataset}", made, seed=seed, **counts, **more)
             for file in made.iterdir():
                 files.setdefault(file.name, []).append(file.read_text("utf-8").splitlines())
     out.mkdir(parents=True, exist_ok=True)

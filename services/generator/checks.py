@@ -12,7 +12,6 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from umbra.services.process.parent import die_with_parent
 
 log = logging.getLogger(__name__)
 
-_TOOLS = Opening([], [schema(calculator)])
+_PLAIN, _TOOLS = Opening([]), Opening([], [schema(calculator)])
 
 UNREAD = "nothing here reads the tool calls that the model's chat template writes"
 REMEDY = (
@@ -39,11 +38,11 @@ REMEDY = (
 )
 
 
-def open_chat(config: RunConfig) -> Chat:
-    """The chat of a run's model, whose weights are not read.
+def open_chat(config: RunConfig, model: Any = None, source: str = "model.path") -> Chat:
+    """Return the chat of a run's model, whose weights are not read if it is not given.
 
     Raises:
-        UsageError: no model or tokenizer, or settings that don't fit it.
+        UsageError: no model or tokenizer, or settings that don't fit it; names `source`.
     """
     from umbra.services.modeling.models import (
         load_tokenizer,
@@ -52,10 +51,10 @@ def open_chat(config: RunConfig) -> Chat:
         stop_ids,
     )
 
-    tokenizer = load_tokenizer(config.model.name, trust=config.model.trust_remote_code)
+    tokenizer = load_tokenizer(config.model.name, source, trust=config.model.trust_remote_code)
     named = named_tokens(tokenizer, config.sampling.stop_tokens)
-    stops = named | stop_ids(outline_model(config.model.name), tokenizer)
-    return Chat.configured(config.model, tokenizer, stops)
+    model = outline_model(config.model.name, source) if model is None else model
+    return Chat.configured(config.model, tokenizer, named | stop_ids(model, tokenizer))
 
 
 def check_template(environment: EnvironmentConfig, chat: Chat) -> None:
@@ -71,78 +70,39 @@ def check_template(environment: EnvironmentConfig, chat: Chat) -> None:
     if environment.max_turns == 1:
         return
     if kind == "guess":
-        _check(chat, ["user"])
+        _check(chat, "user")
     elif kind == "tools":
-        _check(chat, ["tool"], _TOOLS)
-        _check_readable(chat)
+        _check(chat, "tool", _TOOLS)
+        if not chat.parser.calls:
+            raise UsageError(f"{UNREAD}: {REMEDY}")
     elif environment.asks or ":" in kind:
-        for roles, opening in ((["user"], Opening([])), (["tool"], _TOOLS)):
+        for role, opening in (("user", _PLAIN), ("tool", _TOOLS)):
             try:
-                _check(chat, roles, opening)
+                _check(chat, role, opening)
             except UsageError as error:
                 log.warning("a sample fails if it needs this: %s", error)
         if not chat.parser.calls:
             log.warning("%s: agents that name tools are refused; %s", UNREAD, REMEDY)
 
 
-def check_play(config: RunConfig, opening: Opening, answer: StepResult) -> None:
-    """Check the first turns of an environment; a model is looked at only if there are several.
-
-    Raises:
-        UsageError: as of `check_template`.
-    """
-    environment = config.environment
-    several = not answer.done or bool(opening.tools)
-    if environment.max_turns == 1 or not several:
-        return
-    chat = open_chat(config)
-    check_template(environment, chat)
-    prompt = chat.prompt_ids(opening.messages, opening.tools)
-    if opening.tools:
-        _check(chat, ["tool"], opening)
-    if not answer.done and prompt:
-        last = min(chat.stop_ids)
-        chat.turn_ids(answer.messages, last, answer.tool_calls, opening)
-
-
-def _check(chat: Chat, roles: Sequence[str], opening: Opening | None = None) -> None:
-    exact = chat.check_turns(roles, opening) if opening else chat.check_turns(roles)
-    if not exact:
+def _check(chat: Chat, role: str, opening: Opening = _PLAIN) -> None:
+    if not chat.check_turns([role], opening):
         log.info(
             "after a message of role %r the chat template drops something of the model's earlier "
             "turns, such as their reasoning; in this run's samples it stays, as it was sampled",
-            roles[0],
+            role,
         )
 
 
-def _check_readable(chat: Chat) -> None:
-    """The environment "tools" must understand the calls of this model.
-
-    Raises:
-        UsageError: nothing here reads them.
-    """
-    if not chat.parser.calls:
-        raise UsageError(f"{UNREAD}: {REMEDY}")
-
-
 def check_devices(config: RunConfig) -> None:
-    """Whether the devices that the run names are here.
-
-    Raises:
-        UsageError: one is not, or is no device; names the key.
-    """
+    """Raise UsageError, which names the key, unless the devices that the run names are here."""
     from umbra.services.modeling.models import pick_device  # brings torch
 
-    devices = {
-        "trainer.device": config.trainer.device,
-        "generator.device": config.generator.device,
-        **({"scorer.device": config.scorer.device} if config.buffer.stages else {}),
-    }
-    for key, device in devices.items():
+    for section in ("trainer", "generator", *(["scorer"] if config.buffer.stages else [])):
         try:
-            pick_device(device)
+            pick_device(getattr(config, section).device)
         except UsageError as error:
-            raise UsageError(f"{key}: {error}") from error
+            raise UsageError(f"{section}.device: {error}") from error
 
 
 def check_chat(config: RunConfig, row: dict[str, Any]) -> str:
@@ -211,7 +171,16 @@ def check_environment(config: RunConfig, row: dict[str, Any]) -> None:
             )
     match [outcome.value for outcome in plays]:
         case [Opening() as opening, StepResult() as answer]:
-            check_play(config, opening, answer)
+            if environment.max_turns == 1 or (answer.done and not opening.tools):
+                return  # no template writes a later turn
+            chat = open_chat(config)
+            check_template(environment, chat)
+            prompt = chat.prompt_ids(opening.messages, opening.tools)
+            if opening.tools:
+                _check(chat, "tool", opening)
+            if not answer.done and prompt:
+                last = min(chat.stop_ids)
+                chat.turn_ids(answer.messages, last, answer.tool_calls, opening)
 
 
 def _played(pool: EnvironmentPool, row: dict[str, Any], responses: list[str]) -> EpisodeOutcome:

@@ -18,7 +18,7 @@ from umbra.proto.messages import EvalRequest, Ok
 from umbra.proto.net.io_thread import IoThread
 from umbra.proto.net.keys import Security
 from umbra.services.config.loader import load_config
-from umbra.services.generator.tasks import GYM, VERIFIERS, Library, task_named, write_task
+from umbra.services.generator.tasks import GYM, VERIFIERS, environment_of, write_task
 from umbra.services.process.command import ServiceContext, keys_of, service_command
 from umbra.services.process.files import read_jsonl
 from umbra.services.prompts.readers import placed, read_source
@@ -91,8 +91,10 @@ def make_task(
     if demos is None:
         demos = 0 if task.startswith((VERIFIERS, GYM)) else DEMOS
     given = [f"environment.options.{option}" for option in options]
-    library = Library(python, load_config(overrides=given, environ={}).environment.options)
-    written = write_task(task, out, **counts, demos=demos, library=library, environment=environment)
+    read = load_config(overrides=given, environ={}).environment.options
+    written = write_task(
+        task, out, **counts, demos=demos, python=python, options=read, environment=environment
+    )
     click.echo(f"{out}: " + ", ".join(f"{rows:,} rows in {file}" for file, rows in written.items()))
 
 
@@ -144,7 +146,7 @@ def evaluate(
     if prompts is not None and task is not None:
         raise UsageError("give either --prompts FILE or --task NAME")
     if flags["environment"] is None and task is not None:
-        flags["environment"] = task_named(task).environment
+        flags["environment"] = environment_of(task)
     elif flags["environment"] is None and flags["reward"] is not None:
         flags["environment"] = "reward"
     given = [f"{_KEYS[flag]}={value}" for flag, value in flags.items() if value is not None]

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import torch
+from msgspec.structs import replace
 
 from umbra.proto.errors import UmbraError, UsageError
 from umbra.proto.records import Task, Trajectory
-from umbra.services.config import EnvironmentConfig, RunConfig
-from umbra.services.generator.engines.torch_engine import TorchEngine
+from umbra.services.config import EnvironmentConfig, RunConfig, TrainerConfig
+from umbra.services.generator.engines.opening import open_torch
 from umbra.services.generator.pools import (
     open_environments,
     reward_groups,
@@ -23,14 +22,6 @@ from umbra.services.generator.pools import (
     unrewarded,
 )
 from umbra.services.generator.runner import RolloutRunner
-from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.models import (
-    load_model,
-    load_tokenizer,
-    named_tokens,
-    pick_device,
-    stop_ids,
-)
 from umbra.services.reporting.figures import eval_scores
 
 
@@ -68,22 +59,11 @@ def evaluate_model(
     """
     if not rows:
         raise UsageError("there are no prompts to evaluate on")
-    if config.generator.threads:
-        torch.set_num_threads(config.generator.threads)
-    where = pick_device(config.generator.device)
-    tokenizer = load_tokenizer(path, "MODEL", trust=config.model.trust_remote_code)
-    model = load_model(path, where, _dtype(where), "MODEL", config.model.checked)
-    stops = stop_ids(model, tokenizer) | named_tokens(tokenizer, config.sampling.stop_tokens)
-    max_context = config.generator.max_context
-    engine = TorchEngine(
-        model,
-        stop_ids=stops,
-        slots=config.generator.slots,
-        max_context=max_context,
-        seed=config.run.seed,
-        version=0,
-    )
-    chat = Chat.configured(config.model, tokenizer, stops)
+    model = replace(config.model, path=str(path), revision="")
+    settings = replace(config, model=model, trainer=TrainerConfig())  # all of it is in `path`
+    opened = open_torch(settings, config.run.seed, "MODEL")
+    engine, chat = opened.engine, opened.chat
+    engine.version = 0
     prompts = drawn(rows, config, samples)
     played = _with_processes(unrewarded(config, config.rewarded_by_groups))
     # Agents may name the run's sampling, however their answers are drawn here.
@@ -91,7 +71,17 @@ def evaluate_model(
     runner = RolloutRunner(engine, pool, settings_for(config, chat, greedy=greedy))
     start = time.perf_counter()
     try:
-        tasks = [_task(i, prompt, rows[prompt]) for i, prompt in enumerate(prompts)]
+        tasks = [
+            Task(
+                sample_id=str(index),
+                group_id=str(index),
+                prompt_id=str(prompt),
+                attempt=0,
+                row=rows[prompt],
+                lease_s=0.0,
+            )
+            for index, prompt in enumerate(prompts)
+        ]
         finished, failures = _run(runner, tasks)
     finally:
         pool.close()
@@ -162,27 +152,7 @@ def _with_processes(config: RunConfig) -> RunConfig:
     """Return `config` with processes for the agents that a run leaves to `umbra run-agents`."""
 
     def own(one: Any) -> Any:
-        workers = one.workers or EnvironmentConfig().workers
-        return msgspec.structs.replace(one, workers=workers)
+        return replace(one, workers=one.workers or EnvironmentConfig().workers)
 
-    return msgspec.structs.replace(
-        config,
-        environment=own(config.environment),
-        environments=[own(one) for one in config.environments],
-    )
-
-
-def _task(index: int, prompt: int, row: dict[str, Any]) -> Task:
-    name = str(index)
-    return Task(
-        sample_id=name,
-        group_id=name,
-        prompt_id=str(prompt),
-        attempt=0,
-        row=row,
-        lease_s=0.0,
-    )
-
-
-def _dtype(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "cpu" else torch.bfloat16
+    several = tuple(map(own, config.environments))
+    return replace(config, environment=own(config.environment), environments=several)

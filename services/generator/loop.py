@@ -11,14 +11,13 @@ import logging
 from collections.abc import Sequence
 
 from umbra.proto.errors import UmbraError, foreseen
-from umbra.proto.messages import ReturnedSample
 from umbra.proto.net.session import Session
 from umbra.proto.net.task_client import TaskClient
 from umbra.proto.records import Task
 from umbra.services.config import GeneratorConfig
 from umbra.services.generator.activity import Activity, SampleLog, StallWatch
 from umbra.services.generator.engines.engine import EngineError, EngineOutput, KvPolicy
-from umbra.services.generator.runner import RolloutRunner
+from umbra.services.generator.runner import RolloutRunner, returned
 from umbra.services.weights.receiver import Receiver, StagedVersion
 
 DRAIN_S = 10.0  # to hand back what is unfinished
@@ -74,8 +73,7 @@ class GeneratorLoop:
         self._watch = watch
         self._activity = activity
         self._clock = activity.clock
-        self._finished = 0
-        self._failed = 0
+        self._finished = self._failed = 0
         self._stats_at = self._clock()
         self._stats_tokens = 0
 
@@ -137,17 +135,7 @@ class GeneratorLoop:
         self._deliver()
         self._buffer.give_back(self._runner.drain(reason))
         late = self._buffer.flush(DRAIN_S)
-        self._buffer.give_back(
-            [
-                ReturnedSample(
-                    sample_id=task.sample_id,
-                    attempt=task.attempt,
-                    reason=reason,
-                    partial=task.trajectory,
-                )
-                for task in late
-            ]
-        )
+        self._buffer.give_back([returned(task, reason, partial=task.trajectory) for task in late])
         self._buffer.flush(DRAIN_S)
 
     def _deliver_last(self) -> None:
@@ -162,21 +150,19 @@ class GeneratorLoop:
         self._receiver.check()  # also while no weights are wanted
         if self._staged is None and not self._keeps_version():
             self._staged = self._receiver.poll()
-        staged = self._staged
-        if staged is None or (self._drains and self._runner.active):
+        if self._staged is None or (self._drains and self._runner.active):
             return
-        self._staged = None
+        staged, self._staged = self._staged, None
         self._buffer.deliver()  # the trainer may wait for just these
         start = self._clock()
         self._watch.waits(f"loading version {staged.version}", self._engine.live)
         aborted: list[EngineOutput] = []
 
         def apply(staged: StagedVersion) -> None:
-            self._watch.moved(staged.manifest.total_bytes)
+            manifest, version = staged.manifest, staged.version
+            self._watch.moved(manifest.total_bytes)
             aborted.extend(
-                self._runner.engine.load(
-                    staged.manifest, staged.data, staged.version, self._kv_policy, staged.read
-                )
+                self._engine.load(manifest, staged.data, version, self._kv_policy, staged.read)
             )
             self._watch.moved()
 
@@ -207,17 +193,9 @@ class GeneratorLoop:
         version = self._engine.version
         ours = (-1, version) if self._staged is None else ()
         self._runner.add(task for task in tasks if task.pinned_version in ours)
-        self._buffer.give_back(
-            [
-                ReturnedSample(
-                    sample_id=task.sample_id,
-                    attempt=task.attempt,
-                    reason=f"the generator serves version {version}, not for long",
-                )
-                for task in tasks
-                if task.pinned_version not in ours
-            ]
-        )
+        why = f"the generator serves version {version}, not for long"
+        others = [task for task in tasks if task.pinned_version not in ours]
+        self._buffer.give_back([returned(task, why) for task in others])
 
     def _asked(self) -> int:
         """Return how many samples to ask for: none before weights are loaded or while some wait."""

@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,15 @@ from umbra.services.process.files import read_jsonl
 
 Row = dict[str, Any]
 
+GYM = "gym:"
+VERIFIERS = "verifiers:"
+_ROWS_MODULE = "umbra.services.environments.kinds.task_rows"
+_HELD_OUT_SHARE = 8  # at most one in so many of the tasks of a library that has too few
 _SHORTEST, _LONGEST, _MEAN_EXTRA = 2, 16, 5.0
 _HEEDFUL = 0.25  # guesses of the poor player that fit the hints so far
 _SLOPPY = 0.88  # share of SORT examples with a mistake; some mistakes leave the answer right
 _TRIES = 4
 _CAREFUL = 0.6  # share of CALCULATOR examples that type what was asked, and of those well formed
-GYM = "gym:"
 _GUESS_PROMPT = "guess"
 
 
@@ -49,15 +52,6 @@ class BuiltInTask:
     distinct: bool  # held-out prompts never occur among prompts and demos, whatever the seed
 
 
-@dataclass(frozen=True, slots=True)
-class Library:
-    """How the tasks of another library are made: by which Python (of verifiers), and with what
-    arguments."""
-
-    python: str = ""
-    options: dict[str, Any] = field(default_factory=dict)
-
-
 def write_task(
     name: str,
     out: Path,
@@ -66,32 +60,43 @@ def write_task(
     prompts: int,
     heldout: int,
     demos: int,
-    library: Library | None = None,
+    python: str = "",
+    options: dict[str, Any] | None = None,
     environment: str = "",
 ) -> dict[str, int]:
-    """Write prompts.jsonl, heldout.jsonl and demos.jsonl of task `name` to `out`; rows per file.
+    """Write prompts.jsonl, heldout.jsonl and demos.jsonl of task `name` to `out`.
 
-    Task "verifiers:ID" has no demos; those of "gym:NAME" are its dataset's own answers. With
-    `environment` every prompt row says that it is for the environment of that name.
+    Args:
+        name: a key of `TASKS`; "verifiers:ID", which has no demos; or "gym:NAME", whose demos are
+            the dataset's own answers.
+        out: the folder.
+        seed: of the draws.
+        prompts: rows for training.
+        heldout: rows for evaluation.
+        demos: conversations for a warm start.
+        python: the Python that has the library, for verifiers; "" = ours.
+        options: of the library's environment or dataset.
+        environment: what every prompt row names as its environment, if that is not "".
+
+    Returns:
+        Rows by file.
 
     Raises:
         UsageError: no such task, or one whose dataset has no answers for demos.
     """
-    chosen = library or Library()
     if name.startswith(GYM):
-        count = prompts + heldout + demos
-        drawn = gym_rows(name.removeprefix(GYM), count, seed, chosen.options)
+        drawn = gym_rows(name.removeprefix(GYM), prompts + heldout + demos, seed, options or {})
         files = {"prompts.jsonl": drawn[:prompts], "heldout.jsonl": drawn[prompts:][:heldout]}
         if demos:
             files["demos.jsonl"] = [_gym_demo(name, row) for row in drawn[prompts + heldout :]]
     elif name.startswith(VERIFIERS):
-        drawn = library_rows(
-            name, prompts + heldout, seed, python=chosen.python, options=chosen.options
-        )
-        first, last = divide(drawn, prompts, heldout)
-        files = {"prompts.jsonl": first, "heldout.jsonl": last}
+        drawn = _library_rows(name, prompts + heldout, seed, python, options or {})
+        held = min(heldout, len(drawn) // _HELD_OUT_SHARE)
+        held = held if len(drawn) < prompts + heldout else heldout
+        first = len(drawn) - held
+        files = {"prompts.jsonl": drawn[: min(prompts, first)], "heldout.jsonl": drawn[first:]}
     else:
-        task = task_named(name)
+        task = _built_in(name)
         files = {
             "prompts.jsonl": _draw(task.prompt, task, f"{name}/{seed}/prompts", prompts),
             "heldout.jsonl": _draw(task.prompt, task, f"{name}/{seed}/heldout", heldout, held=True),
@@ -105,19 +110,17 @@ def write_task(
     return {file: len(rows) for file, rows in files.items()}
 
 
-def task_named(name: str) -> BuiltInTask:
-    """The built-in task.
-
-    Raises:
-        UsageError: there is none of that name.
-    """
+def environment_of(name: str) -> str:
+    """Return the environment that rewards a task; raises UsageError if its run has to name one."""
     if name.startswith(VERIFIERS):
         raise UsageError(
             f"task {name!r} is played by a run's environment: write it by umbra make-task, and "
             "give umbra eval --prompts and --config"
         )
-    if name.startswith(GYM):
-        return BuiltInTask("reasoning-gym", _nothing, _nothing, distinct=False)
+    return "reasoning-gym" if name.startswith(GYM) else _built_in(name).environment
+
+
+def _built_in(name: str) -> BuiltInTask:
     if name not in TASKS:
         raise UsageError(
             f"task {name!r} is unknown; use {', '.join(TASKS)}, {GYM}NAME for a dataset of "
@@ -132,8 +135,24 @@ def _gym_demo(name: str, row: Row) -> Row:
     return _conversation([row["prompt"], row["answer"]])
 
 
-def _nothing(source: random.Random) -> Row:
-    raise UsageError("the rows of a gym come from reasoning-gym")
+def _library_rows(
+    task: str, count: int, seed: int, python: str, options: Mapping[str, Any]
+) -> list[Row]:
+    """Return up to `count` rows of "verifiers:ID", made by the Python environment of `python`.
+
+    Raises:
+        UsageError: it can't be loaded, or has no tasks.
+    """
+    with tempfile.TemporaryDirectory(prefix="umbra-tasks-") as folder:
+        file = Path(folder) / "rows.jsonl"
+        given = (task.removeprefix(VERIFIERS), json.dumps(dict(options)))
+        argv, environ = apart(python, _ROWS_MODULE, *given, str(count), str(seed), str(file))
+        ended = subprocess.run(argv, env=environ, stderr=subprocess.PIPE, text=True, check=False)
+        if ended.returncode:
+            last = ended.stderr.strip().rpartition("\n")[2]
+            code = own_exit_code(ended.returncode)
+            raise UsageError(last or f"{task}: its process ended with exit code {code}")
+        return read_jsonl(file)
 
 
 def _draw(
@@ -180,9 +199,9 @@ def _sort_demo(source: random.Random) -> Row:
 def _spoil(digits: list[int], answer: list[int], source: random.Random) -> list[int]:
     """Make one mistake: copy the input, swap two neighbours, or change a digit."""
     kind = source.randrange(3)
-    spoiled = list(answer)
     if kind == 0:
         return list(digits)
+    spoiled = list(answer)
     at = source.randrange(len(spoiled) - 1)
     if kind == 1:
         spoiled[at], spoiled[at + 1] = spoiled[at + 1], spoiled[at]
@@ -258,42 +277,3 @@ TASKS: dict[str, BuiltInTask] = {
     "guess": BuiltInTask("guess", _guess_prompt, _guess_demo, distinct=False),
     "calculator": BuiltInTask("tools", _calculator_prompt, _calculator_demo, distinct=False),
 }
-
-
-VERIFIERS = "verifiers:"
-_MODULE = "umbra.services.environments.kinds.task_rows"
-_HELD_OUT_SHARE = 8  # at most one in so many of the tasks there are
-
-
-def library_rows(
-    task: str, count: int, seed: int, *, python: str = "", options: Mapping[str, Any] | None = None
-) -> list[dict[str, Any]]:
-    """Up to `count` rows of `task`, "verifiers:ID", made by the Python environment of `python`.
-
-    Args:
-        task: the environment or taskset.
-        count: how many at most.
-        seed: of the order, where there is an end of them.
-        python: the program; empty = ours.
-        options: as `environment.options`.
-
-    Raises:
-        UsageError: it can't be loaded, or has no tasks.
-    """
-    with tempfile.TemporaryDirectory(prefix="umbra-tasks-") as folder:
-        file = Path(folder) / "rows.jsonl"
-        given = (task.removeprefix(VERIFIERS), json.dumps(dict(options or {})))
-        argv, environ = apart(python, _MODULE, *given, str(count), str(seed), str(file))
-        ended = subprocess.run(argv, env=environ, stderr=subprocess.PIPE, text=True, check=False)
-        if ended.returncode:
-            last = ended.stderr.strip().rpartition("\n")[2]
-            code = own_exit_code(ended.returncode)
-            raise UsageError(last or f"{task}: its process ended with exit code {code}")
-        return read_jsonl(file)
-
-
-def divide(rows: list[Any], prompts: int, heldout: int) -> tuple[list[Any], list[Any]]:
-    """Divide `rows` into prompts and held-out prompts."""
-    aside = min(heldout, len(rows) // _HELD_OUT_SHARE) if len(rows) < prompts + heldout else heldout
-    held = rows[len(rows) - aside :]
-    return rows[: min(prompts, len(rows) - aside)], held

@@ -12,7 +12,7 @@ from fakes.library_environments import OPENENV, VERIFIERS_V0, VERIFIERS_V1
 from fakes.library_worlds import LibraryPlay, call, library_python
 from fakes.trajectories import sample
 
-from umbra.services.generator.tasks import Library, write_task
+from umbra.services.generator.tasks import write_task
 
 pytestmark = [
     pytest.mark.real,
@@ -31,7 +31,7 @@ def written(tmp_path: Path, source: str, library: str) -> list[dict[str, object]
         prompts=100,
         heldout=1,
         demos=0,
-        library=Library(python),
+        python=python,
         environment="mine",
     )
     assert counts == {"prompts.jsonl": 7, "heldout.jsonl": 1}

@@ -11,18 +11,12 @@ import torch
 
 from umbra.proto.errors import UsageError
 from umbra.services.config import RunConfig
+from umbra.services.generator.checks import open_chat
 from umbra.services.generator.engines.engine import Engine
 from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.model_directory import check_model_dir
-from umbra.services.modeling.models import (
-    load_model,
-    load_tokenizer,
-    named_tokens,
-    outline_model,
-    pick_device,
-    stop_ids,
-)
+from umbra.services.modeling.models import load_model, outline_model, pick_device
 from umbra.services.modeling.weights import put_adapter, weight_table
 from umbra.services.weights.memory import private_memory, shared_memory
 
@@ -55,15 +49,12 @@ def open_engine(config: RunConfig, name: str) -> OpenEngine:
     engine = engine_here(config)
     if engine == "vllm":
         return _vllm(config, name)
-    for key, given in (
-        ("engine_args", bool(generator.engine_args)),
-        ("tensor_parallel", generator.tensor_parallel > 1),
-    ):
-        if given:
+    for key in ("engine_args", "tensor_parallel"):
+        if getattr(generator, key) not in ({}, 1):
             raise UsageError(
                 f'generator.{key} is for vLLM: leave it out, or set generator.engine = "vllm"'
             )
-    return _torch(config, name)
+    return open_torch(config, _seed(config, name))
 
 
 def engine_here(config: RunConfig) -> str:
@@ -79,27 +70,23 @@ def _vllm(config: RunConfig, name: str) -> OpenEngine:
     from umbra.services.generator.vllm.options import require_vllm, set_environment
 
     require_vllm()
-    tokenizer = load_tokenizer(config.model.name, trust=config.model.trust_remote_code)
     outline = outline_model(config.model.name, checked=config.model.checked)
-    stops = stop_ids(outline, tokenizer) | named_tokens(tokenizer, config.sampling.stop_tokens)
-    directory = check_model_dir(config.model.name)
+    chat = open_chat(config, outline)
     set_environment(config.generator)
     from umbra.services.generator.vllm.engine import VllmEngine, platform  # brings vLLM
 
-    dtype = config.weight_hub.dtype_on(platform())
-    expected = config.weight_hub.expected_on(platform())
     engine = VllmEngine(
-        directory,
+        check_model_dir(config.model.name),
         outline,
         config.generator,
-        dtype=dtype,  # it computes in what it is served
-        stop_ids=stops,
+        dtype=config.weight_hub.dtype_on(platform()),  # it computes in what it is served
+        stop_ids=chat.stop_ids,
         pace=config.weight_hub.pace.after(config.buffer.engine_stall_s),
         seed=_seed(config, name),
         tell_routing=config.trainer.router_replay,
         adapter=put_adapter(outline, config),
     )
-    chat = Chat.configured(config.model, tokenizer, stops)
+    expected = config.weight_hub.expected_on(platform())
     return OpenEngine(engine, chat, "cpu", shared_memory, expected)
 
 
@@ -107,25 +94,22 @@ def _seed(config: RunConfig, name: str) -> int:
     return zlib.crc32(f"{config.run.seed}/{name}".encode())
 
 
-def _torch(config: RunConfig, name: str) -> OpenEngine:
+def open_torch(config: RunConfig, seed: int, source: str = "model.path") -> OpenEngine:
+    """Open the torch engine; `source` is where the model is named, for errors."""
     if config.generator.threads:
         torch.set_num_threads(config.generator.threads)
     device = pick_device(config.generator.device)
-    dtype = config.weight_hub.dtype_on(device.type)  # it computes in what it is served
-    tokenizer = load_tokenizer(config.model.name, trust=config.model.trust_remote_code)
-    model = load_model(
-        config.model.name, device, getattr(torch, dtype), checked=config.model.checked
-    )
-    stops = stop_ids(model, tokenizer) | named_tokens(tokenizer, config.sampling.stop_tokens)
+    dtype = getattr(torch, config.weight_hub.dtype_on(device.type))  # that of what it is served
+    model = load_model(config.model.name, device, dtype, source, config.model.checked)
+    chat = open_chat(config, model, source)
     engine = TorchEngine(
         model,
-        stop_ids=stops,
+        stop_ids=chat.stop_ids,
         slots=config.generator.slots,
         max_context=config.generator.max_context,
-        seed=_seed(config, name),
+        seed=seed,
         tell_routing=config.trainer.router_replay,
         weights=weight_table(model, config),
     )
     expected = config.weight_hub.expected_on(device.type)
-    chat = Chat.configured(config.model, tokenizer, stops)
     return OpenEngine(engine, chat, str(device), dtype=expected)
