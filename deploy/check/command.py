@@ -24,7 +24,6 @@ from umbra.services.config import RunConfig
 from umbra.services.config.loader import as_dict, given_keys, load_config
 from umbra.services.config.rules import cautions, check_feasible, implied_staleness
 from umbra.services.modeling.hub import is_hub_name, missing_bytes
-from umbra.services.prompts.download import shown
 from umbra.services.reporting.tables import aligned, size
 
 if TYPE_CHECKING:
@@ -155,7 +154,7 @@ def _summary(
     pieces = ", ".join(f"{key} = {value}" for key, value in trainer.chosen.items())
     rows = {
         "model": f"{name}{f' ({size(missing)} to download)' if missing else ''}",
-        "prompts": ", ".join(map(shown, run.data.sources)),
+        "prompts": ", ".join(run.data.sources),
         "batch": f"{groups} groups of {answers} = {groups * answers}",
         "objective": f"{trainer.objective}{f' with {pieces}' if pieces else ''}",
         "staleness": (

@@ -13,7 +13,6 @@ from umbra.services.config import RunConfig
 from umbra.services.modeling.hub import looks_like_name
 from umbra.services.process.child import with_fast_copies
 from umbra.services.process.parent import SEARCH_VARIABLE
-from umbra.services.prompts.download import is_url
 from umbra.services.prompts.readers import DATASETS, is_function, is_parquet
 
 # The ports of what serves others, which needs no torch unless it broadcasts from GPUs.
@@ -231,7 +230,7 @@ def _image(plan: Plan, process: Process, read: list[str]) -> str:
 
 def _is_elsewhere(name: str) -> bool:
     """True if `name` is no path on the nodes."""
-    return name.startswith(DATASETS) or is_url(name) or looks_like_name(name)
+    return name.startswith(DATASETS) or looks_like_name(name)
 
 
 def _read_by(config: RunConfig, task: Task) -> list[str]:

@@ -134,8 +134,8 @@ def _talk(conversation: Talk) -> None:
             conversation.reset()
         elif text.strip():
             try:
-                for kind, piece in conversation.say(text):
-                    click.secho(printable(piece), dim=kind == "reasoning", nl=False)
+                for piece in conversation.say(text):
+                    click.echo(printable(piece), nl=False)
                 click.echo()
             except ValueError as error:
                 told = f"{error}: {RESET} begins a new conversation"

@@ -14,7 +14,7 @@ import tomli_w
 from umbra.deploy.files.shown import shown_command, shown_path
 from umbra.proto.errors import EXIT_DONE, UsageError
 from umbra.services.modeling.hub import is_hub_name
-from umbra.services.prompts.readers import DATASETS, is_elsewhere
+from umbra.services.prompts.readers import DATASETS
 
 REWARD = '''"""What an answer is worth. The trainer sees nothing else of your task."""
 
@@ -120,7 +120,7 @@ DEVICES = Path("/dev")
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False), default=Path())
 @click.option("--model", help="Its directory, or ORG/NAME on the hub.")
-@click.option("--prompts", help="A file, URL or datasets:NAME:SPLIT.")
+@click.option("--prompts", help="A file or datasets:NAME:SPLIT.")
 @click.option("--reward", type=click.Choice(list(REWARDS)), help="What answers are worth.")
 def command(
     folder: Path,
@@ -136,7 +136,7 @@ def command(
     """
     model = _ask("model: its directory, or ORG/NAME on the hub", model, "model")
     prompts = _ask("prompts: a file, or nothing for an example", prompts, "")
-    if prompts and not _is_source(prompts) and not Path(prompts).is_file():
+    if prompts and not prompts.startswith(DATASETS) and not Path(prompts).is_file():
         raise UsageError(f"--prompts {prompts}: there is no such file")
     kinds = click.Choice(list(REWARDS))
     reward = _ask("reward: your own function, or the row's answer", reward, "function", kinds)
@@ -194,12 +194,8 @@ def _ask(
     return str(click.prompt(question, default=default, show_default=bool(default), type=kind))
 
 
-def _is_source(prompts: str) -> bool:
-    return prompts.startswith(DATASETS) or is_elsewhere(prompts)
-
-
 def _from(folder: Path, path: str) -> str:
     """Return `path` as it is found from any folder; unchanged for a run file that lies here."""
-    if not path or _is_source(path) or not Path(path).exists() or folder == Path():
+    if not path or path.startswith(DATASETS) or not Path(path).exists() or folder == Path():
         return path
     return str(Path(path).absolute())

@@ -27,7 +27,6 @@ from umbra.services.modeling.hub import (
     pin,
     refuse_misspelt,
 )
-from umbra.services.prompts.download import shown
 from umbra.services.prompts.readers import is_elsewhere, pin_source, placed
 
 Say = Callable[[str], None]
@@ -125,7 +124,7 @@ def pinned(config: RunConfig, say: Say) -> RunConfig:
     def source(name: str) -> str:
         found = pin_source(name) if name and is_elsewhere(name) else name
         if found != name:
-            say(f"prompts: {shown(found)}")
+            say(f"prompts: {found}")
         return found
 
     def model(name: str, key: str) -> str:

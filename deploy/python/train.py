@@ -27,7 +27,7 @@ from umbra.services.process.files import DISK, READABLE_MODE
 from umbra.services.prompts.rows import plain_row, rows_of
 
 Prompts: TypeAlias = str | Path | Mapping[str, Sequence[Any]] | Iterable[str | Mapping[str, Any]]
-"""A value of `data.prompts`; or a table, or rows that are texts or mappings."""
+"""A value of `data.prompts`; or a data set, or rows that are texts or mappings."""
 
 Reward: TypeAlias = str | Callable[..., Any]
 """A function, or "module:function"; called with `prompt=`, `completion=` and `row=`."""
@@ -59,7 +59,7 @@ def train(
 
     Args:
         model: a Hugging Face model directory, or ORG/NAME[@REVISION] on the hub.
-        prompts: a file, a URL, "datasets:NAME[:CONFIG][:SPLIT]", or rows.
+        prompts: a file, "datasets:NAME[:CONFIG][:SPLIT]", or rows.
         reward: what an answer is worth. A function from a notebook cell or from the program itself
             is copied as source into the run's folder, with what it uses there.
         environment: instead of `reward`: "exact", "guess", ... or a class of your own.

@@ -17,7 +17,6 @@ from umbra.deploy.report.recording import Figures, gather, recorded, write_trace
 from umbra.deploy.report.summary import balanced, summary_rows, warning_rows
 from umbra.proto.errors import EXIT_DONE
 from umbra.services.monitor.web import WEB
-from umbra.services.prompts.download import shown
 from umbra.services.reporting.figures import busy, is_idle
 
 COLUMNS = (
@@ -124,7 +123,7 @@ def _mean(steps: Sequence[Row], name: str) -> float | None:
 
 
 def _value(value: Any) -> str:
-    return shown(value if isinstance(value, str) else json.dumps(value))
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 @click.command()

@@ -13,7 +13,6 @@ from typing import Any, Literal
 from umbra.proto.errors import UsageError
 from umbra.services.config import DataConfig, NamedEnvironment
 from umbra.services.config.generation import ENVIRONMENT, environment_prefix
-from umbra.services.prompts.download import shown
 from umbra.services.prompts.readers import read_source
 from umbra.services.prompts.rows import Prompt
 
@@ -50,7 +49,7 @@ def open_prompts(
     else:
         weights = data.prompts
         if bad := [name for name, weight in weights.items() if weight <= 0]:
-            raise UsageError(f"data.prompts: the weight of {shown(bad[0])} must be more than 0")
+            raise UsageError(f"data.prompts: the weight of {bad[0]} must be more than 0")
         rows = {
             name: read_source(name, f"{number}/", data.columns)
             for number, name in enumerate(weights)
@@ -92,13 +91,13 @@ def _rows_by_environment(
         name = prompt.row.get(ENVIRONMENT)
         if name not in rows:
             raise UsageError(
-                f'{shown(data.prompts)}, row {prompt.prompt_id}: "{ENVIRONMENT}" is {name!r}, '
+                f'{data.prompts}, row {prompt.prompt_id}: "{ENVIRONMENT}" is {name!r}, '
                 f"which is no name of [[environments]] without prompts of their own "
                 f"({', '.join(shared)})"
             )
         rows[name].append(Prompt(f"{environment_prefix(name)}{prompt.prompt_id}", prompt.row))
     if empty := [name for name in shared if not rows[name]]:
-        raise UsageError(f'{shown(data.prompts)} has no row whose "{ENVIRONMENT}" is {empty[0]!r}')
+        raise UsageError(f'{data.prompts} has no row whose "{ENVIRONMENT}" is {empty[0]!r}')
     for one in environments:
         if one.prompts:
             rows[one.name] = [
@@ -112,7 +111,7 @@ def _named(prompt: Prompt, environment: NamedEnvironment) -> Prompt:
     given = prompt.row.get(ENVIRONMENT, environment.name)
     if given != environment.name:
         raise UsageError(
-            f'{shown(environment.prompts)}, row {prompt.prompt_id}: "{ENVIRONMENT}" is {given!r}, '
+            f'{environment.prompts}, row {prompt.prompt_id}: "{ENVIRONMENT}" is {given!r}, '
             f"but the file is that of {environment.name!r}"
         )
     return Prompt(prompt.prompt_id, {**prompt.row, ENVIRONMENT: environment.name})
@@ -187,8 +186,8 @@ class Mixture:
         places = position.get("sources", {})
         if set(places) != set(self._sources):
             raise UsageError(
-                f"the run's sources are {', '.join(map(shown, self._sources))}, but it began with "
-                f"{', '.join(map(shown, places)) or 'one file'}: use the same ones, or "
+                f"the run's sources are {', '.join(self._sources)}, but it began with "
+                f"{', '.join(places) or 'one file'}: use the same ones, or "
                 "begin a new run"
             )
         self._drawn = position["drawn"]

@@ -65,7 +65,7 @@ class DataConfig(Section):
 
     prompts: str | dict[str, float] = key(
         "",
-        'JSONL or Parquet file, a URL of one, "datasets:NAME[:CONFIG][:SPLIT]" (Hugging Face), or '
+        'JSONL or Parquet file, "datasets:NAME[:CONFIG][:SPLIT]" (Hugging Face), or '
         '"module:function", which returns an iterable of rows; every row has a "prompt". Or '
         "several of these, each with its weight",
     )

@@ -19,20 +19,17 @@ Program = Callable[..., Any]
 
 
 class AgentProgram:
-    """Plays as one long step, which is told the endpoint as JSON, and ends with the reward.
+    """Plays as one long step, which gets the endpoint as JSON, and ends with the reward.
 
-    The function is called as `function(row, endpoint, **options)`; `endpoint` has `base_url` and
-    `api_key`, as the `openai` client's constructor takes them. It returns a number, a `StepResult`
-    or, if it has posted its reward to the endpoint, None. A plain function has its process to
-    itself, and finds the same in OPENAI_BASE_URL and OPENAI_API_KEY, and for the `anthropic` client
-    in ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY.
+    The function, plain or async, is called as `function(row, endpoint, **options)`; `endpoint` has
+    `base_url` and `api_key`, as the `openai` client's constructor takes them. It returns a number,
+    a `StepResult` or, if it has posted its reward to the endpoint, None. A plain function has its
+    process to itself, and finds the same in OPENAI_BASE_URL and OPENAI_API_KEY, and for the
+    `anthropic` client in ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY.
 
     Args:
-        function: the agent, plain or async.
-        name: what the user calls it, for errors.
         lasting: whether it keeps something that is closed with its process only.
         sandbox: goes to the function as `sandbox`, and is closed when the sample is over.
-        options: more arguments of the function.
     """
 
     def __init__(

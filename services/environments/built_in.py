@@ -118,10 +118,7 @@ def gym_rows(
 ) -> list[Row]:
     """Return `count` rows of the dataset `name`, each with the entry that its verifier needs.
 
-    `options` are parameters of the dataset, such as `max_word_len`.
-
-    Raises:
-        UsageError: the package is missing, or has no such dataset or parameter.
+    Raises UsageError if the package is missing, or has no such dataset or parameter (`options`).
     """
     library = _library()
     if name not in library.factory.DATASETS:

@@ -74,7 +74,10 @@ class EnvironmentHost:
             if environment is None or not responses:
                 await self.forget(key)
                 environment = self._environments[key] = self._make()
-                opening = await self._reset(environment, row)
+                opened = await _answer(environment, environment.reset, row)
+                tools = opened.tools if isinstance(opened, Opening) else []
+                messages = opened.messages if isinstance(opened, Opening) else opened
+                opening = Opening(self._messages(messages, "reset"), tools)
                 if not responses:
                     return opening
             if step_all := getattr(environment, "step_all", None):
@@ -103,12 +106,6 @@ class EnvironmentHost:
         for key in list(self._environments):
             await self.forget(key)
 
-    async def _reset(self, environment: Environment, row: Row) -> Opening:
-        opened = await _answer(environment, environment.reset, row)
-        if not isinstance(opened, Opening):
-            opened = Opening(opened)
-        return Opening(self._messages(opened.messages, "reset"), opened.tools)
-
     def _checked(self, result: Any) -> StepResult:
         if not isinstance(result, StepResult):
             raise SampleError(
@@ -128,15 +125,13 @@ class EnvironmentHost:
 
     def _calls(self, calls: Any) -> list[dict[str, Any]]:
         try:
-            well_formed = all(
-                isinstance(call["function"]["name"], str)
-                and isinstance(call["function"]["arguments"], dict)
-                for call in calls
-            )
+            functions = [call["function"] for call in calls]
+            if isinstance(calls, list) and all(
+                isinstance(f["name"], str) and isinstance(f["arguments"], dict) for f in functions
+            ):
+                return calls
         except (TypeError, KeyError):
-            well_formed = False
-        if isinstance(calls, list) and well_formed:
-            return calls
+            pass
         raise SampleError(
             f'{self._name}: step gave tool_calls {calls!r} instead of a list of {{"id": ..., '
             '"type": "function", "function": {"name": ..., "arguments": {...}}}'

@@ -6,6 +6,7 @@ import difflib
 import importlib
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,10 +45,10 @@ _KINDS: dict[str, Callable[..., Environment]] = {
     "numeric": NumericMatch,
     "math": MathVerify,
     "guess": Guess,
-    "tools": ToolUse,
     "reasoning-gym": ReasoningGym,
     UNREWARDED: Unrewarded,
 }
+_OTHERS = ("tools", "reward", "agent")
 _PROGRAMS = ("verifiers", "openenv", "trl")
 _INSTANT = {"exact", "numeric", "guess", UNREWARDED}
 
@@ -75,73 +76,78 @@ def name_of(config: EnvironmentConfig) -> str:
 
 
 def load_environment(config: EnvironmentConfig) -> EnvironmentFactory:
-    """The factory of the configured environment.
+    """Return the factory of the configured environment.
 
     Raises:
         UsageError: unknown kind, module or name, or options the constructor does not take.
     """
-    options = dict(config.options)
-    make_sandbox = (
-        sandbox_factory(config.sandbox, config.sandbox_options, _load) if config.sandbox else None
-    )
-    if config.kind == "reward":
-        rewards = _rewards(config)
-        if not rewards.any:
-            raise UsageError(
-                'environment.kind = "reward" needs environment.reward = "module:function", or '
-                "a table of several with their weights"
-            )
-        if config.reward_scope == "group":
-            return _checked(lambda: RewardedGroup(rewards, name_of(config), **options), config)
-        return _checked(lambda: RewardedTurn(rewards, **options), config)
-    if config.kind in _PROGRAMS:
+    kind, options = config.kind, dict(config.options)
+    sandbox: Callable[[], Any] | None = None
+    if config.sandbox:
+        sandbox = sandbox_factory(config.sandbox, config.sandbox_options, _load)
+    if kind in _PROGRAMS:
         program = _program(config)
         return lambda: AgentProgram(program, name_of(config), lasting=True)
-    if config.kind == "agent":
+    runs_code = kind == "agent" or ":" in kind
+    make: Callable[..., Environment]
+    if kind == "reward":
+        make = _rewarded(config)
+    elif kind == "agent":
         if not config.agent:
             raise UsageError(
                 'environment.kind = "agent" needs environment.agent = "module:function" here'
             )
-        agent = _load(config.agent, "environment.agent")
-        if make_sandbox is None:
-            return _checked(lambda: AgentProgram(agent, name_of(config), **options), config)
-        return _checked(
-            lambda: AgentProgram(agent, name_of(config), sandbox=make_sandbox(), **options), config
-        )
-    if config.kind == "tools" and "tools" in options:
-        names = _names(options["tools"])
+        make = partial(AgentProgram, _load(config.agent, "environment.agent"), name_of(config))
+    elif kind == "tools":
+        make = ToolUse
+        names = _names(options.get("tools", list(BUILT_IN)))
         options["tools"] = [_tool(name) for name in names]
         if needing := [name for name in names if name in SANDBOXED]:
-            if make_sandbox is None:
+            if sandbox is None:
                 raise UsageError(
                     f"environment.options.tools: {needing[0]!r} runs what a model writes: set "
                     'environment.sandbox to "docker", "podman" or a class as "module:Class"'
                 )
-            return _checked(lambda: ToolUse(**options, sandbox=SandboxTools(make_sandbox)), config)
-    if make_sandbox is not None and ":" in config.kind:
-        made = _load(config.kind, "environment.kind")
-        return _checked(lambda: made(sandbox=make_sandbox(), **options), config)
-    if make_sandbox is not None:
-        raise UsageError(
-            f"environment.sandbox = {config.sandbox} has no effect: kind {config.kind!r} runs no "
-            "code of the model's; remove it, or name a tool that does in environment.options.tools"
-        )
-    if config.kind in _KINDS:
-        make: Callable[..., Any] = _KINDS[config.kind]
-    elif ":" in config.kind:
-        make = _load(config.kind, "environment.kind")
+            runs_code, sandbox = True, partial(SandboxTools, sandbox)
+    elif kind in _KINDS:
+        make = _KINDS[kind]
+    elif ":" in kind:
+        make = _load(kind, "environment.kind")
         missing = [name for name in ("reset", "step") if not callable(getattr(make, name, None))]
         if missing:
-            raise UsageError(
-                f"environment.kind {config.kind!r} has no method {' and no '.join(missing)}"
-            )
+            raise UsageError(f"environment.kind {kind!r} has no method {' and no '.join(missing)}")
     else:
-        known = [*(kind for kind in _KINDS if kind != UNREWARDED), "reward", "agent", *_PROGRAMS]
+        known = [*(kind for kind in _KINDS if kind != UNREWARDED), *_OTHERS, *_PROGRAMS]
         raise UsageError(
-            f"environment.kind {config.kind!r} is unknown{_nearest(config.kind, known)}; use "
+            f"environment.kind {kind!r} is unknown{_nearest(kind, known)}; use "
             f'{", ".join(known)}, or a class as "module:Class"'
         )
-    return _checked(lambda: make(**options), config)
+    if sandbox is not None and not runs_code:
+        raise UsageError(
+            f"environment.sandbox = {config.sandbox} has no effect: kind {kind!r} runs no code of "
+            "the model's; remove it, or name a tool that does in environment.options.tools"
+        )
+
+    def made() -> Environment:
+        return make(**options) if sandbox is None else make(**options, sandbox=sandbox())
+
+    try:
+        made()
+    except TypeError as error:
+        raise UsageError(f"environment.options do not fit {kind!r}: {error}") from error
+    return made
+
+
+def _rewarded(config: EnvironmentConfig) -> Callable[..., Environment]:
+    rewards = _rewards(config)
+    if not rewards.any:
+        raise UsageError(
+            'environment.kind = "reward" needs environment.reward = "module:function", or a table '
+            "of several with their weights"
+        )
+    if config.reward_scope == "group":
+        return partial(RewardedGroup, rewards, name_of(config))
+    return partial(RewardedTurn, rewards)
 
 
 def _rewards(config: EnvironmentConfig) -> Rewards:
@@ -206,14 +212,6 @@ def _tool(name: str) -> Callable[..., Any] | str:
             f'{", ".join(known)}, or a function as "module:function"'
         )
     return _load(name, "environment.options.tools")
-
-
-def _checked(factory: EnvironmentFactory, config: EnvironmentConfig) -> EnvironmentFactory:
-    try:
-        factory()
-    except TypeError as error:
-        raise UsageError(f"environment.options do not fit {config.kind!r}: {error}") from error
-    return factory
 
 
 def _load(target: str, key: str) -> Callable[..., Any]:

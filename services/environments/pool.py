@@ -58,8 +58,8 @@ class EnvironmentPool(Protocol):
         """Ask sample `key`'s environment to answer the last of `responses`, or to open.
 
         At most one play of a sample at a time. The outcome is `Lost` if the conversation has to be
-        opened again. Where `environment.reward_scope` is "group", `key`
-        is a group, `responses` are those of its samples, and the answer is a list, one for each.
+        opened again. With `environment.reward_scope` = "group", `key` is a group, `responses` are
+        those of its samples, and the answer is a list, one for each.
         """
         ...
 
@@ -89,7 +89,7 @@ def open_pool(
 
 
 class InlinePool:
-    """Environments that only compute, within the call; their coroutines never wait."""
+    """Environments that only compute, within the call."""
 
     def __init__(self, make: EnvironmentFactory, name: str = "environment") -> None:
         self._plays = EnvironmentHost(make, name)
@@ -119,10 +119,14 @@ class ProcessPool:
     def __init__(
         self, config: EnvironmentConfig, *, wake: Callable[[], None] = lambda: None
     ) -> None:
-        self._wake = wake
         self._outcomes: queue.SimpleQueue[EpisodeOutcome] = queue.SimpleQueue()
         self._thread = LoopThread("environments")
-        self._workers = WorkerPool(config, self._deliver)
+
+        def deliver(key: str, value: Delivered | Lost | None, error: str) -> None:
+            self._outcomes.put(EpisodeOutcome(key, value, error))
+            wake()
+
+        self._workers = WorkerPool(config, deliver)
         try:
             self._thread.wait(self._workers.start(), config.setup_s + _SLACK_S)
         except BaseException:
@@ -142,10 +146,6 @@ class ProcessPool:
         if not self._thread.closed:
             self._thread.wait(self._workers.close(), END_S)
             self._thread.close()
-
-    def _deliver(self, key: str, value: Delivered | Lost | None, error: str) -> None:
-        self._outcomes.put(EpisodeOutcome(key, value, error))
-        self._wake()
 
 
 class EnvironmentSet:

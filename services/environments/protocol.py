@@ -20,11 +20,8 @@ from umbra.proto.errors import UmbraError
 
 Message = dict[str, Any]
 """A chat message: {"role": ..., "content": ...}."""
-
 Row = dict[str, Any]
 """A line of the prompts file."""
-
-
 Tool = Callable[..., Any]
 """A function that the model may call. Its name, its parameters with their types, and the first line
 of its docstring are told to the model; what it returns is answered as text."""
@@ -77,8 +74,8 @@ EnvironmentFactory = Callable[[], Environment]
 class Said:
     """A turn of the model as it travels to an environment.
 
-    `text` is the whole turn without the token that ended it. `content` is it without reasoning and
-    calls. `tool_calls` are as in an assistant's message of a chat template, with arguments as
+    `text` is the whole turn without the token that ended it, `content` without reasoning and calls
+    too. `tool_calls` are as in an assistant's message of a chat template, with arguments as
     objects. `problem` says why what looks like a call is none; then it is part of `content`.
     """
 
@@ -88,22 +85,18 @@ class Said:
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     problem: str = ""
     stop: str = ""  # the stop string that ended the turn; no part of the others
-    read: bool = False
-    """Whether the model's own way of calling tools was looked for. If not, an environment that has
-    told the model another way may look for that in `text`."""
 
 
 class Response(str):
     """What `Environment.step` is given: the text of the turn, which is a `str`, and its parts."""
 
-    __slots__ = ("content", "problem", "read", "reasoning", "stop", "tool_calls")
+    __slots__ = ("content", "problem", "reasoning", "stop", "tool_calls")
 
     content: str
     reasoning: str
     tool_calls: list[dict[str, Any]]
     problem: str
     stop: str
-    read: bool
 
     @classmethod
     def of(cls, said: Said | str) -> Response:

@@ -22,15 +22,9 @@ _RESERVED = ("prompt", "completion", "completion_ids", "prompts", "completions")
 
 
 class RewardFunction:
-    """One function and its weight.
+    """One function in either form, plain or async, and its weight.
 
-    Args:
-        function: in either form, plain or async.
-        name: what the user calls it, for errors.
-        weight: by which its values count.
-
-    Raises:
-        UsageError: it needs an argument of TRL's that is not known here.
+    Raises UsageError if it needs an argument of TRL's that is not known here.
     """
 
     def __init__(self, function: Callable[..., Any], name: str, weight: float = 1.0) -> None:
@@ -74,25 +68,20 @@ class RewardFunction:
         except TypeError:
             numbers = []
         if len(numbers) != count:
-            wanted = "one number for one completion"
-            if count > 1:
-                wanted = f"{count} numbers for {count} completions"
             raise SampleError(
-                f"reward {self.name} returned {returned[0]!r} instead of a list with {wanted}"
+                f"reward {self.name} returned {returned[0]!r} instead of a list with one number "
+                f"for each of {count} completions"
             )
-        what = f"reward {self.name}"
         return [
-            None if self.batched and value is None else finite_number(value, what)
+            None if self.batched and value is None else finite_number(value, f"reward {self.name}")
             for value in numbers
         ]
 
 
 class Rewards:
-    """All reward functions of an environment.
+    """All reward functions of an environment, called in this order.
 
-    Args:
-        functions: they are called in this order.
-        named: whether each one's value, before its weight, is a part of the reward.
+    `named`: whether each one's value, before its weight, is a part of the reward.
     """
 
     def __init__(self, functions: Sequence[RewardFunction], *, named: bool = True) -> None:
@@ -101,17 +90,6 @@ class Rewards:
         self.waits = any(function.waits for function in functions)
         self.any = bool(functions)
         self.batched = any(function.batched for function in functions)
-
-    def result(
-        self, row: Row, completion: Any, text: str, extra: Mapping[str, Any] | None = None
-    ) -> StepResult | Awaitable[StepResult]:
-        """`results` for one sample."""
-
-        async def first(found: Awaitable[list[StepResult]]) -> StepResult:
-            return (await found)[0]
-
-        found = self.results(row, [completion], [text], extra)
-        return found[0] if isinstance(found, list) else first(found)
 
     def results(
         self,
@@ -128,25 +106,29 @@ class Rewards:
             SampleError: a value is no number, or no function has one for a sample.
         """
         metrics: dict[str, float] = {}
-        given = {**(extra or {}), "log_extra": _nowhere, "log_metric": metrics.__setitem__}
+        # TRL's `log_extra` fills a table of completions, which is not kept.
+        given = {
+            **(extra or {}),
+            "log_extra": lambda *_, **__: None,
+            "log_metric": metrics.__setitem__,
+        }
         returned = [function.call(row, completions, texts, given) for function in self._functions]
 
+        def sums(found: Sequence[list[Any]]) -> list[StepResult]:
+            each = zip(self._functions, found, strict=True)
+            values = [function.values(own, len(texts)) for function, own in each]
+            return [self._sum([own[n] for own in values], metrics) for n in range(len(texts))]
+
         async def later() -> list[StepResult]:
-            found = [await _all(each) for each in returned]
-            return self._sums(found, metrics, len(texts))
+            return sums(
+                [
+                    await asyncio.gather(*each) if inspect.isawaitable(each[0]) else each
+                    for each in returned
+                ]
+            )
 
-        if any(inspect.isawaitable(one) for each in returned for one in each):
-            return later()
-        return self._sums(returned, metrics, len(texts))
-
-    def _sums(
-        self, returned: Sequence[list[Any]], metrics: dict[str, float], count: int
-    ) -> list[StepResult]:
-        values = [
-            function.values(given, count)
-            for function, given in zip(self._functions, returned, strict=True)
-        ]
-        return [self._sum([own[n] for own in values], metrics) for n in range(count)]
+        waits = any(inspect.isawaitable(one) for each in returned for one in each)
+        return later() if waits else sums(returned)
 
     def _sum(self, values: Sequence[float | None], metrics: dict[str, float]) -> StepResult:
         total, parts, counted = 0.0, dict(metrics), 0
@@ -161,10 +143,6 @@ class Rewards:
         return StepResult(reward=total, reward_parts=parts)
 
 
-async def _all(returned: list[Any]) -> list[Any]:
-    return await asyncio.gather(*returned) if inspect.isawaitable(returned[0]) else returned
-
-
 class RewardedTurn(SingleTurn):
     """One turn, which the functions reward."""
 
@@ -174,24 +152,23 @@ class RewardedTurn(SingleTurn):
         self.concurrent = rewards.waits
 
     def step(self, response: str) -> StepResult | Awaitable[StepResult]:
-        return self._rewards.result(self.row, completion_of(self.row, response), response)
+        found = self._rewards.results(self.row, [completion_of(self.row, response)], [response])
+        return found[0] if isinstance(found, list) else _first(found)
 
 
-class RewardedGroup(SingleTurn):
+class RewardedGroup(RewardedTurn):
     """All turns that answer one prompt, which functions that take `completions` get at once.
 
-    Raises UsageError if none of the functions does; others are called for each sample.
+    Others are called for each sample; raises UsageError if all are.
     """
 
     def __init__(self, rewards: Rewards, name: str) -> None:
-        super().__init__()
+        super().__init__(rewards)
         if not rewards.batched:
             raise UsageError(
                 f'environment.reward_scope = "group": {name} has no function with the parameter '
                 "completions, that would be called with a group"
             )
-        self._rewards = rewards
-        self.concurrent = rewards.waits
 
     def step(self, response: str) -> StepResult:
         raise SampleError("the samples of a group are rewarded at once, not one by one")
@@ -201,12 +178,12 @@ class RewardedGroup(SingleTurn):
         return self._rewards.results(self.row, completions, responses)
 
 
+async def _first(found: Awaitable[list[StepResult]]) -> StepResult:
+    return (await found)[0]
+
+
 def completion_of(row: Row, text: str) -> Any:
     """Return a turn of the model as TRL has it: messages if the row's prompt is, else text."""
     if isinstance(row.get("prompt"), list):
         return [{"role": "assistant", "content": text}]
     return text
-
-
-def _nowhere(column: str, values: Sequence[Any]) -> None:
-    """Stand in for TRL's `log_extra`, which fills a table of completions."""

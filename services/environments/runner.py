@@ -51,55 +51,50 @@ log = logging.getLogger(__name__)
 
 
 class Generators:
-    """The HTTP endpoints of generators; requests run in threads.
+    """The HTTP endpoints of generators; as many requests at once as `threads`.
 
-    Args:
-        urls: as each generator logs it ("agents are served at ...").
-        key: of the endpoints; "" if they have none.
-        threads: requests at once.
+    `urls` are as each generator logs it ("agents are served at ..."); `key` may be "".
     """
 
     def __init__(self, urls: Sequence[str], key: str, threads: int = _THREADS) -> None:
         self.urls = [url.rstrip("/") for url in urls]
         self.key = key
-        self.heard_at: dict[str, float] = {}
+        self._heard_at: dict[str, float] = {}
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="umbra-http")
         # Generators are reached directly: a proxy is for the rest of the world.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
-    async def ask(self, base: str, path: str, body: Any, method: str = "POST") -> Any:
-        """Return the answer of the generator at `base`.
+    async def ask(self, url: str, body: Any, method: str = "POST", *, repeat: bool = False) -> Any:
+        """Return the answer; a request that may be sent twice is sent again after `_RETRY_S`.
 
         Raises:
-            UsageError: it refuses the key.
+            UsageError: the generator refuses the key.
             RejectedError: it refuses the request.
             PeerLostError: it cannot be reached.
         """
         loop = asyncio.get_running_loop()
-        status, answer = await loop.run_in_executor(
-            self._threads, self._send, base + path, body, method
-        )
-        self.heard_at[base] = time.monotonic()
+        pauses = iter(_RETRY_S if repeat else ())
+        while True:
+            try:
+                status, answer = await loop.run_in_executor(
+                    self._threads, self._send, url, body, method
+                )
+                break
+            except PeerLostError:
+                if (pause_s := next(pauses, None)) is None:
+                    raise
+                await asyncio.sleep(pause_s)
+        self._heard_at[url.partition("/sessions")[0]] = time.monotonic()
         if status == 401:
-            raise UsageError(f"{base} refuses the key: give both sides the same UMBRA_AGENT_KEY")
+            raise UsageError(f"{url} refuses the key: give both sides the same UMBRA_AGENT_KEY")
         if status >= 400:
             error = answer["error"]
             raise RejectedError(str(error["message"]), code=str(error["code"]))
         return answer
 
-    async def report(self, base: str, path: str, body: Any, method: str = "POST") -> None:
-        """Send what may be sent twice, several times if need be; errors as of `ask`."""
-        for pause in _RETRY_S:
-            try:
-                await self.ask(base, path, body, method)
-                return
-            except PeerLostError:
-                await asyncio.sleep(pause)
-        await self.ask(base, path, body, method)
-
     def silent_s(self, *urls: str) -> float:
         """Return the seconds since one of these answered; infinite if none ever has."""
-        newest = max((self.heard_at.get(url, -math.inf) for url in urls), default=-math.inf)
+        newest = max((self._heard_at.get(url, -math.inf) for url in urls), default=-math.inf)
         return time.monotonic() - newest
 
     def close(self) -> None:
@@ -120,122 +115,104 @@ class Generators:
 
 
 class AgentRunner:
-    """Plays the sessions of one environment. Used within one event loop.
-
-    Args:
-        config: the environment, and how many processes of it there may be.
-        generators: offer sessions.
-    """
+    """Plays the sessions of one environment, each in a task of its own."""
 
     def __init__(self, config: EnvironmentConfig, generators: Generators) -> None:
         self.name = offered_name(config)
-        # Of a runner that dies the leases have to end before the generator counts its agents as
-        # silent, which fails their samples.
+        # If this runner dies, its leases have to end before the generator fails the samples of
+        # silent agents.
         self.lease_s = min(LEASE_S, config.timeout_s / 2)
         self._generators = generators
         self._workers = agent_workers(config, self._left, lambda name: None)
-        self._held: dict[str, str] = {}  # the generator of each session
-        self._reports: set[asyncio.Task[None]] = set()
-        self._places = asyncio.Semaphore(0)
+        self._ends: dict[str, asyncio.Future[tuple[Delivered | Lost | None, str]]] = {}
 
     async def start(self) -> None:
         """Start the first process; raises UsageError or DeadlineError if it cannot be loaded."""
         await self._workers.start()
         self._places = asyncio.Semaphore(self._workers.room)
 
-    async def lease_from(self, generator: str) -> None:
-        """Lease sessions of a generator for ever, one for each free place."""
+    async def serve(self, generator: str) -> None:
+        """Lease and play sessions of a generator for ever; cancelled, give back those begun."""
         wanted = {"wait_s": WAIT_S, "lease_s": self.lease_s, "environment": self.name}
-        while True:
-            await self._places.acquire()
-            pause_s = PAUSE_S
-            try:
-                work = await self._generators.ask(generator, "/sessions", wanted)
-            except (RejectedError, PeerLostError) as error:
-                self._places.release()
-                if isinstance(error, RejectedError) and error.code == "no_work":
-                    pause_s = 0.0  # it has waited
-                log.debug("%s: %s", generator, error)
-                await asyncio.sleep(pause_s)
-                continue
-            name = work["id"]
-            self._held[name] = generator
-            url = f"{generator}/sessions/{name}"
-            start_agent(self._workers, name, work["row"], url, self._generators.key)
-
-    async def keep(self) -> None:
-        """Renew all leases, for ever."""
-        while True:
-            await asyncio.sleep(self.lease_s / 3)
-            for generator in set(self._held.values()):
-                await self._renew(generator, self._of(generator), self.lease_s)
-
-    def _of(self, generator: str) -> list[str]:
-        return [name for name, url in self._held.items() if url == generator]
-
-    async def _renew(self, generator: str, names: list[str], lease_s: float) -> None:
-        """Renew leases, and drop the sessions that are lost."""
-        asked = {"ids": names, "lease_s": lease_s}
+        playing: set[asyncio.Task[None]] = set()
         try:
-            answer = await self._generators.ask(generator, "/sessions/renew", asked)
-            lost = answer["lost"]
-        except (PeerLostError, RejectedError) as error:
-            lost = names if self._generators.silent_s(generator) > self.lease_s else []
-            log.warning("leases of %d sessions are not renewed: %s", len(names), error)
-        for name in lost:
-            self._drop(name)
-
-    async def _give_back(self, generator: str, names: list[str]) -> None:
-        """Let these sessions begin again elsewhere."""
-        await self._renew(generator, names, 0.0)
-        for name in names:
-            self._drop(name)
+            while True:
+                await self._places.acquire()
+                try:
+                    work = await self._generators.ask(f"{generator}/sessions", wanted)
+                except (RejectedError, PeerLostError) as error:
+                    self._places.release()
+                    log.debug("%s: %s", generator, error)
+                    waited = isinstance(error, RejectedError) and error.code == "no_work"
+                    await asyncio.sleep(0.0 if waited else PAUSE_S)
+                    continue
+                task = asyncio.create_task(self._play(generator, work), name="an agent's session")
+                playing.add(task)
+                task.add_done_callback(playing.discard)
+                task.add_done_callback(ends_with_it)
+        finally:
+            for task in playing:
+                task.cancel()
+            await asyncio.gather(*playing, return_exceptions=True)
 
     async def close(self) -> None:
-        """End all agents; their sessions begin again elsewhere."""
-        for report in self._reports:
-            report.cancel()
-        for generator in set(self._held.values()):
-            await self._give_back(generator, self._of(generator))
+        """End all processes of agents."""
         await self._workers.close()
 
-    def _left(self, name: str, value: Delivered | Lost | None, error: str) -> None:
-        """The agent of a session has returned, or is lost with its process."""
-        if name not in self._held:
-            return
-        self._workers.forget(name)
-        if isinstance(value, Lost):
-            ending = self._give_back(self._held[name], [name])
-        else:
-            ending = self._report(name, value, error)
-        task = asyncio.get_running_loop().create_task(ending, name="a session of an agent")
-        self._reports.add(task)
-        task.add_done_callback(self._reports.discard)
-        task.add_done_callback(ends_with_it)
+    async def _play(self, generator: str, work: Any) -> None:
+        """Have an agent play a session, renew its lease meanwhile, and report how it ended."""
+        name = work["id"]
+        url = f"{generator}/sessions/{name}"
+        end = self._ends[name] = asyncio.get_running_loop().create_future()
+        try:
+            start_agent(self._workers, name, work["row"], url, self._generators.key)
+            while not (await asyncio.wait({end}, timeout=self.lease_s / 3))[0]:
+                if not await self._renew(generator, name, self.lease_s):
+                    return
+            value, error = end.result()
+            if isinstance(value, Lost):
+                await self._renew(generator, name, 0.0)
+            else:
+                await self._report(url, value, error)
+        except asyncio.CancelledError:
+            await self._renew(generator, name, 0.0)
+            raise
+        finally:
+            del self._ends[name]
+            self._workers.forget(name)
+            self._places.release()
 
-    async def _report(self, name: str, value: Delivered | None, error: str) -> None:
+    async def _renew(self, generator: str, name: str, lease_s: float) -> bool:
+        """Renew a lease, or give the session back with 0 s; return False if it is lost."""
+        asked = {"ids": [name], "lease_s": lease_s}
+        try:
+            answer = await self._generators.ask(f"{generator}/sessions/renew", asked)
+        except (PeerLostError, RejectedError) as error:
+            log.warning("the lease of a session is not renewed: %s", error)
+            return self._generators.silent_s(generator) <= self.lease_s
+        return name not in answer["lost"]
+
+    def _left(self, name: str, value: Delivered | Lost | None, error: str) -> None:
+        """Note that the agent of a session has returned, or is lost with its process."""
+        if (end := self._ends.get(name)) is not None and not end.done():
+            end.set_result((value, error))
+
+    async def _report(self, url: str, value: Delivered | None, error: str) -> None:
         """Post the reward of a session, or why there is none."""
-        generator, path, report = self._held[name], f"/sessions/{name}", self._generators.report
+        ask = self._generators.ask
         try:
             if isinstance(value, StepResult) and value.done:
                 result = {"reward": value.reward, "parts": value.reward_parts}
                 try:
-                    await report(generator, f"{path}/reward", {**result, "reason": value.reason})
+                    await ask(f"{url}/reward", {**result, "reason": value.reason}, repeat=True)
                     return
                 except RejectedError as refused:
                     error = str(refused)
-            await report(generator, path, {"reason": error or NO_REWARD}, "DELETE")
+            await ask(url, {"reason": error or NO_REWARD}, "DELETE", repeat=True)
         except RejectedError:
             pass  # it has its reward, or is over for another reason
         except PeerLostError as lost:
             log.warning("a session has ended, but its generator cannot be told: %s", lost)
-        finally:
-            self._drop(name)
-
-    def _drop(self, name: str) -> None:
-        if self._held.pop(name, None) is not None:
-            self._workers.forget(name)
-            self._places.release()
 
 
 async def run_agents(
@@ -263,8 +240,7 @@ async def run_agents(
         if fault is not None and not runners:
             raise fault
         log.info("runs %s for %s", [one.name for one in runners], generators.urls)
-        work = [runner.lease_from(url) for runner in runners for url in generators.urls]
-        work += [runner.keep() for runner in runners]
+        work = [runner.serve(url) for runner in runners for url in generators.urls]
         tasks = [*map(asyncio.ensure_future, [*work, _until_gone(generators), stop.wait()])]
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:

@@ -17,7 +17,7 @@ import signal
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from umbra.proto.errors import UsageError
 
@@ -32,9 +32,8 @@ _PIECE = 1 << 16
 _PASSED = ("PATH", "HOME", "DOCKER_HOST", "DOCKER_CONFIG", "XDG_RUNTIME_DIR", "CONTAINER_HOST")
 
 
-@dataclass(frozen=True)
-class CommandOutcome:
-    """What a command did: its exit code, and what it wrote to stdout and stderr."""
+class CommandOutcome(NamedTuple):
+    """The exit code of a command, and what it wrote to stdout and stderr."""
 
     code: int
     output: str
@@ -48,9 +47,7 @@ class Sandbox(Protocol):
     """A place for the code of one sample."""
 
     async def run(self, command: Sequence[str], stdin: str = "") -> CommandOutcome:
-        """Run `command`, with `stdin` as its input.
-
-        Files that it leaves in its working directory are there for the next command.
+        """Run `command`, with `stdin` as its input; its files are there for the next command.
 
         Raises:
             SandboxError: it took too long; processes and files of the sample are gone.
@@ -118,12 +115,7 @@ class ContainerLimits:
 
 
 class Container:
-    """A container, started by the first command and removed at the end.
-
-    Args:
-        runtime: the command line, "docker" or "podman" or a path.
-        limits: of it.
-    """
+    """A container of `runtime` (docker, podman or a path), started by the first command."""
 
     def __init__(self, runtime: str, limits: ContainerLimits) -> None:
         self._runtime = runtime
@@ -158,14 +150,14 @@ class Container:
     async def _start(self) -> None:
         self._name = f"umbra-{uuid.uuid4().hex}"  # removed even if the start is broken off
         podman = os.path.basename(self._runtime) == "podman"
+        arguments = self._limits.run_arguments(self._name, podman=podman)
         try:
-            arguments = self._limits.run_arguments(self._name, podman=podman)
-            started = await self._call(arguments, b"", _START_S)
+            code, output = await self._call(arguments, b"", _START_S)
         except asyncio.TimeoutError:  # noqa: UP041
-            started = CommandOutcome(1, f"it did not start within {_START_S:g} s")
-        if started.code:
+            code, output = 1, f"it did not start within {_START_S:g} s"
+        if code:
             await self.close()
-            raise SandboxError(f"no sandbox: {self._runtime}: {started.output.strip()[-500:]}")
+            raise SandboxError(f"no sandbox: {self._runtime}: {output.strip()[-500:]}")
 
     async def _call(self, arguments: Sequence[str], stdin: bytes, limit_s: float) -> CommandOutcome:
         # The runtime's command line gets no key of the run's.
@@ -181,11 +173,9 @@ async def run_process(
     environ: Mapping[str, str],
     folder: str | None = None,
 ) -> CommandOutcome:
-    """Run `command` as a process group of its own; its output is kept up to `OUTPUT_BYTES`.
+    """Run `command` as a process group in `folder`; keep its output up to `OUTPUT_BYTES`.
 
-    Args:
-        environ: all of its environment variables.
-        folder: its working directory.
+    `environ` are all of its environment variables.
 
     Raises:
         asyncio.TimeoutError: it took longer than `limit_s`; the group was killed.

@@ -11,24 +11,16 @@ from umbra.services.environments.loading import name_of
 
 @dataclass(frozen=True, slots=True)
 class TimeLimit:
-    """Seconds, and the key that says so.
-
-    Attributes:
-        what: what is limited, in words that a sentence can begin with.
-        seconds: that it may take.
-        key: as in a run file.
-    """
+    """Seconds, and the key of a run file that says so; sentences begin with `what`."""
 
     what: str
     seconds: float
     key: str
 
     def overdue(self) -> str:
-        """A sentence for a sample whose environment took too long."""
         return f"{self.what} took longer than {self.key} = {self.seconds:g} s"
 
     def silent(self) -> str:
-        """A sentence for a sample whose program was silent for too long."""
         return f"{self.what} asked for nothing for {self.key} = {self.seconds:g} s"
 
 

@@ -1,22 +1,16 @@
 """Tool use: the model calls functions until it answers in plain text.
 
-Calls are read as the model's chat template writes them. A model whose template knows no tools is
-told to write `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. What is wrong with a call
-is told to the model in one sentence, and costs a turn.
+What is wrong with a call is told to the model in one sentence, and costs a turn.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
-import json
 import operator
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from umbra.proto.errors import UNREADABLE
 from umbra.services.environments.built_in import last_number, same_number
 from umbra.services.environments.protocol import (
     Message,
@@ -85,50 +79,7 @@ def _evaluate(node: ast.expr) -> float:
 
 BUILT_IN: dict[str, Tool] = {"calculator": calculator}
 
-_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
 _TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}
-
-
-class ToolCallError(Exception):
-    """What is wrong with a call, in words for the model."""
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A call that the model wrote."""
-
-    name: str
-    arguments: dict[str, Any]
-
-    def as_message(self, call_id: str) -> dict[str, Any]:
-        """The call as it stands in an assistant's message."""
-        function = {"name": self.name, "arguments": self.arguments}
-        return {"id": call_id, "type": "function", "function": function}
-
-
-def parse_tool_calls(response: str) -> list[ToolCall | ToolCallError]:
-    """The calls in `response`, in order; a malformed one as its error."""
-    if isinstance(response, Response) and response.read:
-        if response.problem:
-            return [ToolCallError(response.problem)]
-        functions = [call["function"] for call in response.tool_calls]
-        return [ToolCall(function["name"], function["arguments"]) for function in functions]
-    return [_parse(text, bool(closed)) for text, closed in _CALL.findall(response)]
-
-
-def _parse(text: str, closed: bool) -> ToolCall | ToolCallError:
-    if not closed:
-        return ToolCallError("the tool call is not closed by </tool_call>")
-    try:
-        call = json.loads(text)
-    except UNREADABLE as error:
-        return ToolCallError(f"the tool call is not valid JSON: {error}")
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return ToolCallError('the tool call must be an object with "name" and "arguments"')
-    arguments = call.get("arguments", {})
-    if not isinstance(arguments, dict):
-        return ToolCallError('"arguments" of the tool call must be an object')
-    return ToolCall(call["name"], arguments)
 
 
 def schema(function: Tool) -> dict[str, Any]:
@@ -179,24 +130,20 @@ class ToolUse:
         return Opening(prompt_messages(row), [schema(tool) for tool in self._tools.values()])
 
     async def step(self, response: str) -> StepResult:
-        calls = parse_tool_calls(response)
-        if not calls:
+        assert isinstance(response, Response)
+        calls = response.tool_calls
+        if not calls and not response.problem:
             return StepResult(reward=float(self._right(response)))
         self._left -= 1
-        answers = [await self._call(call) for call in calls]
-        malformed = float(sum(isinstance(answer, ToolCallError) for answer in answers))
-        parts = {"tool_calls": float(len(calls)), "malformed_calls": malformed}
+        answers = [await self._call(call["function"]) for call in calls]
+        if response.problem:  # the turn is text as a whole
+            answers = [(f"error: {response.problem}", True)]
+        malformed = float(sum(failed for _, failed in answers))
+        parts = {"tool_calls": float(len(answers)), "malformed_calls": malformed}
         if self._left <= 0:
             return StepResult(reward_parts=parts, reason="turns")
-        messages: list[Message] = [
-            {"role": "tool", "content": f"error: {a}" if isinstance(a, ToolCallError) else a}
-            for a in answers
-        ]
-        # Calls are told as such if all could be read; else they are the text of the model's turn.
-        read = [call for call in calls if isinstance(call, ToolCall)]
-        told = [call.as_message(f"call_{index}") for index, call in enumerate(read)]
-        if len(read) < len(calls):
-            told = []
+        messages: list[Message] = [{"role": "tool", "content": answer} for answer, _ in answers]
+        told = [{**call, "id": f"call_{index}"} for index, call in enumerate(calls)]
         return StepResult(done=False, messages=messages, reward_parts=parts, tool_calls=told)
 
     async def close(self) -> None:
@@ -209,18 +156,15 @@ class ToolUse:
             return said == self._answer
         return same_number(last_number(said), wanted, self._tolerance)
 
-    async def _call(self, call: ToolCall | ToolCallError) -> str | ToolCallError:
-        if isinstance(call, ToolCallError):
-            return call
-        tool = self._tools.get(call.name)
+    async def _call(self, function: dict[str, Any]) -> tuple[str, bool]:
+        """Return a tool's answer, and whether the call failed."""
+        name: str = function["name"]
+        tool = self._tools.get(name)
         if tool is None:
-            return ToolCallError(f"there is no tool {call.name!r}, only {', '.join(self._tools)}")
+            return f"error: there is no tool {name!r}, only {', '.join(self._tools)}", True
         try:
-            bound = inspect.signature(tool).bind(**call.arguments)
-        except TypeError as error:
-            return ToolCallError(f"{call.name}: {error}")
-        try:
+            bound = inspect.signature(tool).bind(**function["arguments"])
             value = tool(*bound.args, **bound.kwargs)
-            return str(await value if inspect.isawaitable(value) else value)
+            return str(await value if inspect.isawaitable(value) else value), False
         except Exception as error:  # noqa: BLE001 - a tool may raise anything; the model is told
-            return ToolCallError(f"{call.name}: {error}")
+            return f"error: {name}: {error}", True

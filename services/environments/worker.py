@@ -106,7 +106,8 @@ class Worker:
 
         timer = asyncio.get_running_loop().call_later(play["limit_s"], give_up)
         try:
-            answer = await self._plays.play(play["key"], play["row"], _heard(play))
+            said = [r if isinstance(r, str) else Said(**r) for r in play["responses"]]
+            answer = await self._plays.play(play["key"], play["row"], said)
             if isinstance(answer, Opening):
                 self._wire.send("played", number=number, opening=answer)
             else:
@@ -155,20 +156,18 @@ def hello(make: EnvironmentFactory) -> dict[str, Any]:
     }
 
 
-def _heard(play: Message) -> list[Said | str]:
-    return [each if isinstance(each, str) else Said(**each) for each in play["responses"]]
-
-
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     raise TypeError(f"{value!r} is not plain data")
 
 
-def _address_space() -> int:
-    """Return the bytes of address space that this process has."""
+def _limit_memory(mib: int) -> None:
+    """Let this process have so much more address space than it has."""
     with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[0]) * resource.getpagesize()
+        address_space = int(file.read().split()[0]) * resource.getpagesize()
+    limit = (mib << 20) + address_space
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 async def _serve() -> None:
@@ -177,7 +176,7 @@ async def _serve() -> None:
     if setup is None:
         return
     # The section as the pool has it, without its class, which needs msgspec.
-    config = cast("EnvironmentConfig", SimpleNamespace(**setup["config"]))
+    config = cast("EnvironmentConfig", SimpleNamespace(**setup))
     try:
         make = load_environment(config)
         said = hello(make)
@@ -186,8 +185,7 @@ async def _serve() -> None:
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # some libraries set a handler of their own
     if config.memory_mb:
-        limit = (config.memory_mb << 20) + _address_space()
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        _limit_memory(config.memory_mb)
     wire.send("hello", **said)
     worker = Worker(EnvironmentHost(make, name_of(config)), wire)
     while (message := await wire.receive()) is not None:

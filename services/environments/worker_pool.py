@@ -23,7 +23,7 @@ from umbra.services.config import EnvironmentConfig, NamedEnvironment
 from umbra.services.environments.environment_host import Delivered
 from umbra.services.environments.loading import name_of
 from umbra.services.environments.protocol import Lost, Opening, Row, Said, StepResult
-from umbra.services.environments.python_apart import apart
+from umbra.services.environments.run_module import apart
 from umbra.services.environments.time_limits import TimeLimit, TimeLimits
 from umbra.services.process.child import ChildProcess, describe_exit, start_worker
 from umbra.services.process.loop_thread import ends_with_it
@@ -42,26 +42,17 @@ NO_REWARD = "its agent returned no reward, and has posted none"
 _NO_KEY = "none"  # the client insists on one
 
 
-# What pool and worker say to each other. The worker (`worker.py`) sends and receives the same as
-# plain MessagePack maps: its Python environment may have neither Umbra nor msgspec.
-
-
-class Setup(msgspec.Struct, tag="setup"):
-    """First to a worker: which environment."""
-
-    config: EnvironmentConfig
+# What pool and worker say to each other, after the pool has sent the section of the environment.
+# The worker (`worker.py`) sends and receives the same as plain MessagePack maps: its Python
+# environment may have neither Umbra nor msgspec.
 
 
 class Hello(msgspec.Struct, tag="hello"):
-    """First from a worker, or why it can't work.
+    """First from a worker, or why it can't work."""
 
-    `room` is how many plays it takes at once. `closes` is whether environments have to be closed,
-    `lasting` whether something of theirs outlives them, and is closed when the pipe ends.
-    """
-
-    room: int = 1
-    closes: bool = False
-    lasting: bool = False
+    room: int = 1  # plays at once
+    closes: bool = False  # environments have to be closed
+    lasting: bool = False  # something of theirs outlives them, and is closed when the pipe ends
     usage_error: str = ""
 
 
@@ -84,28 +75,25 @@ class Forget(msgspec.Struct, tag="forget"):
 
 
 class Played(msgspec.Struct, tag="played"):
-    """From a worker: answers, or why there are none.
-
-    `exhausted`: memory ran out, it leaves. `overdue`: the call that was under way took too long.
-    """
+    """From a worker: answers, or why there are none."""
 
     number: int
     opening: Opening | None = None
     steps: list[StepResult] = msgspec.field(default_factory=list)
     error: str = ""
-    exhausted: bool = False
-    overdue: bool = False
+    exhausted: bool = False  # memory ran out, it leaves
+    overdue: bool = False  # the call that was under way took too long
 
 
-ToWorker = Setup | Play | Forget
+ToWorker = Play | Forget
 FromWorker = Hello | Played
 
 
 @dataclass(eq=False, slots=True)
 class _Conversation:
-    """A sample's conversation, as it is known outside of the process that holds it."""
+    """A sample's conversation, as the pool knows it."""
 
-    worker: _WorkerHandle | None = None
+    worker: _WorkerHandle | None = None  # that holds it
     played: int = 0  # plays that were answered
     over: bool = False  # it was answered to its end
     lost: bool = False  # its process has ended, and it was not opened again
@@ -140,7 +128,7 @@ class _WorkerHandle:
     ending: set[int] = field(default_factory=set)  # calls whose samples are over
     alone: _Call | None = None  # a suspect's, which is played with no other beside it
     alive: bool = True
-    verdict: str = ""  # why it was killed
+    condemned: bool = False  # it was killed by us
 
     @property
     def is_free(self) -> bool:
@@ -213,7 +201,9 @@ class WorkerPool:
         elif found.lost:
             return  # which was delivered
         limit = self._limits.step if responses else self._limits.opening
-        call = self._numbered(found, key, dict(row), list(responses), limit)
+        self._number += 1
+        play = Play(self._number, key, dict(row), list(responses), limit.seconds)
+        call = _Call(play, found, limit)
         (self._queue if found.worker is None else found.worker.waiting).append(call)
         self._pump()
 
@@ -234,12 +224,12 @@ class WorkerPool:
         deadline = Deadline(_CLOSE_S)
         closing = [worker for worker in self._workers if worker.closes or worker.lasting]
         for worker in closing:
-            worker.verdict = "closed"
+            worker.condemned = True
             worker.pipe.end_sending()
         while any(worker.alive for worker in closing) and not deadline.passed:  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_S)
         for worker in self._workers:
-            self._end(worker, "closed")
+            self._end(worker)
         while self._tasks:
             await asyncio.wait(self._tasks)
 
@@ -271,8 +261,7 @@ class WorkerPool:
             worker.alone = None if worker.alone is call else worker.alone
             return
         call.conversation.worker = worker
-        worker.calls[call.play.number] = call
-        self._time(worker, call)
+        self._begin(worker, call)
         worker.tell(call.play)
         self._started(call.play.key)
 
@@ -289,45 +278,32 @@ class WorkerPool:
         if conversation.suspect:
             conversation.crashes = 0
         conversation.played += 1
+        config = self._config
         error = call.limit.overdue() if reply.overdue else reply.error
         if reply.exhausted:
-            config = self._config
             error += f": it took more than {config.where}.memory_mb = {config.memory_mb}; raise it"
         if error and conversation.worker is worker:
             conversation.worker = None
             self._release(worker, call.play.key)
-        whole = self._config.reward_scope == "group"
+        whole = config.reward_scope == "group"
         value = reply.opening or (reply.steps if whole else next(iter(reply.steps), None))
-        conversation.over = isinstance(value, list) or (
-            isinstance(value, StepResult) and value.done
-        )
+        conversation.over = isinstance(value, list) or getattr(value, "done", False)
         self._answer(call, None if error else value, error)
         if reply.exhausted:
-            self._end(worker, "it was out of memory")
+            self._end(worker)
 
     def _release(self, worker: _WorkerHandle, key: str) -> None:
         """Have `worker` forget the sample; closing its environment is a play without an answer."""
-        limit = self._limits.step
-        if not worker.closes or not worker.alive:
-            worker.tell(Forget(key, limit_s=limit.seconds))
-            return
-        call = self._numbered(_Conversation(), key, {}, [], limit)  # nobody wants it
+        limit, number = self._limits.step, 0
+        if worker.closes and worker.alive:
+            number = self._number = self._number + 1
+            play = Play(number, key, {}, [], limit.seconds)
+            self._begin(worker, _Call(play, _Conversation(), limit))  # nobody wants it
+        worker.tell(Forget(key, number, limit.seconds))
+
+    def _begin(self, worker: _WorkerHandle, call: _Call) -> None:
+        """Await the answer of `worker` within the limit of `call`."""
         worker.calls[call.play.number] = call
-        self._time(worker, call)
-        worker.tell(Forget(key, call.play.number, limit.seconds))
-
-    def _numbered(
-        self,
-        conversation: _Conversation,
-        key: str,
-        row: Row,
-        responses: list[Said | str],
-        limit: TimeLimit,
-    ) -> _Call:
-        self._number += 1
-        return _Call(Play(self._number, key, row, responses, limit.seconds), conversation, limit)
-
-    def _time(self, worker: _WorkerHandle, call: _Call) -> None:
         seconds = call.limit.seconds + (_GRACE_S if worker.room > 1 else 0.0)
         call.timer = asyncio.get_running_loop().call_later(seconds, self._overdue, worker, call)
 
@@ -345,41 +321,39 @@ class WorkerPool:
         worker.calls.pop(call.play.number, None)
         call.conversation.worker = None
         self._answer(call, None, call.limit.overdue())
-        self._end(worker, "another sample's call hung in it")
+        self._end(worker)
 
     def _end_soon(self, worker: _WorkerHandle, call: _Call) -> None:
         """End a play whose sample is over; one among others may end itself."""
         if worker.room == 1:
-            self._end(worker, "its sample is over")
+            self._end(worker)
         elif call.timer is not None:
             call.timer.cancel()
             loop = asyncio.get_running_loop()
             call.timer = loop.call_later(_GRACE_S, self._overdue, worker, call)
             worker.ending.add(call.play.number)
 
-    def _end(self, worker: _WorkerHandle, verdict: str) -> None:
-        worker.verdict = worker.verdict or verdict
+    def _end(self, worker: _WorkerHandle) -> None:
+        worker.condemned = True
         _kill(worker.process)
 
     async def _read(self, worker: _WorkerHandle) -> None:
         while isinstance(message := await worker.pipe.receive(), Played):
             self._played(worker, message)
             self._pump()
-        how = await _end(worker.process, worker.pipe)
-        self._lost(worker, how)
+        self._lost(worker, await _end(worker.process, worker.pipe))
         self._pump()
 
     def _lost(self, worker: _WorkerHandle, how: str) -> None:
         worker.alive = False
         self._workers.remove(worker)
-        innocent = bool(worker.verdict)
+        innocent = worker.condemned
         for call in worker.calls.values():
             if call.timer is not None:
                 call.timer.cancel()
             conversation = call.conversation
             if not innocent:
-                again = conversation.suspect
-                conversation.crashes = conversation.crashes + 1 if again else 1
+                conversation.crashes = conversation.crashes + 1 if conversation.suspect else 1
                 conversation.crashed_at = conversation.played
             # Alone in its process, or there at two ends: it is the one.
             if not innocent and (worker.room == 1 or conversation.crashes > 1):
@@ -415,7 +389,7 @@ class WorkerPool:
         config = self._config
         process, end = start_worker(*apart(config.python, _WORKER))
         pipe: AsyncPipe[FromWorker] = AsyncPipe(end, FromWorker)
-        pipe.send(Setup(config))
+        pipe.send(config)
         try:
             async with asyncio.timeout(config.setup_s):
                 hello = await pipe.receive()
@@ -431,11 +405,9 @@ class WorkerPool:
             self._spawn(self._read(worker))
             return worker
         how = await _end(process, pipe)
-        raise UsageError(
-            hello.usage_error
-            if isinstance(hello, Hello)
-            else f"a process for {name_of(config)} ended ({how}) when it was started"
-        )
+        if isinstance(hello, Hello):
+            raise UsageError(hello.usage_error)
+        raise UsageError(f"a process for {name_of(config)} ended ({how}) when it was started")
 
     def _spawn(self, coroutine: Coroutine[object, object, None]) -> None:
         task = asyncio.create_task(coroutine, name="the keeper of environment processes")
@@ -455,9 +427,9 @@ def agent_workers(
     left: Callable[[str, Delivered | Lost | None, str], None],
     began: Callable[[str], None],
 ) -> WorkerPool:
-    """Return a pool of processes for agents; `left` and `began` are its `deliver` and `started`.
+    """Return a pool of processes for agents, whose silence the holder of a session limits.
 
-    The work of an agent has no limit here: the holder of its session limits its silence.
+    `left` and `began` are the pool's `deliver` and `started`.
     """
     lasting = msgspec.structs.replace(config, timeout_s=math.inf)
     return WorkerPool(lasting, left, began, agents=True)

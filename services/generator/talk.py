@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
+from contextlib import closing
 
 from umbra.proto.records import Sampling
 from umbra.services.config import RunConfig
 from umbra.services.config.trajectory_rules import sampling_of
-from umbra.services.environments.protocol import Message, Said
+from umbra.services.environments.protocol import Message
 from umbra.services.generator.engines.engine import EngineOutput, EngineRequest
 from umbra.services.generator.engines.opening import OpenEngine, open_engine
-from umbra.services.modeling.chat import StopSearch, TurnReader
-from umbra.services.modeling.parsers import Piece
+from umbra.services.modeling.chat import StopSearch
 
 POLL_S = 0.1
+_BROKEN = "\ufffd"  # what an incomplete character decodes to
 
 
 class Talk:
@@ -54,8 +55,8 @@ class Talk:
         """Begin a new conversation."""
         self._messages = list(self._opening)
 
-    def say(self, text: str) -> Generator[Piece, None, None]:
-        """What the model answers, in pieces `(kind, text)`, kinds being content and reasoning.
+    def say(self, text: str) -> Generator[str, None, None]:
+        """Yield what the model answers, reasoning included, in pieces.
 
         A turn that is not read to its end is taken back, with its answer.
 
@@ -64,44 +65,43 @@ class Talk:
             UsageError: a system message for a model without a chat template.
             EngineError: the engine is broken.
         """
-        talks = self._chat.has_template
+        chat, talks = self._chat, self._chat.has_template
         asked: Message = {"role": "user", "content": text}
-        prompt = self._chat.prompt_ids([*(self._messages if talks else self._opening), asked])
-        reader = TurnReader(self._chat, prompt, (), self._stops, words=not talks)
-        told = {"content": "", "reasoning": ""}
-        said = yield from self._answer(prompt, reader, told)
-        for kind, whole in (("reasoning", said.reasoning), ("content", said.content)):
-            if rest := whole[len(told[kind]) :]:
-                yield kind, rest
-        if talks:
-            self._messages += [asked, {"role": "assistant", "content": said.content}]
+        prompt = chat.prompt_ids([*(self._messages if talks else self._opening), asked])
+        shown, held = 0, max((len(stop) for stop in self._stops), default=1) - 1
+        with closing(self._generated(prompt)) as turn:
+            for ids, over in turn:
+                words = chat.pieces(ids)
+                if over:
+                    said = chat.said(ids, prompt, stops=self._stops, words=not talks)
+                    yield said.text[shown:]
+                    if talks:
+                        self._messages += [asked, {"role": "assistant", "content": said.content}]
+                elif not words.endswith(_BROKEN):  # of which a stop string may have begun
+                    end = max(shown, len(words) - held)
+                    yield words[shown:end]
+                    shown = end
 
-    def _answer(
-        self, prompt: list[int], reader: TurnReader, told: dict[str, str]
-    ) -> Generator[Piece, None, Said]:
-        """Yield the pieces; return the whole turn."""
+    def _generated(self, prompt: list[int]) -> Generator[tuple[Sequence[int], bool], None, None]:
+        """Yield the tokens of a turn so far, and whether it is over."""
         self._turns += 1
         name = f"turn-{self._turns}"
         limit = self._sampling.max_tokens
         search = StopSearch(self._chat, self._stops) if self._stops else None
         self._engine.submit([EngineRequest(name, prompt, self._sampling, limit)])
         over: list[EngineOutput] = []
-        seen = 0
         try:
             while not over:
                 over = self._engine.poll(POLL_S)
-                tokens = [] if over else self._engine.new_tokens().get(name, [])[seen:]
-                if search is not None and search.feed(tokens) is not None:
+                tokens = [] if over else self._engine.new_tokens().get(name, [])
+                if search is not None and search.feed(tokens[search.seen :]) is not None:
                     over = self._engine.abort([name])
-                    break
-                seen += len(tokens)
-                for kind, text in reader.feed(tokens):
-                    told[kind] += text
-                    yield kind, text
+                elif tokens:
+                    yield tokens, False
         finally:
             if not over:
                 self._engine.abort([name])
-        return reader.end(over[0].token_ids[seen:])
+        yield over[0].token_ids, True
 
     def close(self) -> None:
         self._engine.close()

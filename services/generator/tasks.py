@@ -22,8 +22,8 @@ import msgspec
 
 from umbra.proto.errors import UsageError
 from umbra.services.environments.built_in import gym_rows
-from umbra.services.environments.python_apart import apart
-from umbra.services.environments.tools import calculator, parse_tool_calls, schema
+from umbra.services.environments.run_module import apart
+from umbra.services.environments.tools import calculator, schema
 from umbra.services.modeling.chat_template import as_text, with_tools
 from umbra.services.process.child import own_exit_code
 from umbra.services.process.files import read_jsonl
@@ -249,18 +249,22 @@ def _calculator_demo(source: random.Random) -> Row:
     heard = answer = calculator(typed)
     if source.random() > _CAREFUL:
         call, answer = call[:-1], "0"
-        heard = f"error: {parse_tool_calls(_called(call))[0]}"
+        heard = f"error: the tool call cannot be read: {_json_fault(call)}"
     messages = [
         {"role": "user", "content": f"{asked}?"},
-        {"role": "assistant", "content": _called(call)},
+        {"role": "assistant", "content": f"<tool_call>{call}</tool_call>"},
         *as_text([{"role": "tool", "content": heard}]),
         {"role": "assistant", "content": answer},
     ]
     return {"messages": with_tools(messages, [schema(calculator)])}
 
 
-def _called(call: str) -> str:
-    return f"<tool_call>{call}</tool_call>"
+def _json_fault(text: str) -> str:
+    try:
+        json.loads(text)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _conversation(turns: list[str]) -> Row:

@@ -35,34 +35,21 @@ _BY_LAYER = frozenset(
 )
 _ATTENTION = {"full_attention", "sliding_attention"}
 # Fields that only architectures with a running state have.
-_STATE = (
-    "state_size",
-    "ssm_state_size",
-    "ssm_cfg",
-    "mamba_d_state",
-    "mamba_num_heads",
-    "linear_num_value_heads",
-    "linear_attn_config",
-    "conv_L_cache",
-    "conv_kernel",
-    "lru_width",
-    "time_mix_extra_dim",
-)
+_STATE = """
+    state_size ssm_state_size ssm_cfg mamba_d_state mamba_num_heads linear_num_value_heads
+    linear_attn_config conv_L_cache conv_kernel lru_width time_mix_extra_dim
+    """.split()
 _CHANGING_ROPE = ("dynamic", "longrope", "su")
 
 
 def check_architecture(
     directory: str | Path, source: str = "model.path", checked: Collection[str] = ()
 ) -> None:
-    """Refuse the model in `directory` unless Umbra is known to be right for it.
+    """Raise UsageError for the model in `directory` unless Umbra is known to be right for it.
 
     Args:
-        directory: has a `config.json`.
         source: the key or flag it came from, for the error.
         checked: architectures (`model_type`) for which the user has run `umbra check-model`.
-
-    Raises:
-        UsageError: names the architecture, and what of it is in the way.
     """
     config = read_config(directory, source)
     name, fault = architecture(config), in_the_way(config)
@@ -78,11 +65,7 @@ def check_architecture(
 
 
 def read_config(directory: str | Path, source: str = "model.path") -> dict[str, Any]:
-    """The `config.json` in `directory`.
-
-    Raises:
-        UsageError: there is none, or it is no JSON object.
-    """
+    """Return the `config.json` in `directory`; raise UsageError if it is no JSON object."""
     path = Path(directory) / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -94,13 +77,7 @@ def read_config(directory: str | Path, source: str = "model.path") -> dict[str, 
 
 
 def check_heads(config: Mapping[str, Any], ranks: int) -> None:
-    """Refuse to divide the attention heads of the model in `config` over so many ranks.
-
-    Key heads may be fewer, as they are repeated.
-
-    Raises:
-        UsageError: the query heads cannot be divided evenly.
-    """
+    """Raise UsageError unless query heads can be divided evenly; key heads are repeated."""
     heads = config.get("num_attention_heads")
     if isinstance(heads, int) and heads % ranks:
         raise UsageError(
@@ -110,11 +87,7 @@ def check_heads(config: Mapping[str, Any], ranks: int) -> None:
 
 
 def check_experts(config: Mapping[str, Any], ranks: int) -> None:
-    """Refuse to divide the experts of each layer of the model in `config` over so many ranks.
-
-    Raises:
-        UsageError: it has none, can't be divided evenly, or was not tested with it.
-    """
+    """Raise UsageError unless each layer's experts can be divided evenly over so many ranks."""
     if ranks == 1:
         return
     if config.get("model_type", "") not in _DIVISIBLE:

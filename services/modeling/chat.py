@@ -16,25 +16,15 @@ from umbra.services.environments.protocol import Message, Opening, Said
 from umbra.services.modeling.chat_template import (
     ChatTemplate,
     Kind,
-    TailFinding,
     TurnsError,
     end_of_turn,
 )
 from umbra.services.modeling.parser_choice import choose_parser
-from umbra.services.modeling.parsers import (
-    PLAIN,
-    Parser,
-    Piece,
-    Reading,
-    Tools,
-    feed_slowly,
-    read,
-)
+from umbra.services.modeling.parsers import PLAIN, Parser, Tools
 
 _PLAIN = Opening([])  # no system message, no tools
 _CACHED_CHARS = 16_384  # what tools read out may be long, and is not read twice
 _CUE_TOKENS = 256  # at the end of a prompt, in which a template may have begun the model's turn
-_BROKEN = "\ufffd"  # what an incomplete character decodes to
 _SPARE = 8  # tokens before those that may hold a stop string, for characters of several tokens
 
 
@@ -67,7 +57,8 @@ class Chat:
         # The samples of a group have one prompt, and environments say few different things.
         self._prompt = functools.lru_cache(maxsize=4096)(self._encode_prompt)
         self._tail = functools.lru_cache(maxsize=4096)(self._encode_tail)
-        self._piece = functools.lru_cache(maxsize=4096)(self._decode_piece)
+        self.piece = functools.lru_cache(maxsize=4096)(lambda token: self.text((token,)))
+        """The text of one token, special or not."""
         self._ending = functools.lru_cache(maxsize=64)(self.text)
 
     @classmethod
@@ -100,13 +91,10 @@ class Chat:
     def prompt_ids(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()
     ) -> list[int]:
-        """Tokens of the first turn, up to where the assistant begins to speak.
+        """Return the tokens of the first turn, up to where the assistant begins to speak.
 
-        A template that knows no tools has them described in a system message instead.
-
-        Raises:
-            UsageError: several messages for a tokenizer that has no chat template, or a template
-                that does not write them.
+        A template that knows no tools has them described in a system message instead. Raises
+        UsageError for messages that are not written.
         """
         texts = json.dumps(list(messages)), json.dumps(list(tools))
         short = sum(map(len, texts)) <= _CACHED_CHARS
@@ -119,9 +107,7 @@ class Chat:
         calls: Sequence[dict[str, Any]] = (),
         opening: Opening = _PLAIN,
     ) -> list[int]:
-        """Tokens that the environment adds between a model's turn and its next one.
-
-        They are what the template writes after an assistant's message when `messages` follow it.
+        """Return what the template writes between a model's turn and its next one.
 
         Args:
             messages: what the environment says.
@@ -137,25 +123,19 @@ class Chat:
         template = self._needs_template()
         told = calls if template.writes_calls else ()
         roles = tuple(str(message.get("role")) for message in messages)
-        self._require(template.find(_kind(roles, len(told), opening)))
+        self._find(roles, len(told), opening)
         text = json.dumps([list(messages), list(told)])
         ids = (self._tail if len(text) <= _CACHED_CHARS else self._encode_tail)(text)
         return list(ids[1:] if ids[0] == last_token else ids)
 
     def check_turns(self, roles: Sequence[str], opening: Opening = _PLAIN) -> bool:
-        """Whether all of a model's turn is still there, in the template's eyes, after `roles`.
+        """Return whether the template keeps all of a model's turn when messages of `roles` follow.
 
-        If not, the template drops something of it, most often its reasoning, which stays in the
-        tokens of the conversation. With "tool" among the roles, the turn called that many tools.
-
-        Raises:
-            UsageError: the conversation can't be continued by messages of these roles.
+        If not, it drops something, most often reasoning, which stays in the conversation's tokens.
+        With "tool" among the roles, the turn called that many tools. Raises as `turn_ids`.
         """
-        template = self._needs_template()
-        calls = roles.count("tool") if template.writes_calls else 0
-        found = template.find(_kind(tuple(roles), calls, opening))
-        self._require(found)
-        return found.exact
+        calls = roles.count("tool") if self._needs_template().writes_calls else 0
+        return self._find(tuple(roles), calls, opening)
 
     @property
     def has_template(self) -> bool:
@@ -163,11 +143,7 @@ class Chat:
 
     @functools.cached_property
     def parser(self) -> Parser:
-        """What reads the model's turns.
-
-        Raises:
-            UsageError: `model.parser` names none, or one that this machine does not have.
-        """
+        """What reads the model's turns; raises UsageError if `model.parser` names none here."""
         return choose_parser(self._parser, self._tokenizer, self._template)
 
     def cannot_fit(self, given: Any, tokens: int) -> bool:
@@ -194,10 +170,6 @@ class Chat:
         whole: list[int] = self._tokenizer("a")["input_ids"]
         return whole[: whole.index(bare[0])]
 
-    def piece(self, token: int) -> str:
-        """Return the text of one token, special or not."""
-        return self._piece(token)
-
     def said(
         self,
         token_ids: Sequence[int],
@@ -207,7 +179,7 @@ class Chat:
         *,
         words: bool = False,
     ) -> Said:
-        """What the model said in one turn.
+        """Read one turn of the model.
 
         Args:
             token_ids: the turn, with the token that ended it if there is one.
@@ -216,41 +188,24 @@ class Chat:
             stops: texts that end a turn; they are no part of what was said.
             words: whether all of it is words, as in a conversation without a chat template.
         """
-        ids, stop = self.split_stop(token_ids)
-        text, found = cut(self._decode(ids), stops)
+        ended = bool(token_ids) and token_ids[-1] in self.stop_ids
+        ids, stop = (token_ids[:-1], self.piece(token_ids[-1])) if ended else (token_ids, "")
+        text, found = _cut(self.pieces(ids), stops)
         parser = PLAIN if words else self.parser
-        said = read(parser, self._cue(before), text, tools, stop)
+        said = parser.read(self._ending(tuple(before[-_CUE_TOKENS:])), text, tools, stop)
         return replace(said, stop=found) if found else said
 
-    def begin(self, before: Sequence[int], tools: Tools, *, words: bool = False) -> Reading:
-        """Read a turn while it is made; arguments as of `said`."""
-        return (PLAIN if words else self.parser).begin(self._cue(before), tools)
-
-    def split_stop(self, token_ids: Sequence[int]) -> tuple[list[int], str]:
-        """Split a turn into its tokens and the text of its end token, or ""."""
-        if token_ids and token_ids[-1] in self.stop_ids:
-            return list(token_ids[:-1]), self.piece(token_ids[-1])
-        return list(token_ids), ""
-
     def pieces(self, token_ids: Sequence[int]) -> str:
-        return self._decode(token_ids)
-
-    def text(self, token_ids: Sequence[int]) -> str:
-        """Decode all of `token_ids`, special tokens included, for people to read."""
-        return self._tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
-
-    def _decode(self, token_ids: Sequence[int]) -> str:
+        """Decode a part of a turn, as its parser reads it."""
         return self._tokenizer.decode(
             list(token_ids),
             skip_special_tokens=not self.parser.marked,
             clean_up_tokenization_spaces=False,
         )
 
-    def _decode_piece(self, token: int) -> str:
-        return self._tokenizer.decode([token], clean_up_tokenization_spaces=False)
-
-    def _cue(self, before: Sequence[int]) -> str:
-        return self._ending(tuple(before[-_CUE_TOKENS:]))
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Decode all of `token_ids`, special tokens included, for people to read."""
+        return self._tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
 
     def _encode_prompt(self, text: str, tools_text: str) -> tuple[int, ...]:
         messages: list[Message] = json.loads(text)
@@ -271,7 +226,7 @@ class Chat:
         template = self._needs_template()
         messages, calls = json.loads(text)
         try:
-            return tuple(template.tail(messages, calls))
+            return tuple(template.tail(messages, calls)[1])
         except TurnsError as error:
             raise UsageError(f"{template.name} {error}") from error
 
@@ -283,9 +238,15 @@ class Chat:
             )
         return self._template
 
-    def _require(self, found: TailFinding) -> None:
-        if found.refusal:
-            raise UsageError(f"{self._needs_template().name} {found.refusal}")
+    def _find(self, roles: tuple[str, ...], calls: int, opening: Opening) -> bool:
+        template = self._needs_template()
+        first = opening.messages[0] if opening.messages else {}
+        found = template.find(
+            Kind(roles, calls, first.get("role") == "system", bool(opening.tools))
+        )
+        if isinstance(found, TurnsError):
+            raise UsageError(f"{template.name} {found}") from found
+        return found
 
 
 class StopSearch:
@@ -323,59 +284,7 @@ class StopSearch:
         return any(stop in text for stop in self._stops)
 
 
-class TurnReader:
-    """Reads a turn while the model speaks, token by token; arguments as of `Chat.said`."""
-
-    def __init__(
-        self,
-        chat: Chat,
-        before: Sequence[int],
-        tools: Tools,
-        stops: Sequence[str] = (),
-        *,
-        words: bool = False,
-    ) -> None:
-        self._chat = chat
-        self._reading = chat.begin(before, tools, words=words)
-        self._stops = stops
-        self._held = max((len(stop) - 1 for stop in stops), default=0)
-        self._read: list[int] = []  # the tokens before those that are not read yet
-        self._unread: list[int] = []
-        self._text = ""  # all of it
-        self._fed = 0  # characters of it that were passed on
-
-    def feed(self, token_ids: Sequence[int]) -> list[Piece]:
-        """Return the new pieces, now that the turn has `token_ids` more."""
-        self._unread += token_ids
-        text = self._news(self._unread)
-        if not text or text.endswith(_BROKEN):
-            return []
-        self._text += text
-        self._read, self._unread = self._unread, []
-        # A stop string may have begun.
-        return self._pass_on(len(self._text) - self._held)
-
-    def end(self, token_ids: Sequence[int]) -> Said:
-        """Return the whole turn, which is over with `token_ids` more."""
-        ids, stop = self._chat.split_stop([*self._unread, *token_ids])
-        self._text, found = cut(self._text + self._news(ids), self._stops)
-        self._pass_on(len(self._text))
-        return replace(self._reading.end(stop), stop=found)
-
-    def _news(self, token_ids: list[int]) -> str:
-        """Return the text that `token_ids` add to what was read."""
-        known = self._chat.pieces(self._read)
-        return self._chat.pieces([*self._read, *token_ids])[len(known) :]
-
-    def _pass_on(self, end: int) -> list[Piece]:
-        new = self._text[self._fed : end]
-        if not new:
-            return []
-        self._fed += len(new)
-        return feed_slowly(self._reading, new)
-
-
-def cut(text: str, stops: Sequence[str]) -> tuple[str, str]:
+def _cut(text: str, stops: Sequence[str]) -> tuple[str, str]:
     """Return `text` up to the first of `stops`, and that one, or ""."""
     found = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
     at, stop = min(found, default=(len(text), ""))
@@ -388,8 +297,3 @@ def _characters(given: Any) -> int:
     elif isinstance(given, str) or not isinstance(given, list | tuple):
         return len(given) if isinstance(given, str) else 0
     return sum(map(_characters, given))
-
-
-def _kind(roles: tuple[str, ...], calls: int, opening: Opening) -> Kind:
-    first = opening.messages[0] if opening.messages else {}
-    return Kind(roles, calls, first.get("role") == "system", bool(opening.tools))

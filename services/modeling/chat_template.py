@@ -15,7 +15,7 @@ import json
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -30,19 +30,18 @@ _ASKED = "UMBRAASKED"
 _HEARD = "UMBRAHEARD"
 _TRUSTED = ("system", "developer", "assistant")  # roles whose special tokens are meant
 _QUOTED = re.compile("\ue000([^\ue001]*)\ue001")
-_TOOL = "umbratool"
-_SCHEMA: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": _TOOL,
-        "description": "Marks.",
-        "parameters": {
-            "type": "object",
-            "properties": {"mark": {"type": "string", "description": "a mark"}},
-            "required": ["mark"],
-        },
-    },
-}
+TOOL = "umbratool"
+
+
+def tool_schema(**types: str) -> dict[str, Any]:
+    """Return the schema of a tool to try templates with; `types` are those of its parameters."""
+    properties = {name: {"type": kind, "description": f"a {name}"} for name, kind in types.items()}
+    parameters = {"type": "object", "properties": properties, "required": list(types)}
+    function = {"name": TOOL, "description": "Marks.", "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+_SCHEMA = tool_schema(mark="string")
 
 
 class TurnsError(Exception):
@@ -62,25 +61,6 @@ class Kind:
     calls: int = 0
     system: bool = False
     tools: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class TailFinding:
-    """Whether tails of a kind can be appended.
-
-    `refusal` is what is in the way, empty if nothing is. `exact` is whether the model's turn, its
-    reasoning included, stands in the whole conversation as it stood when it was sampled. If not,
-    the template changes it afterwards (drops its reasoning, mostly), and appending does not.
-    """
-
-    refusal: str = ""
-    exact: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    cues: bool  # what stood before the model's turns when it began to speak still does
-    thoughts: bool  # so does its reasoning
 
 
 class ChatTemplate:
@@ -111,23 +91,15 @@ class ChatTemplate:
         self.find = functools.lru_cache(maxsize=256)(self._find)
 
     @functools.cached_property
-    def _parts(self) -> bool:
-        """Whether it takes messages as lists of parts only; those of some vision models do.
-
-        Raises:
-            TurnsError: it writes the user's words in neither form.
-        """
-        for parts in (False, True):
-            with suppress(TurnsError):
-                if _ASKED in self._write([_user()], (), cue=True, parts=parts):
-                    return parts
-        raise TurnsError("does not write a user's message")
+    def _writes_text(self) -> bool:
+        """False for some vision models', which write nothing of a message that is no list."""
+        return _ASKED in self._apply([_user()], (), cue=True)
 
     @functools.cached_property
     def tells_tools(self) -> bool:
         """True if it has words for tools; else plain text describes tools, calls and answers."""
         try:
-            return _TOOL in self._apply([_user()], [_SCHEMA], cue=True)
+            return TOOL in self._apply([_user()], [_SCHEMA], cue=True)
         except TurnsError:
             return False
 
@@ -135,8 +107,9 @@ class ChatTemplate:
     def writes_calls(self) -> bool:
         """True if it writes the calls of an earlier turn; else they are in that turn's text."""
         said = _said(0, _calls(1))
+        heard = _addressed([{"role": "tool", "content": _HEARD}], said["tool_calls"])
         try:
-            text = self._apply([_user(), said, *_heard(0, ("tool",), said)], [_SCHEMA], cue=True)
+            text = self._apply([_user(), said, *heard], [_SCHEMA], cue=True)
         except TurnsError:
             return False
         return self.tells_tools and _mark(0, 0) in text
@@ -147,26 +120,15 @@ class ChatTemplate:
         """The text of a conversation; with `cue`, up to where the model begins to speak.
 
         Raises:
-            TurnsError: the template fails on these messages.
+            TurnsError: the template fails on these messages, or writes no text of users.
         """
+        if not self._writes_text:
+            raise TurnsError("does not write a user's message that is a text")
         if not self.tells_tools:
             messages = as_text(messages)
             messages = with_tools(messages, tools) if tools else messages
             tools = ()
         return self._apply([self._reasoned(m) for m in messages], tools, cue=cue)
-
-    def tail(self, messages: Sequence[Message], calls: Sequence[dict[str, Any]] = ()) -> list[int]:
-        """The tokens from the end of a model's turn on, its end token being the first.
-
-        Args:
-            messages: what follows the turn.
-            calls: the tools that it called, as chat templates take them.
-
-        Raises:
-            TurnsError: the template writes no such turn, or does not end it.
-        """
-        _, ids = self._tail(messages, calls)
-        return ids
 
     def encode(self, text: str) -> list[int]:
         """Tokens of what `render` wrote; special tokens in words of users and tools are plain text.
@@ -204,53 +166,81 @@ class ChatTemplate:
 
     # -- trying -----------------------------------------------------------------------------------
 
-    def _find(self, kind: Kind) -> TailFinding:
-        try:
-            plain = self._try(kind, "")
-            reasoned = self._try(kind, self.reasoning_field)
-        except TurnsError as error:
-            return TailFinding(refusal=str(error))
-        # A cue that ends the reasoning at once fits only a turn that has none.
-        return TailFinding(exact=reasoned.thoughts if reasoned.cues else plain.cues)
+    def _find(self, kind: Kind) -> bool | TurnsError:
+        """Return whether the model's turn, its reasoning included, stays as it was sampled.
 
-    def _try(self, kind: Kind, field: str) -> _Kept:
+        If not, the template changes it afterwards (drops its reasoning, mostly), and appending does
+        not. A TurnsError: such tails can't be appended.
+        """
+        try:
+            cues, _ = self._try(kind, "")
+            cues_with_thoughts, thoughts = self._try(kind, self.reasoning_field)
+        except TurnsError as error:
+            return error
+        # A cue that ends the reasoning at once fits only a turn that has none.
+        return thoughts if cues_with_thoughts else cues
+
+    def _try(self, kind: Kind, field: str) -> tuple[bool, bool]:
         """Hold a conversation; the model's reasoning, if it has some, is in `field`.
+
+        Return whether what stood before the model's turns when it began to speak still does, and
+        whether its reasoning does.
 
         Raises:
             TurnsError: something else changes when the conversation goes on.
         """
         tools = [_SCHEMA] if kind.tools else []
+        after = "a message of role " + " and ".join(map(repr, kind.roles))
         history = [{"role": "system", "content": "UMBRARULES"}] if kind.system else []
         history.append(_user())
         spoken = self.encode(self.render(history, tools))
         cues = thoughts = True
         for number in range(_ROUNDS):
             said = _said(number, _calls(kind.calls), field)
-            heard = _heard(number, kind.roles, said)
+            calls = said.get("tool_calls", ())
+            heard = _addressed(
+                [
+                    {"role": role, "content": f"{_HEARD}{number}N{index}E"}
+                    for index, role in enumerate(kind.roles)
+                ],
+                calls,
+            )
             before = self.encode(self.render(history, tools, cue=False))
-            text, tail = self._tail(heard, said.get("tool_calls", ()))
-            _check_heard(text, heard, kind)
+            text, tail = self.tail(heard, calls)
+            for message in heard:
+                _, found, text = text.partition(message["content"])
+                if not found:
+                    turn = "a tool call" if kind.calls else "an assistant's message"
+                    raise TurnsError(f"drops a message of role {message['role']!r} after {turn}")
             history += [said, *heard]
             rendered = self.render(history, tools)
             whole = self.encode(rendered)
             if whole[-len(tail) :] != tail:
                 raise TurnsError(
-                    f"writes {_roles(kind)} otherwise in a longer conversation than in a short one"
+                    f"writes {after} otherwise in a longer conversation than in a short one"
                 )
             own = whole[: -len(tail)]
             if own[: len(spoken)] != spoken:
                 cues = False
                 if before != own[: len(before)] or before != spoken[: len(before)]:
-                    raise TurnsError(f"changes earlier messages when {_roles(kind)} follows")
+                    raise TurnsError(f"changes earlier messages when {after} follows")
             if field and any(_thought(n) not in rendered for n in range(number + 1)):
                 thoughts = False
             spoken = whole
-        return _Kept(cues, thoughts)
+        return cues, thoughts
 
-    def _tail(
-        self, messages: Sequence[Message], calls: Sequence[dict[str, Any]]
+    def tail(
+        self, messages: Sequence[Message], calls: Sequence[dict[str, Any]] = ()
     ) -> tuple[str, list[int]]:
-        """Return the text after a model's turn, and its tokens with the end token before."""
+        """Return the text after a model's turn, and its tokens with the end token before.
+
+        Args:
+            messages: what follows the turn.
+            calls: the tools that it called, as chat templates take them.
+
+        Raises:
+            TurnsError: the template writes no such turn, or does not end it.
+        """
         said = _said(0, [_marked(0, i, call) for i, call in enumerate(calls)])
         text = self.render([_user(), said, *_addressed(messages, calls)])
         found, rest = True, text
@@ -288,21 +278,10 @@ class ChatTemplate:
     def _apply(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, cue: bool
     ) -> str:
-        return self._write(messages, tools, cue=cue, parts=self._parts)
-
-    def _write(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]],
-        *,
-        cue: bool,
-        parts: bool,
-    ) -> str:
-        quoted = [self._quoted(message) for message in messages]
         try:
             with _time_limit(RENDER_S):
                 return self._tokenizer.apply_chat_template(
-                    [_in_parts(message) for message in quoted] if parts else quoted,
+                    [self._quoted(message) for message in messages],
                     tools=list(tools) or None,
                     tokenize=False,
                     add_generation_prompt=cue,
@@ -417,23 +396,14 @@ def as_text(messages: Sequence[Message]) -> list[Message]:
                 text = f"{plain.pop()['content']}\n{text}"
             plain.append({"role": "user", "content": text})
         elif message.get("tool_calls"):
-            text = "".join(map(_call_text, message["tool_calls"]))
+            functions = [call["function"] for call in message["tool_calls"]]
+            calls = [{key: f[key] for key in ("name", "arguments")} for f in functions]
+            text = "".join(f"<tool_call>{json.dumps(call)}</tool_call>" for call in calls)
             plain.append({"role": message["role"], "content": (message["content"] or "") + text})
         else:
             plain.append(message)
         answering = message.get("role") == "tool"
     return plain
-
-
-def _call_text(call: dict[str, Any]) -> str:
-    called = {key: call["function"][key] for key in ("name", "arguments")}
-    return f"<tool_call>{json.dumps(called)}</tool_call>"
-
-
-def _in_parts(message: Message) -> Message:
-    if not isinstance(message.get("content"), str):
-        return message
-    return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
 # -- the marked conversation ----------------------------------------------------------------------
@@ -451,12 +421,12 @@ def _thought(number: int) -> str:
     return f"UMBRATHOUGHT{number}E"
 
 
-def _call(index: int, function: dict[str, Any]) -> dict[str, Any]:
-    return {"id": f"call{index:05d}", "type": "function", "function": function}
-
-
 def _calls(count: int) -> list[dict[str, Any]]:
-    return [_call(index, {"name": _TOOL, "arguments": {}}) for index in range(count)]
+    function = {"name": TOOL, "arguments": {}}
+    return [
+        {"id": f"call{index:05d}", "type": "function", "function": function}
+        for index in range(count)
+    ]
 
 
 def _marked(number: int, index: int, call: dict[str, Any]) -> dict[str, Any]:
@@ -474,13 +444,6 @@ def _said(number: int, calls: Sequence[dict[str, Any]], field: str = "") -> Mess
     elif field:
         said[field] = _thought(number)
     return said
-
-
-def _heard(number: int, roles: Sequence[str], said: Message) -> list[Message]:
-    messages: list[Message] = [
-        {"role": role, "content": f"{_HEARD}{number}N{index}E"} for index, role in enumerate(roles)
-    ]
-    return _addressed(messages, said.get("tool_calls", ()))
 
 
 def _given(message: Message) -> Message:
@@ -505,15 +468,3 @@ def _addressed(messages: Sequence[Message], calls: Sequence[dict[str, Any]]) -> 
                 message = {**names, **_given(message)}
         addressed.append(message)
     return addressed
-
-
-def _check_heard(text: str, heard: Sequence[Message], kind: Kind) -> None:
-    for message in heard:
-        _, found, text = text.partition(message["content"])
-        if not found:
-            after = "a tool call" if kind.calls else "an assistant's message"
-            raise TurnsError(f"drops a message of role {message['role']!r} after {after}")
-
-
-def _roles(kind: Kind) -> str:
-    return "a message of role " + " and ".join(map(repr, kind.roles))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -44,14 +45,10 @@ class ExpertGroup:
 
 
 def divide_experts(model: nn.Module, group: ExpertGroup, mesh: DeviceMesh) -> list[nn.Module]:
-    """Leave each rank of `group` its experts of each layer; the modules that had all of them.
+    """Leave each rank of `group` its experts of each layer; return the modules that had all.
 
-    Their parameters are DTensors afterwards, `Shard(0)` on `mesh`. A model without experts stays as
-    it is.
-
-    Args:
-        model: as its class makes it, with or without values.
-        mesh: the ranks of `group`.
+    Their parameters are DTensors afterwards, `Shard(0)` on `mesh`, which has the ranks of `group`.
+    A model without experts stays as it is.
 
     Raises:
         UsageError: the experts have adapters, or can't be divided evenly.
@@ -88,7 +85,7 @@ class _Forward:
     experts: Any
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """As Transformers defines it: the weighted sum of what the chosen experts make of a token.
+        """Return the weighted sum of the chosen experts' outputs, as Transformers defines it.
 
         Args:
             hidden_states: [n, H].
@@ -104,21 +101,17 @@ class _Forward:
         # One wait for the device instead of two.
         send, receive = torch.stack([counts.sum(1), come.sum(1)]).tolist()
         tokens = hidden_states[order // choices].to(own.dtype)
-        received = _exchange(tokens, group, send, receive)
-        returned = _exchange(own.compute(received, come), group, receive, send)
+        received = all_to_all_single_autograd(tokens, receive, send, group.group)
+        results = own.compute(received, come).contiguous()
+        returned = all_to_all_single_autograd(results, send, receive, group.group)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
-        results = returned[back].view(-1, choices, returned.shape[1])
-        return (results * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
+        chosen_results = returned[back].view(-1, choices, returned.shape[1])
+        return (chosen_results * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
 
 
 class _Own:
-    """The experts that are here, as the `forward` of their class sees them: `self`.
-
-    Args:
-        experts: all of them; parameters are gathered over the ranks that have the same.
-        ranks: that divide them.
-    """
+    """The experts that are here, as the `forward` of their class sees them: `self`."""
 
     def __init__(self, experts: Any, ranks: int) -> None:
         self._experts = experts
@@ -130,11 +123,9 @@ class _Own:
         return value.to_local() if isinstance(value, DTensor) else value
 
     def compute(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """What their experts make of tokens [m, H], [m, H].
+        """Return the experts' outputs [m, H] for tokens [m, H], ordered by source rank and expert.
 
-        Args:
-            tokens: by the rank that they come from, and by expert.
-            counts: of them, int64 [ranks, experts that are here].
+        `counts` of them are int64 [ranks, experts that are here].
         """
         count = len(tokens)
         experts = torch.arange(self.num_experts, device=tokens.device).repeat(len(counts))
@@ -145,38 +136,3 @@ class _Own:
         forward: Any = type(self._experts).forward
         weights = tokens.new_ones(len(tokens), 1)  # the tokens' own rank has those of its router
         return forward(self, tokens, index.unsqueeze(1), weights)[:count]
-
-
-def _exchange(rows: Tensor, group: ExpertGroup, send: list[int], receive: list[int]) -> Tensor:
-    """The rows that the ranks of `group` have for this one, [sum of `receive`, H].
-
-    Args:
-        rows: [sum of `send`, H], those for the first rank first.
-        send: how many for each rank.
-        receive: how many from each rank.
-    """
-    found: Any = _Exchange.apply(rows, group.group, send, receive)
-    return found
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, group: dist.ProcessGroup, send: list[int], receive: list[int]
-    ) -> Tensor:
-        ctx.way = group, receive, send
-        return _all_to_all(rows, group, send, receive)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _all_to_all(gradients[0], *ctx.way), None, None, None
-
-
-def _all_to_all(
-    rows: Tensor, group: dist.ProcessGroup, send: list[int], receive: list[int]
-) -> Tensor:
-    found = rows.new_empty(sum(receive), rows.shape[1])
-    # As bytes, since gloo does not know all dtypes.
-    given, taken = rows.contiguous().view(torch.uint8), found.view(torch.uint8)
-    dist.all_to_all_single(taken, given, receive, send, group=group)
-    return found

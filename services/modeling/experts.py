@@ -30,13 +30,22 @@ UNKNOWN = -1  # in place of an expert: the router chooses itself
 
 
 class Routers:
-    """All routers of `model`, in the order of its layers: L of them, each gives a token k of E
-    experts.
+    """The L routers of `model`, in the order of its layers; each gives a token k of E experts.
 
-    A pass of the model is told (`replay`) the experts of its tokens, or gives (`noted`) those that
-    the routers chose. With replay, weights of the chosen experts are those that the router's own
-    class makes of its scores for them, and have gradients: only its `topk` answers something else
-    (arXiv 2510.11370).
+    With replay, weights of the chosen experts are those that the router's own class makes of its
+    scores for them, and have gradients: only its `topk` answers something else (arXiv 2510.11370).
+
+    Attributes:
+        places: the model's layers that have a router.
+        replay: int16 [n, L, k], experts for the n tokens of the next pass, and of its recomputation
+            in the backward pass; `UNKNOWN` where the router chooses itself.
+        noted: the chosen experts of the last pass [n, k], layer by layer; None: they are not noted.
+        counted: bool [n], the tokens of a pass that count in `load`; None: none of them.
+        load: int64 [L, E + 1], how many tokens each expert was given, and, in the last column, how
+            often the router would have chosen another one than it was told to.
+        balance: float [n], the weight of each token of the next pass, and of its recomputation, in
+            the loss that balances the experts, whose gradients the backward pass adds. None: no
+            such loss.
 
     Raises:
         UsageError: routers that differ from layer to layer.
@@ -57,22 +66,12 @@ class Routers:
             raise UsageError("model.path: its layers have different numbers of experts")
         self.layers = len(named)
         self.choices, self.experts = kinds.pop()
-        # Which of the model's layers have one.
         self.places = [int(_LAYER.findall(name)[0]) for name in named]
         self.replay: Tensor | None = None
-        """int16 [n, L, k] for the n tokens of the next pass, and of its recomputation in the
-        backward pass; `UNKNOWN` where there is no choice but the router's own."""
         self.noted: list[Tensor] | None = None
-        """The chosen experts of the last pass [n, k], layer by layer; None: they are not noted."""
         self.counted: Tensor | None = None
-        """bool [n], the tokens of a pass that count in `load`; None: none of them."""
         self.load: Tensor | None = None
-        """int64 [L, E + 1], how many tokens each expert was given, and, in the last column, how
-        often the router would have chosen another one than it was told to."""
         self.balance: Tensor | None = None
-        """float [n], what each token of the next pass, and of its recomputation, weighs in the loss
-        that balances the experts; its gradients are added in the backward pass. None: no such loss.
-        """
         for layer, router in enumerate(named.values()):
             router.forward = _Forward(self, layer, router)
 
@@ -81,18 +80,18 @@ class Routers:
         return self.layers, self.choices, self.experts
 
     def route(self, layer: int, forward: Callable[[Tensor], Any], hidden: Tensor) -> Any:
-        """What the router of `layer` does with hidden states [n, H], by the `forward` of its class.
+        """Run the router of `layer` on hidden states [n, H], by the `forward` of its class.
 
         Raises:
             UsageError: it can't be told what to choose.
         """
-        answered = None
+        own: Tensor | None = None
         if self.replay is None:
             found = forward(hidden)
         else:
-            told = self.replay[:, layer].to(hidden.device)
-            with _TopK(told, self.experts) as answered:
+            with _TopK(self.replay[:, layer].to(hidden.device), self.experts) as answered:
                 found = forward(hidden)
+            own = answered.own
             if found[2] is not answered.chosen:
                 raise UsageError(
                     "trainer.router_replay: the routers of this model do not choose by topk, so "
@@ -104,8 +103,7 @@ class Routers:
         if self.noted is not None:
             self.noted.append(found[2])
         if self.counted is not None:
-            own = found[2] if answered is None else answered.own
-            self._count(layer, self.counted, found[2], own)
+            self._count(layer, self.counted, found[2], found[2] if own is None else own)
         return found
 
     @torch.no_grad()
@@ -184,9 +182,9 @@ def balance_loss(logits: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
 
 
 class _WithLoss(torch.autograd.Function):
-    """A tensor as it is; going back through it goes back through a loss as well.
+    """The identity, whose backward pass goes through a loss as well.
 
-    So that loss needs no way out of the layer, which may be sharded, or computed once more.
+    So the loss needs no way out of the layer, which may be sharded, or computed once more.
     """
 
     @staticmethod
@@ -209,8 +207,8 @@ class _TopK(TorchFunctionMode):
 
     def __init__(self, told: Tensor, experts: int) -> None:
         super().__init__()
-        self.chosen: Tensor | None = None  # int64 [n, k], what was answered
-        self.own: Tensor = told  # int64 [n, k], what would have been without
+        self.chosen: Tensor | None = None  # int64 [n, k]
+        self.own: Tensor = told  # int64 [n, k], without being told
         self._told = told
         self._scores = (told.shape[0], experts)
 

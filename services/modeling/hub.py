@@ -7,19 +7,15 @@ to commits (`pin`), so that all others load the same bytes (`fetch`).
 
 from __future__ import annotations
 
-import errno
 import importlib
 import json
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from umbra.proto.errors import StartupError, UsageError
+from umbra.proto.errors import StartupError, UmbraError, UsageError
 
 SMALL = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 """Files of a model besides its weights: configuration, chat template and tokenizer."""
@@ -29,8 +25,7 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
-@dataclass(frozen=True, slots=True)
-class HubName:
+class HubName(NamedTuple):
     """A repository of models, and a branch, tag or commit in it."""
 
     repo: str
@@ -117,12 +112,7 @@ def fetch(text: str, source: str, *, weights: bool = True, code: bool = False) -
 
 
 def missing_bytes(text: str, source: str) -> int:
-    """Return how many bytes of weights are not in the cache yet.
-
-    Raises:
-        UsageError: there are no safetensors weights; else as `pin`.
-        StartupError: as `pin`.
-    """
+    """Return how many bytes of weights are not in the cache yet; raises as `fetch`."""
     name = HubName.of(text)
     if name.pinned and _cached(name, [*SMALL, *WEIGHTS], weights=True):
         return 0
@@ -133,12 +123,6 @@ def missing_bytes(text: str, source: str) -> int:
             "and name its directory"
         )
     return sum(file.file_size or 0 for file in weights if file.will_download)
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of a library's error, without the queries of URLs (maybe secret)."""
-    first = str(error).strip().partition("\n")[0]
-    return re.sub(r"(://[^\s?]*)\?\S+", r"\1?...", first) or type(error).__name__
 
 
 def _cached(name: HubName, patterns: list[str], *, weights: bool) -> Path | None:
@@ -164,7 +148,11 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _snapshot(name: HubName, patterns: list[str], source: str, **how: Any) -> Any:
-    """Call `snapshot_download` for the files at the top of a repository."""
+    """Call `snapshot_download` for the files at the top of a repository.
+
+    Raises:
+        UsageError, StartupError: it fails, said in one sentence with a remedy.
+    """
     try:
         hub: Any = importlib.import_module("huggingface_hub")
     except ModuleNotFoundError as error:
@@ -173,8 +161,9 @@ def _snapshot(name: HubName, patterns: list[str], source: str, **how: Any) -> An
             "on the hub, is not installed: pip install 'umbra-rl[trainer]'"
         ) from error
     if not sys.stderr.isatty() and "ipykernel" not in sys.modules:
-        _module("utils").disable_progress_bars()  # which would fill a log
-    with _one_sentence(name, source):
+        importlib.import_module("huggingface_hub.utils").disable_progress_bars()  # not into a log
+    errors: Any = importlib.import_module("huggingface_hub.errors")
+    try:
         return hub.snapshot_download(
             name.repo,
             revision=name.revision,
@@ -182,48 +171,34 @@ def _snapshot(name: HubName, patterns: list[str], source: str, **how: Any) -> An
             ignore_patterns=["*/*"],  # other formats, in folders of their own
             **how,
         )
+    except (errors.HFValidationError, errors.HTTPError, OSError) as error:
+        raise _refusal(error, name, source) from error
 
 
-@contextmanager
-def _one_sentence(name: HubName, source: str) -> Iterator[None]:
-    """Turn an error of the library into one sentence with a remedy."""
-    errors = _module("errors")
-    hub, where = _module("constants").ENDPOINT, f"{source}: {name.repo}"
-    try:
-        yield
-    except errors.GatedRepoError as error:
-        raise UsageError(
-            f"{where} is gated: accept its terms at {hub}/{name.repo} and set HF_TOKEN to a token "
-            "of that account (or use `hf auth login`)"
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise UsageError(
-            f"{where} is no directory here, and {hub} shows no model of that name: correct it, or "
-            "set HF_TOKEN if it is a private one"
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise UsageError(f"{where} has no revision {name.revision!r} on {hub}") from error
-    except errors.HFValidationError as error:
-        raise UsageError(f"{where} is neither a directory here nor a name on a hub") from error
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HTTPError) as error:
-        if _module("constants").HF_HUB_OFFLINE:
-            raise UsageError(
-                f"{where} is no directory here, the cache has not all of {name.revision}, and "
-                "HF_HUB_OFFLINE is set: unset it, download the model, or name a directory"
-            ) from error
-        raise StartupError(
-            f"{where} is no directory here, and {hub} cannot be reached to look for it there "
-            f"({first_line(error.__cause__ or error)}): connect this machine, or name a directory"
-        ) from error
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise UsageError(
-                f"{where} does not fit on the disk of {_module('constants').HF_HUB_CACHE}: make "
-                "room there, or set HF_HOME to a folder on a larger one"
-            ) from error
-        said = f"{where} cannot be downloaded from {hub}: {first_line(error)}"
-        raise StartupError(said) from error
-
-
-def _module(part: str) -> Any:
-    return importlib.import_module(f"huggingface_hub.{part}")
+def _refusal(error: Exception, name: HubName, source: str) -> UmbraError:
+    """Return one sentence for an error of the library."""
+    errors: Any = importlib.import_module("huggingface_hub.errors")
+    constants: Any = importlib.import_module("huggingface_hub.constants")
+    hub, where = constants.ENDPOINT, f"{source}: {name.repo}"
+    sentences = {  # a subclass goes before its base
+        errors.GatedRepoError: f"is gated: accept its terms at {hub}/{name.repo} and set HF_TOKEN "
+        "to a token of that account (or use `hf auth login`)",
+        errors.RepositoryNotFoundError: f"is no directory here, and {hub} shows no model of that "
+        "name: correct it, or set HF_TOKEN if it is a private one",
+        errors.RevisionNotFoundError: f"has no revision {name.revision!r} on {hub}",
+        errors.HFValidationError: "is neither a directory here nor a name on a hub",
+    }
+    for kind, sentence in sentences.items():
+        if isinstance(error, kind):
+            return UsageError(f"{where} {sentence}")
+    if constants.HF_HUB_OFFLINE:
+        return UsageError(
+            f"{where} is no directory here, the cache has not all of {name.revision}, and "
+            "HF_HUB_OFFLINE is set: unset it, download the model, or name a directory"
+        )
+    cause = str(error.__cause__ or error).strip().partition("\n")[0]
+    cause = re.sub(r"(://[^\s?]*)\?\S+", r"\1?...", cause)  # queries of URLs may be secret
+    return StartupError(
+        f"{where} is no directory here, and cannot be downloaded from {hub} ({cause}): connect "
+        f"this machine, make room in {constants.HF_HUB_CACHE}, or name a directory"
+    )

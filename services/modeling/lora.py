@@ -32,21 +32,13 @@ _ADAPTER = "default"
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """The weight that a layer with an adapter, or all experts of one, stand for.
+    """The weight that a layer with an adapter, or all experts of one, stand for."""
 
-    Attributes:
-        base: [out, in] or [experts, out, in], frozen.
-        a: [rank, in] or [experts * rank, in], rank by rank of each expert.
-        b: [out, rank] or [out, rank * experts], expert by expert of each rank.
-        scale: of their product.
-        transposed: whether experts are [experts, in, out].
-    """
-
-    base: Tensor
-    a: Tensor
-    b: Tensor
-    scale: float
-    transposed: bool = False
+    base: Tensor  # [out, in] or [experts, out, in], frozen
+    a: Tensor  # [rank, in] or [experts * rank, in], rank by rank of each expert
+    b: Tensor  # [out, rank] or [out, rank * experts], expert by expert of each rank
+    scale: float  # of their product
+    transposed: bool = False  # experts are [experts, in, out]
 
     @property
     def shape(self) -> torch.Size:
@@ -54,7 +46,7 @@ class LowRank:
 
     @torch.no_grad()
     def merged(self) -> Tensor:
-        """The weight in the base's shape and dtype; sharded by its first dimension as the base is.
+        """Return the weight, sharded by its first dimension as the base is.
 
         Only the small factors are gathered: a collective if the ranks hold shards.
         """
@@ -134,10 +126,7 @@ def add_adapter(model: PreTrainedModel, config: TrainerConfig, seed: int) -> Non
 
 @torch.no_grad()
 def _draw(model: nn.Module, seed: int) -> None:
-    """The first A, as peft draws it, and B, which is zero; in memory, whatever the base is in.
-
-    peft's own are lost where the base is on the meta device.
-    """
+    """Draw A as peft does and set B to zero; peft's own are lost if the base is on meta."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in list(model.named_parameters()):
         if not is_adapter(name):
@@ -150,14 +139,10 @@ def _draw(model: nn.Module, seed: int) -> None:
 
 
 def _targets(model: PreTrainedModel, wanted: list[str]) -> tuple[list[str], list[str]]:
-    """Full names of the modules, and of the experts' parameters, that are to have an adapter.
+    """Return the full names of modules, and of experts' parameters, that get an adapter.
 
-    Args:
-        wanted: names or their ends, as in peft; empty = all linear layers but the output, and the
-            experts. Routers are neither.
-
-    Raises:
-        UsageError: nothing has such a name.
+    `wanted` are names or their ends, as in peft; empty = all linear layers but the output, and the
+    experts. Routers are neither. Raises UsageError if nothing has such a name.
     """
     head = model.get_output_embeddings()
     named = dict(model.named_modules())
@@ -174,7 +159,7 @@ def _targets(model: PreTrainedModel, wanted: list[str]) -> tuple[list[str], list
     for target in wanted:
         of_modules = [name for name in named if f".{name}".endswith(f".{target}")]
         of_experts = [name for name in experts if f".{name}".endswith(f".{target}")]
-        if not of_modules and not of_experts:
+        if not (of_modules or of_experts):
             known = sorted({name.rpartition(".")[2] for name in (*linear, *experts)})
             raise UsageError(
                 f"trainer.lora_targets: {type(model).__name__} has no layer {target}; it has "
@@ -190,10 +175,9 @@ def is_adapter(name: str) -> bool:
 
 
 def factors(model: nn.Module) -> dict[str, Tensor]:
-    """A and B of every layer with an adapter, by the names that they are published under.
+    """Return A and B of every layer with an adapter by peft's names without its prefix.
 
-    Those are peft's names without its prefix, `<layer>.lora_A.weight`; of experts
-    `<layer>.<parameter>.lora_A.weight`.
+    Those are `<layer>.lora_A.weight`, of experts `<layer>.<parameter>.lora_A.weight`.
     """
     found: dict[str, Tensor] = {}
     for name, layer in low_rank(model).items():
@@ -204,11 +188,9 @@ def factors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def adapter_facts(config: TrainerConfig, base: str) -> AdapterFacts | None:
-    """What engines have to have for the versions of this run; None if those are whole weights.
+    """Return the facts of a published adapter, None if versions are whole weights.
 
-    Args:
-        config: says whether the adapter is published by itself.
-        base: checksum of the weights that it is trained for.
+    `base` is the checksum of the weights that it is trained for.
     """
     if config.lora_publish == "merged":
         return None
@@ -219,10 +201,7 @@ def low_rank(
     model: nn.Module,
     of: Callable[[nn.Parameter], nn.Parameter] = lambda parameter: parameter,
 ) -> dict[str, LowRank]:
-    """What every layer with an adapter stands for, by its weight's name without the adapter.
-
-    `of` gives what to take for a parameter.
-    """
+    """Return each layer with an adapter by its weight's name; `of` is applied to parameters."""
     found: dict[str, LowRank] = {}
     for name, module in model.named_modules():
         layer: Any = module

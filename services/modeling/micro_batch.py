@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from umbra.services.modeling.experts import UNKNOWN
+from umbra.proto.records import Trajectory
+from umbra.services.modeling.experts import UNKNOWN, chosen_experts
 
 BLOCK = 128  # positions of a block of flex_attention, its default
 
@@ -116,6 +117,43 @@ class Tokens:
     """Of each sequence, the experts that its first R tokens met, [R, layers, choices]; the same for
     the prompts of a family."""
 
+    @classmethod
+    def of(cls, trajectories: Sequence[Trajectory], *, replay: bool = False) -> Tokens:
+        """Lay out `trajectories`, with their routing if it is to be replayed.
+
+        Tokens that the policy sampled are learned; those with the same prompt are of one family.
+        """
+        ids: list[NDArray[Any]] = []
+        learned: list[NDArray[Any]] = []
+        prompts: list[int] = []
+        lengths: list[int] = []
+        family: dict[tuple[bytes, bytes], int] = {}
+        families: list[int] = []
+        start = 0
+        for trajectory in trajectories:
+            prompt = np.frombuffer(trajectory.prompt_ids, "<i4")
+            response = np.frombuffer(trajectory.response_ids, "<i4")
+            ids += [prompt, response]
+            sampled = np.flatnonzero(np.frombuffer(trajectory.loss_mask, "u1"))
+            learned.append(sampled + (start + len(prompt)))
+            prompts.append(len(prompt))
+            lengths.append(len(prompt) + len(response))
+            start += lengths[-1]
+            chosen, routing = b"", trajectory.routing
+            if replay and routing is not None:
+                chosen = routing.chosen[: len(prompt) * routing.token_bytes]
+            families.append(family.setdefault((trajectory.prompt_ids, chosen), len(family)))
+        counts = torch.tensor([len(positions) for positions in learned])
+        return cls(
+            ids=torch.from_numpy(np.concatenate(ids).astype(np.int64)),
+            lengths=torch.tensor(lengths),
+            learned=torch.from_numpy(np.concatenate(learned)),
+            owner=torch.arange(len(lengths)).repeat_interleave(counts),
+            prompts=torch.tensor(prompts),
+            family=torch.tensor(families),
+            routing=[chosen_experts(t) for t in trajectories] if replay else None,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Unit:
@@ -150,71 +188,59 @@ class MicroBatch:
         return RowMask(self.position_ids, self.segment, self.prefix)
 
     def to(self, device: torch.device) -> MicroBatch:
-        return replace(
-            self,
-            input_ids=self.input_ids.to(device),
-            position_ids=self.position_ids.to(device),
-            index=self.index.to(device),
-            targets=self.targets.to(device),
-            segment=None if self.segment is None else self.segment.to(device),
-            prefix=None if self.prefix is None else self.prefix.to(device),
-            fed=None if self.fed is None else self.fed.to(device),
-            routing=None if self.routing is None else self.routing.to(device),
-        )
+        moved = {
+            name: value.to(device)
+            for name in self.__slots__
+            if name != "source" and isinstance(value := getattr(self, name), Tensor)
+        }
+        return replace(self, **moved)
 
 
 def lay_out(tokens: Tokens, rows: list[list[Unit]]) -> MicroBatch:
     """Return `rows` as tensors; without any row a single cell, in which nothing is learned."""
-    width = max((sum(unit.fed for unit in row) for row in rows), default=1)
-    width = max(1, width)
+    width = max(1, max((sum(unit.fed for unit in row) for row in rows), default=1))
     count = max(1, len(rows))
     offset = (tokens.lengths.cumsum(0) - tokens.lengths).tolist()
     length = tokens.lengths.tolist()
-    # What lies where: first cell, first token, number of tokens, first position, segment, prefix.
+    # What lies where: first cell, sequence, number of tokens, first position, segment, prefix.
     pieces: list[tuple[int, int, int, int, int, int]] = []
-    sequences: list[int] = []
-    homes: list[tuple[int, int, int]] = []  # of each sequence: its prompt's cell, own cell, prompt
+    # Of each sequence: its prompt's cell, its own cell, its prompt's length.
+    homes = [(-1, -1, -1)] * len(length)
     for number, row in enumerate(rows):
         cell = number * width
         for unit in row:
-            home = cell
-            prefix = len(pieces)
+            home, prefix = cell, len(pieces)
             if unit.prompt:
-                first = offset[unit.sequences[0]]
-                pieces.append((cell, first, unit.prompt, 0, prefix, prefix))
+                pieces.append((cell, unit.sequences[0], unit.prompt, 0, prefix, prefix))
                 cell += unit.prompt
             for item in unit.sequences:
                 fed = length[item] - 1 - unit.prompt
-                at = len(pieces)
-                start = offset[item] + unit.prompt
-                pieces.append((cell, start, fed, unit.prompt, at, prefix))
-                sequences.append(item)
-                homes.append((home, cell, unit.prompt))
+                pieces.append((cell, item, fed, unit.prompt, len(pieces), prefix))
+                homes[item] = home, cell, unit.prompt
                 cell += fed
     table = torch.tensor(pieces, dtype=torch.int64).view(-1, 6)
     sizes = table[:, 2]
     within = torch.arange(int(sizes.sum())) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-    spread = table.repeat_interleave(sizes, dim=0)  # [tokens, 6]
-    place = spread[:, 0] + within
+    first_cell, sequence, _, first, own, prefix_of = table.repeat_interleave(sizes, dim=0).unbind(1)
+    place, position = first_cell + within, first + within
+    start = torch.tensor(offset, dtype=torch.int64)
     input_ids = torch.zeros(count * width, dtype=torch.int64)
-    input_ids[place] = tokens.ids[spread[:, 1] + within]
+    input_ids[place] = tokens.ids[start[sequence] + position]
     # Padding goes on counting, so that a row of one sequence looks like an ordinary one.
     position_ids = torch.arange(width).repeat(count)
-    position_ids[place] = spread[:, 3] + within
+    position_ids[place] = position
 
-    segment = prefix_of = None
-    if len(pieces) > len(rows):
-        segment = torch.full((count * width,), -1, dtype=torch.int32)
-        segment[place] = spread[:, 4].int()
-        prefix_of = torch.full((count * width,), -1, dtype=torch.int32)
-        prefix_of[place] = spread[:, 5].int()
-        segment, prefix_of = segment.view(count, width), prefix_of.view(count, width)
+    def cells(values: Tensor) -> Tensor:
+        """Return int32 [R, L], -1 for padding."""
+        made = torch.full((count * width,), -1, dtype=torch.int32)
+        made[place] = values.int()
+        return made.view(count, width)
 
-    home_of = torch.full((len(tokens.lengths), 3), -1)
-    home_of[sequences] = torch.tensor(homes, dtype=torch.int64).view(-1, 3)
+    several = len(pieces) > len(rows)
+    home_of = torch.tensor(homes, dtype=torch.int64).view(-1, 3)
     source = (home_of[tokens.owner, 0] >= 0).nonzero().squeeze(1)
     learned, owner = tokens.learned[source], tokens.owner[source]
-    before = learned - 1 - torch.tensor(offset)[owner]  # position that predicts, in its sequence
+    before = learned - 1 - start[owner]  # position that predicts, in its sequence
     prompt_cell, own_cell, prompt = home_of[owner].unbind(1)
     index = torch.where(before < prompt, prompt_cell + before, own_cell + before - prompt)
     return MicroBatch(
@@ -223,32 +249,25 @@ def lay_out(tokens: Tokens, rows: list[list[Unit]]) -> MicroBatch:
         index=index,
         targets=tokens.ids[learned],
         source=source,
-        segment=segment,
-        prefix=prefix_of,
+        segment=cells(own) if several else None,
+        prefix=cells(prefix_of) if several else None,
         tokens=len(place),
         fed=torch.zeros(count * width, dtype=torch.bool).index_fill_(0, place, True),
-        routing=_routing(tokens, rows, width),
+        routing=_routing(tokens, pieces, count * width),
     )
 
 
-def _routing(tokens: Tokens, rows: list[list[Unit]], width: int) -> Tensor | None:
-    """The experts for each cell of `rows`, int16 [R * L, layers, choices], if any are known.
+def _routing(
+    tokens: Tokens, pieces: list[tuple[int, int, int, int, int, int]], cells: int
+) -> Tensor | None:
+    """Return the experts for each cell, int16 [R * L, layers, choices], if any are known.
 
     A shared prompt has that of the unit's first sequence, which is that of the others too.
     """
     if tokens.routing is None or not len(tokens.routing):
         return None
-    kind = tokens.routing[0].shape[1:]
-    cells = np.full((max(1, len(rows)) * width, *kind), UNKNOWN, np.int16)
-    for number, row in enumerate(rows):
-        cell = number * width
-        for unit in row:
-            first = tokens.routing[unit.sequences[0]]
-            cells[cell : cell + unit.prompt] = first[: unit.prompt]
-            cell += unit.prompt
-            for item in unit.sequences:
-                fed = int(tokens.lengths[item]) - 1 - unit.prompt
-                own = tokens.routing[item][unit.prompt : unit.prompt + fed]
-                cells[cell : cell + len(own)] = own
-                cell += fed
-    return torch.from_numpy(cells)
+    found = np.full((cells, *tokens.routing[0].shape[1:]), UNKNOWN, np.int16)
+    for cell, sequence, size, first, _, _ in pieces:
+        own = tokens.routing[sequence][first : first + size]
+        found[cell : cell + len(own)] = own
+    return torch.from_numpy(found)

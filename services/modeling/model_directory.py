@@ -20,7 +20,7 @@ READ_SUFFIXES = (".json", ".safetensors", ".model")
 def directory_of(
     name: str | Path, source: str = "model.path", *, weights: bool = True, code: bool = False
 ) -> Path:
-    """The directory of the model that `name` stands for: itself, or where the hub's cache has it.
+    """Return the directory of the model `name`: itself, or where the hub's cache has it.
 
     Args:
         name: a directory, or ORG/NAME[@REVISION] on the hub, which is downloaded if need be.
@@ -44,14 +44,10 @@ def check_model_dir(
     weights: bool = True,
     code: bool = False,
 ) -> Path:
-    """The directory of a model, with config, tokenizer and safetensors weights.
+    """Return the directory of a model, with config, tokenizer and safetensors weights.
 
-    Args:
-        path: the directory, or a name; this and all else as of `directory_of`.
-        source: the key or flag it came from, for the error.
-        tokenizer: False if it does not need one.
-        weights: False if weights of the hub may be missing; a directory has to have them.
-        code: as there.
+    Args as of `directory_of`; a directory has to have weights anyway. `tokenizer` is False if it
+    does not need one.
 
     Raises:
         UsageError: what is missing, and where.
@@ -61,42 +57,38 @@ def check_model_dir(
         raise UsageError(
             f"{source} is empty: name a Hugging Face model directory, or a model on the hub"
         )
-    of_hub = is_hub_name(str(path))
+    weights_needed = weights or not is_hub_name(str(path))
     directory = directory_of(path, source, weights=weights, code=code)
     try:
         files = {file.name for file in directory.iterdir()} if directory.is_dir() else None
+        for name in sorted(files or ()):
+            if name.endswith(READ_SUFFIXES):
+                (directory / name).open("rb").close()
     except OSError as error:
-        raise _unreadable(error, source) from error
+        raise UsageError(
+            f"{source}: {error.filename} cannot be read by uid {os.geteuid()}: {error.strerror}"
+        ) from error
     if files is None:
         raise UsageError(
             f"{source}: {directory} is no directory; download the model there, name one on the hub "
             f"({_on_hub(str(path))}), or make a small one with `umbra make-model`"
         )
-    for what, names in (
-        ("config", ("config.json",)),
-        *([("tokenizer", TOKENIZER_FILES)] if tokenizer else []),
-        *([("safetensors weights", WEIGHT_FILES)] if weights or not of_hub else []),
+    for what, names, needed in (
+        ("config", ("config.json",), True),
+        ("tokenizer", TOKENIZER_FILES, tokenizer),
+        ("safetensors weights", WEIGHT_FILES, weights_needed),
     ):
-        if files.isdisjoint(names):
+        if needed and files.isdisjoint(names):
             raise UsageError(f"{source}: {directory} has no {what} ({' or '.join(names)})")
-    if weights and WEIGHT_FILES[0] not in files and WEIGHT_FILES[1] in files:
+    if weights and WEIGHT_FILES[0] not in files:
         _check_index(directory / WEIGHT_FILES[1], source)
-    for name in sorted(files):
-        if name.endswith(READ_SUFFIXES):
-            try:
-                (directory / name).open("rb").close()
-            except OSError as error:
-                raise _unreadable(error, source) from error
     return directory
 
 
 def _check_index(index: Path, source: str) -> None:
-    """Check that the files with a model's tensors are safetensors files beside `index`.
+    """Raise UsageError unless all files in `index` are safetensors files beside it.
 
     Transformers reads files of other names with `torch.load`.
-
-    Raises:
-        UsageError: one is not, or the index cannot be read; names it.
     """
     try:
         shards: list[object] = list(json.loads(index.read_bytes())["weight_map"].values())
@@ -120,13 +112,6 @@ def _on_hub(path: str) -> str:
     return f"{org_and_name}@main if that was meant" if is_name else "ORG/NAME"
 
 
-def _unreadable(error: OSError, source: str) -> UsageError:
-    remedy = ""
-    if isinstance(error, PermissionError):
-        remedy = f": let the user with uid {os.geteuid()}, as whom this process runs, read it"
-    return UsageError(f"{source}: {error.filename} cannot be read: {error.strerror}{remedy}")
-
-
 def weights_bytes(path: str | Path) -> int:
     """Size of all weight files of a model that are here; 0 where there are none."""
     directory = directory_of(path, weights=False)
@@ -137,13 +122,9 @@ def weights_checksum(path: str | Path) -> str:
     """XXH3 over all weight files of a model, in hexadecimal."""
     checksum = xxhash.xxh3_64()
     for file in sorted(directory_of(path).glob("*.safetensors")):
-        checksum.update(_checksum_of(file).to_bytes(8))
+        own = xxhash.xxh3_64()
+        with file.open("rb") as opened:
+            while piece := opened.read(PIECE_BYTES):
+                own.update(piece)
+        checksum.update(own.intdigest().to_bytes(8))
     return checksum.hexdigest()
-
-
-def _checksum_of(path: Path) -> int:
-    checksum = xxhash.xxh3_64()
-    with path.open("rb") as file:
-        while piece := file.read(PIECE_BYTES):
-            checksum.update(piece)
-    return checksum.intdigest()

@@ -56,12 +56,7 @@ def load_model(
     source: str = "model.path",
     checked: Collection[str] = (),
 ) -> Any:
-    """The causal language model in `path`, ready for the torch engine.
-
-    Raises:
-        UsageError: not a model directory, or an architecture that Umbra is not right for; see
-            `check_architecture`, also for `checked`.
-    """
+    """Load the causal language model in `path` for the torch engine; raises as `read_weights`."""
     directory = check_model_dir(path, source)
     transformers_logging.disable_progress_bar()
     model: Any = read_weights(AutoModelForCausalLM, directory, dtype, source, checked)
@@ -76,18 +71,16 @@ def read_weights(
     checked: Collection[str] = (),
     config: Any = None,
 ) -> PreTrainedModel:
-    """The model in `directory`, on the CPU, with an attention that computes all it asks for.
+    """Load the model in `directory` to the CPU, with an attention that computes all it asks for.
 
     Args:
         kind: `AutoModelForCausalLM`, or `AutoModel` for one without its output layer.
         directory: see `check_model_dir`.
-        dtype: of the weights.
-        source: the key or flag that the path came from, for errors.
-        checked: see `check_architecture`.
         config: Transformers', in place of the one in `directory`.
 
     Raises:
-        UsageError: it cannot be loaded, or Umbra is not right for it.
+        UsageError: it cannot be loaded, or Umbra is not right for it; see `check_architecture`,
+            also for `source` and `checked`.
     """
     check_architecture(directory, source, checked)
     with loading(directory, source):
@@ -103,11 +96,7 @@ def read_weights(
 
 
 def read_transformers_config(directory: Path) -> Any:
-    """The config in `directory`, its defaults filled in by Transformers.
-
-    Raises:
-        UsageError: a default says what Umbra would get wrong.
-    """
+    """Read the config in `directory`; raise UsageError if Umbra would get a default wrong."""
     config = AutoConfig.from_pretrained(directory, **AS_IT_IS)
     filled = config.to_dict()
     if fault := in_the_way(filled):
@@ -129,11 +118,7 @@ def attention_implementation(config: Any) -> str:
 
 @contextmanager
 def loading(directory: Path, source: str) -> Iterator[None]:
-    """Tell in one sentence what goes wrong in Transformers when it reads `directory`.
-
-    Raises:
-        UsageError: anything did.
-    """
+    """Raise a UsageError of one sentence if Transformers fails to read `directory`."""
     try:
         yield
     except (
@@ -147,11 +132,7 @@ def loading(directory: Path, source: str) -> Iterator[None]:
 def outline_model(
     path: str | Path, source: str = "model.path", checked: Collection[str] = ()
 ) -> Any:
-    """The model in `path` without its weights: names, shapes and generation config.
-
-    Raises:
-        UsageError: not a model directory, or an architecture that Umbra is not right for.
-    """
+    """Return the model in `path` without its weights; raises as `read_weights`."""
     directory = check_model_dir(path, source, weights=False)
     return _outline(AutoModelForCausalLM, directory, source, checked)
 
@@ -183,12 +164,9 @@ def _outline(kind: Any, directory: Path, source: str, checked: Collection[str], 
 
 
 def load_tokenizer(path: str | Path, source: str = "model.path", *, trust: bool = False) -> Any:
-    """The tokenizer in `path`.
+    """Load the tokenizer in `path`, a model directory or a name on the hub.
 
-    Args:
-        path: a model directory, or a name on the hub.
-        source: the key or flag it came from, for errors.
-        trust: run Python code that the model brings for its tokenizer (model.trust_remote_code).
+    `trust`: run Python code that the model brings for its tokenizer (model.trust_remote_code).
 
     Raises:
         UsageError: there is none, or it is code that is not trusted.

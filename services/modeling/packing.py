@@ -2,15 +2,14 @@
 
 Several sequences share a row; position ids restart at each and the attention mask keeps them apart,
 so that every logprob is the one of its sequence alone. Sequences that begin with the same prompt
-may also share one copy of it: each response attends to that copy and to itself, and its positions
-go on from there, so that the prompt is computed once for all of them and gets the sum of their
-gradients. Rows are filled first-fit decreasing (Johnson 1974: at most 11/9 of the fewest rows
-possible, and one more). Ranks get equal shares of the work in equally many micro-batches, because
-the forward and backward passes of sharded ranks wait for each other: a pass takes as long as that
-of the slowest rank. So each rank's costliest comes first, and passes of like cost meet; and of
-shares of equal cost and shares of equally many tokens those are taken with which all are done
-earlier. (Where lengths have a long tail, shares of equal cost are not always the better ones: the
-rank with the longest sequences has so few tokens that it idles in the last passes.)
+may share one copy of it: each response attends to that copy and to itself, and its positions go on
+from there; the prompt is computed once and gets the sum of their gradients. Rows are filled
+first-fit decreasing (Johnson 1974: at most 11/9 of the fewest rows possible, and one more).
+
+Ranks get equal shares of the work in equally many micro-batches, as a pass takes as long as that of
+the slowest rank: each rank's costliest comes first, so that passes of like cost meet. Of shares of
+equal cost and of equally many tokens those are taken with which all are done earlier: where lengths
+have a long tail, the rank with the longest ones has so few tokens that it idles in the last passes.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def pack(
     world: int = 1,
     cost: Cost = count_tokens,
 ) -> list[MicroBatch]:
-    """Micro-batches of at most `micro_tokens`, padding included, of rows of at most `pack_tokens`.
+    """Return micro-batches of at most `micro_tokens`, padding included, in rows of `pack_tokens`.
 
     A longer sequence has a row alone, and a longer row a micro-batch. Rows of less than half the
     width start a new micro-batch, so that one long sequence does not stretch all others. What is
@@ -64,8 +63,7 @@ def pack(
         cost: of feeding a part of a sequence: `TrainingFlops.sequence`, say.
     """
     chosen = range(len(tokens.lengths)) if sequences is None else sequences.tolist()
-    units = _units(tokens, chosen, pack_tokens, share_prompts)
-    units = _priced(units, tokens, cost)
+    units = _priced(_units(tokens, chosen, pack_tokens, share_prompts), tokens, cost)
     plans = min(
         (
             _plans(shares, pack_tokens, micro_tokens)
@@ -74,7 +72,8 @@ def pack(
                 _shares(units, world, lambda unit: unit.fed),
             )
         ),
-        key=_time,
+        # Each pass takes as long as that of the slowest rank.
+        key=lambda plans: sum(max(map(_cost, passes)) for passes in zip(*plans, strict=True)),
     )
     return [lay_out(tokens, rows) for rows in plans[rank]]
 
@@ -147,11 +146,6 @@ def _plans(shares: list[list[Unit]], pack_tokens: int, micro_tokens: int) -> lis
     plans = [_plan(share, pack_tokens, micro_tokens) for share in shares]
     count = max(len(plan) for plan in plans)
     return [sorted(_extended(plan, count), key=_cost, reverse=True) for plan in plans]
-
-
-def _time(plans: list[list[list[Row]]]) -> float:
-    """Return how long all ranks take, each pass as long as that of the slowest."""
-    return sum(max(map(_cost, passes)) for passes in zip(*plans, strict=True))
 
 
 def _cost(rows: list[Row]) -> float:

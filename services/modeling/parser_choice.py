@@ -12,8 +12,8 @@ from typing import Any
 from umbra.proto.errors import UsageError
 from umbra.services.environments.protocol import Message, Said
 from umbra.services.modeling import vllm_parsers
-from umbra.services.modeling.chat_template import ChatTemplate, TurnsError
-from umbra.services.modeling.parsers import PLAIN, TOLD, Parser, ResponseTemplateParser, read
+from umbra.services.modeling.chat_template import TOOL, ChatTemplate, TurnsError, tool_schema
+from umbra.services.modeling.parsers import PLAIN, TOLD, Parser, ResponseTemplateParser
 
 VLLM = vllm_parsers.PREFIX
 FAMILIES = (
@@ -30,22 +30,8 @@ FAMILIES = (
 )
 """A text in the chat templates of a family of models, and the name of its parser."""
 _WORDS = "Well, f(x) is 1 (or 2), and so on."  # which some take for a call
-_CALLED = {"name": "umbratool", "arguments": {"place": "Lund 4", "days": 3}}
-_SCHEMA: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": _CALLED["name"],
-        "description": "Marks.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "place": {"type": "string", "description": "a place"},
-                "days": {"type": "integer", "description": "a number"},
-            },
-            "required": ["place", "days"],
-        },
-    },
-}
+_CALLED = {"name": TOOL, "arguments": {"place": "Lund 4", "days": 3}}
+_SCHEMA = tool_schema(place="string", days="integer")
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +123,7 @@ def _reads_back(parser: Parser, template: ChatTemplate) -> bool:
 def _read(parser: Parser, template: ChatTemplate, said: Message) -> Said | None:
     try:
         prompt, text, stop = template.turn_text(said, [_SCHEMA])
-        return read(parser, prompt, text, [_SCHEMA], stop)
+        return parser.read(prompt, text, [_SCHEMA], stop)
     except TurnsError:
         return None
     except Exception as error:  # noqa: BLE001 - a parser of another family may fail anyhow

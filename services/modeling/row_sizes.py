@@ -25,13 +25,11 @@ class RowSizes(NamedTuple):
 def rows_within(
     config: TrainerConfig, fits: int, kind: str, max_tokens: int = 0, gpu_pass: int = GPU_PASS
 ) -> RowSizes:
-    """The configured numbers; for `auto` what suits the device and the samples.
+    """Return the configured numbers; for `auto` what suits the device and the samples.
 
-    A pass has what fits, and at most `gpu_pass` tokens on a GPU and 4096 on a CPU, where more make
-    nothing faster. On a GPU a row is as long as a pass, as a row of many segments costs no more
-    than many rows. On a CPU it has room for two of the longest responses, so that they share a
-    prompt, for which a pass may be longer; it is no longer than that, as short rows have a dense
-    mask.
+    A pass has what fits, at most `gpu_pass` tokens on a GPU and 4096 on a CPU. On a GPU a row is as
+    long as a pass, as a row of many segments costs no more than many rows. On a CPU it has room for
+    two of the longest responses, so that they share a prompt, and no more: its mask is dense.
 
     Args:
         fits: tokens that there is memory for.
@@ -57,16 +55,13 @@ def scoring_rows(
     kind: str,
     max_tokens: int,
 ) -> RowSizes:
-    """Of passes without gradient, which keep the tensors of one layer at a time.
+    """Return the sizes of passes without gradient, which keep one layer's tensors at a time.
 
     Args:
-        config: the scorer's.
         model: its Transformers config.
-        weights: numbers of the model.
-        each: bytes of a number that is computed with.
+        weights: numbers of the model, of `each` bytes.
         memory: bytes that the device has in all.
-        kind: as for `rows_within`.
-        max_tokens: as for `rows_within`.
+        kind, max_tokens: as for `rows_within`.
     """
     room = room_for_tokens(memory, weights * each, config)
     fits = room // (each * layer_numbers(model))

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -38,19 +39,9 @@ class SequenceGroup:
     rank: int
     size: int
 
-    def exchange(self, sent: Tensor) -> Tensor:
-        """Exchange rows: row i goes to rank i; [size, bytes]."""
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.group)
-        return received
-
-    def sum(self, values: Tensor) -> None:
-        """Add up `values` of all ranks, in place."""
-        dist.all_reduce(values, group=self.group)
-
 
 class SequenceShare:
-    """What one rank has of a micro-batch with N learned tokens.
+    """One rank's part of a micro-batch with N learned tokens.
 
     No dataclass: FSDP, which casts what a layer is given, would hand each layer a copy of it.
 
@@ -75,7 +66,7 @@ class SequenceShare:
         return {_ARGUMENT: self}
 
     def join(self, values: Tensor) -> Tensor:
-        """Of all N learned tokens, on every rank, what each rank found of its own, [n, ...].
+        """Return the values [N, ...] of all learned tokens; each rank gives its own, [n, ...].
 
         Each rank's gradient is that of its own values, so a loss that all ranks compute alike
         counts once.
@@ -131,11 +122,7 @@ class SequenceParallel:
         return SequenceShare(group, rows, own, learned)
 
     def check(self, share: SequenceShare) -> None:
-        """After a forward pass: whether all layers exchanged.
-
-        Raises:
-            UsageError: some attended to this rank's tokens alone, or in a way of their own.
-        """
+        """Raise UsageError after a forward pass in which not all layers exchanged."""
         if share.layers != self._layers:
             raise UsageError(
                 f"trainer.sequence_parallel: {share.layers} of the {self._layers} layers of "
@@ -201,9 +188,8 @@ def _attend(
         arguments["s_aux"] = arguments["s_aux"].chunk(group.size)[group.rank]
     if arguments.get("position_ids") is not None:
         arguments["position_ids"] = share.rows.position_ids
-    output, _ = ALL_ATTENTION_FUNCTIONS[NAME](
-        module, *_to_heads(group, query, key, value), attention_mask, **arguments
-    )
+    heads = [_to_heads(group, x) for x in (query, key, value)]
+    output, _ = ALL_ATTENTION_FUNCTIONS[NAME](module, *heads, attention_mask, **arguments)
     return _to_tokens(group, output), None
 
 
@@ -211,42 +197,21 @@ def _mask_of(*_: Any, attention_mask: Any = None, **__: Any) -> Any:
     return attention_mask
 
 
-def _to_heads(group: SequenceGroup, *tensors: Tensor) -> list[Tensor]:
-    """Exchange [R, heads, L / ranks, D] each for [R, heads / ranks, L, D]."""
-    parts = [x.unflatten(1, (group.size, -1)).movedim(1, 0) for x in tensors]
-    found: Any = _Exchange.apply(group, *parts)
-    return [x.movedim(0, 2).flatten(2, 3) for x in found]
+def _to_heads(group: SequenceGroup, tensor: Tensor) -> Tensor:
+    """Exchange [R, heads, L / ranks, D] for [R, heads / ranks, L, D]."""
+    parts = tensor.unflatten(1, (group.size, -1)).movedim(1, 0)
+    return _exchange(group, parts).movedim(0, 2).flatten(2, 3)
 
 
 def _to_tokens(group: SequenceGroup, output: Tensor) -> Tensor:
     """Exchange [R, L, heads / ranks, D] for [R, L / ranks, heads, D]."""
     parts = output.unflatten(1, (group.size, -1)).movedim(1, 0)
-    (found,) = _Exchange.apply(group, parts)  # pyright: ignore[reportGeneralTypeIssues]
-    return found.movedim(0, 2).flatten(2, 3)
+    return _exchange(group, parts).movedim(0, 2).flatten(2, 3)
 
 
-class _Exchange(torch.autograd.Function):
-    """Part j of rank i becomes part i of rank j; of each tensor, [ranks, ...]."""
-
-    @staticmethod
-    def forward(ctx: Any, group: SequenceGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.group = group
-        return _exchange(group, tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, *_exchange(ctx.group, grads)
-
-
-def _exchange(group: SequenceGroup, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Exchange in one message, as bytes: queries, keys and values may differ in dtype."""
-    flat = [x.contiguous().view(group.size, -1).view(torch.uint8) for x in tensors]
-    received = group.exchange(torch.cat(flat, 1))
-    parts = received.split([x.shape[1] for x in flat], 1)
-    return tuple(
-        part.contiguous().view(x.dtype).view(x.shape)
-        for part, x in zip(parts, tensors, strict=True)
-    )
+def _exchange(group: SequenceGroup, parts: Tensor) -> Tensor:
+    """Exchange [ranks, ...]: part j of rank i becomes part i of rank j."""
+    return all_to_all_single_autograd(parts.contiguous(), None, None, group.group)
 
 
 class _Join(torch.autograd.Function):
@@ -255,7 +220,7 @@ class _Join(torch.autograd.Function):
         ctx.learned = share.learned
         joined = values.new_zeros(len(share.rows.targets), *values.shape[1:])
         joined[share.learned] = values
-        share.group.sum(joined)
+        dist.all_reduce(joined, group=share.group.group)
         return joined
 
     @staticmethod

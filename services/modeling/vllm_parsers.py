@@ -1,4 +1,4 @@
-"""vLLM's parsers of tool calls and reasoning, where vLLM is installed. They read whole turns."""
+"""vLLM's parsers of tool calls and reasoning, where vLLM is installed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from umbra.services.environments.protocol import Said
-from umbra.services.modeling.parsers import Piece, Reading, Tools
+from umbra.services.modeling.parsers import Tools
 
 PREFIX = "vllm/"
 
@@ -39,46 +39,32 @@ class VllmParser:
 
         self.name = f"{PREFIX}{calls}" + (f"+{reasoning}" if reasoning else "")
         self._tokenizer = tokenizer
-        self._call_parser = ToolParserManager.get_tool_parser(calls)
+        self._calls = ToolParserManager.get_tool_parser(calls)
         self._reasoning = (
             ReasoningParserManager.get_reasoning_parser(reasoning) if reasoning else None
         )
-        self.begin("", []).end()  # some refuse tokenizers
+        self.read("", "", [])  # some refuse tokenizers
 
-    def begin(self, prompt: str, tools: Tools) -> Reading:
-        return _VllmReading(self._tokenizer, self._call_parser, self._reasoning, prompt, tools)
-
-
-class _VllmReading:
-    def __init__(
-        self, tokenizer: Any, calls: Any, reasoning: Any, prompt: str, tools: Tools
-    ) -> None:
+    def read(self, prompt: str, text: str, tools: Tools, stop: str = "") -> Said:
+        """Read the turn; see `Parser`."""
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
+        del stop
         user: Any = {"role": "user", "content": ""}
         fields: dict[str, Any] = {"messages": [user], "tools": list(tools) or None}
-        self._request = ChatCompletionRequest(**fields)
-        self._tokenizer = tokenizer
-        self._calls = calls(tokenizer, self._request.tools) if tools else None
-        self._reasoning = reasoning(tokenizer) if reasoning is not None else None
+        request = ChatCompletionRequest(**fields)
+        reasoning, content = "", text
         if self._reasoning is not None:
-            self._reasoning.adjust_initial_state_from_prompt(self._ids(prompt))
-        self._text = ""
-
-    def feed(self, text: str) -> list[Piece]:
-        self._text += text
-        return []  # whether it is a call is known in the end
-
-    def end(self, stop: str = "") -> Said:
-        del stop
-        reasoning, content = "", self._text
-        if self._reasoning is not None:
-            found, rest = self._reasoning.extract_reasoning(self._text, self._request)
+            reader: Any = self._reasoning(self._tokenizer)
+            before = self._tokenizer(prompt, add_special_tokens=False)["input_ids"]
+            reader.adjust_initial_state_from_prompt(list(before))
+            found, rest = reader.extract_reasoning(text, request)
             reasoning, content = found or "", rest or ""
         calls: list[dict[str, Any]] = []
         problem = ""
-        if self._calls is not None and content:
-            found = self._calls.extract_tool_calls(content, self._request)
+        if tools and content:
+            maker: Any = self._calls
+            found = maker(self._tokenizer, request.tools).extract_tool_calls(content, request)
             try:
                 calls = list(_calls(found.tool_calls))
             except (TypeError, ValueError) as error:
@@ -86,16 +72,12 @@ class _VllmReading:
             else:
                 content = (found.content or "").strip() if calls else content
         return Said(
-            text=self._text,
+            text=text,
             content=content,
             reasoning=reasoning.strip(),
             tool_calls=calls,
             problem=problem,
-            read=True,
         )
-
-    def _ids(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _calls(found: Any) -> Iterator[dict[str, Any]]:

@@ -105,51 +105,39 @@ class WeightFiles:
         Raises:
             UsageError: a file cannot be read, or is of another model.
         """
-        if place.numel() == 0:
-            return
         try:
-            self._read(name, place, first)
+            if place.numel():
+                self._read(name, place, first)
         except (OSError, RuntimeError, SafetensorError) as error:
-            raise UsageError(
-                f"{self._source}: {self._directory} cannot be loaded: {name}: {error}"
-            ) from error
+            raise self._fault(f"{name}: {error}") from error
 
     def _read(self, name: str, place: Tensor, first: int) -> None:
         origin = self._from[name]
-        with ExitStack() as files:
+        end = first + (len(place) if place.dim() else 0)
+        with _OpenFiles(self._files) as files:
             if origin.converter is None:
-                file = self._open(files, origin.key)
-                if place.dim() == 0:
-                    place.copy_(file.get_tensor(origin.key))
-                else:
-                    place.copy_(file.get_slice(origin.key)[first : first + len(place)])
+                key = origin.key
+                file = files.of(key)
+                place.copy_(file.get_slice(key)[first:end] if place.dim() else file.get_tensor(key))
                 return
-            end = first + len(place)
-            # One file has many experts; it is opened once.
-            held: dict[Path, Any] = {}
             tensors: dict[str, list[Tensor]] = {}
             for pattern, keys in origin.keys.items():
                 some = keys[first:end] if origin.by_experts else keys
-                tensors[pattern] = [
-                    self._open(files, key, held).get_slice(key)[...] for key in some
-                ]
+                tensors[pattern] = [files.of(key).get_tensor(key) for key in some]
             made = self._convert(name, origin.converter, tensors)
             rows = made if origin.by_experts else made[first:end]
             if rows.shape != place.shape:
-                raise UsageError(
-                    f"{self._source}: {self._directory} cannot be loaded: {name} is "
-                    f"{list(made.shape)} there and {self._shapes[name]} by config.json"
-                )
+                there, wanted = list(made.shape), self._shapes[name]
+                raise self._fault(f"{name} is {there} there and {wanted} by config.json")
             place.copy_(rows)
 
     def _convert(
-        self, name: str, converter: WeightConverter, tensors: Mapping[str, list[Tensor]]
+        self, name: str, converter: WeightConverter, tensors: Mapping[str, list[Any]]
     ) -> Tensor:
         own = deepcopy(converter)
         for pattern, some in tensors.items():
             for number, tensor in enumerate(some):
-                given: Any = tensor
-                own.add_tensor(name, f"{pattern}/{number}", pattern, given)
+                own.add_tensor(name, f"{pattern}/{number}", pattern, tensor)
         made = own.convert(name, model=self._model, config=self._config)
         (found,) = made.values()
         return found[0] if isinstance(found, list) else found
@@ -185,12 +173,11 @@ class WeightFiles:
     def _check_shapes(self, origins: Mapping[str, _Origin]) -> None:
         """Compare the shapes of tensors that are read as they are, and the number of experts."""
         faults: list[str] = []
-        with ExitStack() as files:
-            held: dict[Path, Any] = {}
+        with _OpenFiles(self._files) as files:
             for name, origin in origins.items():
                 wanted = self._shapes[name]
                 if origin.converter is None:
-                    there = self._open(files, origin.key, held).get_slice(origin.key).get_shape()
+                    there = files.of(origin.key).get_slice(origin.key).get_shape()
                     if list(there) != wanted:
                         faults.append(f"{name} is {list(there)} there and {wanted} by config.json")
                 elif origin.by_experts:
@@ -201,15 +188,16 @@ class WeightFiles:
                         faults.append(f"{name} has {counts} experts there and {wanted[0]} here")
         if faults:
             more = f", and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
-            raise UsageError(
-                f"{self._source}: {self._directory} cannot be loaded: its files are of another "
-                f"model: {'; '.join(faults[:SHOWN])}{more}"
-            )
+            shown = "; ".join(faults[:SHOWN])
+            raise self._fault(f"its files are of another model: {shown}{more}")
+
+    def _fault(self, what: str) -> UsageError:
+        return UsageError(f"{self._source}: {self._directory} cannot be loaded: {what}")
 
     def _check_tied(self, name: str, origin: _Origin, other: _Origin, alias: str) -> None:
         """Leave to Transformers what the files have twice and unlike, which it unties."""
-        with ExitStack() as files:
-            mine, its = (self._open(files, one.key).get_slice(one.key) for one in (origin, other))
+        with _OpenFiles(self._files) as files:
+            mine, its = (files.of(one.key).get_slice(one.key) for one in (origin, other))
             rows = self._shapes[name][0]
             if any(not torch.equal(mine[at : at + 1], its[at : at + 1]) for at in range(rows)):
                 raise NotByRowsError(f"{name} and {alias} are tied, but differ in the files")
@@ -231,15 +219,20 @@ class WeightFiles:
                 del module._is_hf_initialized
         model.initialize_weights()
 
-    def _open(self, files: ExitStack, key: str, held: dict[Path, Any] | None = None) -> Any:
-        """Return the file with tensor `key`, open until `files` is closed."""
-        path = self._files[key]
-        if held is not None and path in held:
-            return held[path]
-        file = files.enter_context(safe_open(path, framework="pt"))
-        if held is not None:
-            held[path] = file
-        return file
+
+class _OpenFiles(ExitStack):
+    """Files that are opened once, and closed together; `paths` are those of tensors."""
+
+    def __init__(self, paths: Mapping[str, Path]) -> None:
+        super().__init__()
+        self._paths = paths
+        self._open: dict[Path, Any] = {}
+
+    def of(self, key: str) -> Any:
+        path = self._paths[key]
+        if path not in self._open:
+            self._open[path] = self.enter_context(safe_open(path, framework="pt"))
+        return self._open[path]
 
 
 def _files(directory: Path) -> dict[str, Path]:

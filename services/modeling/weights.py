@@ -23,11 +23,7 @@ _NAMES_SHOWN = 3
 
 
 def tensors_in(manifest: Manifest, data: Part) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of one version, as views of `data`: writable memory, or memory on a GPU.
-
-    Raises:
-        UsageError: a dtype that the engine does not know.
-    """
+    """Yield the tensors of a version as views of `data`: writable memory, or memory on a GPU."""
     for entry in manifest.tensors:
         dtype = _dtype(entry)
         flat = _elements(data, dtype, entry.offset, entry.nbytes // dtype.itemsize)
@@ -50,7 +46,7 @@ def _fill(place: torch.Tensor, piece: torch.Tensor) -> None:
 
 
 def _elements(data: Part, dtype: torch.dtype, offset: int, count: int) -> torch.Tensor:
-    """`count` elements, which begin at byte `offset` of `data`, without a copy."""
+    """Return `count` elements from byte `offset` of `data` on, without a copy."""
     if isinstance(data, DeviceMemory):
         whole = torch.as_tensor(data, device=f"cuda:{data.device.index}")
         return whole[offset : offset + count * dtype.itemsize].view(dtype)
@@ -60,23 +56,18 @@ def _elements(data: Part, dtype: torch.dtype, offset: int, count: int) -> torch.
 
 
 def _dtype(entry: TensorEntry) -> torch.dtype:
-    dtype = _DTYPES.get(entry.dtype)
-    if dtype is None:
-        raise UsageError(
-            f"tensor {entry.name} has dtype {entry.dtype}; known: {', '.join(_DTYPES)}"
-        )
-    return dtype
+    try:
+        return _DTYPES[entry.dtype]
+    except KeyError:
+        told = f"tensor {entry.name} has dtype {entry.dtype}; known: {', '.join(_DTYPES)}"
+        raise UsageError(told) from None
 
 
 class WeightTable:
     """The places of a model that a version fills, by their state-dict names.
 
     Tied weights have several names and one place; a version may give any or all of those names.
-    Buffers are optional, parameters are not. A version of an adapter fills its factors alone.
-
-    Args:
-        model: with an adapter, if versions are to fill one.
-        adapter: what versions have to be of; None: whole weights.
+    Buffers are optional, parameters are not. A version of an `adapter` fills its factors alone.
     """
 
     def __init__(self, model: nn.Module, adapter: AdapterFacts | None = None) -> None:
@@ -123,11 +114,7 @@ class WeightTable:
         return found
 
     def check(self, manifest: Manifest) -> None:
-        """Check that versions of this layout fit.
-
-        Raises:
-            UsageError: as `load`.
-        """
+        """Raise UsageError unless versions of this layout fit."""
         for entry in manifest.tensors:
             _dtype(entry)
         _check_adapter(manifest.adapter, self._adapter)
@@ -155,14 +142,11 @@ class WeightTable:
 
 
 def weight_table(model: Any, config: RunConfig) -> WeightTable:
-    """Where the versions of a run go in `model`, that of `model.path` on its device.
+    """Return the places of a run's versions in `model`, that of `model.path` on its device.
 
     If they are those of an adapter, `model` gets it here, and the forward pass is the trainer's
     own: base and factors are multiplied one after the other and never merged, so small factors
-    are not rounded away.
-
-    Raises:
-        UsageError: as `add_adapter`.
+    are not rounded away. Raises as `add_adapter`.
     """
     device, dtype = model.device, model.dtype
     adapter = put_adapter(model, config)
@@ -173,11 +157,7 @@ def weight_table(model: Any, config: RunConfig) -> WeightTable:
 
 
 def put_adapter(model: Any, config: RunConfig) -> AdapterFacts | None:
-    """Put the adapter that versions fill into `model`; None if they are whole weights.
-
-    Raises:
-        UsageError: as `add_adapter`.
-    """
+    """Put the adapter that versions fill into `model`; None if they are whole weights."""
     if config.trainer.lora_publish == "merged":
         return None
     add_adapter(model, config.trainer, config.run.seed)
@@ -185,11 +165,7 @@ def put_adapter(model: Any, config: RunConfig) -> AdapterFacts | None:
 
 
 def _check_adapter(given: AdapterFacts | None, own: AdapterFacts | None) -> None:
-    """Check that versions are of what this process computes with.
-
-    Raises:
-        UsageError: they are not; the shapes alone might not show it.
-    """
+    """Raise UsageError unless versions are of this process's adapter; shapes may not show it."""
     if given == own:
         return
     if given is None or own is None:

@@ -212,13 +212,12 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     return [row for _, row in read_numbered(path)]
 
 
-def read_numbered(path: str | Path, called: str = "") -> list[tuple[int, dict[str, Any]]]:
-    """`read_jsonl` with the line number (1-based) of every object; errors say `called`."""
-    called = called or str(path)
+def read_numbered(path: str | Path) -> list[tuple[int, dict[str, Any]]]:
+    """`read_jsonl` with the line number (1-based) of every object."""
     try:
         lines = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
     except OSError as error:
-        raise UsageError(f"{called} cannot be read: {error.strerror}") from error
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     rows: list[tuple[int, dict[str, Any]]] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -226,7 +225,7 @@ def read_numbered(path: str | Path, called: str = "") -> list[tuple[int, dict[st
         try:
             rows.append((number, msgspec.json.decode(line, type=dict[str, Any])))
         except UNREADABLE as error:
-            raise UsageError(f"{called}, line {number}: not a JSON object ({error})") from error
+            raise UsageError(f"{path}, line {number}: not a JSON object ({error})") from error
     if not rows:
-        raise UsageError(f"{called} is empty: it needs one JSON object per line")
+        raise UsageError(f"{path} is empty: it needs one JSON object per line")
     return rows

@@ -1,4 +1,4 @@
-"""Rows of prompts from JSONL or Parquet, here or at a URL, or from a Hugging Face data set."""
+"""Rows of prompts from a JSONL or Parquet file, a Hugging Face data set, or a function."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 from umbra.proto.errors import StartupError, UsageError
 from umbra.services.process.files import read_numbered
-from umbra.services.prompts.download import file_of, is_url, pin_url, shown
 from umbra.services.prompts.rows import Prompt, check_row, renamed, rows_of
 
 DATASETS = "datasets:"
@@ -28,8 +27,8 @@ def read_source(
     """Return all rows of one source.
 
     Args:
-        name: a JSONL or Parquet file, a URL of one, "datasets:NAME[:CONFIG][:SPLIT]", or
-            "module:function", which returns an iterable of rows.
+        name: a JSONL or Parquet file, "datasets:NAME[:CONFIG][:SPLIT]", or "module:function",
+            which returns an iterable of rows.
         prefix: goes before their ids, so that those of two sources differ.
         columns: renamed columns of the source, as {ours: theirs}.
         section: whose keys `prompts` and `columns` are, for errors.
@@ -44,7 +43,7 @@ def read_source(
         )
     rows, columns = list(_rows(name)), columns or {}
     if not rows:
-        raise UsageError(f"{shown(name)} has no rows")
+        raise UsageError(f"{name} has no rows")
     _, first, where = rows[0]
     if "prompt" not in columns and "prompt" not in first:
         raise UsageError(
@@ -58,23 +57,22 @@ def read_source(
 
 
 def is_elsewhere(name: str) -> bool:
-    """True if a source is no file or folder of this machine."""
-    return is_url(name) or (name.startswith(DATASETS) and not Path(_dataset(name)[0]).exists())
+    """True if a source is a data set that is no folder of this machine."""
+    return name.startswith(DATASETS) and not Path(_dataset(name)[0]).exists()
 
 
 def pin_source(name: str) -> str:
-    """Return `name` with a checksum or commit, so that it stands for the same rows for ever.
+    """Return `name` with its commit if it is a data set on the hub.
 
-    A data set is left as it is while the hub cannot be asked: `datasets` has its own cache.
+    It is left as it is while the hub cannot be asked: `datasets` has its own cache.
 
     Raises:
         UsageError: it is not there.
-        StartupError: it cannot be reached.
     """
-    if is_url(name):
-        return pin_url(name)
-    path, revision, *others = _dataset(name) if name.startswith(DATASETS) else ("", "")
-    if not path or revision or Path(path).exists():
+    if not is_elsewhere(name):
+        return name
+    path, revision, *others = _dataset(name)
+    if revision:
         return name
     hub = _load("huggingface_hub", name)
     errors = _load("huggingface_hub.errors", name)
@@ -92,13 +90,27 @@ def pin_source(name: str) -> str:
 
 def _rows(name: str) -> Iterator[tuple[int, dict[str, Any], str]]:
     """Yield number and content of each row, and what errors call its place."""
-    read = next((read for fits, read in _READERS if fits(name)), None)
-    if read is None:
-        for number, row in read_numbered(file_of(name), shown(name)):
-            yield number, row, f"{shown(name)}, line {number}"
+    _refuse_url(name)
+    if name.startswith(DATASETS):
+        rows = _read_dataset(name)
+    elif is_parquet(name):
+        rows = _read_parquet(name)
+    elif is_function(name):
+        rows = _call(name)
+    else:
+        for number, row in read_numbered(name):
+            yield number, row, f"{name}, line {number}"
         return
-    for number, row in enumerate(read(name), start=1):
-        yield number, row, f"{shown(name)}, row {number}"
+    for number, row in enumerate(rows, start=1):
+        yield number, row, f"{name}, row {number}"
+
+
+def _refuse_url(name: str) -> None:
+    if name.startswith(("http://", "https://")):
+        raise UsageError(
+            f"{name.partition('?')[0]}: prompts are not read from URLs: download the file, or name "
+            "a data set on the hub (datasets:NAME)"
+        )
 
 
 def is_function(name: str) -> bool:
@@ -122,19 +134,17 @@ def _call(name: str) -> list[dict[str, Any]]:
 
 
 def is_parquet(name: str) -> bool:
-    return name.partition("#")[0].partition("?")[0].endswith(".parquet")
+    return name.endswith(".parquet")
 
 
 def _read_parquet(name: str) -> list[dict[str, Any]]:
-    parquet = _load("pyarrow.parquet", shown(name))
-    path = file_of(name)
-    if not path.is_file():
-        raise UsageError(f"{shown(name)} cannot be read: there is no such file")
+    parquet = _load("pyarrow.parquet", name)
+    if not Path(name).is_file():
+        raise UsageError(f"{name} cannot be read: there is no such file")
     try:
-        return parquet.read_table(path).to_pylist()
+        return parquet.read_table(name).to_pylist()
     except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
-        told = f"{shown(name)} is no Parquet file that can be read: {_line(error)}"
-        raise UsageError(told) from error
+        raise UsageError(f"{name} is no Parquet file that can be read: {_line(error)}") from error
 
 
 def _dataset(name: str) -> tuple[str, str, str, str]:
@@ -153,9 +163,10 @@ def placed(name: str, place: Callable[[str], str]) -> str:
     """Return `name`, a source, with its file or folder as the absolute path that `place` gives.
 
     Raises:
-        UsageError: a folder's absolute path has a colon, which "datasets:" cannot name.
+        UsageError: it is a URL, or a folder's absolute path has a colon.
     """
-    if not name or is_url(name) or is_function(name):
+    _refuse_url(name)
+    if not name or is_function(name):
         return name
     if not name.startswith(DATASETS):
         return place(name)
@@ -178,26 +189,20 @@ def _read_dataset(name: str) -> list[dict[str, Any]]:
     split = split or "train"
     saved = [Path(path) / file for file in ("dataset_dict.json", "dataset_info.json")]
     datasets.disable_progress_bars()
-    if any(file.exists() for file in saved):
-        found = _attempt(name, lambda: datasets.load_from_disk(path))
-        if isinstance(found, datasets.DatasetDict):
-            if split not in found:
-                raise UsageError(f"{name}: there is no split {split}, only {', '.join(found)}")
-            found = found[split]
-    else:
-        given = {"name": config} if config else {}
-        given |= {"revision": revision} if revision else {}
-        found = _attempt(name, lambda: datasets.load_dataset(path, split=split, **given))
-    return [dict(row) for row in found]
-
-
-def _attempt(name: str, read: Callable[[], Any]) -> Any:
     try:
-        return read()
+        if not any(file.exists() for file in saved):
+            given = {"name": config or None, "revision": revision or None}
+            return [dict(row) for row in datasets.load_dataset(path, split=split, **given)]
+        found = datasets.load_from_disk(path)
     except ConnectionError as error:
         raise StartupError(f"{name} cannot be reached: {_line(error)}") from error
     except Exception as error:
         raise UsageError(f"{name} cannot be loaded: {_line(error)}") from error
+    if isinstance(found, datasets.DatasetDict):
+        if split not in found:
+            raise UsageError(f"{name}: there is no split {split}, only {', '.join(found)}")
+        found = found[split]
+    return [dict(row) for row in found]
 
 
 def _load(module: str, source: str) -> Any:
@@ -212,10 +217,3 @@ def _load(module: str, source: str) -> Any:
 
 def _line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
-
-
-_READERS: tuple[tuple[Callable[[str], bool], Callable[[str], list[dict[str, Any]]]], ...] = (
-    (lambda name: name.startswith(DATASETS), _read_dataset),
-    (is_parquet, _read_parquet),
-    (is_function, _call),
-)

@@ -42,39 +42,24 @@ def renamed(row: dict[str, Any], columns: Mapping[str, str], where: str) -> dict
     return kept | {ours: row[theirs] for ours, theirs in columns.items()}
 
 
-def rows_of(table: object, where: str) -> list[dict[str, Any]]:
-    """Return the rows of a table, data set or iterable, given as a Python object.
-
-    Tables are pandas' and polars' data frames, Arrow's tables, and mappings of columns.
-
-    Args:
-        table: it, or an iterable of texts and mappings.
-        where: begins the errors: "prompts", say.
+def rows_of(given: object, where: str) -> list[dict[str, Any]]:
+    """Return the rows of an iterable of texts and mappings, a data set of Hugging Face, say.
 
     Raises:
-        UsageError: it is something else, whose iteration would give names of columns or splits.
+        UsageError: it is something else, whose iteration would give names of columns or splits;
+            begins with `where`.
     """
-    found: Any = table
-    kind = type(table).__name__
+    kind = type(given).__name__
     if kind in ("DatasetDict", "IterableDatasetDict"):
         raise UsageError(f'{where}: a {kind} holds splits: give one, as in dataset["train"]')
-    if isinstance(table, Mapping):
-        columns = {str(name): list(column) for name, column in _columns(found, where)}
-        if len({len(column) for column in columns.values()}) != 1:
-            raise UsageError(f"{where}: the columns of a table have one length")
-        found = [
-            dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
-        ]
-    elif hasattr(table, "to_pylist"):  # Arrow
-        found = found.to_pylist()
-    elif hasattr(table, "to_dicts"):  # polars
-        found = found.to_dicts()
-    elif hasattr(table, "to_dict") and hasattr(table, "columns"):  # pandas
-        found = found.to_dict("records")
-    if isinstance(found, str | bytes) or not isinstance(found, Iterable):
-        raise UsageError(f"{where}: give a file, a table or rows, not a {kind}")
+    no_rows = isinstance(given, str | bytes | Mapping) or hasattr(given, "columns")
+    if no_rows or not isinstance(given, Iterable):
+        raise UsageError(
+            f"{where}: give a file or rows, not a {kind}; those of a data frame are "
+            'frame.to_dict("records")'
+        )
     rows: list[dict[str, Any]] = []
-    for number, row in enumerate(cast(Iterable[object], found), start=1):
+    for number, row in enumerate(cast(Iterable[object], given), start=1):
         if isinstance(row, str):
             row = {"prompt": row}
         if not isinstance(row, Mapping):
@@ -86,21 +71,10 @@ def rows_of(table: object, where: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _columns(table: Mapping[Any, Any], where: str) -> Iterable[tuple[Any, Iterable[Any]]]:
-    for name, column in table.items():
-        if isinstance(column, str | bytes | Mapping) or not isinstance(column, Iterable):
-            raise UsageError(
-                f"{where}: of a mapping each value is a column, but {name!r} is a "
-                f"{type(column).__name__}: give a list of rows, or lists by column"
-            )
-        yield name, cast(Iterable[Any], column)
-
-
 def check_row(row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return `row` as plain JSON values if it is a prompt that can be sent to a generator.
+    """Return `row` as plain JSON values; raise UsageError unless it is a prompt.
 
-    Raises:
-        UsageError: it is not; begins with `where` and names the column.
+    The error begins with `where` and names the column.
     """
     plain = plain_row(row, where)
     if "prompt" not in plain:
@@ -109,7 +83,7 @@ def check_row(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not _is_prompt(prompt):
         raise UsageError(
             f'{where}: "prompt" must be text or a list of {{"role", "content"}} objects, '
-            f"got {_kind(prompt)}"
+            f"got {repr(prompt)[:40]}"
         )
     try:
         size = len(cast(bytes, msgpack.packb(plain)))
@@ -195,12 +169,3 @@ def _is_prompt(value: object) -> bool:
         and isinstance(turn.get("content"), str)
         for turn in cast(list[dict[str, object]], turns)
     )
-
-
-def _kind(value: object) -> str:
-    names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number"}
-    if isinstance(value, str):
-        return "empty text"
-    if isinstance(value, list):
-        return "a list of something else" if value else "an empty list"
-    return names.get(type(value), "an object")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from umbra.proto.records import Score, Task, Trajectory
 from umbra.services.config import TrainerConfig
 from umbra.services.config.trajectory_rules import RunFacts, find_fault
 from umbra.services.modeling.attention import Attention
-from umbra.services.modeling.experts import NO_ROUTERS, chosen_experts
+from umbra.services.modeling.experts import NO_ROUTERS
 from umbra.services.modeling.micro_batch import Tokens
 from umbra.services.modeling.packing import pack
 from umbra.services.modeling.row_sizes import memory_of, scoring_rows
@@ -84,9 +83,7 @@ class LogprobWorker:
         if not sound:
             return
         trajectories = [line for lines in own for line in lines]
-        tokens = lay_out(trajectories)
-        if self._replay:
-            tokens = replace(tokens, routing=[chosen_experts(t) for t in trajectories])
+        tokens = Tokens.of(trajectories, replay=self._replay)
         # As in the engines, temperature 0 stands for the plain softmax.
         temperatures = torch.tensor([t.sampling.temperature or 1.0 for t in trajectories])
         logprobs = torch.zeros(len(tokens.learned))
@@ -112,28 +109,6 @@ class LogprobWorker:
 
     def close(self) -> None:
         """Nothing to let go of."""
-
-
-def lay_out(trajectories: Sequence[Trajectory]) -> Tokens:
-    """Lay out `trajectories`; the tokens that the policy sampled are "learned"."""
-    ids: list[Any] = []
-    learned: list[Any] = []
-    start = 0
-    for trajectory in trajectories:
-        prompt = np.frombuffer(trajectory.prompt_ids, "<i4")
-        response = np.frombuffer(trajectory.response_ids, "<i4")
-        mask = np.frombuffer(trajectory.loss_mask, "u1")
-        ids += [prompt, response]
-        learned.append(np.flatnonzero(mask) + (start + len(prompt)))
-        start += len(prompt) + len(response)
-    counts = torch.tensor([len(positions) for positions in learned])
-    lengths = [(len(t.prompt_ids) + len(t.response_ids)) // 4 for t in trajectories]
-    return Tokens(
-        ids=torch.from_numpy(np.concatenate(ids).astype(np.int64)),
-        lengths=torch.tensor(lengths),
-        learned=torch.from_numpy(np.concatenate(learned)),
-        owner=torch.arange(len(trajectories)).repeat_interleave(counts),
-    )
 
 
 def _spread(trajectory: Trajectory, logprobs: Tensor) -> bytes:

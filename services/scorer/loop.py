@@ -15,9 +15,8 @@ class StageWorker(Protocol):
     """Scores trajectories of one stage."""
 
     def score(self, tasks: Sequence[Task], alive: Callable[[], None]) -> Iterator[list[Score]]:
-        """Yield a score for each of `tasks`, in any order, as they get ready.
+        """Yield a score for each of `tasks`, in any order; those in one list are of one message.
 
-        Those in one list are of samples that are scored at once, and belong into one message.
         `alive` is called every now and then, at least between two lists.
         """
         ...
@@ -33,15 +32,7 @@ DRAIN_S = 10.0  # to deliver the last scores
 
 
 class ScorerLoop:
-    """Serves one stage until the session stops.
-
-    Args:
-        session: membership in the run.
-        client: brings tasks of the stage, takes scores.
-        worker: does the work.
-        capacity: trajectories leased at once.
-        metrics: receives spans.
-    """
+    """Serves one stage until the session stops; leases `capacity` trajectories at once."""
 
     def __init__(
         self,

@@ -19,8 +19,6 @@ class RewardWorker:
     """Rewards responses of one turn, several at once, each with a deadline.
 
     Args:
-        chat: turns tokens into text.
-        pool: where environments run.
         wait: waits up to so many seconds for an outcome.
         stops: texts that end a turn, by the prompt's row.
         whole: the environments reward groups; the tasks of one come together.
@@ -48,7 +46,11 @@ class RewardWorker:
             key = task.group_id if self._whole else task.sample_id
             open_.setdefault(key, []).append(task)
         for key, own in open_.items():
-            self._pool.play(key, own[0].row, [self._said(task) for task in own])
+            said: list[Said | str] = []
+            for made, row in [(task.made, task.row) for task in own]:
+                response, prompt = unpack_int32(made.response_ids), unpack_int32(made.prompt_ids)
+                said.append(self._chat.said(response, prompt, stops=self._stops(row)))
+            self._pool.play(key, own[0].row, said)
         while open_:
             for outcome in self._pool.collect():
                 own = open_.pop(outcome.key, None)
@@ -61,11 +63,6 @@ class RewardWorker:
 
     def close(self) -> None:
         self._pool.close()
-
-    def _said(self, task: Task) -> Said:
-        made = task.made
-        response, prompt = unpack_int32(made.response_ids), unpack_int32(made.prompt_ids)
-        return self._chat.said(response, prompt, stops=self._stops(task.row))
 
 
 def _scores(tasks: Sequence[Task], outcome: EpisodeOutcome) -> list[Score]:

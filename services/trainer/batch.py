@@ -13,7 +13,6 @@ from torch import Tensor
 from umbra.proto.errors import UmbraError
 from umbra.proto.records import Trajectory
 from umbra.services.config.trajectory_rules import MOST_TOKENS, RouterKind, RunFacts, find_fault
-from umbra.services.modeling.experts import chosen_experts
 from umbra.services.modeling.micro_batch import Tokens
 
 
@@ -91,55 +90,24 @@ def make_batch(
             raise BatchError(f"sample {sample.sample_id} of {sample.generator or '?'}: {fault}")
     branches = torch.tensor([1 + len(t.branches) for t in samples])
     lines = [line for t in samples for line in t.lines]
-    ids: list[NDArray[np.int64]] = []
-    learned: list[NDArray[np.int64]] = []
-    behaviour: list[NDArray[np.float32]] = []
-    start = 0
-    for line in lines:
-        prompt = np.frombuffer(line.prompt_ids, "<i4")
-        response = np.frombuffer(line.response_ids, "<i4")
-        mask = _mask(line)
-        ids += [prompt.astype(np.int64), response.astype(np.int64)]
-        learned.append(np.flatnonzero(mask) + (start + len(prompt)))
-        behaviour.append(np.frombuffer(line.logprobs, "<f4")[mask].astype(np.float32))
-        start += len(prompt) + len(response)
-    counts = torch.tensor([len(positions) for positions in learned])
-    owner = torch.arange(len(lines)).repeat_interleave(counts)
+    tokens = Tokens.of(lines, replay=routers is not None)
+    behaviour = [np.frombuffer(line.logprobs, "<f4")[_mask(line)] for line in lines]
     number: dict[str, int] = {}
-    family: dict[tuple[bytes, bytes], int] = {}
-    families = [family.setdefault(_prompt(t, routers), len(family)) for t in lines]
     return TrainBatch(
         samples=samples,
         trajectories=lines,
         sample=torch.arange(len(samples)).repeat_interleave(branches),
         weight=(1 / branches.double()).repeat_interleave(branches),
-        tokens=Tokens(
-            ids=torch.from_numpy(np.concatenate(ids)),
-            lengths=torch.tensor([(len(t.prompt_ids) + len(t.response_ids)) // 4 for t in lines]),
-            learned=torch.from_numpy(np.concatenate(learned)),
-            owner=owner,
-            prompts=torch.tensor([len(t.prompt_ids) // 4 for t in lines]),
-            family=torch.tensor(families),
-            routing=[chosen_experts(t) for t in lines] if routers is not None else None,
-        ),
+        tokens=tokens,
         rewards=torch.tensor([t.reward for t in samples], dtype=torch.float64),
         groups=torch.tensor([number.setdefault(t.group_id, len(number)) for t in samples]),
         behaviour=torch.from_numpy(np.concatenate(behaviour)),
-        temperature=torch.tensor([t.sampling.temperature for t in lines])[owner],
+        temperature=torch.tensor([t.sampling.temperature for t in lines])[tokens.owner],
     )
 
 
 def _mask(line: Trajectory) -> NDArray[np.bool_]:
     return np.frombuffer(line.loss_mask, "u1").astype(bool)
-
-
-def _prompt(trajectory: Trajectory, routers: RouterKind | None) -> tuple[bytes, bytes]:
-    """Return what samples that share a prompt have in common: tokens, and what is replayed."""
-    routing = trajectory.routing
-    if routing is None or routers is None:
-        return trajectory.prompt_ids, b""
-    own = len(trajectory.prompt_ids) // 4 * routing.token_bytes
-    return trajectory.prompt_ids, routing.chosen[:own]
 
 
 STAGES = {"ref_logprobs": "ref_logp", "proximal_logprobs": "logp"}

@@ -15,7 +15,6 @@ from umbra.proto.errors import UsageError
 from umbra.proto.records import EvalReport
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import as_dict
-from umbra.services.prompts.download import without_secrets
 from umbra.services.trainer.metrics import Row
 
 log = logging.getLogger(__name__)
@@ -124,7 +123,7 @@ def _open_wandb(config: RunConfig, run_dir: Path) -> WeightsAndBiases:
         dir=str(run_dir),
         mode=mode,
         resume="allow" if mode == "online" else None,
-        config=without_secrets(as_dict(config)),
+        config=as_dict(config),
     )
     try:
         sink.start()

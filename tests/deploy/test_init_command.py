@@ -91,12 +91,12 @@ def test_a_folder_elsewhere_and_prompts_of_ones_own(capsys: pytest.CaptureFixtur
     assert cli.main(["init", "third", "--prompts", "none.jsonl"]) == 2
     assert "--prompts none.jsonl: there is no such file" in capsys.readouterr().err
     assert not Path("third").exists()
-    words = ["--model", "an-org/a-model", "--prompts", "https://example.org/rows.jsonl"]
+    words = ["--model", "an-org/a-model", "--prompts", "datasets:an-org/rows"]
     assert cli.main(["init", "fourth", *words]) == 0
     assert "is not there yet" not in capsys.readouterr().out
     config = load_config("fourth/run.toml", environ={})
     assert config.model.path == "an-org/a-model"
-    assert config.data.prompts == "https://example.org/rows.jsonl"
+    assert config.data.prompts == "datasets:an-org/rows"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from umbra.proto.errors import UsageError
 from umbra.services.config import EnvironmentConfig
 from umbra.services.environments.environment_host import EnvironmentHost
 from umbra.services.environments.loading import load_environment
-from umbra.services.environments.protocol import Opening, StepResult
+from umbra.services.environments.protocol import Opening, Said, StepResult
 from umbra.services.environments.sandbox import (
     OUTPUT_BYTES,
     CommandOutcome,
@@ -58,13 +58,12 @@ def tools(docker: Path, *names: str, **limits: Any) -> EnvironmentConfig:
     )
 
 
-def called(name: str, **arguments: str) -> str:
-    import json
+def called(name: str, **arguments: str) -> Said:
+    function = {"name": name, "arguments": arguments}
+    return Said(text="called", tool_calls=[{"type": "function", "function": function}])
 
-    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
-
-async def converse(config: EnvironmentConfig, *responses: str) -> list[Any]:
+async def converse(config: EnvironmentConfig, *responses: Said | str) -> list[Any]:
     """What the environment answers, and then the sample is over."""
     host = EnvironmentHost(load_environment(config), "tools")
     answers: list[Any] = [await host.play("s", {"prompt": "go", "answer": "3"}, [])]

@@ -5,24 +5,17 @@ from typing import Any
 
 import pytest
 
-from umbra.services.environments.protocol import Opening, StepResult
-from umbra.services.environments.tools import (
-    ToolCall,
-    ToolCallError,
-    ToolUse,
-    calculator,
-    parse_tool_calls,
-    schema,
-)
+from umbra.services.environments.protocol import Opening, Response, Said, StepResult
+from umbra.services.environments.tools import ToolUse, calculator, schema
 
 
-def call(expression: Any) -> str:
-    arguments = f'{{"name": "calculator", "arguments": {{"expression": {expression}}}}}'
-    return f"<tool_call>{arguments}</tool_call>"
+def call(expression: Any, name: str = "calculator", argument: str = "expression") -> Said:
+    function = {"name": name, "arguments": {argument: expression}}
+    return Said(text="called", tool_calls=[{"type": "function", "function": function}])
 
 
-def step(environment: ToolUse, response: str) -> StepResult:
-    return asyncio.run(environment.step(response))
+def step(environment: ToolUse, said: Said | str) -> StepResult:
+    return asyncio.run(environment.step(Response.of(said)))
 
 
 @pytest.mark.parametrize(
@@ -51,37 +44,12 @@ def test_the_calculator_refuses(expression: str, says: str) -> None:
         calculator(expression)
 
 
-def test_calls_are_parsed_in_order() -> None:
-    found = parse_tool_calls("let me see " + call('"1+1"') + " and " + call('"2"'))
-    assert found == [
-        ToolCall("calculator", {"expression": "1+1"}),
-        ToolCall("calculator", {"expression": "2"}),
-    ]
-    assert parse_tool_calls("the answer is 3") == []
-
-
-@pytest.mark.parametrize(
-    ("response", "says"),
-    [
-        ("<tool_call>{]</tool_call>", "not valid JSON"),
-        (f"<tool_call>{'[' * 10_000}</tool_call>", "not valid JSON"),
-        ("<tool_call>[1]</tool_call>", 'must be an object with "name"'),
-        ('<tool_call>{"name": "x", "arguments": 3}</tool_call>', '"arguments" of the tool call'),
-        ('<tool_call>{"name": "x"}', "is not closed"),
-    ],
-)
-def test_a_malformed_call_is_explained(response: str, says: str) -> None:
-    (error,) = parse_tool_calls(response)
-    assert isinstance(error, ToolCallError)
-    assert says in str(error)
-
-
 def test_a_tool_is_called_and_its_answer_goes_back() -> None:
     environment = ToolUse()
     opening = environment.reset({"prompt": "2+3?", "answer": "5"})
     assert isinstance(opening, Opening)
     assert opening.tools == [schema(calculator)]
-    result = step(environment, call('"2+3"'))
+    result = step(environment, call("2+3"))
     assert (result.done, result.reward) == (False, 0.0)
     assert result.messages == [{"role": "tool", "content": "5"}]
     assert step(environment, "It is 5.") == StepResult(reward=1.0)
@@ -90,14 +58,14 @@ def test_a_tool_is_called_and_its_answer_goes_back() -> None:
 @pytest.mark.parametrize(
     ("response", "says"),
     [
-        (call("3").replace("calculator", "search"), "there is no tool 'search', only calculator"),
-        (call("3").replace("expression", "text"), "missing a required argument: 'expression'"),
-        (call('"1/0"'), "calculator: division by zero"),
-        (call("3"), "calculator: "),
-        ("<tool_call>nonsense</tool_call>", "not valid JSON"),
+        (call("3", name="search"), "there is no tool 'search', only calculator"),
+        (call("3", argument="text"), "missing a required argument: 'expression'"),
+        (call("1/0"), "calculator: division by zero"),
+        (call(3), "calculator: "),
+        (Said(text="x", content="x", problem="it is not closed"), "it is not closed"),
     ],
 )
-def test_a_wrong_call_costs_a_turn_and_nothing_else(response: str, says: str) -> None:
+def test_a_wrong_call_costs_a_turn_and_nothing_else(response: Said, says: str) -> None:
     environment = ToolUse(calls=2)
     environment.reset({"prompt": "2+3?", "answer": "5"})
     result = step(environment, response)

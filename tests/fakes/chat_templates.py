@@ -18,15 +18,12 @@ _ENDS = {
     "gemma4": ("<turn|>", "<|tool_response>"),
     "glm4moe": ("<|user|>", "<|observation|>"),
     "gptoss": ("<|return|>", "<|call|>"),
-    "idefics3": ("<end_of_utterance>",),
     "lfm2": ("<|im_end|>",),
     "llama3": ("<|eot_id|>", "<|eom_id|>"),
-    "llava_next": ("</s>",),
     "muse_glimmer": ("<|eot|>",),
     "nemotron": ("<|im_end|>",),
     "phi3": ("<|end|>",),
     "qwen": ("<|im_end|>", "<|endoftext|>"),
-    "smolvlm": ("<end_of_utterance>",),
 }
 _SPECIAL = re.compile(r"<\|[^|>\s]{1,40}\|?>|<[^|<>\s]{1,30}\|>|<｜[^>]*?｜>|</?(?:think|s)>")
 # As Llama 3 and Qwen split text before merging.
@@ -82,7 +79,9 @@ def chat_tokenizer(name: str) -> tuple[Any, set[int]]:
 
 
 def _all() -> list[str]:
-    return sorted(path.stem for path in _folder().glob("*.jinja"))
+    """Those of some vision models take lists of parts only."""
+    vision = {"idefics3", "llava_next", "smolvlm"}
+    return sorted({path.stem for path in _folder().glob("*.jinja")} - vision)
 
 
 def _folder() -> Path:

@@ -14,7 +14,7 @@ from umbra.services.generator.agents.responses_api import response_id
 from umbra.services.generator.agents.session import AgentSession
 from umbra.services.generator.agents.session_tree import News
 from umbra.services.http import ApiError
-from umbra.services.modeling.parsers import TOLD, ResponseTemplateParser, read
+from umbra.services.modeling.parsers import TOLD, ResponseTemplateParser
 
 TIMEOUT_S = 10.0
 LIMITS = TimeLimits.of(EnvironmentConfig(kind="agent", timeout_s=TIMEOUT_S))
@@ -53,7 +53,7 @@ class BranchingAgent:
 
     def hear(self, text: str) -> None:
         parser = ResponseTemplateParser("told", TOLD, told=True)
-        turn = Turn(read(parser, "", text, [{}]), [1], [0.0], [], 4, True, 0)
+        turn = Turn(parser.read("", text, [{}]), [1], [0.0], [], 4, True, 0)
         self.session.answered(turn, 1.0)
 
     def talk(self, *messages: Message, **fields: Any) -> News:

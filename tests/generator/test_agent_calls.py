@@ -11,7 +11,7 @@ from umbra.services.environments.protocol import Turn
 from umbra.services.generator.agents.calls import Answer, Call, CallRules, read_message
 from umbra.services.generator.agents.chat_api import Completions, TextCompletions
 from umbra.services.http import ApiError
-from umbra.services.modeling.parsers import TOLD, ResponseTemplateParser, read
+from umbra.services.modeling.parsers import TOLD, ResponseTemplateParser
 
 RULES = CallRules(Sampling(temperature=0.7, top_k=20), ["<|end|>"])
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
@@ -34,7 +34,7 @@ def turn(said: str, *, complete: bool = True, tools: Any = TOOLS) -> Turn:
     pieces = list(said)
     ids = list(range(len(said)))
     reader = ResponseTemplateParser("told", TOLD, told=True)
-    return Turn(read(reader, "", said, tools), ids, [-0.5] * len(ids), pieces, 7, complete, 3)
+    return Turn(reader.read("", said, tools), ids, [-0.5] * len(ids), pieces, 7, complete, 3)
 
 
 def test_what_agrees_with_the_run_is_served() -> None:

@@ -13,14 +13,14 @@ from umbra.services.generator.agents.calls import Answer, Call
 from umbra.services.generator.agents.session import AgentSession, SessionRegistry
 from umbra.services.generator.agents.session_tree import News
 from umbra.services.http import ApiError
-from umbra.services.modeling.parsers import TOLD, ResponseTemplateParser, read
+from umbra.services.modeling.parsers import TOLD, ResponseTemplateParser
 
 TIMEOUT_S = 10.0
 LIMITS = TimeLimits.of(EnvironmentConfig(kind="agent", timeout_s=TIMEOUT_S))
 
 
 def turn(text: str) -> Turn:
-    said = read(ResponseTemplateParser("told", TOLD, told=True), "", text, [{}])
+    said = ResponseTemplateParser("told", TOLD, told=True).read("", text, [{}])
     return Turn(said, [1], [0.0], [], 4, True, 0)
 
 

@@ -9,7 +9,7 @@ from umbra.services.generator.agents.calls import Answer, Call, CallRules
 from umbra.services.generator.agents.chat_api import Completions
 from umbra.services.generator.agents.messages_api import Messages
 from umbra.services.generator.agents.responses_api import Responses
-from umbra.services.modeling.parsers import TOLD, ResponseTemplateParser, read
+from umbra.services.modeling.parsers import TOLD, ResponseTemplateParser
 
 RULES = CallRules(Sampling())
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -30,7 +30,7 @@ def test_functions_of_a_namespace_have_its_name_for_the_model_and_theirs_for_the
     said += said.replace("agents__", "")
     reader = ResponseTemplateParser("told", TOLD, told=True)
     ids = list(range(len(said)))
-    turn = Turn(read(reader, "", said, call.tools), ids, [-0.5] * len(ids), list(said), 7, True, 3)
+    turn = Turn(reader.read("", said, call.tools), ids, [-0.5] * len(ids), list(said), 7, True, 3)
     answer = Answer.of(turn, call, 0)
     form = Responses("session", "m", 5)
     items = form.whole(call, answer)["output"]

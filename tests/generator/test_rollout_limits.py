@@ -68,7 +68,9 @@ def test_a_tool_is_used_within_a_rollout(chat: Chat, tokenizer: Any) -> None:
     assert '"name": "calculator"' in prompt  # the template knows no tools: a message tells of them
     assert prompt.endswith("<|user|>2*3?<|assistant|>")
     response = tokenizer.decode(unpack_int32(trajectory.response_ids))
-    assert "<|user|><tool_response>error: the tool call is not closed" in response
+    assert (
+        "<|user|><tool_response>error: the tool call cannot be read: it is not closed" in response
+    )
     assert response.endswith("<|user|><tool_response>6</tool_response><|assistant|>6<|end|>")
     assert (trajectory.reward, trajectory.turns) == (1.0, 3)
     assert trajectory.reward_parts == {"tool_calls": 2.0, "malformed_calls": 1.0}

@@ -11,10 +11,12 @@ from click.testing import CliRunner
 
 from umbra.proto.errors import UsageError
 from umbra.services.environments.built_in import ExactMatch, Guess
-from umbra.services.environments.tools import ToolUse, calculator
+from umbra.services.environments.protocol import Response
+from umbra.services.environments.tools import ToolUse, calculator, schema
 from umbra.services.generator import tasks
 from umbra.services.generator.command import evaluate, make_task
 from umbra.services.generator.tasks import write_task
+from umbra.services.modeling.parsers import TOLD, ResponseTemplateParser
 from umbra.services.process.files import read_jsonl
 
 COUNTS: dict[str, Any] = {"prompts": 300, "heldout": 100, "demos": 300}
@@ -81,9 +83,11 @@ def test_calculator_demos_are_conversations_with_the_environment(tmp_path: Path)
         _, asked, called, heard, said = (m["content"] for m in demo["messages"])
         environment = ToolUse()
         environment.reset({"prompt": asked, "answer": calculator(asked[:-1])})
-        (message,) = asyncio.run(environment.step(called)).messages
+        parser = ResponseTemplateParser("told", TOLD, told=True)
+        read = parser.read("", called, [schema(calculator)])
+        (message,) = asyncio.run(environment.step(Response.of(read))).messages
         assert heard == f"<tool_response>{message['content']}</tool_response>"
-        rewards.append(asyncio.run(environment.step(said)).reward)
+        rewards.append(asyncio.run(environment.step(Response.of(said))).reward)
     assert 0.1 < sum(rewards) / len(rewards) < 0.9
 
 

@@ -18,7 +18,7 @@ from umbra.services.config import EnvironmentConfig, RunConfig
 from umbra.services.config.loader import load_config
 from umbra.services.environments.environment_host import EnvironmentHost
 from umbra.services.environments.pool import InlinePool
-from umbra.services.environments.protocol import Opening, Row, SampleError, StepResult
+from umbra.services.environments.protocol import Opening, Row, Said, SampleError, StepResult
 from umbra.services.environments.tools import ToolUse
 from umbra.services.generator.checks import check_environment, check_template
 from umbra.services.generator.runner import RolloutRunner
@@ -130,19 +130,17 @@ def test_an_answer_without_its_call_fails_the_sample(name: str, end: str, why: s
 
 
 def test_tools_tell_which_calls_they_answer() -> None:
-    environment = ToolUse()
-    environment.reset({"prompt": "1+1?", "answer": "2"})
-    good = '<tool_call>{"name": "calculator", "arguments": {"expression": "1+1"}}</tool_call>'
+    function = {"name": "calculator", "arguments": {"expression": "1+1"}}
     answers = EnvironmentHost(ToolUse, "tools")
     row = {"prompt": "1+1?", "answer": "2"}
-    result = asyncio.run(answers.play("s", row, [good]))
+    called = Said(text="x", tool_calls=[{"type": "function", "function": function}])
+    result = asyncio.run(answers.play("s", row, [called]))
     assert isinstance(result, StepResult)
-    function = {"name": "calculator", "arguments": {"expression": "1+1"}}
     assert result.tool_calls == [{"id": "call_0", "type": "function", "function": function}]
     # A turn with a call that can't be read is text as a whole.
-    result = asyncio.run(answers.play("t", row, [good + "<tool_call>{</tool_call>"]))
+    result = asyncio.run(answers.play("t", row, [Said(text="x", problem="broken")]))
     assert isinstance(result, StepResult)
-    assert (result.tool_calls, len(result.messages)) == ([], 2)
+    assert (result.tool_calls, len(result.messages)) == ([], 1)
 
 
 @pytest.mark.parametrize("calls", [[{"function": "f"}], [{"name": "f"}], "f", 3])

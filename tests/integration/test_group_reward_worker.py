@@ -167,7 +167,7 @@ def test_each_group_is_rewarded_by_the_functions_of_its_environment(
 def test_a_reward_that_cannot_take_a_group_is_told_before_the_run(module: None) -> None:
     row = {"prompt": "p"}
     check_environment(RunConfig(environment=rewards("faulty")), row)
-    told = r"returned \[1.0\] instead of a list with 8 numbers for 8 completions"
+    told = r"returned \[1.0\] instead of a list with one number for each of 8 completions"
     with pytest.raises(UsageError, match=told):
         check_environment(RunConfig(environment=rewards("few")), row)
 

@@ -109,7 +109,7 @@ def test_rollouts_of_verifiers_v0_end_as_it_says(tmp_path: Path, library_play: L
         trajectory = world.trajectory()
         assert (trajectory.reward, trajectory.finish_reason) == (0.25, reason)
         assert trajectory.reward_parts == {"length": float(len(said))}
-    for said, reason in {"error": "ModelError -> no luck", "nan": "its reward is nan"}.items():
+    for said, reason in {"error": "ModelError -> no luck", "nan": "returned nan"}.items():
         world = library_play("verifiers", "", said, id=name)
         world.add(sample(V0_ROW))
         assert reason in world.failed().reason

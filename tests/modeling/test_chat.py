@@ -14,10 +14,6 @@ from umbra.services.modeling.chat_template import ChatTemplate
 from umbra.services.modeling.models import load_tokenizer
 
 USER: list[Message] = [{"role": "user", "content": "how"}]
-PARTS = (
-    "{% for m in messages %}{% if m.content is string %}{{ raise_exception('parts only') }}"
-    "{% endif %}{{ m.content[0].text }}{% endfor %}"
-)
 
 
 @pytest.fixture
@@ -45,6 +41,7 @@ def test_short_turns_are_tokenised_once(
     tokenizer: Any, length: int, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chat = Chat(tokenizer, {tokenizer.eos_token_id})
+    chat.check_turns(["user"])  # tries the template once
     tail: Any = chat._template and chat._template.tail
     made: list[Any] = []
     monkeypatch.setattr(chat._template, "tail", lambda *said: (made.append(said), tail(*said))[1])
@@ -55,15 +52,18 @@ def test_short_turns_are_tokenised_once(
     assert len(made) == times
 
 
-def test_a_template_may_take_lists_of_parts_only(tokenizer: Any) -> None:
-    tokenizer.chat_template = PARTS
-    chat = Chat(tokenizer, {0})
-    assert chat.text(chat.prompt_ids(USER)) == "how"
-
-
-def test_a_template_that_does_not_write_prompts_is_refused(tokenizer: Any) -> None:
-    tokenizer.chat_template = "{{ raise_exception('never') }}"
-    with pytest.raises(UsageError, match="does not write a user's message"):
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{{ raise_exception('never') }}", "fails on messages of roles user: never"),
+        ("{{ messages[0].content[0].text }}", "does not write a user's message that is a text"),
+    ],
+)
+def test_a_template_that_does_not_write_prompts_is_refused(
+    tokenizer: Any, template: str, why: str
+) -> None:
+    tokenizer.chat_template = template
+    with pytest.raises(UsageError, match=why):
         Chat(tokenizer, {0}).prompt_ids(USER)
 
 

@@ -81,8 +81,6 @@ class Whole:
 
     def __init__(self, name: str) -> None:
         self.tokenizer, _ = tokenizer_of(name)
-        source = self.tokenizer.chat_template
-        self.parts = "['content'][0]['type']" in source or "selectattr('type'" in source
         self.tells_tools = "weather" in self._text([ASKED], [WEATHER], cue=True)
         self.writes_calls = self.tells_tools and "Lund00" in self._text(
             [ASKED, said(0, 1, ""), *heard(0, TOOL)], [WEATHER], cue=True
@@ -95,10 +93,6 @@ class Whole:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _text(self, messages: list[Message], tools: list[Any], *, cue: bool) -> str:
-        if self.parts:
-            messages = [
-                {**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages
-            ]
         names = {c["id"]: c["function"]["name"] for m in messages for c in m.get("tool_calls", ())}
         named = [
             {**m, "name": names.get(m["tool_call_id"])} if m.get("tool_call_id") in names else m

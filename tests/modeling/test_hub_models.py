@@ -208,7 +208,7 @@ class TestRefusals:
     def test_no_network(self, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
         told = self.refused(NAME, StartupError)
-        assert "http://127.0.0.1:9 cannot be reached" in told and "name a directory" in told
+        assert "cannot be downloaded from http://127.0.0.1:9" in told and "name a directory" in told
 
     def test_no_safetensors(self, hub: Hub, tiny_model_dir: Path) -> None:
         kept = {

@@ -1,6 +1,5 @@
-"""How turns are read: calls, reasoning, what is broken, and the same piece by piece as at once."""
+"""How turns are read: calls, reasoning and what is broken."""
 
-import string
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,8 @@ from hypothesis import strategies as st
 
 from umbra.proto.errors import UsageError
 from umbra.services.config import ModelConfig
-from umbra.services.environments.protocol import Response, Said
-from umbra.services.environments.tools import ToolCall, ToolCallError, parse_tool_calls
-from umbra.services.modeling.chat import Chat, StopSearch, TurnReader
+from umbra.services.environments.protocol import Said
+from umbra.services.modeling.chat import Chat, StopSearch
 
 WEATHER = {
     "type": "function",
@@ -84,8 +82,6 @@ def test_a_broken_call_is_words_and_says_why(text: str, problem: str) -> None:
     assert said.tool_calls == []
     assert said.reasoning == "hm"
     assert said.content == "Well. " + text.removesuffix("<|im_end|>")
-    (error,) = parse_tool_calls(Response.of(said))
-    assert isinstance(error, ToolCallError)
 
 
 def test_words_between_calls_are_kept() -> None:
@@ -93,7 +89,6 @@ def test_words_between_calls_are_kept() -> None:
     said = read("qwen3", f"First {call} and {call} done.<|im_end|>")
     assert arguments(said) == [{"days": 1}, {"days": 1}]
     assert said.content == "First and done."
-    assert parse_tool_calls(Response.of(said)) == [ToolCall("weather", {"days": 1})] * 2
 
 
 def test_without_tools_nothing_is_a_call() -> None:
@@ -111,41 +106,6 @@ def test_what_a_template_that_knows_no_tools_is_told() -> None:
         "llama3", 'so <tool_call>{"name": "weather", "arguments": {}}</tool_call><|eot_id|>'
     )
     assert arguments(said) == [{}]
-    assert not said.read  # environments may look for the call in the text as before
-
-
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"zip": "1"}}\n</tool_call>'
-
-
-@given(
-    thought=st.text(string.ascii_letters + " é世\n", max_size=12),
-    words=st.text(string.ascii_letters + " <é世.", max_size=20),
-    end=st.sampled_from(["", CALL, CALL + "\n" + CALL, CALL[:-3], "<tool_call>{</tool_call>"]),
-    stop=st.sampled_from(["<|im_end|>", ""]),
-    sizes=st.lists(st.integers(1, 7), min_size=1),
-)
-def test_piece_by_piece_it_is_the_same_as_at_once(
-    thought: str, words: str, end: str, stop: str, sizes: list[int]
-) -> None:
-    chat = Chat(*chat_tokenizer("qwen3"))
-    prompt = chat.prompt_ids(USER, [WEATHER])
-    ids = chat.text_ids(f"<think>\n{thought}\n</think>\n\n{words}{end}{stop}", begins=False)
-    whole = chat.said(ids, prompt, [WEATHER])
-    reader = TurnReader(chat, prompt, [WEATHER])
-    heard = {"content": "", "reasoning": ""}
-    at = 0
-    for index in range(len(ids)):
-        size = sizes[index % len(sizes)]
-        if at + size >= len(ids):
-            break
-        for kind, text in reader.feed(ids[at : at + size]):
-            heard[kind] += text
-        at += size
-    said = reader.end(ids[at:])
-    assert said == whole
-    # What was passed on is what is there in the end.
-    assert said.content.strip().startswith(heard["content"].strip())
-    assert said.reasoning.startswith(heard["reasoning"].strip())
 
 
 @given(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -61,6 +61,15 @@ class Conversation:
         if choice["finish_reason"] == "length":
             raise NoTurnError("length")
         return choice["message"]
+
+    async def hold(self, answer: Callable[[Message], Awaitable[bool]]) -> str:
+        """Ask for turns until `answer`, which adds messages, returns False; the finish reason."""
+        try:
+            while await answer(await self.ask()):
+                pass
+        except NoTurnError as end:
+            return end.reason
+        return "stop"
 
     async def scoring(self) -> None:
         """No more turns are asked for: what happens now is the reward (`environment.timeout_s`)."""

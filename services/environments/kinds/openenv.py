@@ -20,7 +20,6 @@ from umbra.proto.errors import UsageError
 from umbra.services.environments.agent_program import Program
 from umbra.services.environments.kinds.conversation import (
     Conversation,
-    NoTurnError,
     arguments_of,
     tool_answer,
     with_observation,
@@ -48,11 +47,9 @@ _INVALID = "(code: VALIDATION_ERROR)"  # what the client's error ends with
 def openenv_program(
     where: str, name: str, *, text: str = "", observation: str = "", message_s: float = 60.0
 ) -> Program:
-    """Return what plays one sample.
+    """Return the program of the server at URL `where`, or of "module:app", which is started.
 
     Args:
-        where: URL of a server, or "module:app" of the one to start.
-        name: what the user calls it, for errors.
         text: the action's field that gets the model's words; empty = the model calls tools.
         observation: the field that the model is shown; empty = all of them, as JSON.
         message_s: seconds that an answer of the server may take.
@@ -78,37 +75,40 @@ def openenv_program(
 
     async def play(row: Row, endpoint: dict[str, str]) -> StepResult:
         async with client_class(base_url=url, message_timeout_s=message_s) as server:
-            result = await server.reset(**_reset_arguments(row, name))
+            arguments = row.get(RESET, {})
+            if not isinstance(arguments, dict):
+                raise SampleError(f'{name}: "{RESET}" in a row of data.prompts must be an object')
+            result = await server.reset(**arguments)
             messages = prompt_messages(row)
             if shown := _shown(result.observation, observation):
                 messages = with_observation(messages, f"\n{shown}")
             tools: list[dict[str, Any]] = []
             if not text:
-                tools = await _mcp_tools(server) if mcp else [_tool(_ACT, action)]
+                tools = [_tool(_ACT, action)]
+                if mcp:
+                    listed = (await server.step({"type": "list_tools"})).observation["tools"]
+                    tools = [_tool(t["name"], t["input_schema"], t["description"]) for t in listed]
             conversation = Conversation(endpoint, messages, tools)
-            total, reason = _reward(result, name), "stop"
-            try:
-                while not result.done:
-                    said = await conversation.ask()
-                    actions = _actions(said, text, mcp)
-                    if not actions:
-                        break  # an answer without a call is the last one
-                    for call, given in actions:
-                        answer, reached = await _step(server, given)
-                        if reached is None:
-                            heard = answer
-                        else:
-                            result, heard = reached, _shown(reached.observation, observation)
-                            total += _reward(result, name)
-                        conversation.messages.append(
-                            {"role": "user", "content": heard}
-                            if call is None
-                            else tool_answer(call, heard)
-                        )
-                        if result.done:
-                            break
-            except NoTurnError as end:
-                reason = end.reason
+            total = _reward(result, name)
+
+            async def answer(said: Message) -> bool:
+                nonlocal total
+                actions = _actions(said, text, mcp)
+                for call, given in actions:
+                    heard, reached = await _step(server, given)
+                    if reached is not None:
+                        heard = _shown(reached.observation, observation)
+                        total += _reward(reached, name)
+                    conversation.messages.append(
+                        {"role": "user", "content": heard}
+                        if call is None
+                        else tool_answer(call, heard)
+                    )
+                    if reached is not None and reached.done:
+                        return False
+                return bool(actions)  # an answer without a call is the last one
+
+            reason = "stop" if result.done else await conversation.hold(answer)
             return StepResult(reward=total, reason=reason)
 
     return play
@@ -150,11 +150,6 @@ async def _step(server: Any, action: dict[str, Any] | str) -> tuple[str, Any]:
         raise SampleError(f"the server failed: {error}") from error
 
 
-async def _mcp_tools(server: Any) -> list[dict[str, Any]]:
-    listed = (await server.step({"type": "list_tools"})).observation["tools"]
-    return [_tool(tool["name"], tool["input_schema"], tool["description"]) for tool in listed]
-
-
 def _tool(name: str, schema: dict[str, Any], description: str = "") -> dict[str, Any]:
     properties = {k: v for k, v in schema.get("properties", {}).items() if k not in _HIDDEN}
     parameters = {**schema, "type": "object", "properties": properties}
@@ -174,13 +169,6 @@ def _shown(observation: Any, field: str) -> str:
 
 def _reward(result: Any, name: str) -> float:
     return 0.0 if result.reward is None else finite_number(result.reward, name)
-
-
-def _reset_arguments(row: Row, name: str) -> dict[str, Any]:
-    given = row.get(RESET, {})
-    if isinstance(given, dict):
-        return given
-    raise SampleError(f'{name}: "{RESET}" in a row of data.prompts must be an object')
 
 
 def _action_schema(url: str, name: str) -> dict[str, Any]:

@@ -43,17 +43,14 @@ ENVIRONMENT = "environment"  # the column that names it where a run has several
 def trl_program(
     make: Callable[[], Any], rewards: Rewards, name: str, tool_rounds: int = 0
 ) -> Program:
-    """What plays one sample.
+    """Return the program of TRL's `environment_factory`, which users call `name`.
 
     Args:
-        make: TRL's `environment_factory`.
         rewards: functions whose rewards are added to that of `get_reward`.
-        name: what the user calls it, for errors.
         tool_rounds: turns with tool calls after which the sample ends; 0 = any number (TRL's
             `max_tool_calling_iterations`).
 
-    Raises:
-        UsageError: it has no `reset`, no reward, or a method that makes no tool.
+    Raises UsageError if it has no `reset`, no reward, or a method that makes no tool.
     """
     probe = make()
     methods = [m for m, _ in inspect.getmembers(type(probe), predicate=inspect.isfunction)]
@@ -87,21 +84,23 @@ def trl_program(
                 )
             messages = with_observation(messages, observation)
         conversation = Conversation(endpoint, messages, schemas)
-        reason, rounds = "stop", 0
+        rounds = 0
         counts = {"tool_calls": 0.0, "failed_calls": 0.0} if tools else {}
-        try:
-            while calls := (await conversation.ask()).get("tool_calls"):
-                rounds += 1
-                if rounds > tool_rounds > 0:
-                    reason = "turns"
-                    break
-                for call in calls:
-                    said, failed = await _tool(environment, call, tools)
-                    counts["tool_calls"] += 1
-                    counts["failed_calls"] += failed
-                    conversation.messages.append(tool_answer(call, said))
-        except NoTurnError as end:
-            reason = end.reason
+
+        async def answer(said: Message) -> bool:
+            nonlocal rounds
+            calls = said.get("tool_calls") or []
+            rounds += bool(calls)
+            if rounds > tool_rounds > 0:
+                raise NoTurnError("turns")
+            for call in calls:
+                heard, failed = await _tool(environment, call, tools)
+                counts["tool_calls"] += 1
+                counts["failed_calls"] += failed
+                conversation.messages.append(tool_answer(call, heard))
+            return bool(calls)
+
+        reason = await conversation.hold(answer)
         await conversation.scoring()
         completion = conversation.messages[len(messages) :]
         scored = await _reward(environment, row, completion)
@@ -114,8 +113,8 @@ def trl_program(
         said = [message for message in completion if message["role"] == "assistant"]
         if rewards.any:
             text = said[-1].get("content") or ""
-            scored = rewards.result(row, completion, text, {"environments": [environment]})
-            scored = await scored if inspect.isawaitable(scored) else scored
+            found = rewards.results(row, [completion], [text], {"environments": [environment]})
+            (scored,) = await found if inspect.isawaitable(found) else found
             total, parts = scored.reward, scored.reward_parts
         if "get_reward" in methods:
             own = finite_number(await _call(environment.get_reward), f"{name}: get_reward")

@@ -10,14 +10,22 @@ import asyncio
 import hashlib
 import importlib
 import itertools
+import json
 import math
 import os
+import sys
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
-from umbra.proto.errors import UsageError
+from umbra.proto.errors import UmbraError, UsageError
 from umbra.services.environments.agent_program import Program
-from umbra.services.environments.protocol import Row, SampleError, StepResult
+from umbra.services.environments.protocol import (
+    Row,
+    SampleError,
+    StepResult,
+    finite_number,
+)
 
 _KEY_VARIABLE = "UMBRA_SESSION_KEY_"  # what their names begin with, see `_key_variable`
 _CONNECT_S = 60.0
@@ -33,11 +41,11 @@ _V1_DEFAULTS: dict[str, Any] = {
 
 
 def verifiers_program(name: str, options: Mapping[str, Any], said: str) -> Program:
-    """Return what plays one sample of the environment or taskset `name`.
+    """Return the program of the environment or taskset `name`, which users call `said`.
 
     `options` are arguments of `load_environment` (v0) or tables of the configuration over our
-    defaults (v1: "taskset", "agent", ...); `said` is the user's name for it. Raises UsageError if
-    it can't be loaded, or rewards whole groups only.
+    defaults (v1: "taskset", "agent", ...). Raises UsageError if it can't be loaded, or rewards
+    whole groups only.
     """
     if is_v0(name):
         return _v0_program(_v0_environment(name, options), said)
@@ -53,6 +61,21 @@ def verifiers_rows(name: str, options: Mapping[str, Any], count: int, seed: int)
     taskset = _v1_environment(name, options).taskset
     tasks: Iterable[Any] = taskset if taskset.INFINITE else taskset.shuffle(seed)
     return [_v1_row(task, n) for n, task in enumerate(itertools.islice(tasks, count))]
+
+
+def main(name: str, options: str, count: str, seed: str, out: str) -> None:
+    """Write up to `count` rows of `name` to the file `out`, in the Python that has verifiers."""
+    sys.path.append(os.getcwd())
+    try:
+        rows = verifiers_rows(name, json.loads(options), int(count), int(seed))
+        lines = [json.dumps(row) for row in rows]
+    except UmbraError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)
+    except TypeError as error:
+        print(f"verifiers:{name}: a task can't be written as JSON: {error}", file=sys.stderr)
+        sys.exit(2)
+    Path(out).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 def is_v0(name: str) -> bool:
@@ -132,7 +155,7 @@ def _v0_program(environment: Any, said: str) -> Program:
         if error and error.get("error") != _SAID_NOTHING:
             raise SampleError(f"{said}: {_worded(error)}")
         return StepResult(
-            reward=_number(outcome["reward"], said),
+            reward=finite_number(outcome["reward"], said),
             reward_parts=_parts(outcome.get("metrics") or {}),
             reason=_v0_reason(outcome),
         )
@@ -185,6 +208,7 @@ def _v1_program(environment: Any, said: str) -> Program:
     task_class = type(environment.taskset).task_type()
     data_class = task_class.data_type()
     serving: asyncio.Future[None] | None = None
+    keepers: list[asyncio.Future[None]] = []
 
     async def serve(ready: asyncio.Future[None]) -> None:
         try:
@@ -213,7 +237,6 @@ def _v1_program(environment: Any, said: str) -> Program:
         task = task_class(data, environment.config.taskset.task)
         return _v1_result(await environment.run_episode(task, context), said)
 
-    keepers: list[asyncio.Future[None]] = []
     return play
 
 
@@ -223,17 +246,14 @@ def _v1_result(episode: Any, said: str) -> StepResult:
     if errors or not episode.ok:
         raise SampleError(f"{said}: {_worded(errors[0]) if errors else 'its episode is not ok'}")
     if len(trained) != 1:
-        raise SampleError(
-            f"{said} ran {len(trained)} agents that train the policy in one episode; one is "
-            "supported here"
-        )
+        raise SampleError(f"{said} ran {len(trained)} agents that train the policy; use one")
     (trace,) = trained
     unscored = [name for name, reward in trace.rewards.items() if reward is None]
     if unscored:
         raise SampleError(f"{said}: its reward {unscored[0]} was not computed")
     parts = {name: reward.value for name, reward in trace.rewards.items()}
     return StepResult(
-        reward=_number(trace.reward, said),
+        reward=finite_number(trace.reward, said),
         reward_parts=_parts({**parts, **trace.metrics}),
         reason="length" if trace.is_truncated else "stop",
     )
@@ -251,12 +271,6 @@ def _key_variable(endpoint: Mapping[str, str]) -> str:
     name = _KEY_VARIABLE + hashlib.sha256(key.encode()).hexdigest()[:16]
     os.environ[name] = key
     return name
-
-
-def _number(value: Any, said: str) -> float:
-    if isinstance(value, int | float) and math.isfinite(value):
-        return float(value)
-    raise SampleError(f"{said}: its reward is {value!r}, which is not a finite number")
 
 
 def _parts(values: Mapping[str, Any]) -> dict[str, float]:
