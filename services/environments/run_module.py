@@ -10,7 +10,6 @@ import importlib
 import importlib.machinery
 import importlib.util
 import os
-import shutil
 import sys
 
 
@@ -29,32 +28,6 @@ class _InFolder:
         return importlib.util.spec_from_file_location(
             name, self._folder + "/__init__.py", submodule_search_locations=[self._folder]
         )
-
-
-def apart(python: str, module: str, *arguments: str) -> "tuple[list[str], dict[str, str]]":
-    """Return the command line above, and its environment, as if that of `python` were activated.
-
-    Args:
-        python: the program; empty = ours.
-        module: needs the standard library and msgpack only.
-
-    Raises:
-        UsageError: there is no such program.
-    """
-    from umbra.proto.errors import UsageError
-    from umbra.services.process.child import child_environ
-
-    environ = child_environ()
-    found = shutil.which(python or sys.executable)
-    if found is None:
-        raise UsageError(f"environment.python = {python} is no program that can be run")
-    if python:
-        folder = os.path.dirname(os.path.abspath(found))
-        environ.pop("PYTHONHOME", None)
-        environ["PATH"] = f"{folder}{os.pathsep}{environ.get('PATH', os.defpath)}"
-        if os.path.isfile(os.path.join(os.path.dirname(folder), "pyvenv.cfg")):
-            environ["VIRTUAL_ENV"] = os.path.dirname(folder)
-    return command_line(found, module, *arguments), environ
 
 
 def command_line(python: str, module: str, *arguments: str) -> list[str]:

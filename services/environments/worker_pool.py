@@ -10,9 +10,13 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
+import shutil
+import sys
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,9 +27,14 @@ from umbra.services.config import EnvironmentConfig, NamedEnvironment
 from umbra.services.environments.environment_host import Delivered
 from umbra.services.environments.loading import name_of
 from umbra.services.environments.protocol import Lost, Opening, Row, Said, StepResult
-from umbra.services.environments.run_module import apart
+from umbra.services.environments.run_module import command_line
 from umbra.services.environments.time_limits import TimeLimit, TimeLimits
-from umbra.services.process.child import ChildProcess, describe_exit, start_worker
+from umbra.services.process.child import (
+    ChildProcess,
+    child_environ,
+    describe_exit,
+    start_worker,
+)
 from umbra.services.process.loop_thread import ends_with_it
 from umbra.services.process.pipe import AsyncPipe
 
@@ -414,6 +423,27 @@ class WorkerPool:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(ends_with_it)
+
+
+def apart(python: str, module: str, *arguments: str) -> tuple[list[str], dict[str, str]]:
+    """Return the command line that runs `module`, and its environment, as if `python` were active.
+
+    `module` needs the standard library and msgpack only; "" is our own Python.
+
+    Raises:
+        UsageError: there is no such program.
+    """
+    environ = child_environ()
+    found = shutil.which(python or sys.executable)
+    if found is None:
+        raise UsageError(f"environment.python = {python} is no program that can be run")
+    if python:
+        folder = Path(found).absolute().parent
+        environ.pop("PYTHONHOME", None)
+        environ["PATH"] = f"{folder}{os.pathsep}{environ.get('PATH', os.defpath)}"
+        if (folder.parent / "pyvenv.cfg").is_file():
+            environ["VIRTUAL_ENV"] = str(folder.parent)
+    return command_line(found, module, *arguments), environ
 
 
 def offered_name(environment: EnvironmentConfig) -> str:

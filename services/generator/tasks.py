@@ -22,8 +22,8 @@ import msgspec
 
 from umbra.proto.errors import UsageError
 from umbra.services.environments.built_in import gym_rows
-from umbra.services.environments.run_module import apart
 from umbra.services.environments.tools import calculator, schema
+from umbra.services.environments.worker_pool import apart
 from umbra.services.modeling.chat_template import as_text, with_tools
 from umbra.services.process.child import own_exit_code
 from umbra.services.process.files import read_jsonl
