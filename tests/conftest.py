@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from fakes.slowness import seconds
+from fakes.slowness import limit
 
 # Before anything imports a library that would look for a hub: tests never use the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -23,12 +23,21 @@ settings.load_profile("umbra")
 
 SEED = 0
 QUIET_TIMEOUT_S = 60.0  # of a test without a mark of its own
-pytest_plugins = ["fakes.fixtures", "fakes.gpu_world", "fakes.keys", "fakes.library_worlds"]
+LONG_TIMEOUT_S = 240.0  # of one that starts whole runs
+LONG = ("fault", "integration")
+MOST_S = 2900.0  # below faulthandler_timeout, which ends the whole run
+pytest_plugins = [
+    "fakes.fixtures",
+    "fakes.gpu_world",
+    "fakes.keys",
+    "fakes.library_worlds",
+    "fakes.whole_runs",
+]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the folders of long tests: none keeps the other workers waiting at the end."""
-    items.sort(key=lambda item: item.path.parent.name not in ("fault", "integration"))
+    items.sort(key=lambda item: item.path.parent.name not in LONG)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -38,8 +47,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     with another seed, and draws go on from those of the tests before.
     """
     mark = item.get_closest_marker("timeout")
-    quiet = mark.args[0] if mark is not None else QUIET_TIMEOUT_S
-    item.add_marker(pytest.mark.timeout(seconds(quiet)), append=False)
+    usual = LONG_TIMEOUT_S if item.path.parent.name in LONG else QUIET_TIMEOUT_S
+    quiet = mark.args[0] if mark is not None else usual
+    item.add_marker(pytest.mark.timeout(min(limit(quiet), MOST_S)), append=False)
     random.seed(SEED)
     if (torch := sys.modules.get("torch")) is not None:
         torch.manual_seed(SEED)
@@ -75,7 +85,7 @@ def zmq_context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
     yield context
     thread = threading.Thread(target=context.term, name="zmq-term", daemon=True)
     thread.start()
-    limit_s = seconds(5.0)
+    limit_s = limit(5.0)
     thread.join(limit_s)
     if thread.is_alive():
         pytest.fail(

@@ -44,7 +44,7 @@ from umbra.services.weights.arena import remove_leftovers
 
 POLL_S = 0.05
 FULL_S = 60.0  # without room for the store; a run is then ended, and can be resumed
-START_S = 60.0  # for the buffer to bind; a store has to be opened, prompts to be read
+START_S = 600.0  # for the buffer to bind: a store is opened, prompts are read, on any machine
 LOG_LINES = 15
 TRAINER_RESTARTS = 3  # each repeats the steps since its last checkpoint
 BUFFER, HUB, TRAINER = "buffer", "weight-hub", "trainer"

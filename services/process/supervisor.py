@@ -112,6 +112,7 @@ class Child(Protocol):
 # Who ends because another process is gone names that one, and not what ended it.
 MESSENGER_CODE = PeerLostError.exit_code
 CAUSE_S = 180.0  # how long before such an end its cause may have come
+GOAL_S = 600.0  # for the goal to be reached once another has left: it may write a large checkpoint
 
 
 @dataclass(slots=True)
@@ -136,8 +137,8 @@ class Supervisor:
         goal: the program whose orderly exit means that the run is done, if there is such a one.
         report: gets a line for people at every event.
         last_line: the last thing that a program said, for the sentence about its end.
-        stop_s: seconds that each wave gets to stop until it is killed.
-        finish_s: seconds from the first orderly exit to the last; twice `stop_s` if not given.
+        stop_s: seconds that each wave gets to stop until it is killed, and half of what the others
+            get to leave once the goal has.
     """
 
     def __init__(
@@ -149,7 +150,6 @@ class Supervisor:
         last_line: Callable[[str], str] = lambda _name: "",
         policy: Callable[[], RestartPolicy] = RestartPolicy,
         stop_s: float = 30.0,
-        finish_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.failure: Failure | None = None
@@ -161,7 +161,6 @@ class Supervisor:
         self._last_line = last_line
         self._policy = policy
         self._stop_s = stop_s
-        self._finish_s = 2 * stop_s if finish_s is None else finish_s
         self._clock = clock
         self._slots: dict[str, _Slot] = {}
         self._waves: list[list[_Slot]] = []
@@ -271,7 +270,8 @@ class Supervisor:
                 self.stopped_badly = self.stopped_badly or failure
         elif code == 0:
             self._reached = self._reached or name == self._goal
-            if self._finishing_since is None and not slot.program.elastic:
+            first = self._finishing_since is None and not slot.program.elastic
+            if first or name == self._goal:
                 self._finishing_since = self._clock()
         elif slot.program.elastic or slot.program.recovers:
             self._restart_or_give_up(slot, code)
@@ -330,9 +330,10 @@ class Supervisor:
             if not slot.program.recovers:
                 slot.restart_at = None
         alive = [slot.program.name for slot in self._all() if slot.child is not None]
-        if not alive or self._clock() - since < self._finish_s:
+        limit_s = GOAL_S if self._goal in alive else 2 * self._stop_s
+        if not alive or self._clock() - since < limit_s:
             return
-        waited = f"{', '.join(alive)} did not leave within {self._finish_s:g} s"
+        waited = f"{', '.join(alive)} did not leave within {limit_s:g} s"
         if self._reached:
             self._report(f"the run is done, but {waited}: stopping")
             self.drain()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from fakes.slowness import seconds
+from fakes.slowness import limit
 
 from umbra.services.buffer.service import Committer
 
@@ -32,7 +32,7 @@ def test_an_end_is_told_and_errors_of_the_disk_are_handed_over() -> None:
         committer.end()
     assert not committer.under_way
     for _ in range(3):
-        assert woken.acquire(timeout=seconds(30))
+        assert woken.acquire(timeout=limit(30))
     committer.close()
 
 

@@ -16,7 +16,7 @@ from accelerate.state import AcceleratorState
 from fakes.architectures import ARCHITECTURES
 from fakes.constants import constants
 from fakes.full_rows import RowShape, full_rows
-from fakes.slowness import seconds
+from fakes.slowness import limit
 from programs.memory_peak import Case
 from transformers import AutoModelForCausalLM
 
@@ -77,7 +77,7 @@ def measured() -> dict[str, int]:
         input="\n".join(lines),
         capture_output=True,
         text=True,
-        timeout=seconds(300),
+        timeout=limit(300),
         check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )

@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 import yaml
 from fakes.clusters import PLANS, SCHEMAS, launched, parse_planned
-from fakes.slowness import seconds
+from fakes.slowness import limit
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
@@ -109,7 +109,7 @@ def test_what_is_installed_is_what_the_extras_ask_for(target: str) -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=seconds(30),
+        timeout=limit(30),
     )
     assert {Requirement(line) for line in done.stdout.splitlines()} == set(wanted(EXTRAS[target]))
 
@@ -141,14 +141,14 @@ def test_python_s_headers_are_installed_where_the_base_has_none(
     (tmp_path / "rm").symlink_to("/bin/true")  # the machine's own lists stay
     environ = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
     script = IMAGES / "install_compiler.sh"
-    subprocess.run(["sh", script, "gcc"], env=environ, check=True, timeout=seconds(30))
+    subprocess.run(["sh", script, "gcc"], env=environ, check=True, timeout=limit(30))
     (install,) = [line for line in asked.read_text().splitlines() if line.startswith("install")]
     assert install.split()[1:] == [
         *("-y", "--no-install-recommends", "gcc"),
         *([] if has_headers else ["python3-dev"]),
     ]
     asked.unlink()
-    subprocess.run(["sh", script], env=environ, check=True, timeout=seconds(30))
+    subprocess.run(["sh", script], env=environ, check=True, timeout=limit(30))
     assert not asked.exists()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from fakes.slowness import seconds
+from fakes.slowness import limit
 
 from umbra import cli
 from umbra.deploy.check.hardware import Machine
@@ -120,7 +120,7 @@ def test_three_questions_on_a_terminal() -> None:
         stdin=theirs, stdout=theirs, stderr=theirs,
     )  # fmt: skip
     os.write(ours, b"a-model\n\n")
-    assert asked.wait(seconds(60.0)) == 0
+    assert asked.wait(limit(60.0)) == 0
     os.close(theirs)
     shown = b""
     with suppress(OSError):  # its end; the kernel hands over what was said in parts

@@ -1,4 +1,4 @@
-"""Forty mistakes of a user, each answered by one sentence before anything begins.
+"""Mistakes of a user, each answered by one sentence before anything begins.
 
 `umbra up` in this process, so that what has to be loaded is loaded once. What takes a model, a
 service or a signal to go wrong is in tests/integration/test_refusals.py and test_bad_input.py.
@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fakes.slowness import seconds
+from fakes.slowness import limit
 from fakes.waiting import until
 
 from umbra import cli
@@ -118,6 +118,15 @@ MISTAKES = {
     "an objective misspelt": wrong("trainer.objective=grop", told="did you mean grpo?"),
     "an engine misspelt": wrong("generator.engine=vlm", told="did you mean vllm?"),
     "a plane misspelt": wrong("weight_hub.plane=ncll", told="did you mean nccl?"),
+    "a temperature below zero": wrong(
+        "sampling.temperature=-1", told="sampling.temperature must be a number > 0, not -1"
+    ),
+    "fewer tokens than none": wrong(
+        "sampling.top_k=-3", told="sampling.top_k must be an integer >= 0, not -3"
+    ),
+    "a share above one": wrong(
+        "sampling.min_p=2", told="sampling.min_p must be a number >= 0 and <= 1, not 2"
+    ),
     "a name that is empty": wrong("run.name=", told="run.name must be text that is not empty"),
     # what contradicts itself
     "more minibatches than samples": wrong(
@@ -147,6 +156,11 @@ MISTAKES = {
         ("model.path=partial",),
         _without("tokenizer.json tokenizer_config.json"),
     ),
+    "vLLM with a model without tokenizer": Mistake(
+        ("model.path", "has no tokenizer"),
+        ("model.path=partial", "generator.engine=vllm"),
+        _without("tokenizer.json tokenizer_config.json"),
+    ),
     "a model without weights": Mistake(
         ("model.path", "weights"), ("model.path=partial",), _without("model.safetensors")
     ),
@@ -158,6 +172,7 @@ MISTAKES = {
     "prompts that are not there": wrong("data.prompts=nowhere.jsonl", told="nowhere.jsonl"),
     "prompts that are empty": prompts("", "empty"),
     "a line that is no JSON": prompts('{"prompt": "a"}\nb\n', "prompts.jsonl, line 2"),
+    "a line that is a list": prompts('{"prompt": "a"}\n\n["b"]\n', "prompts.jsonl, line 3"),
     "another name for the prompt": prompts('{"question": "a"}\n', "line 1", "prompt"),
     "a prompt that is a number": prompts('{"prompt": 3}\n', "line 1", "prompt"),
     "no Parquet": Mistake(
@@ -179,6 +194,7 @@ MISTAKES = {
     ),
     "a reward that raises": reward("raises", "KeyError", "gold"),
     "a reward that returns nothing": reward("nothing", "None"),
+    "a reward that is text": wrong("environment.reward=tiny_reward:says_so", told="very good"),
     "a reward that is no number": reward("not_finite", "nan"),
     "a reward of other arguments": reward("two_arguments", "two_arguments", "row"),
     "a reward that ends its process": reward("leaves", "exit code 7"),
@@ -241,10 +257,6 @@ def test_a_mistake_is_told_in_one_sentence(
     assert not list((here / "runs").glob("*"))
 
 
-def test_there_are_forty() -> None:
-    assert len(MISTAKES) >= 40
-
-
 def test_a_folder_that_was_there_stays(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "runs" / "earlier").mkdir(parents=True)
     refused = ["up", "run.toml", "--set", "environment.reward=user_rewards:raises"]
@@ -288,7 +300,7 @@ def test_ctrl_c_before_anything_has_begun(here: Path) -> None:
     try:
         until(lambda: list(here.glob("runs/*/logs/environment-check.log")), "the check")
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=seconds(50))
+        _, said = process.communicate(timeout=limit(50))
     finally:
         process.kill()
         process.wait()

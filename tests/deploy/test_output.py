@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fakes.slowness import seconds
+from fakes.slowness import limit
 
 ON = """
 import click
@@ -29,7 +29,7 @@ def run(program: list[str], stdout: int) -> subprocess.CompletedProcess[str]:
         stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
-        timeout=seconds(60),
+        timeout=limit(60),
         check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )

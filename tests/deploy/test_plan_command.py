@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from fakes.slowness import seconds
+from fakes.slowness import limit
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -175,7 +175,7 @@ def test_a_folder_that_cannot_be_written_to(
 
 def test_planning_needs_no_torch() -> None:
     code = "import sys, umbra.deploy.cluster.command; sys.exit('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], timeout=seconds(50), check=False)
+    done = subprocess.run([sys.executable, "-c", code], timeout=limit(50), check=False)
     assert done.returncode == 0
 
 

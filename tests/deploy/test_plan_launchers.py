@@ -21,7 +21,7 @@ from fakes.clusters import (
     render,
     run_config,
 )
-from fakes.slowness import seconds
+from fakes.slowness import limit
 
 from umbra.deploy.cluster.cluster_file import (
     ClusterFile,
@@ -266,7 +266,7 @@ def run_script(plan: Plan, folder: Path, **environ: str) -> tuple[int, list[str]
     done = subprocess.run(
         ["bash", script],
         env={"PATH": f"{folder}:{os.environ['PATH']}", "CALLS": str(calls), **environ},
-        timeout=seconds(60),
+        timeout=limit(60),
         capture_output=True,
         text=True,
         check=False,
@@ -338,9 +338,7 @@ def test_scripts_are_valid_shell_and_ask_for_what_the_plan_needs(
     plan: Plan, tmp_path: Path
 ) -> None:
     text = render(plan, "slurm", out=tmp_path)["run.sbatch"]
-    checked = subprocess.run(
-        ["bash", "-n"], input=text, text=True, timeout=seconds(30), check=False
-    )
+    checked = subprocess.run(["bash", "-n"], input=text, text=True, timeout=limit(30), check=False)
     assert checked.returncode == 0
     nodes = [node for node in plan.nodes if plan.on(node)]
     options = [line.split(" ", 1)[1] for line in text.splitlines() if line.startswith("#SBATCH ")]

@@ -17,7 +17,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from fakes.full_rows import RowShape, full_rows
-from fakes.slowness import seconds
+from fakes.slowness import limit
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from umbra.deploy.check.estimate import Estimate, judge, taken, vllm_room
@@ -283,7 +283,7 @@ def test_a_whole_run_of_it_on_a_tiny_model(name: str, tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=seconds(240),
+        timeout=limit(240),
         check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )

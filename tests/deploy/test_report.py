@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from fakes.slowness import seconds
+from fakes.slowness import limit
 
 from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.report.page import POINTS, command, recorded_look, write_report
@@ -68,7 +68,7 @@ def drawn(folder: RunFolder, tmp_path: Path) -> dict[str, dict[str, Any]]:
     (tmp_path / "look.json").write_text(data)
     done = subprocess.run(
         [NODE or "", PROGRAM, tmp_path / "page.js", tmp_path / "look.json"],
-        capture_output=True, text=True, check=False, timeout=seconds(60),
+        capture_output=True, text=True, check=False, timeout=limit(60),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.slowness import seconds
+from fakes.slowness import limit, seconds
 
 from umbra.proto.errors import UsageError
 from umbra.services.config import EnvironmentConfig
@@ -90,7 +90,7 @@ class Player:
     def outcomes(self, count: int) -> dict[str, EpisodeOutcome]:
         found: dict[str, EpisodeOutcome] = {}
         while len(found) < count:
-            assert self._event.wait(seconds(30))
+            assert self._event.wait(limit(30))
             self._event.clear()
             found |= {outcome.key: outcome for outcome in self.pool.collect()}
         return found
@@ -241,6 +241,6 @@ def test_a_process_that_is_still_importing_dies_with_its_owner(tmp_path: Path) -
     worker = os.pidfd_open(int(fifo.read_text()))
     owner.kill()
     owner.wait()
-    ended, _, _ = select.select([worker], [], [], seconds(30))
+    ended, _, _ = select.select([worker], [], [], limit(30))
     os.close(worker)
     assert ended, "the process outlived its owner"

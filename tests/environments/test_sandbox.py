@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.slowness import seconds
+from fakes.slowness import limit, seconds
 
 from umbra.proto.errors import UsageError
 from umbra.services.config import EnvironmentConfig
@@ -145,7 +145,7 @@ def test_a_command_that_takes_too_long_costs_its_container(docker: Path) -> None
 
 
 def test_what_is_printed_without_end_is_cut_off(docker: Path) -> None:
-    container = Container("docker", ContainerLimits(command_s=seconds(60.0)))
+    container = Container("docker", ContainerLimits(command_s=limit(60.0)))
     many = 4 * OUTPUT_BYTES
     outcome = asyncio.run(container.run(["head", "-c", str(many), "/dev/zero"]))
     assert outcome == CommandOutcome(0, "\0" * OUTPUT_BYTES + f"\n({3 * OUTPUT_BYTES} more bytes)")

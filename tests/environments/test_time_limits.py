@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.slowness import seconds
+from fakes.slowness import limit, seconds
 
 from umbra.proto.errors import DeadlineError
 from umbra.services.config import EnvironmentConfig, NamedEnvironment
@@ -63,7 +63,7 @@ class Played:
     def play(self, key: str, *responses: str, hangs: str = "") -> EpisodeOutcome:
         self.pool.play(key, {"prompt": "p", "hangs": hangs}, list(responses))
         while not (outcomes := self.pool.collect()):
-            assert self._event.wait(seconds(60))
+            assert self._event.wait(limit(60))
             self._event.clear()
         return outcomes[0]
 

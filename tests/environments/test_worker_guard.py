@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fakes.slowness import seconds
+from fakes.slowness import limit, seconds
 
 from umbra.services.config import EnvironmentConfig
 from umbra.services.environments.pool import ProcessPool
@@ -46,7 +46,7 @@ def is_alive(pid: int) -> bool:
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + seconds(20.0)
+    deadline = time.monotonic() + limit(20.0)
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.01)
@@ -117,7 +117,7 @@ def test_its_memory_is_limited_beyond_what_the_process_has(project: Path) -> Non
     try:
         for name in ("much", "little"):
             pool.play(name, {"prompt": "p"}, [name])
-        deadline = time.monotonic() + seconds(30.0)
+        deadline = time.monotonic() + limit(30.0)
         while len(outcomes) < 2 and time.monotonic() < deadline:
             outcomes |= {one.key: one for one in pool.collect()}
             time.sleep(0.01)

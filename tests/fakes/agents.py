@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fakes.slowness import seconds
+from fakes.slowness import limit
 from fakes.trajectories import sample
 
 from umbra.proto.messages import ReturnedSample
@@ -21,7 +21,7 @@ from umbra.services.generator.engines.engine import Engine
 from umbra.services.generator.rollout import RolloutSettings
 from umbra.services.generator.runner import RolloutRunner
 
-WAIT_S = seconds(30.0)
+WAIT_S = limit(30.0)
 Make = Callable[..., "AgentWorld"]  # from an engine, a temperature and more options
 
 

@@ -9,24 +9,7 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 import msgspec
 
-from umbra.proto.messages import (
-    BatchLease,
-    CommitAck,
-    CommitBatch,
-    Header,
-    Heartbeat,
-    Join,
-    LeaseBatch,
-    LeaseTasks,
-    Message,
-    Ok,
-    ReturnedSample,
-    ReturnTasks,
-    Role,
-    SubmitResults,
-    TaskLeases,
-    Welcome,
-)
+from umbra.proto import messages as m
 from umbra.proto.net.server import Request
 from umbra.proto.records import Task, Trajectory, VersionSpan, pack_float32, pack_int32
 from umbra.services.buffer.broker import Broker, Endpoints
@@ -45,7 +28,7 @@ from umbra.services.config import (
 from umbra.services.config.generation import ENVIRONMENT, environment_prefix
 from umbra.services.prompts.rows import Prompt
 
-M = TypeVar("M", bound=Message)
+M = TypeVar("M", bound=m.Message)
 
 
 class EndlessPrompts(EpochSource):
@@ -72,7 +55,7 @@ class EndlessPrompts(EpochSource):
         self.drawn = position["drawn"]
 
 
-def as_sent(body: Message) -> Message:
+def as_sent(body: m.Message) -> m.Message:
     """`body` as it arrives: what the broker holds packed can be read again."""
     return msgspec.msgpack.decode(msgspec.msgpack.encode(body), type=type(body))
 
@@ -135,8 +118,8 @@ class World:
         self.now = 0.0
         self.store = MemoryStore(durable=durable)
         self.broker = self._make_broker()
-        self.late: defaultdict[str, list[Message]] = defaultdict(list)  # replies to parked requests
-        self.pushes: list[tuple[str, Message]] = []
+        self.late: defaultdict[str, list[m.Message]] = defaultdict(list)  # to parked requests
+        self.pushes: list[tuple[str, m.Message]] = []
         self.rows: list[Measure] = []
         self.incarnations: dict[str, str] = {}
         self._ids = count(1)
@@ -159,10 +142,10 @@ class World:
         """The broker's samples."""
         return self.broker.pool
 
-    def ask(self, name: str, body: Message, **sent: Unpack[Sent]) -> Message | None:
+    def ask(self, name: str, body: m.Message, **sent: Unpack[Sent]) -> m.Message | None:
         """The reply to `body` from `name`; None while it is parked."""
         request = self.request(name, body, **sent)
-        own: Message | None = None
+        own: m.Message | None = None
         for effect in self.broker.handle(request, self.now):
             if isinstance(effect, Reply) and effect.request.header is request.header:
                 assert own is None, "answered twice"
@@ -172,9 +155,9 @@ class World:
         self.broker.save()
         return own
 
-    def request(self, name: str, body: Message, **sent: Unpack[Sent]) -> Request:
+    def request(self, name: str, body: m.Message, **sent: Unpack[Sent]) -> Request:
         """`body` as the broker gets it."""
-        header = Header(
+        header = m.Header(
             major=1,
             minor=0,
             type=type(body).__name__,
@@ -184,7 +167,7 @@ class World:
         )
         return Request("any", name.encode(), header, body, frame=sent.get("frame", b""))
 
-    def get(self, name: str, body: Message, kind: type[M]) -> M:
+    def get(self, name: str, body: m.Message, kind: type[M]) -> M:
         """The reply to `body`, which must be a `kind`."""
         reply = self.ask(name, body)
         assert isinstance(reply, kind), reply
@@ -202,31 +185,31 @@ class World:
             self._take(effect)
 
     def join(
-        self, role: Role, name: str, incarnation: str | None = None, **facts: Any
-    ) -> Message | None:
+        self, role: m.Role, name: str, incarnation: str | None = None, **facts: Any
+    ) -> m.Message | None:
         """A process joins; its later messages carry this incarnation."""
         number = incarnation or f"{name}-1"
         facts.setdefault("replaces", 1)  # as a supervisor says whose process has died
-        body = Join(
+        body = m.Join(
             role=role, name=name, pid=1, host="h", package_version="0", endpoints={}, **facts
         )
         reply = self.ask(name, body, incarnation=number)
-        if isinstance(reply, Welcome):
+        if isinstance(reply, m.Welcome):
             self.incarnations[name] = number
         return reply
 
-    def beat(self, name: str, state: Any = "ready", idle_s: float = 0.0) -> Message | None:
+    def beat(self, name: str, state: Any = "ready", idle_s: float = 0.0) -> m.Message | None:
         """A heartbeat."""
-        return self.ask(name, Heartbeat(state=state, activity="x", progress=1, idle_s=idle_s))
+        return self.ask(name, m.Heartbeat(state=state, activity="x", progress=1, idle_s=idle_s))
 
     def lease(self, name: str, capacity: int, version: int) -> list[Task]:
         """What `name` gets at once."""
-        body = LeaseTasks(capacity=capacity, version=version, wait_s=0)
-        return self.get(name, body, TaskLeases).tasks
+        body = m.LeaseTasks(capacity=capacity, version=version, wait_s=0)
+        return self.get(name, body, m.TaskLeases).tasks
 
-    def submit(self, name: str, *trajectories: Trajectory) -> TaskLeases:
+    def submit(self, name: str, *trajectories: Trajectory) -> m.TaskLeases:
         """Deliver answers."""
-        return self.get(name, SubmitResults(trajectories=list(trajectories)), TaskLeases)
+        return self.get(name, m.SubmitResults(trajectories=list(trajectories)), m.TaskLeases)
 
     def produce(self, name: str, version: int, capacity: int = 1000) -> list[Task]:
         """`name` leases all it can and answers all with tokens of `version`."""
@@ -234,13 +217,13 @@ class World:
         assert not self.submit(name, *(trajectory(task, version) for task in tasks)).refused
         return tasks
 
-    def batch(self, step: int) -> BatchLease:
+    def batch(self, step: int) -> m.BatchLease:
         """The trainer's batch of `step`, at once."""
-        return self.get("trainer", LeaseBatch(step=step, wait_s=0), BatchLease)
+        return self.get("trainer", m.LeaseBatch(step=step, wait_s=0), m.BatchLease)
 
-    def commit(self, step: int) -> CommitAck:
+    def commit(self, step: int) -> m.CommitAck:
         """The trainer commits `step`."""
-        return self.get("trainer", CommitBatch(step=step), CommitAck)
+        return self.get("trainer", m.CommitBatch(step=step), m.CommitAck)
 
     def _take(self, effect: Effect) -> None:
         match effect:
@@ -261,6 +244,6 @@ def world(**options: Any) -> World:
     return made
 
 
-def give_back(made: World, name: str, sample: ReturnedSample) -> None:
+def give_back(made: World, name: str, sample: m.ReturnedSample) -> None:
     """`name` hands `sample` back."""
-    assert made.ask(name, ReturnTasks(samples=[sample])) == Ok()
+    assert made.ask(name, m.ReturnTasks(samples=[sample])) == m.Ok()

@@ -16,33 +16,16 @@ from pathlib import Path
 import zmq
 from fakes.broker_world import trajectory
 from fakes.ports import reserved_port
-from fakes.slowness import seconds
+from fakes.slowness import limit
 from fakes.waiting import until
 
+from umbra.proto import messages as m
 from umbra.proto import sockets
 from umbra.proto.codec import Encoder, decode
-from umbra.proto.messages import (
-    BatchLease,
-    CheckpointSaved,
-    CommitAck,
-    CommitBatch,
-    FinishRun,
-    Join,
-    LeaseBatch,
-    LeaseTasks,
-    Message,
-    Role,
-    RunFinished,
-    Status,
-    StatusRequest,
-    SubmitResults,
-    TaskLeases,
-    Welcome,
-)
 from umbra.proto.net.keys import Security, load_keys
 from umbra.proto.records import Trajectory
 
-ANSWER_S = seconds(20.0)
+ANSWER_S = limit(20.0)
 RESEND_S = 0.25
 CONFIG = """
 [run]
@@ -114,21 +97,21 @@ class Peer:
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         broker: str,
-        role: Role,
+        role: m.Role,
         name: str,
         keys: Path | None = None,
     ) -> None:
         curve = None if keys is None else Security(load_keys(keys, role)).connecting("buffer")
         self.encoder = Encoder(name, uuid.uuid4().hex[:12])
         self.control = sockets.dealer(context, broker, name.encode(), curve)
-        hello = Join(role=role, name=name, pid=1, host="h", package_version="0", replaces=1)
+        hello = m.Join(role=role, name=name, pid=1, host="h", package_version="0", replaces=1)
         welcome = self._exchange(self.control, hello)
-        assert isinstance(welcome, Welcome), welcome
+        assert isinstance(welcome, m.Welcome), welcome
         self.data_endpoint = welcome.data
         self.data = sockets.dealer(context, welcome.data, name.encode(), curve)
         self._open: dict[int, tuple[list[bytes], float]] = {}
 
-    def ask(self, body: Message) -> None:
+    def ask(self, body: m.Message) -> None:
         """Send a request; `take` brings its answer."""
         number, frames = self.encoder.encode(body)
         self._open[number] = (frames, time.monotonic())
@@ -139,7 +122,7 @@ class Peer:
         """Whether a request is open."""
         return bool(self._open)
 
-    def take(self) -> Message | None:
+    def take(self) -> m.Message | None:
         """The answer, if it is there; what has none for long is sent again."""
         while self.data.poll(0):
             envelope = decode(self.data.recv_multipart())
@@ -152,21 +135,21 @@ class Peer:
                 self.data.send_multipart(frames)
         return None
 
-    def call(self, body: Message) -> Message:
+    def call(self, body: m.Message) -> m.Message:
         """Send a request and wait for its answer."""
         self.ask(body)
         return until(self.take, f"an answer to {body}", lambda: self.data.poll(20))
 
-    def status(self) -> Message:
+    def status(self) -> m.Message:
         """The buffer's status."""
-        return self._exchange(self.control, StatusRequest())
+        return self._exchange(self.control, m.StatusRequest())
 
     def close(self) -> None:
         """Close the sockets."""
         self.control.close(linger=0)
         self.data.close(linger=0)
 
-    def _exchange(self, socket: zmq.Socket[bytes], body: Message) -> Message:
+    def _exchange(self, socket: zmq.Socket[bytes], body: m.Message) -> m.Message:
         number, frames = self.encoder.encode(body)
         deadline = time.monotonic() + ANSWER_S
         while time.monotonic() < deadline:
@@ -204,7 +187,7 @@ class CrashRun:
         ]
         self._sent: dict[int, list[Trajectory]] = {}
         self._trainer = Peer(self._context, self.buffer.broker, "trainer", "trainer", self.keys)
-        self._want: Message | None = None
+        self._want: m.Message | None = None
 
     def work(self, seconds: float) -> None:
         """Turn for so long; every peer acts when its last request was answered."""
@@ -223,13 +206,13 @@ class CrashRun:
         """Where the buffer's data socket is."""
         return self._trainer.data_endpoint
 
-    def status(self) -> Status:
+    def status(self) -> m.Status:
         """What the buffer says of a moment after this call: an answer may be a moment old."""
-        first: Message | None = None
+        first: m.Message | None = None
         while True:
             status = self._trainer.status()
-            assert isinstance(status, Status), status
-            if isinstance(first, Status) and status.uptime_s > first.uptime_s:
+            assert isinstance(status, m.Status), status
+            if isinstance(first, m.Status) and status.uptime_s > first.uptime_s:
                 return status
             first = first or status
 
@@ -241,7 +224,7 @@ class CrashRun:
         self.version = checkpoint
         self.restarts += 1
 
-    def finish(self) -> RunFinished:
+    def finish(self) -> m.RunFinished:
         """Train on whatever was acknowledged, then end the run; the last word of the ledger."""
 
         def turn() -> None:
@@ -251,8 +234,8 @@ class CrashRun:
 
         peers = [*self._generators, self._trainer]
         until(lambda: not any(peer.is_waiting for peer in peers), "all requests are answered", turn)
-        answer = self._trainer.call(FinishRun(reason="done"))
-        assert isinstance(answer, RunFinished), answer
+        answer = self._trainer.call(m.FinishRun(reason="done"))
+        assert isinstance(answer, m.RunFinished), answer
         return answer
 
     def close(self) -> None:
@@ -264,13 +247,13 @@ class CrashRun:
     def _generate(self, index: int, peer: Peer, *, more: bool = True) -> None:
         if peer.is_waiting:
             answer = peer.take()
-            if isinstance(answer, TaskLeases) and answer.tasks:
+            if isinstance(answer, m.TaskLeases) and answer.tasks:
                 for task in answer.tasks:
                     self.prompts.setdefault(task.group_id, task.prompt_id)
                 made = [trajectory(task, self._serving()) for task in answer.tasks]
                 self._sent[index] = made
-                peer.ask(SubmitResults(trajectories=made))
-            elif isinstance(answer, TaskLeases):
+                peer.ask(m.SubmitResults(trajectories=made))
+            elif isinstance(answer, m.TaskLeases):
                 for one in self._sent.pop(index, []):
                     if one.sample_id not in answer.refused:
                         self.acked[one.sample_id] = one.attempt
@@ -278,7 +261,7 @@ class CrashRun:
                 assert answer is None, answer
         elif more:
             capacity = self._chance.randrange(1, 6)
-            peer.ask(LeaseTasks(capacity=capacity, version=self._serving(), wait_s=0.05))
+            peer.ask(m.LeaseTasks(capacity=capacity, version=self._serving(), wait_s=0.05))
 
     def _serving(self) -> int:
         return self.version
@@ -288,24 +271,24 @@ class CrashRun:
         if peer.is_waiting:
             answer = peer.take()
             match answer:
-                case BatchLease(step=step, trajectories=[_, *_] as batch):
+                case m.BatchLease(step=step, trajectories=[_, *_] as batch):
                     names = [one.sample_id for one in batch]
                     assert self.batches.setdefault(step, names) == names, "another batch"
-                    self._want = CommitBatch(step=step)
-                case CommitAck(version=version, ledger=ledger):
+                    self._want = m.CommitBatch(step=step)
+                case m.CommitAck(version=version, ledger=ledger):
                     assert ledger.balance == 0, ledger
                     for name in self.batches[version]:
                         assert self.trained.setdefault(name, version) == version, "trained twice"
                     self.version = version
                     if self._chance.random() < 0.2:
-                        self._want = CheckpointSaved(step=version - 1)
+                        self._want = m.CheckpointSaved(step=version - 1)
                 case _:
                     pass
         elif self._want is not None:
             peer.ask(self._want)
             self._want = None
         elif more:
-            peer.ask(LeaseBatch(step=self.version + 1, wait_s=0.05))
+            peer.ask(m.LeaseBatch(step=self.version + 1, wait_s=0.05))
 
 
 def check_kept(run: CrashRun, acked: int) -> None:
@@ -316,7 +299,7 @@ def check_kept(run: CrashRun, acked: int) -> None:
     assert there >= acked, ledger
 
 
-def check(run: CrashRun, final: RunFinished) -> None:
+def check(run: CrashRun, final: m.RunFinished) -> None:
     """Nothing acknowledged is lost, nothing trained twice, and the ledger is whole."""
     ledger = final.ledger
     assert ledger.balance == 0

@@ -15,8 +15,6 @@ from fakes.slowness import seconds
 
 from umbra.services.weights.arena import remove_leftovers
 
-UMBRA = (sys.executable, "-m", "umbra")
-FIXTURE_DEADLINE_S = seconds(60.0)  # torch is imported
 REWARD = """
 def score(prompt, completion, row):
     return float(row["word"] in completion) + 0.01 * len(set(completion))

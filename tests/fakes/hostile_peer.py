@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgpack
 import zmq
-from fakes.slowness import seconds
+from fakes.slowness import limit
 
 from umbra.proto import sockets
 from umbra.proto.access import KeyRole, allowed_bytes
@@ -18,7 +18,7 @@ from umbra.proto.messages import FinishRun, Leave, Message, Nack, Role, TaskLeas
 from umbra.proto.net.keys import Security, load_keys
 from umbra.proto.records import PROTOCOL_MAJOR, PROTOCOL_MINOR
 
-WAIT_S = seconds(30.0)
+WAIT_S = limit(30.0)
 GRACE_S = 0.1  # for the answer to what was thrown; not everything is answered
 REFUSED_BYTES = 64 << 10  # of a frame that its role may not send
 ENDS = (FinishRun, Leave)  # said by nobody whom the run knows

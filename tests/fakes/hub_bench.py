@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import zmq
-from fakes.slowness import seconds
+from fakes.slowness import limit
 
 from umbra.proto.deadline import LEAST_RATE, Pace
 from umbra.proto.messages import Ping, Pong, Role
@@ -27,7 +27,7 @@ from umbra.services.weights.planes.receiving import StagedPlanes
 from umbra.services.weights.publisher import Publisher
 from umbra.services.weights.receiver import Receiver, StagedVersion
 
-WAIT_S = seconds(20.0)
+WAIT_S = limit(20.0)
 PACE = Pace(WAIT_S, LEAST_RATE)
 PROGRAMS = Path(__file__).parents[1] / "programs"
 LAYOUT = build_manifest(

@@ -15,7 +15,7 @@ import pytest
 from fakes.agents import AgentWorld
 from fakes.engine import ScriptedEngine
 from fakes.rollouts import STOP, says, settings
-from fakes.slowness import seconds
+from fakes.slowness import limit
 
 from umbra.proto.records import Sampling
 from umbra.services.config import EnvironmentConfig
@@ -114,7 +114,7 @@ class BackgroundRunner:
         """Stop it in order."""
         if not self._thread.closed:
             self._thread.call(self._stop.set)
-            self._ran.result(seconds(60.0))
+            self._ran.result(limit(60.0))
             self._thread.close()
             self._generators.close()
 

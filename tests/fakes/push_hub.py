@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
+from umbra.proto import messages as m
 from umbra.proto.deadline import Pace
-from umbra.proto.messages import (
-    Committed,
-    Message,
-    Prepare,
-    Publish,
-    Ready,
-    SlotGranted,
-)
 from umbra.services.weight_hub.push import Effect, HubPeer, HubReply, PushProtocol, Send
 
 TRAINER = HubPeer("trainer", "t1")
@@ -36,7 +29,7 @@ class Hub:
         return self.protocol.acquire(f"acquire {version}", publisher, version, self.now)
 
     def publish(self, version: int, slot: int, publisher: HubPeer = TRAINER) -> list[Effect]:
-        message = Publish(version=version, slot=slot, checksums=[version], snapshot_s=0.5)
+        message = m.Publish(version=version, slot=slot, checksums=[version], snapshot_s=0.5)
         return self.protocol.publish("publish", publisher, message, self.now)
 
     def new_version(self, version: int) -> list[Effect]:
@@ -51,11 +44,11 @@ class Hub:
         return self.protocol.subscribe(f"subscribe {peer.name}", peer, self.now)
 
     def ready(self, peer: HubPeer, epoch: int, version: int, error: str = "") -> list[Effect]:
-        message = Ready(epoch=epoch, version=version, wire_s=1.0, stage_s=2.0, error=error)
+        message = m.Ready(epoch=epoch, version=version, wire_s=1.0, stage_s=2.0, error=error)
         return self.protocol.ready(peer, message, self.now)
 
     def committed(self, peer: HubPeer, epoch: int, version: int, error: str = "") -> list[Effect]:
-        message = Committed(epoch=epoch, version=version, commit_s=3.0, error=error)
+        message = m.Committed(epoch=epoch, version=version, commit_s=3.0, error=error)
         return self.protocol.committed(peer, message, self.now)
 
     @property
@@ -70,14 +63,14 @@ class Hub:
 
 def granted(effects: list[Effect]) -> int | None:
     for effect in effects:
-        if isinstance(effect, HubReply) and isinstance(effect.message, SlotGranted):
+        if isinstance(effect, HubReply) and isinstance(effect.message, m.SlotGranted):
             return effect.message.slot
     return None
 
 
-def sent(effects: list[Effect], name: str) -> list[Message]:
+def sent(effects: list[Effect], name: str) -> list[m.Message]:
     return [e.message for e in effects if isinstance(e, Send) and e.receiver == name]
 
 
-def prepare(epoch: int, version: int, slot: int) -> Prepare:
-    return Prepare(epoch=epoch, version=version, slot=slot, checksums=[version])
+def prepare(epoch: int, version: int, slot: int) -> m.Prepare:
+    return m.Prepare(epoch=epoch, version=version, slot=slot, checksums=[version])

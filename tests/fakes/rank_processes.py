@@ -21,12 +21,12 @@ from typing import Any, Literal
 
 import msgspec
 from fakes.ports import reserved_port
-from fakes.slowness import seconds
+from fakes.slowness import limit
 
 from umbra.proto.errors import PeerLostError
 
 TESTS = Path(__file__).parents[1]
-WAIT_S = seconds(100.0)
+WAIT_S = limit(100.0)
 Method = Literal["forkserver", "spawn"]
 _VARIABLES = {
     "OMP_NUM_THREADS": "1",

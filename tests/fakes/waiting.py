@@ -8,8 +8,6 @@ from typing import TypeVar
 
 from fakes.slowness import seconds
 
-from umbra.proto.deadline import Deadline
-
 T = TypeVar("T")
 
 
@@ -18,18 +16,23 @@ def until(
     what: str | Callable[[], object],
     turn: Callable[[], object] = lambda: time.sleep(0.02),
     *,
-    limit_s: float | None = None,
+    quiet_s: float = 30.0,
 ) -> T:
-    """What `condition` returns once that is true; `turn` is called while it is not.
+    """Return what `condition` returns once that is true; `turn` is called while it is not.
 
     Args:
         condition: looks, and is called again and again.
         what: has not happened, or how things stand, for the failure.
         turn: lets what is tested go on.
-        limit_s: seconds; 30 on a quiet machine unless said otherwise.
+        quiet_s: seconds on a quiet machine. When they are over, the wait is extended by how slow
+            the machine is then.
     """
-    deadline = Deadline(seconds(30.0) if limit_s is None else limit_s)
+    begin, limit_s = time.monotonic(), quiet_s
     while not (found := condition()):
-        assert not deadline.passed, f"waited in vain: {what() if callable(what) else what}"
+        if time.monotonic() - begin > limit_s:
+            longer = max(limit_s, seconds(quiet_s))
+            over = longer == limit_s or time.monotonic() - begin > longer
+            assert not over, f"waited in vain: {what() if callable(what) else what}"
+            limit_s = longer
         turn()
     return found

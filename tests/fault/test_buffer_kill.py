@@ -1,19 +1,14 @@
 """`kill -9` of the real buffer, at random moments, with peers over real sockets."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 
-import pytest
 from fakes.crash_run import BufferProcess, CrashRun, check, check_kept
 from fakes.waiting import until
 
 KILLS = 30
 
 
-@pytest.mark.fault
-@pytest.mark.timeout(240)
 def test_nothing_acknowledged_is_lost_when_the_buffer_is_killed(tmp_path: Path) -> None:
     chance = random.Random(7)
     buffer = BufferProcess(tmp_path)
@@ -35,8 +30,6 @@ def test_nothing_acknowledged_is_lost_when_the_buffer_is_killed(tmp_path: Path) 
         buffer.close()
 
 
-@pytest.mark.fault
-@pytest.mark.timeout(120)
 def test_a_trainer_that_is_killed_gets_the_same_batches(tmp_path: Path) -> None:
     """Its buffer is killed too; `CrashRun` compares every batch with the one before."""
     buffer = BufferProcess(tmp_path)

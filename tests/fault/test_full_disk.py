@@ -1,21 +1,19 @@
 """A full disk under the real buffer: back-pressure and a clear word, and no loss."""
 
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
 from fakes.crash_run import CONFIG, BufferProcess, CrashRun, check, check_kept
-from integration.test_up import DEADLINE_S, UpProcess, up
+from fakes.whole_runs import DEADLINE_S, Up
 from trainer.test_checkpoints import Trainer
 
 from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.report.page import write_report
 from umbra.proto.messages import Status
 from umbra.services.monitor.client import StatusClient
-
-__all__ = ["up"]  # a fixture
 
 
 @pytest.fixture
@@ -56,7 +54,6 @@ def work_until_stuck(run: CrashRun) -> None:
         run.work(0.5)
 
 
-@pytest.mark.fault
 def test_a_checkpoint_that_does_not_fit(small_disk: Path, tiny_model_dir: Path) -> None:
     """1. A checkpoint. 2. The disk is full. Result: it is told, and the old one is whole."""
     with closing(Trainer(tiny_model_dir, small_disk / "checkpoints")) as trainer:
@@ -73,8 +70,6 @@ def test_a_checkpoint_that_does_not_fit(small_disk: Path, tiny_model_dir: Path) 
         assert trainer.folder.steps() == [1, 3]
 
 
-@pytest.mark.fault
-@pytest.mark.timeout(120)
 def test_a_full_disk_is_waited_for(tmp_path: Path, small_disk: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
@@ -107,11 +102,8 @@ def test_a_full_disk_is_waited_for(tmp_path: Path, small_disk: Path) -> None:
         buffer.close()
 
 
-@pytest.mark.e2e
-@pytest.mark.fault
-@pytest.mark.timeout(240)
 def test_a_run_goes_on_to_its_summary_once_there_is_room(
-    project: Path, small_disk: Path, up: Callable[..., UpProcess]
+    project: Path, small_disk: Path, up: Up
 ) -> None:
     """1. A run trains. 2. Its disk is full, for store, metrics and logs. 3. There is room again.
 
@@ -121,7 +113,7 @@ def test_a_run_goes_on_to_its_summary_once_there_is_room(
     steps = 100  # so many that it is under way still when its disk is full
     process = up(f"run.steps={steps}", "checkpoint.every=0")
     broker = process.broker()
-    process.until(lambda: len(process.steps()) >= 3, "step 3")
+    process.until_step(3)
     ballast = fill(small_disk)
     with StatusClient(broker) as client:
 
@@ -134,9 +126,7 @@ def test_a_run_goes_on_to_its_summary_once_there_is_room(
             assert process.popen.poll() is None
     ballast.unlink()
     summary = process.finish()
-    assert process.popen.returncode == 0, process.lines
     assert not summary["restarts"]
-    ledger = summary["ledger"]
-    assert (ledger["trained"], ledger["balance"]) == (steps * 16, 0)
+    assert summary["ledger"]["trained"] == steps * 16
     _, report = write_report(RunFolder(process.run_dir))
     assert report.stat().st_size

@@ -3,20 +3,11 @@
 import json
 import string
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
-from fakes.slowness import seconds
-from fault.test_run_kill import kill
-from integration import test_up
-from integration.test_up import UpProcess, up
+from fakes.whole_runs import Up
 
-from umbra.services.trainer.make_model import make_model
-
-__all__ = ["up"]  # a fixture
-
-VLLM_DEADLINE_S = seconds(500.0)  # vLLM starts twice, on a machine that may do much else
 FLUSH_TOKENS = 32
 TURNS = 40
 # A slow environment that writes down, per generator, what the model said to it.
@@ -69,34 +60,7 @@ def spoken(turns: list[str]) -> str:
     return "".join(turn + "\0" for turn in turns)
 
 
-@pytest.mark.e2e
-@pytest.mark.fault
-@pytest.mark.timeout(180)
-def test_little_is_lost_of_samples_under_way(project: Path, up: Callable[..., UpProcess]) -> None:
-    check_what_is_lost(project, up)
-
-
-@pytest.mark.e2e
-@pytest.mark.fault
-@pytest.mark.real  # in the suite: the same on torch, and a vLLM that is killed in test_vllm_run.py
-@pytest.mark.timeout(560)
-def test_nor_is_more_of_those_on_vllm(
-    project: Path, up: Callable[..., UpProcess], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("vllm", reason="vLLM is not installed (make setup)")
-    monkeypatch.setattr(test_up, "DEADLINE_S", VLLM_DEADLINE_S)
-    (project / "model").unlink()
-    make_model(project / "model", hidden=64, heads=2, kv_heads=1, layers=1, ff=32)
-    check_what_is_lost(
-        project,
-        up,
-        "generator.engine=vllm",
-        "generator.engine_args.block_size=32",
-        "weight_hub.dtype=float32",
-    )
-
-
-def check_what_is_lost(project: Path, up: Callable[..., UpProcess], *overrides: str) -> None:
+def test_little_is_lost_of_samples_under_way(project: Path, up: Up) -> None:
     """1. Long samples are half done. 2. Their generator is killed. 3. A new one goes on with them.
 
     Result: what the environment was told twice is no more than is flushed at once.
@@ -116,7 +80,6 @@ def check_what_is_lost(project: Path, up: Callable[..., UpProcess], *overrides: 
         "run.steps=3",
         "generator.max_context=1024",
         f"generator.partial_flush_tokens={FLUSH_TOKENS}",
-        *overrides,
     )
     process.broker()
 
@@ -125,13 +88,12 @@ def check_what_is_lost(project: Path, up: Callable[..., UpProcess], *overrides: 
         return next((s for s in said(project).values() if max(map(len, s.values())) > 1), {})
 
     process.until(lambda: sum(len(t) >= TURNS // 2 for t in generator().values()) >= 5, "half way")
-    kill(process, "generator")
+    process.kill("generator")
     before = generator()
     summary = process.finish()
-    assert process.popen.returncode == 0, process.lines
     assert summary["restarts"] == {"generator-0": 1}
     assert "generator-0 ended (killed by SIGKILL): restart 1 in 0.5 s" in process.lines
-    assert (summary["steps"], summary["ledger"]["balance"]) == (3, 0)
+    assert summary["steps"] == 3
     assert summary["ledger"]["trained"] == 3 * 8
     *_, after = said(project).values()
     under_way = {name: turns for name, turns in before.items() if len(turns) < TURNS}

@@ -2,19 +2,13 @@
 Python of its own; a scorer is killed while it computes a reward.
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fault.test_group_reward_run import finish_though_a_scorer_is_killed
-from integration.test_up import UpProcess, up
-
-__all__ = ["up"]  # a fixture
+from fakes.whole_runs import Up
 
 GROUP, STEPS = 4, 6
 BATCH = 4 * GROUP
@@ -58,10 +52,9 @@ GROUPS = 'reward_scope = "group"'
 WEIGHTS = {"ranked": 1.0, "alike": 2.0, "alone": 0.5}
 
 
-@pytest.mark.fault
 @pytest.mark.timeout(300)
 def test_each_group_is_rewarded_as_its_environment_says_though_a_scorer_is_killed(
-    project: Path, bare_python: str, up: Callable[..., UpProcess]
+    project: Path, bare_python: str, up: Up
 ) -> None:
     (project / "mixed_rewards.py").write_text(REWARDS)
     more = {"ranked": GROUPS, "alike": f'{GROUPS}\npython = "{bare_python}"', "alone": ""}
@@ -82,8 +75,15 @@ def test_each_group_is_rewarded_as_its_environment_says_though_a_scorer_is_kille
         f"eval.samples={2 * GROUP}",
         f"eval.samples_per_prompt={GROUP}",
         flags=("--no-eval",),
+        quiet_s=200.0,
     )
-    summary = finish_though_a_scorer_is_killed(process, project / "begun")
+    process.until((project / "begun").exists, "a reward")
+    process.kill("scorer")
+    summary = process.finish()
+    assert "failed" not in summary["ledger"]["ended"]
+    assert sum(summary["restarts"].values()) == 1, summary["restarts"]
+    status = json.loads((process.run_dir / "buffer.json").read_text())
+    assert status["counters"]["scoring_retries"]
     assert summary["ledger"]["trained"] == STEPS * BATCH
     assert [(one["answered"], one["samples"]) for one in summary["evals"]] == [(8, 8)] * 2
 

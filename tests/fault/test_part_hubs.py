@@ -4,8 +4,6 @@ The other hosts are mount namespaces with a /dev/shm of their own, in which real
 are killed in each phase of a push and started again.
 """
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Callable

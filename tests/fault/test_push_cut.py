@@ -4,19 +4,11 @@ The hosts are network namespaces; see `programs/cut_push.py` for who is cut off 
 Needs `unshare` and `ip` and the right to make namespaces; skipped with the reason otherwise.
 """
 
-from __future__ import annotations
-
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from fakes.slowness import seconds
-from fault.test_three_nodes import SPACES, why_not
+from fault.test_three_nodes import in_spaces, why_not
 
-TESTS = Path(__file__).parents[1]
-LIMIT_S = seconds(120.0)
 QUICK = (("part", "staging"), ("receiver", "received"))
 CASES = (
     *((("part", phase)) for phase in ("granted", "prepared", "staging", "received", "staged")),
@@ -25,9 +17,6 @@ CASES = (
 )
 
 
-@pytest.mark.fault
-@pytest.mark.slow
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize(
     ("who", "phase"),
     [case if case in QUICK else pytest.param(*case, marks=pytest.mark.real) for case in CASES],
@@ -39,14 +28,4 @@ def test_versions_are_whole_whoever_is_cut_off(tmp_path: Path, who: str, phase: 
     """
     if reason := why_not():
         pytest.skip(reason)
-    done = subprocess.run(
-        [*SPACES, "--uts", sys.executable, "-m", "programs.cut_push", tmp_path, who, phase],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    logs = "".join(f"\n== {p.name}\n{p.read_text()[-3000:]}" for p in tmp_path.glob("*.log"))
-    assert done.returncode == 0, done.stderr + logs
+    in_spaces("programs.cut_push", tmp_path, tmp_path, who, phase)

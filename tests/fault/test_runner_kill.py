@@ -1,19 +1,14 @@
 """A whole run whose agents are in a runner, which is killed again and again."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fakes.slowness import seconds
-from integration.test_up import UpProcess, up
-
-__all__ = ["up"]  # a fixture
+from fakes.slowness import limit, seconds
+from fakes.whole_runs import Up
 
 AGENT = """
 import asyncio, json, urllib.error, urllib.request
@@ -55,7 +50,7 @@ prompts = "prompts.jsonl"
 options = {{ tries = {tries} }}
 """
 ENVIRONMENTS = "".join(
-    ENVIRONMENT.format(name=f"of-{n}", tries=n, timeout_s=seconds(60.0)) for n in (2, 3)
+    ENVIRONMENT.format(name=f"of-{n}", tries=n, timeout_s=limit(60.0)) for n in (2, 3)
 )
 # Leases of a killed runner end soon enough for a test.
 RUNNER = (
@@ -73,11 +68,8 @@ def said_by_generator(run_dir: Path) -> str:
     return "".join(logs)
 
 
-@pytest.mark.fault
 @pytest.mark.timeout(300)
-def test_a_run_outlives_its_runners(
-    project: Path, up: Callable[..., UpProcess], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_outlives_its_runners(project: Path, up: Up, monkeypatch: pytest.MonkeyPatch) -> None:
     (project / "tiny_agent.py").write_text(AGENT)
     run = (project / "run.toml").read_text()
     run = run.replace('[environment]\nkind = "reward"\nreward = "tiny_reward:score"\n', "")
@@ -87,7 +79,7 @@ def test_a_run_outlives_its_runners(
     run = run.replace("[generator]\n", '[generator]\nserve = "127.0.0.1:0"\n')
     (project / "run.toml").write_text(run)
     monkeypatch.setenv("UMBRA_AGENT_KEY", "of the runners")
-    process = up(flags=("--no-eval",))
+    process = up(flags=("--no-eval",), quiet_s=200.0)
     process.broker()
     process.until(lambda: len(endpoints(process.run_dir)) == 2, "two endpoints")
     urls = [part for url in endpoints(process.run_dir) for part in ("--generator", url)]
@@ -117,12 +109,11 @@ def test_a_run_outlives_its_runners(
             runner.wait()
             lost = at_work()
             runner = start()
-        summary = process.finish(seconds(200))
+        summary = process.finish()
     finally:
         runner.kill()
         runner.wait()
-    assert process.popen.returncode == 0, process.lines
-    assert summary["ledger"]["trained"] == 64 and summary["ledger"]["balance"] == 0
+    assert summary["ledger"]["trained"] == 64
     assert "failed" not in summary["ledger"]["ended"]
     assert not sum(summary["restarts"].values()), summary["restarts"]
     assert "its agent is lost" in said_by_generator(process.run_dir)

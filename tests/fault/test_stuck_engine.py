@@ -5,22 +5,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fakes.slowness import seconds
-from integration import test_up
-from integration.test_up import UpProcess, up
+from fakes.slowness import limit, seconds
+from fakes.whole_runs import Up, UpProcess
 
 from umbra.services.monitor.client import StatusClient
 
-__all__ = ["up"]  # a fixture
-
 HANGING = Path(__file__).parents[1] / "programs" / "hanging"
 STEPS = 24  # so that every life of the generator has something to do
-STALL_S = seconds(6.0)
-DEADLINE_S = seconds(240.0)  # the generator starts four times
-SETTINGS = (
-    f"run.steps={STEPS}",
-    f"buffer.stall_s={STALL_S / 10:g}",
-)
+QUIET_S = 240.0  # the generator starts four times
 
 
 @pytest.fixture
@@ -30,12 +22,16 @@ def hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]
     def plan(*kinds: str) -> Path:
         file = tmp_path / "hang-plan"
         file.write_text("\n".join(kinds))
-        monkeypatch.setattr(test_up, "DEADLINE_S", DEADLINE_S)
         monkeypatch.setenv("HANG_PLAN", str(file))
         monkeypatch.syspath_prepend(str(HANGING))
         return file
 
     return plan
+
+
+def start(up: Up, stall_s: float) -> UpProcess:
+    """A run whose generator ends itself after `stall_s` seconds without progress."""
+    return up(f"run.steps={STEPS}", f"buffer.stall_s={stall_s / 10:g}", quiet_s=QUIET_S)
 
 
 def told(process: UpProcess, client: StatusClient) -> str:
@@ -46,7 +42,7 @@ def told(process: UpProcess, client: StatusClient) -> str:
     seen: list[str] = []
 
     def named() -> bool:
-        stuck = [one for one in client.status(DEADLINE_S).stuck if one.holder == "generator-0"]
+        stuck = [one for one in client.status(limit(QUIET_S)).stuck if one.holder == "generator-0"]
         seen.extend(one.action for one in stuck if one.what.startswith("no progress in"))
         return bool(seen)
 
@@ -57,28 +53,23 @@ def told(process: UpProcess, client: StatusClient) -> str:
 def ended(process: UpProcess, *codes: int) -> str:
     """The run goes on to its end and has lost nothing; its generator ended so; its log."""
     summary = process.finish()
-    assert process.popen.returncode == 0, process.lines
     assert summary["restarts"] == {"generator-0": len(codes)}
-    ledger = summary["ledger"]
-    assert (ledger["trained"], ledger["balance"]) == (STEPS * 16, 0)
+    assert summary["ledger"]["trained"] == STEPS * 16
     lines = [line for line in process.lines if "generator-0 ended" in line]
     assert [re.findall(r"exit code (\d+)", line) for line in lines] == [[str(c)] for c in codes]
-    return (process.run_dir / "logs" / "generator-0.log").read_text()
+    return process.log("generator-0")
 
 
-@pytest.mark.e2e
-@pytest.mark.fault
 @pytest.mark.timeout(360)
-def test_a_stuck_engine_is_named_and_then_ends(
-    hang: Callable[..., Path], up: Callable[..., UpProcess]
-) -> None:
+def test_a_stuck_engine_is_named_and_then_ends(hang: Callable[..., Path], up: Up) -> None:
     """1. An engine hangs. 2. The status names it; it ends. 3. The next one hangs in another way.
 
     Result: exit code 6 each time, and nothing is lost.
     """
     kinds = {"blocks": "decoding", "idles": "decoding", "loads": "loading version"}
     plan = hang(*kinds)
-    process = up(*SETTINGS)
+    stall_s = seconds(6.0)
+    process = start(up, stall_s)
     with StatusClient(process.broker()) as client:
         for left in reversed(range(len(kinds))):
             process.until(lambda n=left: len(plan.read_text().splitlines()) == n, "a hang")
@@ -87,19 +78,15 @@ def test_a_stuck_engine_is_named_and_then_ends(
     said = re.findall(r"umbra: error: the torch engine is stuck: no token for .*", text)
     for line, doing in zip(said, kinds.values(), strict=True):
         assert f"while it was {doing}" in line
-        assert f"requests in flight ({STALL_S:g} s = 10 x buffer.stall_s)" in line
+        assert f"requests in flight ({stall_s:g} s = 10 x buffer.stall_s)" in line
     assert text.count("most recent call first") >= len(kinds)
 
 
-@pytest.mark.e2e
-@pytest.mark.fault
 @pytest.mark.timeout(360)
-def test_what_nobody_foresaw_ends_as_well(
-    hang: Callable[..., Path], up: Callable[..., UpProcess]
-) -> None:
+def test_what_nobody_foresaw_ends_as_well(hang: Callable[..., Path], up: Up) -> None:
     """1. The engine raises. 2. What receives weights does. 3. Nobody gets the interpreter."""
     hang("fails", "receives", "holds")
-    text = ended(up(*SETTINGS), 6, 6, 1)
+    text = ended(start(up, seconds(6.0)), 6, 6, 1)
     assert "umbra: error: the generator failed: KeyError: 7" in text
     assert "umbra: error: the receiver of weights failed: KeyError: 7" in text
     assert "Timeout (0:" in text

@@ -3,37 +3,31 @@
 Needs `unshare` and `ip` and the right to make namespaces; skipped with the reason otherwise.
 """
 
-from __future__ import annotations
-
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from fakes.slowness import seconds
-from fault.test_three_nodes import SPACES, UMBRA, why_not
+from fakes.commands import UMBRA, call
+from fakes.slowness import limit, seconds
+from fault.test_three_nodes import in_spaces, why_not
 from safetensors.torch import load_file
 
 from umbra.proto.messages import Status
 from umbra.services.trainer.checkpoints.export import export_checkpoint
 
-TESTS = Path(__file__).parents[1]
-LIMIT_S = seconds(250.0)
-LONG_S = seconds(600.0)  # for what happens to four hosts
+LIMIT_S = limit(250.0)
+LONG_S = limit(600.0)  # for what happens to four hosts
 # A random model earns something, and different things.
 REWARD = """
 def score(prompt, completion, row):
     return len(set(completion)) / 12
 """
-RUN = f"""
+RUN = """
 [run]
 name = "hosts"
-broker_grace_s = {seconds(120.0)}
+broker_grace_s = 1200
 [model]
 path = "FOLDER/base"
 [data]
@@ -60,41 +54,26 @@ pack_tokens = 64
 ranks = 4
 nodes = 2
 rendezvous = "10.78.0.1:29500"
-rank_timeout_s = {seconds(10.0)}
+rank_timeout_s = RANK_TIMEOUT_S
 [checkpoint]
 every = 2
 """
 
 
-def run(
-    folder: Path, steps: int, settings: dict[str, Any], changes: Mapping[str, str] | None = None
-) -> dict[str, list[int]]:
-    """A run of so many steps, in `folder`; exit codes by process. `changes` are those of `RUN`."""
+def run(folder: Path, steps: int, settings: dict[str, Any]) -> dict[str, list[int]]:
+    """A run of so many steps, in `folder`; exit codes by process."""
     if reason := why_not():
         pytest.skip(reason)
     for command in (
         ("make-model", "base", "--hidden", "32", "--ff", "64"),
         ("make-task", "sort", "--out", "sort", "--prompts", "64", "--heldout", "8", "--demos", "1"),
     ):
-        subprocess.run([*UMBRA, *command], cwd=folder, check=True, timeout=seconds(120))
+        call([*UMBRA, *command], cwd=folder, check=True, quiet_s=120)
     text = RUN.replace("FOLDER", str(folder)).replace("[run]", f"[run]\nsteps = {steps}")
-    for before, after in (changes or {}).items():
-        text = text.replace(before, after)
+    text = text.replace("RANK_TIMEOUT_S", f"{seconds(10.0):g}")
     (folder / "varied.py").write_text(REWARD, encoding="utf-8")
     (folder / "run.toml").write_text(text, encoding="utf-8")
-    program = (sys.executable, "-m", "programs.hosts_run")
-    done = subprocess.run(
-        [*SPACES, "--uts", *program, folder, json.dumps(settings)],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(folder), *sys.path])},
-        capture_output=True,
-        text=True,
-        timeout=settings["limit_s"] + 30,
-        check=False,
-    )
-    logs = "".join(f"\n== {p.name}\n{p.read_text()[-1500:]}" for p in sorted(folder.glob("*.log")))
-    assert done.returncode == 0, done.stderr + logs
-    return json.loads(done.stdout)
+    return json.loads(in_spaces("programs.hosts_run", folder, folder, json.dumps(settings)))
 
 
 def check_ledger(folder: Path, steps: int) -> None:
@@ -125,10 +104,7 @@ def metrics(host: Path, kind: str) -> list[dict[str, Any]]:
     return [row for row in map(json.loads, lines) if row["kind"] == kind]
 
 
-@pytest.mark.e2e
-@pytest.mark.fault
-@pytest.mark.slow
-@pytest.mark.timeout(LIMIT_S + 60)
+@pytest.mark.timeout(300)
 def test_a_trainer_host_is_lost_and_comes_back(tmp_path: Path) -> None:
     """1. A run begins. 2. All of the second trainer host is killed, and its memory is gone.
 
@@ -148,40 +124,8 @@ def test_a_trainer_host_is_lost_and_comes_back(tmp_path: Path) -> None:
     check_export(tmp_path, steps)
 
 
-@pytest.mark.e2e
-@pytest.mark.fault
-@pytest.mark.slow
 @pytest.mark.real
-@pytest.mark.timeout(LIMIT_S + 60)
-def test_two_trainer_hosts_publish_an_adapter_alone(tmp_path: Path) -> None:
-    """1. A run whose versions are factors, of three rows over four ranks. 2. A host is lost.
-
-    Result: as without an adapter; and what generates is what is trained, before and after.
-    """
-    steps = 8
-    loss = {"host": "beta", "steps": 4, "back": {"ended": "alpha/trainer"}}
-    hosts = {"hosts": ["alpha", "beta", "gamma"], "relays": []}
-    adapter = 'lora_rank = 3\nlora_publish = "adapter"\nlearning_rate = 0.02\n'
-    changes = {"[trainer]\n": f"[trainer]\n{adapter}", "run_ahead = 1": "run_ahead = 0"}
-    settings = {**hosts, "losses": [loss], "limit_s": LIMIT_S}
-    codes = run(tmp_path, steps, settings, changes)
-    assert codes["alpha/trainer"] == [5, 0]
-    check_ledger(tmp_path, steps)
-    check_export(tmp_path, steps)
-    rows = metrics(tmp_path / "alpha", "step")
-    assert rows[-1]["step"] == steps
-    assert min(row["grad_norm"] for row in rows) > 0
-    assert max(row["mismatch/k3_on_policy"] for row in rows) < 1e-6
-    weights = load_file(tmp_path / "base" / "model.safetensors").values()
-    whole = sum(4 * tensor.numel() for tensor in weights)
-    assert {row["bytes"] < whole / 2 for row in metrics(tmp_path / "alpha", "push")} == {True}
-
-
-@pytest.mark.e2e
-@pytest.mark.fault
-@pytest.mark.slow
-@pytest.mark.real
-@pytest.mark.timeout(LONG_S + 60)
+@pytest.mark.timeout(650)
 def test_each_of_four_hosts_is_lost(tmp_path: Path) -> None:
     """1. The second trainer host is lost and comes back. 2. So is a generator host with a relay.
 

@@ -30,9 +30,7 @@ from umbra.services.weights.planes.tcp import TcpReceiver
 from umbra.services.weights.publisher import Publisher
 from umbra.services.weights.receiver import Receiver
 
-pytestmark = pytest.mark.fault
 PLANES = pytest.mark.parametrize("plane", ["shm", "tcp"])
-DEADLINE_S = seconds(1.0)
 
 
 class Halting:
@@ -206,7 +204,7 @@ def test_a_receiver_that_is_killed_costs_the_others_nothing(
 
     Result: the other has every version, the newcomer the newest; nobody waited for the dead.
     """
-    one = world(plane, deadline_s=DEADLINE_S)
+    one = world(plane, deadline_s=seconds(1.0))
     generator = one.generator("gen-0")
     victim = one.victim(phase)
     generator.until(one.publish())
@@ -225,7 +223,7 @@ def test_a_receiver_slower_than_its_deadline_holds_up_nobody(
     world: Callable[..., World], plane: str
 ) -> None:
     """It hangs while it stages: it is dropped, trainer and other receivers go on."""
-    one = world(plane, deadline_s=DEADLINE_S)
+    one = world(plane, deadline_s=seconds(1.0))
     generator = one.generator("gen-0")
     victim = one.victim("staging")
     generator.until(one.publish())
@@ -244,7 +242,7 @@ def test_one_that_is_slow_once_comes_back_by_itself(
     world: Callable[..., World], plane: str
 ) -> None:
     """A generator decodes on while its staging hangs; dropped, it subscribes again and is whole."""
-    one = world(plane, deadline_s=DEADLINE_S)
+    one = world(plane, deadline_s=seconds(1.0))
     watched = Watched(plane)
     generator = one.generator("gen-0", watched)
     generator.until(one.publish())

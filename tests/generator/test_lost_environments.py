@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from fakes.engine import ScriptedEngine
 from fakes.rollouts import STOP, says, settings
-from fakes.slowness import seconds
+from fakes.slowness import limit
 from fakes.trajectories import sample
 
 from umbra.proto.deadline import Deadline
@@ -51,7 +51,7 @@ class World:
 
     def __init__(self, kind: str, tokenizer: Any) -> None:
         self.engine = ScriptedEngine(says(tokenizer, "1", "2", "4"))
-        self.pool = ProcessPool(EnvironmentConfig(kind=kind, workers=1, timeout_s=seconds(20.0)))
+        self.pool = ProcessPool(EnvironmentConfig(kind=kind, workers=1, timeout_s=limit(20.0)))
         chosen = settings(
             Chat(tokenizer, {STOP}), sampling=Sampling(max_tokens=64), max_context=256
         )
@@ -64,14 +64,14 @@ class World:
         self._run(lambda: len(self.engine.requests) == turn)
         (worker,) = self.pool._workers._workers
         worker.process.kill()
-        deadline = Deadline(seconds(30.0), "nobody notices")
+        deadline = Deadline(limit(30.0), "nobody notices")
         while self.pool._outcomes.empty():
             deadline.check()
         self._run(lambda: not self.runner.active)
         return self.finished[0]
 
     def _run(self, over: Any) -> None:
-        deadline = Deadline(seconds(30.0), "the samples do not end")
+        deadline = Deadline(limit(30.0), "the samples do not end")
         while not over():
             self.runner.poll(0.0)
             finished, failed = self.runner.results()

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 from fakes.broker_world import world
 from fakes.loop_bench import Bench, open_bench, version
-from fakes.slowness import seconds
+from fakes.slowness import limit
 
 from umbra.proto.deadline import LEAST_RATE, Pace
 from umbra.proto.errors import UmbraError
@@ -90,7 +90,7 @@ def test_who_is_stuck_leaves_the_run_and_then_ends(
     monkeypatch.setattr(stall, "HELD", 10_000.0)
     watch = StallWatch("torch", Pace(0.2, LEAST_RATE))
     with watching(watch, cast(Any, session)):
-        assert ended.wait(seconds(30))
+        assert ended.wait(limit(30))
     assert isinstance(found[0], EngineError)
     assert found[0].exit_code == 6
     assert str(found[0]).startswith("the torch engine is stuck: no token for 0 s while it was")

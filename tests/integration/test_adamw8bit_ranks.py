@@ -1,13 +1,12 @@
 """Moments in 8 bits over several ranks: checkpoints by rows, for any number of them."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fakes.installed import needs
 from fakes.rank_bench import make_batches, train
 from fakes.rank_processes import see_through, start
 from safetensors.torch import load_file
@@ -16,7 +15,7 @@ from umbra.services.trainer.checkpoints.folder import read_index
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.make_model import make_model
 
-pytest.importorskip("torchao")
+needs("torchao")
 
 STEPS, SAVED = 3, 2
 CASE: dict[str, Any] = {"optimizer": "adamw8bit", "betas": [0.9, 0.95], "learning_rate": 1e-3}

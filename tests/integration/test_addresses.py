@@ -1,7 +1,5 @@
 """What is bound where, and what others are told of it."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

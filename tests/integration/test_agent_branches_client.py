@@ -1,10 +1,6 @@
 """Agents with the `openai` client that change their history, ask at once and have sub-agents."""
 
-from __future__ import annotations
-
 import asyncio
-import json
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +11,11 @@ import torch
 from fakes.agents import WAIT_S, AgentWorld, client, reward
 from fakes.closeness import assert_same_logprobs
 from fakes.engine import ScriptedEngine
-from fakes.fixtures import UMBRA
 from fakes.interrupted import TEMPERATURE, teacher_forced
 from fakes.rollouts import STOP, settings
-from fakes.slowness import seconds
 from fakes.trajectories import sample
 from fakes.versions import load, other_weights
+from fakes.whole_runs import Up
 
 from umbra.proto.records import Sampling, Trajectory, unpack_float32, unpack_int32
 from umbra.services.config import EnvironmentConfig
@@ -230,9 +225,7 @@ async def solve(row, endpoint):
 '''
 
 
-@pytest.mark.e2e
-@pytest.mark.timeout(240)
-def test_a_run_trains_on_branches(project: Path) -> None:
+def test_a_run_trains_on_branches(project: Path, up: Up) -> None:
     (project / "tiny_agent.py").write_text(AGENT)
     run = (project / "run.toml").read_text()
     run = run.replace(
@@ -243,22 +236,10 @@ def test_a_run_trains_on_branches(project: Path) -> None:
     run = run.replace("max_tokens = 12", f"max_tokens = 24\nstop_tokens = {list('abcdefghijklmn')}")
     run = run.replace("max_context = 64", "max_context = 512")
     (project / "run.toml").write_text(run)
-    up = subprocess.run(
-        [*UMBRA, "up", "run.toml", "--set", "run.steps=3"],
-        cwd=project,
-        capture_output=True,
-        text=True,
-        timeout=seconds(220),
-        check=False,
-    )
-    assert up.returncode == 0, up.stdout + up.stderr
-    (folder,) = (project / "runs").iterdir()
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps: list[dict[str, Any]] = [row for row in rows if row["kind"] == "step"]
+    process = up("run.steps=3", quiet_s=220.0)
+    summary, steps = process.finish(), process.steps()
     assert [row["step"] for row in steps] == [1, 2, 3]
-    summary = json.loads((folder / "summary.json").read_text())
     assert summary["mismatch_k3_on_policy"] < 1e-5
-    assert summary["ledger"]["balance"] == 0
     assert summary["ledger"]["trained"] == 48
     assert {row["samples"] for row in steps} == {16.0}
     assert {row["branches/mean"] for row in steps} == {3.0}

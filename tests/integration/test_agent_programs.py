@@ -26,8 +26,6 @@ from umbra.services.generator.evaluate import evaluate_model
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
 
-pytestmark = pytest.mark.e2e
-
 USER_CODE = """
 import asyncio, json, os, time, urllib.request
 

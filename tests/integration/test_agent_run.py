@@ -1,13 +1,8 @@
 """A whole run by `umbra up` whose samples are made by an agent with the `openai` client."""
 
-import json
-import subprocess
 from pathlib import Path
-from typing import Any
 
-import pytest
-from fakes.fixtures import UMBRA
-from fakes.slowness import seconds
+from fakes.whole_runs import Up
 
 AGENT = '''
 """A loop that knows nothing of Umbra but where its endpoint is."""
@@ -35,9 +30,7 @@ async def solve(row, endpoint):
 '''
 
 
-@pytest.mark.e2e
-@pytest.mark.timeout(240)
-def test_a_run_trains_on_what_an_agent_does(project: Path) -> None:
+def test_a_run_trains_on_what_an_agent_does(project: Path, up: Up) -> None:
     (project / "tiny_agent.py").write_text(AGENT)
     run = (project / "run.toml").read_text()
     run = run.replace('kind = "reward"', 'kind = "agent"\nagent = "tiny_agent:solve"\nworkers = 1')
@@ -45,21 +38,9 @@ def test_a_run_trains_on_what_an_agent_does(project: Path) -> None:
     run = run.replace("max_tokens = 12", f"max_tokens = 24\nstop_tokens = {list('abcdefghijklmn')}")
     run = run.replace("max_context = 64", "max_context = 512")
     (project / "run.toml").write_text(run)
-    up = subprocess.run(
-        [*UMBRA, "up", "run.toml", "--set", "run.steps=3"],
-        cwd=project,
-        capture_output=True,
-        text=True,
-        timeout=seconds(220),
-        check=False,
-    )
-    assert up.returncode == 0, up.stdout + up.stderr
-    (folder,) = (project / "runs").iterdir()
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps: list[dict[str, Any]] = [row for row in rows if row["kind"] == "step"]
+    process = up("run.steps=3", quiet_s=220.0)
+    summary, steps = process.finish(), process.steps()
     assert [row["step"] for row in steps] == [1, 2, 3]
-    summary = json.loads((folder / "summary.json").read_text())
     assert summary["mismatch_k3_on_policy"] < 1e-5
-    assert summary["ledger"]["balance"] == 0
     assert summary["ledger"]["trained"] == 48
     assert steps[-1]["reward/mean"] > 1.5  # above 1 by the second turns

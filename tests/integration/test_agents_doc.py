@@ -18,7 +18,6 @@ DOC = Path(__file__).parents[2] / "docs" / "agents.md"
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 
 
-@pytest.mark.e2e
 def test_the_agent_of_the_documentation_adds(
     tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,8 +4,6 @@ The torch engine makes the samples and the trainer learns from them, on tiny mod
 one thing is broken at the generator's side.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence

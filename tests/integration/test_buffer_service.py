@@ -1,13 +1,10 @@
 """The buffer as a process of its own, talked to over tcp by hand-made peers."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,41 +13,17 @@ from typing import Any, TypeVar
 import pytest
 import zmq
 from fakes.broker_world import trajectory
-from fakes.slowness import seconds
+from fakes.commands import UMBRA, call
+from fakes.slowness import limit
 
+from umbra.proto import messages as m
 from umbra.proto import sockets
 from umbra.proto.codec import Encoder, decode
-from umbra.proto.messages import (
-    BatchLease,
-    Command,
-    CommitAck,
-    CommitBatch,
-    FinishRun,
-    Heartbeat,
-    HeartbeatAck,
-    Join,
-    LeaseBatch,
-    LeaseTasks,
-    Leave,
-    Message,
-    Nack,
-    Ok,
-    Ping,
-    Pong,
-    Role,
-    RunFinished,
-    Status,
-    StatusRequest,
-    SubmitResults,
-    TaskLeases,
-    Welcome,
-)
 from umbra.proto.net.session import Session
 
-WAIT_S = seconds(20.0)
-UMBRA = (sys.executable, "-m", "umbra")
+WAIT_S = limit(20.0)
 
-M = TypeVar("M", bound=Message)
+M = TypeVar("M", bound=m.Message)
 
 
 @dataclass
@@ -77,20 +50,20 @@ class Client:
     control: zmq.Socket[bytes]
     encoder: Encoder
     data: zmq.Socket[bytes] | None = None
-    pushes: list[Message] = field(default_factory=list[Message])
+    pushes: list[m.Message] = field(default_factory=list[m.Message])
 
-    def join(self, role: Role) -> Welcome:
-        body = Join(role=role, name=self.name, pid=1, host="h", package_version="0", replaces=1)
-        welcome = self.ask(body, Welcome)
+    def join(self, role: m.Role) -> m.Welcome:
+        body = m.Join(role=role, name=self.name, pid=1, host="h", package_version="0", replaces=1)
+        welcome = self.ask(body, m.Welcome)
         self.data = sockets.dealer(self.context, welcome.data, self.name.encode())
         return welcome
 
-    def send(self, body: Message) -> int:
+    def send(self, body: m.Message) -> int:
         number, frames = self.encoder.encode(body)
         self.socket_of(body).send_multipart(frames)
         return number
 
-    def receive(self, number: int | None, on: zmq.Socket[bytes]) -> Message:
+    def receive(self, number: int | None, on: zmq.Socket[bytes]) -> m.Message:
         """The reply to request `number`; with None, the next push."""
         while True:
             assert on.poll(round(1000 * WAIT_S)), f"nothing for {self.name}"
@@ -100,14 +73,14 @@ class Client:
             if envelope.header.reply_to is None:
                 self.pushes.append(envelope.body)
 
-    def ask(self, body: Message, kind: type[M]) -> M:
+    def ask(self, body: m.Message, kind: type[M]) -> M:
         number = self.send(body)
         reply = self.receive(number, self.socket_of(body))
         assert isinstance(reply, kind), reply
         return reply
 
-    def socket_of(self, body: Message) -> zmq.Socket[bytes]:
-        if isinstance(body, Join | Leave | Heartbeat | Ping | StatusRequest):
+    def socket_of(self, body: m.Message) -> zmq.Socket[bytes]:
+        if isinstance(body, m.Join | m.Leave | m.Heartbeat | m.Ping | m.StatusRequest):
             return self.control
         assert self.data is not None
         return self.data
@@ -172,9 +145,9 @@ def connect(zmq_context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[Connect]:
 
 def generate(client: Client, version: int) -> None:
     """Lease what there is and answer it."""
-    lease = client.ask(LeaseTasks(capacity=99, version=version, wait_s=WAIT_S), TaskLeases)
+    lease = client.ask(m.LeaseTasks(capacity=99, version=version, wait_s=WAIT_S), m.TaskLeases)
     answers = [trajectory(task, version) for task in lease.tasks]
-    ack = client.ask(SubmitResults(trajectories=answers), TaskLeases)
+    ack = client.ask(m.SubmitResults(trajectories=answers), m.TaskLeases)
     assert ack.accepted == len(answers) == 4
 
 
@@ -184,19 +157,19 @@ def test_a_whole_run_over_tcp(start: Start, connect: Connect) -> None:
     welcome = generator.join("generator")
     assert welcome.run_id == "run-1"
     trainer.join("trainer")
-    beat = Heartbeat(state="ready", activity="x", progress=1, idle_s=0.0)
+    beat = m.Heartbeat(state="ready", activity="x", progress=1, idle_s=0.0)
     for step in (1, 2):
-        parked = trainer.send(LeaseBatch(step=step, wait_s=WAIT_S))
+        parked = trainer.send(m.LeaseBatch(step=step, wait_s=WAIT_S))
         generate(generator, step - 1)
         assert trainer.data is not None
         batch = trainer.receive(parked, trainer.data)
-        assert isinstance(batch, BatchLease) and len(batch.trajectories) == 4
-        assert trainer.ask(CommitBatch(step=step), CommitAck).version == step
-        assert generator.ask(beat, HeartbeatAck).version == step
-    assert trainer.ask(FinishRun(reason="steps reached"), RunFinished).ledger.trained == 8
+        assert isinstance(batch, m.BatchLease) and len(batch.trajectories) == 4
+        assert trainer.ask(m.CommitBatch(step=step), m.CommitAck).version == step
+        assert generator.ask(beat, m.HeartbeatAck).version == step
+    assert trainer.ask(m.FinishRun(reason="steps reached"), m.RunFinished).ledger.trained == 8
     for client in (generator, trainer):
-        assert isinstance(client.receive(None, client.control), Command) or client.pushes
-        client.ask(Leave(reason="drained"), Ok)
+        assert isinstance(client.receive(None, client.control), m.Command) or client.pushes
+        client.ask(m.Leave(reason="drained"), m.Ok)
     status = buffer.end()
     assert status["ledger"]["issued"] == status["ledger"]["trained"] == 8
     assert status["staleness"]["max"] == 0
@@ -210,8 +183,8 @@ def test_a_whole_run_over_tcp(start: Start, connect: Connect) -> None:
 def test_a_session_works_with_it_and_hears_of_the_end(start: Start, connect: Connect) -> None:
     buffer = start("--dead-after-s", "0.75")
     with Session.join(role="generator", name="g", broker=buffer.facts["broker"]) as session:
-        lease = LeaseTasks(capacity=1, version=0, wait_s=WAIT_S)
-        assert len(session.data.call(lease, TaskLeases, timeout_s=WAIT_S).tasks) == 1
+        lease = m.LeaseTasks(capacity=1, version=0, wait_s=WAIT_S)
+        assert len(session.data.call(lease, m.TaskLeases, timeout_s=WAIT_S).tasks) == 1
         buffer.process.send_signal(signal.SIGTERM)
         assert session.stopping.wait(WAIT_S)
     status = buffer.end()
@@ -222,13 +195,13 @@ def test_a_session_works_with_it_and_hears_of_the_end(start: Start, connect: Con
 def test_strangers_may_look_but_not_touch(start: Start, connect: Connect) -> None:
     buffer = start()
     stranger = connect(buffer, "stranger")
-    assert stranger.ask(Ping(), Pong).role == "buffer"
-    assert stranger.ask(StatusRequest(), Status).steps == 2
+    assert stranger.ask(m.Ping(), m.Pong).role == "buffer"
+    assert stranger.ask(m.StatusRequest(), m.Status).steps == 2
     generator = connect(buffer, "generator-0")
     welcome = generator.join("generator")
     stranger.data = sockets.dealer(stranger.context, welcome.data, b"stranger")
-    lease = LeaseTasks(capacity=1, version=0, wait_s=0)
-    assert stranger.ask(lease, Nack).code == "not_member"
+    lease = m.LeaseTasks(capacity=1, version=0, wait_s=0)
+    assert stranger.ask(lease, m.Nack).code == "not_member"
 
 
 def test_garbage_neither_harms_nor_goes_unseen(start: Start, connect: Connect) -> None:
@@ -236,7 +209,7 @@ def test_garbage_neither_harms_nor_goes_unseen(start: Start, connect: Connect) -
     client = connect(buffer, "noise")
     for frames in ([b""], [b"\xff" * 9, b"x"], [b"", b"", b""]):
         client.control.send_multipart(frames)
-    status = client.ask(StatusRequest(), Status)
+    status = client.ask(m.StatusRequest(), m.Status)
     assert sum(status.counters.values()) == 3
 
 
@@ -244,11 +217,11 @@ def test_a_new_incarnation_supersedes_the_old_one(start: Start, connect: Connect
     buffer = start()
     old = connect(buffer, "generator-0")
     old.join("generator")
-    first = old.ask(LeaseTasks(capacity=1, version=0, wait_s=0), TaskLeases).tasks[0]
+    first = old.ask(m.LeaseTasks(capacity=1, version=0, wait_s=0), m.TaskLeases).tasks[0]
     new = connect(buffer, "generator-0")  # the old one still runs, cut off by now
     new.encoder = Encoder("generator-0", "generator-0-2")
     new.join("generator")
-    again = new.ask(LeaseTasks(capacity=1, version=0, wait_s=0), TaskLeases).tasks[0]
+    again = new.ask(m.LeaseTasks(capacity=1, version=0, wait_s=0), m.TaskLeases).tasks[0]
     assert (again.sample_id, again.attempt) == (first.sample_id, 2)
 
 
@@ -262,9 +235,6 @@ def test_a_taken_address_and_bad_prompts_are_told_in_one_line(tmp_path: Path) ->
             (("--broker", "here", "--set", f"data.prompts={prompts}"), 2, "tcp://host:port"),
             (("--set", "data.prompts=nowhere.jsonl"), 2, "nowhere.jsonl"),
         ]:
-            ended = subprocess.run(
-                [*UMBRA, "buffer", *flags],
-                capture_output=True, text=True, timeout=WAIT_S, check=False,
-            )  # fmt: skip
+            ended = call([*UMBRA, "buffer", *flags])
             assert ended.returncode == code, ended.stderr
             assert words in ended.stderr and "Traceback" not in ended.stderr

@@ -1,7 +1,5 @@
 """Checkpoints that one number of ranks writes and another reads; really sharded (FSDP2, gloo)."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any
@@ -70,7 +68,6 @@ def run_ranks(
     see_through(start(directory, folder, world, cases, batches))
 
 
-@pytest.mark.timeout(220)
 def test_two_ranks_save_one_goes_on(
     of_two: Path, alone: Alone, directory: Path, batches: list[list[Trajectory]], tmp_path: Path
 ) -> None:
@@ -101,7 +98,6 @@ def sizes(index: Index, file: FileInfo) -> dict[str, int]:
     return {rows.name: rows.count for rows in file.rows if len(index.tensors[rows.name].shape) > 1}
 
 
-@pytest.mark.timeout(220)
 def test_one_rank_saves_three_go_on(
     alone: Alone, directory: Path, batches: list[list[Trajectory]], tmp_path: Path
 ) -> None:
@@ -123,7 +119,6 @@ def test_one_rank_saves_three_go_on(
         assert len(read_index(tmp_path / name / f"step-{STEPS}").files) == 3
 
 
-@pytest.mark.timeout(220)
 def test_as_many_ranks_go_on_bit_by_bit(
     of_two: Path, directory: Path, batches: list[list[Trajectory]], tmp_path: Path
 ) -> None:

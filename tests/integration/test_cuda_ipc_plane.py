@@ -1,7 +1,5 @@
 """Plane `cuda_ipc`, whole, and which plane is chosen; all is real but CuPy, which is a double."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

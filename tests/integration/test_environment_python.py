@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.slowness import seconds
+from fakes.slowness import limit, seconds
 from fakes.waiting import until
 
 from umbra.proto.errors import UsageError
 from umbra.services.config import EnvironmentConfig
 from umbra.services.environments.pool import EpisodeOutcome, ProcessPool, open_pool
 from umbra.services.environments.protocol import Opening, StepResult
-
-pytestmark = pytest.mark.e2e
 
 USER_CODE = """
 import asyncio, importlib.util, os, sys, time
@@ -69,7 +67,7 @@ class Player:
         row = {"prompt": "p", "name": name, "blob": b"\x00\xff", "number": 1 << 63}
         self.pool.play(name, row, list(responses))
         while not (outcomes := self.pool.collect()):
-            assert self._event.wait(seconds(60))
+            assert self._event.wait(limit(60))
             self._event.clear()
         (outcome,) = outcomes
         return outcome

@@ -30,7 +30,6 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return blocks
 
 
-@pytest.mark.e2e
 def test_the_environment_runs_in_a_rollout(code: list[str], tiny_model_dir: Path) -> None:
     assert len(code[0].splitlines()) <= 25
     tokenizer = load_tokenizer(tiny_model_dir)

@@ -1,7 +1,5 @@
 """Ranks that divide the experts of each layer (all-to-all over gloo), against one with all."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,6 @@ import torch
 from fakes.architectures import ARCHITECTURES
 from fakes.rank_bench import Alone, make_batches, train
 from fakes.rank_processes import TESTS, launch, see_the_loss, see_through, start
-from fakes.slowness import seconds
 from integration.test_trainer_ranks import assert_as_alone, with_routing
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -92,7 +89,6 @@ def divided(
     return world, folder
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_learned_does_not_depend_on_who_has_the_experts(
     divided: tuple[int, Path], case: str, alone: Alone
@@ -110,7 +106,6 @@ def test_what_is_learned_does_not_depend_on_who_has_the_experts(
             assert set(parts) == {elements // world}
 
 
-@pytest.mark.timeout(240)
 def test_a_checkpoint_is_the_same_whoever_has_the_experts(
     batches: list[list[Trajectory]], tmp_path: Path
 ) -> None:
@@ -164,7 +159,6 @@ def plain_names(model: Path) -> set[str]:
         return set(file.keys())
 
 
-@pytest.mark.timeout(240)
 def test_ranks_that_share_rows_divide_experts(
     batches: list[list[Trajectory]], directory: Path, tmp_path: Path
 ) -> None:
@@ -174,8 +168,6 @@ def test_ranks_that_share_rows_divide_experts(
     assert_as_alone(tmp_path, "both", 4, train(directory, batches, Ranks(), **case))
 
 
-@pytest.mark.fault
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("case", "told"),
     # In the suite a rank dies in an exchange of test_sequence_parallel.py.
@@ -196,7 +188,6 @@ def test_the_others_end_when_a_rank_is_gone(
 DIVISIBLE = ["qwen3-moe", "qwen2-moe", "mixtral", "deepseek-v3", "glm4-moe", "gpt-oss", "olmoe"]
 
 
-@pytest.mark.timeout(seconds(240.0))
 def test_every_architecture_is_read_trained_and_published_as_by_one_rank(
     batches: list[list[Trajectory]], tmp_path: Path
 ) -> None:

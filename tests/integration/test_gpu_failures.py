@@ -3,8 +3,6 @@
 All is real but CuPy, whose double raises what CuPy does.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 

@@ -98,7 +98,6 @@ def by_group(found: list[list[Score]]) -> dict[str, list[Score]]:
     return {scores[0].sample_id.partition("-")[0]: scores for scores in found}
 
 
-@pytest.mark.e2e
 def test_the_function_of_the_docs_ranks_each_group(module: None, tiny_model_dir: Path) -> None:
     with scorer(rewards("rank"), tiny_model_dir) as worker:
         tasks = [
@@ -111,7 +110,6 @@ def test_the_function_of_the_docs_ranks_each_group(module: None, tiny_model_dir:
     assert all(score.attempt == 2 for scores in found.values() for score in scores)
 
 
-@pytest.mark.e2e
 def test_what_goes_wrong_in_a_group_costs_that_group(module: None, tiny_model_dir: Path) -> None:
     limit = seconds(3)
     with scorer(rewards("faulty", timeout_s=limit), tiny_model_dir) as worker:
@@ -130,7 +128,6 @@ def test_what_goes_wrong_in_a_group_costs_that_group(module: None, tiny_model_di
     assert [score.reward for score in found["fine"]] == [2.0, 2.0]
 
 
-@pytest.mark.e2e
 def test_each_group_is_rewarded_by_the_functions_of_its_environment(
     module: None, bare_python: str, tiny_model_dir: Path
 ) -> None:
@@ -163,7 +160,6 @@ def test_each_group_is_rewarded_by_the_functions_of_its_environment(
     assert [score.reward for score in found["b"]] == [1.1, 2.1, 2.1]
 
 
-@pytest.mark.e2e
 def test_a_reward_that_cannot_take_a_group_is_told_before_the_run(module: None) -> None:
     row = {"prompt": "p"}
     check_environment(RunConfig(environment=rewards("faulty")), row)
@@ -172,7 +168,6 @@ def test_a_reward_that_cannot_take_a_group_is_told_before_the_run(module: None) 
         check_environment(RunConfig(environment=rewards("few")), row)
 
 
-@pytest.mark.e2e
 def test_a_model_is_evaluated_on_whole_groups(module: None, tiny_model_dir: Path) -> None:
     config = RunConfig(
         environment=rewards("faulty"),
@@ -185,7 +180,6 @@ def test_a_model_is_evaluated_on_whole_groups(module: None, tiny_model_dir: Path
     assert (result.accuracy, result.failed) == (4.0, 0)  # each group of four was a group
 
 
-@pytest.mark.e2e
 def test_a_model_is_evaluated_where_some_of_several_environments_reward_groups(
     module: None, tiny_model_dir: Path
 ) -> None:

@@ -1,7 +1,5 @@
 """The HTTP server against clients that hold it up, and a legitimate one beside them."""
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import socket
@@ -12,7 +10,7 @@ from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 import pytest
-from fakes.slowness import seconds
+from fakes.slowness import limit, seconds
 from fakes.waiting import until
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -24,7 +22,7 @@ from umbra.services import http as http_server
 from umbra.services.http import HttpServer, is_local, listen, url_at
 from umbra.services.process.loop_thread import LoopThread
 
-WAIT_S = seconds(30.0)
+WAIT_S = limit(30.0)
 HEAD = b"POST /echo HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 LONG = 256 << 20  # bytes; no socket's buffers hold so many
 MAX_BODY = 1 << 20

@@ -1,17 +1,13 @@
 """A run whose model is elsewhere, from its start to its model on the hub."""
 
-from __future__ import annotations
-
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fakes.commands import UMBRA, call
 from fakes.hub import Hub, environment, serving
-from fakes.slowness import seconds
 
 SETTINGS = (
     *("model.path=acme/tiny", "trainer.lora_rank=2", "run.steps=2", "checkpoint.every=2"),
@@ -26,20 +22,15 @@ def hub() -> Iterator[Hub]:
 
 
 @pytest.mark.real  # two whole runs, an export
-@pytest.mark.e2e
-@pytest.mark.timeout(240)
 def test_from_a_name_to_a_name(hub: Hub, project: Path) -> None:
     variables = {**environment(hub, project / "home"), "XDG_CACHE_HOME": str(project / "cache")}
 
     def umbra(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "umbra", *arguments],
+        return call(
+            [*UMBRA, *arguments],
             cwd=project,
-            capture_output=True,
-            text=True,
-            timeout=seconds(150),
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **variables, **more},
-            check=False,
+            env=variables | more,
+            quiet_s=150,
         )
 
     commit = hub.add_model("acme/tiny", (project / "model").resolve())

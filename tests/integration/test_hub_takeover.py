@@ -1,7 +1,5 @@
 """A hub dies without a word and another takes its place: what trainer and receivers make of it."""
 
-from __future__ import annotations
-
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -10,7 +8,7 @@ from pathlib import Path
 import pytest
 import zmq
 from fakes.hub_bench import whole
-from fakes.slowness import seconds
+from fakes.slowness import limit
 
 from umbra.proto.errors import RejectedError
 from umbra.proto.net.channel import Channel
@@ -25,7 +23,7 @@ from umbra.services.weights.planes.receiving import StagedPlanes
 from umbra.services.weights.publisher import Publisher
 from umbra.services.weights.receiver import Receiver
 
-WAIT_S = seconds(20.0)
+WAIT_S = limit(20.0)
 LAYOUT = build_manifest([("embed", "F32", [300, 16]), ("norm", "F32", [16])], 4096)
 
 

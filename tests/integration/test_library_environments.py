@@ -19,8 +19,6 @@ from umbra.services.environments.pool import open_pool
 from umbra.services.generator.command import make_task
 from umbra.services.prompts.readers import read_source
 
-pytestmark = pytest.mark.e2e
-
 ROW = {"prompt": "add numbers", "target": 5}
 
 

@@ -3,8 +3,6 @@
 Ranks load a model and train, in processes of their own; the kernel tells what that took.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,7 +115,6 @@ def _at(items: list[Item], phase: str) -> int:
 ALWAYS = {(1, "host optimizer, bf16 weights"), (2, "bf16")}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("world", "name"),

@@ -1,7 +1,5 @@
 """Watching a run over real sockets, with keys and without, while it is not disturbed."""
 
-from __future__ import annotations
-
 import os
 import pty
 import select
@@ -17,7 +15,7 @@ from pathlib import Path
 import pytest
 import zmq
 from fakes.looks import PUSH, SAMPLE, status
-from fakes.slowness import seconds
+from fakes.slowness import limit
 
 from umbra.proto.access import KeyRole
 from umbra.proto.errors import RejectedError
@@ -40,7 +38,7 @@ from umbra.services.config import SecurityConfig as SecurityConfig
 from umbra.services.monitor.feed import Look, Watch
 from umbra.services.process.metrics import MetricsFile
 
-WAIT_S = seconds(20.0)
+WAIT_S = limit(20.0)
 
 SecurityOf = Callable[[KeyRole], Security]
 

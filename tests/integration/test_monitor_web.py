@@ -1,33 +1,25 @@
 """The page and the figures for Prometheus over HTTP, of a run that a small server plays."""
 
-from __future__ import annotations
-
 import dataclasses
 import http.client
 import json
 import re
-import shutil
 import socket
-import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from pathlib import Path
 from typing import Any
 
 import pytest
 from fakes.looks import ROLLOUT, SAMPLE, header, look
-from fakes.slowness import seconds
+from fakes.slowness import limit
 
 from umbra.proto.errors import StartupError
-from umbra.proto.messages import Curves, Event
+from umbra.proto.messages import Event
 from umbra.services.monitor.feed import Feed, Look
 from umbra.services.monitor.web.prometheus import prometheus_text
 from umbra.services.monitor.web.server import TIMELINE_S, Board, PageServer
 
-WAIT_S = seconds(20.0)
-CHROMIUM = (
-    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-)
+WAIT_S = limit(20.0)
 LINE = re.compile(r'[a-z_]+\{([a-z_]+="([^"\\\n]|\\.)*",?)+\} [-+0-9.eInfNa]+')
 
 
@@ -182,45 +174,3 @@ def test_figures_for_prometheus() -> None:
 def test_labels_are_escaped() -> None:
     odd = look(run_id='a "b"\\\n')
     assert 'umbra_up{run="a \\"b\\"\\\\\\n"} 1.0' in prometheus_text(odd).decode()
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("changes", [{}, {"paused": "lunch", "stuck": []}])
-def test_the_page_in_a_browser(
-    board: Board, server: PageServer, tmp_path: Path, changes: dict[str, Any]
-) -> None:
-    """A headless Chromium draws it; what the script made of the look is in its document."""
-    small = Curves(steps=[1, 2], values={"loss": [-0.00123, -0.00124]})
-    board.show(full_look(**changes, curves=small))
-    assert CHROMIUM is not None
-    url = f"{server.url}/"
-
-    def browse(*flags: str) -> str:
-        done = subprocess.run(
-            [
-                CHROMIUM or "", "--headless=new", "--no-sandbox", "--disable-gpu",
-                f"--user-data-dir={tmp_path}", "--virtual-time-budget=3000", *flags, url,
-            ],
-            capture_output=True, check=True, timeout=seconds(100), text=True,
-        )  # fmt: skip
-        return done.stdout
-
-    document = browse("--dump-dom")
-    for expected in (
-        "<title>40/300 run-1</title>", "generator-0", "30% (work)", "loss", "12.3",
-        "&lt;b&gt;1 3&lt;/b&gt;", "<polyline", "decode", "100 issued = 80 trained",
-        "staleness of trained samples", "expired_leases 2",
-        "step 40, s-9: reward 1.25 (right 1, short 0.250), 5 tokens, stop, staleness 2",
-        '<span class="age2" title="2 tokens, staleness 2">☃ </span>',
-        '<span class="dim" title="1 tokens, of the environment">env</span>',
-    ):  # fmt: skip
-        assert expected in document, expected
-    ticks = re.findall(r'class="end" x="([0-9.]+)" y="[0-9.]+">(-[^<]+)<', document)
-    assert len(ticks) == 3
-    assert all(6 * len(text) <= float(x) for x, text in ticks), ticks  # none is cut off
-    assert ("PAUSED: lunch" in document) == bool(changes)
-    assert ("sample s1 at generator-0 for 31 s" in document) != bool(changes)
-    assert "no answer from the monitor" not in document
-    browse(f"--screenshot={tmp_path / 'page.png'}", "--window-size=1200,1600")
-    assert (tmp_path / "page.png").stat().st_size > 20_000

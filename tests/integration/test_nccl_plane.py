@@ -1,7 +1,5 @@
 """Plane `nccl`, whole: hub, worker processes, receivers; only CuPy is a double."""
 
-from __future__ import annotations
-
 import os
 import signal
 

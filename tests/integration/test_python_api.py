@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.slowness import seconds
+from fakes.slowness import limit
 
 import umbra
 from umbra.deploy.python.run import RunChild
 from umbra.services.monitor.run_address import find_address
 
-DEADLINE_S = seconds(60.0)
+DEADLINE_S = limit(60.0)
 SMALL: dict[str, Any] = {
     "sampling": {"max_tokens": 12},
     "buffer": {"group_size": 4, "batch_groups": 4},
@@ -46,7 +46,6 @@ def python(project: Path, script: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-@pytest.mark.e2e
 @pytest.mark.timeout(3 * DEADLINE_S)
 def test_a_script_of_a_few_lines_trains(project: Path) -> None:
     done = python(project, SCRIPT.format(imports="", small=SMALL))
@@ -60,7 +59,6 @@ def test_a_script_of_a_few_lines_trains(project: Path) -> None:
     assert not (folder / "address.json").exists()
 
 
-@pytest.mark.e2e
 @pytest.mark.timeout(4 * DEADLINE_S)
 def test_a_run_is_watched_operated_stopped_and_goes_on(
     project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -109,7 +107,6 @@ def test_a_run_is_watched_operated_stopped_and_goes_on(
     assert "Vowels" in repr(on._repr_html_()) or run.id in on._repr_html_()
 
 
-@pytest.mark.e2e
 @pytest.mark.timeout(3 * DEADLINE_S)
 def test_mistakes_are_sentences_and_leave_no_folder(
     project: Path, monkeypatch: pytest.MonkeyPatch
@@ -143,7 +140,6 @@ def test_mistakes_are_sentences_and_leave_no_folder(
     assert not list(project.glob("runs/*"))
 
 
-@pytest.mark.e2e
 @pytest.mark.timeout(3 * DEADLINE_S)
 def test_trls_quick_start_runs_with_another_import(project: Path) -> None:
     done = python(project, QUICK_START)

@@ -2,14 +2,12 @@
 
 import json
 import os
-import re
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from fakes.slowness import seconds
+from fakes.commands import UMBRA, call
 
 from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.prepare.load import load_run
@@ -18,15 +16,7 @@ from umbra.services.config.loader import to_json
 
 def umbra(cwd: Path | None, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run an `umbra` command to its end."""
-    return subprocess.run(
-        [sys.executable, "-m", "umbra", *arguments],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=seconds(50),
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        check=False,
-    )
+    return call([*UMBRA, *arguments], cwd=cwd)
 
 
 def expect_usage_error(project: Path, *overrides: str, code: int = 2) -> str:
@@ -39,35 +29,6 @@ def expect_usage_error(project: Path, *overrides: str, code: int = 2) -> str:
     return line.removeprefix("umbra: error: ")
 
 
-@pytest.mark.parametrize(
-    ("override", "parts"),
-    [
-        ("model.path=nowhere", ["model.path", "nowhere"]),
-        ("data.prompts=nowhere.jsonl", ["nowhere.jsonl"]),
-        ("buffer.max_stalenes=1", ["buffer.max_stalenes", "did you mean buffer.max_staleness"]),
-        ("bufer.run_ahead=1", ["bufer", "did you mean buffer"]),
-        ("run.steps=0", ["run.steps"]),
-        ("run.steps=many", ["run.steps"]),
-        ("environment.kind=exakt", ["environment.kind", "has no effect"]),
-        ("environment.reward=tiny_reward:scare", ["tiny_reward", "scare", "score"]),
-        ("environment.reward=tiny_rewart:score", ["tiny_rewart"]),
-        ("environment.reward=tiny_reward:raises", ["raises", "ValueError", "no such thing"]),
-        ("environment.reward=tiny_reward:says_so", ["says_so", "very good"]),
-        ("run.dir=run.toml", ["run.dir"]),
-        ("sampling.temperature=-1", ["sampling.temperature must be a number > 0, not -1"]),
-        ("sampling.top_p=1.5", ["sampling.top_p must be a number > 0 and <= 1, not 1.5"]),
-        ("sampling.top_k=-3", ["sampling.top_k must be an integer >= 0, not -3"]),
-        ("sampling.min_p=2", ["sampling.min_p must be a number >= 0 and <= 1, not 2"]),
-    ],
-)
-def test_a_bad_value_is_refused_in_one_sentence(
-    project: Path, override: str, parts: list[str]
-) -> None:
-    sentence = expect_usage_error(project, override)
-    for part in parts:
-        assert part in sentence
-
-
 @pytest.fixture
 def bare_model(project: Path, tiny_model: Path) -> Path:
     """A model directory without a tokenizer."""
@@ -75,12 +36,6 @@ def bare_model(project: Path, tiny_model: Path) -> Path:
     for name in ("config.json", "model.safetensors"):
         (project / "bare" / name).symlink_to(tiny_model / name)
     return project / "bare"
-
-
-@pytest.mark.parametrize("engine", ["torch", "vllm"])
-def test_a_model_without_a_tokenizer(project: Path, bare_model: Path, engine: str) -> None:
-    sentence = expect_usage_error(project, "model.path=bare", f"generator.engine={engine}")
-    assert sentence.startswith(f"model.path: {bare_model} has no tokenizer (tokenizer.json or ")
 
 
 @pytest.mark.parametrize(
@@ -112,27 +67,6 @@ def test_sampling_that_only_vllm_refuses(project: Path) -> None:
         "sampling.temperature = 0.001 is out of range: vLLM, which would raise it, takes 0.01 or "
         "more"
     )
-
-
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [
-        ("", ["empty"]),
-        ('{"prompt": "a"}\n{"prompt": \n', ["prompts.jsonl, line 2"]),
-        ('{"prompt": "a"}\n\n["b"]\n', ["prompts.jsonl, line 3"]),
-        ('{"question": "a"}\n', ["prompts.jsonl, line 1", "prompt"]),
-    ],
-)
-def test_prompts_that_cannot_be_used(project: Path, text: str, parts: list[str]) -> None:
-    (project / "prompts.jsonl").write_text(text)
-    sentence = expect_usage_error(project)
-    for part in parts:
-        assert part in sentence
-
-
-def test_a_run_file_that_is_not_there(project: Path) -> None:
-    (project / "run.toml").unlink()
-    assert "run.toml does not exist" in expect_usage_error(project)
 
 
 def test_an_occupied_port(project: Path) -> None:
@@ -227,14 +161,6 @@ def test_a_check_tells_the_worst_staleness(project: Path) -> None:
     done = umbra(project, "check", "run.toml", "--set", "buffer.max_staleness=4")
     assert done.returncode == 0, done
     assert "at most 4 versions, typically up to 1" in done.stdout
-
-
-def test_a_check_warns_of_groups_of_one(project: Path) -> None:
-    done = umbra(project, "check", "run.toml", "--set", "buffer.group_size=1")
-    assert done.returncode == 0, done
-    assert re.search(
-        r"lone_groups +warning +buffer.group_size = 1 leaves trainer.advantage", done.stdout
-    )
 
 
 def test_what_is_shown_is_a_run_file(project: Path) -> None:

@@ -1,7 +1,5 @@
 """A relay is a member of the run: it is seen, may be drained, and ends when the run does."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess
@@ -11,15 +9,15 @@ from pathlib import Path
 
 import pytest
 import zmq
+from fakes.commands import UMBRA, call
 from fakes.crash_run import BufferProcess, Peer
-from fakes.slowness import seconds
+from fakes.slowness import limit, seconds
 from fakes.waiting import until
 
 from umbra.proto.messages import FinishRun, Member, RunFinished
 from umbra.services.monitor.client import StatusClient
 
-WAIT_S = seconds(40.0)
-UMBRA = (sys.executable, "-m", "umbra")
+WAIT_S = limit(40.0)
 HOST = socket.gethostname()
 
 
@@ -86,9 +84,7 @@ def test_a_part_hub_ends_with_the_run_too(
         (member,) = members(buffer.broker, lambda found: "part-1" in found).values()
         assert member.role == "part"
         drain = ("drain", "--member", "part-1", "--broker", buffer.broker)
-        done = subprocess.run(
-            [*UMBRA, *drain], check=False, capture_output=True, text=True, timeout=WAIT_S
-        )
+        done = call([*UMBRA, *drain])
         assert "part-1 is the part, without which the run cannot go on" in done.stderr
         trainer = Peer(zmq_context, buffer.broker, "trainer", "trainer")
         assert isinstance(trainer.call(FinishRun(reason="done")), RunFinished)
@@ -102,7 +98,7 @@ def test_a_part_hub_ends_with_the_run_too(
 def test_a_relay_is_drained_alone(buffer: BufferProcess, relay: subprocess.Popen[bytes]) -> None:
     members(buffer.broker, lambda found: "relay-b" in found)
     drain = ("drain", "--member", "relay-b", "--broker", buffer.broker)
-    subprocess.run([*UMBRA, *drain], check=True, capture_output=True, timeout=WAIT_S)
+    call([*UMBRA, *drain], check=True)
     assert relay.wait(WAIT_S) == 0
     members(buffer.broker, lambda found: not found)
 
@@ -130,9 +126,7 @@ def test_a_node_is_drained_unless_the_trainer_is_there(
 ) -> None:
     def drain(node: str) -> subprocess.CompletedProcess[str]:
         words = ("drain", "--node", node, "--broker", buffer.broker)
-        return subprocess.run(
-            [*UMBRA, *words], check=False, capture_output=True, text=True, timeout=WAIT_S
-        )
+        return call([*UMBRA, *words])
 
     trainer = Peer(zmq_context, buffer.broker, "trainer", "trainer")  # on host "h"
     generator = Peer(zmq_context, buffer.broker, "generator", "generator-0")

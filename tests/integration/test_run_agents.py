@@ -1,7 +1,5 @@
 """Agents on a machine of their own: a runner and a generator's endpoint, over HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,8 +23,6 @@ from umbra.services.environments.runner import Generators, run_agents
 from umbra.services.generator.runner import MOST_LOSSES
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
-
-pytestmark = pytest.mark.e2e
 
 AUTHORIZED = {"authorization": f"Bearer {KEY}"}
 USER_CODE = """

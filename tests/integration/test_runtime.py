@@ -1,7 +1,5 @@
 """Link, channel, session and server over real sockets, against a small broker in a thread."""
 
-from __future__ import annotations
-
 import queue
 import threading
 import time
@@ -11,36 +9,19 @@ from contextlib import suppress
 
 import pytest
 import zmq
-from fakes.slowness import seconds
+from fakes.slowness import limit
 from fakes.waiting import until
 
+from umbra.proto import messages as m
 from umbra.proto import sockets
 from umbra.proto.codec import Encoder, decode
 from umbra.proto.errors import DeadlineError, RejectedError, StartupError
-from umbra.proto.messages import (
-    CONTROL,
-    DATA,
-    Command,
-    Event,
-    Heartbeat,
-    HeartbeatAck,
-    Join,
-    Leave,
-    Message,
-    Nack,
-    Ok,
-    PauseRequest,
-    Ping,
-    Pong,
-    Status,
-    Welcome,
-)
 from umbra.proto.net.io_thread import IoThread
 from umbra.proto.net.server import TOPICS, Request, Server
 from umbra.proto.net.session import Session
 from umbra.services.process.metrics import MetricsFile
 
-WAIT_S = seconds(20.0)
+WAIT_S = limit(20.0)
 WAIT_MS = round(1000 * WAIT_S)
 
 
@@ -49,38 +30,38 @@ class Broker:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.server = Server(context, "broker", "b1")
-        self.endpoint = self.server.bind("control", "tcp://127.0.0.1:*", CONTROL)
-        self.data = self.server.bind("data", "tcp://127.0.0.1:*", DATA)
+        self.endpoint = self.server.bind("control", "tcp://127.0.0.1:*", m.CONTROL)
+        self.data = self.server.bind("data", "tcp://127.0.0.1:*", m.DATA)
         self.events_in, self.events_out = self.server.relay_events(
             "tcp://127.0.0.1:*", "tcp://127.0.0.1:*"
         )
-        self.seen: list[Message] = []
+        self.seen: list[m.Message] = []
         self.left = threading.Event()
         self.beats = threading.Semaphore(0)
         self.drain = threading.Event()
-        self.answer: Callable[[Request], Message | None] = self.default_answer
+        self.answer: Callable[[Request], m.Message | None] = self.default_answer
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._main)
         self._thread.start()
 
-    def default_answer(self, request: Request) -> Message | None:
+    def default_answer(self, request: Request) -> m.Message | None:
         match request.body:
-            case Join():
-                return Welcome(
+            case m.Join():
+                return m.Welcome(
                     run_id="r",
                     heartbeat_s=0.05,
                     data=self.data,
                     events_in=self.events_in,
                     events_out=self.events_out,
                 )
-            case Heartbeat():
+            case m.Heartbeat():
                 self.beats.release()
-                return HeartbeatAck(version=7, weights="tcp://127.0.0.1:1")
-            case Leave():
+                return m.HeartbeatAck(version=7, weights="tcp://127.0.0.1:1")
+            case m.Leave():
                 self.left.set()
-                return Ok()
+                return m.Ok()
             case _:
-                return Pong(role="buffer", state="ready")
+                return m.Pong(role="buffer", state="ready")
 
     def close(self) -> None:
         self._stop.set()
@@ -98,7 +79,7 @@ class Broker:
                     self.server.reply(request, body)
             if self.drain.is_set() and identity:
                 self.drain.clear()
-                self.server.push("control", identity, Command(kind="drain", reason="enough"))
+                self.server.push("control", identity, m.Command(kind="drain", reason="enough"))
 
 
 @pytest.fixture
@@ -116,7 +97,7 @@ def link() -> Iterator[IoThread]:
 
 
 def test_a_call_gets_its_reply(broker: Broker, link: IoThread) -> None:
-    pong = link.channel(broker.endpoint, "broker").call(Ping(), Pong, timeout_s=WAIT_S)
+    pong = link.channel(broker.endpoint, "broker").call(m.Ping(), m.Pong, timeout_s=WAIT_S)
     assert pong.role == "buffer"
 
 
@@ -124,33 +105,33 @@ def test_a_call_nobody_answers_names_what_it_waited_for(broker: Broker, link: Io
     broker.answer = lambda _request: None
     channel = link.channel(broker.endpoint, "broker")
     with pytest.raises(DeadlineError, match=r"broker at tcp://.* to Ping within 0.2 s"):
-        channel.call(Ping(), Pong, timeout_s=0.2)
+        channel.call(m.Ping(), m.Pong, timeout_s=0.2)
 
 
 def test_a_refusal_is_raised_with_its_reason(broker: Broker, link: IoThread) -> None:
-    broker.answer = lambda _request: Nack(code="full", reason="no room")
+    broker.answer = lambda _request: m.Nack(code="full", reason="no room")
     with pytest.raises(RejectedError, match="no room") as caught:
-        link.channel(broker.endpoint, "broker").call(Ping(), Pong, timeout_s=WAIT_S)
+        link.channel(broker.endpoint, "broker").call(m.Ping(), m.Pong, timeout_s=WAIT_S)
     assert caught.value.code == "full"
 
 
 def test_pushes_arrive_in_order(broker: Broker, link: IoThread) -> None:
     channel = link.channel(broker.endpoint, "broker")
-    channel.call(Ping(), Pong, timeout_s=WAIT_S)
+    channel.call(m.Ping(), m.Pong, timeout_s=WAIT_S)
     broker.drain.set()
-    assert channel.pushes.get(timeout=WAIT_S) == Command(kind="drain", reason="enough")
+    assert channel.pushes.get(timeout=WAIT_S) == m.Command(kind="drain", reason="enough")
 
 
 def test_a_resent_request_is_answered_once_more_but_done_once(
     broker: Broker, zmq_context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
     socket = sockets.dealer(zmq_context, broker.endpoint, b"twice")
-    _, frames = Encoder("twice", "i1").encode(PauseRequest())
+    _, frames = Encoder("twice", "i1").encode(m.PauseRequest())
     for _ in range(3):
         socket.send_multipart(frames)
         assert socket.poll(WAIT_MS)
-        assert isinstance(decode(socket.recv_multipart()).body, Pong)
-    assert broker.seen == [PauseRequest()]
+        assert isinstance(decode(socket.recv_multipart()).body, m.Pong)
+    assert broker.seen == [m.PauseRequest()]
     assert broker.server.counters["resent"] == 2
     socket.close()
 
@@ -159,7 +140,7 @@ def test_of_those_who_only_look_nothing_is_remembered(broker: Broker) -> None:
     for number in range(20):
         watcher = IoThread(f"watcher-{number}", "i1")
         channel = watcher.channel(broker.endpoint, "broker")
-        channel.call(Ping(), Pong, timeout_s=WAIT_S)
+        channel.call(m.Ping(), m.Pong, timeout_s=WAIT_S)
         watcher.close()
     assert broker.server.remembered == 0
 
@@ -169,21 +150,21 @@ def test_bad_frames_are_counted_answered_and_forgotten(
 ) -> None:
     socket = sockets.dealer(zmq_context, broker.endpoint, b"stranger")
     encoder = Encoder("stranger", "i1")
-    _, unknown = encoder.encode(Ping())
+    _, unknown = encoder.encode(m.Ping())
     unknown[0] = unknown[0].replace(b"Ping", b"Pong")  # a reply type where a request belongs: fine
-    _, misplaced = encoder.encode(Ok())
+    _, misplaced = encoder.encode(m.Ok())
     misplaced[0] = misplaced[0].replace(b"\xa2Ok", b"\xa2Xx")
     counted: Counter[str] = Counter()
     for frames, code in (
         ([b"junk"], "frames"),
         ([b"\xc1", b"\xc1"], "malformed"),
         (misplaced, "unknown_type"),
-        ([*encoder.encode(Ping())[1], *[b""] * 50_000], "frames"),
+        ([*encoder.encode(m.Ping())[1], *[b""] * 50_000], "frames"),
     ):
         socket.send_multipart(frames)
         assert socket.poll(WAIT_MS)
         answer = decode(socket.recv_multipart()).body
-        assert isinstance(answer, Nack)
+        assert isinstance(answer, m.Nack)
         assert answer.code == code
         counted[code] += 1
         assert broker.server.counters[code] == counted[code]
@@ -193,15 +174,15 @@ def test_bad_frames_are_counted_answered_and_forgotten(
 def test_a_session_beats_as_seldom_as_it_is_asked_to(broker: Broker) -> None:
     """However many were under way before its answer came, it is silent from then on."""
 
-    def answer(request: Request) -> Message | None:
+    def answer(request: Request) -> m.Message | None:
         nonlocal since
-        if isinstance(request.body, Heartbeat):
+        if isinstance(request.body, m.Heartbeat):
             is_slow = request.header.sender == "slow"
             heard.add(request.header.sender)
             since = 0 if is_slow else since + 1
             if since >= 20 and "slow" in heard:
                 done.set()
-            return HeartbeatAck(version=0, heartbeat_s=3600.0 if is_slow else 0.0)
+            return m.HeartbeatAck(version=0, heartbeat_s=3600.0 if is_slow else 0.0)
         return broker.default_answer(request)
 
     heard: set[str] = set()
@@ -216,8 +197,8 @@ def test_a_session_beats_as_seldom_as_it_is_asked_to(broker: Broker) -> None:
 
 
 def test_a_session_joins_beats_and_leaves(broker: Broker) -> None:
-    def beats() -> list[Heartbeat]:
-        return [body for body in list(broker.seen) if isinstance(body, Heartbeat)]
+    def beats() -> list[m.Heartbeat]:
+        return [body for body in list(broker.seen) if isinstance(body, m.Heartbeat)]
 
     with Session.join(role="monitor", name="m", broker=broker.endpoint) as session:
         session.progress("testing", 3)
@@ -243,7 +224,7 @@ def test_a_session_drains_when_told_to(broker: Broker) -> None:
 
 def test_a_session_the_broker_does_not_know_fails(broker: Broker) -> None:
     with Session.join(role="monitor", name="m", broker=broker.endpoint) as session:
-        broker.answer = lambda _request: Nack(code="not_member", reason="who are you?")
+        broker.answer = lambda _request: m.Nack(code="not_member", reason="who are you?")
         assert session.stopping.wait(WAIT_S)
         assert isinstance(session.failure, RejectedError)
 
@@ -286,14 +267,14 @@ def test_those_who_subscribe_without_end_cost_nothing(
 
 
 def test_those_who_watch_get_rows_and_spans(broker: Broker, link: IoThread) -> None:
-    heard: queue.SimpleQueue[tuple[str, Event]] = queue.SimpleQueue()
+    heard: queue.SimpleQueue[tuple[str, m.Event]] = queue.SimpleQueue()
     link.subscribe(
         broker.events_out,
         [b"spans", b"push"],
         lambda header, event: heard.put((header.sender, event)),
     )
     metrics = MetricsFile(None, "m")
-    seen: dict[str, Event] = {}
+    seen: dict[str, m.Event] = {}
     with Session.join(role="monitor", name="m", broker=broker.endpoint, metrics=metrics):
         until = time.monotonic() + WAIT_S
         while set(seen) != {"spans", "push"} and time.monotonic() < until:
@@ -311,13 +292,13 @@ def test_status_is_not_a_request_of_another_socket(
     zmq_context: zmq.Context[zmq.Socket[bytes]],
 ) -> None:
     server = Server(zmq_context, "hub", "h1")
-    endpoint = server.bind("weights", "tcp://127.0.0.1:*", (Ping,))
+    endpoint = server.bind("weights", "tcp://127.0.0.1:*", (m.Ping,))
     socket = sockets.dealer(zmq_context, endpoint, b"lost")
-    _, frames = Encoder("lost", "i1").encode(Leave(reason="wrong door"))
+    _, frames = Encoder("lost", "i1").encode(m.Leave(reason="wrong door"))
     socket.send_multipart(frames)
     while server.counters["wrong_socket"] == 0:
         assert server.poll(WAIT_S) == []
-    assert isinstance(decode(socket.recv_multipart()).body, Nack)
-    assert Status.__name__ in {cls.__name__ for cls in CONTROL}
+    assert isinstance(decode(socket.recv_multipart()).body, m.Nack)
+    assert m.Status.__name__ in {cls.__name__ for cls in m.CONTROL}
     socket.close()
     server.close()

@@ -1,30 +1,16 @@
 """Link and server when the other side, or what is to be sent, is not as it should be."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import msgpack
 import pytest
 import zmq
-from fakes.slowness import seconds
+from fakes.slowness import limit
 
+from umbra.proto import messages as m
 from umbra.proto import sockets
 from umbra.proto.codec import Encoder, decode
 from umbra.proto.errors import RejectedError, UsageError, WireError
-from umbra.proto.messages import (
-    CONTROL,
-    DATA,
-    BatchLease,
-    CommitBatch,
-    Event,
-    LeaseBatch,
-    LeaseTasks,
-    Nack,
-    Ok,
-    Ping,
-    Pong,
-)
 from umbra.proto.net import server as server_module
 from umbra.proto.net.io_thread import IoThread
 from umbra.proto.net.server import Request, Server
@@ -33,7 +19,7 @@ from umbra.proto.records import PROTOCOL_MAJOR
 
 Context = zmq.Context[zmq.Socket[bytes]]
 ANY_PORT = "tcp://127.0.0.1:*"
-WAIT_S = seconds(20.0)
+WAIT_S = limit(20.0)
 WAIT_MS = round(1000 * WAIT_S)
 
 
@@ -43,19 +29,19 @@ class Bench:
     def __init__(self, context: Context) -> None:
         self.now = 0.0
         self.server = Server(context, "broker", "b1", clock=lambda: self.now)
-        endpoint = self.server.bind("data", ANY_PORT, (*DATA, Ping, Event))
+        endpoint = self.server.bind("data", ANY_PORT, (*m.DATA, m.Ping, m.Event))
         self.socket = sockets.dealer(context, endpoint, b"peer")
         self.encoder = Encoder("peer", "i1")
 
     def send(self, frames: list[bytes]) -> list[Request]:
         """Send `frames` and a Ping behind them; return what the server makes of the former."""
         self.socket.send_multipart(frames)
-        number, ping = self.encoder.encode(Ping())
+        number, ping = self.encoder.encode(m.Ping())
         self.socket.send_multipart(ping)
         requests: list[Request] = []
         while not requests or requests[-1].header.id != number:
             requests += self.server.poll(WAIT_S)
-        self.server.reply(requests[-1], Ok())
+        self.server.reply(requests[-1], m.Ok())
         return requests[:-1]
 
     def replies_to(self, number: int) -> list[object]:
@@ -93,10 +79,10 @@ def link() -> Iterator[IoThread]:
 
 
 def test_a_parked_request_is_known_however_many_were_answered_since(bench: Bench) -> None:
-    number, lease = bench.encoder.encode(LeaseTasks(capacity=1, version=0, wait_s=30))
+    number, lease = bench.encoder.encode(m.LeaseTasks(capacity=1, version=0, wait_s=30))
     assert len(bench.send(lease)) == 1
     for _ in range(3 * server_module.REPLIES_KEPT):
-        assert bench.send(bench.encoder.encode(Event(kind="other"))[1])
+        assert bench.send(bench.encoder.encode(m.Event(kind="other"))[1])
     assert bench.send(lease) == []
     assert bench.server.counters["resent"] == 1
     assert number == 1
@@ -104,11 +90,11 @@ def test_a_parked_request_is_known_however_many_were_answered_since(bench: Bench
 
 def test_one_way_messages_do_not_pile_up(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "PENDING_KEPT", 4)
-    _, first = bench.encoder.encode(Event(kind="first"))
+    _, first = bench.encoder.encode(m.Event(kind="first"))
     assert len(bench.send(first)) == 1
     assert bench.send(first) == []
     for _ in range(4):
-        bench.send(bench.encoder.encode(Event(kind="other"))[1])
+        bench.send(bench.encoder.encode(m.Event(kind="other"))[1])
     assert len(bench.send(first)) == 1
 
 
@@ -118,9 +104,10 @@ def test_of_large_answers_the_last_one_is_kept(
     monkeypatch.setattr(server_module, "REPLY_BYTES_KEPT", 1000)
     asked: list[list[bytes]] = []
     for step in (1, 2):
-        asked.append(bench.encoder.encode(LeaseBatch(step=step, wait_s=1))[1])
+        asked.append(bench.encoder.encode(m.LeaseBatch(step=step, wait_s=1))[1])
         (request,) = bench.send(asked[-1])
-        bench.server.reply(request, BatchLease(step=step, trajectories=[], waiting_for="x" * 2000))
+        answer = m.BatchLease(step=step, trajectories=[], waiting_for="x" * 2000)
+        bench.server.reply(request, answer)
     assert bench.send(asked[1]) == []
     assert len(bench.send(asked[0])) == 1
 
@@ -131,16 +118,16 @@ def test_a_flood_of_names_takes_no_more_memory_than_so_many(
     monkeypatch.setattr(server_module, "PEERS_KEPT", 3)
     for number in range(8):
         socket = sockets.dealer(zmq_context, bench.server.endpoint("data"), f"p{number}".encode())
-        socket.send_multipart(Encoder(f"p{number}", "i1").encode(Event(kind="one"))[1])
+        socket.send_multipart(Encoder(f"p{number}", "i1").encode(m.Event(kind="one"))[1])
         assert bench.server.poll(WAIT_S)
         socket.close(linger=0)
     assert len(bench.server._peers) == 3
 
 
 def test_who_is_silent_for_long_is_forgotten_with_the_replies_kept_for_it(bench: Bench) -> None:
-    _, frames = bench.encoder.encode(CommitBatch(step=1))
+    _, frames = bench.encoder.encode(m.CommitBatch(step=1))
     (request,) = bench.send(frames)
-    bench.server.reply(request, Ok())
+    bench.server.reply(request, m.Ok())
     bench.listen(server_module.SILENT_S - 1)
     assert bench.server.remembered == 1
     bench.listen(1)
@@ -150,17 +137,17 @@ def test_who_is_silent_for_long_is_forgotten_with_the_replies_kept_for_it(bench:
 
 
 def test_a_parked_request_is_known_for_as_long_as_it_is_resent(bench: Bench) -> None:
-    number, lease = bench.encoder.encode(LeaseTasks(capacity=1, version=0, wait_s=30))
+    number, lease = bench.encoder.encode(m.LeaseTasks(capacity=1, version=0, wait_s=30))
     (request,) = bench.send(lease)
     for _ in range(4):
         bench.listen(server_module.SILENT_S - 1)
         assert bench.send(lease) == []
-    bench.server.reply(request, Ok())
-    assert bench.replies_to(number) == [Ok()]
+    bench.server.reply(request, m.Ok())
+    assert bench.replies_to(number) == [m.Ok()]
 
 
 def test_time_in_which_the_server_did_not_listen_is_no_silence(bench: Bench) -> None:
-    _, frames = bench.encoder.encode(CommitBatch(step=1))
+    _, frames = bench.encoder.encode(m.CommitBatch(step=1))
     assert len(bench.send(frames)) == 1
     bench.now += 10 * server_module.SILENT_S  # stopped, say
     bench.server.poll(0)
@@ -168,11 +155,11 @@ def test_time_in_which_the_server_did_not_listen_is_no_silence(bench: Bench) -> 
 
 
 def test_an_answer_that_cannot_be_encoded_is_a_refusal(bench: Bench) -> None:
-    number, frames = bench.encoder.encode(CommitBatch(step=1))
+    number, frames = bench.encoder.encode(m.CommitBatch(step=1))
     (request,) = bench.send(frames)
-    bench.server.reply(request, Event(kind="x", fields={"a": object()}))
+    bench.server.reply(request, m.Event(kind="x", fields={"a": object()}))
     (answer,) = bench.replies_to(number)
-    assert isinstance(answer, Nack)
+    assert isinstance(answer, m.Nack)
     assert answer.code == "unencodable"
     assert bench.server.counters["unencodable"] == 1
 
@@ -181,14 +168,14 @@ def test_a_request_that_cannot_be_encoded_fails_and_the_link_lives(
     zmq_context: Context, link: IoThread
 ) -> None:
     server = Server(zmq_context, "broker", "b1")
-    channel = link.channel(server.bind("control", ANY_PORT, CONTROL), "broker")
+    channel = link.channel(server.bind("control", ANY_PORT, m.CONTROL), "broker")
     with pytest.raises(WireError, match="Event cannot be encoded"):
-        channel.call(Event(kind="x", fields={"a": object()}), Ok, timeout_s=WAIT_S)
-    channel.send(Event(kind="x", fields={"a": object()}))
-    future = channel.request(Ping(), timeout_s=WAIT_S)
+        channel.call(m.Event(kind="x", fields={"a": object()}), m.Ok, timeout_s=WAIT_S)
+    channel.send(m.Event(kind="x", fields={"a": object()}))
+    future = channel.request(m.Ping(), timeout_s=WAIT_S)
     (request,) = server.poll(WAIT_S)
-    server.reply(request, Pong(role="buffer", state="ready"))
-    assert future.result(WAIT_S) == Pong(role="buffer", state="ready")
+    server.reply(request, m.Pong(role="buffer", state="ready"))
+    assert future.result(WAIT_S) == m.Pong(role="buffer", state="ready")
     server.close()
 
 
@@ -203,7 +190,7 @@ def test_a_server_of_another_major_version_is_a_refusal(
     zmq_context: Context, link: IoThread
 ) -> None:
     router, endpoint = sockets.router(zmq_context, ANY_PORT)
-    future = link.channel(endpoint, "broker").request(Ping(), timeout_s=WAIT_S)
+    future = link.channel(endpoint, "broker").request(m.Ping(), timeout_s=WAIT_S)
     assert router.poll(WAIT_MS)
     identity, *_ = router.recv_multipart()
     header = {"major": PROTOCOL_MAJOR + 1, "minor": 0, "sender": "buffer", "kind": "new"}
@@ -214,10 +201,10 @@ def test_a_server_of_another_major_version_is_a_refusal(
 
 
 def test_a_connector_of_another_major_version_is_told(bench: Bench) -> None:
-    header, body = bench.encoder.encode(Ping())[1]
+    header, body = bench.encoder.encode(m.Ping())[1]
     changed = msgpack.packb({**msgpack.unpackb(header), "major": PROTOCOL_MAJOR + 1})
     assert bench.send([changed, body]) == []
     assert bench.server.counters["protocol"] == 1
     refusal = decode(bench.socket.recv_multipart()).body
-    assert isinstance(refusal, Nack)
+    assert isinstance(refusal, m.Nack)
     assert refusal.code == "protocol"

@@ -1,7 +1,5 @@
 """Sockets with keys: who gets in, what each key allows, and how everyone else is told."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,37 +9,14 @@ import zmq
 from fakes.hub_bench import Bench, load, publish
 from fakes.keys import of
 from fakes.relays import Relay
-from fakes.slowness import seconds
+from fakes.slowness import limit, seconds
 from fakes.waiting import until
 
+from umbra.proto import messages as m
 from umbra.proto import sockets
 from umbra.proto.access import KeyRole, may_send
 from umbra.proto.codec import Encoder, decode
 from umbra.proto.errors import DeadlineError, RejectedError
-from umbra.proto.messages import (
-    CONTROL,
-    DATA,
-    AcquireSlot,
-    CommitBatch,
-    Event,
-    FinishRun,
-    HubStatus,
-    HubStatusRequest,
-    InterruptRequest,
-    LeaseTasks,
-    Message,
-    Nack,
-    Ok,
-    Ping,
-    Pong,
-    Publish,
-    RegisterManifest,
-    ReturnTasks,
-    SlotGranted,
-    SubmitResults,
-    Subscribe,
-    Subscribed,
-)
 from umbra.proto.net.channel import Channel
 from umbra.proto.net.io_thread import IoThread
 from umbra.proto.net.keys import OPEN, Security, load_keys
@@ -51,7 +26,7 @@ from umbra.services.weights.receiver import Receiver
 
 Context = zmq.Context[zmq.Socket[bytes]]
 ANY_PORT = "tcp://127.0.0.1:*"
-WAIT_S = seconds(20.0)
+WAIT_S = limit(20.0)
 
 
 def refused_s() -> float:
@@ -65,8 +40,8 @@ class Served:
     def __init__(self, context: Context, keys: Path) -> None:
         security = Security(load_keys(keys, "buffer"))
         self.server = Server(context, "buffer", "b1", security)
-        self.control = self.server.bind("control", ANY_PORT, CONTROL)
-        self.data = self.server.bind("data", ANY_PORT, (*DATA, Ping))
+        self.control = self.server.bind("control", ANY_PORT, m.CONTROL)
+        self.data = self.server.bind("data", ANY_PORT, (*m.DATA, m.Ping))
         self.events = self.server.relay_events(ANY_PORT, ANY_PORT)
         self.reached: list[tuple[str, KeyRole | None]] = []
         self._stop = threading.Event()
@@ -83,8 +58,8 @@ class Served:
         while not self._stop.is_set():
             for request in self.server.poll(0.02):
                 self.reached.append((type(request.body).__name__, request.role))
-                pong = Pong(role="buffer", state="ready")
-                self.server.reply(request, pong if isinstance(request.body, Ping) else Ok())
+                pong = m.Pong(role="buffer", state="ready")
+                self.server.reply(request, pong if isinstance(request.body, m.Ping) else m.Ok())
 
     def close(self) -> None:
         for link in self._links:
@@ -110,7 +85,7 @@ def served(zmq_context: Context, keys: Path) -> Iterator[Served]:
 )
 def test_holders_of_a_key_are_let_in(served: Served, keys: Path, role: KeyRole) -> None:
     channel = served.channel(served.control, of(keys, role))
-    assert channel.call(Ping(), Pong, timeout_s=WAIT_S).role == "buffer"
+    assert channel.call(m.Ping(), m.Pong, timeout_s=WAIT_S).role == "buffer"
     assert served.reached == [("Ping", role)]
     assert not served.server.refusals.counts
 
@@ -118,7 +93,7 @@ def test_holders_of_a_key_are_let_in(served: Served, keys: Path, role: KeyRole) 
 def test_a_stranger_without_keys_is_told(served: Served) -> None:
     channel = served.channel(served.control, OPEN)
     with pytest.raises(RejectedError, match=r": it needs keys that we lack.*--keys"):
-        channel.call(Ping(), Pong, timeout_s=refused_s())
+        channel.call(m.Ping(), m.Pong, timeout_s=refused_s())
     counts = served.server.refusals.counts
     until(lambda: counts.total() > 0, "a refusal is counted")
     assert all(what.endswith(" on control") for what in counts)
@@ -128,7 +103,7 @@ def test_a_stranger_without_keys_is_told(served: Served) -> None:
 def test_keys_of_another_run(served: Served, others: Path) -> None:
     channel = served.channel(served.control, of(others, "trainer"))
     with pytest.raises(RejectedError, match="or has those of another run"):
-        channel.call(Ping(), Pong, timeout_s=refused_s())
+        channel.call(m.Ping(), m.Pong, timeout_s=refused_s())
     what = "a connection with keys of another run on control"
     until(lambda: served.server.refusals.counts[what] > 0, what)
 
@@ -139,7 +114,7 @@ def test_a_key_that_the_run_does_not_know(served: Served, keys: Path, others: Pa
     forged = Security(type(ours)("trainer", theirs.public, theirs.secret, ours.roles))
     channel = served.channel(served.control, forged)
     with pytest.raises(RejectedError, match="does not know our key"):
-        channel.call(Ping(), Pong, timeout_s=WAIT_S)
+        channel.call(m.Ping(), m.Pong, timeout_s=WAIT_S)
     assert dict(served.server.refusals.counts) == {"an unknown key from 127.0.0.1 on control": 1}
 
 
@@ -147,16 +122,16 @@ def test_a_key_opens_only_sockets_that_its_role_uses(served: Served, keys: Path)
     for role in ("monitor", "operator", "weight_hub"):
         channel = served.channel(served.data, of(keys, role), role)
         with pytest.raises(RejectedError, match="no use for one of our role"):
-            channel.call(Ping(), Pong, timeout_s=WAIT_S)
+            channel.call(m.Ping(), m.Pong, timeout_s=WAIT_S)
     assert served.server.refusals.counts["the monitor key from 127.0.0.1 on data"] == 1
 
 
 def test_a_client_with_keys_talks_to_no_server_without(zmq_context: Context, keys: Path) -> None:
     server = Server(zmq_context, "buffer", "b1")
     link = IoThread("peer", "i1", security=of(keys, "trainer"))
-    channel = link.channel(server.bind("control", ANY_PORT, CONTROL), "buffer")
+    channel = link.channel(server.bind("control", ANY_PORT, m.CONTROL), "buffer")
     with pytest.raises(RejectedError, match=r"has none, or"):
-        channel.call(Ping(), Pong, timeout_s=refused_s())
+        channel.call(m.Ping(), m.Pong, timeout_s=refused_s())
     link.close()
     server.close()
 
@@ -167,7 +142,7 @@ def test_nobody_gets_in_while_there_is_no_list(zmq_context: Context, keys: Path)
     router, endpoint = sockets.router(zmq_context, ANY_PORT, curve)
     link = IoThread("peer", "i1", security=of(keys, "trainer"))
     with pytest.raises((RejectedError, DeadlineError)):
-        link.channel(endpoint, "buffer").call(Ping(), Pong, timeout_s=1.0)
+        link.channel(endpoint, "buffer").call(m.Ping(), m.Pong, timeout_s=1.0)
     assert not router.poll(0)
     link.close()
     router.close()
@@ -186,7 +161,7 @@ def test_telemetry_is_for_members_to_send_and_for_monitors_to_see(
     stranger.publish_to(inward)
     tick = threading.Event()
     for link, kind in ((member, "ours"), (stranger, "theirs")):
-        link.every(0.02, lambda link=link, kind=kind: link.publish(Event(kind=kind)))
+        link.every(0.02, lambda link=link, kind=kind: link.publish(m.Event(kind=kind)))
     for _ in range(20):
         assert watcher.poll(round(1000 * WAIT_S))
         assert watcher.recv_multipart()[0] == b"ours"
@@ -207,19 +182,19 @@ def test_telemetry_is_for_members_to_send_and_for_monitors_to_see(
 @pytest.mark.parametrize(
     ("role", "body"),
     [
-        ("generator", CommitBatch(step=1)),
-        ("generator", FinishRun(reason="mine")),
-        ("scorer", ReturnTasks(samples=[])),
-        ("trainer", LeaseTasks(capacity=1, version=0, wait_s=0)),
+        ("generator", m.CommitBatch(step=1)),
+        ("generator", m.FinishRun(reason="mine")),
+        ("scorer", m.ReturnTasks(samples=[])),
+        ("trainer", m.LeaseTasks(capacity=1, version=0, wait_s=0)),
     ],
 )
 def test_the_connection_decides_and_not_what_a_message_says(
-    served: Served, keys: Path, role: KeyRole, body: Message
+    served: Served, keys: Path, role: KeyRole, body: m.Message
 ) -> None:
     """The header's sender is the trainer's name; the key is not the trainer's."""
     channel = served.channel(served.data, of(keys, role), "trainer")
     with pytest.raises(RejectedError, match=f"nothing that the {role} key allows") as refused:
-        channel.call(body, Ok, timeout_s=WAIT_S)
+        channel.call(body, m.Ok, timeout_s=WAIT_S)
     assert refused.value.code == "not_allowed"
     assert served.reached == []
     kind = type(body).__name__
@@ -230,9 +205,9 @@ def test_the_connection_decides_and_not_what_a_message_says(
 def test_a_monitor_cannot_interrupt_and_an_operator_can(served: Served, keys: Path) -> None:
     monitor = served.channel(served.control, of(keys, "monitor"), "m")
     with pytest.raises(RejectedError, match="nothing that the monitor key allows"):
-        monitor.call(InterruptRequest(), Ok, timeout_s=WAIT_S)
+        monitor.call(m.InterruptRequest(), m.Ok, timeout_s=WAIT_S)
     operator = served.channel(served.control, of(keys, "operator"), "o")
-    assert operator.call(InterruptRequest(), Ok, timeout_s=WAIT_S) == Ok()
+    assert operator.call(m.InterruptRequest(), m.Ok, timeout_s=WAIT_S) == m.Ok()
 
 
 def test_an_identity_taken_over_does_not_bring_its_role(
@@ -243,14 +218,14 @@ def test_an_identity_taken_over_does_not_bring_its_role(
         zmq_context, served.data, b"same", of(keys, "trainer").connecting("buffer")
     )
     encoder = Encoder("trainer", "t1")
-    first.send_multipart(encoder.encode(CommitBatch(step=1))[1])
-    assert decode(receive(first)).body == Ok()
+    first.send_multipart(encoder.encode(m.CommitBatch(step=1))[1])
+    assert decode(receive(first)).body == m.Ok()
     second = sockets.dealer(
         zmq_context, served.data, b"same", of(keys, "generator").connecting("buffer")
     )
-    second.send_multipart(encoder.encode(CommitBatch(step=2))[1])
+    second.send_multipart(encoder.encode(m.CommitBatch(step=2))[1])
     answer = decode(receive(second)).body
-    assert isinstance(answer, Nack)
+    assert isinstance(answer, m.Nack)
     assert answer.code == "not_allowed"
     assert served.reached == [("CommitBatch", "trainer")]
     first.close(linger=0)
@@ -298,25 +273,25 @@ def test_weights_travel_over_sockets_with_keys(
 @pytest.mark.parametrize(
     ("role", "body"),
     [
-        ("generator", Publish(version=9, slot=0, checksums=[], snapshot_s=0)),
-        ("generator", AcquireSlot(version=9)),
-        ("scorer", AcquireSlot(version=9)),
-        ("monitor", AcquireSlot(version=9)),
+        ("generator", m.Publish(version=9, slot=0, checksums=[], snapshot_s=0)),
+        ("generator", m.AcquireSlot(version=9)),
+        ("scorer", m.AcquireSlot(version=9)),
+        ("monitor", m.AcquireSlot(version=9)),
     ],
 )
 def test_the_hub_refuses_what_a_key_does_not_allow(
-    bench: Bench, hub: Callable[[str, KeyRole], Channel], role: KeyRole, body: Message
+    bench: Bench, hub: Callable[[str, KeyRole], Channel], role: KeyRole, body: m.Message
 ) -> None:
     publish(bench.publisher(channel=hub("trainer", "trainer")), 0)
     stranger = hub("trainer", role)
     with pytest.raises(RejectedError, match=f"nothing that the {role} key allows"):
-        stranger.call(body, Ok, timeout_s=WAIT_S)
+        stranger.call(body, m.Ok, timeout_s=WAIT_S)
     assert bench.hub.stats()["refused"] == 1
 
 
 def test_monitors_may_look_at_the_hub(bench: Bench, hub: Callable[[str, KeyRole], Channel]) -> None:
     publish(bench.publisher(channel=hub("trainer", "trainer")), 0)
-    status = hub("m", "monitor").call(HubStatusRequest(), HubStatus, timeout_s=WAIT_S)
+    status = hub("m", "monitor").call(m.HubStatusRequest(), m.HubStatus, timeout_s=WAIT_S)
     assert status.version == 0
 
 
@@ -333,7 +308,7 @@ def test_buckets_are_for_receivers(
         bench.closers.append(link.close)
         with pytest.raises(RejectedError):
             link.channel(endpoint, "hub", server="weight_hub").call(
-                Ping(), Pong, timeout_s=refused_s()
+                m.Ping(), m.Pong, timeout_s=refused_s()
             )
     until(lambda: bench.hub.stats()["refused"] >= 2, "both are counted")
 
@@ -344,7 +319,7 @@ def test_only_a_relay_may_serve(
 ) -> None:
     """Others would fetch their weights from whoever may say that it hands them on."""
     endpoint = "tcp://127.0.0.1:9"
-    ask = Subscribe(
+    ask = m.Subscribe(
         host="h",
         planes=["tcp"],
         serves=endpoint if where == "serves" else "",
@@ -352,7 +327,7 @@ def test_only_a_relay_may_serve(
     )
     for role in ("generator", "scorer"):
         with pytest.raises(RejectedError, match=f"only relays serve others, not the {role} key"):
-            hub(f"evil-{role}", role).call(ask, Subscribed, timeout_s=WAIT_S)
+            hub(f"evil-{role}", role).call(ask, m.Subscribed, timeout_s=WAIT_S)
     assert bench.hub.stats()["refused"] == 2
     assert bench.hub.planes.open_tcp().chain.relays == []
     assert bench.hub.planes.open_tcp().relay_at("h") == ""
@@ -360,7 +335,7 @@ def test_only_a_relay_may_serve(
 
 def test_a_relays_key_publishes_nowhere(bench: Bench, keys: Path) -> None:
     """Nor does anyone at a relay, whose versions come from the hub above."""
-    for kind in (RegisterManifest, AcquireSlot, Publish, CommitBatch, SubmitResults):
+    for kind in (m.RegisterManifest, m.AcquireSlot, m.Publish, m.CommitBatch, m.SubmitResults):
         assert not may_send("relay", kind)
     bench.security = of(keys, "weight_hub")
     bench.start()
@@ -369,4 +344,4 @@ def test_a_relays_key_publishes_nowhere(bench: Bench, keys: Path) -> None:
     bench.endpoint = relay.daemon.endpoint
     channel = bench.channel("trainer-2", of(keys, "trainer"), server="relay")
     with pytest.raises(RejectedError, match="versions come from tcp://"):
-        channel.call(AcquireSlot(version=1), SlotGranted, timeout_s=WAIT_S)
+        channel.call(m.AcquireSlot(version=1), m.SlotGranted, timeout_s=WAIT_S)

@@ -1,32 +1,23 @@
 """Commands of a run with keys: what they refuse, and where its secrets never show."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fakes.slowness import seconds
+from fakes.commands import UMBRA, call
+from fakes.slowness import limit
+from fakes.whole_runs import Up
 
 from umbra.proto.net.keys import load_keys
 
-WAIT_S = seconds(20.0)
-UMBRA = (sys.executable, "-m", "umbra")
+WAIT_S = limit(20.0)
 
 
 def umbra(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*UMBRA, *arguments],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=seconds(50),
-        check=False,
-    )
+    return call([*UMBRA, *arguments], cwd=cwd)
 
 
 @pytest.mark.parametrize(
@@ -110,39 +101,8 @@ def test_the_monitor_commands_use_keys(buffer: str, keys: Path, tmp_path: Path) 
     assert allowed.returncode == 0, allowed
 
 
-@pytest.mark.e2e
-@pytest.mark.timeout(180)
-def test_a_whole_run_with_keys(project: Path) -> None:
+def test_a_whole_run_with_keys(project: Path, up: Up) -> None:
     """`umbra up` takes the keys in its `run.dir`; the weights go over plane `tcp`."""
     assert umbra("keys", cwd=project).returncode == 0
-    done = subprocess.run(
-        [*UMBRA, "up", "run.toml", "--no-eval", "--json", "--set", "weight_hub.plane=tcp"],
-        cwd=project,
-        capture_output=True,
-        text=True,
-        timeout=seconds(170),
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        check=False,
-    )
-    assert done.returncode == 0, done
-    summary = json.loads(done.stdout)
-    assert summary["exit_reason"] == "finished"
-    assert summary["ledger"]["balance"] == 0
-    assert "its buffer at tcp://" in done.stderr
-    (run,) = (path for path in (project / "runs").iterdir() if path.name != "keys")
-    status = json.loads((run / "buffer.json").read_text())
-    assert status["refused"] == {}
-    secret = load_keys(project / "runs" / "keys", "trainer").secret
-    assert not any(secret in path.read_bytes() for path in run.rglob("*") if path.is_file())
-
-
-@pytest.mark.parametrize("address", ["nowhere:1", "tcp://127.0.0.1", "http://127.0.0.1:1"])
-@pytest.mark.parametrize("service", ["weight-hub", "buffer"])
-def test_an_address_that_is_none(tmp_path: Path, service: str, address: str) -> None:
-    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
-    arguments = (service, "--broker", address, "--set", "data.prompts=p.jsonl")
-    done = umbra(*arguments, cwd=tmp_path)
-    assert done.returncode == 2, done
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("umbra: error: ")]
-    assert address in line
-    assert "tcp://" in line
+    process = up("weight_hub.plane=tcp", flags=("--no-eval",), quiet_s=170.0)
+    assert process.finish()["exit_reason"] == "finished"

@@ -1,7 +1,5 @@
 """Ranks that share the tokens of each row (Ulysses over gloo), against one rank with whole rows."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -83,7 +81,6 @@ def shared(
     return world, folder
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_learned_does_not_depend_on_who_has_the_tokens(
     shared: tuple[int, Path], case: str, alone: Alone
@@ -94,8 +91,6 @@ def test_what_is_learned_does_not_depend_on_who_has_the_tokens(
         assert row["operations"] == pytest.approx(expected["operations"]), "counted once"
 
 
-@pytest.mark.fault
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("case", "told"),
     # In the suite a rank hangs in an exchange of test_expert_parallel.py.
@@ -148,7 +143,6 @@ def test_heads_that_cannot_be_divided_are_refused(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.timeout(120)
 def test_a_sharded_model_with_sinks_windows_and_experts(
     batches: list[list[Trajectory]], tmp_path: Path
 ) -> None:

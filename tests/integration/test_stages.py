@@ -1,42 +1,37 @@
-"""A whole run with scorers for every stage, interruptions and evaluations."""
+"""A whole run with scorers for every stage, interruptions, evaluations and prompts that fail."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
-from fakes.slowness import seconds
+from fakes.whole_runs import Up
 
 
-@pytest.mark.e2e
-@pytest.mark.timeout(180)
-def test_a_run_with_all_stages_and_evaluations(project: Path) -> None:
-    (project / "heldout.jsonl").write_text((project / "prompts.jsonl").read_text())
-    changes = {
-        "buffer.stages": '["reward", "ref_logp", "logp"]',
-        "buffer.on_batch": "interrupt",
-        "generator.partial_flush_tokens": "4",
-        "eval.every": "2",
-        "eval.prompts": "heldout.jsonl",
-        "eval.samples": "8",
-    }
-    overrides = [part for key, value in changes.items() for part in ("--set", f"{key}={value}")]
-    ended = subprocess.run(
-        [sys.executable, "-m", "umbra", "up", "run.toml", "--no-eval", "--json", *overrides],
-        cwd=project,
-        capture_output=True,
-        text=True,
-        timeout=seconds(150),
-        check=False,
+def test_a_run_with_all_stages_and_evaluations(project: Path, up: Up) -> None:
+    rows = (project / "prompts.jsonl").read_text()
+    (project / "heldout.jsonl").write_text(rows)
+    too_long = json.dumps({"prompt": "say b" * 40, "word": "b"})
+    (project / "prompts.jsonl").write_text(f"{too_long}\n{rows}")
+    process = up(
+        'buffer.stages=["reward", "ref_logp", "logp"]',
+        "buffer.on_batch=interrupt",
+        "generator.partial_flush_tokens=4",
+        "data.shuffle=false",
+        "eval.every=2",
+        "eval.prompts=heldout.jsonl",
+        "eval.samples=8",
+        flags=("--no-eval",),
+        quiet_s=150.0,
     )
-    assert ended.returncode == 0, ended.stderr
-    summary = json.loads(ended.stdout)
-    assert summary["ledger"]["trained"] == 64 and summary["ledger"]["balance"] == 0
+    summary = process.finish()
+    assert summary["ledger"]["trained"] == 64
     assert [one["version"] for one in summary["evals"]] == [2, 4]
     assert all(one["answered"] == one["samples"] == 8 for one in summary["evals"])
-    (run_dir,) = (project / "runs").iterdir()
-    counters = json.loads((run_dir / "buffer.json").read_text())["counters"]
+    counters = json.loads((process.run_dir / "buffer.json").read_text())["counters"]
     for stage in ("reward", "ref_logp", "logp"):
         assert counters[f"scored: {stage}"] >= 64
     assert counters["flushed"]
+    assert summary["ledger"]["ended"]["failed"] >= 4
+    assert (
+        ": prompt 1: the prompt has 202 tokens, which leaves no room for an answer in the context "
+        "length, generator.max_context = 64\n"
+    ) in process.log("generator-0")

@@ -1,7 +1,5 @@
 """Weights over sockets: every bit arrives, as deltas where they pay, past whatever goes wrong."""
 
-from __future__ import annotations
-
 import socket
 from dataclasses import replace
 from pathlib import Path

@@ -3,8 +3,6 @@
 The hosts are told apart by what a launcher says, and by folders for their checkpoints.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -15,6 +15,7 @@ from torch import Tensor
 from trainer.test_phases import ranges
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from umbra.proto import messages as m
 from umbra.proto.deadline import Pace
 from umbra.proto.errors import (
     DeadlineError,
@@ -23,17 +24,6 @@ from umbra.proto.errors import (
     RejectedError,
     UmbraError,
     UsageError,
-)
-from umbra.proto.messages import (
-    BatchLease,
-    CheckpointSaved,
-    CommitAck,
-    CommitBatch,
-    FinishRun,
-    LeaseBatch,
-    Message,
-    Ok,
-    RunFinished,
 )
 from umbra.proto.records import EvalReport, Ledger, Manifest
 from umbra.services.config import TrainerConfig
@@ -63,7 +53,7 @@ class World:
         self.refuses_checkpoints = False
         self.wants_checkpoint = False
         self.evals: list[EvalReport] = []
-        self.asked: list[Message] = []
+        self.asked: list[m.Message] = []
         self.published: dict[int, dict[str, Tensor]] = {}
         self.stopping = threading.Event()
         self.stop_reason = ""
@@ -72,7 +62,7 @@ class World:
         self.events: list[dict[str, Any]] = []
         self.stop_at: str | None = None
         self.data = self
-        self.dead_at: tuple[type[Message], ...] = ()  # the buffer ends with us there
+        self.dead_at: tuple[type[m.Message], ...] = ()  # the buffer ends with us there
 
     # the session
     def __enter__(self) -> "World":
@@ -97,41 +87,41 @@ class World:
     # the buffer
     def call(
         self,
-        body: Message,
-        reply: type[Message],
+        body: m.Message,
+        reply: type[m.Message],
         *,
         timeout_s: float,
         stopping: threading.Event | None = None,
-    ) -> Message:
+    ) -> m.Message:
         self.asked.append(body)
         if isinstance(body, self.dead_at):
             assert stopping is not None  # else it would wait for the whole grace
             self.stopping.set()
             raise DeadlineError("stopped while waiting for the buffer")
         match body:
-            case LeaseBatch(step=step):
-                asked = sum(isinstance(a, LeaseBatch) and a.step == step for a in self.asked)
+            case m.LeaseBatch(step=step):
+                asked = sum(isinstance(a, m.LeaseBatch) and a.step == step for a in self.asked)
                 if self.starve or asked == 1:
-                    return BatchLease(step=step, trajectories=[], waiting_for="2 groups")
+                    return m.BatchLease(step=step, trajectories=[], waiting_for="2 groups")
                 if self.wants_checkpoint and step > 1:
-                    return BatchLease(step=step, trajectories=[], checkpoint=True)
+                    return m.BatchLease(step=step, trajectories=[], checkpoint=True)
                 made = rollouts(self.model, step - 1, level=self.level, seed=step)
-                return BatchLease(step=step, trajectories=made, evals=self.evals[:step])
-            case CommitBatch(step=step):
+                return m.BatchLease(step=step, trajectories=made, evals=self.evals[:step])
+            case m.CommitBatch(step=step):
                 assert all(isinstance(value, float) for value in body.metrics.values())
-                return CommitAck(version=step, ledger=Ledger())
-            case CheckpointSaved() if self.refuses_checkpoints:
+                return m.CommitAck(version=step, ledger=Ledger())
+            case m.CheckpointSaved() if self.refuses_checkpoints:
                 raise RejectedError("no such step", code="wrong_step")
-            case CheckpointSaved(newest=newest, error=error):
+            case m.CheckpointSaved(newest=newest, error=error):
                 self.wants_checkpoint = self.wants_checkpoint and newest < 1 and not error
-                return Ok()
-            case FinishRun():
-                return RunFinished(ledger=Ledger(issued=1, trained=1), evals=self.evals)
+                return m.Ok()
+            case m.FinishRun():
+                return m.RunFinished(ledger=Ledger(issued=1, trained=1), evals=self.evals)
             case _:
                 raise AssertionError(body)
 
     def committed(self) -> list[int]:
-        return [body.step for body in self.asked if isinstance(body, CommitBatch)]
+        return [body.step for body in self.asked if isinstance(body, m.CommitBatch)]
 
 
 class HubInTest:
@@ -218,7 +208,7 @@ def test_two_steps_then_an_export_that_loads(directory: Path, start: Any, tmp_pa
     world = World(directory)
     assert start(world) == 0
     assert world.committed() == [1, 2]
-    assert isinstance(world.asked[-1], FinishRun)
+    assert isinstance(world.asked[-1], m.FinishRun)
     assert world.left
     assert sorted(world.published) == [0, 1, 2]
     name = "model.layers.0.mlp.up_proj.weight"
@@ -319,9 +309,9 @@ def test_a_stop_while_a_slot_is_waited_for_leaves_the_row_of_what_is_committed(
     assert not (tmp_path / "model").exists()
 
 
-@pytest.mark.parametrize("dead_at", [LeaseBatch, CommitBatch])
+@pytest.mark.parametrize("dead_at", [m.LeaseBatch, m.CommitBatch])
 def test_a_stop_does_not_wait_for_a_buffer_that_has_ended_too(
-    dead_at: type[Message], directory: Path, start: Any, tmp_path: Path
+    dead_at: type[m.Message], directory: Path, start: Any, tmp_path: Path
 ) -> None:
     world = World(directory)
     world.dead_at = (dead_at,)
@@ -370,7 +360,7 @@ def test_a_run_that_diverges_ends_with_a_sentence(
     with pytest.raises(DivergedError, match=r"stopped at step 2: .* of the last 2 batches"):
         start(world)
     assert world.committed() == [1, 2]
-    commits = [body for body in world.asked if isinstance(body, CommitBatch)]
+    commits = [body for body in world.asked if isinstance(body, m.CommitBatch)]
     assert [body.metrics["skipped"] for body in commits] == [1, 1]
     assert [row["skipped/outliers"] for row in rows(tmp_path, "step")] == [1, 1]
     for name, tensor in world.published[0].items():
@@ -386,7 +376,7 @@ def test_it_goes_on_from_its_checkpoint(directory: Path, start: Any, tmp_path: P
     assert (tmp_path / "checkpoints" / "step-1").is_dir(), "what is committed is saved on leaving"
     second = World(directory)
     assert start(second) == 0
-    told = CheckpointSaved(step=0, newest=1)
+    told = m.CheckpointSaved(step=0, newest=1)
     assert second.asked[0] == told, "the beginning is as good as the first one"
     assert second.committed() == [2]
     assert sorted(second.published) == [1, 2]
@@ -400,11 +390,11 @@ def test_a_checkpoint_on_request(directory: Path, start: Any, tmp_path: Path) ->
     world = World(directory)
     world.wants_checkpoint = True
     assert start(world) == 0
-    told = world.asked.index(CheckpointSaved(step=0, newest=1))
+    told = world.asked.index(m.CheckpointSaved(step=0, newest=1))
     assert told < next(
         index
         for index, body in enumerate(world.asked)
-        if isinstance(body, CommitBatch) and body.step == 2
+        if isinstance(body, m.CommitBatch) and body.step == 2
     )
     assert [row["step"] for row in rows(tmp_path, "checkpoint")] == [1, 2]
 
@@ -419,7 +409,7 @@ def test_a_checkpoint_that_fails_is_told_to_whoever_asked(
     world = World(directory)
     world.wants_checkpoint = True
     assert start(world) == 0
-    errors = [body.error for body in world.asked if isinstance(body, CheckpointSaved)]
+    errors = [body.error for body in world.asked if isinstance(body, m.CheckpointSaved)]
     assert "No space left" in errors[0]
 
 

@@ -1,7 +1,5 @@
 """A trainer of several ranks, really sharded (FSDP2 over gloo), against the same in one process."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -121,7 +119,6 @@ def sharded(
     return request.param, folder
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("case", CASES)
 def test_the_number_of_ranks_does_not_change_what_is_learned(
     sharded: tuple[int, Path], case: str, alone: Alone
@@ -139,7 +136,6 @@ def test_the_number_of_ranks_does_not_change_what_is_learned(
             assert max(parts) < elements, f"{name} is not sharded: {parts}"
 
 
-@pytest.mark.timeout(120)
 def test_adapters_of_experts_are_sharded_and_merged(
     batches: list[list[Trajectory]], tmp_path: Path
 ) -> None:
@@ -166,8 +162,6 @@ def test_a_rank_may_hold_nothing_of_a_small_parameter(sharded: tuple[int, Path])
     assert all((held == 0) == (world == 3) for held in of_a), "4 rows: 2, 2 and 0"
 
 
-@pytest.mark.fault
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("case", "told"), [("dies", "lost another rank"), ("hangs", "silent for")])
 def test_the_others_end_when_a_rank_is_gone(
     case: str, told: str, directory: Path, batches: list[list[Trajectory]], tmp_path: Path
@@ -176,7 +170,6 @@ def test_the_others_end_when_a_rank_is_gone(
     see_the_loss(start(directory, tmp_path, 2, {case: {}}, batches), told)
 
 
-@pytest.mark.fault
 @pytest.mark.timeout(4 * WAIT_S + 20)
 @pytest.mark.parametrize(
     ("case", "told"),
@@ -206,7 +199,6 @@ def test_a_rank_waits_for_as_long_as_rank_0_lives(case: str, told: str, tmp_path
         end(ranks)
 
 
-@pytest.mark.timeout(120)
 def test_ranks_replay_the_routing_of_their_share(
     batches: list[list[Trajectory]], tmp_path: Path
 ) -> None:

@@ -1,7 +1,5 @@
 """What the buffer tells the trainer beside the batch that it asks for."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """One update of a real policy, cut up in different ways."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

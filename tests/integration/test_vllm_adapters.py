@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fakes.adapters import config_of, publish, trained
+from fakes.installed import needs
 from fakes.mixed_cache import logprobs_keeping_cache, logprobs_recomputing_cache
 from fakes.versions import decode, finish, request, worst
 from fakes.vllm_models import write_model
@@ -20,7 +21,7 @@ from umbra.services.generator.engines.opening import open_engine
 from umbra.services.generator.vllm import options as vllm_options
 from umbra.services.trainer.learner import Learner
 
-pytest.importorskip("vllm", reason="vLLM is not installed (make setup)")
+needs("vllm")
 pytestmark = [
     pytest.mark.timeout(900),  # starting it takes 20 to 40 s on a machine with nothing else to do
     pytest.mark.filterwarnings("ignore"),  # vLLM's own

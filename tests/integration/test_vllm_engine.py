@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from fakes.installed import needs
 from fakes.mixed_cache import logprobs_keeping_cache, logprobs_recomputing_cache
 from fakes.sessions import Session, differences
 from fakes.versions import (
@@ -38,7 +39,7 @@ from umbra.services.generator.engines.opening import open_engine
 from umbra.services.modeling.models import load_model
 from umbra.services.weights import memory
 
-pytest.importorskip("vllm", reason="vLLM is not installed (make setup)")
+needs("vllm")
 pytestmark = [
     pytest.mark.timeout(240),  # starting it takes 20 to 40 s
     pytest.mark.filterwarnings("ignore"),  # vLLM's own

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from fakes.installed import needs
 from fakes.mixed_cache import logprobs_recomputing_cache
 from fakes.versions import finish, load, prompt, request, weights
 
@@ -14,7 +15,7 @@ from umbra.services.generator.engines.engine import Engine, EngineOutput
 from umbra.services.generator.engines.opening import open_engine
 from umbra.services.modeling.models import load_model
 
-pytest.importorskip("vllm", reason="vLLM is not installed (make setup)")
+needs("vllm")
 pytestmark = [
     pytest.mark.real,
     pytest.mark.timeout(240),  # starting it takes 20 to 40 s

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from fakes.architectures import ARCHITECTURES
+from fakes.installed import needs
 from fakes.vllm_models import BOUND, examine, quantized, recorded
 
 from umbra.services.generator.vllm import options as vllm_options
 
-pytest.importorskip("vllm", reason="vLLM is not installed (make setup)")
+needs("vllm")
 pytestmark = [
     pytest.mark.timeout(600),  # starting it takes 20 to 40 s on a machine with nothing else to do
     pytest.mark.filterwarnings("ignore"),  # vLLM's own

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fakes.agents import AgentWorld, Make, client, play, reward
+from fakes.installed import needs
 from fakes.interrupted import (
     CONTEXT,
     STOPS,
@@ -36,7 +37,7 @@ from umbra.services.generator.runner import RolloutRunner
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_model, load_tokenizer, outline_model
 
-pytest.importorskip("vllm", reason="vLLM is not installed (make setup)")
+needs("vllm")
 pytestmark = [
     pytest.mark.timeout(
         400

@@ -1,16 +1,12 @@
 """docs/warm-starts.md as it stands there, on a tiny model: TRL's fine-tuning, then a run."""
 
-from __future__ import annotations
-
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from fakes.slowness import seconds
+from fakes.commands import call
 from safetensors.torch import load_file
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
@@ -32,14 +28,11 @@ def block(language: str) -> str:
 
 def python(folder: Path, *words: str) -> str:
     """What a Python program prints in `folder`."""
-    done = subprocess.run(
+    done = call(
         [sys.executable, *words],
         cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=seconds(240),
-        check=False,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "cache")},
+        env={"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "cache")},
+        quiet_s=240,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -1,18 +1,16 @@
 """`umbra weight-hub` as a process: it serves, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import zmq
+from fakes.commands import UMBRA, call
 from fakes.hub_bench import (
     WAIT_S,
     Bench,
@@ -20,19 +18,8 @@ from fakes.hub_bench import (
     publish,
 )
 
+from umbra.proto import messages as m
 from umbra.proto.errors import UsageError
-from umbra.proto.messages import (
-    CONTROL,
-    DATA,
-    Heartbeat,
-    HeartbeatAck,
-    Join,
-    Leave,
-    Ok,
-    Ping,
-    Pong,
-    Welcome,
-)
 from umbra.proto.net.server import Server
 from umbra.services.weights.arena import SHM
 
@@ -43,8 +30,8 @@ def broker(
 ) -> Iterator[tuple[str, dict[str, str]]]:
     """A broker that lets everyone join; its address, and the endpoints that were announced."""
     server = Server(zmq_context, "broker", "b1")
-    endpoint = server.bind("control", "tcp://127.0.0.1:*", CONTROL)
-    data = server.bind("data", "tcp://127.0.0.1:*", DATA)
+    endpoint = server.bind("control", "tcp://127.0.0.1:*", m.CONTROL)
+    data = server.bind("data", "tcp://127.0.0.1:*", m.DATA)
     events_in, events_out = server.relay_events("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
     announced: dict[str, str] = {}
     stop = threading.Event()
@@ -53,9 +40,9 @@ def broker(
         while not stop.is_set():
             for request in server.poll(0.02):
                 match request.body:
-                    case Join(endpoints=endpoints):
+                    case m.Join(endpoints=endpoints):
                         announced.update(endpoints)
-                        welcome = Welcome(
+                        welcome = m.Welcome(
                             run_id=run_id,
                             heartbeat_s=0.1,
                             data=data,
@@ -63,10 +50,10 @@ def broker(
                             events_out=events_out,
                         )
                         server.reply(request, welcome)
-                    case Heartbeat():
-                        server.reply(request, HeartbeatAck(version=0))
-                    case Leave():
-                        server.reply(request, Ok())
+                    case m.Heartbeat():
+                        server.reply(request, m.HeartbeatAck(version=0))
+                    case m.Leave():
+                        server.reply(request, m.Ok())
                     case _:
                         pass
 
@@ -78,13 +65,12 @@ def broker(
     server.close()
 
 
-@pytest.mark.e2e
 def test_the_command_serves_and_leaves_nothing_behind(
     broker: tuple[str, dict[str, str]], bench: Bench, run_id: str
 ) -> None:
     address, announced = broker
     read, write = os.pipe()
-    command = [sys.executable, "-m", "umbra", "weight-hub", "--broker", address]
+    command = [*UMBRA, "weight-hub", "--broker", address]
     with subprocess.Popen(
         command,
         pass_fds=[write],
@@ -97,7 +83,7 @@ def test_the_command_serves_and_leaves_nothing_behind(
             facts = json.loads(ready.readline())
         assert facts == announced
         bench.endpoint = facts["weights"]
-        assert bench.channel("probe").call(Ping(), Pong, timeout_s=WAIT_S).role == "weight_hub"
+        assert bench.channel("probe").call(m.Ping(), m.Pong, timeout_s=WAIT_S).role == "weight_hub"
         publisher = bench.publisher()
         receiver = bench.receiver("gen-0")
         publish(publisher, 0)
@@ -110,15 +96,8 @@ def test_the_command_serves_and_leaves_nothing_behind(
 
 
 def test_the_command_refuses_a_plane_that_is_not_there(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "umbra", "weight-hub", "--plane", "nccl"]
-    done = subprocess.run(
-        [*command, "--broker", "tcp://127.0.0.1:1"],
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-        cwd=tmp_path,
-        check=False,
-    )
+    command = [*UMBRA, "weight-hub", "--plane", "nccl"]
+    done = call([*command, "--broker", "tcp://127.0.0.1:1"], cwd=tmp_path)
     assert done.returncode == UsageError.exit_code, done.stderr
     assert "weight_hub.plane" in done.stderr
     assert "Traceback" not in done.stderr

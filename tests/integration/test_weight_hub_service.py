@@ -1,7 +1,5 @@
 """Hub, publisher and receivers over real sockets and real shared memory."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading
@@ -24,17 +22,8 @@ from fakes.hub_bench import (
 from fakes.slowness import seconds
 from fakes.waiting import until
 
+from umbra.proto import messages as m
 from umbra.proto.errors import DeadlineError, RejectedError, UsageError
-from umbra.proto.messages import (
-    ArenaReady,
-    HubStatus,
-    HubStatusRequest,
-    Ok,
-    Ping,
-    Pong,
-    Prepare,
-    RegisterManifest,
-)
 from umbra.proto.records import Manifest
 from umbra.services.weights.arena import SHM, Arena
 from umbra.services.weights.manifest import build_manifest
@@ -52,7 +41,7 @@ def test_every_receiver_gets_every_byte(bench: Bench) -> None:
         publish(publisher, version)
         for receiver in receivers:
             load(receiver, version)
-    status = bench.channel("probe").call(HubStatusRequest(), HubStatus, timeout_s=WAIT_S)
+    status = bench.channel("probe").call(m.HubStatusRequest(), m.HubStatus, timeout_s=WAIT_S)
     assert status.version == 3
     assert set(status.receivers) == {"gen-0", "gen-1"}
     assert not status.subscribed
@@ -200,7 +189,7 @@ def test_another_layout_reaches_those_who_had_the_old(bench: Bench, run_id: str)
     assert len(list(SHM.glob(f"umbra-{run_id}-*"))) == 1
     with pytest.raises(RejectedError) as caught:
         publisher._channel.call(
-            Prepare(epoch=1, version=1, slot=0, checksums=[]), Ok, timeout_s=WAIT_S
+            m.Prepare(epoch=1, version=1, slot=0, checksums=[]), m.Ok, timeout_s=WAIT_S
         )
     assert caught.value.code == "wrong_socket"
 
@@ -246,7 +235,7 @@ def test_a_manifest_with_another_digest_is_refused(bench: Bench) -> None:
     )
     with pytest.raises(RejectedError, match="digest"):
         bench.channel("trainer").call(
-            RegisterManifest(manifest=wrong), ArenaReady, timeout_s=WAIT_S
+            m.RegisterManifest(manifest=wrong), m.ArenaReady, timeout_s=WAIT_S
         )
 
 
@@ -326,8 +315,8 @@ def test_while_an_arena_is_made_others_are_answered(
         second = executor.submit(bench.publisher, name="trainer-again")
         registering(2)
         other = bench.channel("monitor")
-        assert other.call(Ping(), Pong, timeout_s=WAIT_S).role == "weight_hub"
-        assert other.call(HubStatusRequest(), HubStatus, timeout_s=WAIT_S).version == -1
+        assert other.call(m.Ping(), m.Pong, timeout_s=WAIT_S).role == "weight_hub"
+        assert other.call(m.HubStatusRequest(), m.HubStatus, timeout_s=WAIT_S).version == -1
         make.set()
         first.result(WAIT_S)
         publisher = second.result(WAIT_S)

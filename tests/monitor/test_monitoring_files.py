@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,7 +11,6 @@ import pytest
 import yaml
 from fakes.broker_world import world
 from fakes.looks import look, member, status
-from fakes.slowness import seconds
 
 from umbra.proto.messages import Rates
 from umbra.proto.records import Role, State
@@ -34,7 +31,6 @@ EXPRESSIONS = [rule["expr"] for rule in RULES] + [
     target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]
 ]
 DOC = (FOLDER.parents[1] / "docs" / "monitor.md").read_text(encoding="utf-8")
-PROMTOOL = shutil.which("promtool") or ""
 SERIES = re.compile(r"(?P<name>umbra_\w+)(?:\{(?P<labels>[^}]*)\})?")
 SELECTOR = re.compile(r'(?P<label>\w+)=~?"(?P<value>[^"]*)"')
 # By metric and label, what the label may say.
@@ -151,84 +147,3 @@ def test_the_dashboard_is_one() -> None:
             labels = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
             assert labels <= {"figure", "name", "state", "reason", "member", "activity", "phase"}
     assert {one["name"] for one in DASHBOARD["templating"]["list"]} == {"datasource", "run"}
-
-
-# What the rules that compare several series are tried with by Prometheus' own tool: an hour and a
-# half of each series, at the end of which the alert fires, and its labels.
-MEMBER = '{run="r", member="generator-0", name="version"}'
-JUDGED: dict[str, tuple[dict[str, str], dict[str, str]]] = {
-    "UmbraNoStep": (
-        {'umbra_version{run="r"}': "5x90", 'umbra_paused{run="r"}': "0x90",
-         'umbra_steps{run="r"}': "9x90"},
-        {"run": "r"},
-    ),
-    "UmbraNoGenerator": (
-        {'umbra_up{run="r"}': "1x90",
-         'umbra_member_up{run="s", member="g", role="generator", state="ready"}': "1x90"},
-        {"run": "r"},
-    ),
-    "UmbraStale": (
-        {'umbra_staleness_steps{run="r", figure="last_mean"}': "3x90",
-         'umbra_staleness_steps{run="r", figure="typical"}': "2x90"},
-        {"run": "r"},
-    ),
-    "UmbraStaleSamples": (
-        {'umbra_samples_ended_total{run="r", reason="stale"}': "0+2x90",
-         'umbra_samples_issued_total{run="r"}': "0+10x90"},
-        {"run": "r"},
-    ),
-    "UmbraOldWeights": (
-        {'umbra_version{run="r"}': "0+1x90", f"umbra_member_stat{MEMBER}": "3x90",
-         'umbra_staleness_steps{run="r", figure="bound"}': "2x90"},
-        {"run": "r", "member": "generator-0", "name": "version"},
-    ),
-}  # fmt: skip
-GOOD = {
-    'umbra_up{run="r"}': "1x90",
-    'umbra_version{run="r"}': "0+1x90",
-    'umbra_steps{run="r"}': "900x90",
-    'umbra_paused{run="r"}': "0x90",
-    'umbra_member_up{run="r", member="generator-0", role="generator", state="ready"}': "1x90",
-    f"umbra_member_stat{MEMBER}": "0+1x90",
-    'umbra_staleness_steps{run="r", figure="last_mean"}': "2x90",
-    'umbra_staleness_steps{run="r", figure="typical"}': "2x90",
-    'umbra_staleness_steps{run="r", figure="bound"}': "2x90",
-    'umbra_samples_ended_total{run="r", reason="stale"}': "0+0x90",
-    'umbra_samples_issued_total{run="r"}': "0+10x90",
-}
-
-
-@pytest.mark.skipif(not PROMTOOL, reason="promtool is not installed: it is in Debian's prometheus")
-def test_prometheus_takes_the_rules_and_they_fire(tmp_path: Path) -> None:
-    rules = {rule["alert"]: rule for rule in RULES}
-    assert set(JUDGED) | set(TROUBLES) | {"UmbraLongPause"} == set(rules)
-
-    def case(series: dict[str, str], expected: list[tuple[str, list[dict[str, Any]]]]) -> Any:
-        return {
-            "interval": "1m",
-            "input_series": [{"series": name, "values": told} for name, told in series.items()],
-            "alert_rule_test": [
-                {"eval_time": "90m", "alertname": name, "exp_alerts": alerts}
-                for name, alerts in expected
-            ],
-        }
-
-    cases = [case(GOOD, [(name, []) for name in JUDGED])]
-    for name, (series, labels) in JUDGED.items():
-        rule = rules[name]
-        cases.append(case(series, [(name, [{"exp_labels": {**rule["labels"], **labels}}])]))
-    for rule in rules.values():
-        del rule["annotations"]  # what they say is not compared
-    (tmp_path / "rules.yaml").write_text(
-        yaml.safe_dump({"groups": [{"name": "umbra", "rules": list(rules.values())}]})
-    )
-    (tmp_path / "test.yaml").write_text(
-        yaml.safe_dump({"rule_files": ["rules.yaml"], "tests": cases})
-    )
-    original = str(FOLDER / "umbra-alerts.yaml")
-    for arguments in (["check", "rules", original], ["test", "rules", "test.yaml"]):
-        done = subprocess.run(
-            [PROMTOOL, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False,
-            timeout=seconds(60),
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr

@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from fakes.slowness import seconds
+from fakes.slowness import limit
 
 from umbra.services.process.pipe import MAX_BYTES, AsyncPipe, Pipe
 
-WAIT_S = seconds(20.0)
+WAIT_S = limit(20.0)
 
 
 class Order(msgspec.Struct, tag=True):

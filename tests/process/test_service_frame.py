@@ -16,7 +16,7 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
-from fakes.slowness import seconds
+from fakes.slowness import limit
 
 from umbra.proto.errors import UsageError
 from umbra.services.config import TrainerConfig
@@ -25,7 +25,7 @@ from umbra.services.process.logs import ConsoleFormatter, JsonFormatter
 from umbra.services.process.metrics import MetricsFile
 from umbra.services.process.signals import SignalCounter, stop_on_signals
 
-WAIT_S = seconds(20.0)
+WAIT_S = limit(20.0)
 
 
 def run_service(*flags: str, env: dict[str, str] | None = None) -> ServiceContext:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from fakes.hub_bench import LAYOUT, WAIT_S, Bench, publish
-from fakes.slowness import seconds
+from fakes.slowness import limit
 from starlette.responses import Response
 
 from umbra.proto import errors
@@ -76,7 +76,7 @@ Event().wait()
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
-        timeout=seconds(60),
+        timeout=limit(60),
         env={"PYTHONPATH": ":".join(sys.path)},
     )
     assert done.returncode == code

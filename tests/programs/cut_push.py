@@ -34,8 +34,7 @@ import xxhash
 import zmq
 from fakes.hub_bench import PROGRAMS, WAIT_S, Bench, take, whole
 from fakes.trainer_hosts import Place, Trainer
-from programs.three_nodes import BRIDGE, sh
-from programs.two_hosts import ADDRESSES, Host, make_network
+from programs.network import ADDRESSES, BRIDGE, Host, make_network, sh
 
 from umbra.proto.net.keys import Security
 from umbra.services.weights.planes.receiving import StagedPlanes

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from fakes.architectures import ARCHITECTURES
 from fakes.closeness import assert_same_sums, model_terms
-from fakes.slowness import seconds
+from fakes.slowness import limit
 from torch.distributed.tensor import DTensor
 
 from umbra.proto.errors import UsageError
@@ -34,7 +34,7 @@ from umbra.services.weights.manifest import build_manifest
 
 def main(folder: Path) -> int:
     """All models, then experts by themselves; the exit code."""
-    config = TrainerConfig(device="cpu", rank_timeout_s=seconds(60.0), expert_parallel=2)
+    config = TrainerConfig(device="cpu", rank_timeout_s=limit(60.0), expert_parallel=2)
     with join_ranks(config) as ranks:
         for directory in sorted((folder / "models").iterdir()):
             compare(directory, config, ranks, folder / f"{directory.name}.slot")

@@ -28,7 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from programs.two_hosts import ADDRESSES, Host, make_network
+from programs.network import ADDRESSES, Host, make_network
 
 from umbra.services.process.parent import PARENT_PID_VARIABLE
 from umbra.services.process.supervisor import FINAL_CODES

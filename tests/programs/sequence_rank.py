@@ -20,7 +20,7 @@ import torch.distributed as dist
 from fakes.architectures import ARCHITECTURES
 from fakes.closeness import assert_same_sums, model_terms
 from fakes.rank_bench import make_batches
-from fakes.slowness import seconds
+from fakes.slowness import limit
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -46,7 +46,7 @@ LAYOUTS = {
 def main(names: list[str], size: int, folder: Path) -> int:
     """Compare all of them; the exit code."""
     torch.set_num_threads(1)
-    config = TrainerConfig(device="cpu", rank_timeout_s=seconds(30.0), sequence_parallel=size)
+    config = TrainerConfig(device="cpu", rank_timeout_s=limit(30.0), sequence_parallel=size)
     with join_ranks(config) as ranks:
         assert ranks.sequence is not None
         for name in names:

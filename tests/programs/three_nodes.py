@@ -1,13 +1,13 @@
-"""Runs the compose files of a plan on nodes made of network namespaces; one comes or goes.
+"""Runs the compose files of a plan on nodes made of network namespaces; one is cut off.
 
     unshare --user --map-root-user --net --mount --kill-child python three_nodes.py PLAN SETTINGS
 
 PLAN is what `umbra plan` wrote. Each node has a network namespace of its own on one bridge, with
 its address, a mount namespace with its volumes and its own /dev/shm, and its name. What its compose
 file says is started there: commands, environment files, volumes, restart policies and health
-checks. SETTINGS is JSON: addresses by node; after which step something happens; the node to cut
-off, for how many seconds, and whether until the others have made a step at least (`goes_on`), or
-the one to be started then and drained later; how long the whole may take. Prints one JSON object.
+checks. SETTINGS is JSON: addresses by node; the node to cut off, after which step, for how many
+seconds, and whether until the others have made a step at least (`goes_on`); how long the whole may
+take. Prints one JSON object.
 No container is made: images, users and limits are not tried.
 """
 
@@ -25,18 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from programs.network import Host, make_network
 
 from umbra.services.process.parent import PARENT_PID_VARIABLE
 
 POLL_S = 0.1
-BRIDGE = "umbra0"
-
-
-def sh(command: str) -> None:
-    """Run a shell command; what it says on failure is the error."""
-    done = subprocess.run(["sh", "-ec", command], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{command}: {done.stderr.strip()}")
 
 
 @dataclass
@@ -87,32 +80,11 @@ class Service:
         return False
 
 
-class Node:
-    """A machine: its namespaces, held by a process that sleeps in them."""
+class Node(Host):
+    """A host with the volumes and the services of its compose file."""
 
     def __init__(self, folder: Path, name: str, address: str, volumes: Path) -> None:
-        self.name = name
-        self._link = f"to-{name}"
-        # It ends when we do, because then its input does.
-        hold = (
-            f"hostname {name}; mount -t tmpfs tmpfs /srv; mount -t tmpfs tmpfs /dev/shm; "
-            "echo up; exec cat"
-        )
-        self._holder = subprocess.Popen(
-            ["unshare", "--net", "--mount", "--uts", "sh", "-ec", hold],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        assert self._holder.stdout is not None
-        self._holder.stdout.readline()
-        self._enter = [
-            *("nsenter", f"--target={self._holder.pid}", "--net", "--mount", "--uts", "--")
-        ]
-        sh(
-            f"ip link add {self._link} type veth peer name eth0 netns {self._holder.pid};"
-            f"ip link set {self._link} master {BRIDGE} up"
-        )
-        self.sh(f"ip addr add {address}/24 dev eth0; ip link set eth0 up; ip link set lo up")
+        super().__init__(name, address)
         file = yaml.safe_load((folder / "compose.yaml").read_text(encoding="utf-8"))
         for service in file["services"].values():
             for volume in service["volumes"]:
@@ -123,20 +95,6 @@ class Node:
         self.services = [
             self._service(folder, name, service) for name, service in file["services"].items()
         ]
-
-    def sh(self, command: str) -> None:
-        sh(" ".join([*self._enter, "sh", "-ec", f"'{command}'"]))
-
-    def umbra(self, *arguments: str) -> str:
-        """What `umbra` prints on the node."""
-        argv = [*self._enter, sys.executable, "-m", "umbra", *arguments]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=600, check=False)
-        if done.returncode:
-            raise SystemExit(f"{arguments}: {done.stderr.strip()}")
-        return done.stdout
-
-    def connect(self, *, connected: bool) -> None:
-        sh(f"ip link set {self._link} {'up' if connected else 'down'}")
 
     def _mount(
         self, folder: Path, volume: dict[str, Any], named: dict[str, Any], volumes: Path
@@ -162,13 +120,10 @@ class Node:
         self.sh(f"mountpoint -q {target} || {{ {make}; mount --bind {source} {target}; }}")
 
     def _service(self, folder: Path, name: str, service: dict[str, Any]) -> Service:
-        umbra = [*self._enter, sys.executable, "-m", "umbra"]
+        umbra = [*self.enter, sys.executable, "-m", "umbra"]
         policy, _, limit = service["restart"].partition(":")
         assert policy == "on-failure"
-        environ = {
-            **os.environ,
-            PARENT_PID_VARIABLE: str(os.getpid()),
-        }
+        environ = {**os.environ, PARENT_PID_VARIABLE: str(os.getpid())}
         for file in service["env_file"]:
             for line in (folder / file).read_text(encoding="utf-8").splitlines():
                 key, _, value = line.partition("=")
@@ -189,8 +144,7 @@ class World:
     """All nodes, and the run on them."""
 
     def __init__(self, plan: Path, settings: dict[str, Any]) -> None:
-        self.keys = plan / "keys"
-        sh(f"ip link add {BRIDGE} type bridge; ip link set {BRIDGE} up; ip link set lo up")
+        make_network()
         self.volumes = plan / "volumes"
         self.nodes = {
             name: Node(plan / name, name, address, self.volumes)
@@ -224,30 +178,6 @@ class World:
             "steps_while_cut": during,
         }
 
-    def grow_and_shrink(self) -> dict[str, Any]:
-        """The run, in whose midst a node joins, works for some steps, and is drained."""
-        late, broker = self.nodes[self.settings["late"]], self.settings["broker"]
-        for service in self._services():
-            if service not in late.services:
-                service.start()
-        self._until(lambda: self.step() >= self.settings["after_step"], "the step before it joins")
-        for service in late.services:
-            service.start()
-        self._until(lambda: all(s.is_healthy() for s in late.services), "the node that joins")
-        joined = self.step()
-        self._until(lambda: self.step() >= joined + 4, "the steps with the node that joined")
-        where = ("--broker", broker, "--keys", str(self.keys))
-        drained = late.umbra("drain", "--node", late.name, *where)
-        self._until(lambda: not any([s.poll() for s in late.services]), "the end of its services")
-        left = self.step()
-        self._until(lambda: not any([s.poll() for s in self._services()]), "the end of the run")
-        return {
-            "codes": {service.name: service.codes for service in self._services()},
-            "drained": drained,
-            "left_at": left,
-            "steps": self.step(),
-        }
-
     def step(self) -> int:
         """Optimizer steps so far."""
         rows = 0
@@ -277,8 +207,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     world = World(Path(sys.argv[1]), json.loads(sys.argv[2]))
     try:
-        grows = "late" in world.settings
-        print(json.dumps(world.grow_and_shrink() if grows else world.run()))
+        print(json.dumps(world.run()))
     finally:
         world.kill()
 

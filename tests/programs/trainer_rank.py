@@ -7,8 +7,7 @@ all set `expert_parallel`, they divide experts; where all set `replicas`, there 
 policy. With `hosts` each host has a folder of checkpoints of its own: by node the number at the end
 of its name. A case that is `refused` leaves the error. In the case `dies` rank 1 ends by a signal
 within an update (where ranks share rows or divide experts: within an exchange), in the case
-`hangs` it stops there and never goes on. In the case `cut` rank 0 leaves the file `is-there` in an
-update, and all go on when there is `is-cut`.
+`hangs` it stops there and never goes on.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +42,7 @@ def main(model: Path, folder: Path) -> int:
     )
     config = TrainerConfig(
         device="cpu",
-        rank_timeout_s=seconds(IMPATIENT_S if {"hangs", "cut"} & set(cases) else 30.0),
+        rank_timeout_s=seconds(IMPATIENT_S if "hangs" in cases else 30.0),
         sequence_parallel=min(case.get("sequence_parallel", 1) for case in cases.values()),
         replicas=min(case.get("replicas", 1) for case in cases.values()),
         expert_parallel=min(case.get("expert_parallel", 1) for case in cases.values()),
@@ -60,8 +58,6 @@ def main(model: Path, folder: Path) -> int:
                         end_in(expert_parallel, "_all_to_all", number)
                     else:
                         end_in(Learner, "update", number)
-                if name == "cut":
-                    wait_in_update(folder, ranks)
                 left = folder / f"{name}.{ranks.rank}.json"
                 if "checkpoints" in settings:
                     settings["checkpoints"] = own_folder(folder, settings, ranks)
@@ -77,20 +73,6 @@ def main(model: Path, folder: Path) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     return 0
-
-
-def wait_in_update(folder: Path, ranks: Ranks) -> None:
-    """Have the next updates wait until they are to go on."""
-    update = Learner.update
-
-    def waiting(*args: Any) -> Any:
-        if ranks.rank == 0:
-            (folder / "is-there").touch()
-        while not (folder / "is-cut").exists():
-            time.sleep(0.01)
-        return update(*args)
-
-    setattr(Learner, "update", waiting)  # noqa: B010 - of a class
 
 
 def own_folder(folder: Path, settings: dict[str, Any], ranks: Ranks) -> Path:

@@ -1,7 +1,5 @@
 """What the benchmarks compute: times to an accuracy, grids, audits; figures of the documents."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import threading
@@ -16,7 +14,6 @@ import torch
 from fakes.trajectories import trajectory
 
 from umbra.proto.messages import TaskLeases
-from umbra.proto.records import Task
 
 ROOT = Path(__file__).parents[2]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
@@ -66,22 +63,6 @@ def test_a_template_gives_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
         figures.render("<!-- = one: {speed} --><!-- / -->")
 
 
-def test_results_that_are_only_read_keep_their_date_and_commit(tmp_path: Path) -> None:
-    report = importlib.import_module("report").Report("b")
-    report.add(x=1)
-    file = tmp_path / "b.json"
-    report.write(file)
-    content = json.loads(file.read_text()) | {"date": "2001-01-01", "commit": "abc"}
-    file.write_text(json.dumps(content))
-    again = importlib.import_module("report").Report.read(file)
-    again.write(file)
-    assert json.loads(file.read_text())["commit"] == "abc"
-    again.add(x=2)
-    again.write(file)
-    content = json.loads(file.read_text())
-    assert content["date"] != "2001-01-01" and content["commit"] != "abc"
-
-
 # -- runs -----------------------------------------------------------------------------------------
 
 
@@ -91,36 +72,6 @@ def test_an_accuracy_is_reached_by_the_mean_of_ten_batches() -> None:
     assert reached([0.95] * 9) is None
     assert reached([0.5] * 5 + [0.95] * 30) == 14
     assert reached([0.5, 1.0] * 20) is None
-
-
-def test_the_busy_time_of_a_service_counts_overlapping_spans_once() -> None:
-    from whole_runs import _busy
-
-    spans = [{"start": s, "end": e} for s, e in ((0, 3), (2, 4), (2.5, 3), (6, 9), (20, 30))]
-    assert _busy(spans, (1.0, 8.0)) == 5.0  # 1 to 4 and 6 to 8
-
-
-def test_every_mode_is_a_possible_run() -> None:
-    from end_to_end import MODES, TASKS
-
-    from umbra.deploy.commands.demo import DEMOS
-    from umbra.services.config.loader import load_config
-
-    for task in TASKS:
-        for settings in MODES.values():
-            load_config(DEMOS / f"{task}.toml", overrides=settings)
-
-
-def test_equal_runs_of_the_staleness_grid_are_made_once() -> None:
-    from staleness import cells
-
-    def on_policy(objectives: list[str], minibatches: int) -> list[str]:
-        found = cells(["sort"], objectives, [0, 1], [minibatches], [0])
-        return [cell.objective for cell in found if cell.staleness == 0]
-
-    assert on_policy(["ppo", "cispo", "tis"], 1) == ["ppo"]
-    assert on_policy(["ppo", "cispo", "tis"], 4) == ["ppo", "cispo"]  # its clip is not ppo's
-    assert len(list(cells(["sort", "guess"], ["ppo", "tis"], [0, 8], [1, 4], [0, 1]))) == 24
 
 
 def test_every_objective_of_the_staleness_grid_is_a_possible_run() -> None:
@@ -155,28 +106,6 @@ def test_a_simulated_run_is_balanced_and_asynchrony_pays() -> None:
         assert 0 < row["slots"] <= 1 and 0 < row["trains"] < 1
     turns, _, one_off, ahead = (row["samples_per_s"] for row in found.values())
     assert ahead > one_off > turns
-
-
-def test_a_decoder_takes_as_long_as_its_steps() -> None:
-    from simulator.generator import Decoder, Engine, Row
-
-    engine = Engine(
-        slots=2, step_s=0.01, token_s=0.001, prompt_token_s=0.0, pause_s=0.0,
-        prompt_tokens=0, median=1, sigma=0, most=1,
-    )  # fmt: skip
-    decoder = Decoder(engine)
-    for name, tokens in (("a", 10), ("b", 20), ("c", 5)):
-        task = Task(sample_id=name, group_id="g", prompt_id="p", attempt=1, row={}, lease_s=1.0)
-        decoder.queue.append(Row(task, tokens))
-    # Ten steps of two rows; then c takes the free slot for five steps; then b is alone.
-    assert decoder.next_at() == pytest.approx(0.12)
-    assert [row.task.sample_id for row in decoder.advance(0.12)] == ["a"]
-    assert [row.task.sample_id for row in decoder.advance(0.18)] == ["c"]
-    decoder.pause(1.0, 0.18)
-    assert decoder.advance(1.0) == []
-    assert decoder.next_at() == pytest.approx(1.18 + 5 * 0.011)
-    assert [row.task.sample_id for row in decoder.advance(9.0)] == ["b"]
-    assert decoder.slot_seconds == pytest.approx(2 * 0.18 + 5 * 0.011)
 
 
 # -- the audit of the chaos benchmark -------------------------------------------------------------
@@ -257,14 +186,6 @@ def test_a_trainer_records_what_it_has_trained_on(
 # -- buffer and weights ---------------------------------------------------------------------------
 
 
-def test_peers_of_the_buffer_send_as_many_records_together() -> None:
-    import buffer_peers as peers
-    from buffer_throughput import ratio
-
-    assert peers.BATCHES[peers.REDIS_KIND] == peers.BATCHES[peers.RAY_KIND] == peers.BATCH
-    assert ratio([10.0, 40.0, 30.0], [10.0, 10.0, 10.0]) == 3.0
-
-
 def test_a_pushed_model_is_cast_by_the_trainers_code_and_loaded_by_the_engines() -> None:
     from weight_model import Model
 
@@ -282,22 +203,3 @@ def test_a_pushed_model_is_cast_by_the_trainers_code_and_loaded_by_the_engines()
     assert 0 < trained.learn(1e-3) < 1
     trained.write(manifest, slot, told.append)
     assert not served.equals(manifest, slot)
-
-
-def test_every_bucket_of_a_pushed_model_changes_with_each_version() -> None:
-    """Otherwise it would not be sent again."""
-    from weight_model import Model
-
-    from umbra.services.weights.manifest import checksums
-
-    trained, served = Model(1 << 20, learns=True), Model(1 << 20)
-    manifest = trained.manifest(1 << 17)
-    slot = memoryview(bytearray(manifest.total_bytes))
-    seen: set[int] = set()
-    for version in range(1, 4):
-        trained.touch()
-        trained.write(manifest, slot, lambda _: None)
-        seen |= set(checksums(manifest, slot))
-        assert len(seen) == version * len(manifest.buckets)
-    served.load(manifest, slot)
-    assert served.equals(manifest, slot)

@@ -1,20 +1,15 @@
 """What the command line does for people who type: completion, near names, dry runs."""
 
-from __future__ import annotations
-
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import pytest
-from fakes.slowness import seconds
+from fakes.commands import call
 
 from umbra import cli
-
-UMBRA = (sys.executable, "-m", "umbra")
 
 
 def every_command(
@@ -96,10 +91,7 @@ def complete(words: str) -> list[str]:
         "COMP_CWORD": str(len(words.split())),
     }
     code = "import sys; sys.argv[0] = 'umbra'; from umbra.cli import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environ, capture_output=True, text=True, timeout=seconds(50), check=False,
-    )  # fmt: skip
+    done = call([sys.executable, "-c", code], env=environ)
     assert not done.stderr
     return [line.partition(",")[2] for line in done.stdout.splitlines()]
 

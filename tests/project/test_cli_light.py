@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 import pytest
-from fakes.slowness import seconds
+from fakes.commands import call
 
 import umbra
 from umbra import cli
@@ -29,9 +29,7 @@ sys.exit(code)
 
 
 def run_python(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *args], capture_output=True, text=True, timeout=seconds(50), check=False
-    )
+    return call([sys.executable, *args])
 
 
 def install_command(

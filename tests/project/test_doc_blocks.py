@@ -1,7 +1,5 @@
 """The blocks of code in the pages: run files are loaded, Python is run, commands are parsed."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import re

@@ -1,7 +1,5 @@
 """The tests that docs/faults.md names are there."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,11 +1,8 @@
 """Freed memory stays with the process."""
 
-from __future__ import annotations
-
-import subprocess
 import sys
 
-from fakes.slowness import seconds
+from fakes.commands import call
 
 PROGRAM = """
 import resource
@@ -27,12 +24,6 @@ print(int(kept), faults() - before)
 
 
 def test_pages_are_not_faulted_in_again() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=seconds(30),
-    )
+    done = call([sys.executable, "-c", PROGRAM], check=True)
     kept, faults = map(int, done.stdout.split())
     assert not kept or faults < 1000  # else 8192 for each of the ten rounds

@@ -1,7 +1,5 @@
 """What people and indexes read of the project: citation, issue forms, versions, extras."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """docs/security.md names a test for each line of what peers can do."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """docs/troubleshooting.md and docs/glossary.md speak of messages, keys and commands that exist."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from fakes.slowness import seconds
+from fakes.slowness import limit
 from zmq.utils.monitor import recv_monitor_message
 
 from umbra.proto import sockets
@@ -22,7 +22,7 @@ Socket = zmq.Socket[bytes]
 
 HWM_MESSAGES = 1000  # libzmq's own
 ANY_PORT = "tcp://127.0.0.1:*"
-WAIT_MS = int(1000 * seconds(10.0))
+WAIT_MS = int(1000 * limit(10.0))
 
 
 def receive(socket: Socket) -> list[bytes]:

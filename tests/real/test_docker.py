@@ -4,8 +4,6 @@ The images are light: nothing but an entry point, with this machine's Python, pa
 mounted. Whether the Dockerfile builds is another test.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -15,13 +13,13 @@ from pathlib import Path
 import msgspec
 import pytest
 from fakes.docker import ENVIRON, SPACES, python_places, why_no_docker
-from fakes.slowness import seconds
+from fakes.slowness import limit
 
 from umbra.proto.messages import Status
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "programs" / "docker_nodes.py"
-LIMIT_S = seconds(600.0)
+LIMIT_S = limit(600.0)
 STEPS = 150
 BATCH = 8 * 32  # samples of a step of the sort task
 

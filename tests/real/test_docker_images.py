@@ -3,8 +3,6 @@
 And a run on two machines with these images, by the words of docs/cluster.md.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
@@ -14,13 +12,13 @@ from pathlib import Path
 import msgspec
 import pytest
 from fakes.docker import ENVIRON, SPACES, why_no_docker
-from fakes.slowness import seconds
+from fakes.slowness import limit
 
 from umbra.proto.messages import Status
 
 ROOT = Path(__file__).parents[2]
 NODES = ROOT / "tests" / "programs" / "docker_nodes.py"
-LIMIT_S = seconds(1500.0)
+LIMIT_S = limit(1500.0)
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 PACKAGES = "python3,python3-venv,python3-pip,ca-certificates"
 BASE = re.findall(r"^ARG BASE=(.*)", (ROOT / "deploy/images/Dockerfile").read_text(), re.M)[0]

@@ -1,15 +1,12 @@
 """Sandboxes in a real Docker; `tests/real/setup.sh` installs it."""
 
-from __future__ import annotations
-
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from fakes.commands import call
 from fakes.docker import ENVIRON, SPACES, why_no_docker
-from fakes.slowness import seconds
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 
@@ -35,14 +32,11 @@ def test_what_a_sandbox_cannot_reach(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("hidden")
     (tmp_path / "script.sh").write_text(SCRIPT)
     program = [sys.executable, str(PROGRAMS / "docker_nodes.py"), str(tmp_path / "docker"), '["a"]']
-    done = subprocess.run(
+    done = call(
         [*SPACES, *program, str(tmp_path / "script.sh")],
         cwd=tmp_path,
         env={**ENVIRON, "TRY": str(PROGRAMS / "sandbox_try.py")},
-        capture_output=True,
-        text=True,
-        timeout=seconds(500.0),
-        check=False,
+        quiet_s=500.0,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "found.json").read_text())

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from fakes.agents import AgentWorld
 from fakes.library_worlds import LibraryPlay, call, library_python, npm_program
-from fakes.slowness import seconds
+from fakes.slowness import limit
 from fakes.trajectories import sample
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "coding" / "command_line_agents.py"
 TASK = {"prompt": "Write hello into made.txt.", "check": "grep -qx hello made.txt"}
 MAKE = "echo hello > made.txt"
 CONTEXT = 1 << 20  # a token a character, and they say much before they begin
-START_S = seconds(120.0)  # some import a great deal
+START_S = limit(120.0)  # some import a great deal
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1200)]
 

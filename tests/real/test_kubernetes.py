@@ -3,8 +3,6 @@
 There is no Kubernetes here: `tests/programs/pods.py` does as its nodes would.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -16,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 from fakes.docker import SPACES, python_places
-from fakes.slowness import seconds
+from fakes.slowness import limit
 
 from umbra.proto.access import KEY_ROLES
 from umbra.proto.messages import Status
@@ -24,7 +22,7 @@ from umbra.proto.messages import Status
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "programs" / "pods.py"
 NEEDED = ("unshare", "nsenter", "setpriv", "chroot", "ip")
-LIMIT_S = seconds(300.0)
+LIMIT_S = limit(300.0)
 STEPS = 40
 PLACE = "/srv/umbra"  # of all files in the containers
 

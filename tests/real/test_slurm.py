@@ -1,7 +1,5 @@
 """Plans on a SLURM of three nodes on this machine; `tests/real/setup.sh` installs it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -13,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from fakes.clusters import cluster, run_config
-from fakes.slowness import seconds
+from fakes.slowness import limit
 
 from umbra.deploy.cluster.command import render
 from umbra.deploy.cluster.command import write as write_files
@@ -23,7 +21,7 @@ from umbra.proto.messages import Status
 PROGRAM = Path(__file__).parents[1] / "programs" / "slurm_cluster.py"
 NEEDED = ("slurmctld", "slurmd", "sbatch", "munged", "unshare", "ip")
 SPACES = ("unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
-LIMIT_S = seconds(600.0)
+LIMIT_S = limit(600.0)
 
 
 def why_not() -> str:

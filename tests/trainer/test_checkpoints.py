@@ -16,7 +16,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from fakes.rank_bench import as_text, make_batches, narrow_model
-from fakes.slowness import seconds
+from fakes.slowness import limit
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -234,7 +234,7 @@ def test_training_does_not_wait_for_the_disk(
     write = Disk.write_all
 
     def slow(*args: Any, **kwargs: Any) -> Any:
-        assert go_on.wait(seconds(30))
+        assert go_on.wait(limit(30))
         return write(*args, **kwargs)
 
     monkeypatch.setattr(Disk, "write_all", slow)

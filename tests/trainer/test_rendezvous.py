@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from fakes.ports import reserved_port
-from fakes.slowness import seconds
+from fakes.slowness import limit, seconds
 
 from umbra.deploy.check.machine_defaults import ready
 from umbra.proto.errors import DeadlineError, PeerLostError, StartupError, UsageError
@@ -25,7 +25,7 @@ from umbra.services.trainer.distributed.heartbeat import RankHeartbeat
 from umbra.services.trainer.distributed.ranks import join_ranks
 from umbra.services.trainer.distributed.rendezvous import RankPlace, meet
 
-WAIT_S = seconds(20.0)
+WAIT_S = limit(20.0)
 KEY = "trainer.rendezvous_timeout_s"
 
 
@@ -137,7 +137,7 @@ def test_a_silent_rank_ends_the_others_and_one_that_left_does_not() -> None:
     third.leave()
     assert not ends.called.wait(3 * timeout_s)
     second.close()  # as one that is stopped
-    assert ends.called.wait(seconds(20.0))
+    assert ends.called.wait(limit(20.0))
     first.close()
     assert ends.code == PeerLostError.exit_code
     assert "trainer rank 0 lost another rank: trainer rank 1 was silent for" in ends.reason
@@ -150,7 +150,7 @@ def test_the_other_hosts_leave_when_rank_0_has_ended_for_good() -> None:
     first, second = (RankHeartbeat(store, rank, 2, seconds(8.0), end=ends) for rank in range(2))
     first.end_all("model.path: no such model")
     first.leave()
-    assert ends.called.wait(seconds(20.0))
+    assert ends.called.wait(limit(20.0))
     second.close()
     assert ends.code == 0
     assert ends.reason == "rank 0 has ended the trainer: model.path: no such model"

@@ -12,7 +12,6 @@ import torch
 from fakes.architectures import ARCHITECTURES
 from fakes.closeness import assert_same_logprobs
 from fakes.rank_bench import Trained, make_batches, narrow_model, train
-from fakes.slowness import seconds
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
@@ -30,8 +29,6 @@ from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.policy import export_policy, load_policy
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
 from umbra.services.weights.manifest import build_manifest
-
-WAIT_S = seconds(300.0)  # torch.compile takes its time on a busy machine
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-from fakes.slowness import seconds
+from fakes.slowness import limit
 
 from umbra.deploy.check.machine import findings
 from umbra.proto.errors import DeadlineError, PeerLostError, UmbraError, UsageError
@@ -24,7 +24,7 @@ from umbra.services.weights.planes.receiving import gpu_for, host_planes
 
 FACTS = GpuFacts(nccl=22809, cuda_major=13, environment="a", variables={"NCCL_NET": "Socket"})
 FAKE = (str(Path(__file__).parents[1] / "programs" / "fake_gpu_worker.py"),)
-WAIT_S = seconds(20.0)
+WAIT_S = limit(20.0)
 
 
 def test_every_change_of_membership_makes_a_communicator_of_the_next_epoch() -> None:
