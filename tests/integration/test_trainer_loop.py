@@ -336,7 +336,7 @@ def test_a_batch_is_waited_for_as_long_as_the_run_waits(
     """The log says now and then what is missing; only a stop ends it."""
 
     class Starving(World):
-        def call(self, body: Message, *args: Any, **kwargs: Any) -> Message:
+        def call(self, body: m.Message, *args: Any, **kwargs: Any) -> m.Message:
             if len(self.asked) == 20:
                 self.stopping.set()
             return super().call(body, *args, **kwargs)
