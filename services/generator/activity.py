@@ -14,7 +14,7 @@ from typing import Any
 from umbra.proto.deadline import Pace
 from umbra.proto.errors import end_process, service_thread
 from umbra.proto.net.session import Session
-from umbra.proto.records import Trajectory, unpack_int32
+from umbra.proto.records import Branch, Trajectory, unpack_int32
 from umbra.services.generator.engines.engine import CacheFigures, EngineError
 from umbra.services.modeling.chat import Chat
 from umbra.services.process.metrics import STEADY, MetricsFile
@@ -87,7 +87,7 @@ class Activity:
         self._end = self.clock()
 
 
-EVERY_S = 10.0
+EVERY_S = 10.0  # between rows of each kind
 TEXT_CHARS = 2_000
 FURTHER = 3  # branches of a sample that are shown besides the first
 
@@ -110,27 +110,23 @@ class SampleLog:
         self._slowest: Trajectory | None = None
 
     def finished(self, trajectories: Sequence[Trajectory]) -> None:
-        """Take finished samples in."""
-        for trajectory in trajectories:
-            if self._slowest is None or self._seconds(trajectory) > self._seconds(self._slowest):
-                self._slowest = trajectory
+        if not trajectories:
+            return
+        slowest = [self._slowest] if self._slowest is not None else []
+        self._slowest = max([*slowest, *trajectories], key=self._seconds)
         now = self._clock()
-        if now < self._due or self._slowest is None or not trajectories:
+        if now < self._due:
             return
         self._due = now + EVERY_S
         shown = trajectories[-1]
-        self._metrics.write(
-            "sample",
-            prompt=self._text(shown.prompt_ids),
-            response=self._text(shown.response_ids),
-            further=[
-                {"prompt": self._text(one.prompt_ids), "response": self._text(one.response_ids)}
-                for one in shown.branches[:FURTHER]
-            ],
-            **_facts(shown, self._seconds(shown)),
-        )
-        self._metrics.write("slow_sample", **_facts(self._slowest, self._seconds(self._slowest)))
+        further = [self._texts(one) for one in shown.branches[:FURTHER]]
+        texts = self._texts(shown)
+        self._metrics.write("sample", **texts, further=further, **self._facts(shown))
+        self._metrics.write("slow_sample", **self._facts(self._slowest))
         self._slowest = None
+
+    def _texts(self, line: Trajectory | Branch) -> dict[str, str]:
+        return {"prompt": self._text(line.prompt_ids), "response": self._text(line.response_ids)}
 
     def _text(self, packed: bytes) -> str:
         text = self._chat.text(unpack_int32(packed))
@@ -140,19 +136,18 @@ class SampleLog:
         """Return how long a sample took in this life: while nobody had it, it took no time."""
         return max(0.0, trajectory.finished_at - max(trajectory.started_at, self._begun))
 
-
-def _facts(trajectory: Trajectory, seconds: float) -> dict[str, Any]:
-    return {
-        "sample": trajectory.sample_id,
-        "prompt_id": trajectory.prompt_id,
-        "reward": trajectory.reward,
-        "seconds": seconds,
-        "tokens": trajectory.sample_tokens,
-        "branches": len(trajectory.lines),
-        "turns": trajectory.turns,
-        "versions": [trajectory.oldest_version, trajectory.newest_version],
-        "finish_reason": trajectory.finish_reason,
-    }
+    def _facts(self, made: Trajectory) -> dict[str, Any]:
+        return {
+            "sample": made.sample_id,
+            "prompt_id": made.prompt_id,
+            "reward": made.reward,
+            "seconds": self._seconds(made),
+            "tokens": made.sample_tokens,
+            "branches": len(made.lines),
+            "turns": made.turns,
+            "versions": [made.oldest_version, made.newest_version],
+            "finish_reason": made.finish_reason,
+        }
 
 
 LOOKS = 20  # in the time that is allowed
@@ -223,12 +218,12 @@ def watching(watch: StallWatch, session: Session) -> Iterator[None]:
     def main() -> None:
         told = False
         while not closing.wait(watch.look_s):
-            quiet_s = watch.look()
+            quiet_s, before = watch.look(), told
             if quiet_s >= watch.limit_s:
                 _give_up(session, watch.describe())
-            if quiet_s >= watch.limit_s / 2 and not told:
-                log.warning("%s; soon this generator ends", watch.describe())
             told = quiet_s >= watch.limit_s / 2
+            if told and not before:
+                log.warning("%s; soon this generator ends", watch.describe())
             arm()
 
     arm()  # the first call may be the one that holds the interpreter

@@ -121,10 +121,7 @@ def drawn(rows: Sequence[dict[str, Any]], config: RunConfig, samples: int) -> li
 
 
 def _scores(finished: list[Trajectory], asked: Counter[int]) -> dict[str, float]:
-    """What the answers tell of each prompt; one that is missing failed, and is worth nothing.
-
-    `asked` has the samples of each.
-    """
+    """Return the scores of prompts with `asked` samples each; a missing one is worth 0."""
     rewards: dict[str, list[float]] = {str(prompt): [] for prompt in asked}
     for trajectory in finished:
         rewards[trajectory.prompt_id].append(trajectory.reward)

@@ -51,7 +51,7 @@ def unrewarded(config: RunConfig, which: Sequence[EnvironmentConfig]) -> RunConf
 def reward_groups(
     made: Sequence[Trajectory], rows: Sequence[dict[str, Any]], config: RunConfig, chat: Chat
 ) -> tuple[list[Trajectory], list[str]]:
-    """`made` with rewards, all samples of a prompt judged at once; and what failed of them.
+    """Return `made` with rewards, all samples of a prompt judged at once; and what failed of them.
 
     Args:
         made: their prompts' ids are indices of `rows`; those of environments that do not reward
@@ -98,13 +98,10 @@ def reward_groups(
 def settings_for(
     config: RunConfig, chat: Chat, *, generator: str = "", greedy: bool = False
 ) -> RolloutSettings:
-    """The settings of rollouts in the configured environment, or in each of several.
+    """Return the settings of rollouts in the configured environment, or in each of several.
 
-    Args:
-        config: the run.
-        chat: turns messages into tokens and back.
-        generator: name of the process, which trajectories have.
-        greedy: take the most likely token instead of sampling.
+    `generator` is the name of the process, which trajectories have; `greedy` takes the most likely
+    token instead of sampling.
     """
 
     def one(
@@ -135,7 +132,7 @@ def open_environments(
     *,
     wake: Callable[[], None] = lambda: None,
 ) -> EnvironmentPool:
-    """The pool for `environment`; agents find an endpoint at `generator.serve`.
+    """Open the pool for `environment`; agents find an endpoint at `generator.serve`.
 
     Args:
         config: the run.
@@ -169,10 +166,8 @@ def open_environments(
         template_options=config.model.chat_template_kwargs,
         reads_calls=chat.parser.calls or config.model.parser == "none",
     )
-    key = os.environ.get(KEY_VARIABLE, "")
-    advertise = config.generator.serve_advertise
-    settings = AgentSettings(rules, Path(config.model.path).name, key, advertise)
-    bound = bind(config.generator.serve, key)
-    pool = AgentPool(environment, settings, bound, wake=wake)
+    key, name = os.environ.get(KEY_VARIABLE, ""), Path(config.model.path).name
+    settings = AgentSettings(rules, name, key, config.generator.serve_advertise)
+    pool = AgentPool(environment, settings, bind(config.generator.serve, key), wake=wake)
     log.info("agents are served at %s", pool.url)
     return pool

@@ -211,7 +211,7 @@ class Rollout:
             logprobs=tokens.logprobs[start:end],
             pieces=[chat.piece(token) for token in ids] if ask is not None and ask.pieces else [],
             prompt_tokens=len(before),
-            complete=self._ends(ids),
+            complete=bool(self._replay) or self._turn_complete(),
             version=[span.version for span in tokens.spans if span.start < end][-1],
         )
 
@@ -428,13 +428,6 @@ class Rollout:
         assert self._search is not None and self._search.end is not None
         count = self._search.end - self._said_tokens
         return shortened(output, count, len(self._line.prompt) + len(self._line.tokens.ids))
-
-    def _ends(self, ids: list[int]) -> bool:
-        """True if the model ended the turn `ids` itself."""
-        chat, stops = self._settings.chat, self.stops
-        if not ids or ids[-1] in chat.stop_ids:
-            return bool(ids)
-        return bool(stops) and StopSearch(chat, stops).feed(ids) is not None
 
     def _continue_turn(self) -> None:
         over = bool(self._replay) or self._turn_complete() or self._room() <= 0

@@ -28,12 +28,14 @@ log = logging.getLogger(__name__)
 def run(
     ctx: ServiceContext, make_engine: Callable[[RunConfig, str], OpenEngine] = open_engine
 ) -> int:
-    """Generate until the run ends or this process is told to stop.
+    """Generate until the run ends or this process is told to stop; return the exit code.
 
     `make_engine` makes the engine of a generator; its second argument seeds what is drawn.
+
+    Raises:
+        UmbraError: the session ended because of it.
     """
-    config = ctx.config
-    config = unrewarded(config, config.rewarded_by_scorers)
+    config = unrewarded(ctx.config, ctx.config.rewarded_by_scorers)
     # A process that is started again must not draw what the one before it drew.
     opened = make_engine(config, f"{ctx.name}/{uuid.uuid4().hex}")
     wake = threading.Event()
@@ -48,32 +50,22 @@ def run(
     ):
         ctx.ready({"role": "generator", "name": ctx.name})
         receiver = _subscribe(session, config, opened)
-        if receiver is None:
-            return _end(session)
-        load = config.weight_hub.pace.after(config.buffer.engine_stall_s)
-        watch = StallWatch(engine_here(config), load)
-        with closing(receiver), watching(watch, session):
-            GeneratorLoop(
-                session=session,
-                receiver=receiver,
-                buffer=TaskClient(session.data, wake, grace_s=config.run.broker_grace_s),
-                runner=RolloutRunner(engine, pool, settings, flush_tokens),
-                config=config.generator,
-                sample_log=SampleLog(ctx.metrics, settings.chat),
-                watch=watch,
-                activity=Activity(ctx.metrics),
-            ).run()
-        return _end(session)
-
-
-def _end(session: Session) -> int:
-    """The exit code of an orderly stop.
-
-    Raises:
-        UmbraError: the session ended because of it.
-    """
-    if session.failure is not None:
-        raise session.failure
+        if receiver is not None:
+            load = config.weight_hub.pace.after(config.buffer.engine_stall_s)
+            watch = StallWatch(engine_here(config), load)
+            with closing(receiver), watching(watch, session):
+                GeneratorLoop(
+                    session=session,
+                    receiver=receiver,
+                    buffer=TaskClient(session.data, wake, grace_s=config.run.broker_grace_s),
+                    runner=RolloutRunner(engine, pool, settings, flush_tokens),
+                    config=config.generator,
+                    sample_log=SampleLog(ctx.metrics, settings.chat),
+                    watch=watch,
+                    activity=Activity(ctx.metrics),
+                ).run()
+        if session.failure is not None:
+            raise session.failure
     return 0
 
 

@@ -20,9 +20,8 @@ DRAWS = 20_000
 
 def draw(sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
     """Frequencies [V] of many draws, and the logprob [V] reported for each token drawn."""
-    sampler = Sampler(DRAWS, torch.device("cpu"), seed=0)
-    sampler.set(range(DRAWS), [sampling] * DRAWS)
-    tokens, logprobs = sampler.sample(LOGITS.expand(DRAWS, -1), slice(0, DRAWS))
+    sampler = Sampler(torch.device("cpu"), seed=0)
+    tokens, logprobs = sampler.sample(LOGITS.expand(DRAWS, -1), [sampling] * DRAWS)
     reported = torch.full_like(LOGITS, -torch.inf)
     reported[tokens] = logprobs
     return torch.bincount(tokens, minlength=len(LOGITS)) / DRAWS, reported
@@ -57,12 +56,11 @@ def test_tokens_follow_the_distribution_that_is_reported(sampling: Sampling, kep
     assert torch.allclose(frequencies, expected, atol=0.015)
 
 
-def test_rows_keep_their_own_settings_when_they_move() -> None:
-    sampler = Sampler(4, torch.device("cpu"), seed=0)
-    sampler.set([0, 1, 2, 3], [Sampling(), Sampling(top_k=2), Sampling(), Sampling(temperature=0)])
-    sampler.move([3], [0])
+def test_rows_have_their_own_settings() -> None:
+    sampler = Sampler(torch.device("cpu"), seed=0)
     logits = LOGITS.expand(2, -1)
-    tokens, logprobs = sampler.sample(logits, slice(0, 2))
+    sampler.sample(logits, [Sampling(), Sampling(top_k=2)])
+    tokens, logprobs = sampler.sample(logits, [Sampling(temperature=0), Sampling(top_k=2)])
     assert tokens[0] == 0
     assert logprobs[0] == pytest.approx(torch.log_softmax(LOGITS, -1)[0].item())
     assert tokens[1] in (0, 1)
@@ -70,12 +68,11 @@ def test_rows_keep_their_own_settings_when_they_move() -> None:
 
 
 def test_top_p_keeps_the_token_that_reaches_it_in_any_order() -> None:
-    sampler = Sampler(1, torch.device("cpu"), seed=0)
-    sampler.set([0], [Sampling(top_p=0.6)])
+    sampler = Sampler(torch.device("cpu"), seed=0)
     order = torch.tensor([5, 3, 0, 1, 4, 2])
     shuffled = torch.empty_like(LOGITS)
     shuffled[order] = LOGITS
-    seen = {int(sampler.sample(shuffled[None], [0])[0]) for _ in range(200)}
+    seen = {int(sampler.sample(shuffled[None], [Sampling(top_p=0.6)])[0]) for _ in range(200)}
     assert seen == {5, 3}
 
 

@@ -129,7 +129,6 @@ class AgentPool:
     # -- sessions, within the event loop ----------------------------------------------------------
 
     def find(self, session_id: str) -> AgentSession:
-        """Return the session; raises ApiError if there is none."""
         return self._registry.find(session_id)
 
     async def lease(self, wait_s: float, lease_s: float, environment: str) -> AgentSession | None:
@@ -155,7 +154,8 @@ class AgentPool:
             self._arrivals.add(arrival)
             await asyncio.wait([arrival], timeout=deadline.left_s)
             self._arrivals.discard(arrival)
-        self._taken(session)
+        self._idle_since = self._clock()
+        self._deliver(EpisodeOutcome(session.key, Begun()))
         return session
 
     def renew(self, session_ids: Sequence[str], lease_s: float) -> list[str]:
@@ -200,10 +200,6 @@ class AgentPool:
             raise ApiError("this session has its reward", code="rewarded")
         session.abandon(f"its agent gave up: {reason}")
         self._deliver(EpisodeOutcome(session.key, error=session.verdict))
-
-    def _taken(self, session: AgentSession) -> None:
-        self._idle_since = self._clock()
-        self._deliver(EpisodeOutcome(session.key, Begun()))
 
     def _open(self, key: str, row: Row) -> None:
         session = self._registry.open(key, row)
@@ -252,7 +248,7 @@ class AgentPool:
         self._deliver(EpisodeOutcome(key, Begun()))
 
     def _left(self, key: str, value: Delivered | Lost | None, error: str) -> None:
-        """An agent's function has returned, or is lost with its process."""
+        """Take an agent's result, or that it is lost with its process."""
         session = self._registry.of(key)
         if session is None:
             return

@@ -13,7 +13,7 @@ import hashlib
 import math
 import secrets
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +50,7 @@ class AgentSession:
         key: names the sample's play.
         row: the sample's prompt row.
         limits: how long the agent may be silent for.
-        branches: whether it may change its history, and ask several times at once.
+        branches: it may change its history, and ask several times at once.
     """
 
     def __init__(
@@ -133,9 +133,8 @@ class AgentSession:
             )
 
     def answered(self, turn: Turn, now: float) -> None:
-        """The model has spoken."""
-        asked = self._take_open()
-        if asked is None:
+        """Pass the model's turn on."""
+        if (asked := self._open) is None:
             return
         answer = Answer.of(turn, asked.call, self.turns)
         self._tree.add(asked.call, answer)
@@ -143,18 +142,13 @@ class AgentSession:
         self._answers[asked.mark] = answer
         while len(self._answers) > (_ANSWERS if self._branches else 1):
             del self._answers[next(iter(self._answers))]
-        self._wait(self.limits.step, now)
-        _tell(asked, answer)
-        self._go_on()
+        self._reply(answer, now)
 
     def refused(self, error: UmbraError, now: float) -> None:
-        """The call gets no turn; the conversation is what it was before."""
-        asked = self._take_open()
+        """Refuse the call; the conversation is what it was before."""
         self.refusal = str(error)
-        self._wait(self.limits.step, now)
         code = error.code if isinstance(error, RefusedError) else "invalid_prompt"
-        _tell(asked, ApiError(str(error), code=code))
-        self._go_on()
+        self._reply(ApiError(str(error), code=code), now)
 
     def rewarded(self, result: StepResult) -> None:
         """The agent says what the conversation was worth.
@@ -189,7 +183,7 @@ class AgentSession:
             self._wait(self.limits.scoring, now)
 
     def linger(self, now: float) -> None:
-        """The reward is there, but the agent's program goes on for a while."""
+        """Wait for the end of the agent's program, whose reward is there."""
         self._wait(self.limits.step, now)
 
     def leave(self) -> None:
@@ -211,9 +205,10 @@ class AgentSession:
         """It is over; whoever still waits is told so."""
         self.over = why
         self.deadline = math.inf
-        _tell(self._take_open(), why)
-        while self._waiting:
-            _tell(self._waiting.popleft(), why)
+        for asked in ([self._open] if self._open else []) + [*self._waiting]:
+            _tell(asked, why)
+        self._open = None
+        self._waiting.clear()
         # It is remembered for late requests, what was said in it is not.
         self.row = {}
         self._tree.clear()
@@ -226,8 +221,12 @@ class AgentSession:
         if self.over is not None:
             raise self.over
 
-    def _go_on(self) -> None:
-        """Ask the model for the next call that can be answered."""
+    def _reply(self, answer: Answer | ApiError, now: float) -> None:
+        """Answer the open call, and ask the model for the next one that can be answered."""
+        asked, self._open = self._open, None
+        self._wait(self.limits.step, now)
+        if asked is not None:
+            _tell(asked, answer)
         while self._waiting and not self.asking:
             waiting = self._waiting.popleft()
             try:
@@ -243,10 +242,6 @@ class AgentSession:
         self._open, self.refusal = wanted, ""
         self.deadline = math.inf
         wanted.ask(news)
-
-    def _take_open(self) -> _Open | None:
-        found, self._open = self._open, None
-        return found
 
 
 class SessionRegistry:
@@ -276,7 +271,7 @@ class SessionRegistry:
         return sum(not session.begun for session in self._by_id.values())
 
     def open(self, key: str, row: dict[str, Any]) -> AgentSession:
-        """A session for the sample `key`, which nobody works on yet; an older one of it is over."""
+        """Return a session for the sample `key` that no agent has; end an older one of it."""
         self.close(key, over("its sample began anew in another session"))
         session = AgentSession(self._new_id(), key, row, self._limits, branches=self._branches)
         self._by_id[session.id] = self._by_key[key] = session
@@ -284,7 +279,7 @@ class SessionRegistry:
         return session
 
     def lease(self, now: float, lease_s: float = math.inf) -> AgentSession | None:
-        """The session that has waited longest for an agent; None if there is none."""
+        """Return the session that has waited longest for an agent."""
         while self._waiting:
             session = self._waiting.popleft()
             if session.over is None and not session.begun:
@@ -307,7 +302,6 @@ class SessionRegistry:
         return self._by_key.get(key)
 
     def close(self, key: str, why: ApiError | None = None) -> None:
-        """The sample is over."""
         session = self._by_key.pop(key, None)
         if session is None:
             return
@@ -324,23 +318,20 @@ class SessionRegistry:
         for key in list(self._by_key):
             self.close(key, over(why))
 
-    def renew(self, session_ids: Iterable[str], now: float, lease_s: float) -> list[str]:
+    def renew(self, session_ids: Sequence[str], now: float, lease_s: float) -> list[str]:
         """Renew the leases of these sessions; return those that are over or unknown."""
-        lost: list[str] = []
-        for session_id in session_ids:
-            if session_id in self._by_id:
-                self._by_id[session_id].leased_until = now + lease_s
-            else:
-                lost.append(session_id)
-        return lost
+        held = [self._by_id[one] for one in session_ids if one in self._by_id]
+        for session in held:
+            session.leased_until = now + lease_s
+        return [one for one in session_ids if one not in self._by_id]
 
     def expired(self, now: float) -> list[AgentSession]:
-        """The sessions without a reward whose leases were not renewed in time."""
+        """Return the sessions without a reward whose leases were not renewed in time."""
         held = self._by_id.values()
         return [one for one in held if one.leased_until <= now and one.reward is None]
 
     def overdue(self, now: float) -> list[AgentSession]:
-        """The sessions whose agents have been silent for too long."""
+        """Return the sessions whose agents have been silent for too long."""
         return [session for session in self._by_id.values() if session.deadline <= now]
 
 
@@ -348,10 +339,9 @@ def over(why: str) -> ApiError:
     return ApiError(f"this session is over: {why}", status=410, code="session_over")
 
 
-def _tell(asked: _Open | None, answer: Answer | ApiError) -> None:
-    if asked is not None:
-        for listener in asked.listeners:
-            listener(answer)
+def _tell(asked: _Open, answer: Answer | ApiError) -> None:
+    for listener in asked.listeners:
+        listener(answer)
 
 
 def _mark(call: Call) -> bytes:

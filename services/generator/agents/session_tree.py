@@ -8,7 +8,6 @@ turns as it likes, so they can't be appended to tokens that were sampled.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,14 +41,10 @@ class _Place:
     stop: str  # the text that stopped the turn
 
     def added(self, call: Call) -> str:
-        """The text of `call` after that of here, which it begins with."""
+        """Return the text of `call` after that of here, which it begins with."""
         text = (call.text or "").removeprefix(self.text or "")
         # What stopped the model stands in its tokens already, and in most prompts again.
         return text.removeprefix(self.stop)
-
-    def spoken_after(self, call: Call) -> bool:
-        """Whether turns of the model follow in `call`, which goes on from here."""
-        return any(one["role"] == "assistant" for one in call.messages[len(self.history) :])
 
     def known(self, call: Call) -> list[Message]:
         """The history as `call` repeats it, which goes on from here."""
@@ -124,8 +119,9 @@ class SessionTree:
             if gap := self._places[-1].gap(call):
                 raise _edited(gap)
             return self._from(self._places[-1], call)
-        for place in self._longest_first():
-            if not place.gap(call) and not place.spoken_after(call):
+        for place in sorted(self._places, key=_length, reverse=True):
+            later = call.messages[len(place.history) :]
+            if not place.gap(call) and all(one["role"] != "assistant" for one in later):
                 return self._from(place, call)
         return call, News(call.messages, text=call.text)
 
@@ -160,12 +156,6 @@ class SessionTree:
         which = "a response of this session" if self._branches else "the last response"
         raise _edited(f"previous_response_id is not that of {which}")
 
-    def _longest_first(self) -> Iterator[_Place]:
-        def length(place: _Place) -> tuple[int, int, int]:
-            return len(place.history), len(place.text or ""), place.number
-
-        yield from sorted(self._places, key=length, reverse=True)
-
 
 def _edited(what: str) -> ApiError:
     return ApiError(
@@ -174,3 +164,7 @@ def _edited(what: str) -> ApiError:
         '(environment.branches = "train")',
         code="history_edited",
     )
+
+
+def _length(place: _Place) -> tuple[int, int, int]:
+    return len(place.history), len(place.text or ""), place.number

@@ -45,14 +45,10 @@ class EngineRequest:
 class CacheFigures:
     """Figures of an engine's KV cache."""
 
-    usage: float = 0.0
-    """Share of it that sequences under way take, in [0, 1]."""
-    asked_tokens: int = 0
-    """Tokens of prompts, for which it was looked whether they had been read before."""
-    cached_tokens: int = 0
-    """Of those, the ones that had, and were not read again."""
-    preemptions: int = 0
-    """Sequences that made room for others, and were read again from their beginning."""
+    usage: float = 0.0  # share of it that sequences under way take, in [0, 1]
+    asked_tokens: int = 0  # of prompts
+    cached_tokens: int = 0  # of those, the ones that had been read before, and were not again
+    preemptions: int = 0  # sequences that made room for others, and were read again
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,37 +70,36 @@ class EngineOutput:
 
 
 class Engine(Protocol):
-    """An inference engine with continuous batching."""
+    """An inference engine with continuous batching.
+
+    Attributes:
+        version: of the weights that it serves; -1 until `load` was called.
+        slots: sequences decoded at once.
+        max_context: prompt plus new tokens of a sequence at most.
+        decoded_tokens: tokens sampled so far, for throughput.
+        cache: figures of its KV cache.
+        live: sequences being decoded.
+        fits: sequences at once, the live ones included, for which there is cache, going by recent
+            lengths; between 1 and `slots`.
+        busy: `poll` has something to do.
+    """
 
     version: int
-    """Version of the weights that it serves; -1 until `load` was called."""
     slots: int
-    """Sequences decoded at once."""
     max_context: int
-    """Prompt plus new tokens of a sequence at most."""
     decoded_tokens: int
-    """Tokens sampled so far, for throughput."""
 
     @property
-    def cache(self) -> CacheFigures:
-        """Figures of its KV cache."""
-        ...
+    def cache(self) -> CacheFigures: ...
 
     @property
-    def live(self) -> int:
-        """Sequences being decoded."""
-        ...
+    def live(self) -> int: ...
 
     @property
-    def fits(self) -> int:
-        """Sequences at once, the live ones included, for which there is cache, going by the lengths
-        of late; between 1 and `slots`."""
-        ...
+    def fits(self) -> int: ...
 
     @property
-    def busy(self) -> bool:
-        """Whether `poll` has something to do."""
-        ...
+    def busy(self) -> bool: ...
 
     def submit(self, requests: Iterable[EngineRequest]) -> None:
         """Queue `requests`.

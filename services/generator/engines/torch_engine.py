@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,48 +46,34 @@ class Sampler:
     token and reports its logprob under the plain softmax. n rows, V tokens.
     """
 
-    def __init__(self, slots: int, device: torch.device, seed: int) -> None:
+    def __init__(self, device: torch.device, seed: int) -> None:
         self._generator = torch.Generator(device=device).manual_seed(seed)
-        # One column per setting: temperature, top_k, top_p, min_p.
-        self._settings = torch.zeros(slots, 4, device=device)
-        self._restricted = [False] * slots  # by top-k, top-p or min-p
-        self._greedy = [False] * slots
-
-    def set(self, rows: Sequence[int], samplings: Sequence[Sampling]) -> None:
-        """Sample rows `rows` with `samplings` from now on."""
-        values = [[s.temperature, float(s.top_k), s.top_p, s.min_p] for s in samplings]
-        self._settings[list(rows)] = torch.tensor(values, device=self._settings.device)
-        for row, s in zip(rows, samplings, strict=True):
-            self._greedy[row] = s.temperature <= 0
-            self._restricted[row] = s.temperature > 0 and bool(
-                s.top_k or s.top_p < 1 or s.min_p > 0
-            )
-
-    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Rows `targets` take over the settings of rows `sources`."""
-        self._settings[list(targets)] = self._settings[list(sources)]
-        for source, target in zip(sources, targets, strict=True):
-            self._greedy[target] = self._greedy[source]
-            self._restricted[target] = self._restricted[source]
+        self._samplings: list[Sampling] = []  # of the last call, as tensor and facts
+        self._settings = torch.empty(0, 4, device=device)
+        self._some_greedy = self._some_restricted = False
 
     def sample(
-        self, logits: torch.Tensor, rows: Sequence[int] | slice
+        self, logits: torch.Tensor, samplings: list[Sampling]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return tokens [n] and their logprobs [n] from `logits` [n, V] of rows `rows`."""
-        index = range(len(self._greedy))[rows] if isinstance(rows, slice) else list(rows)
-        settings = self._settings[rows if isinstance(rows, slice) else index]
-        some_greedy = any(self._greedy[row] for row in index)
+        """Return tokens [n] and their logprobs [n] from `logits` [n, V], as `samplings` say."""
+        if samplings != self._samplings:
+            self._samplings = samplings
+            drawn = [s for s in samplings if s.temperature > 0]
+            self._some_greedy = len(drawn) < len(samplings)
+            self._some_restricted = any(s.top_k or s.top_p < 1 or s.min_p > 0 for s in drawn)
+            values = [[s.temperature, float(s.top_k), s.top_p, s.min_p] for s in samplings]
+            self._settings = torch.tensor(values, device=self._settings.device)
         logits = logits.float()
-        temperature = settings[:, :1]
+        temperature = self._settings[:, :1]
         greedy = temperature <= 0
-        if some_greedy:
+        if self._some_greedy:
             temperature = torch.where(greedy, 1.0, temperature)
         scaled = logits / temperature
-        if any(self._restricted[row] for row in index):
-            scaled = restrict(scaled, settings, greedy)
+        if self._some_restricted:
+            scaled = restrict(scaled, self._settings, greedy)
         logprobs = torch.log_softmax(scaled, dim=-1)
         tokens = self._draw(logprobs)
-        if some_greedy:
+        if self._some_greedy:
             tokens = torch.where(greedy[:, 0], logits.argmax(dim=-1), tokens)
         return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
 
@@ -123,8 +108,13 @@ class _Row:
     chosen: bytearray = field(default_factory=bytearray)  # of all tokens that were read
 
     @property
-    def sequence(self) -> list[int]:
-        return [*self.request.prompt_ids, *self.tokens]
+    def context(self) -> tuple[int, ...]:
+        """All tokens but the newest."""
+        return (*self.request.prompt_ids, *self.tokens)[:-1]
+
+    @property
+    def newest(self) -> int:
+        return self.tokens[-1] if self.tokens else self.request.prompt_ids[-1]
 
     @property
     def length(self) -> int:
@@ -135,26 +125,17 @@ class _Row:
         self._close_span()
         self.version, self.since = version, len(self.tokens)
 
-    def peek(self) -> EngineOutput:
-        self._close_span()
-        name = self.request.request_id
-        return EngineOutput(
-            name, self.tokens[:], self.logprobs[:], self.spans[:], "abort", self._routing()
-        )
-
     def output(self, reason: FinishReason) -> EngineOutput:
+        """Return what there is of the request, which may go on."""
         self._close_span()
         return EngineOutput(
             self.request.request_id,
-            self.tokens,
-            self.logprobs,
-            self.spans,
+            self.tokens[:],
+            self.logprobs[:],
+            self.spans[:],
             reason,
-            self._routing(),
+            self.routing and replace(self.routing, chosen=bytes(self.chosen)),
         )
-
-    def _routing(self) -> Routing | None:
-        return self.routing and replace(self.routing, chosen=bytes(self.chosen))
 
     def _close_span(self) -> None:
         if len(self.tokens) > self.since:
@@ -214,12 +195,9 @@ class TorchEngine:
             self._routing = Routing(layers=layers, choices=choices, experts=experts, chosen=b"")
         self._cache = SlotCache(slots, max_context)
         self._asked_tokens = self._cached_tokens = 0
-        self._sampler = Sampler(slots, self._device, seed)
+        self._sampler = Sampler(self._device, seed)
         self._queue: deque[_Row] = deque()
         self._rows: list[_Row] = []  # the live ones, by slot
-        # Of each row that was read, its newest token, which is not in the cache, and its position.
-        self._last_tokens = torch.zeros(slots, dtype=torch.long, device=self._device)
-        self._positions = torch.zeros(slots, dtype=torch.long, device=self._device)
         self._outputs: list[EngineOutput] = []
 
     @property
@@ -257,10 +235,16 @@ class TorchEngine:
         Raises:
             EngineError: torch failed, or the logits are not finite.
         """
-        with self._failing():
+        try:
             self._admit(self.slots - len(self._rows))
             if self._rows:
                 self._step()
+        except RuntimeError as error:  # out of memory, a lost device, a kernel that failed
+            first = str(error).partition("\n")[0]
+            raise EngineError(
+                f"the torch engine failed on {self._device} with {len(self._rows)} of {self.slots} "
+                f"slots in use: {type(error).__name__}: {first}"
+            ) from error
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -305,27 +289,15 @@ class TorchEngine:
 
     def peek(self, request_ids: Iterable[str]) -> list[EngineOutput]:
         wanted = set(request_ids)
-        return [row.peek() for row in self._rows if row.request.request_id in wanted]
+        return [row.output("abort") for row in self._rows if row.request.request_id in wanted]
 
     def forget(self, session: str) -> None:
-        """Nothing is kept of a session between its turns."""
+        pass  # nothing is kept of a session between its turns
 
     def close(self) -> None:
         self._rows.clear()
         self._queue.clear()
         self._cache = SlotCache(self.slots, self.max_context)
-
-    @contextmanager
-    def _failing(self) -> Iterator[None]:
-        """Name the engine in what goes wrong inside of torch."""
-        try:
-            yield
-        except RuntimeError as error:  # out of memory, a lost device, a kernel that failed
-            first = str(error).partition("\n")[0]
-            raise EngineError(
-                f"the torch engine failed on {self._device} with {len(self._rows)} of {self.slots} "
-                f"slots in use: {type(error).__name__}: {first}"
-            ) from error
 
     def _admit(self, count: int) -> list[_Row]:
         """Begin at most `count` queued requests, behind the live rows."""
@@ -337,8 +309,9 @@ class TorchEngine:
 
     def _step(self) -> None:
         """Feed every live row its newest token and sample the next."""
-        count = len(self._rows)
-        self._cache.reserve(count, self._longest)
+        self._cache.reserve(len(self._rows), self._longest)
+        fed = [[row.newest for row in self._rows], [row.length - 1 for row in self._rows]]
+        newest = torch.tensor(fed, device=self._device)
         # The longest by themselves, if they are too much for this pass.
         readings = sorted(self._unread(), key=lambda reading: len(reading.tokens))
         here, room = 0, _PREFILL_TOKENS
@@ -346,48 +319,39 @@ class TorchEngine:
             room -= len(readings[here].tokens)
             here += 1
         for reading in readings[here:]:
-            self._pass(0, [reading])
-        logits = self._pass(count, readings[:here])
-        tokens, logprobs = self._sampler.sample(logits, slice(0, count))
-        self._last_tokens[:count] = tokens
-        self._positions[:count] += 1
-        self._append(tokens, logprobs)
+            self._pass(newest[:, :0], [reading])
+        logits = self._pass(newest, readings[:here])
+        samplings = [row.request.sampling for row in self._rows]
+        self._append(*self._sampler.sample(logits, samplings))
 
     @property
     def _longest(self) -> int:
         return max((row.length for row in self._rows), default=0)
 
     def _unread(self) -> list[_Reading]:
-        """Return the contexts to read, and set the newest tokens of their rows.
+        """Return the contexts to read.
 
         Samples of a group begin with equal contexts, which are read once.
         """
-        slots = [slot for slot, row in enumerate(self._rows) if row.unread]
-        if not slots:
-            return []
-        rows = [self._rows[slot] for slot in slots]
-        self._sampler.set(slots, [row.request.sampling for row in rows])
         shared: dict[tuple[int, ...], _Reading] = {}
-        newest: list[int] = []
-        for slot, row in zip(slots, rows, strict=True):
-            *context, last = row.sequence
-            newest.append(last)
-            tokens = tuple(context)
+        for slot, row in enumerate(self._rows):
+            if not row.unread:
+                continue
+            tokens = row.context
             reading = shared.setdefault(tokens, _Reading(tokens, []))
             if not row.tokens:  # else it was counted when it was first read
                 self._asked_tokens += row.length
                 self._cached_tokens += len(tokens) if reading.slots else 0
             reading.slots.append(slot)
-        both = torch.tensor([newest, [row.length - 1 for row in rows]], device=self._device)
-        index = torch.tensor(slots, device=self._device)
-        self._last_tokens[index], self._positions[index] = both
         return [reading for reading in shared.values() if reading.tokens]
 
-    def _pass(self, count: int, readings: Sequence[_Reading]) -> torch.Tensor:
-        """Feed the newest tokens of the first `count` rows, and `readings`; logits [count, V]."""
+    def _pass(self, newest: torch.Tensor, readings: Sequence[_Reading]) -> torch.Tensor:
+        """Feed `newest`, tokens and positions [2, n] of the first rows, and read `readings`.
+
+        Return logits [n, V].
+        """
         contexts = [Context(reading.slots[0], len(reading.tokens)) for reading in readings]
-        newest, positions = self._last_tokens[:count], self._positions[:count]
-        columns = self._longest
+        count, positions, columns = newest.shape[1], newest[1], self._longest
         takers = [reading.slots for reading in readings]
         self._cache.begin(
             newest=positions, contexts=contexts, takers=takers, view=(len(self._rows), columns)
@@ -396,23 +360,18 @@ class TorchEngine:
             kind: slot_mask(positions, columns, contexts, window, self._dtype)
             for kind, window in self._windows
         }
-        inputs, where = newest, positions
         keep: int | torch.Tensor = 0  # all
         if contexts:
-            read = torch.tensor(
-                [
-                    [token for reading in readings for token in reading.tokens],
-                    [at for context in contexts for at in range(context.length)],
-                ],
-                device=self._device,
-            )
-            inputs, where = torch.cat((newest, read[0])), torch.cat((positions, read[1]))
+            tokens = [token for reading in readings for token in reading.tokens]
+            where = [at for context in contexts for at in range(context.length)]
+            read = torch.tensor([tokens, where], device=self._device)
+            newest = torch.cat((newest, read), 1)
             keep = torch.arange(count, device=self._device)
         if self._routers is not None:
             self._routers.noted = []
         logits = self._model(
-            input_ids=inputs[None],
-            position_ids=where[None],
+            input_ids=newest[:1],
+            position_ids=newest[1:],
             attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
             past_key_values=self._cache,
             use_cache=True,
@@ -457,11 +416,9 @@ class TorchEngine:
             row.unread = False
             row.tokens.append(token)
             row.logprobs.append(logprob)
-            if token in self._stop_ids:
-                self._outputs.append(row.output("stop"))
-                done.append(slot)
-            elif len(row.tokens) >= row.limit:
-                self._outputs.append(row.output("length"))
+            stopped = token in self._stop_ids
+            if stopped or len(row.tokens) >= row.limit:
+                self._outputs.append(row.output("stop" if stopped else "length"))
                 done.append(slot)
         self.decoded_tokens += len(self._rows)
         self._close_holes(done)
@@ -484,7 +441,4 @@ class TorchEngine:
                 self._rows[target] = self._rows[source]
             length = max(self._rows[target].length for target in targets)
             self._cache.move(sources, targets, min(length, self._cache.columns))
-            self._sampler.move(sources, targets)
-            self._last_tokens[targets] = self._last_tokens[sources]
-            self._positions[targets] = self._positions[sources]
         del self._rows[count:]

@@ -18,17 +18,13 @@ class RecentLengths:
     def __init__(self, most: int) -> None:
         self._most = most
         self._recent: deque[int] = deque(maxlen=_RECENT)
-        self._sum = 0
 
     def ended(self, length: int) -> None:
-        if len(self._recent) == _RECENT:
-            self._sum -= self._recent[0]
         self._recent.append(length)
-        self._sum += length
 
     @property
     def mean(self) -> float:
-        return self._sum / len(self._recent) if self._recent else float(self._most)
+        return sum(self._recent) / len(self._recent) if self._recent else float(self._most)
 
     def fitting(self, capacity: int, live: Iterable[int]) -> int:
         """Sequences that `capacity` tokens of cache hold, the live ones included; 1 at least.

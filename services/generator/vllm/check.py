@@ -90,21 +90,20 @@ def vllm_differences(
 
     outline = outline_model(directory, checked=checked)
     torch.set_num_threads(threads)
+    computed: torch.dtype = getattr(torch, dtype)
     reference = Reference(directory)
     model = reference.model
     engine = VllmEngine(directory, outline, config, dtype=dtype, stop_ids=(), version=0)
     try:
         prompts = _prompts(model.config.get_text_config().vocab_size)
         from_disk = _difference(engine, reference, prompts)
-        manifest, memory = _version(model, publish, getattr(torch, dtype))
-        engine.load(manifest, memory, 1, "keep")
+        engine.load(*_version(model, publish, computed), 1, "keep")
         same = _difference(engine, reference, prompts)
         outputs = _sample(engine, prompts)
         before = _logprobs(reference, prompts, outputs)
-        change(model, getattr(torch, dtype))
+        change(model, computed)
         moved = float((_logprobs(reference, prompts, outputs) - before).abs().mean())
-        manifest, memory = _version(model, publish, getattr(torch, dtype))
-        engine.load(manifest, memory, 2, "keep")
+        engine.load(*_version(model, publish, computed), 2, "keep")
         changed = _difference(engine, reference, prompts)
     finally:
         engine.close()
@@ -128,10 +127,10 @@ def _sample(engine: Engine, prompts: list[list[int]]) -> list[EngineOutput]:
     engine.submit(
         EngineRequest(str(index), prompt, sampling, _TOKENS) for index, prompt in enumerate(prompts)
     )
-    outputs: dict[int, EngineOutput] = {}
+    outputs: list[EngineOutput] = []
     while engine.busy:
-        outputs |= {int(output.request_id): output for output in engine.poll(1.0)}
-    return [outputs[index] for index in range(len(prompts))]
+        outputs += engine.poll(1.0)
+    return sorted(outputs, key=lambda output: int(output.request_id))
 
 
 @torch.inference_mode()

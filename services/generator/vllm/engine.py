@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 from vllm.distributed.weight_transfer.base import (
     WeightTransferInitRequest,
     WeightTransferUpdateRequest,
@@ -331,20 +332,18 @@ class VllmEngine:
 
     def _layout(self, manifest: Manifest, start: int) -> Manifest:
         """Return the layout of a version from byte `start` on, in the names of checkpoints."""
+        if self._checkpoint is None:  # factors have one name
+            moved = [replace(entry, offset=entry.offset + start) for entry in manifest.tensors]
+            return replace(manifest, tensors=moved)
         # A version has tied tensors once, but vLLM packs them for each layer.
         tied = self._fit.left_out({entry.name for entry in manifest.tensors})
         tensors = [
             part
             for entry in manifest.tensors
-            for name in (entry.name, *(tied.get(entry.name, ()) if self._checkpoint else ()))
-            for part in self._stored(
-                msgspec.structs.replace(entry, name=name, offset=entry.offset + start)
-            )
+            for name in (entry.name, *tied.get(entry.name, ()))
+            for part in self._checkpoint.of(replace(entry, name=name, offset=entry.offset + start))
         ]
-        return msgspec.structs.replace(manifest, tensors=tensors)
-
-    def _stored(self, entry: Any) -> list[Any]:
-        return [entry] if self._checkpoint is None else self._checkpoint.of(entry)
+        return replace(manifest, tensors=tensors)
 
     def _replace_weights(
         self,

@@ -24,14 +24,8 @@ from umbra.proto.errors import UsageError
 from umbra.proto.records import Routing, TensorEntry
 from umbra.services.modeling.experts import NO_ROUTERS, Routers, check_routing_fits
 
-
-@dataclass(frozen=True, slots=True)
-class _TensorPart:
-    """A tensor of a checkpoint, and at which element of the model's tensor it begins."""
-
-    name: str
-    first: int
-    shape: tuple[int, ...]
+# A tensor of a checkpoint: its name, at which element of the model's tensor it begins, its shape.
+_TensorPart = tuple[str, int, tuple[int, ...]]
 
 
 class CheckpointNames:
@@ -46,7 +40,7 @@ class CheckpointNames:
             name: _parts(model, name, tuple(tensor.shape))
             for name, tensor in model.state_dict().items()
         }
-        names = [part.name for parts in self._parts.values() for part in parts]
+        names = [name for parts in self._parts.values() for name, _, _ in parts]
         if len(set(names)) != len(names):  # one of a checkpoint is made of several of the model
             raise _another_layout(model, next(name for name in names if names.count(name) > 1))
 
@@ -56,12 +50,12 @@ class CheckpointNames:
         return [
             msgspec.structs.replace(
                 entry,
-                name=part.name,
-                shape=list(part.shape),
-                offset=entry.offset + part.first * item,
-                nbytes=prod(part.shape) * item,
+                name=name,
+                shape=list(shape),
+                offset=entry.offset + first * item,
+                nbytes=prod(shape) * item,
             )
-            for part in self._parts[entry.name]
+            for name, first, shape in self._parts[entry.name]
         ]
 
 
@@ -83,7 +77,7 @@ def _parts(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> list[_T
         ascending = torch.arange(seen, seen + found.numel()).view(found.shape)
         if not torch.equal(found, ascending) or tuple(found.shape[-1:]) != numbers.shape[-1:]:
             raise _another_layout(model, name)
-        parts.append(_TensorPart(target, seen // kept * width, (*found.shape[:-1], *shape[-1:])))
+        parts.append((target, seen // kept * width, (*found.shape[:-1], *shape[-1:])))
         seen += found.numel()
     if seen != numbers.numel():
         raise _another_layout(model, name)
