@@ -33,8 +33,8 @@ STEPS=(
     "kill       120  bench gpu_run --plane cuda_ipc --kill"
     "attention  300  tests test_attention_gpu.py"
     "experts    120  tests test_experts_gpu.py"
-    "mfu_06b    120  bench trainer_speed --device cuda --passes 2"
-    "mfu_8b     120  bench trainer_speed --device cuda --passes 2 --hidden 4096 --layers 4 --heads 32 --ff 12288"
+    "mfu_06b    240  bench trainer_speed --device cuda --passes 2"
+    "mfu_8b     180  bench trainer_speed --device cuda --passes 2 --hidden 4096 --layers 4 --heads 32 --ff 12288"
     "vllm       120  tests test_vllm_gpu.py"
 )
 

@@ -1,7 +1,7 @@
 """Attention by two backends, which Transformers calls as one.
 
 The mask's type says which: a tensor or None: SDPA with a dense mask, or all scores at once where
-there are soft caps or sinks; `BlockMask`: flex_attention; `SlotMask`: what the torch engine's cache
+there are soft caps or sinks; `RowBlocks`: flex_attention; `SlotMask`: what the torch engine's cache
 holds.
 
 The queries of a pass of the torch engine lie end to end: one of each of n rows, which sees what the
@@ -13,6 +13,7 @@ next token.
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,8 +22,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
+
+from umbra.services.modeling.micro_batch import RowBlocks
 
 
 class Context(NamedTuple):
@@ -79,7 +83,7 @@ def _causal(context: Context, window: int | None, device: torch.device) -> Tenso
 
 
 NAME = "umbra"  # of our attention in Transformers
-LayerMask = Tensor | BlockMask | SlotMask | None
+LayerMask = Tensor | RowBlocks | SlotMask | None
 
 
 def attend(
@@ -104,7 +108,7 @@ def attend(
         sinks: [H], scores of one more key for each head, which has no value (GPT-OSS).
     """
     scale = float(query.shape[-1] ** -0.5) if scale is None else scale
-    if isinstance(mask, BlockMask):
+    if isinstance(mask, RowBlocks):
         return _flex(query, key, value, mask, scale, cap, sinks)
     if isinstance(mask, SlotMask):
         return _slots(query, key, value, mask, scale, cap, sinks)
@@ -211,38 +215,111 @@ def _flex(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: BlockMask,
+    mask: RowBlocks,
     scale: float,
     cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attend by torch's flex_attention, compiled once; on CPUs there is no backward pass."""
+    """Attend by torch's flex_attention; on CPUs, where it is for tests, by all scores at once."""
     if isinstance(query, FakeTensor):
         return _linear(query, key, value, scale)
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    output, aux = _flex_kernel(query.device.type)(
+    given, width = query.shape[2], mask.seq_lengths[0]
+    if given < width:  # `RowMask.blocks` has widened narrow rows
+        query, key, value = (_widened(each, width - given) for each in (query, key, value))
+    kernel = _flex_kernel if query.device.type == "cuda" else _flex_eagerly
+    output, sums = kernel(query, key, value, mask, scale, cap, sinks is not None)
+    if sinks is not None:
+        # The sums of exponentials stay in float32: their rounding would scale the output.
+        more = sinks.float().view(1, -1, 1)
+        output = output * torch.sigmoid(sums - more).unsqueeze(-1).to(output.dtype)
+    return output[:, :, :given]
+
+
+def _widened(given: Tensor, more: int) -> Tensor:
+    """Return `given` [R, H, L, D] with positions of zeros, in memory as models lay it out."""
+    return pad(given.transpose(1, 2), (0, 0, 0, 0, 0, more)).transpose(1, 2)
+
+
+def _flex_eagerly(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: RowBlocks,
+    scale: float,
+    cap: float | None,
+    sums: bool,
+) -> tuple[Tensor, Any]:
+    """softmax(scores) value, and with `sums` the logarithms of the sums of exponentials."""
+    # The mask's own lengths are numbers, each of which would be compiled for.
+    length = query.shape[2]
+    blocks = BlockMask(
+        seq_lengths=(length, length),
+        kv_num_blocks=mask.kv_num_blocks,
+        kv_indices=mask.kv_indices,
+        full_kv_num_blocks=mask.full_kv_num_blocks,
+        full_kv_indices=mask.full_kv_indices,
+        q_num_blocks=mask.q_num_blocks,
+        q_indices=mask.q_indices,
+        full_q_num_blocks=mask.full_q_num_blocks,
+        full_q_indices=mask.full_q_indices,
+        BLOCK_SIZE=mask.BLOCK_SIZE,
+        mask_mod=mask.mask_mod,
+    )
+    output, aux = flex_attention(
         query,
         key,
         value,
         score_mod=None if cap is None else _capped(cap),
-        block_mask=mask,
+        block_mask=blocks,
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
-        return_aux=AuxRequest(lse=True),
+        return_aux=AuxRequest(lse=sums),
     )
-    if sinks is not None:
-        # The sums of exponentials stay in float32: their rounding would scale the output.
-        more = sinks.float().view(1, -1, 1)
-        output = output * torch.sigmoid(aux.lse - more).unsqueeze(-1).to(output.dtype)
-    return output
+    return output, aux.lse
+
+
+def _flex_kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: RowBlocks,
+    scale: float,
+    cap: float | None,
+    sums: bool,
+) -> tuple[Tensor, Any]:
+    """`_flex_eagerly` by the kernel of its kind.
+
+    A kind is compiled for one row and for several: numbers of rows, of tokens and of blocks are
+    dynamic from the beginning. Dynamo gives all sizes that are equal in the first batch one symbol,
+    so that as many rows as blocks are a kind of their own.
+    """
+    rows, across = query.shape[0], mask.kv_indices.shape[-1]
+    kind = (
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled(query.device.type),
+        *(each.requires_grad for each in (query, key, value)),
+        *(query.device, query.dtype, query.shape[1], query.shape[3]),
+        *(key.shape[1], value.shape[3]),
+        *(scale, cap, sums, mask.windowed, rows == across),
+    )
+    for each in (query, key, value):
+        torch._dynamo.maybe_mark_dynamic(each, (0, 2))
+    return _compiled(kind)(query, key, value, mask, scale, cap, sums)
 
 
 @functools.cache
-def _flex_kernel(kind: str) -> Any:
-    """Compile for CUDA; on CPUs it is for tests: all scores are in memory there."""
-    return torch.compile(flex_attention) if kind == "cuda" else flex_attention
+def _compiled(kind: tuple[Any, ...]) -> Any:
+    """Compile flex_attention for `kind`, apart from all others.
+
+    Dynamo counts compilations by code object, and remembers by its name which numbers have varied.
+    Past the limit it would compute all scores without a word; with `fullgraph` it raises.
+    """
+    code = _flex_eagerly.__code__.replace(co_name=f"flex_{abs(hash(kind)):x}")
+    own = types.FunctionType(code, globals())
+    return torch.compile(own, fullgraph=True)
 
 
 @functools.cache
@@ -256,7 +333,7 @@ def _capped(cap: float) -> Any:
 def _linear(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Keep as many numbers as flex_attention does, for the estimate of memory."""
     wide, narrow = query.shape[-1], value.shape[-1]
-    value = torch.nn.functional.pad(value, (0, wide - narrow))  # the kernel wants one width
+    value = pad(value, (0, wide - narrow))  # the kernel wants one width
     output = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
     )
@@ -284,7 +361,7 @@ def _from_transformers(
 
 def _mask_of(*args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
     """Return our masks as they are, or else the mask that SDPA would have."""
-    if isinstance(attention_mask, BlockMask | SlotMask):
+    if isinstance(attention_mask, RowBlocks | SlotMask):
         return attention_mask
     return sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
 

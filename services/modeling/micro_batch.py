@@ -11,11 +11,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.functional import pad
 
 from umbra.proto.records import Trajectory
 from umbra.services.modeling.experts import UNKNOWN, chosen_experts
 
 BLOCK = 128  # positions of a block of flex_attention, its default
+
+
+class RowBlocks(BlockMask):
+    """The mask of flex_attention for rows."""
+
+    windowed = False
+    """Whether positions see a window only: another kernel."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,15 +60,19 @@ class RowMask:
             seen = seen & (behind < self.window)
         return seen.expand(len(self.positions), -1, -1)
 
-    def blocks(self) -> BlockMask:
-        """Return the mask of flex_attention, without one of all pairs in memory."""
-        rows, width = self.positions.shape
+    def blocks(self) -> RowBlocks:
+        """Return the mask of flex_attention, without one of all pairs in memory.
+
+        It has two blocks at least, and segments: each case less is a kernel less to compile.
+        """
+        mask = self._filled(max(self.positions.shape[1], 2 * BLOCK))
+        rows, width = mask.positions.shape
         across = -(-width // BLOCK)
         some: list[Tensor] = []
         every: list[Tensor] = []
         for start in range(0, width, BLOCK):
-            seen = self.allowed(start, min(width, start + BLOCK))
-            seen = torch.nn.functional.pad(seen, (0, across * BLOCK - width))
+            seen = mask.allowed(start, min(width, start + BLOCK))
+            seen = pad(seen, (0, across * BLOCK - width))
             cells = seen.view(rows, -1, across, BLOCK)
             some.append(cells.any(3).any(1))
             # A block at the edge is not full, though all of it that exists is seen.
@@ -68,8 +80,28 @@ class RowMask:
             every.append(full if start + BLOCK <= width else torch.zeros_like(full))
         seen_some, seen_all = torch.stack(some, 1), torch.stack(every, 1)  # [R, blocks, blocks]
         partial, whole = _listed(seen_some & ~seen_all), _listed(seen_all)
-        return BlockMask.from_kv_blocks(
-            *partial, *whole, BLOCK_SIZE=BLOCK, mask_mod=self._rule(), seq_lengths=(width, width)
+        blocks = RowBlocks.from_kv_blocks(
+            *partial, *whole, BLOCK_SIZE=BLOCK, mask_mod=mask._rule(), seq_lengths=(width, width)
+        )
+        assert isinstance(blocks, RowBlocks)
+        blocks.windowed = mask.window is not None
+        for held in (*vars(blocks).values(), mask.positions, mask.segment, mask.prefix):
+            if isinstance(held, Tensor):  # [R, ...] of positions, or [R, 1, ...] of blocks
+                varied = [dim for dim in range(held.ndim) if dim != 1 or held.ndim == 2]
+                torch._dynamo.maybe_mark_dynamic(held, varied)
+        return blocks
+
+    def _filled(self, width: int) -> RowMask:
+        """Return the same with segments, in rows of `width` positions, more than there are."""
+        more = (0, width - self.positions.shape[1])
+        nothing = torch.zeros_like(self.positions, dtype=torch.int32)
+        segment = nothing if self.segment is None else self.segment
+        prefix = nothing if self.prefix is None else self.prefix
+        return RowMask(
+            pad(self.positions, more),
+            pad(segment, more, value=-1),
+            pad(prefix, more, value=-1),
+            self.window,
         )
 
     def _rule(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
@@ -80,14 +112,16 @@ class RowMask:
             self.prefix,
             self.window,
         )
+        assert segment is not None and prefix is not None
+        # A number would be compiled into the kernel.
+        reach = None if window is None else torch.full((), window, device=positions.device)
 
         def rule(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            seen = key <= query
-            if segment is not None and prefix is not None:
-                own = segment[row, key]
-                seen = seen & ((segment[row, query] == own) | (prefix[row, query] == own))
-            if window is not None:
-                seen = seen & (positions[row, query] - positions[row, key] < window)
+            own = segment[row, key]
+            seen = (segment[row, query] == own) | (prefix[row, query] == own)
+            seen = (key <= query) & seen
+            if reach is not None:
+                seen = seen & (positions[row, query] - positions[row, key] < reach)
             return seen
 
         return rule

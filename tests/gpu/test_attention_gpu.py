@@ -49,5 +49,5 @@ def test_flex(layout: str, window: int | None, cap: float | None, sinks: bool) -
 def test_auto_takes_flex_for_packed_rows() -> None:
     attention = Attention(backend="auto")
     found = attention.express(rows_of("shared prompts").to(CUDA).mask)
-    assert type(found).__name__ == "BlockMask"
+    assert type(found).__name__ == "RowBlocks"
     assert attention.express(rows_of("one sequence in each row").to(CUDA).mask) is None
