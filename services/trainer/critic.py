@@ -2,18 +2,21 @@
 
 It learns a batch in a thread of its own while the policy's update is committed, published and the
 next batch waited for; the next batch's values wait for it. Its ranks have a process group of their
-own, and the main thread runs no collective on the device until `settle`: so all ranks have their
-collectives in one order.
+own.
+
+On several GPUs it learns where it is called: NCCL may hang where the collectives of two groups are
+enqueued by two threads, in one order on one rank and in another on the next.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -42,6 +45,8 @@ from umbra.services.trainer.objectives.advantages import value_loss
 from umbra.services.trainer.policy import no_progress_bars, open_backbone, place, read
 from umbra.services.trainer.snapshot import whole_weights
 
+T = TypeVar("T")
+
 
 class LearnedCritic:
     """A value model and its optimizer (AdamW, no weight decay).
@@ -52,10 +57,17 @@ class LearnedCritic:
         rows: of the policy.
         ranks: those of `source`, with a process group that nobody else uses.
         cost: by which their shares of a batch are equal; the policy's.
+        device: that of `source`, with its number.
     """
 
     def __init__(
-        self, source: Values, config: RunConfig, rows: RowSizes, ranks: Ranks, cost: Cost
+        self,
+        source: Values,
+        config: RunConfig,
+        rows: RowSizes,
+        ranks: Ranks,
+        cost: Cost,
+        device: torch.device,
     ) -> None:
         self._source = source
         self._config = config.critic
@@ -67,7 +79,11 @@ class LearnedCritic:
         self._optimizer = torch.optim.AdamW(
             source.parameters, lr=config.critic.learning_rate, weight_decay=0.0, fused=True
         )
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="umbra-critic")
+        gpu = device.type == "cuda"
+        self._apart = not (gpu and ranks.world > 1)
+        # CUDA's current device is a thread's own, and begins as GPU 0.
+        begin = partial(torch.cuda.set_device, device) if gpu else None
+        self._thread = ThreadPoolExecutor(1, "umbra-critic", begin)
         self._learning: Future[Row] | None = None
         self._outcome: Row = {"critic/loss": None, "critic/grad_norm": None}
 
@@ -84,7 +100,7 @@ class LearnedCritic:
             cost=self._cost,
         )
         self._source.look(micros)
-        return self._thread.submit(self._values, len(batch.behaviour)).result()
+        return self._run(self._values, len(batch.behaviour)).result()
 
     def learn(self, batch: TrainBatch, values: Tensor, returns: Tensor) -> Row:
         """Begin to learn `returns`; `values` are those of this batch.
@@ -100,7 +116,7 @@ class LearnedCritic:
             "critic/explained_variance": float(1 - left / spread) if spread > 0 else None,
         }
         row |= self.settle()
-        self._learning = self._thread.submit(self._learn, values, returns.float())
+        self._learning = self._run(self._learn, values, returns.float())
         return row
 
     def settle(self) -> Row:
@@ -109,6 +125,14 @@ class LearnedCritic:
             self._outcome = self._learning.result()
             self._learning = None
         return self._outcome
+
+    def _run(self, work: Callable[..., T], *of: Any) -> Future[T]:
+        """Begin `work`; on several GPUs it is done on return."""
+        if self._apart:
+            return self._thread.submit(work, *of)
+        done: Future[T] = Future()
+        done.set_result(work(*of))
+        return done
 
     def parts(self) -> dict[str, CheckpointPart]:
         module = self._source.module
@@ -179,17 +203,19 @@ def open_critic(config: RunConfig, learner: Learner) -> LearnedCritic | None:
     if config.trainer.pieces.advantage != "gae":
         return None
     given = Path(config.critic.path) if config.critic.path else None
-    apart, cost = learner.ranks.apart(), learner.operations.sequence
+    apart = learner.ranks.apart()
     if config.critic.kind == "head":
-        return LearnedCritic(PolicyHead(given, learner, apart), config, learner.rows, apart, cost)
-    model = OwnModel(
-        given or Path(config.model.name),
-        config.trainer,
-        learner.device,
-        apart,
-        config.model.checked,
-    )
-    return LearnedCritic(model, config, learner.rows, apart, cost)
+        source: Values = PolicyHead(given, learner, apart)
+    else:
+        source = OwnModel(
+            given or Path(config.model.name),
+            config.trainer,
+            learner.device,
+            apart,
+            config.model.checked,
+        )
+    cost = learner.operations.sequence
+    return LearnedCritic(source, config, learner.rows, apart, cost, learner.device)
 
 
 HEAD_FILE = "value_head.safetensors"

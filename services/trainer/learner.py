@@ -88,7 +88,8 @@ class Learner:
         if config.threads or self.ranks.world > 1:
             share = max(1, len(os.sched_getaffinity(0)) // self.ranks.place.per_host)
             torch.set_num_threads(config.threads or share)
-        self.device = self._accelerator.device
+        # With the number of the GPU: other threads begin with another one.
+        self.device = torch.device("cpu" if kind == "cpu" else f"cuda:{torch.cuda.current_device()}")
         source = files or (HeldWeights(model) if config.weights == "bf16" else None)
         check_experts(model.config.to_dict(), config.expert_parallel)
         self.phases = Phases(self.device)  # of the thread that updates the policy

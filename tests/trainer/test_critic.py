@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from threading import current_thread
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from umbra.services.config.loader import load_config
 from umbra.services.config.rules import check_feasible
 from umbra.services.trainer.batch import TrainBatch, make_batch
 from umbra.services.trainer.critic import HEAD_FILE, LearnedCritic, open_critic
+from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.policy import load_policy
@@ -163,3 +165,40 @@ def test_settings_of_a_critic_without_one_are_refused(directory: Path) -> None:
     config = configured(directory, trainer__objective="grpo")
     with pytest.raises(UsageError, match=r"\[critic\] is for trainer\.advantage = gae"):
         check_feasible(config)
+
+
+class Alone(Ranks):
+    """One of several ranks, whose sums are its own."""
+
+    def sum_ranks(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_it_computes_on_the_gpu_of_its_rank_and_on_several_where_it_is_called(
+    directory: Path,
+    trajectories: list[Trajectory],
+    monkeypatch: pytest.MonkeyPatch,
+    world: int,
+) -> None:
+    """A thread begins with GPU 0, and NCCL wants one order of collectives on all ranks."""
+    config = configured(directory, critic__kind="head")
+    learner, critic = opened(config)
+    critic.close()
+    source, gpu = critic._source, torch.device("cuda", 3)
+    chosen: list[tuple[str, torch.device]] = []
+    threads: set[str] = set()
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda one: chosen.append((current_thread().name, one))
+    )
+    passes = source.passes
+    monkeypatch.setattr(source, "passes", lambda: threads.add(current_thread().name) or passes())
+    cost = learner.operations.sequence
+    critic = LearnedCritic(source, config, learner.rows, Alone(0, world), cost, gpu)
+    batch = make_batch(trajectories, 1000)
+    critic.learn(batch, critic.values(batch), constant_returns(batch))
+    critic.close()
+    assert critic.settle()["critic/loss"] is not None
+    own = "umbra-critic_0"
+    assert chosen == ([(own, gpu)] if world == 1 else [])
+    assert threads == {own if world == 1 else current_thread().name}
