@@ -22,7 +22,8 @@ GPUS: dict[str, float] = {
 class Machine:
     """Bytes of a host's memory and /dev/shm (None: unknown), and of each of its GPUs.
 
-    `name` is that of the first GPU, `vllm` is whether vLLM is installed.
+    `name` is that of the first GPU, `vllm` is whether vLLM is installed, `blind` why torch sees no
+    GPU though there is a driver.
     """
 
     gpus: tuple[int, ...] = ()
@@ -30,6 +31,7 @@ class Machine:
     host: int | None = None
     shm: int | None = None
     vllm: bool = False
+    blind: str = ""
 
     @property
     def gpu(self) -> int:

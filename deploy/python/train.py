@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from umbra.deploy.check.machine_defaults import ready
+from umbra.deploy.check.machine_defaults import in_one_line, ready
 from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.files.shown import shown_path
 from umbra.deploy.prepare.load import Say, pinned, resolve_paths
@@ -106,6 +106,7 @@ def train(
     except BaseException:
         shutil.rmtree(folder.path)
         raise
+    say(in_one_line(resolved))
     if chosen:
         say(f"chosen for this machine: {', '.join(chosen)}")
     if source.text:

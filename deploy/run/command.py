@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from umbra.deploy.check.machine_defaults import ready
+from umbra.deploy.check.machine_defaults import in_one_line, ready
 from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.files.shown import best_effort_output, print_facts, shown_command, shown_path
 from umbra.deploy.prepare.load import (
@@ -81,6 +81,7 @@ def up(
         folder = before or RunFolder.create(config.run.dir, config.run.name)
         if before is None:
             stack.enter_context(folder.held())
+        view.say(in_one_line(config))
         if chosen:
             view.say(f"note: chosen for this machine: {', '.join(chosen)}")
         for name, text in cautions(config):

@@ -29,6 +29,11 @@ from umbra.services.modeling.micro_batch import RowMask
 log = logging.getLogger(__name__)
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # Transformers' names of kinds of layers
+SLOW = (
+    "flex_attention is not used on this GPU: %s. Packed rows take a mask of all pairs, several "
+    "times slower and with memory by the square of trainer.pack_tokens: install a torch whose "
+    "flex_attention works here, or lower trainer.pack_tokens and trainer.micro_tokens"
+)
 RowMasks = Tensor | BlockMask | dict[str, Any]
 Choice = Literal["auto", "sdpa", "flex"]
 
@@ -65,9 +70,12 @@ class Attention:
         sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
         attention = replace(attention, backend="auto", plain=not (capped or sinks))
         if device.type == "cuda":
-            fault = attention._fault(attention_probe.Shape.of(model.config, sinks=sinks), device)
+            scales = (getattr(module, "scaling", None) for module in model.modules())
+            scale = next((found for found in scales if isinstance(found, float)), None)
+            shape = attention_probe.Shape.of(model.config, sinks=sinks, scale=scale)
+            fault = attention._fault(shape, device)
             if fault is not None:
-                log.warning("flex_attention is not used on this GPU: %s", fault)
+                log.error(SLOW, fault)
             attention = replace(attention, flexes=fault is None)
         model.set_attn_implementation(NAME)
         return attention

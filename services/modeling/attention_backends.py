@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -229,7 +229,7 @@ def _flex(
     given, width = query.shape[2], mask.seq_lengths[0]
     if given < width:  # `RowMask.blocks` has widened narrow rows
         query, key, value = (_widened(each, width - given) for each in (query, key, value))
-    kernel = _flex_kernel if query.device.type == "cuda" else _flex_eagerly
+    kernel = _flex_on(query.device.type)
     output, sums = kernel(query, key, value, mask, scale, cap, sinks is not None)
     if sinks is not None:
         # The sums of exponentials stay in float32: their rounding would scale the output.
@@ -241,6 +241,10 @@ def _flex(
 def _widened(given: Tensor, more: int) -> Tensor:
     """Return `given` [R, H, L, D] with positions of zeros, in memory as models lay it out."""
     return pad(given.transpose(1, 2), (0, 0, 0, 0, 0, more)).transpose(1, 2)
+
+
+def _flex_on(kind: str) -> Callable[..., tuple[Tensor, Any]]:
+    return _flex_eagerly if kind == "cpu" else _flex_kernel
 
 
 def _flex_eagerly(
@@ -299,7 +303,6 @@ def _flex_kernel(
     rows, across = query.shape[0], mask.kv_indices.shape[-1]
     kind = (
         torch.is_grad_enabled(),
-        torch.is_autocast_enabled(query.device.type),
         *(each.requires_grad for each in (query, key, value)),
         *(query.device, query.dtype, query.shape[1], query.shape[3]),
         *(key.shape[1], value.shape[3]),
@@ -307,7 +310,8 @@ def _flex_kernel(
     )
     for each in (query, key, value):
         torch._dynamo.maybe_mark_dynamic(each, (0, 2))
-    return _compiled(kind)(query, key, value, mask, scale, cap, sums)
+    with torch.autocast(query.device.type, enabled=False):  # which has done its work
+        return _compiled(kind)(query, key, value, mask, scale, cap, sums)
 
 
 @functools.cache

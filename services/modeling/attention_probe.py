@@ -1,5 +1,8 @@
 """Whether flex_attention is right on this GPU: compared with a dense mask before its use.
 
+This compiles the kernels of the model's layers for a row, of passes with gradients and without: the
+first step, which has a deadline, seldom compiles another.
+
 What needs a GPU can't be tested without one, and a kernel that is right on one GPU with one version
 of torch may not be on another. Nobody would notice a wrong gradient.
 """
@@ -18,7 +21,6 @@ from umbra.services.modeling.micro_batch import MicroBatch, RowMask, Tokens
 from umbra.services.modeling.packing import pack
 
 WITHIN = 0.02  # of the norm: bfloat16 is 0.003 to 0.01 off, a wrong mask 0.1 and more
-HEADS = 2  # of keys at most; all are alike
 WINDOW = 40  # at most, so that it ends within the rows
 INPUTS = ("queries", "keys", "values", "sinks")
 PROMPTS, RESPONSES = (70, 70, 30), (150, 90, 111)  # several blocks of flex_attention, and edges
@@ -34,18 +36,18 @@ class Shape:
     values: int  # of values
     cap: float | None = None
     sinks: bool = False
+    scale: float | None = None
 
     @classmethod
-    def of(cls, config: Any, *, sinks: bool) -> Shape:
+    def of(cls, config: Any, *, sinks: bool, scale: float | None = None) -> Shape:
         known = config.get_text_config()
         heads = known.num_attention_heads
         groups = getattr(known, "num_key_value_heads", None) or heads
         width = values = getattr(known, "head_dim", None) or known.hidden_size // heads
         if getattr(known, "kv_lora_rank", None):
             width, values = known.qk_nope_head_dim + known.qk_rope_head_dim, known.v_head_dim
-        few = min(groups, HEADS)
         cap = getattr(known, "attn_logit_softcapping", None)
-        return cls(heads // groups * few, few, width, values, cap, sinks)
+        return cls(heads, groups, width, values, cap, sinks, scale)
 
 
 @functools.cache
@@ -76,6 +78,9 @@ def differences(
     of = _inputs(shape, mask, device, dtype)
     exact = _pass(shape, [t.double() for t in of], mask.allowed().unsqueeze(1), seen)
     found = _pass(shape, of, mask.blocks(), seen)
+    with torch.no_grad():
+        how: Any = {"scale": shape.scale, "cap": shape.cap, "sinks": of[3] if shape.sinks else None}
+        attend(of[0], of[1], of[2], mask.blocks(), **how)
     names = ["outputs", *(f"gradients of {name}" for name in INPUTS)]
     return {
         name: float((ours.double() - theirs).norm() / theirs.norm())
@@ -112,7 +117,8 @@ def _pass(shape: Shape, of: list[Tensor], mask: Any, seen: Tensor) -> list[Tenso
     """Outputs at positions that are `seen`, bool [R, L], and gradients of their weighted sum."""
     own = [t.detach().requires_grad_() for t in of]
     sinks = own[3] if shape.sinks else None
-    found = attend(own[0], own[1], own[2], mask, cap=shape.cap, sinks=sinks).transpose(1, 2)[seen]
+    how: Any = {"scale": shape.scale, "cap": shape.cap, "sinks": sinks}
+    found = attend(own[0], own[1], own[2], mask, **how).transpose(1, 2)[seen]
     weights = torch.linspace(-1, 1, found.numel(), dtype=torch.float64, device=found.device)
     (found * weights.view_as(found).to(found.dtype)).sum().backward()
     grads = [t.grad for t in own if t.grad is not None]

@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from umbra.proto.errors import UsageError
+from umbra.proto.errors import StartupError, UsageError
 from umbra.services.modeling.architectures import architecture, check_architecture, in_the_way
 from umbra.services.modeling.chat_template import end_of_turn
 from umbra.services.modeling.model_directory import check_model_dir
@@ -30,14 +30,34 @@ AS_IT_IS: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False
 """How Transformers reads a directory: it fetches nothing, and runs no code that lies in it."""
 
 
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def sees_gpu() -> bool:
+    """True if torch sees a GPU.
+
+    Raises:
+        StartupError: there is a driver, and torch sees none: a CPU would take days without a word.
+    """
+    if torch.cuda.is_available():
+        return True
+    if DRIVER.exists():
+        raise StartupError(
+            "there is an NVIDIA driver, but torch sees no GPU: `umbra check` says why; to compute "
+            "on the CPU, set generator.device and trainer.device to cpu"
+        )
+    return False
+
+
 def pick_device(device: str) -> torch.device:
     """The torch device for a configured name; "auto" takes a GPU if there is one.
 
     Raises:
         UsageError: an unknown name, or a GPU that is not there.
+        StartupError: see `sees_gpu`.
     """
     if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda" if sees_gpu() else "cpu")
     try:
         chosen = torch.device(device)
     except RuntimeError:

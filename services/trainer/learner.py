@@ -17,6 +17,7 @@ from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.experts import NO_BALANCE, NO_ROUTERS
 from umbra.services.modeling.lora import add_adapter
 from umbra.services.modeling.micro_batch import MicroBatch, Tokens
+from umbra.services.modeling.models import sees_gpu
 from umbra.services.modeling.packing import pack
 from umbra.services.modeling.scorer import Scorer
 from umbra.services.modeling.weight_files import WeightFiles
@@ -279,7 +280,7 @@ def _on_cpu(config: TrainerConfig, ranks: Ranks) -> bool:
         raise UsageError(f"trainer.device is {config.device!r}: use cpu, cuda, cuda:1 or auto")
     if name == "cuda" and not torch.cuda.is_available():
         raise UsageError("trainer.device is cuda, but torch sees no GPU: use cpu or auto")
-    if name == "cpu" or not torch.cuda.is_available():
+    if name == "cpu" or not sees_gpu():
         return True
     if index and ranks.world > 1:
         raise UsageError(

@@ -23,9 +23,9 @@ LINES = [line for line in re.sub(r"\\\n\s*", "", TEXT).splitlines() if line and 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = {
     "broker": ("delta",),
-    "trainer": ("trainer", "nccl", "lora", "tensorboard", "tasks"),
-    "generator": ("generator", "vllm", "nccl", "tasks"),
-    "gpu": ("trainer", "generator", "vllm", "nccl", "lora", "tasks"),
+    "trainer": ("trainer", "nccl-cuda13", "lora", "tensorboard", "tasks"),
+    "generator": ("generator", "vllm", "nccl-cuda13", "tasks"),
+    "gpu": ("trainer", "generator", "vllm", "nccl-cuda13", "lora", "tasks"),
     "cpu": ("all",),
 }
 

@@ -12,9 +12,12 @@ from transformers import Qwen3Config
 
 from umbra.cli import cli
 from umbra.deploy.check.hardware import GpuShares, Machine, ShareRequest
+from umbra.deploy.check.machine import GpusSeen
 from umbra.deploy.check.machine_defaults import (
     choose,
     for_hardware,
+    for_this_machine,
+    in_one_line,
     positions,
     shares_aside,
     this_machine,
@@ -197,6 +200,28 @@ def test_gpus_that_do_not_answer_are_not_taken_for_none(monkeypatch: pytest.Monk
         this_machine()
     monkeypatch.setattr("umbra.deploy.check.machine_defaults.driver_version", lambda: "")
     assert not this_machine().gpus
+
+
+@pytest.mark.parametrize("sides", [(), ("trainer",), ("trainer", "generator")])
+def test_only_a_run_for_cpus_begins_where_torch_sees_none_of_the_gpus(
+    sides: tuple[str, ...], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = "The NVIDIA driver on your system is too old (found version 12040)"
+    monkeypatch.setattr("umbra.deploy.check.machine_defaults.driver_version", lambda: "550.90")
+    monkeypatch.setattr("umbra.deploy.check.machine_defaults.gpus_seen", lambda: GpusSeen([], old))
+    given = [f"model.path={model}", *(f"{side}.device=cpu" for side in sides)]
+    config = load_config(overrides=given, environ={})
+    if len(sides) == 2:
+        chosen, told = for_this_machine(config, {})
+        assert not told
+        assert in_one_line(chosen).startswith(
+            "trainer on cpu (float32), engine torch on cpu (float"
+        )
+        return
+    with pytest.raises(StartupError) as caught:
+        for_this_machine(config, {})
+    assert f"torch sees no GPU ({old}): give this process the GPUs" in str(caught.value)
+    assert "set generator.device and trainer.device to cpu" in str(caught.value)
 
 
 def test_an_estimate_tells_what_is_chosen_and_what_does_not_fit(

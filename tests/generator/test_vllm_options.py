@@ -66,15 +66,18 @@ def test_an_old_vllm_is_refused(package: str) -> None:
 
 
 @pytest.mark.parametrize("found", ["0.32.0", "0.33.1+cu130", "1.0", "0.0.0.dev0"])
-def test_a_new_vllm_is_taken(found: str) -> None:
+def test_a_new_vllm_is_taken(found: str, caplog: pytest.LogCaptureFixture) -> None:
     asked: list[str] = []
 
     def version_of(package: str) -> str:
         asked.append(package)
         return versions(vllm=found)(package)
 
-    require_vllm(find=lambda _: True, version_of=version_of)
+    with caplog.at_level("WARNING"):
+        require_vllm(find=lambda _: True, version_of=version_of)
     assert asked == ["vllm"]
+    untried = found.startswith(("0.33", "1"))
+    assert ("is newer than 0.32, the newest that was tried" in caplog.text) == untried
 
 
 def test_a_build_for_another_device_is_refused() -> None:

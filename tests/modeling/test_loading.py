@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from umbra.proto.errors import UsageError
+from umbra.proto.errors import StartupError, UsageError
 from umbra.services.modeling.models import (
     load_model,
     load_tokenizer,
@@ -40,6 +40,16 @@ def test_a_device_is_found(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     assert pick_device(name) == torch.device(expected)
+
+
+def test_gpus_that_torch_does_not_see_are_not_left_out_without_a_word(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("umbra.services.modeling.models.DRIVER", tmp_path)
+    with pytest.raises(StartupError, match="torch sees no GPU: `umbra check` says why; to compute"):
+        pick_device("auto")
+    assert pick_device("cpu").type == "cpu"
 
 
 @pytest.mark.parametrize(

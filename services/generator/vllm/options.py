@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib.util
+import logging
 import math
 import os
 import re
@@ -19,7 +20,9 @@ from umbra.proto.errors import UsageError
 from umbra.services.config import GeneratorConfig
 from umbra.services.generator.vllm.plugin import ADAPTER_BACKEND, BACKEND, OURS_VARIABLE
 
-OLDEST = (0, 32)
+log = logging.getLogger(__name__)
+
+OLDEST = NEWEST = (0, 32)  # that runs were made with
 _BLOCK_TOKENS = 128  # of vLLM's KV cache on CPUs
 _KV_SPARE = 1.25  # room for prefixes that are kept for later requests
 # Engine arguments that follow from keys of ours.
@@ -81,7 +84,13 @@ def require_vllm(
         except PackageNotFoundError:
             continue
         numbers = re.match(r"(\d+)\.(\d+)", found)
-        if numbers and (0, 0) < (int(numbers[1]), int(numbers[2])) < OLDEST:
+        minor = (int(numbers[1]), int(numbers[2])) if numbers else OLDEST
+        if minor > NEWEST:
+            log.warning(
+                "%s %s is newer than %s, the newest that was tried: `umbra check-model MODEL` "
+                "compares its logprobs", package, found, ".".join(map(str, NEWEST)),
+            )  # fmt: skip
+        if (0, 0) < minor < OLDEST:
             raise UsageError(
                 f"{package} {found} is too old: new weights in mid-sequence need "
                 f"{'.'.join(map(str, OLDEST))} or newer, so upgrade it, or set "

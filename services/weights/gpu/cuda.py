@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import xxhash
@@ -22,7 +23,10 @@ import xxhash
 from umbra.proto.errors import PeerLostError, StartupError, UmbraError
 from umbra.proto.records import GpuFacts
 
-INSTALL = "cupy is not installed: pip install 'umbra-rl[nccl]' (CUDA 12) or [nccl-cuda13]"
+NO_NCCL = (
+    "CuPy finds no libnccl.so.2, which torch brings: pip install --force-reinstall torch (another "
+    "nvidia-nccl package would replace that of torch)"
+)
 # What decides how ranks talk to each other, and so must be the same in all of them.
 SHARED_VARIABLES = (
     "NCCL_ALGO", "NCCL_PROTO", "NCCL_BUFFSIZE", "NCCL_MAX_CTAS", "NCCL_MIN_CTAS", "NCCL_NET",
@@ -44,13 +48,22 @@ class GpuError(UmbraError):
     """CUDA failed. Most such errors stay for as long as the process does, so it should end."""
 
 
+def _to_install() -> str:
+    """Return the extra that brings the CuPy for the CUDA of the installed torch."""
+    for package, extra in (("nvidia-nccl-cu13", "nccl-cuda13"), ("nvidia-nccl-cu12", "nccl")):
+        with suppress(PackageNotFoundError):
+            version(package)  # which that torch brings
+            return f"pip install 'umbra-rl[{extra}]'"
+    return "pip install 'umbra-rl[nccl]' for CUDA 12, or [nccl-cuda13] for CUDA 13"
+
+
 @cache
 def cuda_unavailable() -> str | None:
     """Return why there is no CUDA device, or None."""
     try:
         from cupy import cuda
     except ImportError:
-        return INSTALL
+        return f"cupy is not installed: {_to_install()}"
     try:
         count = cuda.runtime.getDeviceCount()
     except cuda.runtime.CUDARuntimeError as error:
@@ -65,7 +78,7 @@ def nccl_unavailable() -> str | None:
         return reason
     from cupy.cuda import nccl
 
-    return None if nccl.available else "CuPy finds no libnccl.so.2: pip install nvidia-nccl-cu12"
+    return None if nccl.available else NO_NCCL
 
 
 def facts(device: int) -> GpuFacts:

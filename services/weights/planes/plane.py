@@ -207,7 +207,7 @@ def mismatch(ours: GpuFacts, theirs: GpuFacts) -> str | None:
     if theirs.nccl == 0 or ours.nccl == 0:
         return f"there is no NCCL {'there' if theirs.nccl == 0 else 'here'}"
     if ours.nccl != theirs.nccl:
-        return f"NCCL {theirs.nccl} there, {ours.nccl} here: install the same nvidia-nccl"
+        return f"NCCL {theirs.nccl} there, {ours.nccl} here: install the same torch"
     if ours.cuda_major != theirs.cuda_major:
         return f"CUDA {theirs.cuda_major} there, {ours.cuda_major} here"
     if ours.environment != theirs.environment:
