@@ -44,7 +44,7 @@ def layer_inputs(micro: MicroBatch, grad: bool) -> list[Tensor]:
 def test_random_micro_batches_compile_each_kind_a_few_times(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By Dynamo, which decides what is compiled again; its graphs are run as they are, on the CPU."""
+    """Dynamo decides what is compiled again; its graphs are run as they are, on the CPU."""
     compiled: Counter[str] = Counter()
     real = torch.compile
 
