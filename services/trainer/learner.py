@@ -90,7 +90,8 @@ class Learner:
             share = max(1, len(os.sched_getaffinity(0)) // self.ranks.place.per_host)
             torch.set_num_threads(config.threads or share)
         # With the number of the GPU: other threads begin with another one.
-        self.device = torch.device("cpu" if kind == "cpu" else f"cuda:{torch.cuda.current_device()}")
+        index = "" if on_cpu else f":{torch.cuda.current_device()}"
+        self.device = torch.device(f"{kind}{index}")
         source = files or (HeldWeights(model) if config.weights == "bf16" else None)
         check_experts(model.config.to_dict(), config.expert_parallel)
         self.phases = Phases(self.device)  # of the thread that updates the policy
