@@ -76,8 +76,9 @@ def expected_names(names: list[str]) -> set[str]:
             expected.add(name.removeprefix("src/"))
         elif name.split("/")[0] in LINKED and name.endswith((".py", ".html", ".css", ".js")):
             expected.add(f"umbra/{name}")
-    if "proto/README.md" in names:
-        expected.add("umbra/proto/README.md")
+    for page in ("proto/README.md", "proto/weights.md"):
+        if page in names:
+            expected.add(f"umbra/{page}")
     return expected
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from rich.console import Console
 
 from umbra.services.monitor.feed import Watch
-from umbra.services.monitor.live import KeyBindings
 from umbra.services.monitor.screen import screen
 
 HERE = Path(__file__).parent
@@ -57,7 +56,7 @@ def watch(broker: str, chromium: str) -> None:
             time.sleep(LOOK_S)
             look = watching.look(ANSWER_S)
         console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
-        console.print(screen(look, KeyBindings().footer))
+        console.print(screen(look, console.width))
         console.save_svg(str(HERE / "monitor-terminal.svg"), title="umbra monitor")
     browse(chromium, url, HERE / "monitor-web.png", 1180, 1560)
     page.terminate()

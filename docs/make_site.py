@@ -17,7 +17,12 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
 # Pages outside of docs/, and what they are called in the site.
-PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "proto/README.md": "proto.md"}
+PAGES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "proto/README.md": "proto.md",
+    "proto/weights.md": "proto-weights.md",
+}
 LANGUAGES = {".py": "python", ".toml": "toml", ".json": "json", ".yaml": "yaml", ".jsonl": "json"}
 # Code, which is left alone, or the target of a link.
 _LINK = re.compile(r"^```.*?^```|`[^`\n]+`|(?<=\]\()(?P<target>[^)\s]+)(?=\))", re.M | re.S)

@@ -11,59 +11,11 @@ from __future__ import annotations
 from functools import cache
 from typing import Literal, get_args
 
-from umbra.proto.messages import (
-    BUCKETS,
-    CONTROL,
-    DATA,
-    TELEMETRY,
-    WEIGHTS,
-    AcquireSlot,
-    BatchLease,
-    CheckpointRequest,
-    CheckpointSaved,
-    CommitBatch,
-    Committed,
-    DrainRequest,
-    EvalRequest,
-    Event,
-    FetchBuckets,
-    FinishRun,
-    Heartbeat,
-    HoldArena,
-    HubStatus,
-    HubStatusRequest,
-    Interrupt,
-    InterruptRequest,
-    Join,
-    LeaseBatch,
-    LeaseTasks,
-    Leave,
-    Nack,
-    OfferSlot,
-    Ok,
-    PartState,
-    PauseRequest,
-    Ping,
-    Prepare,
-    Publish,
-    Ready,
-    RegisterManifest,
-    RenewLeases,
-    ResumeRequest,
-    ReturnTasks,
-    RunFinished,
-    Status,
-    StatusRequest,
-    SubmitResults,
-    Subscribe,
-    Subscribed,
-    TaskLeases,
-)
-from umbra.proto.records import Message, Role
+from umbra.proto import messages as m
 
 # An operator is no process of the run, but a person who may change it from outside.
-KeyRole = Role | Literal["operator"]
-KEY_ROLES: tuple[KeyRole, ...] = (*get_args(Role), "operator")
+KeyRole = m.Role | Literal["operator"]
+KEY_ROLES: tuple[KeyRole, ...] = (*get_args(m.Role), "operator")
 
 MEMBERS: tuple[KeyRole, ...] = (
     "generator", "scorer", "trainer", "weight_hub", "part", "relay", "monitor",
@@ -71,63 +23,61 @@ MEMBERS: tuple[KeyRole, ...] = (
 ANYONE: tuple[KeyRole, ...] = (*MEMBERS, "operator")
 RECEIVERS: tuple[KeyRole, ...] = ("generator", "scorer", "relay")
 
-SENDERS: dict[type[Message], tuple[KeyRole, ...]] = {
-    Ok: ANYONE,
-    Nack: ANYONE,
-    Join: MEMBERS,
-    Heartbeat: MEMBERS,
-    Leave: MEMBERS,
-    Ping: ANYONE,
-    StatusRequest: ANYONE,
-    DrainRequest: ("operator",),
-    PauseRequest: ("operator",),
-    ResumeRequest: ("operator",),
-    EvalRequest: ("operator",),
-    CheckpointRequest: ("operator",),
-    InterruptRequest: ("operator",),
-    LeaseTasks: ("generator", "scorer"),
-    SubmitResults: ("generator", "scorer"),
-    RenewLeases: ("generator", "scorer"),
-    ReturnTasks: ("generator",),
-    LeaseBatch: ("trainer",),
-    CommitBatch: ("trainer",),
-    CheckpointSaved: ("trainer",),
-    FinishRun: ("trainer",),
-    RegisterManifest: ("trainer",),
-    AcquireSlot: ("trainer",),
-    Publish: ("trainer",),
-    PartState: ("part",),
-    Subscribe: RECEIVERS,
-    Ready: RECEIVERS,
-    Committed: RECEIVERS,
-    HubStatusRequest: ANYONE,
-    FetchBuckets: RECEIVERS,
-    Event: MEMBERS,
+SENDERS: dict[type[m.Message], tuple[KeyRole, ...]] = {
+    m.Ok: ANYONE,
+    m.Nack: ANYONE,
+    m.Join: MEMBERS,
+    m.Heartbeat: MEMBERS,
+    m.Leave: MEMBERS,
+    m.Ping: ANYONE,
+    m.StatusRequest: ANYONE,
+    m.DrainRequest: ("operator",),
+    m.PauseRequest: ("operator",),
+    m.ResumeRequest: ("operator",),
+    m.EvalRequest: ("operator",),
+    m.CheckpointRequest: ("operator",),
+    m.LeaseTasks: ("generator", "scorer"),
+    m.SubmitResults: ("generator", "scorer"),
+    m.RenewLeases: ("generator", "scorer"),
+    m.ReturnTasks: ("generator",),
+    m.LeaseBatch: ("trainer",),
+    m.CommitBatch: ("trainer",),
+    m.CheckpointSaved: ("trainer",),
+    m.FinishRun: ("trainer",),
+    m.RegisterManifest: ("trainer",),
+    m.AcquireSlot: ("trainer",),
+    m.Publish: ("trainer",),
+    m.PartState: ("part",),
+    m.Subscribe: RECEIVERS,
+    m.Ready: RECEIVERS,
+    m.Committed: RECEIVERS,
+    m.HubStatusRequest: ANYONE,
+    m.FetchBuckets: RECEIVERS,
+    m.Event: MEMBERS,
 }
 
 # What is answered from what there is and changes nothing: it may be answered twice.
-QUESTIONS: tuple[type[Message], ...] = (Ping, StatusRequest, HubStatusRequest)
+QUESTIONS: tuple[type[m.Message], ...] = (m.Ping, m.StatusRequest, m.HubStatusRequest)
 
-SOCKETS: dict[str, tuple[type[Message], ...]] = {
-    "control": CONTROL,
-    "data": DATA,
-    "weights": (*WEIGHTS, Ping),
-    "buckets": BUCKETS,
-    "events_in": TELEMETRY,
+SOCKETS: dict[str, tuple[type[m.Message], ...]] = {
+    "control": m.CONTROL,
+    "data": m.DATA,
+    "weights": (*m.WEIGHTS, m.Ping),
+    "buckets": m.BUCKETS,
+    "events_in": m.TELEMETRY,
 }
 WATCHERS: tuple[KeyRole, ...] = ("monitor", "operator")  # may connect to `events_out`
 
 
 @cache
-def may_send(role: KeyRole, kind: type[Message]) -> bool:
-    """Whether the key of `role` allows to send a message of this kind."""
+def may_send(role: KeyRole, kind: type[m.Message]) -> bool:
     return role in SENDERS.get(kind, ())
 
 
 @cache
-def needs_membership(kind: type[Message]) -> bool:
+def needs_membership(kind: type[m.Message]) -> bool:
     """Whether the buffer answers it to members alone; an operator is none."""
-    return kind is not Join and "operator" not in SENDERS.get(kind, ())
+    return kind is not m.Join and "operator" not in SENDERS.get(kind, ())
 
 
 def may_connect(role: KeyRole, socket: str) -> bool:
@@ -145,35 +95,33 @@ LEASE_BYTES = 256 << 20  # what a client is given to work on
 MOST_BYTES = 1 << 30  # any frame: a batch, whose tokens may have hundreds of bytes of routing each
 
 # Messages that may be larger than `COMMON_BYTES`.
-LARGE: dict[type[Message], int] = {
-    Status: 64 << 20,
-    TaskLeases: LEASE_BYTES,
-    SubmitResults: SUBMIT_BYTES,
-    RenewLeases: SUBMIT_BYTES,
-    ReturnTasks: SUBMIT_BYTES,
-    Interrupt: 1 << 20,
-    InterruptRequest: 1 << 20,
-    BatchLease: MOST_BYTES,
-    CommitBatch: 256 << 10,
-    RunFinished: 16 << 20,
-    RegisterManifest: 16 << 20,
-    Publish: 1 << 20,
-    HoldArena: 16 << 20,
-    OfferSlot: 1 << 20,
-    Subscribed: 16 << 20,
-    Prepare: 1 << 20,
-    HubStatus: 4 << 20,
-    FetchBuckets: 4 << 20,
-    Event: 256 << 10,
+LARGE: dict[type[m.Message], int] = {
+    m.Status: 64 << 20,
+    m.TaskLeases: LEASE_BYTES,
+    m.SubmitResults: SUBMIT_BYTES,
+    m.RenewLeases: SUBMIT_BYTES,
+    m.ReturnTasks: SUBMIT_BYTES,
+    m.Interrupt: 1 << 20,
+    m.BatchLease: MOST_BYTES,
+    m.CommitBatch: 256 << 10,
+    m.RunFinished: 16 << 20,
+    m.RegisterManifest: 16 << 20,
+    m.Publish: 1 << 20,
+    m.HoldArena: 16 << 20,
+    m.OfferSlot: 1 << 20,
+    m.Subscribed: 16 << 20,
+    m.Prepare: 1 << 20,
+    m.HubStatus: 4 << 20,
+    m.FetchBuckets: 4 << 20,
+    m.Event: 256 << 10,
 }
 
 
-def body_bytes(kind: type[Message]) -> int:
-    """Bytes that the body of such a message may have at most."""
+def body_bytes(kind: type[m.Message]) -> int:
     return LARGE.get(kind, COMMON_BYTES)
 
 
-def allowed_bytes(kind: type[Message], role: KeyRole | None) -> int:
+def allowed_bytes(kind: type[m.Message], role: KeyRole | None) -> int:
     """The same for a server's peer whose key is of `role`: 0 for what that may not send.
 
     Without keys (`role` None) it is what some role may send.

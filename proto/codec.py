@@ -31,16 +31,12 @@ _PLACE = re.compile(r"(.*) - at `(?:key` in `)?\$\.?([^`]*)`", re.DOTALL)
 
 
 class _HeaderVersion(msgspec.Struct):
-    """What the header of every major version has."""
-
     major: int
     minor: Any = None
     sender: Any = "a peer"
 
 
 class Envelope(msgspec.Struct, frozen=True, gc=False):
-    """A decoded message with its header."""
-
     header: Header
     body: Message
 
@@ -133,7 +129,6 @@ def decode_body(
 
 
 def nack(error: WireError) -> Nack:
-    """The answer to a message that could not be decoded."""
     return Nack(code=error.code, reason=str(error), path=error.path)
 
 

@@ -14,33 +14,24 @@ LEAST_RATE = 20e6  # bytes per second: a link of 1 Gbit/s that six share
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How long it may take to move bytes: over a link, to a device, or within memory.
+    """How long it may take to move bytes: over a link, to a device, or within memory."""
 
-    Args:
-        base_s: seconds, however few they are.
-        least_rate: bytes per second that whatever works moves at the least.
-    """
-
-    base_s: float
-    least_rate: float
+    base_s: float  # however few they are
+    least_rate: float  # bytes per second that whatever works moves at the least
 
     def limit_s(self, nbytes: int, *, parts: int = 1) -> float:
         """Seconds that `nbytes` may take; of so many equal `parts` of that time, one."""
         return (self.base_s + nbytes / self.least_rate) / parts
 
     def after(self, base_s: float) -> Pace:
-        """The same rate with other seconds."""
         return Pace(base_s, self.least_rate)
 
 
 class Deadline:
-    """When to give up waiting.
+    """When to give up waiting: `seconds` from now on.
 
-    Args:
-        seconds: from now on.
-        complaint: what to say then, before " within ... s": "no weight hub joined the run".
-        clock: seconds, monotonic.
-        error: what `check` raises.
+    `check` raises `error` then; `complaint` is the begin of its sentence, such as "no weight hub
+    joined the run".
     """
 
     def __init__(
@@ -68,7 +59,6 @@ class Deadline:
 
     @property
     def passed(self) -> bool:
-        """Whether it is time to give up."""
         return self._clock() >= self._at
 
     def check(self, detail: str = "") -> None:

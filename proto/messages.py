@@ -2,8 +2,7 @@
 
 A request names what it wants; its reply carries the request's id in `Header.reply_to`. Messages
 that a server sends unasked (`Command`, `Interrupt`, `HoldArena`, `OfferSlot`, `Prepare`, `Commit`,
-`Abort`) have `reply_to = None`. Those of the weights socket are in `weights.py`, those of the
-trainer and the buffer in `training.py`, those by which a person operates a run in `operator.py`.
+`Abort`) have `reply_to = None`. Those of the weights socket are in `weights.py`.
 """
 
 from __future__ import annotations
@@ -364,13 +363,6 @@ class CheckpointRequest(Order, frozen=True, kw_only=True):
     """Have the trainer save its state as it is now, or after the step that it is in."""
 
 
-class InterruptRequest(Order, frozen=True, kw_only=True):
-    """Have `samples` (empty: all) come back as partials from where they are being generated."""
-
-    samples: Annotated[list[Id], Meta(max_length=BATCH)] = []
-    reason: Text = ""
-
-
 class LeaseBatch(Message, frozen=True, kw_only=True):
     """The trainer asks for the batch of optimizer step `step` (1-based), waiting up to `wait_s`."""
 
@@ -447,8 +439,7 @@ class RunFinished(Message, frozen=True, kw_only=True):
 
 CONTROL: tuple[type[Message], ...] = (
     Join, Welcome, Heartbeat, HeartbeatAck, Leave, Command, Ping, Pong, StatusRequest, Status,
-    DrainRequest, PauseRequest, ResumeRequest, EvalRequest,
-    CheckpointRequest, InterruptRequest,
+    DrainRequest, PauseRequest, ResumeRequest, EvalRequest, CheckpointRequest,
 )  # fmt: skip
 DATA: tuple[type[Message], ...] = (
     LeaseTasks, SubmitResults, RenewLeases, TaskLeases, ReturnTasks, Interrupt,

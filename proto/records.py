@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -100,12 +100,10 @@ class Routing(Kept, frozen=True, kw_only=True):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of `chosen` for each token."""
         return routing_bytes(self.layers, self.choices, self.experts)
 
 
 def routing_bytes(layers: int, choices: int, experts: int) -> int:
-    """Bytes for the experts of one token."""
     return layers * choices * (1 if experts <= 256 else 2)
 
 
@@ -202,7 +200,6 @@ class Trajectory(Kept, frozen=True, kw_only=True):
 
     @property
     def newest_version(self) -> int:
-        """Policy version of the newest token of any line."""
         spans = self._spans
         return spans[0].version if len(spans) == 1 else max([span.version for span in spans])
 
@@ -252,7 +249,6 @@ class Task(Record, frozen=True, kw_only=True):
 
     @property
     def made(self) -> Trajectory:
-        """The trajectory of a task that has one, as all have that are to be scored."""
         assert self.trajectory is not None
         return self.trajectory
 
@@ -388,38 +384,23 @@ class EvalReport(Told, frozen=True, kw_only=True):
     scores: Figures = {}  # pass@k and mean@k over the prompts, by name
 
 
+assert sys.byteorder == "little", "umbra needs a little-endian machine, as the wire is"
+
+
 def pack_int32(values: Sequence[int]) -> bytes:
-    """Little-endian int32 bytes of `values`."""
-    return _to_bytes(array("i", values))
+    return array("i", values).tobytes()
 
 
 def pack_float32(values: Sequence[float]) -> bytes:
-    """Little-endian float32 bytes of `values`."""
-    return _to_bytes(array("f", values))
+    return array("f", values).tobytes()
 
 
 def unpack_int32(data: bytes) -> list[int]:
-    """The values in little-endian int32 bytes."""
-    return _from_bytes("i", data).tolist()
+    return memoryview(data).cast("i").tolist()
 
 
 def unpack_float32(data: bytes) -> list[float]:
-    """The values in little-endian float32 bytes."""
-    return _from_bytes("f", data).tolist()
-
-
-def _to_bytes(values: array[Any]) -> bytes:
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values.tobytes()
-
-
-def _from_bytes(typecode: str, data: bytes) -> array[Any]:
-    values: array[Any] = array(typecode)
-    values.frombytes(data)
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values
+    return memoryview(data).cast("f").tolist()
 
 
 Role = Literal[

@@ -12,10 +12,10 @@ the old connection is known to be dead.
 from __future__ import annotations
 
 import errno
+import logging
 import re
 import secrets
 import socket as tcp
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,7 +23,9 @@ from dataclasses import dataclass, field
 import zmq
 
 from umbra.proto.access import MOST_BYTES, socket_bytes
-from umbra.proto.errors import StartupError, UmbraError, UsageError
+from umbra.proto.codec import Encoder
+from umbra.proto.errors import StartupError, UmbraError, UsageError, WireError
+from umbra.proto.messages import Event
 
 LINGER_MS = 1_000
 # An idle connection to a dead host ends after 20 s; one with unacknowledged data likewise.
@@ -32,9 +34,11 @@ UNACKNOWLEDGED_MS = 20_000
 ROUTER_RECEIVE_HWM = 2  # of each peer: a server of many must not take in what it cannot work on yet
 RECONNECT_MS = 50
 RECONNECT_MAX_MS = 1_000
-REBIND_S = 5.0
 HANDSHAKE_MS = 10_000  # for a peer to show its key; whoever is slower is disconnected
 ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[^\s:/]+):(\d{1,5})|ipc://.+")
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +56,7 @@ class Curve:
 
 
 def check_address(address: str, flag: str) -> None:
-    """Whether `address`, which `flag` gives, is one to connect to.
-
-    Raises:
-        UsageError: it is none.
-    """
+    """Raise UsageError unless `address`, which `flag` gives, is one to connect to."""
     if address.startswith("tcp://") and address.endswith(":*"):
         raise UsageError(
             f"{flag} is missing, or {address} has no port: write it as tcp://host:port, which the "
@@ -102,11 +102,7 @@ def dealer(
     identity: bytes,
     curve: Curve | None = None,
 ) -> zmq.Socket[bytes]:
-    """A DEALER that connects to `endpoint` under `identity`; not yet if `endpoint` is empty.
-
-    Raises:
-        UsageError: `endpoint` is no address; whether somebody listens there shows later.
-    """
+    """A DEALER that connects to `endpoint` under `identity`; not yet if `endpoint` is empty."""
     socket = _socket(context, zmq.DEALER, curve)
     socket.set(zmq.IDENTITY, identity)
     if endpoint:
@@ -117,11 +113,7 @@ def dealer(
 def publisher(
     context: zmq.Context[zmq.Socket[bytes]], endpoint: str, curve: Curve | None = None
 ) -> zmq.Socket[bytes]:
-    """A PUB that connects to the relay; never blocks, may drop.
-
-    Raises:
-        UsageError: `endpoint` is no address.
-    """
+    """A PUB that connects to the relay; never blocks, may drop."""
     socket = _socket(context, zmq.PUB, curve)
     connect(socket, endpoint)
     return socket
@@ -133,11 +125,7 @@ def subscriber(
     topics: Sequence[bytes] = (b"",),
     curve: Curve | None = None,
 ) -> zmq.Socket[bytes]:
-    """A SUB that connects to the relay.
-
-    Raises:
-        UsageError: `endpoint` is no address.
-    """
+    """A SUB that connects to the relay."""
     socket = _socket(context, zmq.SUB, curve)
     for topic in topics:
         socket.set(zmq.SUBSCRIBE, topic)
@@ -152,48 +140,21 @@ def relay(
     curve_in: Curve | None = None,
     curve_out: Curve | None = None,
 ) -> tuple[zmq.Socket[bytes], str, zmq.Socket[bytes], str]:
-    """The XSUB that publishers connect to and the XPUB that subscribers connect to, both bound.
+    """Bind the XSUB that publishers connect to and the XPUB that subscribers connect to.
 
-    Raises:
-        StartupError: an address is taken.
-        UsageError: one is not ours, or none.
+    Raises as `router`.
     """
     inward = _socket(context, zmq.XSUB, curve_in)
     inward.set(zmq.MAXMSGSIZE, socket_bytes("events_in"))
     actual_in = _bind(inward, endpoint_in)
-    outward = _xpub(context, curve_out)
+    outward = _socket(context, zmq.XPUB, curve_out)
+    outward.set(zmq.MAXMSGSIZE, socket_bytes("events_out"))
     try:
         actual_out = _bind(outward, endpoint_out)
     except UmbraError:
         inward.close(linger=0)
         raise
     return inward, actual_in, outward, actual_out
-
-
-def watched(
-    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, curve: Curve | None = None
-) -> zmq.Socket[bytes]:
-    """Another XPUB at `endpoint`, where one has just been closed.
-
-    Raises:
-        StartupError: the address has not become free.
-    """
-    until = time.monotonic() + REBIND_S
-    while True:
-        socket = _xpub(context, curve)
-        try:
-            _bind(socket, endpoint)
-            return socket
-        except StartupError:  # ZeroMQ closes in its own time
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.001)
-
-
-def _xpub(context: zmq.Context[zmq.Socket[bytes]], curve: Curve | None) -> zmq.Socket[bytes]:
-    socket = _socket(context, zmq.XPUB, curve)
-    socket.set(zmq.MAXMSGSIZE, socket_bytes("events_out"))
-    return socket
 
 
 def pair(
@@ -205,6 +166,23 @@ def pair(
     connected = _socket(context, zmq.PAIR)
     connected.connect(f"inproc://{name}")
     return bound, connected
+
+
+def drain(socket: zmq.Socket[bytes]) -> None:
+    """Take all that waits in `socket`."""
+    with suppress(zmq.Again):
+        while True:
+            socket.recv(zmq.NOBLOCK)
+
+
+def publish(socket: zmq.Socket[bytes], encoder: Encoder, event: Event) -> None:
+    """Send `event` by a PUB or XPUB; it may be lost, which the gap in `Header.id` shows."""
+    try:
+        _, frames = encoder.encode(event)
+        with suppress(zmq.Again):
+            socket.send_multipart([event.kind.encode(), *frames], zmq.NOBLOCK)
+    except WireError:
+        log.exception("an event stays unsent")
 
 
 def allow_list(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
@@ -261,11 +239,7 @@ def _socket(
 
 
 def check_port_free(endpoint: str) -> None:
-    """Whether nobody listens at `endpoint`, which is to be bound soon; port * or 0 is free always.
-
-    Raises:
-        StartupError: another process does.
-    """
+    """Raise StartupError if another process listens at `endpoint`; port * or 0 is free always."""
     port = endpoint.rpartition(":")[2]
     if not endpoint.startswith("tcp://") or not port.isdigit() or port == "0":
         return
@@ -312,11 +286,7 @@ def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
 
 
 def connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
-    """Connect `socket`; it is closed if `endpoint` is no address.
-
-    Raises:
-        UsageError: it is none; whether somebody listens there shows later.
-    """
+    """Connect `socket`; close it and raise UsageError if `endpoint` is no address."""
     try:
         socket.connect(endpoint)
     except zmq.ZMQError as error:

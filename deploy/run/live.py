@@ -177,7 +177,8 @@ class TerminalView(View):
         if self._live is None:
             self._live = Live(console=self._console, auto_refresh=False)
             self._live.start()
-        self._live.update(screen(Look(progress.status), processes=processes), refresh=True)
+        shown = screen(Look(progress.status), self._console.width, processes)
+        self._live.update(shown, refresh=True)
 
     def close(self) -> None:
         self._doing = ("", 0.0)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -18,7 +19,6 @@ from umbra.proto import sockets
 from umbra.proto.codec import Envelope
 from umbra.proto.errors import DeadlineError, RejectedError, UmbraError, WireError
 from umbra.proto.messages import Message, Nack, Role
-from umbra.proto.net.keys import Security
 
 if TYPE_CHECKING:
     from umbra.proto.net.io_thread import IoThread
@@ -64,7 +64,6 @@ class Handshake:
         self.suspicion = ""  # why it is not, it seems; what stands between may do that as well
 
     def read(self) -> None:
-        """Take in what has happened."""
         while self.events.poll(0):
             event = recv_monitor_message(self.events)
             if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -80,7 +79,6 @@ class Handshake:
                     self.suspicion = f"breaks off the connection: {MISMATCH}"
 
     def close(self) -> None:
-        """Close the socket and what watches it."""
         if not self._socket.closed:
             self._socket.disable_monitor()
         self.events.close(linger=0)
@@ -98,7 +96,6 @@ class Channel:
         peer: str,
         endpoint: str,
         *,
-        server: Role = "buffer",
         insists: bool = False,
     ) -> None:
         self.endpoint = endpoint
@@ -106,26 +103,16 @@ class Channel:
         self.pushes: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.socket = socket
         self.on_moved: Callable[[], None] | None = None  # on the link's thread: it must be quick
+        self.sender = link.name  # this process, as the server knows it
+        self.security = link.security
         self._peer = peer
         self._link = link
-        self._server: Role = server
         self._insists = insists
         self._pending: dict[int, _Pending] = {}
 
     @property
     def peer(self) -> str:
-        """The server, for errors."""
         return f"{self._peer} at {self.endpoint}"
-
-    @property
-    def sender(self) -> str:
-        """This process, as the server knows it."""
-        return self._link.name
-
-    @property
-    def security(self) -> Security:
-        """Keys of this process."""
-        return self._link.security
 
     def call(
         self,
@@ -146,8 +133,11 @@ class Channel:
             WireError: the server answered with another type.
         """
         future = self.request(body, timeout_s=timeout_s)
-        if stopping is not None:
-            self._wait(future, stopping)
+        while stopping is not None and not wait([future], LOOK_S).done:
+            if stopping.is_set():
+                if not wait([future], STOPPING_S).done:
+                    raise DeadlineError(f"stopped while waiting for {self.peer}")
+                break
         answer = future.result()
         if not isinstance(answer, reply):
             raise WireError(
@@ -174,7 +164,6 @@ class Channel:
         return future
 
     def send(self, body: Message) -> None:
-        """Send `body` one way: no reply is awaited."""
         self._link.run(lambda: self._start_one_way(body))
 
     def beside(self, endpoint: str, peer: str, server: Role) -> Channel:
@@ -184,13 +173,6 @@ class Channel:
     def move(self, endpoint: str) -> None:
         """The server was restarted, and is at `endpoint` now: ask it whatever is still open."""
         self._link.run(lambda: self._move(endpoint))
-
-    def _wait(self, future: Future[Message], stopping: threading.Event) -> None:
-        while not wait([future], LOOK_S).done:
-            if stopping.is_set():
-                if not wait([future], STOPPING_S).done:
-                    raise DeadlineError(f"stopped while waiting for {self.peer}")
-                return
 
     # -- the link's thread ------------------------------------------------------------------------
 
@@ -221,20 +203,16 @@ class Channel:
 
     def _start_one_way(self, body: Message) -> None:
         try:
-            _, frames = self._link.encoder.encode(body)
+            self._transmit(self._link.encoder.encode(body)[1])
         except WireError:
             log.exception("a message to %s stays unsent", self.peer)
-            return
-        self._transmit(frames)
 
     def _transmit(self, frames: list[bytes]) -> None:
-        try:
+        # If nobody reads at the other end: requests are resent, and their deadline ends that.
+        with suppress(zmq.Again):
             self.socket.send_multipart(frames, zmq.NOBLOCK)
-        except zmq.Again:
-            pass  # nobody reads at the other end; requests are resent, their deadline speaks
 
     def received(self, envelope: Envelope) -> None:
-        """A message arrived."""
         if envelope.header.reply_to is None:
             self.pushes.put(envelope.body)
             return
@@ -243,18 +221,15 @@ class Channel:
             return  # the second answer to a resent request, or one that came after its deadline
         if isinstance(envelope.body, Nack):
             nack = envelope.body
-            if self._insists and nack.code == "not_member":
-                self._try_again(pending)
+            if not self._insists or nack.code != "not_member":
+                _fail(pending.future, RejectedError(f"{self.peer}: {nack.reason}", code=nack.code))
                 return
-            _fail(pending.future, RejectedError(f"{self.peer}: {nack.reason}", code=nack.code))
+            # Ask again soon, under a new number: the old one has had its answer.
+            number, pending.frames = self._link.encoder.encode(pending.body)
+            pending.resend_at = time.monotonic() + INSIST_S
+            self._pending[number] = pending
         else:
             _finish(pending.future, envelope.body)
-
-    def _try_again(self, pending: _Pending) -> None:
-        """Ask again soon, under a new number: the old one has had its answer."""
-        number, pending.frames = self._link.encoder.encode(pending.body)
-        pending.resend_at = time.monotonic() + INSIST_S
-        self._pending[number] = pending
 
     def tick(self, now: float) -> float:
         """Resend and expire; the time of the next tick."""
@@ -271,17 +246,14 @@ class Channel:
         return next_at
 
     def shook_hands(self) -> None:
-        """A connection was made, or was not."""
         self.handshake.read()
         if self.handshake.problem:
             self.fail_all(self._locked_out(self.handshake.problem))
 
     def close(self) -> None:
-        """Close the socket."""
         self.handshake.close()
 
     def fail_all(self, error: UmbraError) -> None:
-        """End every open request with `error`."""
         for pending in self._pending.values():
             _fail(pending.future, error)
         self._pending.clear()
@@ -302,14 +274,10 @@ class Channel:
 
 
 def _finish(future: Future[Message], value: Message) -> None:
-    try:
+    with suppress(InvalidStateError):  # cancelled by its owner
         future.set_result(value)
-    except InvalidStateError:
-        pass  # cancelled by its owner
 
 
 def _fail(future: Future[Message], error: Exception) -> None:
-    try:
+    with suppress(InvalidStateError):  # cancelled by its owner
         future.set_exception(error)
-    except InvalidStateError:
-        pass  # cancelled by its owner

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 
 import zmq
 
@@ -25,21 +26,9 @@ log = logging.getLogger(__name__)
 
 
 class IoThread:
-    """Sockets of one process, polled by one thread; other threads talk to it through `run`.
+    """Sockets of one process, polled by one thread; other threads talk to it through `run`."""
 
-    Args:
-        name: this process in the run.
-        incarnation: of this process.
-        security: keys of this process.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        incarnation: str,
-        *,
-        security: Security = OPEN,
-    ) -> None:
+    def __init__(self, name: str, incarnation: str, *, security: Security = OPEN) -> None:
         self.name = name
         self.incarnation = incarnation
         self.security = security
@@ -61,15 +50,11 @@ class IoThread:
         self._thread.start()
 
     def run(self, job: Callable[[], None]) -> None:
-        """Run `job` on the link's thread, soon."""
         self._jobs.append(job)
         with self._wake_lock:
-            if self._wake_out.closed:
-                return
-            try:
-                self._wake_out.send(b"", zmq.NOBLOCK)
-            except zmq.Again:
-                pass  # it is awake already, with plenty to do
+            with suppress(zmq.Again):  # full: it is awake already, with plenty to do
+                if not self._wake_out.closed:
+                    self._wake_out.send(b"", zmq.NOBLOCK)
 
     def channel(
         self, endpoint: str, peer: str, *, server: Role = "buffer", insists: bool = False
@@ -88,9 +73,7 @@ class IoThread:
             curve = self.security.connecting(server)
             socket = sockets.dealer(self._context, "", self._identity, curve)
             handshake = Handshake(self._context, socket)  # before there is a connection
-            channel = Channel(
-                self, socket, handshake, peer, endpoint, server=server, insists=insists
-            )
+            channel = Channel(self, socket, handshake, peer, endpoint, insists=insists)
             try:
                 sockets.connect(socket, endpoint)
             except UsageError as error:
@@ -98,7 +81,7 @@ class IoThread:
                 made.set_exception(error)
                 return
             self._channels.append(channel)
-            for one in (socket, channel.handshake.events):
+            for one in (socket, handshake.events):
                 self._by_socket[one] = channel
                 self._poller.register(one, zmq.POLLIN)
             made.set_result(channel)
@@ -118,17 +101,9 @@ class IoThread:
         self.run(connect)
 
     def publish(self, event: Event) -> None:
-        """Send `event` as telemetry; it may be lost."""
-
         def send() -> None:
             if self._publisher is not None:
-                try:
-                    _, frames = self.encoder.encode(event)
-                    self._publisher.send_multipart([event.kind.encode(), *frames], zmq.NOBLOCK)
-                except zmq.Again:
-                    pass  # telemetry may be lost; the gap in Header.id shows it
-                except WireError:
-                    log.exception("an event stays unsent")
+                sockets.publish(self._publisher, self.encoder, event)
 
         self.run(send)
 
@@ -146,7 +121,6 @@ class IoThread:
         self.run(connect)
 
     def every(self, period_s: float, job: Callable[[], None]) -> None:
-        """Run `job` on the link's thread now and every `period_s` seconds."""
         self.run(lambda: self._timers.append((time.monotonic(), period_s, job)))
 
     def close(self) -> None:
@@ -168,7 +142,7 @@ class IoThread:
                 if socket in self._subscriptions:
                     self._hear(socket)
                 elif channel is None:
-                    self._drain_wakes()
+                    sockets.drain(self._wake_in)
                 elif socket is channel.socket:
                     self._receive(channel)
                 else:
@@ -177,13 +151,6 @@ class IoThread:
                 self._jobs.popleft()()
             next_tick = self._tick()
         self._shut()
-
-    def _drain_wakes(self) -> None:
-        try:
-            while True:
-                self._wake_in.recv(zmq.NOBLOCK)
-        except zmq.Again:
-            pass  # all read
 
     def _receive(self, channel: Channel) -> None:
         while True:

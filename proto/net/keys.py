@@ -39,7 +39,7 @@ class Settings(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """What one process needs: its own pair, and the public keys of all roles."""
+    """A process's own pair, and the public keys of all roles."""
 
     role: KeyRole
     public: bytes
@@ -49,36 +49,24 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class Security:
-    """How the sockets of a process are protected; as it is by default, not at all.
+    """How the sockets of a process are protected; by default, not at all."""
 
-    Args:
-        keys: of this process; without them nothing is encrypted and nobody is asked for a key.
-        insecure: bind where other machines can connect nevertheless.
-        encrypt_weights: hide the bytes of weights on their way too, not only authenticate them.
-    """
-
-    keys: Keys | None = None
-    insecure: bool = False
-    encrypt_weights: bool = True
+    keys: Keys | None = None  # without them nothing is encrypted and nobody is asked for a key
+    insecure: bool = False  # bind where other machines can connect nevertheless
+    encrypt_weights: bool = True  # not only authenticate them
 
     def connecting(self, server: Role) -> Curve | None:
-        """Options of a socket that connects to a server of role `server`."""
         if self.keys is None:
             return None
         return Curve(self.keys.public, self.keys.secret, server=self.keys.roles[server])
 
     def binding(self, socket: str) -> Curve | None:
-        """Options of the socket called `socket` that is bound."""
         if self.keys is None:
             return None
         return Curve(self.keys.public, self.keys.secret, domain=socket)
 
     def check_bind(self, endpoint: str) -> None:
-        """Whether `endpoint` may be bound.
-
-        Raises:
-            UsageError: other machines could connect to it, and there are no keys.
-        """
+        """Raise UsageError if other machines could connect to `endpoint`, and there are no keys."""
         if self.keys is not None or self.insecure or is_local(endpoint):
             return
         raise UsageError(
@@ -92,14 +80,12 @@ OPEN = Security()
 
 
 def is_local(endpoint: str) -> bool:
-    """Whether only this machine can connect to `endpoint`."""
     if not endpoint.startswith("tcp://"):
         return True
     return is_loopback(endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]"))
 
 
 def is_loopback(host: str) -> bool:
-    """Whether the address or name `host` leads to this machine only."""
     try:
         return ip_address(host).is_loopback
     except ValueError:

@@ -29,14 +29,9 @@ from umbra.proto.messages import ANY, Event, Header, Message, Ok
 from umbra.proto.net.keys import OPEN, Security
 from umbra.proto.net.zap import Refusals, ZapGate, role_of
 
-# Senders whose resends are known, the last ones, as names cost a stranger nothing. Each member is
-# one on two sockets: if fewer were kept, all would be forgotten in turn, each before it speaks.
-PEERS_KEPT = 4 * MEMBERS
-# A sender this long silent is forgotten. Whoever waits for an answer, a parked request's too,
-# resends every 3 s (`channel.RESEND_S`): twenty of these were lost in a row, and a session gives up
-# a server after as long (`run.broker_grace_s`). What one asks that was cut off for longer is not
-# known by its number, and still not done twice: operations are idempotent by what they name
-# (proto/README.md).
+PEERS_KEPT = 4 * MEMBERS  # senders whose resends are known: each member is one on two sockets
+# A sender this long silent is forgotten: twenty resends were lost in a row (`channel.RESEND_S`).
+# What it asks then is not done twice either: operations are idempotent by what they name.
 SILENT_S = 60.0
 LISTENED_S = 1.0  # at most, from one poll to the next: silence while nobody listened is none
 REPLIES_KEPT = 16  # per peer, to answer resends from
@@ -47,8 +42,6 @@ ZERO_COPY_BYTES = 1 << 20  # replies from this size are sent without a copy
 LARGE_BYTES = 4 << 10  # frames from this size are decoded where they were received
 FRAMES_KEPT = 3  # of a message: header, body, and one too many, by which it is refused
 EVENT_FRAMES = 3  # topic, header, body
-TOPIC_BYTES = 64
-TOPICS = 256  # under which telemetry is watched, by all together
 RECEIVE_BURST = 256  # messages taken from one socket before the others get their turn
 RECEIVE_BYTES = 512 << 10  # the same in bytes: a commit should not wait for a long burst
 
@@ -111,15 +104,7 @@ class _Peer:
 
 
 class Server:
-    """Bound sockets, polled and answered from one thread.
-
-    Args:
-        context: ZeroMQ context; terminated by its owner.
-        name: sender name in the headers of replies.
-        incarnation: of this process.
-        security: keys of this process.
-        clock: monotonic seconds.
-    """
+    """Bound sockets of process `name`, polled and answered from one thread."""
 
     def __init__(
         self,
@@ -142,7 +127,6 @@ class Server:
         self.listened_s = 0.0  # time since the start, less that in which nobody polled
         self._peers: OrderedDict[tuple[str, bytes], _Peer] = OrderedDict()  # by `heard_at`
         self._reply_bytes = 0  # kept, of all peers
-        self._topics: set[bytes] = set()  # that telemetry is watched under
         self._wake: tuple[zmq.Socket[bytes], zmq.Socket[bytes]] | None = None
         self._wake_lock = threading.Lock()
         self.security = security
@@ -151,11 +135,9 @@ class Server:
             self._gate = ZapGate(context, security.keys, self.refusals)
 
     def bind(self, channel: str, endpoint: str, accepts: tuple[type[Message], ...]) -> str:
-        """Open `channel` at `endpoint`; the endpoint it really has.
+        """Open `channel` at `endpoint`; return the endpoint it really has.
 
-        Raises:
-            StartupError: the address is taken or not ours.
-            UsageError: other machines can reach it, and there are no keys.
+        Raises as `sockets.router`, and UsageError if others can reach it and there are no keys.
         """
         self.security.check_bind(endpoint)
         curve = self.security.binding(channel)
@@ -168,23 +150,18 @@ class Server:
 
     @property
     def remembered(self) -> int:
-        """Number of peers whose resends are known."""
         return len(self._peers)
 
     def endpoint(self, channel: str) -> str:
-        """Where `channel` is bound."""
         return self._by_name[channel].endpoint
 
     def relay_events(self, endpoint_in: str, endpoint_out: str) -> tuple[str, str]:
         """Relay telemetry from publishers to subscribers; the endpoints of both sides."""
         for endpoint in (endpoint_in, endpoint_out):
             self.security.check_bind(endpoint)
+        curves = self.security.binding("events_in"), self.security.binding("events_out")
         inward, actual_in, outward, actual_out = sockets.relay(
-            self._context,
-            endpoint_in,
-            endpoint_out,
-            self.security.binding("events_in"),
-            self.security.binding("events_out"),
+            self._context, endpoint_in, endpoint_out, *curves
         )
         self._relay = (inward, outward)
         self._register("events_in", inward)
@@ -192,16 +169,8 @@ class Server:
         return actual_in, actual_out
 
     def publish(self, event: Event) -> None:
-        """Tell those who watch; it may be lost."""
-        if self._relay is None:
-            return
-        try:
-            _, frames = self._encoder.encode(event)
-            self._relay[1].send_multipart([event.kind.encode(), *frames], zmq.NOBLOCK)
-        except zmq.Again:
-            pass  # the gap in Header.id shows it
-        except WireError:
-            log.exception("an event stays unsent")
+        if self._relay is not None:
+            sockets.publish(self._relay[1], self._encoder, event)
 
     def poll(self, timeout_s: float) -> list[Request]:
         """Requests that arrived within `timeout_s` seconds, already validated."""
@@ -213,7 +182,7 @@ class Server:
         for socket, _ in ready:
             channel = self._channels.get(socket)
             if self._wake and socket is self._wake[0]:
-                _drain(socket)
+                sockets.drain(socket)
             elif channel is not None:
                 requests.extend(self._receive(channel))
             elif self._relay and socket in self._relay:
@@ -431,53 +400,17 @@ class Server:
         return True
 
     def _relay_from(self, socket: zmq.Socket[bytes]) -> None:
+        """Pass on events to those who watch, and their subscriptions to those who publish."""
         assert self._relay is not None
         inward, outward = self._relay
         target = outward if socket is inward else inward
-        for _ in range(RECEIVE_BURST):
-            try:
+        with suppress(zmq.Again):
+            for _ in range(RECEIVE_BURST):
                 frames = socket.recv_multipart(zmq.NOBLOCK)
                 if socket is inward and len(frames) != EVENT_FRAMES:
                     self.counters["frames"] += 1
-                    continue
-                target.send_multipart(frames, zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            if socket is outward and not self._may_watch(frames[0]):
-                self._begin_watching_anew()
-                return
-
-    def _may_watch(self, subscription: bytes) -> bool:
-        """Take note of a subscription, or of its end; False if they are too many or too long."""
-        kind, topic = subscription[:1], subscription[1:]
-        if kind == b"\1":
-            self._topics.add(topic)
-        else:
-            self._topics.discard(topic)
-        return len(self._topics) <= TOPICS and len(topic) <= TOPIC_BYTES
-
-    def _begin_watching_anew(self) -> None:
-        """End all subscriptions: ZeroMQ does not tell whose they are.
-
-        Those who watch subscribe again by themselves, as they connect again. So does whoever had
-        too many: it is counted, and costs no more than it did the first time.
-        """
-        assert self._relay is not None
-        inward, outward = self._relay
-        self.refusals.add(f"more than {TOPICS} topics, or a long one, on events_out")
-        self.counters["too_many"] += 1
-        for topic in self._topics:
-            with suppress(zmq.Again):
-                inward.send(b"\0" + topic, zmq.NOBLOCK)
-        self._topics.clear()
-        endpoint = outward.get_string(zmq.LAST_ENDPOINT)
-        self._poller.unregister(outward)
-        if self._gate is not None:
-            self._poller.unregister(self._gate.unwatch(outward))
-        outward.close(linger=0)
-        opened = sockets.watched(self._context, endpoint, self.security.binding("events_out"))
-        self._relay = (inward, opened)
-        self._register("events_out", opened)
+                else:
+                    target.send_multipart(frames, zmq.NOBLOCK)
 
 
 def _size(frames: Sequence[bytes | memoryview]) -> int:
@@ -485,11 +418,4 @@ def _size(frames: Sequence[bytes | memoryview]) -> int:
 
 
 def _name(identity: bytes) -> bytes:
-    """An identity without its secret part."""
     return identity.rpartition(b".")[0] or identity
-
-
-def _drain(socket: zmq.Socket[bytes]) -> None:
-    with suppress(zmq.Again):
-        while True:
-            socket.recv(zmq.NOBLOCK)

@@ -8,11 +8,12 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 from umbra._version import __version__
+from umbra.proto import messages as m
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import (
     DeadlineError,
@@ -20,19 +21,6 @@ from umbra.proto.errors import (
     RejectedError,
     StartupError,
     UmbraError,
-)
-from umbra.proto.messages import (
-    Command,
-    Event,
-    Heartbeat,
-    HeartbeatAck,
-    Join,
-    Leave,
-    Message,
-    Ok,
-    Role,
-    State,
-    Welcome,
 )
 from umbra.proto.net.channel import Channel
 from umbra.proto.net.io_thread import IoThread
@@ -49,20 +37,13 @@ WATCHED = ("push", "sample", "slow_sample")  # rows of the metrics that go to th
 log = logging.getLogger(__name__)
 
 
-class Spans(Protocol):
-    """The time of this process: `services.process.metrics.SpanLog`."""
-
-    def shares(self) -> dict[str, float]: ...
-    def take(self) -> Sequence[tuple[str, float, float]]: ...
-
-
 class Metrics(Protocol):
     """The rows and spans that this process writes: `services.process.metrics.MetricsFile`."""
 
     on_row: Callable[[str, dict[str, Any]], None] | None
 
     @property
-    def spans(self) -> Spans: ...
+    def spans(self) -> Any: ...
 
 
 class Session:
@@ -79,8 +60,8 @@ class Session:
         self,
         link: IoThread,
         control: Channel,
-        hello: Join,
-        welcome: Welcome,
+        hello: m.Join,
+        welcome: m.Welcome,
         stopping: threading.Event,
         grace_s: float,
         metrics: Metrics | None,
@@ -98,7 +79,7 @@ class Session:
         self._grace_s = grace_s
         self._rejoining = False
         self._lock = threading.Lock()
-        self._state: State = "ready"
+        self._state: m.State = "ready"
         self._activity = "starting"
         self._progress = 0
         self._moved_at = self._heard_at = self._beat_at = time.monotonic()
@@ -120,7 +101,7 @@ class Session:
     def join(
         cls,
         *,
-        role: Role,
+        role: m.Role,
         name: str,
         broker: str,
         endpoints: dict[str, str] | None = None,
@@ -145,7 +126,7 @@ class Session:
         check_address(broker, "--broker")
         incarnation = uuid.uuid4().hex[:12]
         link = IoThread(name, incarnation, security=security)
-        hello = Join(
+        hello = m.Join(
             role=role,
             name=name,
             pid=os.getpid(),
@@ -208,28 +189,23 @@ class Session:
             self._moved_at = time.monotonic()
 
     def waits(self, activity: str) -> None:
-        """The main loop is busy with `activity`, and has not moved."""
         with self._lock:
             self._activity = activity
 
     def stats(self, **values: float) -> None:
-        """Figures for the monitor, sent with the next heartbeats."""
         with self._lock:
             self._stats.update(values)
 
     def emit(self, kind: str, **fields: Any) -> None:
-        """Publish a telemetry event; it may be lost."""
-        self._link.publish(Event(kind=kind, fields=fields))
+        self._link.publish(m.Event(kind=kind, fields=fields))
 
     def drain(self, reason: str) -> None:
-        """Ask this process to end in an orderly way."""
         with self._lock:
             self._state = "draining"
             self.stop_reason = self.stop_reason or reason
         self.stopping.set()
 
     def fail(self, error: UmbraError) -> None:
-        """Ask this process to end because of `error`."""
         if self.failure is None:
             self.failure = error
             log.error("%s", error)
@@ -238,7 +214,7 @@ class Session:
     def leave(self, reason: str) -> None:
         """Say goodbye and close; what could not be said within a few seconds stays unsaid."""
         try:
-            self._control.call(Leave(reason=reason), Ok, timeout_s=LEAVE_TIMEOUT_S)
+            self._control.call(m.Leave(reason=reason), m.Ok, timeout_s=LEAVE_TIMEOUT_S)
         except UmbraError as error:
             log.debug("leaving without an answer: %s", error)
         self._link.close()
@@ -264,7 +240,7 @@ class Session:
         with self._lock:
             if self.stopping.is_set():
                 self._state = "draining"
-            beat = Heartbeat(
+            beat = m.Heartbeat(
                 state=self._state,
                 activity=self._activity,
                 progress=self._progress,
@@ -276,7 +252,7 @@ class Session:
             self.emit("spans", spans=spans)
         self._control.request(beat, timeout_s=self._grace_s, on_done=self._heard)
 
-    def _heard(self, future: Future[Message]) -> None:
+    def _heard(self, future: Future[m.Message]) -> None:
         error = future.exception()
         if isinstance(error, RejectedError) and error.code == "not_member":
             self._rejoin()
@@ -284,7 +260,7 @@ class Session:
             self.fail(PeerLostError(str(error)))  # not final: whoever took the name may be gone
         elif isinstance(error, RejectedError):
             self.fail(error)
-        elif error is None and isinstance(ack := future.result(), HeartbeatAck):
+        elif error is None and isinstance(ack := future.result(), m.HeartbeatAck):
             self._heard_at = time.monotonic()
             self.version = ack.version
             self._pace_s = ack.heartbeat_s or self._pace_s
@@ -297,7 +273,6 @@ class Session:
             self.emit(kind, **fields)
 
     def _hub_is(self, endpoint: str, incarnation: str) -> None:
-        """A heartbeat tells where the hub is."""
         before, self._hub = self._hub, (endpoint, incarnation)
         self._weights_known.set()
         if self._weights is not None and before != self._hub:
@@ -311,12 +286,12 @@ class Session:
             log.warning("%s does not know us any more: joining again", self._control.peer)
             self._control.request(self._hello, timeout_s=self._grace_s, on_done=self._rejoined)
 
-    def _rejoined(self, future: Future[Message]) -> None:
+    def _rejoined(self, future: Future[m.Message]) -> None:
         self._rejoining = False
         error = future.exception()
         if isinstance(error, RejectedError):
             self.fail(error)
-        elif error is None and isinstance(welcome := future.result(), Welcome):
+        elif error is None and isinstance(welcome := future.result(), m.Welcome):
             self._heard_at = time.monotonic()
             if self._data is not None and welcome.data != self.welcome.data:
                 self._data.move(welcome.data)
@@ -327,17 +302,17 @@ class Session:
     def _take_commands(self) -> None:
         while not self._control.pushes.empty():
             message = self._control.pushes.get_nowait()
-            if isinstance(message, Command):
+            if isinstance(message, m.Command):
                 log.info("asked to drain: %s", message.reason)
                 self.drain(message.reason)
 
 
-def _call_join(control: Channel, hello: Join, deadline_s: float) -> Welcome:
+def _call_join(control: Channel, hello: m.Join, deadline_s: float) -> m.Welcome:
     """Join; while another process has the name, wait `NAME_WAIT_S` for it to be silent."""
     deadline = Deadline(min(deadline_s, NAME_WAIT_S))
     while True:
         try:
-            return control.call(hello, Welcome, timeout_s=deadline_s)
+            return control.call(hello, m.Welcome, timeout_s=deadline_s)
         except RejectedError as error:
             if error.code != "name_in_use" or deadline.passed:
                 raise

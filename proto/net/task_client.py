@@ -9,20 +9,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
+from umbra.proto import messages as m
 from umbra.proto.bounds import LEASES
 from umbra.proto.codec import portions
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import DeadlineError
-from umbra.proto.messages import (
-    Interrupt,
-    LeaseTasks,
-    Message,
-    RenewLeases,
-    ReturnedSample,
-    ReturnTasks,
-    SubmitResults,
-    TaskLeases,
-)
 from umbra.proto.net.channel import Channel
 from umbra.proto.records import SAMPLE, Score, Task, Trajectory, array_bytes
 
@@ -34,10 +25,7 @@ GATHER_S = 0.02
 
 log = logging.getLogger(__name__)
 
-Lease = tuple[str, int]
-"""`(sample_id, attempt)`."""
-
-
+Lease = tuple[str, int]  # (sample_id, attempt)
 Result = Trajectory | Score
 
 
@@ -47,10 +35,8 @@ class TaskClient:
     Args:
         channel: to the buffer's data socket.
         wake: set, from other threads, when an answer is there, or anything else to do.
-        clock: seconds, monotonic.
         grace_s: seconds that the buffer may be away for.
         kind: of the tasks: samples to generate, or a scoring stage.
-        gather_s: seconds that results wait for others.
     """
 
     def __init__(
@@ -70,7 +56,7 @@ class TaskClient:
         self._wake = wake
         self._clock = clock
         self._grace_s = grace_s
-        self._open: list[tuple[Future[Message], Callable[[Future[Message]], object]]] = []
+        self._open: list[tuple[Future[m.Message], Callable[[Future[m.Message]], object]]] = []
         self._tasks: list[Task] = []
         self._lost: list[Lease] = []
         self._undelivered: dict[str, int] = {}  # sample -> attempt, until the buffer has stored it
@@ -93,14 +79,14 @@ class TaskClient:
         if capacity <= 0 or version in self._asked:
             return
         self._asked.add(version)
-        body = LeaseTasks(kind=self.kind, capacity=capacity, version=version, wait_s=WAIT_S)
+        body = m.LeaseTasks(kind=self.kind, capacity=capacity, version=version, wait_s=WAIT_S)
 
-        def heard(future: Future[Message]) -> None:
+        def heard(future: Future[m.Message]) -> None:
             self._granted(version, _answer(future))
 
         self._send(body, heard, timeout_s=WAIT_S + self._grace_s)
 
-    def _granted(self, version: int, answer: TaskLeases | None) -> None:
+    def _granted(self, version: int, answer: m.TaskLeases | None) -> None:
         self._asked.discard(version)
         self._pinned_to = version if answer is not None and answer.more_pinned else None
         if answer is not None and answer.tasks:
@@ -138,7 +124,7 @@ class TaskClient:
         """Send `results` now and in one message, as a group that is scored at once has to be."""
         leases = [(one.sample_id, one.attempt) for one in results]
         self._undelivered.update(leases)
-        body = SubmitResults(
+        body = m.SubmitResults(
             trajectories=[one for one in results if isinstance(one, Trajectory)],
             scores=[one for one in results if isinstance(one, Score)],
             capacity=capacity,
@@ -146,36 +132,34 @@ class TaskClient:
         )
         self._send(body, partial(self._stored, leases, version if capacity else None))
 
-    def _stored(self, leases: list[Lease], asked: int | None, future: Future[Message]) -> None:
+    def _stored(self, leases: list[Lease], asked: int | None, future: Future[m.Message]) -> None:
         for sample_id, attempt in leases:
             if self._undelivered.get(sample_id) == attempt:
                 del self._undelivered[sample_id]
         answer = future.result()  # undeliverable work ends this process
         if asked is not None:
-            self._granted(asked, answer if isinstance(answer, TaskLeases) else None)
-        if isinstance(answer, TaskLeases):
+            self._granted(asked, answer if isinstance(answer, m.TaskLeases) else None)
+        if isinstance(answer, m.TaskLeases):
             self.accepted += answer.accepted
             self.refused += len(answer.refused)
             for sample_id, reason in answer.refused.items():
                 log.info("the buffer refused %s: %s", sample_id, reason)
 
-    def give_back(self, samples: Sequence[ReturnedSample]) -> None:
-        """Hand samples back, unfinished or failed."""
+    def give_back(self, samples: Sequence[m.ReturnedSample]) -> None:
         for portion in portions(samples, lambda sample: array_bytes(sample.partial)):
-            self._send(ReturnTasks(samples=portion), _answer)
+            self._send(m.ReturnTasks(samples=portion), _answer)
 
     def save(self, partials: Sequence[Trajectory]) -> None:
         """Send partials of samples that go on, for the buffer to keep."""
         for portion in portions(partials, array_bytes):
             held = [(t.sample_id, t.attempt) for t in portion]
-            self._send(RenewLeases(partials=portion), partial(self._renewed, held))
+            self._send(m.RenewLeases(partials=portion), partial(self._renewed, held))
 
-    def interrupts(self) -> list[Interrupt]:
-        """Return the interrupts since the last call."""
-        found: list[Interrupt] = []
+    def interrupts(self) -> list[m.Interrupt]:
+        found: list[m.Interrupt] = []
         while not self._channel.pushes.empty():
             message = self._channel.pushes.get_nowait()
-            if isinstance(message, Interrupt):
+            if isinstance(message, m.Interrupt):
                 found.append(message)
         return found
 
@@ -188,9 +172,9 @@ class TaskClient:
         held = [*leases(), *self._undelivered.items()]
         for portion in portions(held, lambda _: 0, LEASES):
             renewed = partial(self._renewed, portion)
-            self._send(RenewLeases(leases=portion), renewed, timeout_s=self._lease_s)
+            self._send(m.RenewLeases(leases=portion), renewed, timeout_s=self._lease_s)
 
-    def _renewed(self, held: list[Lease], future: Future[Message]) -> None:
+    def _renewed(self, held: list[Lease], future: Future[m.Message]) -> None:
         answer = _answer(future)
         if answer is not None and answer.lost:
             attempts = dict(held)
@@ -230,8 +214,8 @@ class TaskClient:
 
     def _send(
         self,
-        body: Message,
-        handle: Callable[[Future[Message]], object],
+        body: m.Message,
+        handle: Callable[[Future[m.Message]], object],
         timeout_s: float | None = None,
     ) -> None:
         future = self._channel.request(
@@ -246,11 +230,11 @@ def _bytes(result: Result) -> int:
     return len(result.logprobs or b"")
 
 
-def _answer(future: Future[Message]) -> TaskLeases | None:
+def _answer(future: Future[m.Message]) -> m.TaskLeases | None:
     """Return the answer, or None if none came in time; the next question makes up for it."""
     try:
         answer = future.result()
     except DeadlineError as error:
         log.warning("%s", error)
         return None
-    return answer if isinstance(answer, TaskLeases) else None
+    return answer if isinstance(answer, m.TaskLeases) else None

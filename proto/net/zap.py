@@ -33,8 +33,6 @@ log = logging.getLogger(__name__)
 
 
 class Refusals:
-    """How often who was refused what, in words."""
-
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
 
@@ -49,12 +47,7 @@ class Refusals:
 
 
 class AllowList:
-    """Answers ZAP requests: frames in, frames out.
-
-    Args:
-        keys: of this process, with the public keys of all roles.
-        refusals: takes note of those who are not let in.
-    """
+    """Answers ZAP requests: frames in, frames out; `refusals` counts those not let in."""
 
     def __init__(self, keys: Keys, refusals: Refusals) -> None:
         self._roles: Mapping[bytes, KeyRole] = {
@@ -80,13 +73,7 @@ class AllowList:
 
 
 class ZapGate:
-    """The allow-list and the handshakes of the bound sockets of one context.
-
-    Args:
-        context: of the sockets; has one gate at most.
-        keys: of this process.
-        refusals: of this process.
-    """
+    """The allow-list and the handshakes of the bound sockets of `context`, its only gate."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], keys: Keys, refusals: Refusals
@@ -103,16 +90,7 @@ class ZapGate:
         return [self._zap, *self._watched]
 
     def watch(self, socket: zmq.Socket[bytes], name: str) -> None:
-        """Take note of handshakes that fail on a bound socket."""
         self._watched[sockets.handshakes(self._context, socket, UNASKED)] = (name, socket)
-
-    def unwatch(self, socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
-        """The opposite of `watch`, while `socket` is open; what is not to be polled any more."""
-        monitor = next(one for one, (_, watched) in self._watched.items() if watched is socket)
-        del self._watched[monitor]
-        socket.disable_monitor()
-        monitor.close(linger=0)
-        return monitor
 
     def serve(self, socket: zmq.Socket[bytes]) -> None:
         """Handle what has come on one of `sockets`."""

@@ -16,10 +16,10 @@ from typing import Any, TypeAlias
 
 from umbra.proto import messages as m
 from umbra.proto.access import QUESTIONS, SENDERS, may_send, needs_membership
+from umbra.proto.errors import RejectedError
 from umbra.proto.net.server import Request
 from umbra.proto.net.zap import Refusals
 from umbra.services.buffer.effects import Effect
-from umbra.services.buffer.endpoints.operator import OperatorRequests
 from umbra.services.buffer.endpoints.trainer import TrainerEndpoint
 from umbra.services.buffer.endpoints.worker import WorkerEndpoint
 from umbra.services.buffer.members import Participant
@@ -41,8 +41,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Endpoints that joiners are told."""
-
     data: str
     events_in: str
     events_out: str
@@ -79,7 +77,6 @@ class Broker:
         self._moved = True  # since the last `save`
         self._workers = WorkerEndpoint(run)
         self._training = TrainerEndpoint(run, missing=StallReport(run).missing)
-        self._operator = OperatorRequests(run, end=self._stop)
         self._recovery = Recovery(run, run_id)
         self.room = DiskQuota(run)
         self._overview = StatusPage(
@@ -150,7 +147,6 @@ class Broker:
         return self._outbox.take()
 
     def drain(self, reason: str, now: float) -> list[Effect]:
-        """Ask all members to return what they hold and to leave."""
         self._stop(reason, now)
         self._settle(now)
         return self._outbox.take()
@@ -194,19 +190,17 @@ class Broker:
             self._begin_end(self.run.finished, now, FINISH_S)
 
     def _make_handlers(self) -> dict[type[m.Message], Handler]:
-        """Return the handler of each message; `proto/access.py` says who may send it."""
-        workers, training, operator = self._workers, self._training, self._operator
+        workers, training = self._workers, self._training
         return {
             m.Ok: self._stray,
             m.Nack: self._stray,
             m.Ping: self._ping,
             m.StatusRequest: self._status,
-            m.PauseRequest: operator.pause,
-            m.ResumeRequest: operator.resume,
+            m.PauseRequest: self._pause,
+            m.ResumeRequest: self._resume_run,
             m.CheckpointRequest: training.checkpoint_wanted,
-            m.EvalRequest: operator.evaluate,
-            m.DrainRequest: operator.drain,
-            m.InterruptRequest: operator.interrupt,
+            m.EvalRequest: self._evaluate,
+            m.DrainRequest: self._drain,
             m.Join: self._join,
             m.Heartbeat: self._beat,
             m.Leave: self._leave,
@@ -219,6 +213,50 @@ class Broker:
             m.CheckpointSaved: training.checkpoint,
             m.FinishRun: self._finish,
         }
+
+    # -- operators ---------------------------------------------------------------------------------
+
+    def _pause(self, request: Request, body: m.PauseRequest, _now: float) -> None:
+        log.info("paused by %s: %s", request.header.sender, body.reason)
+        self.run.paused = body.reason or "paused on request"
+        self._outbox.reply(request, m.Ok())
+
+    def _resume_run(self, request: Request, _body: m.ResumeRequest, _now: float) -> None:
+        log.info("resumed by %s", request.header.sender)
+        self.run.paused = ""
+        self.pool.openings += 1  # the parked questions are worth another look
+        self._outbox.reply(request, m.Ok())
+
+    def _evaluate(self, request: Request, _body: m.EvalRequest, _now: float) -> None:
+        try:
+            samples = self.run.evals.ask()
+        except RejectedError as error:
+            self._outbox.refuse(request, error.code, str(error))
+        else:
+            self._outbox.reply(request, m.Ok(version=self.batches.version, samples=samples))
+
+    def _drain(self, request: Request, body: m.DrainRequest, now: float) -> None:
+        """Drain one member, or end the run if none is named."""
+        reason = body.reason or "drained on request"
+        if not body.member:
+            self._outbox.reply(request, m.Ok())
+            self._stop(reason, now)
+            return
+        peer = self.members.peers.get(body.member)
+        if peer is None or peer.is_needed:
+            there = ", ".join(sorted(self.members.peers)) or "nobody"
+            why = (
+                f"{body.member!r} is not a member: there is {there}"
+                if peer is None
+                else f"{body.member} is the {peer.role}, without which the run cannot go on: drain "
+                "the run as a whole"
+            )
+            self._outbox.refuse(request, "not_drainable", why, "member")
+            return
+        peer.drained = reason
+        log.info("%s is asked to leave: %s", peer.name, reason)
+        self._outbox.push(peer.identity, m.Command(kind="drain", reason=reason))
+        self._outbox.reply(request, m.Ok())
 
     # -- members -----------------------------------------------------------------------------------
 
@@ -324,7 +362,6 @@ class Broker:
     # -- the end -----------------------------------------------------------------------------------
 
     def _finish(self, request: Request, body: m.FinishRun, now: float) -> None:
-        """End the run, after the evaluation under way."""
         self.run.evals.advance(now)
         if self.run.evals.is_open and self.state == "ready":
             self._finish_request = request
@@ -353,7 +390,6 @@ class Broker:
     # -- common ------------------------------------------------------------------------------------
 
     def _settle(self, now: float) -> None:
-        """Answer the parked requests that can be answered now."""
         self._moved = True
         if not self._training.closed:
             self.run.evals.advance(now)

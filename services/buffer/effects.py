@@ -13,8 +13,6 @@ from umbra.proto.net.server import Request
 
 
 class Reply(msgspec.Struct, frozen=True, gc=False):
-    """Answer `request`, without its body."""
-
     request: Request
     body: Message
 
@@ -58,7 +56,6 @@ class Effects:
         self._effects.append(Measure(kind, fields))
 
     def take(self) -> list[Effect]:
-        """Return all effects since the last call."""
         effects, self._effects = self._effects, []
         return effects
 
@@ -86,34 +83,3 @@ class Parked(Generic[B]):
     @property
     def name(self) -> str:
         return self.request.header.sender
-
-
-class ParkedRequests(Generic[B]):
-    """Requests of one kind, one per member, oldest first."""
-
-    def __init__(self) -> None:
-        self._parked: dict[str, Parked[B]] = {}
-
-    def __len__(self) -> int:
-        return len(self._parked)
-
-    def park(self, parked: Parked[B]) -> None:
-        self._parked[parked.name] = parked
-
-    def all(self) -> list[Parked[B]]:
-        """Return a copy: any of them may be taken meanwhile."""
-        return list(self._parked.values())
-
-    def take(self, name: str) -> Parked[B] | None:
-        return self._parked.pop(name, None)
-
-    def take_overdue(self, now: float) -> list[Parked[B]]:
-        overdue = [parked for parked in self._parked.values() if parked.deadline <= now]
-        for parked in overdue:
-            del self._parked[parked.name]
-        return overdue
-
-    def take_all(self) -> list[Parked[B]]:
-        parked = self.all()
-        self._parked.clear()
-        return parked

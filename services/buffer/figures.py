@@ -103,8 +103,6 @@ class Meter:
 
 
 class Throughput:
-    """Computes `Status.rates` from counts that are named as its fields."""
-
     def __init__(self, counts: Callable[[], dict[str, int]], now: float) -> None:
         self._counts = counts
         self._meters: dict[str, Meter] = {}

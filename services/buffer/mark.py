@@ -17,8 +17,6 @@ NAME = "store.json"
 
 
 class RunMark(msgspec.Struct, frozen=True):
-    """Content of the file."""
-
     store: str  # its id
     folder: str  # where it was when the run was last begun
 

@@ -77,7 +77,6 @@ class Membership:
 
     @property
     def working(self) -> list[Participant]:
-        """All but monitors."""
         return [peer for peer in self.peers.values() if peer.role != "monitor"]
 
     @property
@@ -228,7 +227,6 @@ class Membership:
         return ("", "") if hub is None else (hub.endpoints.get("weights", ""), hub.incarnation)
 
     def stuck(self, now: float) -> list[Stuck]:
-        """Return members that are silent, or that send heartbeats without progress."""
         found: list[Stuck] = []
         for peer in self.peers.values():
             silent_s = now - peer.heard_at

@@ -191,7 +191,6 @@ class DiskQuota:
         self._disk = reason
 
     def check(self, now: float) -> None:
-        """Block or unblock the issue of groups."""
         needed, reason = self._store.size_bytes, self._disk
         pool, archive = self._pool, self._batches.archive
         if needed >= self._max_bytes and self._batches.checkpoint is None and archive.steps:

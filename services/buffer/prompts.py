@@ -19,8 +19,6 @@ from umbra.services.prompts.rows import Prompt
 
 @dataclass(frozen=True, slots=True)
 class GroupEnd:
-    """How a group of one prompt ended."""
-
     reason: Literal["complete", "filtered", "failed"]
     rewards: list[float]  # of the samples that got one
 
@@ -73,7 +71,6 @@ def first_rows(data: DataConfig, environments: Sequence[NamedEnvironment] = ()) 
 def _rows_by_environment(
     data: DataConfig, environments: Sequence[NamedEnvironment]
 ) -> dict[str, list[Prompt]]:
-    """Return the prompts of each environment: its own source, or its rows in data.prompts."""
     if not isinstance(data.prompts, str):
         raise UsageError(
             "data.prompts has several sources, and there are [[environments]], which have weights "

@@ -25,7 +25,7 @@ from umbra.services.buffer.prompts import open_prompts
 from umbra.services.buffer.state import RunState
 from umbra.services.buffer.store import MemoryStore, Store, StoreFullError
 from umbra.services.config import BufferConfig
-from umbra.services.config.rules import check_feasible
+from umbra.services.config.rules import check_feasible, implied_staleness
 from umbra.services.process.command import ServiceContext
 from umbra.services.process.files import DISK, READABLE_MODE
 from umbra.services.prompts.readers import read_source
@@ -79,7 +79,9 @@ def serve(context: ServiceContext) -> int:
             wire_counters=server.counters,
             refusals=server.refusals,
         )
-        context.log.info("%d prompts; %s", len(prompts), broker.policy.describe())
+        context.log.info(
+            "%d prompts; staleness: %s", len(prompts), implied_staleness(config).describe()
+        )
         broker.save()
         store.commit()
         context.ready({"broker": control, "data": endpoints.data})
@@ -139,8 +141,6 @@ def bind(
 
 
 class Service:
-    """The loop. A thread writes commits; replies to what comes meanwhile wait for the next one."""
-
     def __init__(
         self, context: ServiceContext, server: Server, broker: Broker, store: Store
     ) -> None:
@@ -241,7 +241,6 @@ def _run_id(context: ServiceContext) -> str:
 
 
 def _write_status(run_dir: Path | None, broker: Broker, now: float) -> None:
-    """Write the last status, also when the loop ends by an error."""
     if run_dir is not None:
         status = broker.status(now)
         target = run_dir / "buffer.json"
@@ -298,7 +297,6 @@ class Committer:
 
     @property
     def is_idle(self) -> bool:
-        """True if the next commit can begin."""
         return not self.under_way or not self._ends.empty()
 
     def begin(self, write: Callable[[], None]) -> None:

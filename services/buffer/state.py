@@ -120,13 +120,8 @@ class RunState:
         self.pool.stale.clear()
 
     def check(self) -> None:
-        """Raise LedgerError unless every sample is accounted for."""
         self.pool.ledger.check()
         self.evals.pool.ledger.check()
-
-    def resume(self) -> None:
-        self.paused = ""
-        self.pool.openings += 1  # the parked questions are worth another look
 
     def cancel(self) -> None:
         self.evals.cancel()

@@ -19,15 +19,12 @@ SHOWN = 20  # overdue samples named at once, the oldest of each kind
 
 
 class StallReport:
-    """Explains what a run waits for."""
-
     def __init__(self, run: RunState) -> None:
         self._run = run
         self._members = run.members
         self._config = run.buffer
 
     def missing(self, now: float) -> str:
-        """Return why the batch is not full, in words."""
         run, wanted = self._run, self._config.batch_groups
         complete = len(run.pool.complete)
         text = f"{min(complete, wanted)} of {wanted} groups complete; "
@@ -53,7 +50,6 @@ class StallReport:
         return any(peer.role == "generator" for peer in self._members.peers.values())
 
     def stuck(self, now: float) -> list[Stuck]:
-        """Return all that is overdue in samples, scoring, evaluations and batches."""
         return [
             *self._batches(now),
             *self._leases(now),
@@ -171,8 +167,6 @@ FRESH_S = 0.2  # all who ask within this time get the same: any number may watch
 
 
 class StatusPage:
-    """The status of a run, for any number of watchers."""
-
     def __init__(
         self,
         run: RunState,

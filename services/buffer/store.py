@@ -61,8 +61,6 @@ class StoreFullError(UmbraError):
 
 
 class StoreHeader(msgspec.Struct, frozen=True):
-    """What a store is; keeps its form in every schema."""
-
     schema: int
     store: str  # its id
     commit: int  # LMDB's number of the transaction that wrote it, which is the newest
@@ -190,7 +188,6 @@ class LmdbStore:
         return values
 
     def delete(self, key: str) -> None:
-        """Delete `key`, which need not be there."""
         self._pending[key] = None
 
     def keys(self, prefix: str) -> list[str]:

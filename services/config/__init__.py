@@ -38,28 +38,6 @@ from umbra.services.config.training import (
 )
 from umbra.services.config.weights import WeightHubConfig
 
-__all__ = [
-    "BufferConfig",
-    "CheckpointConfig",
-    "CriticConfig",
-    "DataConfig",
-    "EnvironmentConfig",
-    "EvalConfig",
-    "GeneratorConfig",
-    "LogConfig",
-    "MetricsConfig",
-    "ModelConfig",
-    "NamedEnvironment",
-    "RunConfig",
-    "RunSection",
-    "SamplingConfig",
-    "ScorerConfig",
-    "Section",
-    "SecurityConfig",
-    "TrainerConfig",
-    "WeightHubConfig",
-]
-
 
 class RunConfig(Section):
     """The whole tree: what a run file holds."""
@@ -84,7 +62,6 @@ class RunConfig(Section):
 
     @property
     def all_environments(self) -> tuple[EnvironmentConfig, ...]:
-        """The several environments, or the one."""
         return self.environments or (self.environment,)
 
     def environment_of(self, row: Mapping[str, Any]) -> EnvironmentConfig:

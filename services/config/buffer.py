@@ -81,7 +81,6 @@ class BufferConfig(Section):
         return min(1.0, self.dead_after_s / 15)
 
     def faults(self) -> Iterator[str]:
-        """Settings with which no batch is ever full, or that contradict each other."""
         size = self.group_size
         if self.dynamic_sampling and size == 1:
             yield (

@@ -13,7 +13,6 @@ ENVIRONMENT = "environment"
 
 
 def environment_prefix(name: str) -> str:
-    """What the ids of an environment's prompts begin with, in a run with several."""
     return f"{name}/"
 
 
@@ -100,16 +99,13 @@ class EnvironmentConfig(Section):
 
     @property
     def own_sampling(self) -> dict[str, Any]:
-        """Keys of [sampling] that are others for its samples."""
         return {}
 
     def sampling_key(self, name: str) -> str:
-        """Where that key of its sampling is set."""
         return f"{self.where}.sampling.{name}" if name in self.own_sampling else f"sampling.{name}"
 
     @property
     def rewards(self) -> tuple[str, ...]:
-        """The names of the reward functions."""
         return tuple(self.reward) if isinstance(self.reward, dict) else (self.reward,)
 
     @property
@@ -224,7 +220,6 @@ class SamplingConfig(Section):
 
     @property
     def cuts_off(self) -> bool:
-        """Whether some tokens are never drawn."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
@@ -286,7 +281,6 @@ class GeneratorConfig(Section):
         return self.engine
 
     def faults(self) -> Iterator[str]:
-        """Sessions that leave slots empty."""
         if 0 < self.sessions < self.slots:
             yield (
                 f"generator.sessions = {self.sessions} leaves some of generator.slots = "
@@ -307,6 +301,5 @@ class ScorerConfig(Section):
     device: str = key("auto", "cpu, cuda, cuda:1, ... or auto")
 
     def processes(self, stage: str) -> int:
-        """How many processes of `stage` there are."""
         counts: dict[str, int] = {**self.count}
         return counts.get(stage, 1)

@@ -235,8 +235,7 @@ def _check(tree: Any, where: str) -> dict[str, Any]:
     for section, values in tree.items():
         if section not in SECTIONS:
             _refuse_dropped(section, where)
-            hint = _foreign_hint(section) or _hint(section, SECTIONS)
-            raise UsageError(f"{where}: unknown section [{section}]{hint}")
+            raise UsageError(f"{where}: unknown section [{section}]{_hint(section, SECTIONS)}")
         if section == ENVIRONMENTS:
             checked[section] = _check_environments(values, where)
             continue
@@ -292,7 +291,7 @@ def _assign(tree: dict[str, Any], path: str, text: str, where: str) -> None:
     if not key:
         raise UsageError(f"{where}: write it as section.key=value, here {section}.key=value")
     values = tree.setdefault(section, {})
-    if key in FOREIGN:
+    if section == "buffer" and key in FOREIGN:
         values |= _translate(section, {key: _scalar(text)}, where)
         return
     kind = _kind(section, key, where)
@@ -311,17 +310,14 @@ def _assign(tree: dict[str, Any], path: str, text: str, where: str) -> None:
 
 
 def _translate(section: str, values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return `values` of one section with names of other systems replaced by ours.
+    """Return `values` of one section with the names in `FOREIGN` replaced by ours.
 
     Raises:
-        UsageError: a name stands in another section than `[buffer]`, has a bad value, or
-            contradicts one of our keys beside it.
+        UsageError: one has a bad value, or contradicts one of our keys beside it.
     """
-    result = {key: value for key, value in values.items() if key not in FOREIGN}
-    for name in values.keys() & FOREIGN.keys():
-        (system, offset), value = FOREIGN[name], values[name]
-        if section != "buffer":
-            raise UsageError(f"{where}: {name} is {system}'s; {_advice(offset)}")
+    result = dict(values)
+    for name in values.keys() & FOREIGN.keys() if section == "buffer" else ():
+        (system, offset), value = FOREIGN[name], result.pop(name)
         if not isinstance(value, int) or isinstance(value, bool) or value < offset:
             raise UsageError(f"{where}: buffer.{name} must be an integer >= {offset}")
         number = value - offset
@@ -336,25 +332,11 @@ def _translate(section: str, values: Mapping[str, Any], where: str) -> dict[str,
     return result
 
 
-def _foreign_hint(name: str) -> str:
-    """Return what to write instead of a name that is nearly one of `FOREIGN`, else ""."""
-    close = difflib.get_close_matches(name, list(FOREIGN), n=1, cutoff=0.9)
-    if not close:
-        return ""
-    system, offset = FOREIGN[close[0]]
-    return f"; {close[0]} is {system}'s: {_advice(offset)}"
-
-
-def _advice(offset: int) -> str:
-    less = f", each {offset} less" if offset else ""
-    return f"in [buffer] it means run_ahead and max_staleness{less}"
-
-
 def _kind(section: str, key: str, where: str) -> introspect.Type:
     fields = SECTIONS[section]
     if key not in fields:
         _refuse_dropped(f"{section}.{key}", where)
-        hint = _foreign_hint(key) or _hint(key, fields, f"{section}.")
+        hint = _hint(key, [*fields, *FOREIGN] if section == "buffer" else fields, f"{section}.")
         raise UsageError(f"{where}: unknown key {section}.{key}{hint}")
     return bare(introspect.type_info(fields[key]))
 
@@ -417,6 +399,7 @@ def _scalar(text: str) -> Any:
 
 def _hint(name: str, known: Iterable[str], prefix: str = "") -> str:
     likely = [f"{section}.{name}" for section, fields in SECTIONS.items() if name in fields]
+    likely += [f"buffer.{name}"] if name in FOREIGN else []
     if not likely:
         close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
         likely = [prefix + match for match in close]

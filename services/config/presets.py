@@ -10,27 +10,10 @@ from typing import Literal
 import msgspec
 
 Preset = Literal[
-    "ppo",
-    "naive",
-    "tis",
-    "tis_opsm",
-    "decoupled",
-    "icepop",
-    "sequence_mask",
-    "m2po",
-    "prime_rl",
-    "grpo",
-    "dr_grpo",
-    "dapo",
-    "rloo",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
-    "gspo",
-    "cispo",
-    "sapo",
-    "dppo",
-    "ppo_critic",
-]
+    "ppo", "naive", "tis", "tis_opsm", "decoupled", "icepop", "sequence_mask", "m2po", "prime_rl",
+    "grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gspo", "cispo",
+    "sapo", "dppo", "ppo_critic",
+]  # fmt: skip
 Advantage = Literal["dr_grpo", "grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"]
 Level = Literal["token", "sequence"]
 Anchor = Literal["behaviour", "proximal"]

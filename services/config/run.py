@@ -76,7 +76,6 @@ class DataConfig(Section):
 
     @property
     def sources(self) -> dict[str, float]:
-        """Each source and its weight; none if no prompts are named."""
         if isinstance(self.prompts, dict):
             return self.prompts
         return {self.prompts: 1.0} if self.prompts else {}

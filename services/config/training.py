@@ -100,23 +100,19 @@ class TrainerConfig(ObjectiveKeys):
     max_skipped: ClassVar[int] = 10  # batches in a row without an update until the run ends
 
     def precision_on(self, kind: str) -> Literal["no", "bf16", "fp16"]:
-        """Of the computation on a device of that `kind`: "cpu" or "cuda"."""
         if self.precision == "auto":
             return "bf16" if kind == "cuda" else "no"
         return self.precision
 
     def recomputes_on(self, kind: str) -> bool | str:
-        """How layers are recomputed in the backward pass on a device of that `kind`."""
         chosen = self.activation_checkpointing
         return kind == "cuda" if chosen == "auto" else chosen
 
     @property
     def updates_per_batch(self) -> int:
-        """Optimizer updates that a batch is meant for."""
         return self.minibatches * self.epochs
 
     def faults(self) -> Iterator[str]:
-        """Settings of the trainer that contradict each other."""
         yield from self.objective_faults()
         yield from self.rank_faults()
         yield from self.device_faults("cpu" if self.device == "cpu" else "cuda")
@@ -256,11 +252,9 @@ class EvalConfig(Section):
 
     @property
     def within(self) -> bool:
-        """Whether there are evaluations within the run."""
         return self.every > 0 or self.at_start
 
     def faults(self) -> Iterator[str]:
-        """Evaluations within the run that cannot be."""
         if not self.within:
             return
         if not self.prompts:

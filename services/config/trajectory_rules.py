@@ -92,7 +92,6 @@ def sampling_of(config: SamplingConfig, *, greedy: bool = False) -> Sampling:
 
 
 def samplings_of(config: RunConfig) -> dict[str, Sampling]:
-    """The same of each environment by its name; of the only one, if there is one, by ""."""
     return {
         one.name if isinstance(one, NamedEnvironment) else "": sampling_of(config.sampling_for(one))
         for one in config.all_environments

@@ -45,7 +45,6 @@ class WeightHubConfig(Section):
 
     @property
     def pace(self) -> Pace:
-        """How long each phase of a push may take."""
         return Pace(self.deadline_s, self.least_rate)
 
     def first_version_s(self, nbytes: int) -> float:
@@ -58,7 +57,6 @@ class WeightHubConfig(Section):
         return self.pace.after(START_S).limit_s((3 + self.slots) * nbytes)
 
     def dtype_on(self, kind: str) -> Literal["float32", "bfloat16", "float16"]:
-        """What a process on a device of that `kind` ("cpu" or "cuda") serves, or is served."""
         if self.dtype == "auto":
             return "bfloat16" if kind == "cuda" else "float32"
         return self.dtype

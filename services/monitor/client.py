@@ -8,29 +8,14 @@ from typing import TypeVar
 
 import zmq
 
+from umbra.proto import messages as m
 from umbra.proto.errors import DeadlineError, RejectedError, UsageError
-from umbra.proto.messages import (
-    CheckpointRequest,
-    DrainRequest,
-    Event,
-    Header,
-    InterruptRequest,
-    Message,
-    Ok,
-    PauseRequest,
-    Ping,
-    Pong,
-    ResumeRequest,
-    Role,
-    Status,
-    StatusRequest,
-)
 from umbra.proto.net.io_thread import IoThread
 from umbra.proto.net.keys import OPEN, Security
 from umbra.proto.sockets import check_address
 
-M = TypeVar("M", bound=Message)
-NEEDED: tuple[Role, ...] = ("trainer", "weight_hub", "part")  # the run stands still without them
+M = TypeVar("M", bound=m.Message)
+NEEDED: tuple[m.Role, ...] = ("trainer", "weight_hub", "part")  # the run stands still without them
 
 
 class StatusClient:
@@ -44,7 +29,9 @@ class StatusClient:
         UsageError: `broker` is no address.
     """
 
-    def __init__(self, broker: str, security: Security = OPEN, *, server: Role = "buffer") -> None:
+    def __init__(
+        self, broker: str, security: Security = OPEN, *, server: m.Role = "buffer"
+    ) -> None:
         check_address(broker, "--broker" if server == "buffer" else "--hub")
         self.broker = broker
         incarnation = uuid.uuid4().hex[:12]
@@ -53,26 +40,17 @@ class StatusClient:
         # Nothing that we send is worth waiting for at the end.
         self._link.run(lambda: self._channel.socket.set(zmq.LINGER, 0))
 
-    def status(self, timeout_s: float) -> Status:
-        """The whole state of the run."""
-        return self._ask(StatusRequest(), Status, timeout_s)
+    def status(self, timeout_s: float) -> m.Status:
+        return self._ask(m.StatusRequest(), m.Status, timeout_s)
 
-    def ping(self, timeout_s: float) -> Pong:
-        """A sign of life."""
-        return self._ask(Ping(), Pong, timeout_s)
-
-    def interrupt(self, samples: list[str], timeout_s: float) -> int:
-        """Have `samples` (empty: all) handed back by their generators; how many that are."""
-        body = InterruptRequest(samples=samples, reason="on request")
-        return self._ask(body, Ok, timeout_s).samples
+    def ping(self, timeout_s: float) -> m.Pong:
+        return self._ask(m.Ping(), m.Pong, timeout_s)
 
     def pause(self, reason: str, timeout_s: float) -> None:
-        """Have nothing handed out any more, until `resume`."""
-        self._ask(PauseRequest(reason=reason), Ok, timeout_s)
+        self._ask(m.PauseRequest(reason=reason), m.Ok, timeout_s)
 
     def resume(self, timeout_s: float) -> None:
-        """Have work handed out again."""
-        self._ask(ResumeRequest(), Ok, timeout_s)
+        self._ask(m.ResumeRequest(), m.Ok, timeout_s)
 
     def checkpoint(self, timeout_s: float) -> int:
         """Have the trainer save its state; after which step that was.
@@ -81,7 +59,7 @@ class StatusClient:
             DeadlineError: that was not done within `timeout_s` seconds.
             RejectedError: the run is ending.
         """
-        return self._ask(CheckpointRequest(), Ok, timeout_s).version
+        return self._ask(m.CheckpointRequest(), m.Ok, timeout_s).version
 
     def drain(self, member: str, reason: str, timeout_s: float) -> None:
         """Have `member` leave, or if it is empty, end the run in order.
@@ -91,7 +69,7 @@ class StatusClient:
             DeadlineError: nobody answered within `timeout_s` seconds.
         """
         try:
-            self._ask(DrainRequest(member=member, reason=reason), Ok, timeout_s)
+            self._ask(m.DrainRequest(member=member, reason=reason), m.Ok, timeout_s)
         except RejectedError as error:
             if error.code == "not_drainable":
                 raise UsageError(str(error)) from error
@@ -121,7 +99,7 @@ class StatusClient:
         return [member.name for member in leaving]
 
     def subscribe(
-        self, endpoint: str, topics: Sequence[bytes], on_event: Callable[[Header, Event], None]
+        self, endpoint: str, topics: Sequence[bytes], on_event: Callable[[m.Header, m.Event], None]
     ) -> None:
         """Watch telemetry; `on_event` runs on another thread, and must be quick."""
         self._link.subscribe(endpoint, topics, on_event)
@@ -135,7 +113,7 @@ class StatusClient:
     def __exit__(self, *_raised: object) -> None:
         self.close()
 
-    def _ask(self, body: Message, reply: type[M], timeout_s: float) -> M:
+    def _ask(self, body: m.Message, reply: type[M], timeout_s: float) -> M:
         try:
             return self._channel.call(body, reply, timeout_s=timeout_s)
         except DeadlineError as error:

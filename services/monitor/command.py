@@ -11,15 +11,16 @@ from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING
 
 import click
+from rich.live import Live
 
 from umbra.proto.errors import EXIT_DONE, PeerLostError, UsageError
 from umbra.proto.messages import Role, Status
 from umbra.proto.net.keys import Security
 from umbra.services.monitor.client import StatusClient
 from umbra.services.monitor.feed import Look, Watch, look_dict
-from umbra.services.monitor.live import LiveView
 from umbra.services.monitor.operate import checked_run, operated_run, timeout_option
-from umbra.services.monitor.view import NewWarnings, headline, left_text, plain, status_dict
+from umbra.services.monitor.screen import plain, screen
+from umbra.services.monitor.view import NewWarnings, headline, left_text, status_dict
 from umbra.services.process.signals import stop_on_signals
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def status(
     if member is not None:
         click.echo(_describe_member(current, member))
     else:
-        click.echo(json.dumps(status_dict(current)) if as_json else plain(current))
+        click.echo(json.dumps(status_dict(current)) if as_json else plain(Look(current)))
     return EXIT_DONE
 
 
@@ -119,7 +120,7 @@ def monitor(
 ) -> int:
     """Watch a run live: its members, ledger, staleness and what is stuck.
 
-    A screen with keys to pause and drain on a terminal, one line per look when piped.
+    A screen on a terminal, which Ctrl-C leaves; one line per look when piped.
     Ends with code 0 when the run ends or at Ctrl-C, and with 5 when no buffer answers at the start.
     Any number may watch; none of them changes the run by being there.
     """
@@ -129,12 +130,20 @@ def monitor(
         stays = web is not None or prometheus is not None
         board = _serve(stack, look, web, prometheus) if stays else None
         if once:
-            _echo_json(look) if as_json else click.echo(plain(look.status))
+            _echo_json(look) if as_json else click.echo(plain(look))
         elif sys.stdout.isatty() and not as_json and not stays:
-            LiveView(watch, interval_s, timeout_s).run(look, stopping)
+            with Live(screen=True, auto_refresh=False) as live:
+
+                def draw(look: Look) -> None:
+                    live.update(screen(look, live.console.width), refresh=True)
+
+                look, lost = _follow(watch, look, stopping, draw, None, interval_s, timeout_s)
+            click.echo(left_text(look.status, lost=lost))
         else:
             show = _echo_json if as_json else _Lines().show
-            _follow(watch, look, stopping, show, board, interval_s, timeout_s)
+            look, lost = _follow(watch, look, stopping, show, board, interval_s, timeout_s)
+            if lost and board is None:
+                click.echo(f"umbra: {left_text(look.status, lost=True)}", err=True)
     return EXIT_DONE
 
 
@@ -180,10 +189,11 @@ def _follow(
     board: Board | None,
     interval_s: float,
     timeout_s: float,
-) -> None:
+) -> tuple[Look, bool]:
     """Show `look` and what follows until the run or the user ends it.
 
-    With a `board`, which is served, wait for a run that does not answer.
+    Return the last look, and whether the run stopped answering; with a `board`, which is served,
+    wait for it to answer again.
     """
     lost = False
     while True:
@@ -192,13 +202,13 @@ def _follow(
             if board is not None:
                 board.show(look)
         if stopping.wait(interval_s):
-            return
+            return look, lost
         try:
             look, lost = watch.look(timeout_s), False
         except PeerLostError:
+            if board is None:
+                return look, True
             if not lost:
                 click.echo(f"umbra: {left_text(look.status, lost=True)}", err=True)
-            if board is None:
-                return
+                board.lose()
             lost = True
-            board.lose()

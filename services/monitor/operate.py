@@ -143,15 +143,3 @@ def checkpoint(broker: str, security: Security, timeout_s: float) -> int:
         step = client.checkpoint(timeout_s)
     click.echo(f"the trainer has saved its state after step {step}")
     return EXIT_DONE
-
-
-@click.command()
-@operated_run
-@timeout_option
-@click.option("--sample", "samples", multiple=True, metavar="ID", help="Only this one.")
-def interrupt(broker: str, security: Security, timeout_s: float, samples: tuple[str, ...]) -> int:
-    """Have generators hand unfinished samples back; they go on later as partials."""
-    with StatusClient(broker, security) as client:
-        count = client.interrupt(list(samples), timeout_s)
-    click.echo(f"{count} samples were asked back")
-    return EXIT_DONE

@@ -22,7 +22,6 @@ class RunAddress:
     keys: str = ""
 
     def write(self, folder: Path) -> None:
-        """Leave it in the run's `folder`, where the others look for it."""
         DISK.replace(folder / FILE, json.dumps(asdict(self)).encode() + b"\n", mode=READABLE_MODE)
 
     @classmethod
@@ -35,7 +34,6 @@ class RunAddress:
 
     @staticmethod
     def forget(folder: Path) -> None:
-        """The run in `folder` is over."""
         (folder / FILE).unlink(missing_ok=True)
 
 

@@ -7,32 +7,20 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import msgspec
-from rich.console import Group, RenderableType
-from rich.padding import Padding
-from rich.text import Text
 
 from umbra.proto.messages import Member, Status, Stuck
 from umbra.proto.records import EvalReport
-from umbra.services.monitor.layout import ByWidth
 from umbra.services.reporting.figures import busy, idle_causes, telling
-from umbra.services.reporting.tables import aligned, clock, counts, number, rich_table
+from umbra.services.reporting.tables import clock, counts, number
 
 BARS = "▁▂▃▄▅▆▇█"
 COLUMNS = (
     "service", "state", "incarnation", "version", "lag", "tokens/s", "busy", "idle", "activity",
     "figures",
 )  # fmt: skip
-MEMBERS_SHOWN = 24
-NARROW_COLUMNS = ("service", "state", "version", "lag", "tokens/s", "busy", "idle")
-NUMBERS = ("version", "lag", "tokens/s", "busy")
-REFUSED_SHOWN = 3
-STATE_STYLES = {
-    "ready": "green", "running": "green", "done": "dim", "stopped": "dim", "failed": "bold red",
-}  # fmt: skip
 
 
 def status_dict(status: Status) -> dict[str, Any]:
-    """The status as plain values for JSON, with the ledger's balance and how busy members are."""
     values = msgspec.to_builtins(status)
     values["ledger"]["balance"] = status.ledger.balance
     for member, found in zip(status.members, values["members"], strict=True):
@@ -41,7 +29,6 @@ def status_dict(status: Status) -> dict[str, Any]:
 
 
 def headline(status: Status, reward: float | None = None) -> str:
-    """The run in one line."""
     parts = [f"step {status.version}/{status.steps}"]
     if reward is not None:
         parts.append(f"reward {reward:.3f}")
@@ -61,20 +48,17 @@ def headline(status: Status, reward: float | None = None) -> str:
 
 
 def starting_text(status: Status) -> str:
-    """The members of a run in which no sample was issued yet, in one line."""
     members = [f"{member.name} {member.activity or member.state}" for member in status.members]
     return f"starting: {', '.join(members) or 'no process has joined yet'}"
 
 
 def speed_text(status: Status) -> str:
-    """`samples/s`, of trained ones; until there are some, how fast answers come."""
     if not status.ledger.trained:
         return f"samples/s -  answers/s {number(status.rates.answers_per_s)}"
     return f"samples/s {number(status.rates.samples_per_s)}"
 
 
 def holding(status: Status) -> dict[str, str]:
-    """The warnings that hold now: name and sentence."""
     return {one.name: one.text for one in status.warnings if one.until < 0}
 
 
@@ -95,14 +79,12 @@ class NewWarnings:
         self._told: set[str] = set()
 
     def lines(self, status: Status) -> list[str]:
-        """The warnings that are new since the last call."""
         new = {name: text for name, text in holding(status).items() if name not in self._told}
         self._told |= set(new)
         return [f"warning: {name}: {text}" for name, text in new.items()]
 
 
 def staleness_text(staleness: Mapping[str, float]) -> str:
-    """`staleness mean (max, bound)`, in optimizer steps."""
     if "mean" not in staleness:
         return "staleness -"
     bound = f", bound {staleness['bound']:g}" if "bound" in staleness else ""
@@ -110,7 +92,6 @@ def staleness_text(staleness: Mapping[str, float]) -> str:
 
 
 def notice_text(status: Status) -> str:
-    """What an operator must know before anything else; empty if there is nothing."""
     if status.finished:
         return f"all steps are done, the run ends: {status.ending}"
     if status.ending:
@@ -132,7 +113,6 @@ def left_text(status: Status, *, lost: bool) -> str:
 
 
 def eval_text(report: EvalReport) -> str:
-    """An evaluation: how far it is, or what came of it."""
     text = f"eval of version {report.version}: "
     ended = counts(dict(sorted(report.ended.items())))
     if not report.done or report.answered < report.samples:
@@ -145,7 +125,6 @@ def eval_text(report: EvalReport) -> str:
 
 
 def evals_text(status: Status) -> str:
-    """The evaluation under way and the last one that is over; empty if there are none."""
     done = [one for one in status.evals if one.done][-1:]
     open_ = [one for one in status.evals if not one.done]
     return "; ".join(map(eval_text, [*open_, *done]))
@@ -175,28 +154,7 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
     return "".join(BARS[round((mean - low) * scale)] for mean in means)
 
 
-def plain(status: Status) -> str:
-    """The whole status as lines of plain text."""
-    lines = [f"run {status.run_id}: {status.state}, up {clock(status.uptime_s)}"]
-    if notice := notice_text(status):
-        lines.append(notice)
-    lines.append(headline(status))
-    lines += [f"warning: {name}: {text}" for name, text in holding(status).items()]
-    lines.append(f"ledger: {ledger_text(status)}")
-    lines.append(f"health: {health_text(status.health)}")
-    if evals := evals_text(status):
-        lines.append(f"evals: {evals}")
-    right = [COLUMNS.index(name) for name in NUMBERS]
-    lines += [f"  {line}" for line in aligned([COLUMNS, *member_rows(status)], right)]
-    lines += [f"stuck: {stuck_text(status, i)}" for i in range(len(status.stuck))]
-    if counters := counters_text(status):
-        lines.append(f"counters: {counters}")
-    lines += [f"refused: {text}" for text in refused_texts(status)]
-    return "\n".join(lines)
-
-
 def stuck_text(status: Status, index: int) -> str:
-    """One overdue thing in words."""
     stuck = status.stuck[index]
     return f"{_where(stuck)}, {stuck.action}"
 
@@ -206,51 +164,16 @@ def _where(stuck: Stuck) -> str:
     return f"{stuck.what} at {stuck.holder}{since}"
 
 
-def member_table(status: Status, processes: Mapping[str, str] | None = None) -> RenderableType:
-    """The members; where it is narrow, what has no room in a row is below it."""
-    rows = most_telling(member_rows(status, processes), MEMBERS_SHOWN)
-    table = rich_table(COLUMNS, right=NUMBERS, wrapped=("figures",))
-    for row in rows:
-        cells = [Text(cell) for cell in row]
-        cells[1].stylize(STATE_STYLES.get(row.state, "yellow"))
-        table.add_row(*cells)
-    return ByWidth(table, _narrow_members(rows))
-
-
-def _narrow_members(rows: Sequence[MemberRow]) -> RenderableType:
-    kept = [COLUMNS.index(name) for name in NARROW_COLUMNS]
-    right = [NARROW_COLUMNS.index(name) for name in NUMBERS]
-    heading, *lines = aligned([[row[i] for i in kept] for row in (COLUMNS, *rows)], right)
-    parts: list[RenderableType] = [Text(heading, style="bold", no_wrap=True)]
-    for row, line in zip(rows, lines, strict=True):
-        text = Text(line, no_wrap=True, overflow="ellipsis")
-        style = STATE_STYLES.get(row.state, "yellow")
-        text.highlight_words([row.state] if row.state else [], style)
-        parts.append(text)
-        if more := "  ".join(filter(None, (row.activity, row.figures, row.incarnation))):
-            parts.append(Padding(Text(more, style="dim"), (0, 0, 0, 4)))
-    return Group(*parts)
-
-
-def warning_lines(status: Status) -> list[Text]:
-    """The warnings that hold, for a terminal."""
-    found = holding(status).items()
-    return [Text(f"warning: {name}: {text}", style="yellow") for name, text in found]
-
-
 def counters_text(status: Status) -> str:
-    """What was counted, in words."""
     return "  ".join(f"{key} {count}" for key, count in sorted(status.counters.items()) if count)
 
 
 def refused_texts(status: Status) -> list[str]:
-    """Who lacked the right key for what, the most frequent first."""
     most = sorted(status.refused.items(), key=lambda item: -item[1])
     return [f"{what}: {count} times" for what, count in most]
 
 
 def eta_text(status: Status) -> str:
-    """How long the rest of the run takes at the speed of now."""
     left = status.steps - status.version
     if status.rates.steps_per_s <= 0 or left <= 0:
         return ""
@@ -263,8 +186,6 @@ SHOWN_APART = ("version", "step", "decoded_per_s", "train_tokens_per_s")
 
 
 class MemberRow(NamedTuple):
-    """What is shown of one member, in words."""
-
     name: str
     state: str
     incarnation: str = ""

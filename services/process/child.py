@@ -112,7 +112,6 @@ class ChildProcess:
         stdin: int = subprocess.DEVNULL,
         ready_fd: int | None = None,
     ) -> int:
-        """Start the child, with `ready_fd` open; its pid."""
         with ExitStack() as files:
             out, err = (
                 files.enter_context(where.open("ab")) if isinstance(where, Path) else where
@@ -167,12 +166,10 @@ class ChildProcess:
         return code
 
     def terminate(self) -> None:
-        """Ask it to drain."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it, and its session, at once."""
         if self.poll() is None:
             self._signal_all(signal.SIGKILL)
 
@@ -203,7 +200,6 @@ def start_worker(
 
 
 def describe_exit(code: int) -> str:
-    """An exit code in words."""
     if code >= 0:
         return f"exit code {code}"
     try:
@@ -213,7 +209,6 @@ def describe_exit(code: int) -> str:
 
 
 def own_exit_code(code: int) -> int:
-    """What we end with because a child ended with `code`."""
     if code == 1:
         return UmbraError.exit_code  # 1 is Python's own, after a traceback
     return code if code > 0 else PeerLostError.exit_code
@@ -257,5 +252,4 @@ def python_argv(module: str, *arguments: str) -> tuple[str, ...]:
 
 
 def umbra_argv(*arguments: str) -> tuple[str, ...]:
-    """The command line of an `umbra` sub-command under this very Python."""
     return python_argv("umbra", *arguments)

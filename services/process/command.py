@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import resource
 import threading
@@ -23,7 +24,6 @@ from umbra.proto.net.session import Session
 from umbra.proto.sockets import check_address
 from umbra.services.config import LogConfig, RunConfig, RunSection
 from umbra.services.config import SecurityConfig as SecurityConfig
-from umbra.services.config.describe import shown_default
 from umbra.services.config.loader import bare, choices, load_config
 from umbra.services.process.logs import setup_logging
 from umbra.services.process.metrics import MetricsFile
@@ -36,8 +36,6 @@ ALONE: tuple[Role, ...] = ("relay", "part")  # may run without a buffer
 
 @dataclass(frozen=True)
 class ServiceContext:
-    """What a service's `run` gets."""
-
     config: RunConfig
     name: str
     broker: str
@@ -53,7 +51,6 @@ class ServiceContext:
         return self.broker != RunSection().broker
 
     def join(self, role: Role, endpoints: dict[str, str] | None = None, **facts: Any) -> Session:
-        """Join the run; see `Session.join`."""
         return Session.join(
             role=role,
             name=self.name,
@@ -97,7 +94,6 @@ def keys_of(*roles: KeyRole) -> Callable[[Callable[..., Any]], Callable[..., Any
 
 
 def security_overrides(keys: str | None, insecure: bool | None = None) -> list[str]:
-    """What these two options say, as `--set` would."""
     chosen = [] if keys is None else [f"security.keys={keys}"]
     return chosen if insecure is None else [*chosen, f"security.insecure={str(insecure).lower()}"]
 
@@ -138,9 +134,6 @@ def service_command(
         config = load_config(values["config"], overrides=overrides)
         role, name = identify(own) if identify is not None else (cast(Role, section), service)
         name = values["name"] or name
-        if values["dry_run"]:
-            _print_dry_run(name, role, section, config, values["run_dir"])
-            return
         raise SystemExit(_run_service(run, role, config, name, values["run_dir"], own))
 
     params: list[click.Parameter] = [
@@ -160,23 +153,10 @@ def service_command(
         click.Option(["--log-format"], help=f"console or json.  [default: {LogConfig().format}]"),
         click.Option(["--keys"], **KEYS),
         click.Option(["--insecure"], **INSECURE),
-        click.Option(["--dry-run"], is_flag=True, help="Check flags and keys, print what counts."),
         *options,
         *(_flag(field, cls) for field in fields),
     ]
     return click.Command(service, params=params, callback=invoke, help=_first_line(cls))
-
-
-def _print_dry_run(
-    name: str, role: Role, section: str, config: RunConfig, run_dir: Path | None
-) -> None:
-    """Say as what the service would start; what is given in several places is settled here."""
-    security = open_security(config.security, [role], run_dir)
-    click.echo(f"name = {name}")
-    click.echo(f"broker = {config.run.broker}")
-    click.echo(f"keys = {'none' if security.keys is None else config.security.keys or run_dir}")
-    for key, value in msgspec.to_builtins(getattr(config, section)).items():
-        click.echo(f"{section}.{key} = {msgspec.json.encode(value).decode()}")
 
 
 def _run_service(
@@ -250,6 +230,16 @@ def _flag(field: msgspec.structs.FieldInfo, section: type[Any]) -> click.Option:
         metavar=f"[{metavar}]" if known else metavar.upper(),
         help=str(schema.get("description", "")) + default,
     )
+
+
+def shown_default(field: msgspec.structs.FieldInfo) -> str:
+    """The default as one writes it after `--set section.key=`; "" if it is nothing."""
+    value = field.default
+    if field.default_factory is not msgspec.NODEFAULT:
+        value = field.default_factory()
+    if value is None or value is msgspec.NODEFAULT or value is msgspec.UNSET or value == "":
+        return ""
+    return value if isinstance(value, str) else json.dumps(msgspec.to_builtins(value))
 
 
 def _first_line(cls: type[Any]) -> str:

@@ -41,31 +41,24 @@ class Disk:
         return os.pwrite(fd, data, offset)
 
     def truncate(self, fd: int, size: int) -> None:
-        """Cut the file off behind `size` bytes."""
         os.ftruncate(fd, size)
 
     def sync(self, fd: int) -> None:
-        """Return when the disk has the data of the file."""
         os.fdatasync(fd)
 
     def rename(self, old: Path, new: Path) -> None:
-        """Give a file or folder another name in the same folder; a file of that name goes."""
         old.rename(new)
 
     def remove(self, path: Path) -> None:
-        """Remove a file."""
         path.unlink()
 
     def make_folder(self, path: Path) -> None:
-        """Make one folder."""
         path.mkdir(mode=FOLDER_MODE)
 
     def remove_folder(self, path: Path) -> None:
-        """Remove a folder, which is empty."""
         path.rmdir()
 
     def sync_directory(self, path: Path) -> None:
-        """Return when the disk has the names in the folder."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(fd)
@@ -75,7 +68,6 @@ class Disk:
     # -- made of these ----------------------------------------------------------------------------
 
     def write_all(self, fd: int, data: bytes | memoryview, offset: int) -> None:
-        """Write all of `data` to `offset`."""
         view = memoryview(data).cast("B")
         while view:
             written = self.write(fd, view, offset)
@@ -120,7 +112,6 @@ class Disk:
 
     @contextmanager
     def opened(self, path: Path, *, new: bool = False, mode: int = FILE_MODE) -> Iterator[int]:
-        """`open`, and close it in the end."""
         fd = self.open(path, new=new, mode=mode)
         try:
             yield fd

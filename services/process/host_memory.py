@@ -56,7 +56,6 @@ def _container_limit() -> int | None:
 
 
 def _number(path: Path, name: str) -> int | None:
-    """What follows `name` at the beginning of a line."""
     if path.is_file():
         for line in path.read_text(encoding="ascii").splitlines():
             if line.split()[:1] == [name]:

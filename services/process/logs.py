@@ -10,48 +10,35 @@ import time
 from umbra.services.config import LogConfig
 
 
-class JsonFormatter(logging.Formatter):
-    """One JSON object per record."""
+class LineFormatter(logging.Formatter):
+    """`12:34:56.789 service level message`, or one JSON object per record."""
 
-    def __init__(self, service: str) -> None:
+    def __init__(self, service: str, *, as_json: bool) -> None:
         super().__init__()
         self._service = service
+        self._as_json = as_json
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as one line of JSON."""
+        level, message = record.levelname.lower(), record.getMessage()
+        trace = self.formatException(record.exc_info) if record.exc_info else ""
+        if not self._as_json:
+            clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+            line = f"{clock}.{record.msecs:03.0f} {self._service} {level} {message}"
+            return f"{line}\n{trace}" if trace else line
         row = {
             "time": record.created,
-            "level": record.levelname.lower(),
+            "level": level,
             "service": self._service,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": message,
         }
-        if record.exc_info:
-            row["exception"] = self.formatException(record.exc_info)
-        return json.dumps(row)
-
-
-class ConsoleFormatter(logging.Formatter):
-    """`12:34:56.789 service level message`."""
-
-    def __init__(self, service: str) -> None:
-        super().__init__()
-        self._service = service
-
-    def format(self, record: logging.LogRecord) -> str:
-        """The record as one line, with its traceback below if there is one."""
-        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
-        head = f"{clock}.{record.msecs:03.0f} {self._service} {record.levelname.lower()}"
-        line = f"{head} {record.getMessage()}"
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        return json.dumps({**row, "exception": trace} if trace else row)
 
 
 def setup_logging(config: LogConfig, service: str) -> None:
     """Send all of this process's logging to standard error as `config` says."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        JsonFormatter(service) if config.format == "json" else ConsoleFormatter(service)
-    )
+    handler.setFormatter(LineFormatter(service, as_json=config.format == "json"))
     logging.basicConfig(level=config.level.upper(), handlers=[handler], force=True)
     if config.level == "info":  # a line for each request of the hub's client is for debugging
         for client in ("httpx", "httpx2"):

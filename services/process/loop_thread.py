@@ -27,7 +27,6 @@ class LoopThread:
 
     @property
     def closed(self) -> bool:
-        """Whether nothing runs here any more."""
         return self._loop.is_closed()
 
     def call(self, function: Callable[[*Ts], object], *args: *Ts) -> None:
@@ -45,7 +44,6 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
 
     def close(self) -> None:
-        """End the thread."""
         if self.closed:
             return
         self._loop.call_soon_threadsafe(self._loop.stop)

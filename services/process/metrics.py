@@ -60,12 +60,10 @@ class SpanLog:
         self._open: tuple[str, float] | None = None
 
     def begin(self, name: str, start: float) -> None:
-        """Something has begun, and will be added once it is over."""
         with self._lock:
             self._open = (name, start)
 
     def add(self, span: Span) -> None:
-        """`span` is over."""
         with self._lock:
             self._open = None
             self._window.append(span)
@@ -77,7 +75,6 @@ class SpanLog:
             self._forget(span.end)
 
     def take(self) -> list[Span]:
-        """The newest spans since the last call."""
         with self._lock:
             taken = list(self._fresh)
             self._fresh.clear()
@@ -137,7 +134,6 @@ class MetricsFile:
         )
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append one row."""
         if self._fd is not None:
             row = {"time": self._clock(), "service": self.service, "kind": kind, **fields}
             self._append(self._fd, json.dumps(row, separators=(",", ":")).encode() + b"\n")
@@ -175,7 +171,6 @@ class MetricsFile:
         self.write("span", name=name, start=start, end=self._clock())
 
     def close(self) -> None:
-        """Close the file."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None

@@ -113,8 +113,6 @@ class Pipe(_End[T]):
 
 
 class AsyncPipe(_End[T]):
-    """One end, for the event loop that runs."""
-
     def __init__(self, end: socket.socket, kind: Any) -> None:
         super().__init__(end, kind)
         end.setblocking(False)

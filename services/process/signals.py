@@ -74,7 +74,6 @@ class SignalCounter:
 
     @property
     def exit_code(self) -> int:
-        """What a shell reports for a process that died of the first signal."""
         return 128 + self.number
 
     def wait(self, seconds: float) -> None:

@@ -33,30 +33,15 @@ FINAL_CODES = tuple(
 ASKED_CODES = (0, -signal.SIGTERM)  # how a process may end that was asked to
 
 
+@dataclass(slots=True, kw_only=True)
 class RestartPolicy:
-    """When a process that failed is started again: after a growing pause, and not for ever.
+    """When a process that failed is started again: after a growing pause, and not for ever."""
 
-    No clock of its own.
-
-    Args:
-        first_s: seconds until the first restart; doubles with every restart in the window.
-        most_s: the longest pause in seconds.
-        limit: restarts within `window_s` seconds; one more failure is final.
-    """
-
-    def __init__(
-        self,
-        *,
-        first_s: float = 0.5,
-        most_s: float = math.inf,
-        limit: int = 5,
-        window_s: float = 60.0,
-    ) -> None:
-        self.first_s = first_s
-        self.most_s = most_s
-        self.limit = limit
-        self.window_s = window_s
-        self._restarts: deque[float] = deque()
+    first_s: float = 0.5  # until the first restart; doubles with every restart in the window
+    most_s: float = math.inf  # the longest pause
+    limit: int = 5  # restarts within the window; one more failure is final
+    window_s: float = 60.0
+    _restarts: deque[float] = field(default_factory=deque[float])
 
     def failed(self, now: float) -> float | None:
         """The process failed at `now`: seconds until its restart, or None for never."""
@@ -169,7 +154,6 @@ class Supervisor:
         self._reached = False
 
     def start(self, program: Program) -> None:
-        """Start `program` and watch it from now on."""
         slot = self._slots[program.name] = _Slot(program, (program.policy or self._policy)())
         slot.child = self._spawn(program)
         slot.pid = slot.child.pid
@@ -209,7 +193,6 @@ class Supervisor:
         self._begin_wave()
 
     def kill(self) -> None:
-        """End everything at once."""
         self.draining = True
         self._waves = []
         for slot in self._all():
@@ -226,7 +209,6 @@ class Supervisor:
         return not running
 
     def close(self) -> None:
-        """End what runs still, and wait until it has ended."""
         if self.poll():
             self.kill()
             self.wait(math.inf)
@@ -237,15 +219,12 @@ class Supervisor:
         return self._reached and self.failure is None
 
     def states(self) -> dict[str, str]:
-        """Each program's state, in a word or two."""
         return {name: self._state(slot) for name, slot in self._slots.items()}
 
     def usage(self) -> dict[str, Usage]:
-        """Seconds by program, over all its restarts; of those that have ended."""
         return {name: slot.usage for name, slot in self._slots.items()}
 
     def restarts(self) -> dict[str, int]:
-        """How often each program was restarted, if it was."""
         return {name: slot.restarts for name, slot in self._slots.items() if slot.restarts}
 
     # -- decisions --------------------------------------------------------------------------------

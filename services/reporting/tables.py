@@ -1,12 +1,8 @@
-"""Tables as text: columns for a terminal, Markdown for documents, rich where there are colours."""
+"""Tables as text: columns for a terminal, Markdown for documents."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 GAP = "  "
 
@@ -38,27 +34,6 @@ def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table of Markdown."""
     heading = f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}"
     return "\n".join([heading, *(f"| {' | '.join(row)} |" for row in rows)])
-
-
-def rich_table(
-    columns: Iterable[str], right: Collection[str] = (), wrapped: Collection[str] = ()
-) -> Table:
-    """A table for a terminal, without rows yet.
-
-    Cells of the columns `right` end at the same place, those of `wrapped` take several lines where
-    the terminal is narrow; others are cut off there.
-    """
-    from rich.table import Table  # takes long to import, and pipes do without
-
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in columns:
-        table.add_column(
-            column,
-            justify="right" if column in right else "left",
-            no_wrap=column not in wrapped,
-            overflow="ellipsis",
-        )
-    return table
 
 
 _SIZES = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))

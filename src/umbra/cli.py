@@ -84,9 +84,6 @@ COMMANDS: dict[str, SubCommand] = {
     "drain": SubCommand(
         "umbra.services.monitor.operate:drain", "End a run in order, or have a member leave."
     ),
-    "interrupt": SubCommand(
-        "umbra.services.monitor.operate:interrupt", "Have unfinished samples handed back."
-    ),
     "check-model": SubCommand(
         "umbra.deploy.model_check.command:command", "Compare Umbra with Transformers on a model."
     ),
@@ -110,7 +107,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Models and prompts": ("make-task", "make-model", "sft", "check-model"),
     "Run": ("up", "plan", "keys"),
     "Watch": ("monitor", "status"),
-    "Steer": ("pause", "resume", "checkpoint", "interrupt", "drain"),
+    "Steer": ("pause", "resume", "checkpoint", "drain"),
     "Look back": ("runs", "chat", "report", "eval", "export"),
     "Services": ("buffer", "weight-hub", "trainer", "generator", "scorer", "run-agents"),
 }

@@ -2,7 +2,6 @@
 
 from fakes.broker_world import World, trajectory, world
 
-from umbra.proto.codec import Encoder, decode
 from umbra.proto.messages import (
     BatchLease,
     CheckpointRequest,
@@ -18,15 +17,12 @@ from umbra.proto.messages import (
     Nack,
     Ok,
     PauseRequest,
-    Ping,
     ResumeRequest,
     Status,
     StatusRequest,
     TaskLeases,
     Welcome,
 )
-from umbra.proto.net.server import Request
-from umbra.services.buffer.effects import Parked, ParkedRequests
 from umbra.services.buffer.endpoints.trainer import WAIT_S
 from umbra.services.config import EvalConfig
 from umbra.services.prompts.rows import Prompt
@@ -236,15 +232,3 @@ def test_a_checkpoint_that_could_not_be_written_is_told() -> None:
     assert isinstance(late, Nack)
     assert late.reason == "the trainer could not save its state: no space left on device"
     assert not run.batch(1).checkpoint  # it is not tried again and again
-
-
-def test_parked_requests_are_taken_once() -> None:
-    parked: ParkedRequests[Ping] = ParkedRequests()
-    for name, deadline in (("a", 5.0), ("b", 3.0), ("a", 7.0)):
-        frames = Encoder(name, f"{name}-1").encode(Ping())[1]
-        request = Request("control", b"", decode(frames).header, Ping())
-        parked.park(Parked(request, Ping(), deadline))
-    assert len(parked) == 2, "one of each member"
-    assert [one.name for one in parked.take_overdue(3.0)] == ["b"]
-    assert [one.deadline for one in parked.take_all()] == [7.0]
-    assert not parked.take_all() and parked.take("a") is None

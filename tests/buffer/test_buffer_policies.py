@@ -11,11 +11,9 @@ from fakes.broker_world import World, trajectory
 
 from umbra.proto.messages import (
     Interrupt,
-    InterruptRequest,
     LeaseBatch,
     LeaseTasks,
     Nack,
-    Ok,
     RenewLeases,
     ReturnedSample,
     ReturnTasks,
@@ -63,16 +61,6 @@ def test_a_flushed_partial_is_kept_and_its_lease_goes_on() -> None:
     assert run.pool.samples[task.sample_id].holder == "a"  # the flush counts as a renewal
     run.pass_time(10)
     assert run.lease("b", 1, 0)[0].trajectory == partial  # lost with "a", but for what was flushed
-
-
-def test_samples_are_interrupted_on_request() -> None:
-    run = world()
-    one, two = run.lease("a", 2, 0)
-    assert run.ask("cli", InterruptRequest(samples=[two.sample_id])) == Ok(samples=1)
-    leases = [(two.sample_id, 1)]
-    assert run.pushes == [("a", Interrupt(leases=leases, reason="on request"))]
-    assert run.ask("cli", InterruptRequest()) == Ok(samples=2)
-    assert run.pool.samples[one.sample_id].holder == "a"  # until it comes back
 
 
 def test_a_full_batch_interrupts_the_rest() -> None:

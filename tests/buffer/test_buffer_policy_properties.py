@@ -18,7 +18,6 @@ from test_buffer_properties import LEASE_S, STEPS, BrokerMachine
 from umbra.proto.messages import (
     BatchLease,
     CheckpointSaved,
-    InterruptRequest,
     LeaseBatch,
     LeaseTasks,
     RenewLeases,
@@ -27,6 +26,7 @@ from umbra.proto.messages import (
     TaskLeases,
 )
 from umbra.proto.records import Score, Task, Trajectory, pack_float32
+from umbra.services.buffer.endpoints.trainer import interrupt
 from umbra.services.buffer.samples.groups import State
 from umbra.services.config import EvalConfig, NamedEnvironment
 from umbra.services.prompts.rows import Prompt
@@ -238,7 +238,8 @@ class PolicyMachine(BrokerMachine):
 
     @rule()
     def interrupt(self) -> None:
-        self.world.ask("cli", InterruptRequest())
+        interrupt(self.broker.run, "now")
+        self.world.take(self.broker.run.outbox.take())
         self.collect()
 
     # -- what always holds ------------------------------------------------------------

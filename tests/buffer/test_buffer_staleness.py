@@ -53,12 +53,6 @@ def test_a_sample_that_is_late_needs_weights_for_the_version_it_will_be_trained_
     assert rules.required_version(due=2, version=4) == 3
 
 
-def test_the_implications_are_told_in_words() -> None:
-    assert "strictly on-policy" in policy(0, 3).describe()
-    assert "at most 2 versions behind" in policy(1, 2).describe()
-    assert "keeps generation from using all of run_ahead" in policy(4, 2).describe()
-
-
 @pytest.mark.parametrize(
     ("oldest", "newest", "version", "parts"),
     [

@@ -13,6 +13,7 @@ from umbra.proto.messages import (
     BatchLease,
     LeaseBatch,
     LeaseTasks,
+    Leave,
     Nack,
     SubmitResults,
     TaskLeases,
@@ -163,6 +164,16 @@ def test_a_sound_answer_forgives_malformed_ones() -> None:
             run.ask("bad", SubmitResults(trajectories=[trajectory(task, 0, reward=1e308)]))
         answer(run, "bad")
     assert run.lease("bad", 1, 0)
+
+
+def test_a_generator_that_comes_back_has_to_show_again_that_its_answers_are_sound() -> None:
+    run = world(max_attempts=1)
+    answer(run, "bad")
+    run.ask("bad", Leave(reason="done"))
+    run.join("generator", "bad")
+    (task,) = run.lease("bad", 1, 0)
+    run.ask("bad", SubmitResults(trajectories=[trajectory(task, 0, reward=1e308)]))
+    assert not run.pool.ledger.ended["failed"]
 
 
 def test_the_vocabulary_is_known_after_a_restart() -> None:

@@ -56,6 +56,7 @@ def test_implied_staleness(
     )
     implied = implied_staleness(config)
     assert (implied.bound, implied.typical, implied.updates) == expected
+    assert implied.describe().startswith(f"at most {implied.bound} versions, typically up to ")
 
 
 @pytest.mark.parametrize(
@@ -174,9 +175,9 @@ def test_other_systems_names_are_understood(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[trainer]\nasync_generation_ratio = 1", r"in \[buffer\] it means run_ahead"),
-        ("async_generation_ratio = 1", r"in \[buffer\] it means run_ahead"),
-        ("[buffer]\nasync_generation_ratios = 1", r"in \[buffer\] it means run_ahead"),
+        ("[trainer]\nasync_generation_ratio = 1", r"did you mean buffer\.async_generation_ratio"),
+        ("async_generation_ratio = 1", r"did you mean buffer\.async_generation_ratio"),
+        ("[buffer]\nasync_generation_ratios = 1", r"did you mean buffer\.async_generation_ratio"),
         ("[buffer]\ngenerate_ahead_steps = 0", "an integer >= 1"),
         ("[buffer]\nasync_generation_ratio = 2\nrun_ahead = 1", "remove one of them"),
     ],

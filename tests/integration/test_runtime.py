@@ -17,7 +17,7 @@ from umbra.proto import sockets
 from umbra.proto.codec import Encoder, decode
 from umbra.proto.errors import DeadlineError, RejectedError, StartupError
 from umbra.proto.net.io_thread import IoThread
-from umbra.proto.net.server import TOPICS, Request, Server
+from umbra.proto.net.server import Request, Server
 from umbra.proto.net.session import Session
 from umbra.services.process.metrics import MetricsFile
 
@@ -247,23 +247,6 @@ def test_telemetry_reaches_a_subscriber(
         assert topic == b"step"
         assert decode(frames).header.sender == "m"
     subscriber.close()
-
-
-@pytest.mark.parametrize("length", [8, 128])
-def test_those_who_subscribe_without_end_cost_nothing(
-    broker: Broker, zmq_context: zmq.Context[zmq.Socket[bytes]], length: int
-) -> None:
-    """Their subscriptions are forgotten; others watch on, as they connect again by themselves."""
-    honest = sockets.subscriber(zmq_context, broker.events_out, [b"step"])
-    hostile = sockets.subscriber(zmq_context, broker.events_out, [])
-    for number in range(2 * TOPICS):
-        hostile.set(zmq.SUBSCRIBE, b"%0*d" % (length, number))
-    until(lambda: broker.server.counters["too_many"], "too many subscriptions are counted")
-    hostile.close(linger=0)
-    with Session.join(role="monitor", name="m", broker=broker.endpoint) as session:
-        until(lambda: honest.poll(20), "an event", lambda: session.emit("step", number=1))
-    assert any("events_out" in refused for refused in broker.server.refusals.counts)
-    honest.close(linger=0)
 
 
 def test_those_who_watch_get_rows_and_spans(broker: Broker, link: IoThread) -> None:

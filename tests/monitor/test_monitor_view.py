@@ -13,7 +13,7 @@ from umbra.deploy.run.live import PlainView, Progress
 from umbra.proto.messages import Member, Rates, RunWarning, Status, Stuck
 from umbra.proto.records import EvalReport, Ledger
 from umbra.services.monitor.feed import Look
-from umbra.services.monitor.screen import screen
+from umbra.services.monitor.screen import plain, screen
 from umbra.services.monitor.view import (
     MemberRow,
     headline,
@@ -21,7 +21,6 @@ from umbra.services.monitor.view import (
     ledger_text,
     member_rows,
     most_telling,
-    plain,
     sparkline,
     status_dict,
 )
@@ -111,11 +110,11 @@ def test_a_warning_that_holds_is_shown_everywhere_and_told_once(
     sentence = "warning: equal_rewards: 95% of them are"
     assert "  warning: equal_rewards" in headline(warned)
     assert "truncated" not in headline(warned)
-    assert sentence in plain(warned).splitlines()
-    assert sentence in shown(screen(Look(warned)))
+    assert sentence in plain(Look(warned)).splitlines()
+    assert sentence in shown(screen(Look(warned), 120))
     shares = "87.5% of groups with equal rewards, 0.0% of answers cut off, 0.0% of samples failed"
-    assert f"health: {shares}" in plain(warned).splitlines()
-    assert shares in shown(screen(Look(warned)))
+    assert f"health: {shares}" in plain(Look(warned)).splitlines()
+    assert shares in shown(screen(Look(warned), 120))
     values = json.loads(json.dumps(status_dict(warned)))
     assert [(one["name"], one["until"]) for one in values["warnings"]] == [
         ("equal_rewards", -1), ("truncated", 2),
@@ -211,7 +210,7 @@ def test_a_member_without_tokens_shows_its_progress() -> None:
 
 
 def test_plain_has_everything() -> None:
-    text = plain(status(stuck=[STUCK]))
+    text = plain(Look(status(stuck=[STUCK])))
     assert text.splitlines()[0] == "run run-1: ready, up 1:15"
     assert "stuck: sample s1 at generator-0 for 31 s, leased again" in text
     assert "counters: expired_leases 2" in text
@@ -221,6 +220,7 @@ def test_render_has_everything() -> None:
     text = shown(
         screen(
             Look(status(stuck=[STUCK], rates=Rates(steps_per_s=2.0, samples_per_s=100.0))),
+            120,
             processes={"trainer": "restarts in 1.0 s"},
         )
     )
@@ -230,7 +230,7 @@ def test_render_has_everything() -> None:
 
 
 def test_text_of_others_is_never_markup() -> None:
-    text = shown(screen(Look(status(members=[member(activity="[red]x[/nothing]")]))))
+    text = shown(screen(Look(status(members=[member(activity="[red]x[/nothing]")])), 120))
     assert "[red]x[/nothing]" in text
 
 
@@ -281,11 +281,11 @@ def test_evaluations_are_shown_while_they_are_under_way() -> None:
     )
     both = status(evals=[done, open_])
     assert "eval of version 40: 31/128 answered (1 failed), accuracy 0.500" in headline(both)
-    text = plain(both)
+    text = plain(Look(both))
     assert text.count("evals: ") == 1 and "eval of version 20: accuracy 0.750" in text
     console = Console(file=io.StringIO(), width=160)
-    console.print(screen(Look(both)))
+    console.print(screen(Look(both), 160))
     assert "31/128" in console.file.getvalue()  # type: ignore[attr-defined]
     assert "eval" not in headline(status(evals=[done]))
     nothing = EvalReport(version=40, done=False, samples=8)
-    assert "0/8 answered, no accuracy yet" in plain(status(evals=[nothing]))
+    assert "0/8 answered, no accuracy yet" in plain(Look(status(evals=[nothing])))

@@ -21,7 +21,7 @@ from fakes.slowness import limit
 from umbra.proto.errors import UsageError
 from umbra.services.config import TrainerConfig
 from umbra.services.process.command import ServiceContext, service_command
-from umbra.services.process.logs import ConsoleFormatter, JsonFormatter
+from umbra.services.process.logs import LineFormatter
 from umbra.services.process.metrics import MetricsFile
 from umbra.services.process.signals import SignalCounter, stop_on_signals
 
@@ -101,8 +101,8 @@ def test_metrics_of_several_services_share_a_file(tmp_path: Path) -> None:
 
 def test_logs_are_one_line_or_one_object() -> None:
     record = logging.LogRecord("umbra.x", logging.WARNING, "f.py", 1, "lost %s", ("s-1",), None)
-    assert ConsoleFormatter("buffer").format(record).endswith("buffer warning lost s-1")
-    row = json.loads(JsonFormatter("buffer").format(record))
+    assert LineFormatter("buffer", as_json=False).format(record).endswith("buffer warning lost s-1")
+    row = json.loads(LineFormatter("buffer", as_json=True).format(record))
     assert (row["level"], row["service"], row["message"]) == ("warning", "buffer", "lost s-1")
 
 

@@ -1,4 +1,4 @@
-"""What the command line does for people who type: completion, near names, dry runs."""
+"""What the command line does for people who type: completion, near names, precedence."""
 
 import os
 import sys
@@ -10,6 +10,8 @@ import pytest
 from fakes.commands import call
 
 from umbra import cli
+from umbra.services.config import RunConfig
+from umbra.services.process import command as service_frame
 
 
 def every_command(
@@ -107,7 +109,7 @@ def test_there_are_few_commands() -> None:
     assert len(cli.COMMANDS) <= 28, sorted(cli.COMMANDS)
 
 
-def test_a_service_s_dry_run_shows_what_counts(
+def test_of_several_settings_the_strongest_counts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Default < file < environment < --set < flag, for a real service's command."""
@@ -118,12 +120,16 @@ def test_a_service_s_dry_run_shows_what_counts(
         monkeypatch.setenv(f"UMBRA_BUFFER__{key.upper()}", "3")
     monkeypatch.setenv("UMBRA_BROKER", "tcp://127.0.0.1:4000")
     sets = [f"--set=buffer.{key}=4" for key in keys[2:]]
-    words = ["buffer", "--config", str(run_file), *sets, "--oversample", "5", "--dry-run"]
-    assert cli.main(words) == 0
-    shown = dict(line.split(" = ") for line in capsys.readouterr().out.splitlines())
-    assert shown["buffer.group_size"] == "8"
-    assert [shown[f"buffer.{key}"] for key in keys] == ["2", "3", "4", "5"]
-    assert shown["broker"] == "tcp://127.0.0.1:4000"
-    assert (shown["name"], shown["keys"]) == ("buffer", "none")
-    assert cli.main([*words[:-1], "--oversampel", "5", "--dry-run"]) == 2
+    words = ["buffer", "--config", str(run_file), *sets, "--oversample", "5"]
+    seen: list[RunConfig] = []
+    monkeypatch.setattr(
+        service_frame, "_run_service", lambda _run, _role, config, *_: seen.append(config) or 0
+    )
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(words)
+    (config,) = seen
+    assert config.buffer.group_size == 8
+    assert [getattr(config.buffer, key) for key in keys] == [2, 3, 4, 5]
+    assert config.run.broker == "tcp://127.0.0.1:4000"
+    assert cli.main([*words, "--oversampel", "5"]) == 2
     assert "--oversample" in capsys.readouterr().err

@@ -274,7 +274,6 @@ def test_an_operator_gives_orders_and_is_no_member() -> None:
     named = {kind.__name__ for kind in TYPES.values() if may_send("operator", kind)}
     orders = {
         "DrainRequest", "PauseRequest", "ResumeRequest", "EvalRequest", "CheckpointRequest",
-        "InterruptRequest",
     }  # fmt: skip
     assert named == READS | orders | {"Ok", "Nack"}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import types
 import typing
 from typing import Any
@@ -17,8 +16,8 @@ from msgspec import Meta
 
 from umbra.proto.access import COMMON_BYTES, HEADER_BYTES, body_bytes
 from umbra.proto.bounds import (
-    BATCH,
     FIGURES,
+    LEASES,
     NAME_CHARS,
     STATS,
     TEXT_CHARS,
@@ -345,7 +344,7 @@ SCORE = {"sample_id": "s", "attempt": 1, "logprobs": bytes(4 * TOKENS + 1)}
         ("Heartbeat", {**BEAT, "activity": "x" * (NAME_CHARS + 1)}, "activity"),
         ("Heartbeat", {**BEAT, "stats": {str(n): 0.0 for n in range(FIGURES + 1)}}, "stats"),
         ("Heartbeat", {**BEAT, "stats": {"x" * (NAME_CHARS + 1): 0.0}}, "stats"),
-        ("InterruptRequest", {"samples": ["s"] * (BATCH + 1)}, "samples"),
+        ("TaskLeases", {"lost": ["s"] * (LEASES + 1)}, "lost"),
         ("SubmitResults", {"scores": [SCORE]}, "scores[0].logprobs"),
     ],
     ids=["text", "name", "map", "key", "list", "bin"],
@@ -449,19 +448,6 @@ def test_of_two_majors_the_older_one_is_to_be_upgraded(major: int, whose: str) -
     assert (error.code, error.path) == ("protocol", "major")
 
 
-@pytest.mark.parametrize("order", ["little", "big"])
-def test_arrays_are_little_endian_on_any_machine(
-    monkeypatch: pytest.MonkeyPatch, order: str
-) -> None:
-    """On a machine of the other order the bytes are turned around, both ways."""
-    turned = order != sys.byteorder
-    monkeypatch.setattr(sys, "byteorder", order)
-    packed = pack_int32([1, 2])
-    assert packed == (b"\0\0\0\1\0\0\0\2" if turned else b"\1\0\0\0\2\0\0\0")
-    assert unpack_int32(packed) == [1, 2]
-    assert unpack_float32(pack_float32([0.5, -2.0])) == [0.5, -2.0]
-
-
 def test_a_header_above_its_limit() -> None:
     error = refusal(frames("Ping", {}, new="x" * HEADER_BYTES))
     assert error.code == "too_large"
@@ -525,7 +511,7 @@ def test_the_oldest_and_the_newest_version_of_a_trajectory(versions: list[int]) 
         ("Leave", {"reason": "x" * TEXT_CHARS}),
         ("Heartbeat", {**BEAT, "activity": "x" * NAME_CHARS}),
         ("Heartbeat", {**BEAT, "stats": {str(n): 0.0 for n in range(STATS)}}),
-        ("InterruptRequest", {"samples": ["s"] * BATCH}),
+        ("TaskLeases", {"lost": ["s"] * LEASES}),
         ("SubmitResults", {"scores": [{**SCORE, "logprobs": bytes(4 * TOKENS)}]}),
     ],
 )

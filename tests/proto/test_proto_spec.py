@@ -1,4 +1,4 @@
-"""`proto/README.md` and the code say the same, table by table."""
+"""`proto/README.md`, `proto/weights.md` and the code say the same, table by table."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ from umbra.proto.messages import (
 from umbra.proto.records import PROTOCOL_MAJOR, PROTOCOL_MINOR
 
 ROOT = Path(__file__).resolve().parents[2]
-SPEC = (ROOT / "proto" / "README.md").read_text(encoding="utf-8")
+SPEC = "\n".join(
+    (ROOT / "proto" / page).read_text(encoding="utf-8") for page in ("README.md", "weights.md")
+)
 ENUMERATIONS = {"Role": get_args(messages.Role), "State": get_args(messages.State)}
 CHAPTERS: dict[str, tuple[type[Message], ...]] = {
     "Any socket": ANY,
@@ -59,7 +61,7 @@ def section(title: str, level: int) -> str:
     """Return the text under a heading, deeper headings included."""
     marks = "#" * level
     parts = re.split(rf"^{marks} {re.escape(title)}$", SPEC, flags=re.MULTILINE)
-    assert len(parts) == 2, f"proto/README.md has {len(parts) - 1} headings '{marks} {title}'"
+    assert len(parts) == 2, f"proto's pages have {len(parts) - 1} headings '{marks} {title}'"
     return re.split(rf"^#{{1,{level}}} ", parts[1], maxsplit=1, flags=re.MULTILINE)[0]
 
 
@@ -138,8 +140,8 @@ def fields_of(cls: type[records.Record]) -> list[str]:
 
 def declared(text: str) -> list[str]:
     """Return the fields in the first block of `text`, without their meaning."""
-    block = re.search(r"^```\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-    return [line.partition("  ")[0] for line in block[1].splitlines()] if block else []
+    block = re.search(r"(?:^    .*\n)+", text, flags=re.MULTILINE)
+    return [line.strip().partition("  ")[0] for line in block[0].splitlines()] if block else []
 
 
 def test_version() -> None:
@@ -165,7 +167,7 @@ def test_every_message_class_is_known_by_its_name() -> None:
 
 
 def test_every_record_has_a_section() -> None:
-    assert sorted(headings("Records")) == sorted(RECORDS)
+    assert sorted(headings("Records") + headings("Records of weights")) == sorted(RECORDS)
 
 
 @pytest.mark.parametrize("cls", [Header, *TYPES.values(), *RECORDS.values()])

@@ -7,13 +7,30 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from umbra.proto import messages as m
+from umbra.proto.bounds import LEASES
+from umbra.proto.codec import portions
 from umbra.proto.net.server import Request
 from umbra.services.buffer.effects import Effects, Parked
-from umbra.services.buffer.endpoints.operator import interrupt
 from umbra.services.buffer.samples.batches import Batches
+from umbra.services.buffer.samples.groups import State
 from umbra.services.buffer.state import RunState
 
 log = logging.getLogger(__name__)
+
+
+def interrupt(run: RunState, reason: str) -> None:
+    """Ask generators to hand back all samples; a push that is lost costs only the time saved."""
+    for holder, held in run.leases.held.items():
+        leases = [
+            (sample.sample_id, sample.attempt)
+            for sample in held.values()
+            if sample.state is State.GENERATING and sample.sample_id in run.pool.samples
+        ]
+        run.counters["interrupted"] += len(leases)
+        if leases and holder in run.members.peers:
+            for portion in portions(leases, lambda _: 0, LEASES):
+                order = m.Interrupt(leases=portion, reason=reason)
+                run.outbox.push(run.members.peers[holder].identity, order, "data")
 
 
 class TrainerEndpoint:
@@ -90,7 +107,6 @@ class TrainerEndpoint:
         self._outbox.reply(request, m.CommitAck(version=self._batches.version, ledger=ledger))
 
     def checkpoint(self, request: Request, body: m.CheckpointSaved, _now: float) -> None:
-        """Drop the batches that a checkpoint covers."""
         version = self._batches.version
         if not 0 <= body.step <= version:
             reason = f"no checkpoint can cover step {body.step}: {version} steps are committed"
@@ -107,7 +123,6 @@ class TrainerEndpoint:
             self._answer_parked("a checkpoint is wanted first")
 
     def serve(self, now: float) -> None:
-        """Answer the parked request if its batch is full."""
         question = self._question
         if question is None or self._run.paused:
             return

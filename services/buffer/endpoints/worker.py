@@ -9,7 +9,7 @@ from umbra.proto import messages as m
 from umbra.proto.bounds import BATCH
 from umbra.proto.net.server import Request
 from umbra.proto.records import SAMPLE
-from umbra.services.buffer.effects import Parked, ParkedRequests
+from umbra.services.buffer.effects import Parked
 from umbra.services.buffer.samples.evaluation import EVAL_PREFIX
 from umbra.services.buffer.samples.groups import State
 from umbra.services.buffer.samples.leases import Grant
@@ -42,14 +42,13 @@ class WorkerEndpoint:
         common = (run.batches, run.policy, run.facts, run.counters)
         self._answers = Submissions(run.pool, *common, run.health.answered)
         self._eval_answers = Submissions(run.evals.pool, *common)
-        self._generators = ParkedRequests[m.LeaseTasks]()
-        self._scorers = ParkedRequests[m.LeaseTasks]()
+        self._generators: dict[str, Parked[m.LeaseTasks]] = {}
+        self._scorers: dict[str, Parked[m.LeaseTasks]] = {}
         self._strikes: Counter[str] = Counter()  # malformed answers since the last sound one
         self._granted: dict[str, int] = {}  # by worker, its newest request that got work
         self._served_at = (-1, -1, -1)  # openings and version when generators were last served
 
     def lease(self, request: Request, body: m.LeaseTasks, now: float) -> None:
-        """Lease tasks, or park the request."""
         scores = body.kind != SAMPLE
         if not self._may(request, "scorer" if scores else "generator"):
             return
@@ -74,10 +73,9 @@ class WorkerEndpoint:
             self._outbox.reply(request, self._reply(grant))
         else:
             parked = self._scorers if scores else self._generators
-            parked.park(Parked(request, body, now + body.wait_s))
+            parked[name] = Parked(request, body, now + body.wait_s)
 
     def submit(self, request: Request, body: m.SubmitResults, now: float) -> None:
-        """Accept trajectories or scores, name those that are refused, and lease more samples."""
         scores_only = body.scores and not body.trajectories
         if not self._may(request, "scorer" if scores_only else "generator"):
             return
@@ -111,7 +109,6 @@ class WorkerEndpoint:
         self._outbox.reply(request, m.Ok())
 
     def renew(self, request: Request, body: m.RenewLeases, now: float) -> None:
-        """Extend leases and store partials; name lost leases."""
         sender = request.header.sender
         lost: list[str] = []
         for sample_id, attempt in body.leases:
@@ -129,7 +126,7 @@ class WorkerEndpoint:
 
     def serve(self, now: float) -> None:
         """Retry the parked requests; of generators, if anything has opened up since last time."""
-        for question in self._scorers.all():
+        for question in list(self._scorers.values()):
             if self._scoring.waiting(question.body.kind):
                 self._serve(self._scorers, question, 0, now)
         state = (self._run.pool.openings, self._evals.pool.openings, self._batches.version)
@@ -137,7 +134,7 @@ class WorkerEndpoint:
             return
         self._served_at = state
         waiting = len(self._generators)
-        for question in self._generators.all():
+        for question in list(self._generators.values()):
             waiting -= 1
             self._serve(self._generators, question, waiting, now)
 
@@ -154,16 +151,19 @@ class WorkerEndpoint:
                 why = f"{sample.holder} did not answer within {self._leases.lease_s:g} s"
             self._run.pool_of(sample.sample_id).take_back(sample, lost=True, reason=why)
         for parked in (self._generators, self._scorers):
-            for question in parked.take_overdue(now):
+            for question in [one for one in parked.values() if one.deadline <= now]:
+                del parked[question.name]
                 self._outbox.reply(question.request, NOTHING)
 
     def take_back(self, name: str, *, lost: bool) -> int:
         """Requeue whatever `name` holds, which has left; return how many samples that was."""
-        if question := self._generators.take(name) or self._scorers.take(name):
+        if question := self._generators.pop(name, None) or self._scorers.pop(name, None):
             self._outbox.refuse_departed(question.request)
         self._granted.pop(name, None)
         self._strikes.pop(name, None)
         self._scoring.serving.pop(name, None)
+        for answers in (self._answers, self._eval_answers):
+            answers.sound.discard(name)
         return self._requeue(name, lost=lost)
 
     def _requeue(self, name: str, *, lost: bool) -> int:
@@ -176,7 +176,7 @@ class WorkerEndpoint:
 
     def _bar(self, name: str) -> None:
         """Requeue what a generator holds whose answers are malformed; it gets no more."""
-        if question := self._generators.take(name):
+        if question := self._generators.pop(name, None):
             self._refuse_striker(question.request)
         self._requeue(name, lost=False)
 
@@ -187,8 +187,10 @@ class WorkerEndpoint:
 
     def close(self) -> None:
         self.closed = True
-        for question in (*self._generators.take_all(), *self._scorers.take_all()):
-            self._outbox.reply(question.request, NOTHING)
+        for parked in (self._generators, self._scorers):
+            for question in parked.values():
+                self._outbox.reply(question.request, NOTHING)
+            parked.clear()
 
     def _may(self, request: Request, role: m.Role) -> bool:
         """True if the sender is of `role`; else refuse what only that may ask or send."""
@@ -203,7 +205,7 @@ class WorkerEndpoint:
         """Lease for a new request, which replaces a parked one."""
         name = request.header.sender
         for parked in (self._generators, self._scorers):
-            if older := parked.take(name):
+            if older := parked.pop(name, None):
                 self._outbox.reply(older.request, NOTHING)
         grant = Grant(name, request.header.id, min(body.capacity, BATCH), now, body.version)
         if not self._grant_again(grant):
@@ -212,7 +214,7 @@ class WorkerEndpoint:
 
     def _serve(
         self,
-        parked: ParkedRequests[m.LeaseTasks],
+        parked: dict[str, Parked[m.LeaseTasks]],
         question: Parked[m.LeaseTasks],
         waiting: int,
         now: float,
@@ -222,7 +224,7 @@ class WorkerEndpoint:
         grant = Grant(question.name, request.header.id, capacity, now, body.version)
         self._take(body, grant, waiting)
         if grant.tasks:
-            parked.take(question.name)
+            del parked[question.name]
             self._outbox.reply(request, self._reply(grant))
 
     def _take(self, body: m.LeaseTasks | m.SubmitResults, grant: Grant, waiting: int) -> None:

@@ -36,12 +36,10 @@ class Batches:
 
     @property
     def next_step(self) -> int:
-        """The step whose batch may be leased."""
         return self.version + 1
 
     @property
     def leased(self) -> StoredBatch | None:
-        """The batch of the next step, if it was formed."""
         return self.formed.get(self.next_step)
 
     @property
@@ -111,7 +109,6 @@ class Batches:
         self.archive.drop_through(self.checkpoint)
 
     def cancel(self) -> None:
-        """End the formed batches: the run is over."""
         for step, batch in self.formed.items():
             self.archive.forget(step)
             for group in batch.groups:

@@ -46,8 +46,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class OpenEvaluation:
-    """The evaluation under way."""
-
     due: int  # version from which on it may be pinned
     size: int
     ended_before: dict[str, int]  # of the pool's ledger when it began
@@ -135,7 +133,6 @@ class Evaluations:
                 self._finish(self.open, now)
 
     def take(self, grant: Grant) -> None:
-        """Lease samples to a generator, if it serves the right version."""
         self._serving[grant.holder] = grant.version
         self.advance(grant.now)
         while self._is_for(grant.version) and grant.room > 0:
@@ -161,7 +158,6 @@ class Evaluations:
         return [Stuck(what=what, holder=holder, age_s=age_s, action=action)]
 
     def cancel(self) -> None:
-        """End the evaluation under way and begin no other."""
         self._over = True
         if self.open is not None:
             report = self._report(self.open)
@@ -192,7 +188,6 @@ class Evaluations:
         return due and version > self.done
 
     def _take_failures(self) -> None:
-        """Count failed samples as answers of reward 0."""
         for failure in self.pool.failures:
             if self.open is not None:
                 failed = self.open.failed

@@ -94,13 +94,11 @@ class Group:
         return min((version for version in versions if version is not None), default=None)
 
     def end(self, reason: Literal["complete", "filtered", "failed"]) -> GroupEnd:
-        """Return how it ended, with the rewards that are known."""
         rewards = [sample.reward for sample in self.samples if sample.state is State.READY]
         return GroupEnd(reason, rewards)
 
     @property
     def is_ready(self) -> bool:
-        """True if all its samples are complete and scored."""
         return self.ready == len(self.samples)
 
     @property
@@ -167,8 +165,6 @@ class GroupRules:
 
 
 class Queue:
-    """Queued samples, the first issued first."""
-
     def __init__(self) -> None:
         self._heap: list[tuple[int, Sample]] = []
 
@@ -176,7 +172,6 @@ class Queue:
         heapq.heappush(self._heap, (sample.serial, sample))
 
     def first(self) -> Sample | None:
-        """Return the next one without taking it."""
         while self._heap:
             sample = self._heap[0][1]
             if sample.state is State.QUEUED:
@@ -199,7 +194,6 @@ class Ages:
         self._by_age: defaultdict[int, dict[str, Group]] = defaultdict(dict)
 
     def moved(self, group: Group) -> None:
-        """Note that `group` or one of its samples changed."""
         self._moved[group.group_id] = group
 
     def first(self, count: int, is_late: Callable[[int], bool]) -> list[Group]:

@@ -145,7 +145,6 @@ class Journal:
         return groups
 
     def forget(self, group_id: str) -> None:
-        """Drop the record of a group that is not live."""
         self._issued.discard(group_id)
         self.store.delete(f"g/{group_id}")
         self.store.delete(f"r/{group_id}")
@@ -241,7 +240,6 @@ class Archive:
             self.forget(oldest)
 
     def forget(self, step: int) -> None:
-        """Drop the record of the batch of `step`."""
         self._journal.store.delete(f"b/{step}")
 
     def _write(self, batch: StoredBatch, groups: list[Any], *, is_open: bool) -> None:

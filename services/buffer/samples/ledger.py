@@ -31,8 +31,6 @@ class LedgerError(UmbraError):
 
 
 class RunningLedger:
-    """The ledger, updated at every move of a sample."""
-
     def __init__(self) -> None:
         self.issued = 0
         self.trained = 0
@@ -76,7 +74,6 @@ class RunningLedger:
         self.ended[reason] += 1
 
     def check(self) -> None:
-        """Raise LedgerError unless the balance holds."""
         balance = self.live - self.trained - sum(self._in_flight.values())
         if balance or min(self._in_flight.values()) < 0:
             raise LedgerError(f"the ledger is out of balance by {balance}: {self.snapshot()}")

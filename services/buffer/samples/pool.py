@@ -108,7 +108,6 @@ class SamplePool:
         return group
 
     def next_queued(self) -> Sample | None:
-        """Return the sample to lease next, without taking it."""
         return self._queue.first()
 
     def lease(self, sample: Sample, grant: Grant) -> None:
@@ -168,7 +167,6 @@ class SamplePool:
         self._touch(sample.group)
 
     def drop_partial(self, sample: Sample) -> None:
-        """Discard the partial of `sample`."""
         self.trajectory_store.drop(sample.sample_id)
         sample.oldest = None
         self._touch(sample.group)
@@ -284,7 +282,6 @@ class SamplePool:
         self._complete(group)
 
     def end(self, group: Group, reason: str) -> None:
-        """End all samples of `group`."""
         if reason == "failed" or reason == "filtered":
             self.group_ends.append(group.end(reason))
         if reason == "stale":
@@ -316,7 +313,6 @@ class SamplePool:
         self.openings += 1
 
     def reopen_training(self, groups: list[Group]) -> None:
-        """Put the committed `groups` back into training."""
         for group in groups:
             for sample in group.samples:
                 self.ledger.untrain()
@@ -352,7 +348,6 @@ class SamplePool:
             self.complete[group.group_id] = group
 
     def is_alive(self, group: Group) -> bool:
-        """True if samples of `group` are in flight."""
         return group.samples[0].sample_id in self.samples
 
     def _advance(self, sample: Sample, now: float) -> None:

@@ -123,7 +123,6 @@ def _faults(
     found: dict[str, tuple[Score, Packed]],
     pool: SamplePool,
 ) -> str | None:
-    """Return what is wrong with the scores of a lease of `samples`."""
     if len(found) < len(samples):
         return f"{len(found)} scores for the {len(samples)} samples of a group"
     faults = (_fault(sample, stage, *found[sample.sample_id], pool) for sample in samples)

@@ -43,8 +43,6 @@ from umbra.services.reporting.figures import staleness as split
 
 @dataclass(frozen=True, slots=True)
 class StalenessPolicy:
-    """The rules above for one run."""
-
     batch_groups: int  # B
     run_ahead: int  # A
     max_staleness: int
@@ -53,7 +51,6 @@ class StalenessPolicy:
 
     @classmethod
     def of(cls, config: RunConfig) -> StalenessPolicy:
-        """The policy that a configuration asks for."""
         return cls(
             batch_groups=config.buffer.batch_groups,
             run_ahead=config.buffer.run_ahead,
@@ -90,18 +87,6 @@ class StalenessPolicy:
         """Whether a sample whose oldest token is of version `oldest` is too old to train on."""
         return version - oldest > self.bound
 
-    def describe(self) -> str:
-        """What the two knobs imply, in words."""
-        if not self.run_ahead:
-            return "run_ahead = 0: strictly on-policy, generation and training take turns"
-        text = (
-            f"a trained sample is at most {self.bound} versions behind (max_staleness) and about "
-            f"{self.typical} while generators keep up (run_ahead = {self.run_ahead})"
-        )
-        if self.run_ahead > self.bound:
-            text += "; max_staleness keeps generation from using all of run_ahead"
-        return text
-
 
 @dataclass(slots=True)
 class StalenessStats:
@@ -127,7 +112,6 @@ class StalenessStats:
         self._count(total, samples)
 
     def merge(self, other: StalenessStats) -> None:
-        """Add the sums of `other`."""
         self._sum(other, 1)
         self.worst = max(self.worst, other.worst)
 
@@ -151,7 +135,6 @@ class StalenessStats:
         self.counts[staleness] += samples
 
     def figures(self) -> dict[str, float]:
-        """`mean`, `max`, `in_flight_mean`, `in_queue_mean` and `mixed_fraction`."""
         count = max(self.samples, 1)
         return {
             "mean": self.total / count,

@@ -46,7 +46,7 @@ class Submissions:
         self._facts = facts
         self._counters = counters
         self._heard = heard
-        self._sound: set[str] = set()  # who has sent an answer that was accepted
+        self.sound: set[str] = set()  # members whose answers were accepted
 
     def submit(self, trajectory: Trajectory, packed: Packed, sender: str, now: float) -> str | None:
         """Accept a complete trajectory, or return why it is refused.
@@ -75,7 +75,7 @@ class Submissions:
             log.warning("%s sent a malformed %s: %s", sender, sample.sample_id, fault)
             if sample.state is State.GENERATING:
                 # It may be the sample's fault only if other answers of the sender are sound.
-                lost, own = sender in self._sound, self._sound == {sender}
+                lost, own = sender in self.sound, self.sound == {sender}
                 why = f"malformed answer: {fault}"
                 self._pool.take_back(sample, lost=lost, reason=why, own=own)
             return self._refuse("malformed_trajectory", f"{MALFORMED}{fault}")
@@ -90,7 +90,7 @@ class Submissions:
         if sample.state is State.QUEUED:
             self._counters["late_accepted"] += 1
         self._pool.accept(sample, trajectory, packed, now)
-        self._sound.add(sender)
+        self.sound.add(sender)
         self._counters["accepted"] += 1
         if trajectory.branches:
             self._counters["accepted_with_branches"] += 1
@@ -98,7 +98,6 @@ class Submissions:
         return None
 
     def hand_back(self, returned: ReturnedSample, sender: str) -> None:
-        """Requeue a returned sample, or fail it."""
         sample = self._leased(returned.sample_id, returned.attempt, sender)
         if sample is None:
             self._counters["late_returns"] += 1
@@ -149,7 +148,6 @@ class Submissions:
         return f"stale: a token of version {oldest}, the trainer is at {version}"
 
     def is_accepted(self, sample_id: str, attempt: int) -> bool:
-        """True if the answer under this lease was accepted."""
         sample = self._pool.samples.get(sample_id)
         if sample is not None:
             answered = sample.state in (State.SCORING, State.READY, State.TRAINING)

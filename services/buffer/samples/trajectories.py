@@ -91,7 +91,6 @@ class TrajectoryStore:
         return _decode(self._store.get(PREFIX + sample_id))
 
     def packed(self, sample_id: str) -> bytes | memoryview:
-        """Return it undecoded. Raises KeyError."""
         return self._store.get(PREFIX + sample_id)
 
     def batch(self, sample_ids: Sequence[str]) -> PackedBatch:

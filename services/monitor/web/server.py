@@ -50,7 +50,6 @@ class Board:
         self._json: bytes | None = None
 
     def show(self, look: Look) -> None:
-        """From now on this one is handed out."""
         with self._lock:
             self._look, self._lost, self._json = look, False, None
 
@@ -60,7 +59,6 @@ class Board:
             self._lost, self._json = True, None
 
     def page(self) -> dict[str, Resource]:
-        """The page and what it asks for."""
         return {
             "/": _file("page.html", "text/html; charset=utf-8"),
             "/page.css": _file("page.css", "text/css; charset=utf-8"),
