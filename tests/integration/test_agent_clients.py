@@ -223,7 +223,7 @@ def test_an_agents_sampling_is_overridden_and_counted(world: World) -> None:
             frequency_penalty=0.0,
         )
         assert said.choices[0].message.content == "yes"
-    assert dict(endpoint.rules.overridden.counts) == {"temperature": 1, "seed": 1}
+    assert dict(endpoint.rules.overruled) == {"temperature": 1, "seed": 1}
     assert reward(work, 1.0)[0] == 200
     assert endpoint.trajectory().sampling.temperature == 1.0
 
