@@ -226,7 +226,6 @@ class FetchBuckets(Message, frozen=True, kw_only=True):
     ] = []
     frame_bytes: int  # at most, in one record
     key: Annotated[bytes, Meta(max_length=KEY_BYTES)]  # of the connection for this order
-    encrypt: bool = True
 
 
 class BucketPort(Message, frozen=True, kw_only=True):
@@ -234,4 +233,3 @@ class BucketPort(Message, frozen=True, kw_only=True):
 
     number: int
     port: int
-    encrypted: bool = True

@@ -53,7 +53,6 @@ class Security:
 
     keys: Keys | None = None  # without them nothing is encrypted and nobody is asked for a key
     insecure: bool = False  # bind where other machines can connect nevertheless
-    encrypt_weights: bool = True  # not only authenticate them
 
     def connecting(self, server: Role) -> Curve | None:
         if self.keys is None:

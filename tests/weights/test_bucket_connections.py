@@ -21,8 +21,10 @@ from umbra.services.weights.planes import bucket_server
 from umbra.services.weights.planes.bucket_fetch import BrokenError, BucketConnection, Received
 from umbra.services.weights.planes.bucket_records import (
     HEAD,
+    TAG_BYTES,
     TICKET_BYTES,
     Piece,
+    Seal,
     pack_head,
     seal_of,
     ticket,
@@ -37,10 +39,7 @@ DATA = memoryview(os.urandom(LAYOUT.total_bytes))
 SUMS = checksums(LAYOUT, DATA)
 PACE = Pace(WAIT_S, LEAST_RATE)
 KEY = bytes(range(32))
-WAYS = pytest.mark.parametrize(
-    ("keyed", "encrypted"), [(True, True), (True, False), (False, True)], ids=str
-)
-SEALED = pytest.mark.parametrize("encrypted", [True, False])
+WAYS = pytest.mark.parametrize("keyed", [True, False])
 
 
 @pytest.fixture
@@ -60,7 +59,6 @@ def ordered(
     key: bytes = KEY,
     *,
     keyed: bool = True,
-    encrypted: bool = True,
     who: bytes = b"me",
     offered: bool = True,
     valid_s: float = 60.0,
@@ -72,16 +70,14 @@ def ordered(
     message = FetchBuckets(
         number=1, wanted=list(range(COUNT)), contents=SUMS, frame_bytes=1 << 17, key=key
     )
-    seal = seal_of(key, keyed=keyed, encrypted=encrypted)
+    seal = seal_of(key, keyed=keyed)
     valid_until = time.monotonic() + valid_s
     door.expect(BucketOrder(who, message, store, seal, ticket(key), valid_until))
     return store
 
 
-def connected(
-    door: BucketConnections, key: bytes = KEY, *, keyed: bool = True, encrypted: bool = True
-) -> BucketConnection:
-    seal = seal_of(key, keyed=keyed, encrypted=encrypted)
+def connected(door: BucketConnections, key: bytes = KEY, *, keyed: bool = True) -> BucketConnection:
+    seal = seal_of(key, keyed=keyed)
     return BucketConnection(("127.0.0.1", door.port), key, seal)
 
 
@@ -118,10 +114,10 @@ class Memory:
 
 @WAYS
 def test_all_that_was_ordered_comes_and_then_the_end(
-    door: BucketConnections, refusals: Refusals, keyed: bool, encrypted: bool
+    door: BucketConnections, refusals: Refusals, keyed: bool
 ) -> None:
-    ordered(door, keyed=keyed, encrypted=encrypted)
-    with closing(connected(door, keyed=keyed, encrypted=encrypted)) as connection:
+    ordered(door, keyed=keyed)
+    with closing(connected(door, keyed=keyed)) as connection:
         memory = Memory()
         memory.fill(connection)
         assert memory.data == DATA
@@ -131,11 +127,9 @@ def test_all_that_was_ordered_comes_and_then_the_end(
 
 
 @WAYS
-def test_what_comes_later_is_sent_then(
-    door: BucketConnections, keyed: bool, encrypted: bool
-) -> None:
-    store = ordered(door, keyed=keyed, encrypted=encrypted, offered=False)
-    with closing(connected(door, keyed=keyed, encrypted=encrypted)) as connection:
+def test_what_comes_later_is_sent_then(door: BucketConnections, keyed: bool) -> None:
+    store = ordered(door, keyed=keyed, offered=False)
+    with closing(connected(door, keyed=keyed)) as connection:
         assert next(connection.next(nowhere)) is None, "nothing came, and nobody waits for ever"
         store.offer(0, DATA, SUMS, absent=range(1, COUNT))
         for bucket in range(1, COUNT):
@@ -145,35 +139,34 @@ def test_what_comes_later_is_sent_then(
     assert memory.data == DATA
 
 
-@SEALED
-def test_sealed_bytes_are_seen_by_nobody_or_by_all(
-    door: BucketConnections, encrypted: bool
-) -> None:
-    ordered(door, encrypted=encrypted)
+def test_sealed_bytes_are_seen_by_nobody(door: BucketConnections) -> None:
+    ordered(door)
     with socket.create_connection(("127.0.0.1", door.port)) as seen:
         seen.sendall(ticket(KEY))
         head = seen.recv(HEAD.size, socket.MSG_WAITALL)
         piece, nbytes = unpack_head(head)
         sent = seen.recv(nbytes, socket.MSG_WAITALL)
     assert (piece.bucket, nbytes) == (0, 1 << 17)
-    assert (sent == bytes(DATA[:nbytes])) is not encrypted
+    assert sent != bytes(DATA[:nbytes])
 
 
-def records(encrypted: bool, count: int = 3) -> list[bytes]:
+def records(count: int = 3) -> list[bytes]:
     """The first records of a connection, as they are on the wire."""
-    seal = seal_of(KEY, keyed=True, encrypted=encrypted)
+    seal = Seal(KEY)
     found: list[bytes] = []
     for bucket in range(count):
         raw = bytes([bucket]) * 100
         head = pack_head(Piece(bucket, 7, 0, 0), len(raw))
-        found.append(b"".join(seal.seal(head, raw, memoryview(bytearray(1000)))))
+        sealed = memoryview(bytearray(len(raw) + TAG_BYTES))
+        seal.seal(head, raw, sealed)
+        found.append(head + sealed)
     return found
 
 
-def opened(encrypted: bool, sent: Sequence[bytes], key: bytes = KEY) -> list[Received]:
+def opened(sent: Sequence[bytes], key: bytes = KEY) -> list[Received]:
     """What a receiver takes of what it is sent."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        seal = seal_of(key, keyed=True, encrypted=encrypted)
+        seal = Seal(key)
         port = listening.getsockname()[1]
         with closing(BucketConnection(("127.0.0.1", port), key, seal)) as connection:
             there, _ = listening.accept()
@@ -183,43 +176,38 @@ def opened(encrypted: bool, sent: Sequence[bytes], key: bytes = KEY) -> list[Rec
             return [next_of(connection, nowhere) for _ in sent]
 
 
-@SEALED
-def test_records_in_their_order_are_taken(encrypted: bool) -> None:
-    came = opened(encrypted, records(encrypted))
+def test_records_in_their_order_are_taken() -> None:
+    came = opened(records())
     assert [bytes(one.data) for one in came] == [bytes([n]) * 100 for n in range(3)]
     assert [one.piece.bucket for one in came] == [0, 1, 2]
 
 
-@SEALED
 @pytest.mark.parametrize("chosen", [[0, 0], [1], [0, 2]], ids=["repeated", "late", "left out"])
-def test_no_record_is_repeated_or_left_out_unnoticed(encrypted: bool, chosen: list[int]) -> None:
-    sent = records(encrypted)
+def test_no_record_is_repeated_or_left_out_unnoticed(chosen: list[int]) -> None:
+    sent = records()
     with pytest.raises(WireError, match="not what was sealed"):
-        opened(encrypted, [sent[index] for index in chosen])
+        opened([sent[index] for index in chosen])
 
 
-@SEALED
 @pytest.mark.parametrize("place", [0, 4, 12, 20, HEAD.size, HEAD.size + 99, -1])
-def test_a_spoiled_byte_spoils_its_record(encrypted: bool, place: int) -> None:
-    (sent,) = records(encrypted, 1)
+def test_a_spoiled_byte_spoils_its_record(place: int) -> None:
+    (sent,) = records(1)
     spoiled = bytearray(sent)
     spoiled[place] ^= 1
     with pytest.raises(WireError, match="not what was sealed"):
-        opened(encrypted, [bytes(spoiled)])
+        opened([bytes(spoiled)])
 
 
-@SEALED
-def test_a_record_under_another_key_is_not_taken(encrypted: bool) -> None:
+def test_a_record_under_another_key_is_not_taken() -> None:
     with pytest.raises(WireError, match="not what was sealed"):
-        opened(encrypted, records(encrypted, 1), key=bytes(32))
+        opened(records(1), key=bytes(32))
 
 
-@SEALED
 @pytest.mark.parametrize("kept", [1, HEAD.size, HEAD.size + 50, -1])
-def test_a_record_that_ends_early_is_a_broken_connection(encrypted: bool, kept: int) -> None:
-    (sent,) = records(encrypted, 1)
+def test_a_record_that_ends_early_is_a_broken_connection(kept: int) -> None:
+    (sent,) = records(1)
     with pytest.raises(BrokenError):
-        opened(encrypted, [sent[:kept]])
+        opened([sent[:kept]])
 
 
 def test_a_head_cannot_ask_for_more_memory_than_a_record_has() -> None:
@@ -229,7 +217,7 @@ def test_a_head_cannot_ask_for_more_memory_than_a_record_has() -> None:
 
 def test_a_key_is_as_long_as_keys_are() -> None:
     with pytest.raises(WireError, match="a key has 32 bytes, not 31"):
-        seal_of(bytes(31), keyed=True, encrypted=True)
+        seal_of(bytes(31), keyed=True)
 
 
 def ended(connection: socket.socket) -> bool:
@@ -338,7 +326,7 @@ def test_who_does_not_read_is_given_up(refusals: Refusals) -> None:
         order = FetchBuckets(
             number=1, wanted=[0, 1], contents=[1, 2], frame_bytes=16 << 20, key=KEY
         )
-        seal = seal_of(KEY, keyed=False, encrypted=False)
+        seal = seal_of(KEY, keyed=False)
         valid_until = time.monotonic() + WAIT_S
         door.expect(BucketOrder(b"me", order, store, seal, ticket(KEY), valid_until))
         with socket.socket() as idle:

@@ -28,6 +28,7 @@ from umbra.services.weights.memory import keep_freed_memory
 from umbra.services.weights.planes.assembly import Assembly
 from umbra.services.weights.planes.bucket_records import (
     HEAD,
+    TAG_BYTES,
     Piece,
     Seal,
     seal_of,
@@ -73,13 +74,13 @@ class BucketConnection:
     Args:
         address: host and port.
         key: of the order.
-        seal: this end of it.
+        seal: this end of it; None = open.
 
     Raises:
         OSError: nobody answers there.
     """
 
-    def __init__(self, address: tuple[str, int], key: bytes, seal: Seal) -> None:
+    def __init__(self, address: tuple[str, int], key: bytes, seal: Seal | None) -> None:
         self._seal = seal
         self._socket = socket.create_connection(address, CONNECT_S)
         try:
@@ -91,7 +92,6 @@ class BucketConnection:
             self._socket.close()
             raise
         self._head = bytearray(HEAD.size)
-        self._trailer = memoryview(bytearray(seal.trailer_bytes))
         self._block = memoryview(bytearray(0))
 
     def next(self, room: Room) -> Generator[None, None, Received]:
@@ -110,16 +110,14 @@ class BucketConnection:
         piece, nbytes = unpack_head(head)
         given = room(piece, nbytes)
         place = memoryview(bytearray(nbytes)) if given is None else given
-        sealed = self._trailer
-        if self._seal.hides:
-            size = nbytes + self._seal.trailer_bytes
+        if self._seal is None:
+            yield from self._fill(place)
+        else:
+            size = nbytes + TAG_BYTES
             if len(self._block) < size:
                 self._block = memoryview(bytearray(size))
-            sealed = self._block[:size]
-        else:
-            yield from self._fill(place)
-        yield from self._fill(sealed)
-        self._seal.open(head, sealed, place)
+            yield from self._fill(self._block[:size])
+            self._seal.open(head, self._block[:size], place)
         return Received(piece, place, given is not None)
 
     def close(self) -> None:
@@ -189,9 +187,7 @@ class BucketSource:
         """Send `order` under a number of its own; returns the number."""
         assert self._socket is not None
         self._number += 1
-        numbered = msgspec.structs.replace(
-            order, number=self._number, encrypt=self._security.encrypt_weights
-        )
+        numbered = msgspec.structs.replace(order, number=self._number)
         self._socket.send_multipart(self._encoder.encode(numbered)[1], zmq.NOBLOCK)
         return self._number
 
@@ -200,14 +196,8 @@ class BucketSource:
 
         Raises:
             BrokenError: nobody answers there.
-            WireError: the weights would not be encrypted, and we require it.
         """
-        if self._security.encrypt_weights and not place.encrypted:
-            raise WireError(
-                f"{self.endpoint} does not encrypt weights, and security.encrypt_weights is set"
-            )
-        keyed = self._security.keys is not None
-        seal = seal_of(key, keyed=keyed, encrypted=place.encrypted)
+        seal = seal_of(key, keyed=self._security.keys is not None)
         host = "127.0.0.1"
         if self.endpoint.startswith("tcp://"):
             host = self.endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")

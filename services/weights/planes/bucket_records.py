@@ -7,7 +7,6 @@ be left out, repeated or moved unnoticed. No socket, no thread.
 
     head    u32 bucket | u64 result | u64 base | u64 offset | u32 bytes     little-endian
     sealed  head | AES-256-GCM(bytes), with the head as associated data, and its tag
-    signed  head | bytes | AES-256-GCM(head), with the bytes as associated data, and its tag
     open    head | bytes
 """
 
@@ -15,7 +14,6 @@ from __future__ import annotations
 
 import hmac
 import struct
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from cryptography.exceptions import InvalidTag
@@ -63,95 +61,47 @@ def unpack_head(head: bytes | bytearray) -> tuple[Piece, int]:
 
 
 class Seal:
-    """One end of a connection without keys: nothing is sealed."""
+    """One end of a connection whose records are encrypted and authenticated, each once.
 
-    trailer_bytes = 0
-    """Bytes after those of the piece."""
-    hides = False
-    """True if the bytes on the wire are encrypted; they are as many as those of the piece."""
+    Args:
+        key: `[KEY_BYTES]`, of the order.
+    """
 
-    def seal(
-        self, head: bytes, raw: bytes | memoryview, block: memoryview
-    ) -> Sequence[bytes | memoryview]:
-        """Seal the next record, in pieces; `block`, of `raw` and a trailer, may be used for it."""
-        return head, raw
+    def __init__(self, key: bytes) -> None:
+        self._aes = AESGCM(key)
+        self._count = 0
+
+    def seal(self, head: bytes, raw: bytes | memoryview, sealed: memoryview) -> None:
+        """Encrypt the bytes of the next record to `sealed`, `[len(raw) + TAG_BYTES]`."""
+        self._aes.encrypt_into(self._nonce(), raw, head, sealed)
 
     def open(self, head: bytes, sealed: memoryview, place: memoryview) -> None:
-        """Check the next record; if the seal `hides`, decrypt it to `place`.
-
-        `sealed` is the trailer, or all that followed the head if it `hides`.
+        """Decrypt the bytes of the next record to `place`.
 
         Raises:
             WireError: it is not what the other end sealed as its next record.
         """
-
-
-class _Counted(Seal):
-    def __init__(self, key: bytes) -> None:
-        self._aes = AESGCM(key)
-        self._count = 0
+        try:
+            self._aes.decrypt_into(self._nonce(), sealed, head, place)
+        except InvalidTag:
+            error = WireError("a record is not what was sealed with the key of its order")
+            raise error from None
 
     def _nonce(self) -> bytes:
         self._count += 1
         return self._count.to_bytes(12, "little")
 
 
-class Encrypted(_Counted):
-    """Secret and authenticated."""
-
-    trailer_bytes = TAG_BYTES
-    hides = True
-
-    def seal(
-        self, head: bytes, raw: bytes | memoryview, block: memoryview
-    ) -> Sequence[bytes | memoryview]:
-        sealed = block[: len(raw) + TAG_BYTES]
-        self._aes.encrypt_into(self._nonce(), raw, head, sealed)
-        return head, sealed
-
-    def open(self, head: bytes, sealed: memoryview, place: memoryview) -> None:
-        try:
-            self._aes.decrypt_into(self._nonce(), sealed, head, place)
-        except InvalidTag:
-            raise _wrong() from None
-
-
-class Authenticated(_Counted):
-    """Authenticated only: who sees the connection sees the bytes."""
-
-    trailer_bytes = HEAD.size + TAG_BYTES
-
-    def seal(
-        self, head: bytes, raw: bytes | memoryview, block: memoryview
-    ) -> Sequence[bytes | memoryview]:
-        return head, raw, self._aes.encrypt(self._nonce(), head, raw)
-
-    def open(self, head: bytes, sealed: memoryview, place: memoryview) -> None:
-        try:
-            signed = self._aes.decrypt(self._nonce(), sealed, place)
-        except InvalidTag:
-            raise _wrong() from None
-        if signed != head:
-            raise _wrong()
-
-
-def _wrong() -> WireError:
-    return WireError("a record is not what was sealed with the key of its order")
-
-
-def seal_of(key: bytes, *, keyed: bool, encrypted: bool) -> Seal:
-    """Return one end of the connection for the order with `key`.
+def seal_of(key: bytes, *, keyed: bool) -> Seal | None:
+    """Return one end of the connection for the order with `key`; None if it is open.
 
     Args:
         key: `[KEY_BYTES]`.
         keyed: whether the run has keys; without them everyone on the way knows this one too.
-        encrypted: as the source has said.
 
     Raises:
         WireError: it is no key.
     """
     if len(key) != KEY_BYTES:
         raise WireError(f"a key has {KEY_BYTES} bytes, not {len(key)}", path="key")
-    if not keyed:
-        return Seal()
-    return Encrypted(key) if encrypted else Authenticated(key)
+    return Seal(key) if keyed else None

@@ -31,6 +31,7 @@ from umbra.proto.sockets import HANDSHAKE_MS, tcp_listener
 from umbra.services.weights.memory import keep_freed_memory
 from umbra.services.weights.planes.bucket_records import (
     RECORD_BYTES,
+    TAG_BYTES,
     TICKET_BYTES,
     Seal,
     pack_head,
@@ -64,7 +65,7 @@ class BucketOrder:
     receiver: bytes
     message: FetchBuckets
     store: BucketStore
-    seal: Seal
+    seal: Seal | None
     ticket: bytes
     valid_until: float
     connection: socket.socket | None = None
@@ -183,15 +184,13 @@ class BucketServer:
         check_order(message, len(store.manifest.buckets) if store is not None else 0)
         if store is None:
             return  # the receiver orders again when there is a layout
-        keyed = self._security.keys is not None
-        encrypted = self._security.encrypt_weights or message.encrypt
-        seal = seal_of(message.key, keyed=keyed, encrypted=encrypted)
-        if keyed and message.frame_bytes > SEALED_BYTES:
+        seal = seal_of(message.key, keyed=self._security.keys is not None)
+        if seal is not None and message.frame_bytes > SEALED_BYTES:
             message = msgspec.structs.replace(message, frame_bytes=SEALED_BYTES)
         valid_until = time.monotonic() + VALID_S
         shown = ticket(message.key)
         self._connections.expect(BucketOrder(receiver, message, store, seal, shown, valid_until))
-        place = BucketPort(number=message.number, port=self.port, encrypted=encrypted)
+        place = BucketPort(number=message.number, port=self.port)
         self._server.push(CHANNEL, receiver, place)  # a receiver that is away orders again
 
 
@@ -407,7 +406,7 @@ class BucketConnections:
 class _Sender:
     """Sends records on one connection, small ones together."""
 
-    def __init__(self, connection: socket.socket, seal: Seal, pace: Pace) -> None:
+    def __init__(self, connection: socket.socket, seal: Seal | None, pace: Pace) -> None:
         self._connection = connection
         self._seal = seal
         self._pace = pace
@@ -420,9 +419,13 @@ class _Sender:
         Raises:
             OSError: the other end is gone, or takes too long.
         """
-        if self._seal.hides and len(self._block) < len(raw) + self._seal.trailer_bytes:
-            self._block = memoryview(bytearray(len(raw) + self._seal.trailer_bytes))
-        for part in self._seal.seal(head, raw, self._block):
+        if self._seal is not None:
+            size = len(raw) + TAG_BYTES
+            if len(self._block) < size:
+                self._block = memoryview(bytearray(size))
+            self._seal.seal(head, raw, self._block[:size])
+            raw = self._block[:size]
+        for part in (head, raw):
             if len(part) < TOGETHER_BYTES:
                 self._waiting += part
             else:
