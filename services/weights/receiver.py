@@ -1,4 +1,4 @@
-"""A receiver's half of a push: stage a version, verify it, have the engine load it."""
+"""A receiver's half of a push: stage a version, have the engine load it, see that it is right."""
 
 from __future__ import annotations
 
@@ -43,10 +43,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class StagedVersion:
-    """A complete, verified version.
+    """A complete version.
 
-    Without a `guard` its bytes are this process's own until `Receiver.committed`; with one they lie
-    in the arena of this host's daemon, and `Receiver.load` notices when they change.
+    Without a `guard` it is verified, and its bytes are this process's own until
+    `Receiver.committed`; with one they lie in the arena of this host's daemon, and `Receiver.load`
+    verifies what was read.
     """
 
     version: int
@@ -202,6 +203,8 @@ class Receiver:
             else:
                 try:
                     apply(staged)
+                    if staged.guard is not None and not staged.guard.is_verified:
+                        staged.read(staged.manifest.total_bytes)
                 except ChangedError as problem:
                     changed = error = f"version {staged.version} changed under the load: {problem}"
                 except UmbraError as problem:

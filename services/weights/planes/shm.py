@@ -1,6 +1,7 @@
 """Plane `shm`: engines load versions from the hub's arena in /dev/shm; nothing is copied before.
 
-Staging verifies a version where it lies, which also maps its pages, so that the load is one copy.
+Staging maps the pages of a version, so that the load is one copy. It is verified once, behind the
+load (`SlotGuard`): what was right before a load need not be what the engine read.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class ShmHub(HubEnd):
 
 
 class ShmReceiver:
-    """Verifies versions in the hub's arena.
+    """Finds versions in the hub's arena.
 
     Args:
         reply: names the arena.
@@ -33,30 +34,33 @@ class ShmReceiver:
 
     def __init__(self, reply: Subscribed) -> None:
         self._manifest = reply.manifest
+        self._guards: dict[int, SlotGuard] = {}  # of the last version in each slot
         size = reply.manifest.total_bytes
         self._arena = Arena.attach(reply.path, slot_bytes=size, populate=False)
 
     def receive(self, message: Prepare) -> Receiving:
-        """Verify a version bucket by bucket."""
+        """Map a version bucket by bucket; what was loaded and found wrong is verified first."""
         manifest, began = self._manifest, time.perf_counter()
         try:
             data = self._arena.slot(message.slot)
             sequence = self._arena.sequence(message.slot)
             guard = SlotGuard(sequence, self._arena.check, manifest, data, message.checksums)
+            before = self._guards.get(message.slot)
+            doubted = before is not None and before.is_verified is False and before.is_readable
+            self._guards[message.slot] = guard
             for index, (start, end) in enumerate(manifest.buckets):
                 self._arena.check()
-                if checksum(data[start:end]) != message.checksums[index]:
-                    return _failed(began, wrong_checksum(manifest, index))
+                if doubted and checksum(data[start:end]) != message.checksums[index]:
+                    guard.is_verified = False
+                    return Receipt(error=wrong_checksum(manifest, index))
+                self._arena.map_pages(message.slot, start, end)
                 yield index
-        except (IndexError, OSError, StartupError) as error:
-            return _failed(began, str(error))
-        if guard.is_overwritten:
-            return _failed(began, OVERWRITTEN)
+            if guard.is_overwritten:
+                return Receipt(error=OVERWRITTEN)
+        except (IndexError, OSError, StartupError) as problem:
+            return Receipt(error=str(problem))
         return Receipt(stage_s=time.perf_counter() - began, data=data, guard=guard)
 
     def close(self) -> None:
+        self._guards.clear()
         self._arena.close()
-
-
-def _failed(began: float, error: str) -> Receipt:
-    return Receipt(stage_s=time.perf_counter() - began, error=error)
