@@ -94,10 +94,10 @@ def test_the_monitor_commands_use_keys(buffer: str, keys: Path, tmp_path: Path) 
     secret.write_bytes((keys / secret.name).read_bytes())
     looks = umbra("status", "--ping", "--broker", buffer, "--keys", "m", cwd=tmp_path)
     assert looks.returncode == 0, looks
-    changes = umbra("interrupt", "--broker", buffer, "--keys", "m", cwd=tmp_path)
+    changes = umbra("pause", "--broker", buffer, "--keys", "m", cwd=tmp_path)
     assert changes.returncode == 4
     assert "nothing that the monitor key allows" in changes.stderr
-    allowed = umbra("interrupt", "--broker", buffer, "--keys", str(keys), cwd=tmp_path)
+    allowed = umbra("pause", "--broker", buffer, "--keys", str(keys), cwd=tmp_path)
     assert allowed.returncode == 0, allowed
 
 
