@@ -57,9 +57,8 @@ def test_random_micro_batches_compile_each_kind_a_few_times(
 
     monkeypatch.setattr(torch, "compile", counting)
     monkeypatch.setattr(attention_backends, "_flex_on", lambda _: attention_backends._flex_kernel)
-    monkeypatch.setattr(
-        torch.nn.attention.flex_attention, "_validate_device", lambda *_: None
-    )  # which refuses gradients on CPUs
+    # It refuses gradients on CPUs.
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
     attention_backends._compiled.cache_clear()
     for number, micro in enumerate(micro_batches()):
         for grad, window in ((False, None), (True, None), (True, 100)):
