@@ -400,7 +400,7 @@ def unpack_int32(data: bytes) -> list[int]:
 
 
 def unpack_float32(data: bytes) -> list[float]:
-    return memoryview(data).cast("f").tolist()
+    return array("f", data).tolist()
 
 
 Role = Literal[

@@ -158,7 +158,7 @@ def environment(plan: Plan, paths: Paths) -> dict[str, str]:
         variables["UMBRA_SECURITY__KEYS"] = paths.keys
     if paths.modules:
         variables[SEARCH_VARIABLE] = paths.modules
-    tasks = {process.task for process in plan.processes}
+    tasks: set[Task] = {process.task for process in plan.processes}
     if paths.cache and any(_is_elsewhere(n) for task in tasks for n in _read_by(plan.config, task)):
         variables |= {"HF_HOME": f"{paths.cache}/huggingface", "XDG_CACHE_HOME": paths.cache}
     return variables

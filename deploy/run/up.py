@@ -153,7 +153,7 @@ class Up:
         """Accuracy of `model` on the held-out prompts, sampled and greedy at the same time."""
         heldout, config = self.config.eval, str(self.folder.config)
         common = ("eval", model, "--json", "--config", config, "--samples", str(heldout.samples))
-        stages = {"accuracy": common}
+        stages: dict[str, tuple[str, ...]] = {"accuracy": common}
         if heldout.greedy:
             stages["greedy"] = (*common, "--greedy")
         kinds = "sampled and greedy" if heldout.greedy else "sampled"

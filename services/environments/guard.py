@@ -1,4 +1,4 @@
-"""The process around a worker: whatever the worker starts ends with it.
+"""The process around a worker: whatever the worker starts ends with it, and its output is limited.
 
 It runs no code of the user's. As a subreaper it inherits what others leave behind, in sessions of
 their own or not, and kills all of it when the worker ends, when it gets SIGTERM, or when the
@@ -10,52 +10,125 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import select
 import signal
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 
 from umbra.services.process.parent import PARENT_PID_VARIABLE, signal_at_death_of
 
+BURST_BYTES = 1 << 20
+BYTES_PER_S = 1 << 10
+"""Output that is passed on: so much at once, and so much each second after that."""
 _PR_SET_CHILD_SUBREAPER = 36
 _END_S = 5.0  # for all processes to be gone
 _LOOK_S = 0.001
+_PIECE = 1 << 16
 
 
 def enter_guarded() -> None:
-    """Return in a child, which ends with this process; what it prints goes to stderr."""
+    """Return in a child, whose stdout and stderr go through this process, which ends with it."""
     os.setpgid(0, 0)  # what ends our parent's group must not end us before all else
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.signal(signal.SIGTERM, lambda *_: _end_tree(-signal.SIGKILL))
     signal_at_death_of(int(os.environ.get(PARENT_PID_VARIABLE, os.getppid())), signal.SIGTERM)
+    reads, writes = os.pipe()
     if worker := os.fork():
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, 0)  # the channel is the worker's alone
-        while (ended := os.waitpid(-1, 0))[0] != worker:
-            pass
-        _end_tree(os.waitstatus_to_exitcode(ended[1]))
-    os.dup2(2, 1)
+        os.close(writes)
+        _guard(worker, reads)
+    os.close(reads)
+    for number in (1, 2):
+        os.dup2(writes, number)
+    os.close(writes)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal_at_death_of(os.getppid(), signal.SIGKILL)
+
+
+def _guard(worker: int, reads: int) -> None:
+    """Pass on output until `worker` has ended; end as it did."""
+    code: int | None = None
+
+    def reap(*_: object) -> None:
+        nonlocal code
+        for pid, status in _reaped():
+            if pid == worker:
+                code = os.waitstatus_to_exitcode(status)
+
+    ticks, tick = os.pipe()  # readable once a child has ended
+    os.set_blocking(tick, False)
+    signal.set_wakeup_fd(tick, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, reap)
+    reap()
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)  # the channel is the worker's alone
+    output = Output()
+    watched = [reads, ticks]
+    while code is None:
+        ready = select.select(watched, [], [])[0]
+        if ticks in ready:
+            os.read(ticks, _PIECE)
+        if reads in ready and not output.pass_on(os.read(reads, _PIECE)):
+            watched.remove(reads)
+    os.set_blocking(reads, False)
+    with suppress(BlockingIOError):
+        for _ in range(BURST_BYTES // _PIECE):
+            if not output.pass_on(os.read(reads, _PIECE)):
+                break
+    _end_tree(code)
+
+
+class Output:
+    """Writes to stderr as much as its limit allows."""
+
+    def __init__(self) -> None:
+        self._left, self._at = float(BURST_BYTES), time.monotonic()
+        self._drops = False
+
+    def pass_on(self, data: bytes) -> bool:
+        """Write or drop `data`; return false at the end of the input."""
+        now = time.monotonic()
+        self._left = min(self._left + (now - self._at) * BYTES_PER_S, BURST_BYTES)
+        self._at = now
+        fits = len(data) <= self._left
+        if fits:
+            self._left -= len(data)
+            _write(data)
+        elif not self._drops:
+            _write(b"\n(more output of an environment than its limit allows: it is dropped)\n")
+        self._drops = not fits
+        return bool(data)
+
+
+def _write(data: bytes) -> None:
+    with suppress(OSError):  # output is best effort
+        os.write(2, data)
 
 
 def _end_tree(code: int) -> None:
     """Kill all descendants, then end with `code` (negative: by that signal)."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     deadline = time.monotonic() + _END_S
     while time.monotonic() < deadline and (children := _children()):
         for pid in children:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(_LOOK_S)
-        with suppress(ChildProcessError):  # what these leave behind are our children now
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+        list(_reaped())  # what these leave behind are our children now
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if code != -signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
+
+
+def _reaped() -> Iterator[tuple[int, int]]:
+    """Yield the pids and statuses of children that have ended."""
+    with suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            yield found
 
 
 def _children() -> list[int]:

@@ -129,7 +129,8 @@ def load_environment(config: EnvironmentConfig) -> EnvironmentFactory:
         )
 
     def made() -> Environment:
-        return make(**options) if sandbox is None else make(**options, sandbox=sandbox())
+        own: dict[str, Any] = {} if sandbox is None else {"sandbox": sandbox()}
+        return make(**options, **own)
 
     try:
         made()

@@ -74,7 +74,7 @@ COMMANDS: dict[str, SubCommand] = {
     ),
     "chat": SubCommand("umbra.deploy.commands.chat:command", "Talk to the trained model of a run."),
     "report": SubCommand(
-        "umbra.deploy.report.command:command", "Write a run as a page, and its timeline."
+        "umbra.deploy.report.page:command", "Write a run as a page, and its timeline."
     ),
     "pause": SubCommand("umbra.services.monitor.operate:pause", "Hand out no more work."),
     "resume": SubCommand("umbra.services.monitor.operate:resume", "Go on after a pause."),

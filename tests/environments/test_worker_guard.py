@@ -1,4 +1,4 @@
-"""What a reward starts ends with the run, however that ends."""
+"""What a reward starts ends with the run, and what it prints has a limit, however it ends."""
 
 import subprocess
 import sys
@@ -10,6 +10,7 @@ import pytest
 from fakes.slowness import limit, seconds
 
 from umbra.services.config import EnvironmentConfig
+from umbra.services.environments import guard
 from umbra.services.environments.pool import ProcessPool
 
 pytestmark = [pytest.mark.e2e, pytest.mark.fault]
@@ -28,6 +29,12 @@ def score(prompt, completion, row):
         time.sleep(600)
     if completion == "die":
         os.kill(os.getpid(), 9)
+    return 1.0
+
+def talkative(prompt, completion, row):
+    for _ in range(500):
+        os.write(1, b"x" * 100_000)
+    print("the end")
     return 1.0
 
 def hungry(prompt, completion, row):
@@ -107,6 +114,13 @@ def test_it_ends_with_an_owner_that_is_killed(project: Path) -> None:
     process.kill()
     process.communicate()
     until(lambda: not any(map(is_alive, pids)), "they outlive the process that started the worker")
+
+
+def test_its_output_has_a_limit(project: Path) -> None:
+    out, err = owner(project, "starter:talkative").communicate(timeout=seconds(60.0))
+    assert out == b"1.0\n"
+    assert len(err) < 2 * guard.BURST_BYTES
+    assert b"more output of an environment than its limit allows" in err
 
 
 def test_its_memory_is_limited_beyond_what_the_process_has(project: Path) -> None:

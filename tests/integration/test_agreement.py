@@ -180,15 +180,15 @@ class Stale(TorchEngine):
 
     old: dict[str, Tensor]
 
-    def _pass(self, count: int, readings: Sequence[Any]) -> Tensor:
+    def _pass(self, newest: Tensor, readings: Sequence[Any]) -> Tensor:
         if readings:
             now = {n: p.detach().clone() for n, p in self._model.named_parameters()}
             if not hasattr(self, "old"):
                 self.old = now
             self._put(self.old)
-            super()._pass(0, readings)
+            super()._pass(newest[:, :0], readings)
             self._put(now)
-        return super()._pass(count, [])
+        return super()._pass(newest, [])
 
     def _put(self, weights: Mapping[str, Tensor]) -> None:
         manifest, data = in_memory(weights)

@@ -32,12 +32,16 @@ def micro_batches() -> list[MicroBatch]:
     return found[:BATCHES]
 
 
-def layer_inputs(micro: MicroBatch, grad: bool) -> list[Tensor]:
+def layer_inputs(micro: MicroBatch, grad: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values as a layer of a model gives them: [R, L, H, D] in memory."""
     rows, width = micro.input_ids.shape
     drawn = torch.Generator().manual_seed(0)
-    made = [torch.randn(rows, width, heads, 16, generator=drawn) for heads in (2, 1, 1)]
-    return [each.transpose(1, 2).requires_grad_(grad) for each in made]
+
+    def made(heads: int) -> Tensor:
+        laid = torch.randn(rows, width, heads, 16, generator=drawn)
+        return laid.transpose(1, 2).requires_grad_(grad)
+
+    return made(2), made(1), made(1)
 
 
 @pytest.mark.slow
