@@ -153,7 +153,7 @@ def goal_text(goal: dict[str, Any]) -> str:
 
 
 def hardware() -> str:
-    """Return processor, cores that this process may use, and version of Python."""
+    """Return GPU if torch sees one, processor, cores that are allowed, and version of Python."""
     processor = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -162,7 +162,9 @@ def hardware() -> str:
                 processor = line.partition(":")[2].strip()
                 break
     cores = len(os.sched_getaffinity(0))
-    return f"{processor}, {cores} cores, Python {platform.python_version()}"
+    torch: Any = sys.modules.get("torch")
+    gpu = f"{torch.cuda.get_device_name()}, " if torch and torch.cuda.is_available() else ""
+    return f"{gpu}{processor}, {cores} cores, Python {platform.python_version()}"
 
 
 def text(value: Any) -> str:

@@ -5,6 +5,7 @@ What the assistant says in them is learned.
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -228,6 +229,7 @@ def _display(steps: int) -> Callable[[int, float], None]:
 @click.option(
     "--checked", multiple=True, metavar="MODEL_TYPE", help="As model.checked of a run file."
 )
+@click.option("--json", "as_json", is_flag=True, help="Print the outcome as one JSON object.")
 def command(
     model: Path,
     data: Path,
@@ -237,6 +239,7 @@ def command(
     seed: int,
     checked: tuple[str, ...],
     lr: float,
+    as_json: bool,
     **settings: Any,
 ) -> None:
     """Warm-start MODEL, a Hugging Face directory, on worked examples.
@@ -256,6 +259,9 @@ def command(
         report=_display(steps),
         checked=checked,
     )
+    if as_json:
+        click.echo(json.dumps({"out": str(out), "steps": steps, **outcome._asdict()}))
+        return
     click.echo(
         f"{out}: loss {outcome.first_loss:.3f} -> {outcome.final_loss:.3f} in {steps} steps, "
         f"{outcome.seconds:.1f} s"

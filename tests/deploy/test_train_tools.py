@@ -10,7 +10,7 @@ from umbra.deploy.python.source import CopiedSource
 from umbra.deploy.python.train import _with_tools
 from umbra.services.config import EnvironmentConfig
 from umbra.services.environments.loading import load_environment
-from umbra.services.environments.protocol import Opening, StepResult
+from umbra.services.environments.protocol import Opening, Response, Said, StepResult
 
 
 def double(number: int) -> int:
@@ -31,10 +31,11 @@ def test_they_are_offered_and_called() -> None:
     assert list(offered) == ["double", "calculator"]
     assert offered["double"]["description"] == "Twice a number."
     assert offered["double"]["parameters"]["properties"] == {"number": {"type": "integer"}}
-    call = '<tool_call>{"name": "double", "arguments": {"number": 21}}</tool_call>'
-    answer: StepResult = asyncio.run(environment.step(call))
+    call = {"type": "function", "function": {"name": "double", "arguments": {"number": 21}}}
+    said = Said(text="a call", content="", tool_calls=[call])
+    answer: StepResult = asyncio.run(environment.step(Response.of(said)))
     assert (answer.done, answer.messages[0]["content"]) == (False, "42")
-    assert asyncio.run(environment.step("42")).reward == 1.0
+    assert asyncio.run(environment.step(Response.of("42"))).reward == 1.0
 
 
 def test_another_environment_has_its_own() -> None:

@@ -78,7 +78,7 @@ def test_functions_of_one_sample_are_called_for_each() -> None:
     ("returned", "says"),
     [
         ([1.0, 2.0], "instead of a list with one number for each of 3 completions"),
-        (0.5, "instead of a list with 3 numbers"),
+        (0.5, "instead of a list with one number for each of 3 completions"),
         ([1.0, None, 1.0], "no reward function has a reward for this sample"),
         ([1.0, "2", 1.0], "'2', which is not a finite number"),
     ],

@@ -76,6 +76,8 @@ def test_the_command_says_how_the_loss_went(
     assert re.search(r"out: loss \d\.\d+ -> \d\.\d+ in 10 steps, ", captured.out)
     assert len(captured.err.splitlines()) == 10
     assert captured.err.startswith("step 1/10  loss ")
+    assert cli.main([*args, "--steps", "1", "--batch", "2", "--threads", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 1
 
 
 @pytest.mark.parametrize(
