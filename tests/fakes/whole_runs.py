@@ -37,7 +37,7 @@ class UpProcess:
     @property
     def run_dir(self) -> Path:
         """The folder of its run."""
-        (found,) = (self.project / "runs").iterdir()
+        (found,) = (path for path in (self.project / "runs").iterdir() if path.name != "keys")
         return found
 
     def until(self, condition: Callable[[], object], what: str) -> None:

@@ -82,7 +82,7 @@ def test_a_run_that_cannot_learn_says_so_everywhere(project: Path, up: Up) -> No
         )
     }  # fmt: skip
     subprocess.run([*UMBRA, "drain", "--broker", broker], timeout=DEADLINE_S, check=True)
-    summary = process.finish()
+    summary = process.finish(143)  # drained
     expected = {"constant_reward", "equal_rewards", "zero_gradient"}
     status: dict[str, Any] = json.loads(seen["json"])
     assert expected <= {one["name"] for one in status["warnings"] if one["until"] < 0}
