@@ -80,8 +80,9 @@ def chat_tokenizer(name: str) -> tuple[Any, set[int]]:
 
 def _all() -> list[str]:
     """Those of some vision models take lists of parts only."""
-    vision = {"idefics3", "llava_next", "smolvlm"}
-    return sorted({path.stem for path in _folder().glob("*.jinja")} - vision)
+    vision = ("idefics3", "llava_next", "smolvlm")
+    stems = (path.stem for path in _folder().glob("*.jinja"))
+    return sorted(stem for stem in stems if not stem.startswith(vision))
 
 
 def _folder() -> Path:
