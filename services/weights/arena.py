@@ -38,7 +38,7 @@ TOKEN_CHARS = 32
 SMALLER = (
     'set weight_hub.slots = 2 or weight_hub.dtype = "bfloat16", or use a host with more memory'
 )
-MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23  # Linux 5.14; not in Python's `mmap`
+MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python's `mmap`
 
 Ranges = Sequence[tuple[int, int]]
 
@@ -240,13 +240,6 @@ class Arena:
         if not 0 <= index < self.slots:
             raise IndexError(f"slot {index} of an arena with {self.slots} slots")
         return self._sequences[index : index + 1]
-
-    def map_pages(self, index: int, start: int, end: int) -> None:
-        """Fill the page table for these bytes of slot `index`, which are there, to be read."""
-        first = index * _stride(self.slot_bytes) + start // PAGE_BYTES * PAGE_BYTES
-        size = _stride(end) - start // PAGE_BYTES * PAGE_BYTES
-        with suppress(OSError):  # an older kernel: they are filled as they are read
-            self._map.madvise(MADV_POPULATE_READ, first, size)
 
     def begin(self, index: int) -> None:
         """Make the sequence number of slot `index` odd: it is about to be written."""

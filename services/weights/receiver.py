@@ -1,4 +1,4 @@
-"""A receiver's half of a push: stage a version, have the engine load it, see that it is right."""
+"""A receiver's half of a push: stage a version, verify it, have the engine load it."""
 
 from __future__ import annotations
 
@@ -43,11 +43,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class StagedVersion:
-    """A complete version.
+    """A complete, verified version.
 
-    Without a `guard` it is verified, and its bytes are this process's own until
-    `Receiver.committed`; with one they lie in the arena of this host's daemon, and `Receiver.load`
-    verifies what was read.
+    Without a `guard` its bytes are this process's own until `Receiver.committed`; with one they lie
+    in the arena of this host's daemon, and `Receiver.load` notices when they change.
     """
 
     version: int

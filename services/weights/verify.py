@@ -79,7 +79,7 @@ class SlotGuard:
         self._data = data
         self._checksums = checksums
         self._behind: ChecksumsBehind | None = None
-        self.is_verified: bool | None = None  # once all of it was read: whether it was the version
+        self.is_verified = False  # once all of it was read
 
     @property
     def is_overwritten(self) -> bool:
@@ -113,7 +113,6 @@ class SlotGuard:
             raise ChangedError(OVERWRITTEN)
         for bucket, (actual, wanted) in enumerate(zip(sums, self._checksums, strict=True)):
             if actual != wanted:
-                self.is_verified = False
                 raise ChangedError(wrong_checksum(self._manifest, bucket))
         self.is_verified = True
 

@@ -1,7 +1,6 @@
 """Plane `shm`: engines load versions from the hub's arena in /dev/shm; nothing is copied before.
 
-Staging maps the pages of a version, so that the load is one copy. It is verified once, behind the
-load (`SlotGuard`): what was right before a load need not be what the engine read.
+Staging verifies a version where it lies, which also maps its pages, so that the load is one copy.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class ShmHub(HubEnd):
 
 
 class ShmReceiver:
-    """Finds versions in the hub's arena.
+    """Verifies versions in the hub's arena.
 
     Args:
         reply: names the arena.
@@ -34,33 +33,30 @@ class ShmReceiver:
 
     def __init__(self, reply: Subscribed) -> None:
         self._manifest = reply.manifest
-        self._guards: dict[int, SlotGuard] = {}  # of the last version in each slot
         size = reply.manifest.total_bytes
         self._arena = Arena.attach(reply.path, slot_bytes=size, populate=False)
 
     def receive(self, message: Prepare) -> Receiving:
-        """Map a version bucket by bucket; what was loaded and found wrong is verified first."""
+        """Verify a version bucket by bucket."""
         manifest, began = self._manifest, time.perf_counter()
         try:
             data = self._arena.slot(message.slot)
             sequence = self._arena.sequence(message.slot)
             guard = SlotGuard(sequence, self._arena.check, manifest, data, message.checksums)
-            before = self._guards.get(message.slot)
-            doubted = before is not None and before.is_verified is False and before.is_readable
-            self._guards[message.slot] = guard
             for index, (start, end) in enumerate(manifest.buckets):
                 self._arena.check()
-                if doubted and checksum(data[start:end]) != message.checksums[index]:
-                    guard.is_verified = False
-                    return Receipt(error=wrong_checksum(manifest, index))
-                self._arena.map_pages(message.slot, start, end)
+                if checksum(data[start:end]) != message.checksums[index]:
+                    return _failed(began, wrong_checksum(manifest, index))
                 yield index
-            if guard.is_overwritten:
-                return Receipt(error=OVERWRITTEN)
-        except (IndexError, OSError, StartupError) as problem:
-            return Receipt(error=str(problem))
+        except (IndexError, OSError, StartupError) as error:
+            return _failed(began, str(error))
+        if guard.is_overwritten:
+            return _failed(began, OVERWRITTEN)
         return Receipt(stage_s=time.perf_counter() - began, data=data, guard=guard)
 
     def close(self) -> None:
-        self._guards.clear()
         self._arena.close()
+
+
+def _failed(began: float, error: str) -> Receipt:
+    return Receipt(stage_s=time.perf_counter() - began, error=error)
