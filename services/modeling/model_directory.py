@@ -65,8 +65,11 @@ def check_model_dir(
             if name.endswith(READ_SUFFIXES):
                 (directory / name).open("rb").close()
     except OSError as error:
+        remedy = ""
+        if isinstance(error, PermissionError):
+            remedy = f": let the user with uid {os.geteuid()}, as whom this process runs, read it"
         raise UsageError(
-            f"{source}: {error.filename} cannot be read by uid {os.geteuid()}: {error.strerror}"
+            f"{source}: {error.filename} cannot be read: {error.strerror}{remedy}"
         ) from error
     if files is None:
         raise UsageError(
