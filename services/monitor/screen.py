@@ -39,7 +39,7 @@ SAMPLE_CHARS = 300
 STYLES = {"ready": "", "running": "", "done": "dim", "stopped": "dim", "failed": "bold red"}
 
 
-class Line(NamedTuple):
+class StyledLine(NamedTuple):
     text: str
     style: str = ""
 
@@ -57,41 +57,41 @@ def plain(look: Look) -> str:
     return "\n".join(line.text for line in lines(look, WIDE))
 
 
-def lines(look: Look, width: int, processes: Mapping[str, str] | None = None) -> Iterator[Line]:
+def lines(look: Look, width: int, processes: Mapping[str, str] | None = None) -> Iterator[StyledLine]:
     """Yield all that is known of a run, the most urgent first."""
     status = look.status
-    yield Line(f"run {status.run_id}: {status.state}, up {clock(status.uptime_s)}", "bold")
+    yield StyledLine(f"run {status.run_id}: {status.state}, up {clock(status.uptime_s)}", "bold")
     if notice := notice_text(status):
-        yield Line(notice, "bold green" if status.finished else "bold yellow")
-    yield Line(f"{headline(status)}{eta_text(status)}")
+        yield StyledLine(notice, "bold green" if status.finished else "bold yellow")
+    yield StyledLine(f"{headline(status)}{eta_text(status)}")
     for name, text in holding(status).items():
-        yield Line(f"warning: {name}: {text}", "yellow")
+        yield StyledLine(f"warning: {name}: {text}", "yellow")
     for index in range(len(status.stuck)):
-        yield Line(f"stuck: {stuck_text(status, index)}", "bold red")
+        yield StyledLine(f"stuck: {stuck_text(status, index)}", "bold red")
     yield from _curves(status)
-    yield Line(f"ledger: {ledger_text(status)}")
-    yield Line(f"flow: {_flow(status.rates)}")
-    yield Line(f"health: {health_text(status.health)}")
+    yield StyledLine(f"ledger: {ledger_text(status)}")
+    yield StyledLine(f"flow: {_flow(status.rates)}")
+    yield StyledLine(f"health: {health_text(status.health)}")
     if evals := evals_text(status):
-        yield Line(f"evals: {evals}")
+        yield StyledLine(f"evals: {evals}")
     yield from _members(status, width, processes)
     yield from _pushes(look)
     if look.samples:
         yield from _sample(look.samples[-1])
     for text in refused_texts(status):
-        yield Line(f"refused: {text}", "yellow")
+        yield StyledLine(f"refused: {text}", "yellow")
     if counters := counters_text(status):
-        yield Line(f"counters: {counters}", "dim")
+        yield StyledLine(f"counters: {counters}", "dim")
 
 
-def _curves(status: Status) -> Iterator[Line]:
+def _curves(status: Status) -> Iterator[StyledLine]:
     for name in CURVES:
         values = [v for v in status.curves.values.get(name, []) if v is not None]
         if values:
-            yield Line(f"{name:21} {sparkline(values)} {number(values[-1])}", "cyan")
+            yield StyledLine(f"{name:21} {sparkline(values)} {number(values[-1])}", "cyan")
     if total := sum(status.staleness_counts):
         shares = (f"{at}: {n / total:.0%}" for at, n in enumerate(status.staleness_counts) if n)
-        yield Line(f"trained by staleness: {'  '.join(shares)}")
+        yield StyledLine(f"trained by staleness: {'  '.join(shares)}")
 
 
 def _flow(rates: Rates) -> str:
@@ -105,35 +105,35 @@ def _flow(rates: Rates) -> str:
     return ", ".join(f"{number(rate)}/s {what}" for what, rate in flow.items())
 
 
-def _members(status: Status, width: int, processes: Mapping[str, str] | None) -> Iterator[Line]:
+def _members(status: Status, width: int, processes: Mapping[str, str] | None) -> Iterator[StyledLine]:
     columns = COLUMNS if width >= WIDE else NARROW_COLUMNS
     rows = most_telling(member_rows(status, processes), MEMBERS_SHOWN)
     cells = [[dict(zip(COLUMNS, row, strict=True))[name] for name in columns] for row in rows]
     head, *body = aligned([columns, *cells], [columns.index(name) for name in NUMBERS])
-    yield Line(f"  {head}", "bold")
+    yield StyledLine(f"  {head}", "bold")
     for row, text in zip(rows, body, strict=True):
-        yield Line(f"  {text}", STYLES.get(row.state, "yellow"))
+        yield StyledLine(f"  {text}", STYLES.get(row.state, "yellow"))
 
 
-def _pushes(look: Look) -> Iterator[Line]:
+def _pushes(look: Look) -> Iterator[StyledLine]:
     if look.pushes:
         rows = [
             [str(push.version), push.receiver, push.plane]
             + [f"{1e3 * getattr(push, f'{phase}_s'):.1f}" for phase in PHASES]
             for push in reversed(look.pushes[-PUSHES_SHOWN:])
         ]
-        yield Line("last pushes, ms", "bold")
+        yield StyledLine("last pushes, ms", "bold")
         for text in aligned([("version", "receiver", "plane", *PHASES), *rows], range(3, 8)):
-            yield Line(f"  {text}")
+            yield StyledLine(f"  {text}")
 
 
-def _sample(sample: SampleSeen) -> Iterator[Line]:
+def _sample(sample: SampleSeen) -> Iterator[StyledLine]:
     branches = f"{sample.branches} branches  " if sample.branches > 1 else ""
-    yield Line(
+    yield StyledLine(
         f"{sample.sample}  reward {sample.reward:.3g}  {sample.tokens} tokens  {sample.turns} "
         f"turns  {branches}{sample.seconds:.2f} s  "
         f"versions {sample.versions[0]}-{sample.versions[1]}  {sample.finish_reason}",
         "bold",
     )
     for text, style in ((sample.prompt, "dim"), (sample.response, "green")):
-        yield Line(f"{text[:SAMPLE_CHARS]}…" if len(text) > SAMPLE_CHARS else text, style)
+        yield StyledLine(f"{text[:SAMPLE_CHARS]}…" if len(text) > SAMPLE_CHARS else text, style)

@@ -37,7 +37,8 @@ def test_documents_and_plots_are_what_the_results_give() -> None:
 def test_figures_follow_from_the_rows(file: Path) -> None:
     report = importlib.import_module("report").Report.read(file)
     content = json.loads(file.read_text(encoding="utf-8"))
-    report.restate(importlib.import_module(content["benchmark"]).summarise)
+    script = Path(content["command"].split()[1]).stem
+    report.restate(importlib.import_module(script).summarise)
     assert content["rows"] and content["commit"] and content["date"] and content["hardware"]
     assert json.loads(json.dumps(report.tables)) == content["tables"]
     assert report.figures == pytest.approx(content["figures"])

@@ -32,7 +32,7 @@ def test_every_command_and_flag_is_documented_with_its_default() -> None:
     for name, command in every_command():
         assert command.help, name
         told.add(name)
-        context = click.Context(command)
+        context = click.Context(command, **command.context_settings)
         for option in (p for p in command.params if isinstance(p, click.Option)):
             record = option.get_help_record(context)
             assert record is not None, f"{name} hides {option.name}"

@@ -22,6 +22,6 @@ def test_every_file_of_a_run_has_its_line() -> None:
     """As far as the code names them in one place."""
     section = PAGE.partition("## What is lost with a file")[2].partition("\n## ")[0]
     folder = (ROOT / "deploy" / "files" / "run_folder.py").read_text(encoding="utf-8")
-    named = set(re.findall(r'self\.path / "([\w.]+)"', folder)) - {"model"}  # which is the result
+    named = set(re.findall(r'_Below\("([\w.]+)"', folder)) - {"model"}  # which is the result
     assert named
     assert [name for name in sorted(named) if f"`{name}" not in section] == []
