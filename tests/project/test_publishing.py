@@ -46,4 +46,6 @@ def test_the_site_has_every_page_once() -> None:
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
     named = re.findall(r"([\w-]+\.md)$", text, re.M)
     pages = {path.name for path in (ROOT / "docs").glob("*.md")}
-    assert sorted(named) == sorted(pages | {"index.md", "changelog.md", "proto.md", "proto-weights.md"})
+    assert sorted(named) == sorted(
+        pages | {"index.md", "changelog.md", "proto.md", "proto-weights.md"}
+    )
