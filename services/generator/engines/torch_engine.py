@@ -198,6 +198,7 @@ class TorchEngine:
         self._sampler = Sampler(self._device, seed)
         self._queue: deque[_Row] = deque()
         self._rows: list[_Row] = []  # the live ones, by slot
+        self._longest = 0  # tokens of a row, when the last step began
         self._outputs: list[EngineOutput] = []
 
     @property
@@ -309,9 +310,11 @@ class TorchEngine:
 
     def _step(self) -> None:
         """Feed every live row its newest token and sample the next."""
+        lengths = [row.length for row in self._rows]
+        self._longest = max(lengths, default=0)
         self._cache.reserve(len(self._rows), self._longest)
-        fed = [[row.newest for row in self._rows], [row.length - 1 for row in self._rows]]
-        newest = torch.tensor(fed, device=self._device)
+        fed = [row.newest for row in self._rows] + [length - 1 for length in lengths]
+        newest = torch.tensor(fed, device=self._device).view(2, -1)
         # The longest by themselves, if they are too much for this pass.
         readings = sorted(self._unread(), key=lambda reading: len(reading.tokens))
         here, room = 0, _PREFILL_TOKENS
@@ -323,10 +326,6 @@ class TorchEngine:
         logits = self._pass(newest, readings[:here])
         samplings = [row.request.sampling for row in self._rows]
         self._append(*self._sampler.sample(logits, samplings))
-
-    @property
-    def _longest(self) -> int:
-        return max((row.length for row in self._rows), default=0)
 
     def _unread(self) -> list[_Reading]:
         """Return the contexts to read.
