@@ -1,8 +1,8 @@
 """The run file of a command: its configuration with absolute paths, pinned names, what it lacks.
 
-A model on the hub gets the commit that its revision stands for, a data set too, and a URL the
-checksum of its bytes. So all processes of the run read the same, on whatever machine and after
-whatever restart; each resolves what it needs by itself, from its cache or by a download.
+A model or a data set on the hub gets the commit that its revision stands for. So all processes of
+the run read the same, on whatever machine and after whatever restart; each resolves what it needs
+by itself, from its cache or by a download.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class TrainerConfig(ObjectiveKeys):
             )
 
     def device_faults(self, kind: str) -> Iterator[str]:
-        """What cannot be on a device of that `kind`; the learner asks once it has one."""
+        """Yield what a device of that `kind` cannot do; the learner asks once it has one."""
         precision, recomputes = self.precision_on(kind), self.recomputes_on(kind)
         if self.weights == "bf16" and precision != "bf16":
             yield (
@@ -160,7 +160,7 @@ class TrainerConfig(ObjectiveKeys):
             )
 
     def rank_faults(self) -> Iterator[str]:
-        """What cannot be with so many ranks; the trainer asks once it knows how many there are."""
+        """Yield what contradicts `ranks`; the trainer asks once it knows how many there are."""
         ranks, nodes, replicas = self.ranks, self.nodes, self.replicas
         if self.precision == "fp16" and ranks > 1:
             yield "trainer.precision = fp16 works with one rank only: use bf16"

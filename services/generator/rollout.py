@@ -126,7 +126,8 @@ class Rollout:
             self._line.prompt = unpack_int32(partial.prompt_ids)
             self._line.tokens = tokens
             self._started = partial.started_at or self._started
-            self._replay = list(zip(*[iter(tokens.turn_ends())] * 2, strict=False))
+            ends = tokens.turn_ends()
+            self._replay = list(zip(ends[0::2], ends[1::2], strict=False))
 
     @property
     def session(self) -> str:
@@ -165,7 +166,7 @@ class Rollout:
             ids = self._line.tokens.ids
             if ask.after != self.turns or (
                 self._asked_ids(ask, self._line, ids[said - 1]) != ids[said:heard]
-            ):  # what is said is not the same again: the sample starts anew
+            ):  # the conversation goes another way now: the sample starts again
                 self._restart()
                 return
             self._end_turn(said, complete=True)
@@ -291,7 +292,7 @@ class Rollout:
     def partial(self) -> Trajectory | None:
         """Return what to hand back of an unfinished sample; None if nothing was generated.
 
-        One with branches begins anew elsewhere, as does one that one version makes at one go.
+        One with branches begins again elsewhere, and so does one of a pinned version.
         """
         if self._line.tokens.ids and not self.branched and self.task.pinned_version < 0:
             return self.trajectory()
@@ -367,7 +368,9 @@ class Rollout:
     def _asked_prompt(self, ask: Ask) -> list[int]:
         """Return the tokens of a conversation's opening."""
         limit, chat = self._settings.max_context, self._settings.chat
-        prompt = self._encoded(ask, "the prompt", lambda: chat.prompt_ids(ask.messages, ask.tools))
+        prompt = self._encoded(
+            ask, "the prompt", lambda: chat.prompt_ids(ask.messages, ask.tools), begins=True
+        )
         if not prompt:
             raise RefusedError("the prompt has no tokens", "empty_prompt")
         if len(prompt) >= limit:
@@ -385,10 +388,16 @@ class Rollout:
             ask,
             "a later turn",
             lambda: chat.turn_ids(ask.messages, last_token, ask.calls, line.opening),
+            begins=False,
         )
 
-    def _encoded(self, ask: Ask, what: str, templated: Callable[[], list[int]]) -> list[int]:
-        """Return the tokens of what is asked: of plain text, or of messages as `templated`."""
+    def _encoded(
+        self, ask: Ask, what: str, templated: Callable[[], list[int]], *, begins: bool
+    ) -> list[int]:
+        """Return the tokens of what is asked: of plain text, or of messages as `templated`.
+
+        `what` names it in errors; `begins` is whether a sequence begins with it.
+        """
         chat, limit = self._settings.chat, self._settings.max_context
         if chat.cannot_fit((ask.text, ask.messages, ask.tools), limit):
             raise RefusedError(
@@ -397,7 +406,7 @@ class Rollout:
                 "context_length_exceeded",
             )
         if ask.text is not None:
-            return chat.text_ids(ask.text, begins=what == "the prompt")
+            return chat.text_ids(ask.text, begins=begins)
         try:
             return templated()
         except UsageError as error:

@@ -143,7 +143,7 @@ class Chat:
 
     @functools.cached_property
     def parser(self) -> Parser:
-        """What reads the model's turns; raises UsageError if `model.parser` names none here."""
+        """Choose the parser of turns; raises UsageError for an unknown `model.parser`."""
         return choose_parser(self._parser, self._tokenizer, self._template)
 
     def cannot_fit(self, given: Any, tokens: int) -> bool:

@@ -23,7 +23,7 @@ class RowBlocks(BlockMask):
     """The mask of flex_attention for rows."""
 
     windowed = False
-    """Whether positions see a window only: another kernel."""
+    """Whether attention has a sliding window, which takes a kernel of its own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

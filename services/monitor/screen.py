@@ -1,4 +1,4 @@
-"""What people are shown of a run: lines for a terminal, and the same without colours for a pipe."""
+"""Render a run's status as lines: with colours for a terminal, without for a pipe."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def plain(look: Look) -> str:
     return "\n".join(line.text for line in lines(look, WIDE))
 
 
-def lines(look: Look, width: int, processes: Mapping[str, str] | None = None) -> Iterator[StyledLine]:
+def lines(
+    look: Look, width: int, processes: Mapping[str, str] | None = None
+) -> Iterator[StyledLine]:
     """Yield all that is known of a run, the most urgent first."""
     status = look.status
     yield StyledLine(f"run {status.run_id}: {status.state}, up {clock(status.uptime_s)}", "bold")
@@ -105,7 +107,9 @@ def _flow(rates: Rates) -> str:
     return ", ".join(f"{number(rate)}/s {what}" for what, rate in flow.items())
 
 
-def _members(status: Status, width: int, processes: Mapping[str, str] | None) -> Iterator[StyledLine]:
+def _members(
+    status: Status, width: int, processes: Mapping[str, str] | None
+) -> Iterator[StyledLine]:
     columns = COLUMNS if width >= WIDE else NARROW_COLUMNS
     rows = most_telling(member_rows(status, processes), MEMBERS_SHOWN)
     cells = [[dict(zip(COLUMNS, row, strict=True))[name] for name in columns] for row in rows]

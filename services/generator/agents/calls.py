@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -177,19 +178,19 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
+class Dialect(ABC):
     """A protocol, within one session; `created` is in seconds since the epoch."""
 
     session: str
     model: str
     created: int
     reads: ClassVar[tuple[str, ...]]
-    """What is asked, by the fields of `Body`; other protocols' fields are refused."""
+    """The fields of `Body` that carry the request; those of other protocols are refused."""
 
     @classmethod
+    @abstractmethod
     def read(cls, asked: Body, rules: CallRules) -> Call:
         """Return messages, tools or text of a request; raises ApiError, which names the field."""
-        raise NotImplementedError
 
     @classmethod
     def call(cls, body: bytes, rules: CallRules) -> Call:
@@ -212,21 +213,21 @@ class Dialect:
             stream_usage=bool((asked.stream_options or {}).get("include_usage")),
         )
 
+    @abstractmethod
     def whole(self, call: Call, answer: Answer) -> dict[str, Any]:
         """Return a reply in one piece."""
-        raise NotImplementedError
 
+    @abstractmethod
     def events(self, call: Call, answer: Answer) -> bytes:
         """Return a reply as server-sent events."""
-        raise NotImplementedError
 
     def error(self, error: ApiError) -> dict[str, Any]:
         """Return a refusal."""
         return error.body()
 
+    @abstractmethod
     def broken(self, error: ApiError) -> bytes:
         """Return a refusal as the event that ends a stream."""
-        raise NotImplementedError
 
 
 def event(name: str, /, **fields: Any) -> bytes:
