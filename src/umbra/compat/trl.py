@@ -235,7 +235,7 @@ def values_of(args: Any) -> dict[str, Any]:
         if value != getattr(usual, name, None):
             raise UsageError(
                 f"GRPOConfig.{name} = {value!r} means nothing here, or something else: leave it "
-                "out; docs/api.md lists what is taken"
+                "out; docs/data.md lists what is taken"
             )
     return {name: getattr(args, name, default) for name, default in DEFAULTS.items()}
 
