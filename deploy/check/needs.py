@@ -1,4 +1,4 @@
-"""What each process of a run needs on its GPU and in host memory, in bytes; docs/memory.md.
+"""What each process of a run needs on its GPU and in host memory, in bytes; docs/models.md.
 
 What the kernel measures in tests is 5 % more at most. A run is taken to be on one host.
 """
