@@ -187,29 +187,6 @@ def test_a_model_has_as_many_parameters_as_published(name: str) -> None:
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(published, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("name", "rank", "modules"),
-    [
-        ("Qwen3-0.6B", 16, "all linear layers"),
-        ("Qwen3-8B", 16, "all linear layers"),
-        ("Qwen3-32B", 32, "all linear layers"),
-        ("Qwen3-30B-A3B", 32, "attention"),
-    ],
-)
-def test_bytes_of_an_adapter_in_the_documentation(name: str, rank: int, modules: str) -> None:
-    """Of each layer W [out, in]: rank (out + in) numbers instead of out x in."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(MODELS[name][1])
-    ends = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    wanted = ends[:4] if modules == "attention" else ends
-    layers = [m for n, m in model.named_modules() if n.endswith(wanted)]
-    numbers = sum(rank * (m.in_features + m.out_features) for m in layers)
-    whole = sum(p.numel() for p in model.parameters())
-    bytes_of = f"{2 * whole / 1e9:.3g} GB | {2 * numbers / 1e6:.3g} MB"
-    row = f"| {name} | rank {rank}, {modules} | {bytes_of} |"
-    assert row in (ROOT / "docs" / "training.md").read_text(encoding="utf-8"), row
-
-
 @pytest.fixture
 def precision() -> Iterator[None]:
     """A process has one precision; whoever takes another here leaves none to the tests after it."""

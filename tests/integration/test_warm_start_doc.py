@@ -1,4 +1,4 @@
-"""docs/warm-starts.md as it stands there, on a tiny model: TRL's fine-tuning, then a run."""
+"""Warm starts of docs/training.md, on a tiny model: TRL's fine-tuning, then a run."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 
-PAGE = Path(__file__).parents[2] / "docs" / "warm-starts.md"
+PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 # Less of it, and what the page says of machines without a GPU.
 HERE = {
     "max_steps=100": "max_steps=3",
@@ -21,8 +21,8 @@ HERE = {
 
 
 def block(language: str) -> str:
-    """The only such block, or the first."""
-    text = PAGE.read_text(encoding="utf-8")
+    """The first such block under the heading."""
+    text = PAGE.read_text(encoding="utf-8").partition("\n## Warm starts\n")[2]
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)[0]
 
 
