@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from umbra.services.modeling.weights import WeightTable, tensors_in
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
 from umbra.services.weights.manifest import build_manifest
 from umbra.services.weights.receiver import StagedVersion
+from umbra.services.weights.verify import Checksums
 
 TENSORS = 300
 SERVED = "bfloat16"
@@ -85,9 +86,11 @@ class Model(nn.Module):
         for flat in self._memory:
             flat[::TOUCHED].mul_(1.02)  # more than half a unit of bf16's last place
 
-    def write(self, manifest: Manifest, slot: memoryview, wrote: Callable[[int], None]) -> None:
-        """Cast all tensors into `slot`, as the trainer does."""
-        write_shards(self, manifest, slot, wrote=wrote)
+    def write(self, manifest: Manifest, slot: memoryview) -> list[int]:
+        """Cast all tensors into `slot`, as the trainer does; return the buckets' checksums."""
+        sums = Checksums(manifest, slot)
+        write_shards(self, manifest, slot, sums=sums)
+        return sums.result()
 
     def load(self, manifest: Manifest, data: memoryview) -> None:
         """Copy all tensors from their places, as the torch engine does."""
@@ -95,7 +98,7 @@ class Model(nn.Module):
 
     def load_staged(self, staged: StagedVersion) -> None:
         """Load a version as the torch engine does, which is verified where it may change."""
-        self._table.load(staged.manifest, staged.data, staged.read)
+        self._table.load(staged.manifest, staged.data, staged.guard)
 
     def equals(self, manifest: Manifest, data: memoryview) -> bool:
         """Return whether `data` holds the same bits."""

@@ -104,8 +104,8 @@ def _push(
     changed = change(model, lr) if version else 0.0
     began = time.monotonic()
     slot = publisher.slot(version, DEADLINE_S)
-    model.write(publisher.manifest, slot, publisher.wrote)
-    publisher.publish_soon(version, time.monotonic() - began)
+    sums = model.write(publisher.manifest, slot)
+    publisher.publish_soon(version, time.monotonic() - began, sums)
     snapshot_s = time.monotonic() - began
     heard = [receiver.hear() for receiver in receivers]
     assert all(line["version"] == version and line["whole"] for line in heard), heard

@@ -162,7 +162,7 @@ class GeneratorLoop:
             manifest, version = staged.manifest, staged.version
             self._watch.moved(manifest.total_bytes)
             aborted.extend(
-                self._engine.load(manifest, staged.data, version, self._kv_policy, staged.read)
+                self._engine.load(manifest, staged.data, version, self._kv_policy, staged.guard)
             )
             self._watch.moved()
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -12,11 +11,12 @@ from torch import nn
 from umbra.proto.errors import PeerLostError, UsageError
 from umbra.proto.records import AdapterFacts, Manifest, TensorEntry
 from umbra.services.config import RunConfig
-from umbra.services.modeling.gpu_copies import GpuCopies, page_lock
+from umbra.services.modeling.gpu_copies import GpuCopies, HashedCopies, fill, page_lock
 from umbra.services.modeling.lora import adapter_facts, add_adapter, factors
 from umbra.services.modeling.model_directory import weights_checksum
 from umbra.services.weights.gpu.cuda import DeviceMemory
 from umbra.services.weights.manifest import Part
+from umbra.services.weights.verify import SlotGuard
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NAMES_SHOWN = 3
@@ -28,21 +28,6 @@ def tensors_in(manifest: Manifest, data: Part) -> Iterator[tuple[str, torch.Tens
         dtype = _dtype(entry)
         flat = _elements(data, dtype, entry.offset, entry.nbytes // dtype.itemsize)
         yield entry.name, flat.view(entry.shape)
-
-
-def _fill(place: torch.Tensor, piece: torch.Tensor) -> None:
-    """Copy `piece` to `place`, which has its shape.
-
-    With one thread the C library does it, which writes past the cache (`with_fast_copies`): twice
-    as fast as torch's own loop. With several threads torch divides the copy among them. One to a
-    GPU is only begun.
-    """
-    plain = type(place) is torch.Tensor and place.dtype == piece.dtype
-    plain = plain and place.is_contiguous() and piece.is_contiguous()
-    if plain and place.is_cpu and piece.is_cpu and torch.get_num_threads() == 1:
-        ctypes.memmove(place.data_ptr(), piece.data_ptr(), piece.nbytes)
-    else:
-        place.copy_(piece, non_blocking=True)
 
 
 def _elements(data: Part, dtype: torch.dtype, offset: int, count: int) -> torch.Tensor:
@@ -79,30 +64,32 @@ class WeightTable:
                 self._aliases.setdefault(id(place), []).append(name)
 
     @torch.no_grad()
-    def load(
-        self, manifest: Manifest, data: Part, read: Callable[[int], None] = lambda _end: None
-    ) -> None:
-        """Copy a version in place; `read` is called with the number of bytes read so far.
+    def load(self, manifest: Manifest, data: Part, guard: SlotGuard | None = None) -> None:
+        """Copy a version in place, and verify what is in the model then by `guard`.
 
         Raises:
             UsageError: a name is missing or unknown, a shape differs, or a dtype is not known;
                 nothing was changed then.
             PeerLostError: `data` is not as long as the version; nothing was changed then.
+            ChangedError: what was loaded is not the version.
         """
         self.check(manifest)
         if len(data) != manifest.total_bytes:
             raise PeerLostError(f"{len(data)} bytes came of a version of {manifest.total_bytes}")
-        ends = {entry.name: entry.offset + entry.nbytes for entry in manifest.tensors}
-        copies = GpuCopies()
-        for name, tensor in tensors_in(manifest, data):
+        copies, hashed = GpuCopies(), HashedCopies(guard.sums) if guard is not None else None
+        for entry, (name, tensor) in zip(manifest.tensors, tensors_in(manifest, data), strict=True):
             place = self._places[name].detach()
             if place.is_cuda:
                 page_lock(data)
-            _fill(place, tensor)
-            if copies.made(place, tensor.nbytes):
-                read(ends[name])
+            if hashed is not None and not (place.is_cuda or tensor.is_cuda):
+                hashed.copy(place, tensor, tensor.dtype, entry.offset)
+            else:
+                fill(place, tensor)
+            if copies.made(place, tensor.nbytes) and guard is not None and place.is_cuda:
+                guard.sums.until(entry.offset + entry.nbytes)
         copies.finish()
-        read(manifest.total_bytes)
+        if guard is not None:
+            guard.verify()
 
     def left_out(self, given: Collection[str]) -> dict[str, list[str]]:
         """Return names that are not in `given`, by the name in `given` whose place they share."""

@@ -92,7 +92,7 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
         staged: StagedVersion | None = None
 
         def apply(staged: StagedVersion) -> None:
-            table.load(staged.manifest, staged.data, staged.read)
+            table.load(staged.manifest, staged.data, staged.guard)
 
         def refresh() -> int:
             nonlocal staged, version

@@ -115,8 +115,7 @@ class Loop:
         with self._phase("snapshot"):
             begin = time.perf_counter()
             at = msgspec.msgpack.decode(place, type=tuple[str, int])
-            wrote = member.publisher.wrote if member is not None else None
-            sums = self._snapshots.write(at, slot, wrote)
+            sums = self._snapshots.write(at, slot)
             if member is not None:
                 member.publisher.publish_soon(self.version, time.perf_counter() - begin, sums)
         return True

@@ -21,10 +21,11 @@ from torch.distributed.tensor.placement_types import (
 )
 
 from umbra.proto.records import Manifest
-from umbra.services.modeling.gpu_copies import GpuCopies, page_lock
+from umbra.services.modeling.gpu_copies import GpuCopies, HashedCopies, page_lock
 from umbra.services.modeling.lora import BASE, LowRank, factors, is_adapter, low_rank
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.distributed.sharding import reshard
+from umbra.services.weights.verify import Checksums
 
 # Configuration's names, torch's types and safetensors' names.
 DTYPES: dict[str, tuple[torch.dtype, str]] = {
@@ -73,7 +74,7 @@ def write_shards(
     slot: memoryview,
     rank: int = 0,
     holders: int = 1,
-    wrote: Callable[[int], None] | None = None,
+    sums: Checksums | None = None,
 ) -> int:
     """Cast what `rank` holds of `model` into `slot`; the bytes written.
 
@@ -85,7 +86,7 @@ def write_shards(
             `manifest` say that its tensors are the factors.
         slot: `[manifest.total_bytes]`, the same memory in all ranks of a host.
         holders: see `Ranks`.
-        wrote: told after each tensor up to which byte this rank has written all it will.
+        sums: gets the bytes that this rank, if it is alone, means to write.
 
     Raises:
         ValueError: a parameter is sharded other than by rows.
@@ -94,6 +95,7 @@ def write_shards(
     tensors = _tensors(model) if manifest.adapter is None else factors(model)
     piece = max(end - start for start, end in manifest.buckets)
     written, copies = 0, GpuCopies()
+    hashed = HashedCopies(sums) if sums is not None else None
     for entry in manifest.tensors:
         source = tensors[entry.name]
         tensor = source.merged() if isinstance(source, LowRank) else source
@@ -106,10 +108,14 @@ def write_shards(
         area = slot[begin : begin + own.numel() * dtype.itemsize]
         if own.is_cuda:
             page_lock(slot)
-        _cast(torch.frombuffer(area, dtype=dtype).view(own.shape), own, piece)
+        target = torch.frombuffer(area, dtype=dtype).view(own.shape)
+        if hashed is not None and not own.is_cuda:
+            hashed.copy(target, own, dtype, begin)
+        else:
+            _cast(target, own, piece)
         written += len(area)
-        if copies.made(own, len(area)) and wrote is not None:
-            wrote(begin + len(area))
+        if copies.made(own, len(area)) and sums is not None and own.is_cuda:
+            sums.until(begin + len(area))
     copies.finish()
     return written
 

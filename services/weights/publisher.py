@@ -31,7 +31,6 @@ from umbra.proto.net.channel import Channel
 from umbra.proto.records import Manifest
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.memory import copy
-from umbra.services.weights.verify import ChecksumsBehind
 
 PACE = Pace(30.0, LEAST_RATE)  # of a hub that answers
 RETRY_S = 1.0  # between attempts to bring a restarted hub up to date
@@ -91,7 +90,6 @@ class Publisher:
         self._channel = channel
         self._arena: Arena | None = None
         self._granted: _ArenaVersion | None = None
-        self._sums: ChecksumsBehind | None = None  # of what is being written
         self._last: tuple[_ArenaVersion, Publish] | None = None
         self._failure: UmbraError | None = None
         self._lock = threading.Lock()  # one exchange with the hub at a time
@@ -181,37 +179,18 @@ class Publisher:
                 slot = self._acquire(version, deadline.left_s)
             assert self._arena is not None
             self._granted = _ArenaVersion(self._arena, slot, version)
-            self._sums = None
-            if not self.manifest.owners:
-                self._sums = ChecksumsBehind(self._executor, self.manifest, self._granted.data)
             return self._granted.data
 
-    def wrote(self, end: int) -> None:
-        """The first `end` bytes of the slot will not change any more.
-
-        Their checksums are computed in a thread from now on, while they are still in the cache;
-        `publish` computes those of the rest. Nothing is where the version lies on several hosts,
-        each of which computes its own: to read the others' bytes here would take memory.
-
-        Raises:
-            ValueError: no slot is acquired.
-        """
-        if self._granted is None:
-            raise ValueError("no slot is acquired")
-        if self._sums is not None:
-            self._sums.until(end)
-
-    def publish(self, version: int, snapshot_s: float, sums: list[int] | None = None) -> None:
+    def publish(self, version: int, snapshot_s: float, sums: list[int]) -> None:
         """Publish what was written into the slot of `version`; returns before it is pushed.
 
         Args:
             version: as given to `slot`.
             snapshot_s: seconds that writing took, for the records.
-            sums: checksum of every bucket, if they are known already; they have to be where the
-                version lies on several hosts.
+            sums: checksum of every bucket, of the bytes that were meant to be written.
 
         Raises:
-            ValueError: no slot was acquired for `version`, or checksums of other hosts are missing.
+            ValueError: no slot was acquired for `version`.
             RejectedError: another trainer has registered, or a part hub is gone and does not come
                 back within `PARTS_BACK_S` seconds and the time for its arena.
             DeadlineError: the hub does not answer.
@@ -221,12 +200,6 @@ class Publisher:
             place = self._granted
             if place is None or place.version != version:
                 raise ValueError(f"no slot was acquired for version {version}")
-            if sums is None:
-                if self._sums is None:
-                    raise ValueError(
-                        "the version lies on several hosts: each has checksums of its own"
-                    )
-                sums = self._sums.result()
             message = Publish(
                 version=version, slot=place.slot, checksums=sums, snapshot_s=snapshot_s
             )
@@ -243,7 +216,7 @@ class Publisher:
             if before is not None and before[0].arena is not self._arena:
                 before[0].arena.close()
 
-    def publish_soon(self, version: int, snapshot_s: float, sums: list[int] | None = None) -> None:
+    def publish_soon(self, version: int, snapshot_s: float, sums: list[int]) -> None:
         """As `publish`, in a thread: the trainer goes on meanwhile.
 
         What goes wrong is raised by the next `slot`, which waits for it.

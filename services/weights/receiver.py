@@ -55,11 +55,6 @@ class StagedVersion:
     data: Part  # `[manifest.total_bytes]`
     guard: SlotGuard | None = None
 
-    def read(self, end: int) -> None:
-        """Note that an engine has read the first `end` bytes; see `SlotGuard.read`."""
-        if self.guard is not None:
-            self.guard.read(end)
-
 
 class Receiver:
     """Gets every new version from the hub; a thread of its own stages while the engine decodes.
@@ -182,7 +177,7 @@ class Receiver:
     ) -> StagedVersion | None:
         """Have `apply` load `staged`, and report it; return the version that is loaded.
 
-        `apply` calls `StagedVersion.read` while it reads, and at the end. None if the version was
+        `apply` may verify by `StagedVersion.guard` what it loads. None if the version was
         overwritten before: nothing was loaded, and a newer one comes. If it changed under the load,
         the model is of no use before the next version is loaded in its place; this waits for that.
 
@@ -203,7 +198,7 @@ class Receiver:
                 try:
                     apply(staged)
                     if staged.guard is not None and not staged.guard.is_verified:
-                        staged.read(staged.manifest.total_bytes)
+                        staged.guard.verify()
                 except ChangedError as problem:
                     changed = error = f"version {staged.version} changed under the load: {problem}"
                 except UmbraError as problem:

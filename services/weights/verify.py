@@ -1,9 +1,9 @@
-"""Checksums of a version while others may touch it: behind its writer, and behind its reader.
+"""Checksums of a version, computed from the very bytes that its writer and its reader copy.
 
 A receiver on the hub's host has no copy of a version: its engine loads it from the arena. Each slot
 has a sequence number, odd while the slot is written. A load counts if the number is the same before
-and after it, and if the checksums of the bytes, computed behind the load, are those that were
-published: so neither a writer nor any other process that touched the memory goes unnoticed.
+and after it, and if the checksums of the bytes that the engine has now are those of the bytes that
+the trainer had: so neither a writer nor any other process that touched the memory goes unnoticed.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 
+import xxhash
+
 from umbra.proto.errors import UmbraError
 from umbra.proto.records import Manifest
-from umbra.services.weights.manifest import checksum, wrong_checksum
+from umbra.services.weights.manifest import ALIGN_BYTES, checksum, wrong_checksum
 
-THREADS = 4  # at most, that verify what an engine loads
+THREADS = 4  # at most, that compute checksums beside copies of a GPU
 
 OVERWRITTEN = "its slot was written again"
 
@@ -26,35 +28,69 @@ class ChangedError(UmbraError):
     """A version changed while it was loaded: what was loaded is neither it nor another one."""
 
 
-class ChecksumsBehind:
-    """The checksums of a version, computed by threads behind whoever goes through its bytes.
+class Checksums:
+    """The checksums of a version's buckets, computed while it is copied, in order.
+
+    `copied` takes bytes from the copying thread, while they are in its cache. What a GPU copies is
+    not seen on its way: `until` has threads compute it from the version's memory afterwards.
 
     Args:
-        executor: computes them.
         manifest: the layout.
         data: the version, `[manifest.total_bytes]`.
     """
 
-    def __init__(self, executor: ThreadPoolExecutor, manifest: Manifest, data: memoryview) -> None:
-        self._executor = executor
+    def __init__(self, manifest: Manifest, data: memoryview) -> None:
         self._buckets = manifest.buckets
         self._data = data
-        self._sums: list[Future[int]] = []  # of the first buckets
+        self._sums: list[int | Future[int] | None] = [None] * len(manifest.buckets)
+        self._bucket = self._at = 0  # where the bytes that were copied end
+        self._hash: xxhash.xxh3_64 | None = xxhash.xxh3_64()  # None: not all of this bucket came
+        self._behind = 0  # buckets before this one have a checksum, or will
+
+    def copied(self, start: int, block: memoryview) -> None:
+        """Add the bytes that are copied from, or to, byte `start` on."""
+        if 0 < start - self._at < ALIGN_BYTES:
+            self._add(self._data[self._at : start])  # padding, which nobody loads
+        if start != self._at:
+            while self._buckets[self._bucket][1] <= start:
+                self._bucket += 1
+            begins = start == self._buckets[self._bucket][0]
+            self._at, self._hash = start, xxhash.xxh3_64() if begins else None
+        self._add(block)
 
     def until(self, end: int) -> None:
-        """Compute those of the buckets within the first `end` bytes."""
-        while len(self._sums) < len(self._buckets) and self._buckets[len(self._sums)][1] <= end:
-            start, stop = self._buckets[len(self._sums)]
-            self._sums.append(self._executor.submit(checksum, self._data[start:stop]))
+        """Note that the first `end` bytes are in place; those that were not added are read."""
+        while self._behind < len(self._sums) and self._buckets[self._behind][1] <= end:
+            if self._sums[self._behind] is None:
+                start, stop = self._buckets[self._behind]
+                future = _threads().submit(checksum, self._data[start:stop])
+                self._sums[self._behind] = future
+            self._behind += 1
 
     def result(self) -> list[int]:
-        """Return the checksums of all buckets; computes what is left on this thread."""
-        known = [future.result() for future in self._sums]
-        return known + [checksum(self._data[i:j]) for i, j in self._buckets[len(known) :]]
+        """Return the checksum of every bucket, once all of the version is in place."""
+        if 0 < len(self._data) - self._at < ALIGN_BYTES:
+            self._add(self._data[self._at :])
+        self.until(len(self._data))
+        return [s.result() if isinstance(s, Future) else s for s in self._sums if s is not None]
+
+    def _add(self, block: memoryview) -> None:
+        while len(block):
+            end = self._buckets[self._bucket][1]
+            part = block[: end - self._at]
+            if self._hash is not None:
+                self._hash.update(part)
+            self._at += len(part)
+            block = block[len(part) :]
+            if self._at == end:
+                if self._hash is not None:
+                    self._sums[self._bucket] = self._hash.intdigest()
+                self._bucket += 1
+                self._hash = xxhash.xxh3_64()
 
 
 class SlotGuard:
-    """Tells whether what was read of a slot is the version that was published.
+    """Tells whether what an engine loads from a slot is the version that was published.
 
     Args:
         sequence: the sequence number of the slot, a view of one u64 in shared memory.
@@ -72,14 +108,13 @@ class SlotGuard:
         data: memoryview,
         checksums: Sequence[int],
     ) -> None:
+        self.sums = Checksums(manifest, data)  # of what the engine loads
+        self.is_verified = False
         self._check = check
         self._sequence = sequence
         self._begun: int = sequence[0]
         self._manifest = manifest
-        self._data = data
         self._checksums = checksums
-        self._behind: ChecksumsBehind | None = None
-        self.is_verified = False  # once all of it was read
 
     @property
     def is_overwritten(self) -> bool:
@@ -96,19 +131,13 @@ class SlotGuard:
             return False
         return not self.is_overwritten
 
-    def read(self, end: int) -> None:
-        """Note that the first `end` bytes were read: they are verified, all of them at the end.
+    def verify(self) -> None:
+        """Check what was loaded.
 
         Raises:
-            ChangedError: all were read, and they are not the version.
+            ChangedError: it is not the version.
         """
-        if self._behind is None:
-            self._behind = ChecksumsBehind(_verifiers(), self._manifest, self._data)
-        self._behind.until(end)
-        if end < self._manifest.total_bytes:
-            return
-        behind, self._behind = self._behind, None
-        sums = behind.result()
+        sums = self.sums.result()
         if self.is_overwritten:
             raise ChangedError(OVERWRITTEN)
         for bucket, (actual, wanted) in enumerate(zip(sums, self._checksums, strict=True)):
@@ -118,6 +147,6 @@ class SlotGuard:
 
 
 @cache
-def _verifiers() -> ThreadPoolExecutor:
+def _threads() -> ThreadPoolExecutor:
     threads = min(THREADS, os.cpu_count() or 1)
-    return ThreadPoolExecutor(threads, thread_name_prefix="umbra-verify")
+    return ThreadPoolExecutor(threads, thread_name_prefix="umbra-checksums")

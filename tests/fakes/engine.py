@@ -10,9 +10,9 @@ from umbra.services.generator.engines.engine import (
     EngineOutput,
     EngineRequest,
     KvPolicy,
-    unguarded,
 )
 from umbra.services.weights.manifest import Part
+from umbra.services.weights.verify import SlotGuard
 
 
 @dataclass
@@ -71,10 +71,9 @@ class ScriptedEngine:
         data: Part,
         version: int,
         kv_policy: KvPolicy,
-        read: Callable[[int], None] = unguarded,
+        guard: SlotGuard | None = None,
     ) -> list[EngineOutput]:
         self.loads.append((version, kv_policy, bytes(data)))
-        read(manifest.total_bytes)
         self.version = version
         return self.abort(None) if kv_policy == "abort" else []
 

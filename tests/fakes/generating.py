@@ -19,6 +19,7 @@ from umbra.services.trainer.snapshot import tensor_layout, write_shards
 from umbra.services.weights.manifest import build_manifest
 from umbra.services.weights.publisher import Publisher
 from umbra.services.weights.receiver import Receiver, StagedVersion
+from umbra.services.weights.verify import Checksums
 
 CPU = torch.device("cpu")
 DTYPE = torch.bfloat16
@@ -43,6 +44,7 @@ class Policy:
         self._model = load_model(model_dir, CPU, torch.float32)
         self.manifest = build_manifest(tensor_layout(self._model, "bfloat16"), BUCKET_BYTES)
         self.checksums: list[int] = []
+        self.sums: list[int] = []  # of the buckets written last
 
     @torch.no_grad()
     def write(self, publisher: Publisher) -> int:
@@ -51,13 +53,16 @@ class Policy:
         for parameter in self._model.parameters():
             parameter.add_(torch.randn_like(parameter) * (torch.rand_like(parameter) < 0.02))
         self.checksums.append(checksum_of(self._model, self.manifest))
-        write_shards(self._model, self.manifest, publisher.slot(version, WAIT_S))
+        slot = publisher.slot(version, WAIT_S)
+        sums = Checksums(self.manifest, slot)
+        write_shards(self._model, self.manifest, slot, sums=sums)
+        self.sums = sums.result()
         return version
 
     def publish(self, publisher: Publisher) -> int:
         """As `write`; publish."""
         version = self.write(publisher)
-        publisher.publish(version, 0.0)
+        publisher.publish(version, 0.0, self.sums)
         return version
 
 

@@ -22,7 +22,7 @@ from umbra.proto.records import Manifest
 from umbra.services.config import WeightHubConfig as WeightHubConfig
 from umbra.services.process.metrics import MetricsFile
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
-from umbra.services.weights.manifest import build_manifest
+from umbra.services.weights.manifest import build_manifest, checksums
 from umbra.services.weights.planes.receiving import StagedPlanes
 from umbra.services.weights.publisher import Publisher
 from umbra.services.weights.receiver import Receiver, StagedVersion
@@ -152,7 +152,14 @@ def content(version: int, size: int = LAYOUT.total_bytes) -> bytes:
 
 def publish(publisher: Publisher, version: int) -> None:
     publisher.slot(version, WAIT_S)[:] = content(version, publisher.manifest.total_bytes)
-    publisher.publish(version, 0.25)
+    publish_slot(publisher, version, 0.25)
+
+
+def publish_slot(publisher: Publisher, version: int, snapshot_s: float = 0.0) -> None:
+    """Publish what lies in the slot that was acquired last."""
+    assert publisher._granted is not None
+    sums = checksums(publisher.manifest, publisher._granted.data)
+    publisher.publish(version, snapshot_s, sums)
 
 
 def whole(staged: StagedVersion) -> bytes:

@@ -293,19 +293,6 @@ def test_a_trainer_hears_who_is_missing(bench: Bench) -> None:
     assert refused.value.code == "part_missing"
 
 
-def test_rank_0_reads_nothing_that_other_hosts_have(start: Start) -> None:
-    """That would take memory here, and its checksum would not be theirs."""
-    trainer = start()
-    trainer.write(0)
-    path, _ = trainer.publisher.place
-    before = Path(path).stat().st_blocks
-    trainer.publisher.wrote(trainer.manifest.total_bytes)
-    with pytest.raises(ValueError, match="each has checksums of its own"):
-        trainer.publisher.publish(0, 0.0)
-    assert Path(path).stat().st_blocks == before
-    assert before * 512 < trainer.manifest.total_bytes * 3 / 2, "two slots of a half each"
-
-
 def test_with_keys_a_part_hub_needs_its_own(start: Start, bench: Bench, keys: Path) -> None:
     bench.security = of(keys, "weight_hub")
     trainer = start(keys=keys)

@@ -286,7 +286,7 @@ def test_a_bucket_that_is_wrong_in_shared_memory_is_never_served(
     watched.go.clear()
     one.policy.write(one.publisher)
     path, slot = one.publisher.place
-    one.publisher.publish(1, 0.0)
+    one.publisher.publish(1, 0.0, one.policy.sums)
     assert watched.begun.wait(WAIT_S)
     arena = Arena.attach(path, slot_bytes=one.policy.manifest.total_bytes)
     arena.slot(slot)[4096] ^= 0x40
@@ -383,7 +383,7 @@ def test_a_hub_that_is_killed_is_taken_over_from(
         watched.go.set()
         load.set()
         if phase == "written":
-            publisher.publish(1, 0.0)
+            publisher.publish(1, 0.0, policy.sums)
         elif phase == "idle":
             policy.publish(publisher)
         generator.until(1)

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from fakes.gpu_world import hub_worker
-from fakes.hub_bench import WAIT_S, Bench, take
+from fakes.hub_bench import WAIT_S, Bench, publish_slot, take
 from fakes.one_gpu import SHARED
 
 from umbra.proto.records import NcclRound
@@ -65,7 +65,7 @@ class Models:
         places = dict(tensors_in(self.manifest, slot))
         for name, parameter in self.trained.named_parameters():
             places[name].copy_(parameter.detach())
-        self.publisher.publish(self.version, 0.0)
+        publish_slot(self.publisher, self.version)
 
 
 class Engine:

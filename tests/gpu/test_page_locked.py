@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,8 +11,9 @@ from umbra.services.modeling.gpu_copies import page_lock
 from umbra.services.modeling.weights import WeightTable
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
 from umbra.services.weights.arena import Arena
-from umbra.services.weights.manifest import build_manifest
+from umbra.services.weights.manifest import build_manifest, checksums
 from umbra.services.weights.memory import private_memory
+from umbra.services.weights.verify import Checksums
 
 pytestmark = pytest.mark.gpu
 BYTES = 512 << 20
@@ -30,15 +30,13 @@ def model(device: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     return made.to(device, dtype)
 
 
-def test_a_slot_that_is_page_locked_is_bit_for_bit_right(
-    caplog: pytest.LogCaptureFixture, record_property: Callable[[str, object], None]
-) -> None:
+def test_a_slot_that_is_page_locked_is_bit_for_bit_right(caplog: pytest.LogCaptureFixture) -> None:
     source, plain = model("cuda"), model("cpu")
     manifest = build_manifest(tensor_layout(plain, "bfloat16"), bucket_bytes=4 << 20)
     arena = Arena.create("gpu-copies", "x", slot_bytes=manifest.total_bytes, slots=2)
     try:
         attached = Arena.attach(arena.path, slot_bytes=manifest.total_bytes)
-        target, told = model("cuda", torch.bfloat16), list[int]()
+        target = model("cuda", torch.bfloat16)
         expected = memoryview(bytearray(manifest.total_bytes))
         write_shards(plain, manifest, expected)
         with caplog.at_level(logging.WARNING):
@@ -47,7 +45,9 @@ def test_a_slot_that_is_page_locked_is_bit_for_bit_right(
                 view = attached.slot(slot)
                 torch.cuda.synchronize()
                 began = time.perf_counter()
-                write_shards(source, manifest, view, wrote=told.append)
+                sums = Checksums(manifest, view)
+                write_shards(source, manifest, view, sums=sums)
+                assert sums.result() == checksums(manifest, expected)
                 took["snapshot"] = time.perf_counter() - began
                 assert view == expected
                 for parameter in target.parameters():
@@ -59,9 +59,7 @@ def test_a_slot_that_is_page_locked_is_bit_for_bit_right(
                 for one, other in zip(target.parameters(), plain.parameters(), strict=True):
                     assert torch.equal(one.cpu(), other.bfloat16())
         assert not caplog.records, "CUDA refused"
-        assert told
         for name, seconds in took.items():  # of the third time
-            record_property(f"{name}_gb_s", manifest.total_bytes / seconds / 1e9)
             print(f"{name}: {manifest.total_bytes / seconds / 1e9:.1f} GB/s")
         del view
         attached.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from fakes.hub_bench import whole
+from fakes.hub_bench import publish_slot, whole
 from fakes.slowness import limit
 
 from umbra.proto.errors import RejectedError
@@ -109,7 +109,7 @@ def content(version: int) -> bytes:
 
 def publish(publisher: Publisher, version: int) -> None:
     publisher.slot(version, WAIT_S)[:] = content(version)
-    publisher.publish(version, 0.0)
+    publish_slot(publisher, version)
 
 
 def load(receiver: Receiver, version: int) -> None:
@@ -163,7 +163,7 @@ def test_what_is_being_written_is_published_to_the_new_hub(hubs: Hubs, arena_sta
         path.unlink()
     hubs.replace()
     slot[:] = content(1)
-    publisher.publish(1, 0.0)
+    publish_slot(publisher, 1)
     staged = receiver.wait_first(WAIT_S, threading.Event())
     assert staged is not None
     if staged.version == 0:  # taken over, and pushed before the trainer was done

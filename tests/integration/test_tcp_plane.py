@@ -6,7 +6,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes.hub_bench import OTHER_LAYOUT, WAIT_S, Bench, content, load, publish, take, whole
+from fakes.hub_bench import (
+    OTHER_LAYOUT,
+    WAIT_S,
+    Bench,
+    content,
+    load,
+    publish,
+    publish_slot,
+    take,
+    whole,
+)
 from fakes.keys import of
 from fakes.relays import Relay
 from fakes.slowness import seconds
@@ -39,7 +49,7 @@ class Weights:
     def publish(self, publisher: Publisher, share: float) -> int:
         """As `write`; publish."""
         version = self.write(publisher, share)
-        publisher.publish(version, 0.0)
+        publish_slot(publisher, version)
         return version
 
     def write(self, publisher: Publisher, share: float) -> int:

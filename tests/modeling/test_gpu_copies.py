@@ -12,13 +12,15 @@ import pytest
 import torch
 from torch import nn
 
+from umbra.proto.records import Manifest
 from umbra.services.modeling import gpu_copies
 from umbra.services.modeling.gpu_copies import page_lock
 from umbra.services.modeling.weights import WeightTable
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
 from umbra.services.weights.arena import PAGE_BYTES, Arena
-from umbra.services.weights.manifest import build_manifest
+from umbra.services.weights.manifest import build_manifest, checksums
 from umbra.services.weights.memory import MappedBlocks, locate, private_memory, shared_memory
+from umbra.services.weights.verify import ChangedError, Checksums, SlotGuard
 
 PENDING: list[Callable[[], object]] = []
 
@@ -158,6 +160,20 @@ def model(dtype: torch.dtype, kind: type[torch.Tensor] = OnGpu) -> nn.Module:
     return made
 
 
+class Sums(Checksums):
+    """Checksums that are told only of bytes that are there."""
+
+    def __init__(self, manifest: Manifest, data: memoryview, expected: memoryview) -> None:
+        super().__init__(manifest, data)
+        self.expected = expected
+        self.told: list[int] = []
+
+    def until(self, end: int) -> None:
+        assert self._data[:end] == self.expected[:end]
+        self.told.append(end)
+        super().until(end)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("unfinished", [1, 4096, 1 << 30])
 def test_a_snapshot_tells_of_bytes_that_are_there(
@@ -169,16 +185,12 @@ def test_a_snapshot_tells_of_bytes_that_are_there(
     expected = memoryview(bytearray(manifest.total_bytes))
     write_shards(plain, manifest, expected)
     slot = private_memory(manifest.total_bytes)
-    told: list[int] = []
-
-    def wrote(end: int) -> None:
-        assert slot[:end] == expected[:end]
-        told.append(end)
-
-    write_shards(source, manifest, slot, wrote=wrote)
+    sums = Sums(manifest, slot, expected)
+    write_shards(source, manifest, slot, sums=sums)
     assert slot == expected
+    assert sums.result() == checksums(manifest, expected)
     assert len(cudart.registered) == 1
-    assert (len(told) == 4) == (unfinished == 1)
+    assert (len(sums.told) == 5) == (unfinished == 1)
 
 
 @pytest.mark.parametrize("unfinished", [1, 4096, 1 << 30])
@@ -193,13 +205,55 @@ def test_a_load_has_read_what_it_says(
     for parameter in target.parameters():
         parameter.as_subclass(torch.Tensor).zero_()
     told: list[int] = []
+    guard = guarded(manifest, data, checksums(manifest, data))
 
-    def read(end: int) -> None:
+    def until(end: int) -> None:
         data[:end] = bytes(end)  # nobody reads it any more
         told.append(end)
 
-    WeightTable(target).load(manifest, data, read)
-    assert told[-1] == manifest.total_bytes
-    assert (len(told) == 5) == (unfinished == 1)
+    guard.sums.until = until  # type: ignore[method-assign]
+    guard.verify = lambda: None  # type: ignore[method-assign]
+    WeightTable(target).load(manifest, data, guard)
+    assert (len(told) == 4) == (unfinished == 1)
     for one, other in zip(target.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one.as_subclass(torch.Tensor), other)
+
+
+def guarded(manifest: Manifest, data: memoryview, sums: list[int]) -> SlotGuard:
+    return SlotGuard(memoryview(bytearray(8)).cast("Q"), lambda: None, manifest, data, sums)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_damage_in_shared_memory_never_counts_as_a_version(dtype: str, threads: int) -> None:
+    """What matters is what the trainer has and what the engine gets, not what lies between them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        trained = model(torch.float32, torch.Tensor)
+        trained.register_parameter("big", nn.Parameter(torch.randn(700, 501)))
+        manifest = build_manifest(tensor_layout(trained, dtype), bucket_bytes=100_000)
+        slot = private_memory(manifest.total_bytes)
+        meant = Checksums(manifest, slot)
+        write_shards(trained, manifest, slot, sums=meant)
+        clean, place = bytes(slot), manifest.tensors[-1].offset + 70_000
+        slot[place] ^= 1  # while the trainer still computes
+        sums = meant.result()
+        assert sums == checksums(manifest, memoryview(bytearray(clean)))
+        engine = model(getattr(torch, dtype), torch.Tensor)
+        engine.register_parameter("big", nn.Parameter(torch.zeros(501, 700).t()))
+        guard = guarded(manifest, slot, sums)
+        verify = guard.verify
+
+        def mended() -> None:
+            slot[:] = clean  # what is in shared memory is right again; the model is not
+            verify()
+
+        guard.verify = mended  # type: ignore[method-assign]
+        with pytest.raises(ChangedError, match="checksum of bucket"):
+            WeightTable(engine).load(manifest, slot, guard)
+        WeightTable(engine).load(manifest, slot, guarded(manifest, slot, sums))
+        for name, one in engine.named_parameters():
+            assert torch.equal(one, trained.get_parameter(name).to(one.dtype)) or dtype != "float32"
+    finally:
+        torch.set_num_threads(before)

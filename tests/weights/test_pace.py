@@ -145,7 +145,7 @@ def test_a_publisher_waits_for_a_hub_that_allocates(arena: Arena) -> None:
     publisher = Publisher(cast(Channel, hub), LAYOUT, pace=PACE)
     publisher.register(1.0)
     publisher.slot(3, 7.0)
-    publisher.publish(3, 0.0)
+    publisher.publish(3, 0.0, [0])
     publisher.close()
     assert hub.limits[RegisterManifest] == 1.0, "as its caller says"
     assert hub.limits[Publish] == 230.0, "it may have been restarted, and allocates all slots"

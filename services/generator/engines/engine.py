@@ -6,20 +6,17 @@ outputs come, and between two polls, that is at a token boundary, `load` or `abo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from umbra.proto.errors import UmbraError
 from umbra.proto.records import Manifest, Routing, Sampling, VersionSpan
 from umbra.services.weights.manifest import Part
+from umbra.services.weights.verify import SlotGuard
 
 FinishReason = Literal["stop", "length", "abort"]
 KvPolicy = Literal["keep", "recompute", "abort"]
-
-
-def unguarded(_end: int) -> None:
-    """Nobody else writes what an engine reads."""
 
 
 class EngineError(UmbraError):
@@ -125,7 +122,7 @@ class Engine(Protocol):
         data: Part,
         version: int,
         kv_policy: KvPolicy,
-        read: Callable[[int], None] = unguarded,
+        guard: SlotGuard | None = None,
     ) -> list[EngineOutput]:
         """Serve `version` from the next token on; returns what was aborted under policy "abort".
 
@@ -135,8 +132,8 @@ class Engine(Protocol):
             version: of the weights.
             kv_policy: what becomes of sequences under way. Under "keep", what was read for a
                 session stays good for its own later requests, and for no other's.
-            read: called with the number of bytes read so far, and with that of all before a token
-                is sampled; its errors pass.
+            guard: verifies what is loaded from memory that others can write, before a token is
+                sampled; its errors pass. None where nobody can.
 
         Raises:
             UsageError: the version does not fit the model; the old one is served, whole.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,6 @@ from umbra.services.generator.engines.engine import (
     FinishReason,
     KvPolicy,
     check_request,
-    unguarded,
 )
 from umbra.services.generator.engines.slots import SlotCache
 from umbra.services.modeling.attention import Attention
@@ -37,6 +36,7 @@ from umbra.services.modeling.experts import NO_ROUTERS, Routers, check_routing_f
 from umbra.services.modeling.scorer import restrict
 from umbra.services.modeling.weights import WeightTable
 from umbra.services.weights.manifest import Part
+from umbra.services.weights.verify import SlotGuard
 
 
 class Sampler:
@@ -256,10 +256,10 @@ class TorchEngine:
         data: Part,
         version: int,
         kv_policy: KvPolicy,
-        read: Callable[[int], None] = unguarded,
+        guard: SlotGuard | None = None,
     ) -> list[EngineOutput]:
         """Serve `version` from the next token on; see `Engine.load`."""
-        self._weights.load(manifest, data, read)
+        self._weights.load(manifest, data, guard)
         self.version = version
         aborted: list[_Row] = []
         if kv_policy == "abort":

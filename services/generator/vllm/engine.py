@@ -13,7 +13,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from concurrent import futures
 from contextlib import suppress
 from pathlib import Path
@@ -46,7 +46,6 @@ from umbra.services.generator.engines.engine import (
     EngineRequest,
     KvPolicy,
     check_request,
-    unguarded,
 )
 from umbra.services.generator.vllm import private
 from umbra.services.generator.vllm.cache import RecentLengths, Salts
@@ -61,6 +60,7 @@ from umbra.services.modeling.lora import factors
 from umbra.services.modeling.weights import WeightTable
 from umbra.services.weights.manifest import Part
 from umbra.services.weights.memory import copy, locate, shared_memory
+from umbra.services.weights.verify import SlotGuard
 
 log = logging.getLogger(__name__)
 
@@ -217,7 +217,7 @@ class VllmEngine:
         data: Part,
         version: int,
         kv_policy: KvPolicy,
-        read: Callable[[int], None] = unguarded,
+        guard: SlotGuard | None = None,
     ) -> list[EngineOutput]:
         """Serve `version` from the next token on; see `Engine.load`.
 
@@ -245,7 +245,7 @@ class VllmEngine:
             version,
             kv_policy,
             self._pace.limit_s(manifest.total_bytes),
-            lambda: read(manifest.total_bytes),
+            guard,
         )
         self.version = version
         if kv_policy != "abort":
@@ -351,12 +351,11 @@ class VllmEngine:
         version: int,
         kv_policy: KvPolicy,
         limit_s: float,
-        verify: Callable[[], None],
+        guard: SlotGuard | None,
     ) -> None:
         """Load a version between two steps. Under "abort", all requests are done afterwards.
 
-        `part` has the fields of `UpdateInfo`; `verify` raises an error if what was loaded is not
-        the version.
+        `part` has the fields of `UpdateInfo`; `guard` verifies what was loaded.
         """
         began = time.perf_counter()
         try:
@@ -364,7 +363,8 @@ class VllmEngine:
             paused = time.perf_counter()
             request = WeightTransferUpdateRequest(update_info=part)
             self._wait(self._llm.update_weights(request), limit_s)
-            verify()
+            if guard is not None:
+                guard.verify()
             self._wait(self._resume(version, kv_policy), limit_s)
         except Exception as error:
             if (died := self._died) is not None:

@@ -21,6 +21,7 @@ from umbra.services.trainer.distributed.rendezvous import RankPlace
 from umbra.services.trainer.snapshot import write_shards, written_rows
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.manifest import checksum, owned_buckets
+from umbra.services.weights.verify import Checksums
 
 
 def own_buckets(manifest: Manifest, place: RankPlace) -> list[int]:
@@ -84,18 +85,12 @@ class Snapshots:
         self._settle = settle
         self._arena: tuple[str, Arena] | None = None
 
-    def write(
-        self,
-        place: tuple[str, int],
-        slot: memoryview | None = None,
-        wrote: Callable[[int], None] | None = None,
-    ) -> list[int] | None:
-        """Write the current weights; return the checksum of every bucket, if there are more ranks.
+    def write(self, place: tuple[str, int], slot: memoryview | None = None) -> list[int]:
+        """Write the current weights; return the checksum of every bucket.
 
         Args:
             place: of the slot: the path of the arena, and its number.
             slot: rank 0's memory.
-            wrote: told up to which byte the slot is complete, where there is one rank.
         """
         ranks, manifest = self._ranks, self._manifest
         if slot is None:
@@ -103,8 +98,9 @@ class Snapshots:
         if self._settle is not None:
             self._settle()
         if ranks.world == 1:
-            write_shards(self._model, manifest, slot, wrote=wrote)
-            return None
+            computed = Checksums(manifest, slot)
+            write_shards(self._model, manifest, slot, sums=computed)
+            return computed.result()
         write_shards(self._model, manifest, slot, ranks.rank, ranks.holders)
         ranks.sum_control(torch.zeros(1))  # all have written
         sums = np.zeros(len(manifest.buckets), np.uint64)
