@@ -45,9 +45,8 @@ Made from the schema by `python .ci/config_page.py`; a test compares. A run file
 table per section. The environment variable `UMBRA_SECTION__KEY` is stronger than the file, and
 `--set section.key=value` stronger than both. `umbra check RUN.toml --show` prints a run file with
 all defaults, `umbra check RUN.toml` tries it. Paths are looked for in the run file's folder first,
-then in the current directory. Objectives, and the keys that they set:
+then in the current directory. Objectives, the keys that they set, and settings for staleness:
 [algorithms.md](algorithms.md).
-Settings for staleness: [staleness.md](staleness.md).
 """
 
 
