@@ -1,7 +1,7 @@
 """Warnings about what a run loses and whether it learns: events in, warnings out.
 
 Recent shares are over the last `BATCHES` batches' worth of groups or samples, so that they are
-known even where no batch ever gets full. `docs/monitor.md` lists names and bounds.
+known even where no batch ever gets full. `docs/operate.md` lists names and bounds.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the figures of a run mean: each is computed here, or in one other place that is named here.
 
-`docs/monitor.md` lists all of them. Recent rates are the buffer's (`buffer/meter.py`), shares of
+`docs/operate.md` lists all of them. Recent rates are the buffer's (`buffer/meter.py`), shares of
 what teaches nothing too (`buffer/health.py`); rates of a whole run are in
 `deploy/report/summary.py`.
 """

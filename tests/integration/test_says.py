@@ -29,8 +29,8 @@ STEPS = "".join((DOCS / page).read_text(encoding="utf-8") for page in PAGES)
 
 
 def names(title: str) -> set[str]:
-    """The names in the first column of the table under a heading of docs/monitor.md."""
-    text = (DOCS / "monitor.md").read_text(encoding="utf-8")
+    """The names in the first column of the table under a heading of docs/operate.md."""
+    text = (DOCS / "operate.md").read_text(encoding="utf-8")
     (part,) = re.findall(rf"^### {re.escape(title)}\n(.*?)(?=^##|\Z)", text, re.DOTALL | re.M)
     cells = re.findall(r"^\| (`.+?) \|", part, re.MULTILINE)
     return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}

@@ -1,4 +1,4 @@
-"""docs/monitor.md lists the figures and warnings of a run by the names that the code emits."""
+"""docs/operate.md lists the figures and warnings of a run by the names that the code emits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from umbra.services.config import BufferConfig
 from umbra.services.monitor.web.prometheus import prometheus_text
 from umbra.services.reporting.figures import PHASES
 
-DOC = (Path(__file__).resolve().parents[2] / "docs" / "monitor.md").read_text(encoding="utf-8")
+DOC = (Path(__file__).resolve().parents[2] / "docs" / "operate.md").read_text(encoding="utf-8")
 
 
 def section(title: str) -> str:

@@ -30,7 +30,7 @@ DASHBOARD: dict[str, Any] = json.loads(
 EXPRESSIONS = [rule["expr"] for rule in RULES] + [
     target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]
 ]
-DOC = (FOLDER.parents[1] / "docs" / "monitor.md").read_text(encoding="utf-8")
+DOC = (FOLDER.parents[1] / "docs" / "operate.md").read_text(encoding="utf-8")
 SERIES = re.compile(r"(?P<name>umbra_\w+)(?:\{(?P<labels>[^}]*)\})?")
 SELECTOR = re.compile(r'(?P<label>\w+)=~?"(?P<value>[^"]*)"')
 # By metric and label, what the label may say.
