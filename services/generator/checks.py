@@ -33,8 +33,8 @@ _PLAIN, _TOOLS = Opening([]), Opening([], [schema(calculator)])
 
 UNREAD = "nothing here reads the tool calls that the model's chat template writes"
 REMEDY = (
-    "name one that does in model.parser (docs/agents.md, Parsers), or set model.chat_template to "
-    "a template whose calls are read"
+    "name one that does in model.parser (docs/environments.md, Parsers), or set "
+    "model.chat_template to a template whose calls are read"
 )
 
 

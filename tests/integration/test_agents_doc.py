@@ -1,4 +1,4 @@
-"""The agent of docs/agents.md, as it stands there, with the real client."""
+"""The agent of docs/environments.md, as it stands there, with the real client."""
 
 import re
 from pathlib import Path
@@ -14,14 +14,15 @@ from umbra.services.config import EnvironmentConfig
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
 
-DOC = Path(__file__).parents[2] / "docs" / "agents.md"
+DOC = Path(__file__).parents[2] / "docs" / "environments.md"
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 
 
 def test_the_agent_of_the_documentation_adds(
     tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", DOC.read_text(encoding="utf-8"), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", DOC.read_text(encoding="utf-8"), re.DOTALL)
+    (code,) = [block for block in blocks if "def solve(" in block]
     (tmp_path / "adder.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     tokenizer = load_tokenizer(tiny_model_dir)

@@ -1,6 +1,6 @@
 """Every chat template that TRL ships: what is appended turn by turn is what it writes at once.
 
-`docs/agents.md` has the outcome as a table. After a change that is meant:
+`docs/environments.md` has the outcome as a table. After a change that is meant:
 
     PYTHONPATH=tests python tests/modeling/test_chat_templates.py
 """
@@ -18,7 +18,7 @@ from umbra.services.environments.protocol import Message, Opening, Said
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.chat_template import as_text, with_tools
 
-DOC = Path(__file__).parents[2] / "docs" / "agents.md"
+DOC = Path(__file__).parents[2] / "docs" / "environments.md"
 BEGIN, END = "<!-- chat templates -->\n", "<!-- end of chat templates -->"
 WEATHER = {
     "type": "function",
@@ -252,8 +252,11 @@ def row(name: str) -> dict[str, str]:
 
 
 def table() -> str:
-    """The table of `docs/agents.md`."""
+    """The table of `docs/environments.md`."""
     rows = {name: row(name) for name in template_names()}
+    for name in training_names():
+        if (own := row(name)) != rows[name.removesuffix("_training")]:
+            rows[name] = own
     columns = [*CONVERSATIONS, "calls are read by", "reasoning"]
     reasons: list[str] = []
 
@@ -265,18 +268,14 @@ def table() -> str:
             reasons.append(reason)
         return f"refused ({reasons.index(reason) + 1})"
 
+    alike: dict[str, list[str]] = {}
+    for name, found in rows.items():
+        alike.setdefault(" | ".join(cell(found[column]) for column in columns), []).append(name)
     lines = [
         "| template | " + " | ".join(columns) + " |",
         "|---" * (len(columns) + 1) + "|",
-        *(
-            f"| {name} | " + " | ".join(cell(found[column]) for column in columns) + " |"
-            for name, found in rows.items()
-        ),
+        *(f"| {', '.join(names)} | {cells} |" for cells, names in alike.items()),
     ]
-    for name in training_names():
-        own, original = row(name), rows[name.removesuffix("_training")]
-        if own != original:
-            lines.append(f"| {name} | " + " | ".join(cell(own[c]) for c in columns) + " |")
     lines.append("")
     lines += [f"{number}. The template {reason}." for number, reason in enumerate(reasons, 1)]
     return "\n".join(lines) + "\n"
