@@ -8,8 +8,8 @@ A document has a template in a comment, and behind it the text that follows from
     <!-- = long_tail: {ratio} times -->4.5 times<!-- / -->
 
 `long_tail` names `results/long_tail.json`. `{ratio}` is one of its figures, with three digits or as
-in `{ratio:.0%}`; `{table:NAME}` one of its tables, `{goals}` its goals; `{origin}` says which
-command measured it, at which commit, when, on which hardware and under which load.
+in `{ratio:.0%}`; `{table:NAME}` one of its tables, `{goals}` its goals, `{missed}` the missed ones;
+`{origin}` says which command measured it, at which commit, when, where and under which load.
 """
 
 from __future__ import annotations
@@ -65,6 +65,10 @@ def _value(found: re.Match[str], file: str, content: Mapping[str, Any]) -> str:
     name, form = found["name"], found["form"]
     if name == "goals":
         return _goals(content["goals"])
+    if name == "missed":
+        missed = [goal for goal in content["goals"] if not goal["met"]]
+        met = f"{len(content['goals']) - len(missed)} of {len(content['goals'])} goals are met"
+        return f"{met}; missed:\n\n{_goals(missed)}" if missed else f"{met}."
     if name == "origin":
         return origin(content)
     values = content["tables"] if name == "table" else content["figures"]

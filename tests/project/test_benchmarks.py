@@ -60,6 +60,9 @@ def test_a_template_gives_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "| a | b |\n|---|---|\n| x | 1.5 |\n\n58%\n" in made
     assert "| fast | >= 1 | 0.5 | **missed** |" in made
     assert "old" not in made and figures.render(made) == made
+    assert "0 of 1 goals are met; missed:\n\n| goal" in figures.render(
+        block.replace("goals", "missed")
+    )
     with pytest.raises(LookupError, match=r"results/one\.json has no 'speed'"):
         figures.render("<!-- = one: {speed} --><!-- / -->")
 

@@ -81,7 +81,7 @@ def test_the_steps_lead_to_what_is_tried(tmp_path: Path, tiny_model_dir: Path) -
     copied = package(tmp_path)
     tries = _TRY.findall(page)
     assert follow(page, copied) == len(re.findall("^```(?:python|diff)", page, re.M)) - len(tries)
-    assert len(tries) == 4
+    assert len(tries) == 3
     for number, text in enumerate(tries):
         (tmp_path / f"try_{number}.py").write_text(text, encoding="utf-8")
     program = (
