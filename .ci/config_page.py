@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -33,32 +34,29 @@ READERS = {
     "security": "all processes",
     "log": "all processes",
 }
-WITH_FLAGS = ("buffer", "generator", "trainer", "weight_hub", "scorer")
-_UNITS = {"_s": "seconds", "_bytes": "bytes", "_mib": "MiB", "_mb": "MiB", "_tokens": "tokens"}
-_ODD_UNITS = {"max_context": "tokens", "steps": "steps", "warmup_steps": "steps"}
-_NO_UNITS = ("stop_tokens",)
+# Words of an error's "expected ..." that a table does without.
+_LONG = re.compile(r"\b(?:an?|one of) | that is not empty")
 
 
 HEAD = """# Every key of a run file
 
 Made from the schema by `python .ci/config_page.py`; a test compares. A run file is TOML, with a
-table per section. The environment variable `UMBRA_SECTION__KEY` is stronger than the file, and
-`--set section.key=value` stronger than both. `umbra check RUN.toml --show` prints a run file with
-all defaults, `umbra check RUN.toml` tries it. Paths are looked for in the run file's folder first,
-then in the current directory. Objectives, the keys that they set, and settings for staleness:
-[algorithms.md](algorithms.md).
+table per section. The environment variable `UMBRA_SECTION__KEY` overrides the file, and
+`--set section.key=value` overrides both; the keys of buffer, generator, trainer, weight_hub and
+scorer are flags of their commands too. `umbra check RUN.toml` tries a run file, with `--show` it
+prints it with all defaults. Names that end in `_s` are seconds. Defaults named "preset" are those
+of the [objective](algorithms.md).
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A key: what it may be, what it is if not set ("" for nothing), its unit and its meaning."""
+    """A key: what it may be, what it is if not set ("" for nothing) and its meaning."""
 
     section: str
     name: str
     value: str
     default: str
-    unit: str
     meaning: str
 
     @property
@@ -73,22 +71,15 @@ def described() -> Iterator[Described]:
             if section == ENVIRONMENTS and field.name in SECTIONS["environment"]:
                 continue
             kind = introspect.type_info(SECTIONS[section][field.name])
+            shown = "" if field.default is None else shown_default(field)
             schema = getattr(kind, "extra_json_schema", None) or {}
             yield Described(
                 section,
                 field.name,
-                expected(bare(kind)),
-                "of the objective" if field.default is None else shown_default(field),
-                _unit(field.name),
+                _LONG.sub("", expected(bare(kind))).replace("true or false", "boolean"),
+                "preset" if field.default is None else f"`{shown}`" if shown else "",
                 str(schema.get("description", "")),
             )
-
-
-def _unit(name: str) -> str:
-    if name in _NO_UNITS:
-        return ""
-    ending = next((unit for end, unit in _UNITS.items() if name.endswith(end)), "")
-    return _ODD_UNITS.get(name, ending)
 
 
 def section_summary(section: str) -> str:
@@ -103,15 +94,10 @@ def config_page() -> str:
     """The page, as Markdown."""
     parts = [HEAD]
     for section, keys in groupby(described(), key=lambda key: key.section):
-        flags = ""
-        if section in WITH_FLAGS:
-            command = section.replace("_", "-")
-            flags = f" Each key is a flag of `umbra {command}` too, with hyphens."
         parts.append(
-            f"## {_heading(section)}\n\n{section_summary(section)} Read by: {READERS[section]}."
-            f"{flags}\n"
+            f"## {_heading(section)}\n\n{section_summary(section)} Read by: {READERS[section]}.\n"
         )
-        parts.append("| key | value | default | unit | meaning |\n|---|---|---|---|---|")
+        parts.append("| key | value | default | meaning |\n|---|---|---|---|")
         parts.append("\n".join(_row(key) for key in keys) + "\n")
     return "\n".join(parts).rstrip() + "\n"
 
@@ -121,10 +107,7 @@ def _heading(section: str) -> str:
 
 
 def _row(key: Described) -> str:
-    default = f"`{key.default}`" if key.default else ""
-    if key.default == "of the objective":
-        default = "of the [objective](algorithms.md)"
-    cells = (f"`{key.name}`", key.value, default, key.unit, key.meaning)
+    cells = (f"`{key.name}`", key.value, key.default, key.meaning)
     return "| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells) + " |"
 
 
