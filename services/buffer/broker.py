@@ -393,7 +393,6 @@ class Broker:
         self._moved = True
         if not self._training.closed:
             self.run.evals.advance(now)
-        self.run.note_ends()
         self._training.serve(now)
         self._workers.serve(now)
         self.run.check()

@@ -7,20 +7,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from umbra.proto.errors import UsageError
 from umbra.services.config import DataConfig, NamedEnvironment
 from umbra.services.config.generation import ENVIRONMENT, environment_prefix
 from umbra.services.prompts.readers import read_source
 from umbra.services.prompts.rows import Prompt
-
-
-@dataclass(frozen=True, slots=True)
-class GroupEnd:
-    reason: Literal["complete", "filtered", "failed"]
-    rewards: list[float]  # of the samples that got one
 
 
 def open_prompts(

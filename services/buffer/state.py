@@ -7,15 +7,14 @@ each other what their constructors say. `persistence.RunRecord` lists what survi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from umbra.services.buffer.effects import Effects
 from umbra.services.buffer.figures import StepCurves
-from umbra.services.buffer.health import Health
+from umbra.services.buffer.health import Health, SampleFailure
 from umbra.services.buffer.members import Membership
 from umbra.services.buffer.prompts import PromptFeed
-from umbra.services.buffer.samples.admission import Admission
-from umbra.services.buffer.samples.batches import Batches
+from umbra.services.buffer.samples.batches import Admission, Batches
 from umbra.services.buffer.samples.evaluation import EVAL_PREFIX, Evaluations
 from umbra.services.buffer.samples.groups import GroupRules
 from umbra.services.buffer.samples.journal import Archive, Journal
@@ -58,17 +57,20 @@ class RunState:
         self.facts.samplings = samplings_of(config)
         group_rules = GroupRules.of(config)
         self.leases = LeaseTable(buffer.lease_s)
-        self.pool = self._make_pool(store, group_rules, buffer.stages)
+        self.pool = self._make_pool(
+            store, group_rules, buffer.stages, on_failure=self.health.failed, health=self.health
+        )
         self.journal = Journal(store, self.pool)
         self.batches = Batches(
             self.pool, self.policy, Archive(self.journal), wait=buffer.stale_policy == "wait"
         )
-        self.admission = Admission(
-            self.pool, self.batches, self.policy, prompts, buffer, self.counters
-        )
+        self.admission = Admission(self.pool, self.batches, self.policy, prompts)
         eval_stages = [stage for stage in buffer.stages if stage == "reward"]
         eval_rules = GroupRules(size=1, together=group_rules.together, only=group_rules.only)
-        eval_pool = self._make_pool(store, eval_rules, eval_stages, EVAL_PREFIX)
+        eval_pool = self._make_pool(
+            store, eval_rules, eval_stages, prefix=EVAL_PREFIX,
+            on_failure=lambda failure: self.evals.failed(failure),
+        )  # fmt: skip
         self.evals = Evaluations(
             eval_pool,
             Journal(store, eval_pool),
@@ -78,10 +80,18 @@ class RunState:
             self.members,
             self.outbox,
         )
-        self.scoring = Scoring([eval_pool, self.pool], self.leases, self.counters)
+        pools = [eval_pool, self.pool]
+        self.scoring = Scoring(pools, self.pool_of, self.leases, self.counters)
 
     def _make_pool(
-        self, store: Store, rules: GroupRules, stages: Sequence[str], prefix: str = ""
+        self,
+        store: Store,
+        rules: GroupRules,
+        stages: Sequence[str],
+        *,
+        on_failure: Callable[[SampleFailure], None],
+        health: Health | None = None,
+        prefix: str = "",
     ) -> SamplePool:
         return SamplePool(
             rules=rules,
@@ -92,6 +102,8 @@ class RunState:
             stages=stages,
             prefix=prefix,
             pinned=prefix == EVAL_PREFIX,
+            on_failure=on_failure,
+            health=health,
         )
 
     def pool_of(self, sample_id: str) -> SamplePool:
@@ -106,18 +118,6 @@ class RunState:
             "issued_per_s": ledger.issued,
             "ended_per_s": ledger.ended.total(),
         }
-
-    def note_ends(self) -> None:
-        """Report ended groups and failed samples to health."""
-        for end in self.pool.group_ends:
-            if end.reason != "failed":
-                self.health.group(end.rewards)
-        self.pool.group_ends.clear()
-        for failure in self.pool.failures:
-            self.health.failed(failure)
-        self.pool.failures.clear()
-        self.health.dropped(self.pool.stale)
-        self.pool.stale.clear()
 
     def check(self) -> None:
         self.pool.ledger.check()

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from umbra.proto import messages as m
 from umbra.proto.bounds import LEASES
 from umbra.proto.codec import portions
 from umbra.proto.net.server import Request
 from umbra.services.buffer.effects import Effects, Parked
-from umbra.services.buffer.samples.batches import Batches
 from umbra.services.buffer.samples.groups import State
 from umbra.services.buffer.state import RunState
 
@@ -42,7 +41,7 @@ class TrainerEndpoint:
 
     def __init__(self, run: RunState, *, missing: Callable[[float], str]) -> None:
         self.closed = False
-        self.checkpoint_requests = CheckpointRequests(run.batches, run.outbox)
+        self.checkpoint_requests = CheckpointRequests(run.outbox)
         self._run = run
         self._pool = run.pool
         self._batches = run.batches
@@ -114,11 +113,11 @@ class TrainerEndpoint:
             return
         self._batches.cover(body.step)
         self._outbox.reply(request, m.Ok())
-        self.checkpoint_requests.told(body)
+        self.checkpoint_requests.saved(body.newest, body.error)
 
     def checkpoint_wanted(self, request: Request, _body: m.CheckpointRequest, now: float) -> None:
         """Ask the trainer for a checkpoint, at once if it is waiting for a batch."""
-        self.checkpoint_requests.add(request, now)
+        self.checkpoint_requests.add(request, self._batches.version, now)
         if self.checkpoint_requests.open:
             self._answer_parked("a checkpoint is wanted first")
 
@@ -161,7 +160,8 @@ class TrainerEndpoint:
     def expire(self, now: float) -> None:
         if self._question is not None and self._question.deadline <= now:
             self._answer_parked(self._missing(now))
-        self.checkpoint_requests.expire(now)
+        why = f"the trainer has made no checkpoint within {WAIT_S:g} s: see its log"
+        self.checkpoint_requests.give_up(why, until=now)
 
     def forget(self) -> None:
         """Refuse the parked request; the batch stays leased for the next trainer."""
@@ -172,7 +172,7 @@ class TrainerEndpoint:
     def close(self) -> None:
         self.closed = True
         self._answer_parked("nothing: the run is ending")
-        self.checkpoint_requests.close()
+        self.checkpoint_requests.give_up("the run is ending")
         self._run.wanted_since = None
 
     def _rewind(self, trainer: str, step: int, now: float) -> None:
@@ -205,56 +205,40 @@ class TrainerEndpoint:
 WAIT_S = 3600.0  # writing a large model takes its time
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    request: Request
-    version: int  # when it was made: a checkpoint of this or a later one grants it
-    deadline: float
-
-
 class CheckpointRequests:
     """Requests for checkpoints; every `BatchLease` tells the trainer of them until it saves."""
 
-    def __init__(self, batches: Batches, outbox: Effects) -> None:
+    def __init__(self, outbox: Effects) -> None:
         self._newest = -1  # step of the newest checkpoint that we know of
-        self._batches = batches
         self._outbox = outbox
-        self._waiting: list[_Waiting] = []
+        # Each waits for a checkpoint of its version or a later one, until a deadline.
+        self._waiting: list[tuple[Request, int, float]] = []
 
     @property
     def open(self) -> bool:
         return bool(self._waiting)
 
-    def add(self, request: Request, now: float) -> None:
-        """Wait for a checkpoint of the current version or a later one."""
-        self._waiting.append(_Waiting(request, self._batches.version, now + WAIT_S))
-        self._grant()
+    def add(self, request: Request, version: int, now: float) -> None:
+        self._waiting.append((request, version, now + WAIT_S))
+        self.saved(self._newest)
 
-    def told(self, body: m.CheckpointSaved) -> None:
+    def saved(self, newest: int, error: str = "") -> None:
         """Answer by what the trainer has saved, or why it could not."""
-        self._newest = max(self._newest, body.newest)
-        self._grant()
-        if body.error:
-            self._refuse(self._waiting, f"the trainer could not save its state: {body.error}")
+        self._newest = newest = max(self._newest, newest)
+        for request, version, _ in self._waiting:
+            if version <= newest:
+                self._outbox.reply(request, m.Ok(version=newest))
+        self._waiting = [one for one in self._waiting if one[1] > newest]
+        if error:
+            self.give_up(f"the trainer could not save its state: {error}")
 
     def forget_after(self, step: int) -> None:
         """Forget checkpoints after `step`: the trainer has resumed there."""
         self._newest = min(self._newest, step)
 
-    def _grant(self) -> None:
-        for waiting in self._waiting:
-            if waiting.version <= self._newest:
-                self._outbox.reply(waiting.request, m.Ok(version=self._newest))
-        self._waiting = [waiting for waiting in self._waiting if waiting.version > self._newest]
-
-    def expire(self, now: float) -> None:
-        late = [waiting for waiting in self._waiting if waiting.deadline <= now]
-        self._refuse(late, f"the trainer has made no checkpoint within {WAIT_S:g} s: see its log")
-
-    def close(self) -> None:
-        self._refuse(self._waiting, "the run is ending")
-
-    def _refuse(self, refused: list[_Waiting], reason: str) -> None:
-        for waiting in refused:
-            self._outbox.refuse(waiting.request, "no_checkpoint", reason)
-        self._waiting = [waiting for waiting in self._waiting if waiting not in refused]
+    def give_up(self, reason: str, until: float = math.inf) -> None:
+        """Refuse those whose deadline is `until` at most."""
+        for request, _, deadline in self._waiting:
+            if deadline <= until:
+                self._outbox.refuse(request, "no_checkpoint", reason)
+        self._waiting = [one for one in self._waiting if one[2] > until]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 
 from umbra.proto import messages as m
@@ -10,10 +11,9 @@ from umbra.proto.bounds import BATCH
 from umbra.proto.net.server import Request
 from umbra.proto.records import SAMPLE
 from umbra.services.buffer.effects import Parked
-from umbra.services.buffer.samples.evaluation import EVAL_PREFIX
+from umbra.services.buffer.endpoints.answers import MALFORMED, Answers
 from umbra.services.buffer.samples.groups import State
 from umbra.services.buffer.samples.leases import Grant
-from umbra.services.buffer.samples.submit import MALFORMED, Submissions
 from umbra.services.buffer.samples.trajectories import as_arrived
 from umbra.services.buffer.state import RunState
 
@@ -39,9 +39,7 @@ class WorkerEndpoint:
         self._evals = run.evals
         self._scoring = run.scoring
         self._outbox = run.outbox
-        common = (run.batches, run.policy, run.facts, run.counters)
-        self._answers = Submissions(run.pool, *common, run.health.answered)
-        self._eval_answers = Submissions(run.evals.pool, *common)
+        self._answers = Answers(run)
         self._generators: dict[str, Parked[m.LeaseTasks]] = {}
         self._scorers: dict[str, Parked[m.LeaseTasks]] = {}
         self._strikes: Counter[str] = Counter()  # malformed answers since the last sound one
@@ -49,7 +47,7 @@ class WorkerEndpoint:
         self._served_at = (-1, -1, -1)  # openings and version when generators were last served
 
     def lease(self, request: Request, body: m.LeaseTasks, now: float) -> None:
-        scores = body.kind != SAMPLE
+        scores, newest = body.kind != SAMPLE, self._batches.newest
         if not self._may(request, "scorer" if scores else "generator"):
             return
         name = request.header.sender
@@ -58,7 +56,6 @@ class WorkerEndpoint:
             reason = f"the run has no stage {body.kind!r}; buffer.stages has {known}"
             self._outbox.refuse(request, "unknown_stage", reason, "kind")
             return
-        newest = self._batches.newest
         if not scores and not 0 <= body.version <= newest:
             reason = f"{name} serves version {body.version}, but 0 to {newest} exist"
             self._outbox.refuse(request, "wrong_version", reason, "version")
@@ -83,15 +80,16 @@ class WorkerEndpoint:
         sender = request.header.sender
         trajectories, scores = as_arrived(request, body)
         for trajectory, packed in trajectories:
-            answers = self._for(trajectory.sample_id)
-            reason = answers.submit(trajectory, packed, sender, now)
+            reason = self._answers.submit(trajectory, packed, sender, now)
             if reason is None:
                 self._strikes[sender] = 0
             else:
                 refused[trajectory.sample_id] = reason
                 self._strikes[sender] += reason.startswith(MALFORMED)
         if self._strikes[sender] >= STRIKES:
-            self._bar(sender)
+            if question := self._generators.pop(sender, None):
+                self._refuse_striker(question.request)
+            self._requeue(sender, lost=False)
         if scores:
             refused = self._scoring.submit(scores, sender, now)
         grant = Grant(sender, request.header.id, 0, now, body.version)
@@ -105,7 +103,7 @@ class WorkerEndpoint:
 
     def hand_back(self, request: Request, body: m.ReturnTasks, _now: float) -> None:
         for returned in body.samples:
-            self._for(returned.sample_id).hand_back(returned, request.header.sender)
+            self._answers.hand_back(returned, request.header.sender)
         self._outbox.reply(request, m.Ok())
 
     def renew(self, request: Request, body: m.RenewLeases, now: float) -> None:
@@ -115,12 +113,12 @@ class WorkerEndpoint:
             sample = self._leases.find(sample_id, attempt, sender)
             if sample is not None:
                 self._leases.renew(sample, now)
-            elif not self._for(sample_id).is_accepted(sample_id, attempt):
+            elif not self._answers.is_accepted(sample_id, attempt):
                 lost.append(sample_id)
         lost += [
             partial.sample_id
             for partial in body.partials
-            if not self._for(partial.sample_id).flush(partial, sender, now)
+            if not self._answers.flush(partial, sender, now)
         ]
         self._outbox.reply(request, m.TaskLeases(lost=lost))
 
@@ -150,10 +148,7 @@ class WorkerEndpoint:
             if sample.state is State.SCORING:
                 why = f"{sample.holder} did not answer within {self._leases.lease_s:g} s"
             self._run.pool_of(sample.sample_id).take_back(sample, lost=True, reason=why)
-        for parked in (self._generators, self._scorers):
-            for question in [one for one in parked.values() if one.deadline <= now]:
-                del parked[question.name]
-                self._outbox.reply(question.request, NOTHING)
+        self._answer_parked(now)
 
     def take_back(self, name: str, *, lost: bool) -> int:
         """Requeue whatever `name` holds, which has left; return how many samples that was."""
@@ -162,9 +157,19 @@ class WorkerEndpoint:
         self._granted.pop(name, None)
         self._strikes.pop(name, None)
         self._scoring.serving.pop(name, None)
-        for answers in (self._answers, self._eval_answers):
-            answers.sound.discard(name)
+        self._answers.sound.discard(name)
         return self._requeue(name, lost=lost)
+
+    def close(self) -> None:
+        self.closed = True
+        self._answer_parked(math.inf)
+
+    def _answer_parked(self, until: float) -> None:
+        """Answer the parked requests whose wait ends by `until` with nothing."""
+        for parked in (self._generators, self._scorers):
+            for question in [one for one in parked.values() if one.deadline <= until]:
+                del parked[question.name]
+                self._outbox.reply(question.request, NOTHING)
 
     def _requeue(self, name: str, *, lost: bool) -> int:
         samples = self._leases.of(name)
@@ -174,23 +179,10 @@ class WorkerEndpoint:
                 self._run.pool_of(sample.sample_id).take_back(sample, lost=lost, reason=why)
         return len(samples)
 
-    def _bar(self, name: str) -> None:
-        """Requeue what a generator holds whose answers are malformed; it gets no more."""
-        if question := self._generators.pop(name, None):
-            self._refuse_striker(question.request)
-        self._requeue(name, lost=False)
-
     def _refuse_striker(self, request: Request) -> None:
         name = request.header.sender
         reason = f"the last {STRIKES} answers of {name} were malformed: see the buffer's log"
         self._outbox.refuse(request, "malformed_answers", reason, "sender")
-
-    def close(self) -> None:
-        self.closed = True
-        for parked in (self._generators, self._scorers):
-            for question in parked.values():
-                self._outbox.reply(question.request, NOTHING)
-            parked.clear()
 
     def _may(self, request: Request, role: m.Role) -> bool:
         """True if the sender is of `role`; else refuse what only that may ask or send."""
@@ -204,9 +196,8 @@ class WorkerEndpoint:
     def _grant(self, request: Request, body: m.LeaseTasks | m.SubmitResults, now: float) -> Grant:
         """Lease for a new request, which replaces a parked one."""
         name = request.header.sender
-        for parked in (self._generators, self._scorers):
-            if older := parked.pop(name, None):
-                self._outbox.reply(older.request, NOTHING)
+        if older := self._generators.pop(name, None) or self._scorers.pop(name, None):
+            self._outbox.reply(older.request, NOTHING)
         grant = Grant(name, request.header.id, min(body.capacity, BATCH), now, body.version)
         if not self._grant_again(grant):
             self._take(body, grant, len(self._generators))
@@ -265,6 +256,3 @@ class WorkerEndpoint:
             accepted=accepted,
             refused=refused or {},
         )
-
-    def _for(self, sample_id: str) -> Submissions:
-        return self._eval_answers if sample_id.startswith(EVAL_PREFIX) else self._answers

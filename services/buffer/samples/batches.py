@@ -1,12 +1,18 @@
-"""Batches of complete groups: formed once per step, leased to the trainer, ended by its commit."""
+"""Batches of complete groups, and admission: which samples and new groups generators may have.
+
+A batch is formed once per step, leased to the trainer, and ended by its commit.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from itertools import islice
 
-from umbra.services.buffer.samples.groups import Ages, Group, State
+from umbra.services.buffer.prompts import PromptFeed
+from umbra.services.buffer.samples.groups import Group, Sample, State
 from umbra.services.buffer.samples.journal import Archive, StoredBatch
+from umbra.services.buffer.samples.leases import Grant
 from umbra.services.buffer.samples.pool import SamplePool
 from umbra.services.buffer.samples.staleness import StalenessPolicy, StalenessStats
 
@@ -31,8 +37,7 @@ class Batches:
         self.archive = archive
         self._pool = pool
         self._policy = policy
-        if wait:
-            pool.ages = Ages(pool.groups)
+        self._wait = wait
 
     @property
     def next_step(self) -> int:
@@ -135,12 +140,15 @@ class Batches:
 
     def _last_chance(self) -> list[Group]:
         """Groups that would be stale after the next batch, as many as it can take, if it waits."""
-        if self._pool.ages is None:
+        if not self._wait:
             return []
-        after = self.next_step
-        return self._pool.ages.first(
-            self._policy.batch_groups, lambda age: self._policy.is_stale(age, after)
+        after, policy = self.next_step, self._policy
+        late = (
+            group
+            for group in self._pool.groups.values()
+            if (oldest := group.oldest) is not None and policy.is_stale(oldest, after)
         )
+        return list(islice(late, policy.batch_groups))
 
     def _sweep(self) -> None:
         """End groups with stale samples; partials are judged when leased again."""
@@ -154,3 +162,71 @@ class Batches:
                 for sample in group.samples
             ):
                 self._pool.end(group, "stale")
+
+
+class Admission:
+    """Leases samples to generators by the admission, lease and partial rules of `staleness`.
+
+    Groups are issued only when a generator asks and nothing is queued, so the batch that a group
+    counts for is decided by what is under way.
+    """
+
+    def __init__(
+        self,
+        pool: SamplePool,
+        batches: Batches,
+        policy: StalenessPolicy,
+        prompts: PromptFeed,
+    ) -> None:
+        self._pool = pool
+        self._batches = batches
+        self._policy = policy
+        self._prompts = prompts
+
+    @property
+    def available(self) -> int:
+        """Samples that could be leased now to a generator with the newest weights."""
+        return self._pool.ledger.count("queued") + max(self._room, 0) * self._pool.rules.size
+
+    @property
+    def _room(self) -> int:
+        """Groups that may be issued."""
+        if self._pool.blocked:
+            return 0
+        return self._policy.room(self._batches.untrained, self._batches.version)
+
+    def take(self, grant: Grant, waiting: int) -> None:
+        """Lease samples to a generator.
+
+        `waiting` other generators want work too: each gets an equal share, so that the first to ask
+        does not leave the others idle.
+        """
+        most = grant.capacity
+        if waiting:
+            most = min(most, len(grant.tasks) - (-self.available // (1 + waiting)))
+        while len(grant.tasks) < most and grant.room > 0:
+            sample = self._next(grant.version)
+            if sample is None:
+                break
+            if sample.oldest is not None:
+                if sample.oldest < self.required_version(sample):
+                    self._pool.drop_partial(sample)
+                    self._pool.counters["partials_too_old"] += 1
+                else:
+                    self._pool.counters["partials_continued"] += 1
+            self._pool.lease(sample, grant)
+
+    def _next(self, version: int) -> Sample | None:
+        sample = self._pool.next_queued()
+        if sample is None:
+            if self._room <= 0:
+                return None
+            due = self._policy.due_version(self._batches.untrained, self._batches.version)
+            if version < self._policy.required_version(due, self._batches.version):
+                return None
+            sample = self._pool.issue(next(self._prompts), due).samples[0]
+        return sample if version >= self.required_version(sample) else None
+
+    def required_version(self, sample: Sample) -> int:
+        """Oldest weights that may generate `sample` now."""
+        return self._policy.required_version(sample.group.due, self._batches.version)

@@ -27,6 +27,7 @@ from umbra.proto.errors import RejectedError
 from umbra.proto.messages import Stuck
 from umbra.proto.records import EvalReport
 from umbra.services.buffer.effects import Effects
+from umbra.services.buffer.health import SampleFailure
 from umbra.services.buffer.members import Membership
 from umbra.services.buffer.samples.batches import Batches
 from umbra.services.buffer.samples.groups import State
@@ -119,7 +120,6 @@ class Evaluations:
 
     def advance(self, now: float) -> None:
         """Begin the evaluation that is due, end the one that is over; called at every event."""
-        self._take_failures()
         version = self._batches.version
         if self.open is not None and self.open.due > version:
             self._end_all("cancelled")  # the trainer starts again before that version
@@ -187,13 +187,10 @@ class Evaluations:
             due = self._config.every > 0 and version % self._config.every == 0
         return due and version > self.done
 
-    def _take_failures(self) -> None:
-        for failure in self.pool.failures:
-            if self.open is not None:
-                failed = self.open.failed
-                failed[failure.prompt_id] = failed.get(failure.prompt_id, 0) + failure.samples
-        self.pool.failures.clear()
-        self.pool.group_ends.clear()
+    def failed(self, failure: SampleFailure) -> None:
+        if self.open is not None:
+            failed = self.open.failed
+            failed[failure.prompt_id] = failed.get(failure.prompt_id, 0) + failure.samples
 
     def _begin(self, version: int, now: float) -> None:
         count, size = len(self._prompts), self._config.samples

@@ -6,15 +6,11 @@ All plain fields of `Sample` and `Group` survive a restart of the buffer, the ti
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal
 
 import msgspec
 
-from umbra.services.buffer.prompts import GroupEnd
 from umbra.services.config import RunConfig
 from umbra.services.config.generation import ENVIRONMENT
 from umbra.services.prompts.rows import Prompt
@@ -81,6 +77,8 @@ class Group:
     first_ready_at: float = 0.0
     completed: int = 0  # counts complete groups, so that their order is known; 0 = not complete
     row: bytes = b""  # packed row of the prompt, once a sample was leased
+    moved: bool = True  # since `_age` was looked up
+    _age: int | None = None
 
     def packed_row(self) -> bytes:
         if not self.row:
@@ -90,12 +88,11 @@ class Group:
     @property
     def oldest(self) -> int | None:
         """Version of the oldest token of the group; None while there is none."""
-        versions = [s.oldest_possible for s in self.samples]
-        return min((version for version in versions if version is not None), default=None)
-
-    def end(self, reason: Literal["complete", "filtered", "failed"]) -> GroupEnd:
-        rewards = [sample.reward for sample in self.samples if sample.state is State.READY]
-        return GroupEnd(reason, rewards)
+        if self.moved:
+            versions = [s.oldest_possible for s in self.samples]
+            self._age = min((one for one in versions if one is not None), default=None)
+            self.moved = False
+        return self._age
 
     @property
     def is_ready(self) -> bool:
@@ -182,36 +179,3 @@ class Queue:
     def take(self, sample: Sample) -> None:
         entry = heapq.heappop(self._heap)
         assert entry[1] is sample
-
-
-class Ages:
-    """Groups by the version of their oldest token, updated lazily from those that `moved`."""
-
-    def __init__(self, groups: Mapping[str, Group]) -> None:
-        self._groups = groups
-        self._moved: dict[str, Group] = dict(groups)
-        self._ages: dict[str, int] = {}
-        self._by_age: defaultdict[int, dict[str, Group]] = defaultdict(dict)
-
-    def moved(self, group: Group) -> None:
-        self._moved[group.group_id] = group
-
-    def first(self, count: int, is_late: Callable[[int], bool]) -> list[Group]:
-        """Return at most `count` groups whose oldest version `is_late`, in order of issue."""
-        for name, group in self._moved.items():
-            self._place(name, group)
-        self._moved.clear()
-        late = (g for age, there in self._by_age.items() if is_late(age) for g in there.values())
-        return heapq.nsmallest(count, late, key=lambda group: group.samples[0].serial)
-
-    def _place(self, name: str, group: Group) -> None:
-        age = group.oldest if name in self._groups else None
-        before = self._ages.pop(name, None)
-        if before is not None:
-            there = self._by_age[before]
-            del there[name]
-            if not there:
-                del self._by_age[before]
-        if age is not None:
-            self._ages[name] = age
-            self._by_age[age][name] = group

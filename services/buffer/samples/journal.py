@@ -55,7 +55,7 @@ def _record(name: str, kept: list[tuple[str, Any]], *more: str) -> type[msgspec.
 _SAMPLE = _kept(Sample, "group", "leased_at", "deadline", "unscored_since")
 _SampleRecord = _record("_SampleRecord", _SAMPLE)
 _sample_values = attrgetter(*(name for name, _ in _SAMPLE))
-_GROUP = _kept(Group, "prompt", "samples", "ready", "first_ready_at", "row")
+_GROUP = _kept(Group, "prompt", "samples", "ready", "first_ready_at", "row", "moved", "_age")
 _GroupRecord = _record("_GroupRecord", _GROUP, "prompt", "samples")
 _group_values = attrgetter(*(name for name, _ in _GROUP))
 

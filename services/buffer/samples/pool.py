@@ -14,16 +14,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
 from umbra.proto.records import SAMPLE, Score, Task, Trajectory
-from umbra.services.buffer.health import SampleFailure
-from umbra.services.buffer.prompts import GroupEnd
+from umbra.services.buffer.health import Health, SampleFailure
 from umbra.services.buffer.samples.groups import (
-    Ages,
     Group,
     GroupRules,
     Queue,
@@ -49,6 +47,8 @@ class SamplePool:
         stages: that a trajectory passes before it is ready.
         prefix: of the ids, so that those of two pools differ.
         pinned: all tokens of a sample must be of version `due` of its group.
+        on_failure: called with each sample that fails.
+        health: told of complete groups and stale answers.
     """
 
     def __init__(
@@ -62,6 +62,8 @@ class SamplePool:
         stages: Sequence[str] = (),
         prefix: str = "",
         pinned: bool = False,
+        on_failure: Callable[[SampleFailure], None],
+        health: Health | None = None,
     ) -> None:
         self.counters = counters
         self.trajectory_store = trajectory_store
@@ -73,10 +75,6 @@ class SamplePool:
         self.complete: dict[str, Group] = {}  # all samples ready, in order of completion
         self.unscored: dict[str, deque[Sample]] = {stage: deque() for stage in stages}
         self.over: OrderedDict[str, SampleOutcome] = OrderedDict()
-        self.group_ends: list[GroupEnd] = []  # since they were taken
-        self.stale: list[int] = []  # the same: tokens of each stored answer that was too old
-        self.failures: list[SampleFailure] = []  # so with these
-        self.ages: Ages | None = None  # hears of all moves, where ages are asked for
         self.openings = 0  # counts whatever may let a waiting generator have work
         self.rules = rules
         self.stages = tuple(stages)
@@ -84,6 +82,8 @@ class SamplePool:
         self.pinned = pinned
         self.leases = leases
         self._max_attempts = max_attempts
+        self._on_failure = on_failure
+        self._health = health
         self._queue = Queue()
         self._waiting: dict[str, Group] = {}  # groups of which some samples are ready
         self.filtered_in_a_row = 0
@@ -267,7 +267,7 @@ class SamplePool:
         alone = self.rules.can_lose(group)
         count = 1 if alone else len(group.samples)
         prompt = group.prompt.prompt_id
-        self.failures.append(SampleFailure(sample.sample_id, prompt, reason, count, own))
+        self._on_failure(SampleFailure(sample.sample_id, prompt, reason, count, own))
         if alone:
             self.cut(group, [sample], "failed")
         else:
@@ -282,10 +282,8 @@ class SamplePool:
         self._complete(group)
 
     def end(self, group: Group, reason: str) -> None:
-        if reason == "failed" or reason == "filtered":
-            self.group_ends.append(group.end(reason))
-        if reason == "stale":
-            self.stale += [sample.tokens for sample in group.samples if sample.tokens]
+        if reason == "stale" and self._health is not None:
+            self._health.dropped([one.tokens for one in group.samples if one.tokens])
         for sample in group.samples:
             self._end(sample, reason)
         for where in (self.groups, self.complete, self._waiting):
@@ -299,8 +297,6 @@ class SamplePool:
                 self.ledger.move(sample.state, State.TRAINING)
                 sample.state = State.TRAINING
             del self.groups[group.group_id], self.complete[group.group_id]
-            if self.ages is not None:
-                self.ages.moved(group)
 
     def finish_training(self, groups: list[Group], *, keep: bool) -> None:
         """End `groups` as trained; drop their trajectories unless a restart may need them."""
@@ -338,8 +334,6 @@ class SamplePool:
             self._score_again(group)
             if not any(sample.state is State.TRAINING for sample in group.samples):
                 self.groups[group.group_id] = group
-                if self.ages is not None:
-                    self.ages.moved(group)
                 if group.ready and not group.completed:
                     group.first_ready_at = now
                     self._waiting[group.group_id] = group
@@ -378,6 +372,8 @@ class SamplePool:
         if group.ready < len(group.samples):
             return
         self._waiting.pop(group.group_id, None)
+        if self._health is not None:
+            self._health.group([sample.reward for sample in group.samples])
         if self.rules.dynamic_sampling and group.is_level:
             if self.filtered_in_a_row < self.rules.max_filtered:
                 self.filtered_in_a_row += 1
@@ -388,7 +384,6 @@ class SamplePool:
         self.filtered_in_a_row = 0
         self.completions = group.completed = self.completions + 1
         self.complete[group.group_id] = group
-        self.group_ends.append(group.end("complete"))
 
     def _score_again(self, group: Group) -> None:
         """Void leases and scores of a group that is scored at once, if one response is new."""
@@ -436,8 +431,7 @@ class SamplePool:
 
     def _touch(self, group: Group) -> None:
         self.changed[group.group_id] = group
-        if self.ages is not None:
-            self.ages.moved(group)
+        group.moved = True
 
     def _move(self, sample: Sample, target: State) -> None:
         self.ledger.move(sample.state, target)

@@ -8,7 +8,7 @@ scores come in one message, and are taken all or not at all.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from umbra.proto.records import Score
 from umbra.services.buffer.samples.groups import Sample, State
@@ -22,10 +22,15 @@ class Scoring:
     """Leases trajectories to scorers and takes their scores, for all pools; earlier ones first."""
 
     def __init__(
-        self, pools: Sequence[SamplePool], leases: LeaseTable, counters: Counter[str]
+        self,
+        pools: Sequence[SamplePool],
+        pool_of: Callable[[str], SamplePool],
+        leases: LeaseTable,
+        counters: Counter[str],
     ) -> None:
         self.serving: dict[str, str] = {}  # by scorer, the stage that it has asked for
         self._pools = pools
+        self._pool_of = pool_of
         self._leases = leases
         self._counters = counters
 
@@ -66,7 +71,8 @@ class Scoring:
         found: dict[str, dict[str, tuple[Score, Packed]]] = {}  # by sample, by a lease's first
         for score, packed in scores:
             sample = self._find(score, holder)
-            first = self._leased_with(sample)[0].sample_id if sample is not None else ""
+            pool = self._pool_of(score.sample_id)
+            first = pool.scored_with(sample)[0].sample_id if sample is not None else ""
             if sample is None or score.sample_id in found.get(first, ()):
                 refused[score.sample_id] = self._refuse_late(1)
             else:
@@ -81,8 +87,8 @@ class Scoring:
         sample = self._find(next(iter(found.values()))[0], holder)
         if sample is None:  # its group ended by another score of the message
             return self._refuse_late(len(found))
-        samples, pool = self._leased_with(sample), self._pool_of(sample)
-        stage = pool.stage_of(sample)
+        pool = self._pool_of(sample.sample_id)
+        samples, stage = pool.scored_with(sample), pool.stage_of(sample)
         for score, _ in found.values():
             if score.error:
                 pool.take_back(sample, lost=True, reason=score.error, own=True)
@@ -100,12 +106,6 @@ class Scoring:
     def _find(self, score: Score, holder: str) -> Sample | None:
         sample = self._leases.find(score.sample_id, score.attempt, holder)
         return sample if sample is not None and sample.state is State.SCORING else None
-
-    def _leased_with(self, sample: Sample) -> list[Sample]:
-        return self._pool_of(sample).scored_with(sample)
-
-    def _pool_of(self, sample: Sample) -> SamplePool:
-        return next(pool for pool in self._pools if sample.sample_id in pool.samples)
 
     def _refuse_late(self, scores: int) -> str:
         self._counters["late_scores"] += scores

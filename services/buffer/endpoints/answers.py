@@ -3,49 +3,33 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable
 
 from umbra.proto.messages import ReturnedSample
 from umbra.proto.records import Trajectory, array_bytes
-from umbra.services.buffer.samples.batches import Batches
 from umbra.services.buffer.samples.groups import Sample, State
 from umbra.services.buffer.samples.ledger import count_reason
 from umbra.services.buffer.samples.pool import SamplePool
-from umbra.services.buffer.samples.staleness import StalenessPolicy
 from umbra.services.buffer.samples.trajectories import MORE_BYTES, Packed, pack, size_fault
+from umbra.services.buffer.state import RunState
 from umbra.services.config.generation import ENVIRONMENT, environment_prefix
-from umbra.services.config.trajectory_rules import RunFacts, find_fault
+from umbra.services.config.trajectory_rules import find_fault
 
 MALFORMED = "malformed: "  # begins the reason of such a refusal
 
 log = logging.getLogger(__name__)
 
 
-class Submissions:
+class Answers:
     """Accepts answers that are sound, in time and asked for; counts the rest.
 
     Tokens of a pinned pool, of eval samples, must all be of the pinned version.
-
-    Args:
-        heard: called with each answer that is accepted.
     """
 
-    def __init__(
-        self,
-        pool: SamplePool,
-        batches: Batches,
-        policy: StalenessPolicy,
-        facts: RunFacts,
-        counters: Counter[str],
-        heard: Callable[[Trajectory], None] = lambda _: None,
-    ) -> None:
-        self._pool = pool
-        self._batches = batches
-        self._policy = policy
-        self._facts = facts
-        self._counters = counters
-        self._heard = heard
+    def __init__(self, run: RunState) -> None:
+        self._run = run
+        self._pool_of = run.pool_of
+        self._batches = run.batches
+        self._counters = run.counters
         self.sound: set[str] = set()  # members whose answers were accepted
 
     def submit(self, trajectory: Trajectory, packed: Packed, sender: str, now: float) -> str | None:
@@ -56,9 +40,10 @@ class Submissions:
         if self.is_accepted(trajectory.sample_id, trajectory.attempt):
             self._counters["duplicate_submits"] += 1
             return None
-        sample = self._pool.samples.get(trajectory.sample_id)
+        pool = self._pool_of(trajectory.sample_id)
+        sample = pool.samples.get(trajectory.sample_id)
         if sample is None:
-            outcome = self._pool.over.get(trajectory.sample_id)
+            outcome = pool.over.get(trajectory.sample_id)
             if outcome is None:
                 return self._refuse("unknown_sample", "no such sample, or it was over long ago")
             return self._refuse("late_answers", f"over: {outcome.end}")
@@ -68,7 +53,7 @@ class Submissions:
             )
         if sample.state is State.GENERATING and sample.holder != sender:
             return self._refuse("wrong_holder", f"{sample.holder} has the lease")
-        fault = self._fault(sample, trajectory)
+        fault = self._fault(pool, sample, trajectory)
         if fault is None and len(packed) > MORE_BYTES:  # else whatever its arrays take
             fault = size_fault(packed, array_bytes(trajectory), len(trajectory.branches))
         if fault is not None:
@@ -76,94 +61,92 @@ class Submissions:
             if sample.state is State.GENERATING:
                 # It may be the sample's fault only if other answers of the sender are sound.
                 lost, own = sender in self.sound, self.sound == {sender}
-                why = f"malformed answer: {fault}"
-                self._pool.take_back(sample, lost=lost, reason=why, own=own)
+                pool.take_back(sample, lost=lost, reason=f"malformed answer: {fault}", own=own)
             return self._refuse("malformed_trajectory", f"{MALFORMED}{fault}")
-        unfit = self._unfit(sample, trajectory)
+        unfit = self._unfit(pool, sample, trajectory)
         if unfit is not None:
-            if self._pool.pinned:
+            if pool.pinned:
                 self._counters["mixed_eval_samples"] += 1
-                self._pool.again(sample)
+                pool.again(sample)
             else:
-                self._pool.end(sample.group, "stale")
+                pool.end(sample.group, "stale")
             return self._refuse("stale_answers", unfit)
         if sample.state is State.QUEUED:
             self._counters["late_accepted"] += 1
-        self._pool.accept(sample, trajectory, packed, now)
+        pool.accept(sample, trajectory, packed, now)
         self.sound.add(sender)
         self._counters["accepted"] += 1
         if trajectory.branches:
             self._counters["accepted_with_branches"] += 1
-        self._heard(trajectory)
+        if not pool.pinned:
+            self._run.health.answered(trajectory)
         return None
 
     def hand_back(self, returned: ReturnedSample, sender: str) -> None:
-        sample = self._leased(returned.sample_id, returned.attempt, sender)
+        pool = self._pool_of(returned.sample_id)
+        sample = _leased(pool, returned.sample_id, returned.attempt, sender)
         if sample is None:
             self._counters["late_returns"] += 1
             return
         if returned.failed:
             self._count_failure(sample, returned.reason, sender)
-            self._pool.fail(sample, returned.reason or "no reason given", own=True)
+            pool.fail(sample, returned.reason or "no reason given", own=True)
             return
         if returned.partial is not None:
-            self._keep(sample, returned.partial, sender)
+            self._keep(pool, sample, returned.partial, sender)
         self._counters["returned"] += 1
-        self._pool.take_back(sample, lost=False)
+        pool.take_back(sample, lost=False)
 
     def flush(self, partial: Trajectory, sender: str, now: float) -> bool:
         """Store a partial whose sample goes on; False if `sender` has no lease on it."""
-        sample = self._leased(partial.sample_id, partial.attempt, sender)
+        pool = self._pool_of(partial.sample_id)
+        sample = _leased(pool, partial.sample_id, partial.attempt, sender)
         if sample is None:
             self._counters["late_flushes"] += 1
             return False
-        self._keep(sample, partial, sender)
+        self._keep(pool, sample, partial, sender)
         self._counters["flushed"] += 1
-        self._pool.leases.renew(sample, now)
+        pool.leases.renew(sample, now)
         return True
 
-    def _leased(self, sample_id: str, attempt: int, sender: str) -> Sample | None:
-        sample = self._pool.leases.find(sample_id, attempt, sender)
-        return sample if sample is not None and sample.state is State.GENERATING else None
-
-    def _keep(self, sample: Sample, partial: Trajectory, sender: str) -> None:
-        fault = self._fault(sample, partial)
+    def _keep(self, pool: SamplePool, sample: Sample, partial: Trajectory, sender: str) -> None:
+        fault = self._fault(pool, sample, partial)
         if fault is None and partial.branches:
             fault = "a partial has branches, which nobody can go on with"
         if fault is None:
-            self._pool.keep(sample, partial, pack(partial))
+            pool.keep(sample, partial, pack(partial))
         else:
             self._counters["malformed_partial"] += 1
             log.warning("%s sent a malformed part of %s: %s", sender, sample.sample_id, fault)
 
-    def _unfit(self, sample: Sample, trajectory: Trajectory) -> str | None:
+    def _unfit(self, pool: SamplePool, sample: Sample, trajectory: Trajectory) -> str | None:
         """Return the staleness reason, or None if trainable."""
         oldest, version, due = trajectory.oldest_version, self._batches.version, sample.group.due
-        if self._pool.pinned:
+        if pool.pinned:
             if oldest == trajectory.newest_version == due:
                 return None
             return f"an eval sample of version {due} has tokens of another version"
-        if not self._policy.is_stale(oldest, version):
+        if not self._run.policy.is_stale(oldest, version):
             return None
         return f"stale: a token of version {oldest}, the trainer is at {version}"
 
     def is_accepted(self, sample_id: str, attempt: int) -> bool:
-        sample = self._pool.samples.get(sample_id)
+        pool = self._pool_of(sample_id)
+        sample = pool.samples.get(sample_id)
         if sample is not None:
             answered = sample.state in (State.SCORING, State.READY, State.TRAINING)
             return answered and sample.attempt == attempt
-        outcome = self._pool.over.get(sample_id)
+        outcome = pool.over.get(sample_id)
         return outcome is not None and attempt > 0 and outcome.attempt == attempt
 
-    def _fault(self, sample: Sample, trajectory: Trajectory) -> str | None:
+    def _fault(self, pool: SamplePool, sample: Sample, trajectory: Trajectory) -> str | None:
         group = sample.group
         if (trajectory.sample_id, trajectory.attempt) != (sample.sample_id, sample.attempt):
             return "sample_id or attempt is not that of the lease"
         if (trajectory.group_id, trajectory.prompt_id) != (group.group_id, group.prompt.prompt_id):
             return "group_id or prompt_id is not that of the sample"
-        return find_fault(
-            trajectory, self._facts, self._batches.newest, trained=not self._pool.pinned
-        )
+        newest = self._batches.newest
+        return find_fault(trajectory, self._run.facts, newest, trained=not pool.pinned)
 
     def _refuse(self, counter: str, reason: str) -> str:
         self._counters[counter] += 1
@@ -177,3 +160,8 @@ class Submissions:
             self._counters[f"environment_failures: {name}"] += 1
         if count_reason(self._counters, reason):
             log.warning("%s failed at %s: %s", sample.sample_id, sender, reason)
+
+
+def _leased(pool: SamplePool, sample_id: str, attempt: int, sender: str) -> Sample | None:
+    sample = pool.leases.find(sample_id, attempt, sender)
+    return sample if sample is not None and sample.state is State.GENERATING else None
