@@ -33,7 +33,6 @@ from umbra.proto.records import (
     EvalReport,
     Ledger,
     Message,
-    Order,
     Record,
     Role,
     Score,
@@ -254,6 +253,19 @@ class Status(Message, frozen=True, kw_only=True):
     ] = []  # those that hold, and those that are over
 
 
+class Order(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an operator orders; a misspelt field is refused, as its default acts on all.
+
+    drain: have `member` hand back what it holds and leave; if it is empty, end the run in order.
+    pause: hand out no samples and no batches until resume. evaluate: the policy as it is now, on
+    the run's held-out prompts. checkpoint: have the trainer save its state now or after its step.
+    """
+
+    kind: Literal["drain", "pause", "resume", "evaluate", "checkpoint"]
+    member: Name = ""
+    reason: Text = ""
+
+
 # -- data socket (buffer: ROUTER) ---------------------------------------------------------------
 
 
@@ -338,31 +350,6 @@ class Event(Message, frozen=True, kw_only=True):
     fields: Row = {}
 
 
-class DrainRequest(Order, frozen=True, kw_only=True):
-    """Have `member` hand back what it holds and leave; if it is empty, end the run in order."""
-
-    member: Name = ""
-    reason: Text = ""
-
-
-class PauseRequest(Order, frozen=True, kw_only=True):
-    """Hand out no samples and no batches until `ResumeRequest`."""
-
-    reason: Text = ""
-
-
-class ResumeRequest(Order, frozen=True, kw_only=True):
-    """Hand out samples and batches again."""
-
-
-class EvalRequest(Order, frozen=True, kw_only=True):
-    """Evaluate the policy as it is now, on the run's held-out prompts."""
-
-
-class CheckpointRequest(Order, frozen=True, kw_only=True):
-    """Have the trainer save its state as it is now, or after the step that it is in."""
-
-
 class LeaseBatch(Message, frozen=True, kw_only=True):
     """The trainer asks for the batch of optimizer step `step` (1-based), waiting up to `wait_s`."""
 
@@ -439,7 +426,7 @@ class RunFinished(Message, frozen=True, kw_only=True):
 
 CONTROL: tuple[type[Message], ...] = (
     Join, Welcome, Heartbeat, HeartbeatAck, Leave, Command, Ping, Pong, StatusRequest, Status,
-    DrainRequest, PauseRequest, ResumeRequest, EvalRequest, CheckpointRequest,
+    Order,
 )  # fmt: skip
 DATA: tuple[type[Message], ...] = (
     LeaseTasks, SubmitResults, RenewLeases, TaskLeases, ReturnTasks, Interrupt,

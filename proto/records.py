@@ -428,7 +428,3 @@ class Message(Record, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         keep_to_bounds(self)
-
-
-class Order(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of what an operator orders: a misspelt field is refused, as its default acts on all."""

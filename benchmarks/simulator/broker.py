@@ -21,7 +21,7 @@ from umbra.proto.messages import (
 from umbra.proto.net.server import Request
 from umbra.services.buffer.broker import Broker, Endpoints
 from umbra.services.buffer.effects import Reply
-from umbra.services.buffer.prompts import EpochSource
+from umbra.services.buffer.prompts import PromptFeed
 from umbra.services.buffer.state import RunState
 from umbra.services.buffer.store import MemoryStore
 from umbra.services.config import RunConfig
@@ -91,7 +91,7 @@ class SimulatedBroker:
     """Hands requests to the production broker one after another and delivers its replies."""
 
     def __init__(self, timeline: Timeline, config: RunConfig, speed: BrokerSpeed) -> None:
-        prompts = EpochSource([Prompt("1", {})], shuffle=False, seed=0)
+        prompts = PromptFeed({"": [Prompt("1", {})]})
         state = RunState(config, MemoryStore(durable=False), prompts)
         endpoints = Endpoints("data", "events-in", "events-out")
         self.broker = Broker(state, run_id="simulated", endpoints=endpoints, now=timeline.now)

@@ -15,29 +15,23 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import msgspec
 import zmq
 
 from umbra.proto import sockets
 from umbra.proto.access import QUESTIONS, KeyRole, allowed_bytes, socket_bytes
-from umbra.proto.bounds import MEMBERS
 from umbra.proto.codec import Encoder, decode_body, decode_header, kind_of, nack
 from umbra.proto.errors import WireError
 from umbra.proto.messages import ANY, Event, Header, Message, Ok
 from umbra.proto.net.keys import OPEN, Security
 from umbra.proto.net.zap import Refusals, ZapGate, role_of
 
-PEERS_KEPT = 4 * MEMBERS  # senders whose resends are known: each member is one on two sockets
-# A sender this long silent is forgotten: twenty resends were lost in a row (`channel.RESEND_S`).
-# What it asks then is not done twice either: operations are idempotent by what they name.
-SILENT_S = 60.0
 LISTENED_S = 1.0  # at most, from one poll to the next: silence while nobody listened is none
-REPLIES_KEPT = 16  # per peer, to answer resends from
-REPLY_BYTES_KEPT = 16 << 20  # of all peers, in equal shares; the last one of each at any rate
-REPLY_BYTES_MOST = 64 << 20  # of all peers together, last ones included: the oldest go
-PENDING_KEPT = 256  # per peer; one-way messages stay here too, as nobody answers them
+REQUESTS_KEPT = 1 << 15  # of all peers, to know resends by: several times what comes in RESEND_S
+REPLY_BYTES_KEPT = 64 << 20  # of all peers, and the last reply at any rate
 ZERO_COPY_BYTES = 1 << 20  # replies from this size are sent without a copy
 LARGE_BYTES = 4 << 10  # frames from this size are decoded where they were received
 FRAMES_KEPT = 3  # of a message: header, body, and one too many, by which it is refused
@@ -48,6 +42,8 @@ RECEIVE_BYTES = 512 << 10  # the same in bytes: a commit should not wait for a l
 NOBLOCK = int(zmq.NOBLOCK)  # as numbers: the enumeration takes a microsecond to add two of them
 MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 ANSWERED = Ok()  # the body of a request once there is an answer to it
+
+_RequestKey: TypeAlias = tuple[str, bytes, str, int]  # channel, identity, incarnation, id
 
 log = logging.getLogger(__name__)
 
@@ -76,31 +72,43 @@ class _BoundChannel:
     endpoint: str
 
 
-@dataclass(slots=True)
-class _Peer:
-    """What must be remembered of one sender to know its resends, by request id."""
+class Resends:
+    """The last requests and their replies, so that a resend is answered and not done twice.
 
-    incarnation: str
-    heard_at: float = 0.0  # on the clock of `Server.listened_s`
-    pending: OrderedDict[int, None] = field(default_factory=OrderedDict[int, None])
-    replies: OrderedDict[int, list[bytes]] = field(default_factory=OrderedDict[int, list[bytes]])
-    reply_bytes: int = 0
+    The longest unheard of go first. What is asked again after that is not done twice either:
+    operations are idempotent by what they name.
+    """
 
-    def asked(self, number: int) -> None:
-        """A request came in that has no answer yet; it must outlive later ones that have."""
-        self.pending[number] = None
-        while len(self.pending) > PENDING_KEPT:
-            self.pending.popitem(last=False)
+    def __init__(self) -> None:
+        self._known: OrderedDict[_RequestKey, list[bytes] | None] = OrderedDict()
+        self._bytes = 0
 
-    def answered(self, number: int, frames: list[bytes], size: int, share: int) -> None:
-        """A request was answered with `frames` of `size`; replies of `share` bytes may be kept."""
-        self.pending.pop(number, None)
-        self.replies[number] = frames
-        self.reply_bytes += size
-        while len(self.replies) > 1 and (
-            len(self.replies) > REPLIES_KEPT or self.reply_bytes > share
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def find(self, key: _RequestKey) -> list[bytes] | None:
+        """Return the frames of the reply, empty while it is due; None if the request is new."""
+        if key not in self._known:
+            return None
+        self._known.move_to_end(key)
+        return self._known[key] or []
+
+    def asked(self, key: _RequestKey) -> None:
+        self._known[key] = None
+        self._shrink()
+
+    def answered(self, key: _RequestKey, frames: list[bytes]) -> None:
+        if key in self._known:
+            self._bytes += _size(frames) - _size(self._known[key] or [])
+            self._known[key] = frames
+            self._known.move_to_end(key)
+            self._shrink()
+
+    def _shrink(self) -> None:
+        while len(self._known) > REQUESTS_KEPT or (
+            self._bytes > REPLY_BYTES_KEPT and len(self._known) > 1
         ):
-            self.reply_bytes -= _size(self.replies.popitem(last=False)[1])
+            self._bytes -= _size(self._known.popitem(last=False)[1] or [])
 
 
 class Server:
@@ -125,8 +133,7 @@ class Server:
         self._clock = clock
         self._polled_at = clock()
         self.listened_s = 0.0  # time since the start, less that in which nobody polled
-        self._peers: OrderedDict[tuple[str, bytes], _Peer] = OrderedDict()  # by `heard_at`
-        self._reply_bytes = 0  # kept, of all peers
+        self.resends = Resends()
         self._wake: tuple[zmq.Socket[bytes], zmq.Socket[bytes]] | None = None
         self._wake_lock = threading.Lock()
         self.security = security
@@ -147,10 +154,6 @@ class Server:
         self._channels[socket] = self._by_name[channel] = bound
         self._register(channel, socket)
         return actual
-
-    @property
-    def remembered(self) -> int:
-        return len(self._peers)
 
     def endpoint(self, channel: str) -> str:
         return self._by_name[channel].endpoint
@@ -189,7 +192,6 @@ class Server:
                 self._relay_from(socket)
             elif self._gate is not None:
                 self._gate.serve(socket)
-        self._forget_silent()  # after what was waiting has been read
         return requests
 
     def reply(self, request: Request, body: Message) -> None:
@@ -200,15 +202,7 @@ class Server:
             self.counters[error.code] += 1
             log.exception("cannot answer %s", request.header.sender)
             _, frames = self._encoder.encode(nack(error), reply_to=request.header.id)
-        peer = self._peers.get((request.channel, request.identity))
-        size = _size(frames)
-        if peer is not None and peer.incarnation == request.header.incarnation:
-            share = REPLY_BYTES_KEPT // len(self._peers)
-            before = peer.reply_bytes
-            peer.answered(request.header.id, frames, size, share)
-            self._reply_bytes += peer.reply_bytes - before
-            while self._reply_bytes > REPLY_BYTES_MOST and len(self._peers) > 1:
-                self._forget_oldest()
+        self.resends.answered(_key(request.channel, request.identity, request.header), frames)
         self._send(self._by_name[request.channel], request.identity, frames)
 
     def push(self, channel: str, identity: bytes, body: Message) -> bool:
@@ -292,14 +286,19 @@ class Server:
             most_bytes = self._check_allowed(channel, header, kind, role)
             # Of those who only ask questions nothing need be remembered.
             is_kept = header.reply_to is None and kind not in QUESTIONS
-            if is_kept and self._is_resend(channel, identity, header):
-                return None  # before its body costs anything: resends come when there is much to do
+            key = _key(channel.name, identity, header)
+            if is_kept and (reply := self.resends.find(key)) is not None:
+                # Before its body costs anything: resends come when there is much to do.
+                self.counters["resent"] += 1
+                if reply:
+                    self._send(channel, identity, reply)
+                return None
             envelope = decode_body(header, kind, frames, most_bytes)
         except WireError as error:
             self._refuse(channel, identity, header, error)
             return None
         if is_kept:
-            self._peers[channel.name, identity].asked(header.id)
+            self.resends.asked(key)
         return Request(channel.name, identity, header, envelope.body, role, frames[1])
 
     def _check_allowed(
@@ -349,35 +348,6 @@ class Server:
         _, answer = self._encoder.encode(nack(error), reply_to=reply_to)
         self._send(channel, identity, answer)
 
-    def _is_resend(self, channel: _BoundChannel, identity: bytes, header: Header) -> bool:
-        key = (channel.name, identity)
-        peer = self._peers.get(key)
-        if peer is None or peer.incarnation != header.incarnation:
-            if peer is not None:
-                self._reply_bytes -= peer.reply_bytes
-            peer = self._peers[key] = _Peer(header.incarnation)
-            if len(self._peers) > PEERS_KEPT:
-                self._forget_oldest()
-        peer.heard_at = self.listened_s
-        self._peers.move_to_end(key)
-        frames = peer.replies.get(header.id)
-        if frames is None and header.id not in peer.pending:
-            return False
-        self.counters["resent"] += 1
-        if frames is not None:
-            self._send(channel, identity, frames)
-        return True
-
-    def _forget_silent(self) -> None:
-        while self._peers:
-            oldest = self._peers[next(iter(self._peers))]
-            if self.listened_s - oldest.heard_at < SILENT_S:
-                return
-            self._forget_oldest()
-
-    def _forget_oldest(self) -> None:
-        self._reply_bytes -= self._peers.popitem(last=False)[1].reply_bytes
-
     def _send(
         self,
         channel: _BoundChannel,
@@ -411,6 +381,10 @@ class Server:
                     self.counters["frames"] += 1
                 else:
                     target.send_multipart(frames, zmq.NOBLOCK)
+
+
+def _key(channel: str, identity: bytes, header: Header) -> _RequestKey:
+    return channel, identity, header.incarnation, header.id
 
 
 def _size(frames: Sequence[bytes | memoryview]) -> int:

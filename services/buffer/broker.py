@@ -16,10 +16,9 @@ from typing import Any, TypeAlias
 
 from umbra.proto import messages as m
 from umbra.proto.access import QUESTIONS, SENDERS, may_send, needs_membership
-from umbra.proto.errors import RejectedError
 from umbra.proto.net.server import Request
 from umbra.proto.net.zap import Refusals
-from umbra.services.buffer.effects import Effect
+from umbra.services.buffer.effects import Effect, NackError
 from umbra.services.buffer.endpoints.trainer import TrainerEndpoint
 from umbra.services.buffer.endpoints.worker import WorkerEndpoint
 from umbra.services.buffer.members import Participant
@@ -116,8 +115,12 @@ class Broker:
         for request in requests:
             kind = type(request.body)
             handler = self._handlers.get(kind, self._unexpected)
-            if not needs_membership(kind) or self._may_ask(request, now):
+            try:
+                if needs_membership(kind):
+                    self._check_member(request, now)
                 handler(request, request.body, now)
+            except NackError as refusal:
+                self._refuse(request, refusal)
             if kind in TOGETHER:
                 settled = False
             elif kind not in STILL:
@@ -196,11 +199,7 @@ class Broker:
             m.Nack: self._stray,
             m.Ping: self._ping,
             m.StatusRequest: self._status,
-            m.PauseRequest: self._pause,
-            m.ResumeRequest: self._resume_run,
-            m.CheckpointRequest: training.checkpoint_wanted,
-            m.EvalRequest: self._evaluate,
-            m.DrainRequest: self._drain,
+            m.Order: self._order,
             m.Join: self._join,
             m.Heartbeat: self._beat,
             m.Leave: self._leave,
@@ -216,61 +215,46 @@ class Broker:
 
     # -- operators ---------------------------------------------------------------------------------
 
-    def _pause(self, request: Request, body: m.PauseRequest, _now: float) -> None:
-        log.info("paused by %s: %s", request.header.sender, body.reason)
-        self.run.paused = body.reason or "paused on request"
-        self._outbox.reply(request, m.Ok())
+    def _order(self, request: Request, body: m.Order, now: float) -> None:
+        reason, done = body.reason, m.Ok()
+        match body.kind:
+            case "pause":
+                self.run.paused = reason or "paused on request"
+            case "resume":
+                self.run.paused = ""
+                self.pool.openings += 1  # the parked questions are worth another look
+            case "evaluate":
+                samples = self.run.evals.ask()
+                done = m.Ok(version=self.batches.version, samples=samples)
+            case "checkpoint":
+                self._training.checkpoint_wanted(request, now)
+                return
+            case "drain" if body.member:
+                self._drain(body.member, reason or "drained on request")
+            case "drain":
+                self._stop(reason or "drained on request", now)
+        log.info("%s ordered: %s %s %s", request.header.sender, body.kind, body.member, reason)
+        self._outbox.reply(request, done)
 
-    def _resume_run(self, request: Request, _body: m.ResumeRequest, _now: float) -> None:
-        log.info("resumed by %s", request.header.sender)
-        self.run.paused = ""
-        self.pool.openings += 1  # the parked questions are worth another look
-        self._outbox.reply(request, m.Ok())
-
-    def _evaluate(self, request: Request, _body: m.EvalRequest, _now: float) -> None:
-        try:
-            samples = self.run.evals.ask()
-        except RejectedError as error:
-            self._outbox.refuse(request, error.code, str(error))
-        else:
-            self._outbox.reply(request, m.Ok(version=self.batches.version, samples=samples))
-
-    def _drain(self, request: Request, body: m.DrainRequest, now: float) -> None:
-        """Drain one member, or end the run if none is named."""
-        reason = body.reason or "drained on request"
-        if not body.member:
-            self._outbox.reply(request, m.Ok())
-            self._stop(reason, now)
-            return
-        peer = self.members.peers.get(body.member)
-        if peer is None or peer.is_needed:
+    def _drain(self, member: str, reason: str) -> None:
+        peer = self.members.peers.get(member)
+        if peer is None:
             there = ", ".join(sorted(self.members.peers)) or "nobody"
-            why = (
-                f"{body.member!r} is not a member: there is {there}"
-                if peer is None
-                else f"{body.member} is the {peer.role}, without which the run cannot go on: drain "
-                "the run as a whole"
-            )
-            self._outbox.refuse(request, "not_drainable", why, "member")
-            return
+            why = f"{member!r} is not a member: there is {there}"
+            raise NackError("not_drainable", why, "member")
+        if peer.is_needed:
+            why = f"{member} is the {peer.role}, without which the run cannot go on: "
+            raise NackError("not_drainable", why + "drain the run as a whole", "member")
         peer.drained = reason
-        log.info("%s is asked to leave: %s", peer.name, reason)
         self._outbox.push(peer.identity, m.Command(kind="drain", reason=reason))
-        self._outbox.reply(request, m.Ok())
 
     # -- members -----------------------------------------------------------------------------------
 
     def _join(self, request: Request, body: m.Join, now: float) -> None:
         if self.state != "ready":
-            self._refuse(
-                request, m.Nack(code="run_ending", reason="the run is ending", path="role")
-            )
-            return
+            raise NackError("run_ending", "the run is ending", "role")
         before = self.members.peers.get(body.name)
         peer = self.members.join(request, body, now)
-        if isinstance(peer, m.Nack):
-            self._refuse(request, peer)
-            return
         if before is not None and before.incarnation != peer.incarnation:
             self.counters["superseded"] += 1
             self._take_back(before, lost=True)
@@ -288,23 +272,17 @@ class Broker:
         )
         self._outbox.reply(request, welcome)
 
-    def _may_ask(self, request: Request, now: float) -> bool:
-        """True if the sender is a member whose role allows it; else refuse the request."""
+    def _check_member(self, request: Request, now: float) -> None:
+        """Raise NackError unless the sender is a member whose role allows the request."""
         peer, kind = self.members.hear(request, now), type(request.body)
-        if isinstance(peer, m.Nack):
-            self._refuse(request, peer)
-            return False
         # With keys the server has checked this: a member has the role of its key.
         if request.role is None and kind in SENDERS and not may_send(peer.role, kind):
             needed = " or a ".join(SENDERS[kind])
             reason = f"{kind.__name__} is for a {needed}, {peer.name} is a {peer.role}"
-            self._refuse(request, m.Nack(code="wrong_role", reason=reason, path="type"))
-            return False
-        return True
+            raise NackError("wrong_role", reason, "type")
 
-    def _unexpected(self, request: Request, body: m.Message, _now: float) -> None:
-        reason = f"unexpected message {type(body).__name__}"
-        self._refuse(request, m.Nack(code="unexpected", reason=reason, path="type"))
+    def _unexpected(self, _request: Request, body: m.Message, _now: float) -> None:
+        raise NackError("unexpected", f"unexpected message {type(body).__name__}", "type")
 
     def _stray(self, _request: Request, _body: m.Ok | m.Nack, _now: float) -> None:
         self.counters["stray_replies"] += 1
@@ -405,9 +383,9 @@ class Broker:
             assert isinstance(request.body, m.FinishRun)
             self._finish(request, request.body, now)
 
-    def _refuse(self, request: Request, nack: m.Nack) -> None:
-        if nack.code == "not_allowed":
-            kind = type(request.body).__name__
-            self._refusals.add(f"{kind} of {request.header.sender!r}: {nack.reason}")
-        log.debug("refused %s: %s", type(request.body).__name__, nack.reason)
-        self._outbox.refuse(request, nack.code, nack.reason, nack.path)
+    def _refuse(self, request: Request, refusal: NackError) -> None:
+        kind = type(request.body).__name__
+        if refusal.code == "not_allowed":
+            self._refusals.add(f"{kind} of {request.header.sender!r}: {refusal}")
+        log.debug("refused %s: %s", kind, refusal)
+        self._outbox.refuse(request, refusal.code, str(refusal), refusal.path)

@@ -35,6 +35,15 @@ class Measure(msgspec.Struct, frozen=True):
 Effect: TypeAlias = Reply | Notify | Measure
 
 
+class NackError(Exception):
+    """The request is refused; `path` names the field at fault."""
+
+    def __init__(self, code: str, reason: str, path: str = "$") -> None:
+        super().__init__(reason)
+        self.code = code
+        self.path = path
+
+
 class Effects:
     """Collects the effects of one event; `counters` count refusals by their code."""
 

@@ -65,6 +65,11 @@ class Share:
         return sum(hits for hits, _ in pairs) / max(sum(seen for _, seen in pairs), 1)
 
     @property
+    def known(self) -> float:
+        """The share, 0 until a batch's worth was seen."""
+        return self.share if self._parts else 0.0
+
+    @property
     def batches(self) -> int:
         """Batches' worth that the recent share covers."""
         return len(self._parts)
@@ -94,19 +99,16 @@ class Health:
 
     def __init__(self, config: RunConfig) -> None:
         buffer = config.buffer
-        samples = max(buffer.group_size * buffer.batch_groups, LEAST_SAMPLES)
+        self._batch = buffer.group_size * buffer.batch_groups  # samples
+        samples = max(self._batch, LEAST_SAMPLES)
         self.verdict = ""  # why the run must end, if so
         self._config = config
         self._has_critic = config.trainer.pieces.advantage == "gae"
         self._groups = Share(max(buffer.batch_groups, LEAST_SAMPLES // buffer.group_size))
-        self._answers = Share(samples)
-        self._samples = Share(samples)
+        self._answers, self._samples, self._stale = Share(samples), Share(samples), Share(samples)
         self._shares = dict(zip(SHARES, (self._groups, self._answers, self._samples), strict=True))
-        self._faults = Share(samples)  # of the failed samples, those that failed by themselves
-        self._stale = Share(samples)
         self._tokens = {name: deque[int](maxlen=LENGTHS_KEPT) for name in ("trained", "stale")}
-        self._rewards: deque[tuple[float, float]] = deque(maxlen=BATCHES)  # least and most
-        self._open_rewards: list[float] = []
+        self._rewards: deque[float] = deque(maxlen=BATCHES * samples)
         self._failures: deque[SampleFailure] = deque(maxlen=REASONS_KEPT)
         self._still = 0  # steps in a row without a gradient
         self._skipped: deque[float] = deque(maxlen=BATCHES)  # share of updates left out, by step
@@ -121,19 +123,19 @@ class Health:
         """Count a complete group, also if it is filtered."""
         self._groups.add(len(rewards) > 1 and len(set(rewards)) == 1, 1)
         self._samples.add(0, len(rewards))
-        self._faults.add(0, len(rewards))
-        self._open_rewards += rewards
-        size = self._config.buffer.group_size * self._config.buffer.batch_groups
-        if len(self._open_rewards) >= max(size, LEAST_SAMPLES):
-            self._rewards.append((min(self._open_rewards), max(self._open_rewards)))
-            self._open_rewards = []
+        self._rewards += rewards
 
     def failed(self, failure: SampleFailure) -> None:
         if failure.own:
             self._samples.add(failure.samples, failure.samples)
-            self._faults.add(1, failure.samples)
             self._failures.append(failure)
-            self.verdict = self._judge()
+            limit, share = self._config.buffer.max_failed_share, self._samples
+            if share.batches == BATCHES and share.share > limit:
+                self.verdict = (
+                    f"{self._failed_text()}. That is more than buffer.max_failed_share = "
+                    f"{limit:g}, and the remaining samples are biased: fix the cause, or raise "
+                    "that share"
+                )
 
     def dropped(self, tokens: Sequence[int]) -> None:
         """Count answers that were too old to train on, by their numbers of tokens."""
@@ -164,31 +166,22 @@ class Health:
 
     def look(self, version: int) -> list[RunWarning]:
         """Update the warnings at `version`; return those that are new."""
-        new: list[RunWarning] = []
-        held = {one.name: one for one in self._holding(version)}
-        for name, warning in held.items():
-            before = self._raised.get(name)
-            if before is None:
-                new.append(warning)
-            since = version if before is None else before.since
-            self._raised[name] = replace(warning, since=since)
-        for name, warning in self._raised.items():
-            if name not in held and warning.until < 0:
-                self._raised[name] = replace(warning, until=version)
+        held = {
+            name: RunWarning(name=name, text=text, figures=figures, since=version)
+            for name, text, figures in self._holding(version)
+        }
+        new = [one for name, one in held.items() if name not in self._raised]
+        for name, before in self._raised.items():
+            if name in held:
+                held[name] = replace(held[name], since=before.since)
+            elif before.until < 0:
+                self._raised[name] = replace(before, until=version)
+        self._raised |= held
         return new
 
     def warnings(self) -> list[RunWarning]:
         """Return all that were raised, in the order of `NAMES`."""
         return [self._raised[name] for name in NAMES if name in self._raised]
-
-    def _judge(self) -> str:
-        limit = self._config.buffer.max_failed_share
-        if self._samples.batches < BATCHES or self._samples.share <= limit:
-            return ""
-        return (
-            f"{self._failed_text()}. That is more than buffer.max_failed_share = {limit:g}, and "
-            "the remaining samples are biased: fix the cause, or raise that share"
-        )
 
     @property
     def counts(self) -> dict[str, tuple[int, int]]:
@@ -200,97 +193,74 @@ class Health:
         for name, share in self._shares.items():
             share.hits, share.seen = before.get(name, (0, 0))
 
-    # -- conditions --------------------------------------------------------------------------------
-
-    def _holding(self, version: int) -> Iterator[RunWarning]:
+    def _holding(self, version: int) -> Iterator[tuple[str, str, dict[str, float]]]:
+        """Yield name, text and figures of each warning that holds."""
+        buffer = self._config.buffer
         if text := lone_groups(self._config):
-            yield _warning("lone_groups", text, group_size=1)
-        yield from self._about_rewards()
-        if self._answers.batches and self._answers.share >= TRUNCATED:
-            yield _warning(
-                "truncated",
-                f"{self._answers.share:.0%} of recent answers were cut off at a limit on "
-                f"tokens (sampling.max_tokens = {self._config.longest_turn}, "
-                "generator.max_context, environment.max_tokens), and their reward is that of an "
-                "unfinished answer: allow more tokens, or set trainer.overlong_filter",
-                share=self._answers.share,
-            )
-        if self._samples.batches and self._samples.share >= FAILED:
-            yield _warning(
-                "failed_samples",
-                f"{self._failed_text()}; above {self._config.buffer.max_failed_share:.0%} the run "
-                "ends (buffer.max_failed_share)",
-                share=self._samples.share,
-                own=self._faults.share,
-            )
-        if self._stale.batches and self._stale.share >= STALE and self._tokens["trained"]:
-            stale, trained = (fmean(self._tokens[name]) for name in ("stale", "trained"))
-            yield _warning(
-                "stale_samples",
-                f"{self._stale.share:.0%} of recent answers were dropped as stale, of {stale:.0f} "
-                f"tokens in the mean; trained ones have {trained:.0f}. Dropping favours short "
-                'answers: set buffer.stale_policy = "wait", or raise buffer.max_staleness',
-                share=self._stale.share,
-                stale_tokens=stale,
-                trained_tokens=trained,
-            )
-        yield from self._about_updates(version)
-
-    def _about_rewards(self) -> Iterator[RunWarning]:
-        if self._rewards:
-            least = min([low for low, _ in self._rewards] + self._open_rewards)
-            most = max([high for _, high in self._rewards] + self._open_rewards)
-            if least == most:
-                yield _warning(
-                    "constant_reward",
-                    f"every sample of the last batches earned the same reward, {least:g}: nothing "
-                    "can be learned from that; look at the reward and at a few answers",
-                    reward=least,
-                )
-        share = self._groups.share
-        if self._groups.batches and share >= EQUAL_REWARDS:
-            remedy = (
+            yield "lone_groups", text, {"group_size": 1.0}
+        reward = self._rewards[0] if self._rewards else 0.0
+        is_full = len(self._rewards) >= max(self._batch, LEAST_SAMPLES)
+        if is_full and all(one == reward for one in self._rewards):
+            text = f"every sample of the last batches earned the same reward, {reward:g}: nothing "
+            text += "can be learned from that; look at the reward and at a few answers"
+            yield "constant_reward", text, {"reward": reward}
+        if (share := self._groups.known) >= EQUAL_REWARDS:
+            text = f"{share:.0%} of recent groups have equal rewards: "
+            text += (
                 "they are replaced (buffer.dynamic_sampling), which costs as much generation"
-                if self._config.buffer.dynamic_sampling
+                if buffer.dynamic_sampling
                 else "they give no gradient; choose prompts that are neither solved nor hopeless, "
                 "a finer reward, or buffer.dynamic_sampling"
             )
-            text = f"{share:.0%} of recent groups have equal rewards: {remedy}"
-            yield _warning("equal_rewards", text, share=share)
-
-    def _about_updates(self, version: int) -> Iterator[RunWarning]:
+            yield "equal_rewards", text, {"share": share}
+        if (share := self._answers.known) >= TRUNCATED:
+            text = (
+                f"{share:.0%} of recent answers were cut off at a limit on tokens "
+                f"(sampling.max_tokens = {self._config.longest_turn}, generator.max_context, "
+                "environment.max_tokens), and their reward is that of an unfinished answer: allow "
+                "more tokens, or set trainer.overlong_filter"
+            )
+            yield "truncated", text, {"share": share}
+        if (share := self._samples.known) >= FAILED:
+            text = f"{self._failed_text()}; above {buffer.max_failed_share:.0%} the run ends "
+            yield "failed_samples", f"{text}(buffer.max_failed_share)", {"share": share}
+        if (share := self._stale.known) >= STALE and self._tokens["trained"]:
+            stale, trained = (fmean(self._tokens[name]) for name in ("stale", "trained"))
+            text = (
+                f"{share:.0%} of recent answers were dropped as stale, of {stale:.0f} tokens in "
+                f"the mean; trained ones have {trained:.0f}. Dropping favours short answers: set "
+                'buffer.stale_policy = "wait", or raise buffer.max_staleness'
+            )
+            yield (
+                "stale_samples",
+                text,
+                {"share": share, "stale_tokens": stale, "trained_tokens": trained},
+            )
         if self._still:
             steps = "step" if self._still == 1 else f"{self._still} steps"
-            yield _warning(
+            text = f"the gradient of the last {steps}, up to step {version}, was zero: the weights "
+            yield (
                 "zero_gradient",
-                f"the gradient of the last {steps}, up to step {version}, was zero: the weights "
-                "did not learn from these batches",
-                steps=self._still,
+                text + "did not learn from these batches",
+                {"steps": float(self._still)},
             )
-        if self._skipped and (share := sum(self._skipped) / len(self._skipped)):
-            yield _warning(
-                "skipped_updates",
+        if self._skipped and (share := fmean(self._skipped)):
+            text = (
                 f"{share:.0%} of the updates of the last {len(self._skipped)} steps were left out "
-                "(the columns skipped/... of the metrics say why)",
-                share=share,
+                "(the columns skipped/... of the metrics say why)"
             )
+            yield "skipped_updates", text, {"share": share}
 
     def _failed_text(self) -> str:
-        own = self._faults.share
         text = f"{self._samples.share:.0%} of recent samples ended as failed"
-        if self._samples.share - own >= 0.005:
-            text += (
-                f", {own:.0%} by themselves and the others with their group (buffer.straggler_s "
-                "would keep those)"
-            )
         if not self._failures:
             return text
-        kinds = Counter(_kind(failure) for failure in self._failures)
-        kind, count = kinds.most_common(1)[0]
+        kind, count = Counter(map(_kind, self._failures)).most_common(1)[0]
         example = next(one for one in reversed(self._failures) if _kind(one) == kind)
         often = f"{count} of the last {len(self._failures)}" if len(self._failures) > 1 else "it"
         return (
-            f"{text}; most often ({often}): {example.reason[:REASON_CHARS]} (for example sample "
+            f"{text}, alone or with their group (buffer.straggler_s would keep the others); most "
+            f"often ({often}): {example.reason[:REASON_CHARS]} (for example sample "
             f"{example.sample_id} of prompt {example.prompt_id})"
         )
 
@@ -298,9 +268,3 @@ class Health:
 def _kind(failure: SampleFailure) -> str:
     """Return the reason without numbers and quoted text, which vary."""
     return _VARYING.sub("…", failure.reason)[:REASON_CHARS]
-
-
-def _warning(name: str, text: str, **figures: float) -> RunWarning:
-    return RunWarning(
-        name=name, text=text, figures={k: float(v) for k, v in figures.items()}, since=-1
-    )

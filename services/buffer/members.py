@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from umbra.proto.bounds import MEMBERS
-from umbra.proto.messages import Heartbeat, Join, Member, Nack, Role, State, Stuck
+from umbra.proto.messages import Heartbeat, Join, Member, Role, State, Stuck
 from umbra.proto.net.server import Request
+from umbra.services.buffer.effects import NackError
 from umbra.services.buffer.figures import Meter
 from umbra.services.config import BufferConfig
 
@@ -85,51 +86,44 @@ class Membership:
         slower = min(len(self.peers) / BEATS_PER_S, self._dead_after_s / BEATS_UNTIL_DEAD)
         return max(self._heartbeat_s, slower)
 
-    def join(self, request: Request, body: Join, now: float) -> Participant | Nack:
-        """Add a process and supersede its older incarnation, or return why not."""
-        header = request.header
-        if body.name != header.sender:
-            reason = f"{header.sender!r} cannot join as {body.name!r}"
-            return Nack(code="wrong_name", reason=reason, path="name")
-        if request.role not in (None, body.role):
-            reason = f"the {request.role} key does not allow to join as a {body.role}"
-            return Nack(code="not_allowed", reason=reason, path="role")
-        if (body.name, header.incarnation) in self._superseded:
-            return self._stale(body.name)
-        for other in self.peers.values():
-            if other.role != body.role or other.name == body.name or body.role not in SINGLE:
-                continue
-            if other.confirmed:
-                return Nack(
-                    code=f"duplicate_{body.role}",
-                    reason=(
-                        f"the run already has the {body.role} {other.name!r} (pid {other.pid} on "
-                        f"{other.host}): stop it first, or restart it under its own name"
-                    ),
-                    path="role",
+    def join(self, request: Request, body: Join, now: float) -> Participant:
+        """Add a process and supersede its older incarnation; raises NackError."""
+        header, name, role = request.header, body.name, body.role
+        before = self.peers.get(name)
+        if name != header.sender:
+            raise NackError("wrong_name", f"{header.sender!r} cannot join as {name!r}", "name")
+        if request.role not in (None, role):
+            why = f"the {request.role} key does not allow to join as a {role}"
+            raise NackError("not_allowed", why, "role")
+        if (name, header.incarnation) in self._superseded:
+            raise self._stale(name)
+        for other in self.peers.values() if role in SINGLE else ():
+            if other.role == role and other.name != name and other.confirmed:
+                raise NackError(
+                    f"duplicate_{role}",
+                    f"the run already has the {role} {other.name!r} (pid {other.pid} on "
+                    f"{other.host}): stop it first, or restart it under its own name",
+                    "role",
                 )
-        before = self.peers.get(body.name)
-        if before is not None and before.role != body.role:
-            return Nack(
-                code="name_taken",
-                reason=f"{body.name!r} is the name of a {before.role} of this run: choose another",
-                path="name",
+        if before is None:
+            if len(self.peers) >= MEMBERS:
+                raise NackError("too_many", f"the run has {MEMBERS} members already", "name")
+        elif before.role != role:
+            why = f"{name!r} is the name of a {before.role} of this run: choose another"
+            raise NackError("name_taken", why, "name")
+        elif self._lives(before, request, body, now):
+            raise NackError(
+                "name_in_use",
+                f"{name!r} is a member of this run (pid {before.pid} on {before.host}, heard "
+                f"{now - before.heard_at:.1f} s ago): stop it, or give this one another --name",
+                "name",
             )
-        if before is not None and self._lives(before, request, body, now):
-            reason = (
-                f"{body.name!r} is a member of this run (pid {before.pid} on {before.host}, heard "
-                f"{now - before.heard_at:.1f} s ago): stop it, or give this one another --name"
-            )
-            return Nack(code="name_in_use", reason=reason, path="name")
-        if before is None and len(self.peers) >= MEMBERS:
-            reason = f"the run has {MEMBERS} members already"
-            return Nack(code="too_many", reason=reason, path="name")
-        if before is not None and before.incarnation != header.incarnation:
-            self._superseded[body.name, before.incarnation] = None
+        elif before.incarnation != header.incarnation:
+            self._superseded[name, before.incarnation] = None
             _forget_oldest(self._superseded)
         peer = Participant(
-            name=body.name,
-            role=body.role,
+            name=name,
+            role=role,
             incarnation=header.incarnation,
             identity=request.identity,
             seal=_seal(request.identity),
@@ -139,8 +133,8 @@ class Membership:
             heard_at=now,
         )
         self._add(peer)
-        self.departed.pop(body.name, None)
-        self.changed.add(body.name)
+        self.departed.pop(name, None)
+        self.changed.add(name)
         return peer
 
     def _lives(self, before: Participant, request: Request, body: Join, now: float) -> bool:
@@ -150,32 +144,27 @@ class Membership:
         is_dead = body.replaces == before.pid and body.host == before.host
         return not is_dead and now - before.heard_at <= BEATS_UNTIL_DEAD * self.pace_s
 
-    def hear(self, request: Request, now: float) -> Participant | Nack:
-        """Return the member that sent `request`, and note that it is alive; or why it is none.
+    def hear(self, request: Request, now: float) -> Participant:
+        """Return the member that sent `request`, and note that it is alive; raises NackError.
 
         Names and incarnations are known to all, the identity of its sockets only to itself.
         """
-        header = request.header
-        peer = self.peers.get(header.sender)
-        if peer is not None and peer.incarnation == header.incarnation:
-            seal = _seal(request.identity) if not peer.identity else peer.seal
-            known = request.identity == (peer.identity or request.identity) and seal == peer.seal
-            if not known or request.role not in (None, peer.role):
-                return Nack(
-                    code="not_allowed",
-                    reason=f"{peer.name!r} has joined over another connection",
-                    path="sender",
-                )
+        name, incarnation = request.header.sender, request.header.incarnation
+        peer = self.peers.get(name)
+        if peer is None or peer.incarnation != incarnation:
+            if (name, incarnation) in self._superseded:
+                raise self._stale(name)
+            why = self.departed.get(name, "it never joined")
+            raise NackError("not_member", f"{name!r} is not a member: {why}", "sender")
+        if peer.identity != request.identity:
+            if peer.identity or peer.seal != _seal(request.identity):
+                raise self._elsewhere(name)
             peer.identity = request.identity
-            peer.heard_at = now
-            peer.confirmed = True
-            return peer
-        if (header.sender, header.incarnation) in self._superseded:
-            return self._stale(header.sender)
-        why = self.departed.get(header.sender, "it never joined")
-        return Nack(
-            code="not_member", reason=f"{header.sender!r} is not a member: {why}", path="sender"
-        )
+        if request.role not in (None, peer.role):
+            raise self._elsewhere(name)
+        peer.heard_at = now
+        peer.confirmed = True
+        return peer
 
     def beat(self, peer: Participant, body: Heartbeat, now: float) -> None:
         peer.state = body.state
@@ -249,12 +238,12 @@ class Membership:
         if peer.role in SINGLE:
             self._single[peer.role] = peer
 
-    def _stale(self, name: str) -> Nack:
-        return Nack(
-            code="stale_incarnation",
-            reason=f"another process has joined as {name!r} since: names must be unique",
-            path="incarnation",
-        )
+    def _stale(self, name: str) -> NackError:
+        why = f"another process has joined as {name!r} since: names must be unique"
+        return NackError("stale_incarnation", why, "incarnation")
+
+    def _elsewhere(self, name: str) -> NackError:
+        return NackError("not_allowed", f"{name!r} has joined over another connection", "sender")
 
 
 def _seal(identity: bytes) -> bytes:

@@ -31,25 +31,20 @@ def open_prompts(
     Raises:
         UsageError: no prompts are named, or a source cannot be read; names the key and the place.
     """
+    shuffle, columns, weights = data.shuffle, data.columns, data.prompts
     if environments:
         rows = _rows_by_environment(data, environments)
         weights = {one.name: one.weight for one in environments}
-    elif isinstance(data.prompts, str):
-        prompts = read_source(data.prompts, columns=data.columns)
-        return EpochSource(prompts, data.shuffle, seed)
+    elif isinstance(weights, str):
+        rows = {"": read_source(weights, columns=columns)}
+        return PromptFeed(rows, shuffle=shuffle, seed=seed)
     else:
-        weights = data.prompts
         if bad := [name for name, weight in weights.items() if weight <= 0]:
             raise UsageError(f"data.prompts: the weight of {bad[0]} must be more than 0")
         rows = {
-            name: read_source(name, f"{number}/", data.columns)
-            for number, name in enumerate(weights)
+            name: read_source(name, f"{number}/", columns) for number, name in enumerate(weights)
         }
-    sources = {
-        name: EpochSource(rows[name], data.shuffle, f"{seed}/{number}")
-        for number, name in enumerate(weights)
-    }
-    return Mixture(sources, weights, seed)
+    return PromptFeed(rows, weights, shuffle=shuffle, seed=seed)
 
 
 def first_rows(data: DataConfig, environments: Sequence[NamedEnvironment] = ()) -> dict[str, Any]:
@@ -107,82 +102,62 @@ def _named(prompt: Prompt, environment: NamedEnvironment) -> Prompt:
     return Prompt(prompt.prompt_id, {**prompt.row, ENVIRONMENT: environment.name})
 
 
-class EpochSource:
-    """Endless epochs over rows, each in an order of its own if they are to be shuffled."""
+class PromptFeed:
+    """Endless epochs over the rows of each source, in an order of its own if they are shuffled.
 
-    def __init__(self, prompts: list[Prompt], shuffle: bool, seed: int | str) -> None:
-        self.prompts = prompts
-        self._shuffle = shuffle
-        self._seed = seed
-        self._epoch = 0
-        self._index = 0  # in the epoch, of the next prompt
-        self._order: list[int] = []  # of the epoch; empty = not made yet
-
-    def __len__(self) -> int:
-        return len(self.prompts)
-
-    def __next__(self) -> Prompt:
-        if not self._order:
-            self._order = list(range(len(self.prompts)))
-            if self._shuffle:
-                random.Random(f"{self._seed}/{self._epoch}").shuffle(self._order)
-        prompt = self.prompts[self._order[self._index]]
-        self._index += 1
-        if self._index == len(self._order):
-            self._epoch, self._index, self._order = self._epoch + 1, 0, []
-        return prompt
-
-    def position(self) -> dict[str, Any]:
-        """Return epoch and index, and the number of rows, which tells this source from others."""
-        return {"epoch": self._epoch, "index": self._index, "rows": len(self.prompts)}
-
-    def seek(self, position: dict[str, Any]) -> None:
-        """Continue from `position`; raises UsageError if that was in another file."""
-        if position.get("rows") != len(self.prompts):
-            raise UsageError(
-                f"the prompts have {len(self.prompts)} rows, but the run began with "
-                f"{position.get('rows')}: use the same files, or begin a new run"
-            )
-        self._epoch, self._index, self._order = position["epoch"], position["index"], []
-
-
-class Mixture:
-    """Draws from several sources by name, with probabilities in proportion to their weights."""
+    Of several sources one is drawn by `weights` each time.
+    """
 
     def __init__(
-        self, sources: dict[str, EpochSource], weights: Mapping[str, float], seed: int | str
+        self,
+        rows: Mapping[str, Sequence[Prompt]],
+        weights: Mapping[str, float] | None = None,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
     ) -> None:
-        self._sources = sources
-        self._weights = [weights[name] for name in sources]
+        self._rows = rows
+        self._weights = weights
+        self._shuffle = shuffle
         self._seed = seed
-        self._drawn = 0
+        self._drawn = dict.fromkeys(rows, 0)
+        self._orders: dict[str, list[int]] = {}  # of the epochs under way
 
     def __len__(self) -> int:
-        return sum(map(len, self._sources.values()))
+        return sum(map(len, self._rows.values()))
 
     def __next__(self) -> Prompt:
-        choice = random.Random(f"{self._seed}/mixture/{self._drawn}")
-        (source,) = choice.choices(list(self._sources.values()), self._weights)
-        self._drawn += 1
-        return next(source)
+        name, seed = next(iter(self._rows)), f"{self._seed}"
+        if self._weights is not None:
+            choice = random.Random(f"{self._seed}/mixture/{sum(self._drawn.values())}")
+            names = list(self._rows)
+            (name,) = choice.choices(names, [self._weights[one] for one in names])
+            seed = f"{self._seed}/{names.index(name)}"
+        rows = self._rows[name]
+        epoch, index = divmod(self._drawn[name], len(rows))
+        if index == 0 or name not in self._orders:
+            order = self._orders[name] = list(range(len(rows)))
+            if self._shuffle:
+                random.Random(f"{seed}/{epoch}").shuffle(order)
+        self._drawn[name] += 1
+        return rows[self._orders[name][index]]
 
     def position(self) -> dict[str, Any]:
-        """Return how many were drawn, and the position in every source."""
-        places = {name: source.position() for name, source in self._sources.items()}
-        return {"drawn": self._drawn, "sources": places}
+        """Return how many were drawn from each source, and its rows, which tell it from others."""
+        return {name: (drawn, len(self._rows[name])) for name, drawn in self._drawn.items()}
 
     def seek(self, position: dict[str, Any]) -> None:
         """Continue from `position`; raises UsageError if that was with other sources."""
-        places = position.get("sources", {})
-        if set(places) != set(self._sources):
+        if set(position) != set(self._rows):
             raise UsageError(
-                f"the run's sources are {', '.join(self._sources)}, but it began with "
-                f"{', '.join(places) or 'one file'}: use the same ones, or "
-                "begin a new run"
+                f"the run's sources are {', '.join(self._rows) or 'one file'}, but it began with "
+                f"{', '.join(position) or 'one file'}: use the same ones, or begin a new run"
             )
-        self._drawn = position["drawn"]
-        for name, place in places.items():
-            self._sources[name].seek(place)
-
-
-PromptFeed = EpochSource | Mixture
+        for name, (drawn, rows) in position.items():
+            if rows != len(self._rows[name]):
+                raise UsageError(
+                    f"the prompts have {len(self._rows[name])} rows, but the run began with "
+                    f"{rows}: use the same files, or begin a new run"
+                )
+            self._drawn[name] = drawn
+        self._orders = {}

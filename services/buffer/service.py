@@ -20,15 +20,21 @@ from umbra.proto.net.server import Server
 from umbra.proto.net.session import WATCHED
 from umbra.services.buffer.broker import Broker, Endpoints
 from umbra.services.buffer.effects import Effect, Measure, Notify, Reply
-from umbra.services.buffer.mark import open_marked, refuse_marked
 from umbra.services.buffer.prompts import open_prompts
 from umbra.services.buffer.state import RunState
-from umbra.services.buffer.store import MemoryStore, Store, StoreFullError
+from umbra.services.buffer.store import (
+    MemoryStore,
+    Store,
+    StoreFullError,
+    open_marked,
+    refuse_marked,
+)
 from umbra.services.config import BufferConfig
 from umbra.services.config.rules import check_feasible, implied_staleness
 from umbra.services.process.command import ServiceContext
 from umbra.services.process.files import DISK, READABLE_MODE
 from umbra.services.prompts.readers import read_source
+from umbra.services.prompts.rows import Prompt
 from umbra.services.weights.memory import HeapTrimmer
 
 POLL_S = 0.1  # how late a deadline may be noticed
@@ -47,19 +53,12 @@ def serve(context: ServiceContext) -> int:
         UmbraError: bad prompts, an address that is taken or cannot be bound, the store of another
             run, damaged or in use; or too many samples failed.
     """
-    config = context.config
+    config, heldout = context.config, context.config.eval
     check_feasible(config)
-    prompts = open_prompts(
-        config.data,
-        seed=config.run.seed,
-        environments=config.environments,
-    )
-    heldout = config.eval
-    eval_prompts = (
-        read_source(heldout.prompts, columns=heldout.columns, section="eval")
-        if heldout.prompts
-        else []
-    )
+    prompts = open_prompts(config.data, seed=config.run.seed, environments=config.environments)
+    eval_prompts: list[Prompt] = []
+    if heldout.prompts:
+        eval_prompts = read_source(heldout.prompts, columns=heldout.columns, section="eval")
     zmq_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     incarnation = uuid.uuid4().hex[:12]
     with (
@@ -73,7 +72,7 @@ def serve(context: ServiceContext) -> int:
         control, endpoints = bind(server, config.run.broker, config.buffer, addresses)
         broker = Broker(
             RunState(config, store, prompts, eval_prompts),
-            run_id=_run_id(context),
+            run_id=context.run_dir.name if context.run_dir else config.run.name,
             endpoints=endpoints,
             now=server.listened_s,
             wire_counters=server.counters,
@@ -90,7 +89,10 @@ def serve(context: ServiceContext) -> int:
         try:
             Service(context, server, broker, store).run()
         finally:
-            _write_status(context.run_dir, broker, server.listened_s)
+            if context.run_dir is not None:
+                status = msgspec.json.encode(broker.status(server.listened_s))
+                text = msgspec.json.format(status, indent=2) + b"\n"
+                DISK.replace(context.run_dir / "buffer.json", text, mode=READABLE_MODE)
     if broker.failure:
         raise FailedSamplesError(broker.failure)
     return EXIT_DONE
@@ -234,18 +236,6 @@ def _promises(effect: Effect) -> bool:
     if not isinstance(effect, Reply):
         return False
     return effect.request.channel == "data" or isinstance(effect.body, Welcome)
-
-
-def _run_id(context: ServiceContext) -> str:
-    return context.run_dir.name if context.run_dir is not None else context.config.run.name
-
-
-def _write_status(run_dir: Path | None, broker: Broker, now: float) -> None:
-    if run_dir is not None:
-        status = broker.status(now)
-        target = run_dir / "buffer.json"
-        text = msgspec.json.format(msgspec.json.encode(status), indent=2) + b"\n"
-        DISK.replace(target, text, mode=READABLE_MODE)
 
 
 KEY = "addresses"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from umbra.proto.errors import UsageError
-from umbra.proto.messages import EvalRequest, Ok
+from umbra.proto.messages import Ok, Order
 from umbra.proto.net.io_thread import IoThread
 from umbra.proto.net.keys import Security
 from umbra.services.config.loader import load_config
@@ -186,7 +186,7 @@ def _ask_run(broker: str | None, security: Security) -> None:
     incarnation = uuid.uuid4().hex[:12]
     with closing(IoThread(f"eval-{incarnation}", incarnation, security=security)) as link:
         buffer = link.channel(broker, "buffer")
-        begun = buffer.call(EvalRequest(), Ok, timeout_s=ANSWER_S)
+        begun = buffer.call(Order(kind="evaluate"), Ok, timeout_s=ANSWER_S)
     click.echo(f"evaluation of version {begun.version} begins: {begun.samples} samples")
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import math
-
 import pytest
 from fakes.broker_world import as_sent, give_back, trajectory, world
 
@@ -28,9 +25,7 @@ from umbra.proto.messages import (
     TaskLeases,
     Welcome,
 )
-from umbra.proto.records import VersionSpan, pack_float32, pack_int32
 from umbra.services.buffer.effects import Reply
-from umbra.services.buffer.samples.groups import Group
 
 
 def test_whatever_may_be_sent_to_the_buffer_is_answered_by_somebody() -> None:
@@ -57,47 +52,7 @@ def test_a_run_from_the_first_sample_to_the_final_ledger() -> None:
     assert not run.store.keys("t/")
 
 
-def test_groups_that_are_over_need_no_collection_to_be_freed() -> None:
-    """One of everything takes tens of milliseconds with thousands of members: all wait."""
-
-    def groups() -> int:
-        return sum(type(each) is Group for each in gc.get_objects())
-
-    gc.collect()  # those of other tests
-    before = groups()
-    gc.disable()
-    try:
-        run = world(steps=2, run_ahead=0)
-        run.produce("a", 0)
-        run.batch(1)
-        run.commit(1)
-        [task] = run.lease("a", 1, 1)
-        sample_id = task.sample_id
-        give_back(
-            run, "a", ReturnedSample(sample_id=sample_id, attempt=1, failed=True, reason="broke")
-        )
-        assert groups() - before == len(run.pool.groups)
-    finally:
-        gc.enable()
-
-
-def test_no_more_samples_are_issued_than_the_run_trains() -> None:
-    run = world(steps=2, run_ahead=5, max_staleness=5)
-    assert len(run.lease("a", 1000, 0)) == 8
-    assert run.lease("b", 1000, 0) == []
-
-
 # -- admission and leases --------------------------------------------------------------------------
-
-
-def test_generation_runs_ahead_by_whole_batches() -> None:
-    run = world(run_ahead=1)
-    assert len(run.produce("a", 0)) == 8
-    assert run.lease("a", 1, 0) == []
-    run.batch(1)
-    assert run.lease("a", 1, 0) == []
-    run.commit(1)
-    assert len(run.produce("a", 0)) == 4
 
 
 def test_without_run_ahead_batches_are_strictly_on_policy() -> None:
@@ -219,13 +174,6 @@ def test_a_renewed_lease_does_not_expire_and_lost_ones_are_named() -> None:
     assert run.pool.samples[lost.sample_id].holder == ""
 
 
-def test_an_accepted_answer_is_not_called_lost() -> None:
-    run = world()
-    task, *_ = run.lease("a", 1, 0)
-    run.submit("a", trajectory(task, 0))
-    assert run.ask("a", RenewLeases(leases=[(task.sample_id, 1)])) == TaskLeases(lost=[])
-
-
 @pytest.mark.parametrize("how", ["leave", "death", "restart"])
 def test_what_a_gone_generator_held_is_leased_first_and_oldest_first(how: str) -> None:
     run = world(run_ahead=1, dead_after_s=5)
@@ -256,14 +204,6 @@ def test_a_sample_whose_leases_are_lost_too_often_ends_its_group_as_failed() -> 
     assert "over: failed" in run.submit("a", trajectory(second, 0)).refused[second.sample_id]
     assert first.attempt == 2 and run.broker.counters["attempts_exhausted"] == 1
     assert len(run.lease("a", 100, 0)) == 4  # two samples were replaced
-
-
-def test_a_death_may_end_a_group_of_which_several_samples_were_held() -> None:
-    run = world(max_attempts=1)
-    assert len(run.lease("a", 3, 0)) == 3
-    run.join("generator", "a", "a-2")
-    assert run.pool.ledger.ended == {"failed": 4}
-    assert run.pool.ledger.count("generating") == 0
 
 
 def test_handing_back_is_no_failure() -> None:
@@ -319,15 +259,6 @@ def test_a_partial_too_old_is_dropped_and_the_sample_starts_from_scratch() -> No
     assert run.broker.counters["partials_too_old"] == 1
 
 
-def test_a_malformed_partial_is_not_kept() -> None:
-    run = world()
-    (task,) = run.lease("a", 1, 0)
-    bad = trajectory(task, 0, loss_mask=b"")
-    give_back(run, "a", ReturnedSample(sample_id="s-0", attempt=1, reason="x", partial=bad))
-    assert run.lease("a", 1, 0)[0].trajectory is None
-    assert run.broker.counters["malformed_partial"] == 1
-
-
 # -- answers ---------------------------------------------------------------------------------------
 
 
@@ -362,40 +293,6 @@ def test_answers_to_nothing_are_refused() -> None:
     ack = run.submit("a", strange, early)
     assert ack.accepted == 0 and set(ack.refused) == {"s-77", second.sample_id}
     assert "a has the lease" in run.submit("b", trajectory(first, 0)).refused[first.sample_id]
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"response_ids": b"abc"}, "whole int32"),
-        ({"response_ids": b"", "loss_mask": b"", "logprobs": b"", "spans": []}, "no response"),
-        ({"loss_mask": b"\1"}, "loss_mask has 1 entries for 2"),
-        ({"loss_mask": b"\1\2"}, "other than 0 and 1"),
-        ({"logprobs": pack_float32([0.0])}, "logprobs has 4 bytes"),
-        ({"logprobs": pack_float32([0.0, math.inf])}, "logprobs has values"),
-        ({"ref_logprobs": pack_float32([math.nan, 0.0])}, "ref_logprobs has values"),
-        ({"proximal_logprobs": b""}, "proximal_logprobs has 0 bytes"),
-        ({"prompt_ids": b"abc"}, "whole int32"),
-        ({"spans": []}, "spans end at token 0 of 2"),
-        ({"spans": [VersionSpan(version=0, start=1, end=2)]}, "does not follow token 0"),
-        ({"spans": [VersionSpan(version=0, start=0, end=3)]}, "spans end at token 3 of 2"),
-        ({"spans": [VersionSpan(version=0, start=0, end=0)]}, "does not follow"),
-        ({"spans": [VersionSpan(version=1, start=0, end=2)]}, "only 0 to 0 exist"),
-        ({"reward": math.nan}, "reward is nan"),
-        ({"reward_parts": {"x": math.inf}}, "reward_parts"),
-        ({"group_id": "g-9"}, "group_id"),
-        ({"response_ids": pack_int32([1, 2, 3])}, "loss_mask has 2 entries for 3"),
-    ],
-)
-def test_a_malformed_answer_is_refused_and_the_sample_queued_again(
-    changes: dict[str, object], words: str
-) -> None:
-    run = world()
-    (task,) = run.lease("a", 1, 0)
-    refused = run.submit("a", trajectory(task, 0, **changes)).refused
-    assert words in refused[task.sample_id]
-    assert run.broker.counters["malformed_trajectory"] == 1
-    assert [(t.sample_id, t.attempt) for t in run.lease("b", 1, 0)] == [(task.sample_id, 2)]
 
 
 # -- questions that travel with answers, and requests that came together ---------------------------

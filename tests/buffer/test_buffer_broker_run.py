@@ -157,15 +157,6 @@ def test_commits_are_counted_once_and_only_for_what_was_leased() -> None:
     assert isinstance(run.ask("trainer", CommitBatch(step=0)), Nack)
 
 
-def test_a_new_incarnation_is_counted_and_a_repeated_join_is_not() -> None:
-    run = world(run_ahead=0)
-    run.lease("a", 2, 0)
-    run.join("generator", "a", "a-1")
-    assert (run.broker.counters["superseded"], run.pool.ledger.count("generating")) == (0, 2)
-    run.join("generator", "a", "a-2")
-    assert (run.broker.counters["superseded"], run.pool.ledger.count("generating")) == (1, 0)
-
-
 @pytest.mark.parametrize("step", [0, 2, 4])
 def test_only_the_next_step_can_be_leased(step: int) -> None:
     run = world(steps=3)
@@ -173,15 +164,6 @@ def test_only_the_next_step_can_be_leased(step: int) -> None:
     assert isinstance(reply, Nack) and reply.code == "wrong_step"
     assert run.broker.counters["wrong_step"] == 1
     assert "so the next is 1" in reply.reason
-
-
-def test_there_is_no_step_after_the_last() -> None:
-    run = world(steps=1)
-    run.produce("a", 0)
-    run.batch(1)
-    run.commit(1)
-    reply = run.ask("trainer", LeaseBatch(step=2, wait_s=0))
-    assert isinstance(reply, Nack) and reply.reason.endswith("1 of 1 steps are committed")
 
 
 def test_a_second_trainer_is_refused_while_the_first_lives() -> None:
@@ -330,29 +312,6 @@ def test_the_status_names_what_is_overdue() -> None:
     assert {item.holder for item in stuck.values() if item.what == "no heartbeat"} == {"trainer"}
     (batch,) = [item for item in stuck.values() if item.what.startswith("batch of step 1")]
     assert "waiting for sample s-0 held by a for 125.0 s" in batch.what and batch.age_s == 125
-
-
-def test_what_was_done_about_an_overdue_sample_is_told() -> None:
-    run = world(lease_s=10, dead_after_s=1000)
-    run.lease("a", 1, 0)
-    run.pass_time(11)  # taken back, and queued again
-    (task,) = run.lease("b", 1, 0)
-    for _ in range(5):
-        run.pass_time(5)
-        run.ask("b", RenewLeases(leases=[(task.sample_id, 2)]))
-    found = {item.holder: item for item in run.broker.status(run.now).stuck if "s-0" in item.what}
-    assert found["b"].what == "sample s-0 of group g-0, attempt 2"
-    assert (
-        found["b"].action == "leases lost before: 1; goes to another after 10 s without a renewal"
-    )
-
-
-def test_a_batch_that_is_not_committed_is_overdue() -> None:
-    run = world(dead_after_s=1000)
-    run.produce("a", 0)
-    run.batch(1)
-    run.pass_time(121)
-    assert "batch of step 1, not committed" in {i.what for i in run.broker.status(run.now).stuck}
 
 
 # -- the end ---------------------------------------------------------------------------------------

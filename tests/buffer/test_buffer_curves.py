@@ -29,16 +29,6 @@ def test_long_runs_are_condensed_to_means(steps: int) -> None:
     assert losses == sorted(loss for loss in losses if loss is not None)
 
 
-def test_stretches_are_of_equal_length_and_of_what_was_reported() -> None:
-    curves = StepCurves()
-    for step in range(1, 8 * KEPT + 1):
-        late = {"ess": float(step)} if step % 8 == 0 else {}
-        curves.add(step, {"loss": 0.0, **late})
-    record = curves.record()
-    assert record.steps == list(range(8, 8 * KEPT + 1, 8))
-    assert record.values["ess"] == [float(step) for step in record.steps]
-
-
 def test_steps_that_are_done_once_more_count_once() -> None:
     curves = StepCurves()
     for step in range(1, 6):

@@ -126,13 +126,6 @@ def test_the_answer_to_a_question_for_work_outlives_the_buffer() -> None:
     assert again.more_pinned
 
 
-def test_a_generator_is_told_to_keep_its_version_while_samples_wait() -> None:
-    run = evaluated("concurrent")
-    ask = LeaseTasks(capacity=2, version=2, wait_s=0)
-    assert run.get("a", ask, TaskLeases).more_pinned
-    assert not run.get("b", ask, TaskLeases).more_pinned  # it has the last one
-
-
 def test_training_goes_on_beside_an_evaluation() -> None:
     run = evaluated("concurrent")
     tasks = run.lease("a", 2, 2)
@@ -249,14 +242,6 @@ def test_an_evaluation_of_a_version_that_is_taken_back_is_cancelled() -> None:
         step(run, number)
     answer(run, "a", pinned(run.lease("a", 9, 2)), 2)
     assert (report(run).version, report(run).answered) == (2, SAMPLES)
-
-
-def test_stuck_names_an_evaluation_that_takes_long() -> None:
-    run = evaluated("pause", stall_s=5)
-    run.lease("a", 2, 2)
-    run.pass_time(6)
-    stuck = run.broker.status(run.now).stuck
-    assert any("evaluation of version 2" in s.what and s.holder == "a" for s in stuck)
 
 
 @pytest.mark.parametrize("mode", ["pause", "concurrent"])

@@ -28,19 +28,6 @@ def test_a_stream_is_measured_over_the_window() -> None:
     assert len(meter._marks) <= WINDOW_S / RESOLUTION_S * 1.5
 
 
-def test_the_first_change_counts_from_the_beginning() -> None:
-    meter = Meter(100, 50.0)
-    meter.see(164, 58.0)
-    assert meter.rate(58.0) == 8.0
-
-
-def test_what_happens_at_once_is_no_record() -> None:
-    meter = Meter(0, 0.0)
-    meter.see(512, 0.05)
-    assert meter.rate(0.05) == 512.0
-    assert meter.rate(10.05) == pytest.approx(51.2)
-
-
 def test_a_count_that_goes_down_begins_anew() -> None:
     """A trainer that starts again has its last steps to do once more."""
     meter = Meter(0, 0.0)

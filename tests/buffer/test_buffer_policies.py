@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import msgspec
 import pytest
 from fakes.broker_world import World, trajectory
 
 from umbra.proto.messages import (
     Interrupt,
-    LeaseBatch,
     LeaseTasks,
     Nack,
     RenewLeases,
@@ -71,27 +69,6 @@ def test_a_full_batch_interrupts_the_rest() -> None:
     ((_, interrupt),) = run.pushes
     assert isinstance(interrupt, Interrupt)
     assert interrupt.leases == [(task.sample_id, 1) for task in tasks[4:]]
-
-
-def test_a_partial_at_no_limit_is_continued() -> None:
-    """However often it came back; as old as may be is not too old."""
-    run = world(run_ahead=1, max_staleness=1, lease_s=100, dead_after_s=1000)
-    (task, *others) = run.lease("a", 1000, 0)
-    answer(run, "a", others, 0)
-    step(run, 1)
-    partial = trajectory(task, 0, finish_reason="partial")
-    for attempt in (1, 2):
-        back = ReturnedSample(
-            sample_id=task.sample_id,
-            attempt=attempt,
-            reason="x",
-            partial=msgspec.structs.replace(partial, attempt=attempt),
-        )
-        run.ask("a", ReturnTasks(samples=[back]))
-        (again,) = [one for one in run.lease("a", 1000, 1) if one.sample_id == task.sample_id]
-        assert again.trajectory is not None
-    assert run.broker.counters["partials_continued"] == 2
-    assert not [name for name in run.broker.counters if name.startswith("partials_too")]
 
 
 # -- staleness -------------------------------------------------------------------------------------
@@ -328,20 +305,3 @@ def test_scoring_is_served_as_it_comes_and_unknown_stages_are_refused() -> None:
 
 
 # -- what is stuck ---------------------------------------------------------------------------------
-
-
-def test_stuck_names_groups_and_stages() -> None:
-    run = world(stages=["reward"], stall_s=5, lease_s=1000, dead_after_s=1000)
-    answer(run, "a", run.lease("a", 1, 0), 0)
-    run.pass_time(2)
-    answer(run, "a", run.lease("a", 1, 0), 0)
-    run.pass_time(1)
-    (found,) = run.broker.status(run.now).stuck
-    assert "stage reward: 2 samples wait, but no scorer of it has joined" in found.what
-    assert (found.holder, found.age_s) == ("nobody", 3.0)
-    run.ask("trainer", LeaseBatch(step=1, wait_s=0))
-    run = world(stall_s=5, lease_s=1000, dead_after_s=1000)
-    answer(run, "a", run.lease("a", 2, 0)[:1], 0)
-    run.pass_time(6)
-    stuck = run.broker.status(run.now).stuck
-    assert any("1 of 2 samples ready" in s.what and s.holder == "a" for s in stuck)

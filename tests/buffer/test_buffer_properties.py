@@ -1,21 +1,27 @@
-"""Whatever peers do, in whatever order: no sample is lost or trained twice, and none is too old."""
+"""Whatever peers do, in whatever order, under every combination of policies: no sample is lost or
+trained twice, none is too old, the ledger balances, and honest peers can always end the run.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from fakes.broker_world import World, trajectory
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from umbra.proto.messages import (
     BatchLease,
+    CheckpointSaved,
     CommitBatch,
     FinishRun,
     LeaseBatch,
     LeaseTasks,
     Leave,
+    Message,
     Nack,
     RenewLeases,
     ReturnedSample,
@@ -24,54 +30,125 @@ from umbra.proto.messages import (
     SubmitResults,
     TaskLeases,
 )
-from umbra.proto.records import Task, Trajectory
-from umbra.services.buffer.samples.pool import State
+from umbra.proto.records import Score, Task, Trajectory, pack_float32
+from umbra.services.buffer.endpoints.trainer import interrupt
+from umbra.services.buffer.samples.groups import State
+from umbra.services.config import EvalConfig, NamedEnvironment
+from umbra.services.prompts.rows import Prompt
 
-GENERATORS: tuple[str, ...] = ("a", "b", "c")
-LEASE_S = 10.0
+GENERATORS = ("a", "b", "c")
+SCORERS = ("x", "y")
 STEPS = 6
+STAGES = st.lists(st.sampled_from(["reward", "ref_logp", "logp"]), unique=True, max_size=3)
+RANKED = NamedEnvironment(name="ranked", kind="reward", reward_scope="group")
+ALONE = NamedEnvironment(name="alone", kind="reward")
 
 names = st.sampled_from(GENERATORS)
+scorers = st.sampled_from(SCORERS)
 picks = st.integers(0, 1 << 16)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def limit() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EvalConfig, "timeout_s", 60.0)
+        yield
+
+
 class BrokerMachine(RuleBasedStateMachine):
-    """Generators that lease, answer, repeat themselves, come late, lie, fail and die; a trainer
-    that crashes. What the peers know is kept apart from what the broker knows.
+    """Generators and scorers that lease, answer, repeat themselves, come late, lie, fail and die; a
+    trainer that crashes; a buffer that is killed. What peers know is kept apart from the broker's.
     """
 
     @initialize(
-        group_size=st.integers(1, 3),
-        batch_groups=st.integers(1, 2),
-        run_ahead=st.integers(0, 3),
-        max_staleness=st.integers(0, 2),
-        max_attempts=st.integers(1, 4),
+        sizes=st.fixed_dictionaries(
+            {
+                "group_size": st.integers(1, 3),
+                "batch_groups": st.integers(1, 2),
+                "run_ahead": st.integers(0, 3),
+                "max_staleness": st.integers(0, 2),
+                "max_attempts": st.integers(1, 4),
+            }
+        ),
+        policies=st.fixed_dictionaries(
+            {
+                "stages": STAGES,
+                "stale_policy": st.sampled_from(["drop", "wait"]),
+                "oversample": st.integers(0, 1),
+                "on_batch": st.sampled_from(["continue", "interrupt"]),
+                "straggler_s": st.sampled_from([0.0, 5.0, 40.0]),
+                "dynamic_sampling": st.booleans(),
+                "max_filtered": st.integers(1, 3),
+            }
+        ),
+        plain=st.booleans(),
+        durable=st.booleans(),
+        every=st.integers(0, 3),
+        mode=st.sampled_from(["pause", "concurrent"]),
+        whole=st.sampled_from(["no", "yes", "some"]),
     )
-    def start(self, **buffer: int) -> None:
-        self.world = self.make_world(**buffer)
-        self.broker = self.world.broker
-        self.batch_size = buffer["group_size"] * buffer["batch_groups"]
-        self.bound = buffer["max_staleness"] if buffer["run_ahead"] else 0
-        self.run_ahead = buffer["run_ahead"]
+    def start(
+        self,
+        sizes: dict[str, int],
+        policies: dict[str, Any],
+        plain: bool,
+        durable: bool,
+        every: int,
+        mode: Any,
+        whole: str,
+    ) -> None:
+        if plain:  # without stages and policies whole runs fit into a test
+            policies, whole, every = {"stages": [], "oversample": 0}, "no", 0
+        self.whole = whole != "no"
+        environments = (RANKED, ALONE) if whole == "some" else ()
+        if self.whole:  # groups are scored at once
+            policies["straggler_s"] = 0.0
+            policies["stages"] = [*dict.fromkeys([*policies["stages"], "reward"])]
+        self.policies, self.groups = policies, sizes["batch_groups"]
+        self.bound = sizes["max_staleness"] if sizes["run_ahead"] else 0
+        self.run_ahead, self.durable = sizes["run_ahead"], durable
+        self.batch_size = sizes["group_size"] * self.groups
+        self.world = World(
+            steps=STEPS,
+            durable=durable,
+            eval_config=EvalConfig(
+                every=every, mode=mode, samples=2 * max(1, len(environments)),
+                samples_per_prompt=1 + self.whole, prompts="x",
+            ),
+            eval_prompts=[
+                Prompt(name or "h", {"prompt": "held out", "environment": name})
+                for name in ([one.name for one in environments] or [""])
+            ],
+            reward_scope="group" if self.whole else "sample",
+            environments=environments,
+            lease_s=10.0,
+            dead_after_s=25,
+            **sizes,
+            **policies,
+        )  # fmt: skip
         self.lives = 0
         self.serving: dict[str, int] = dict.fromkeys(GENERATORS, 0)
         self.tasks: list[tuple[str, Task]] = []  # every task that was ever handed out
         self.sent: list[tuple[str, Trajectory]] = []
+        self.scoring: list[tuple[str, str, Task]] = []
+        self.judged: list[set[tuple[str, int]]] = []  # samples and attempts, by message
         self.batch: BatchLease | None = None
         self.version = 0
-        self.trained: set[str] = set()
+        self.uses: dict[int, list[str]] = {}  # by committed step: its samples
+        self.forgotten: set[str] = set()  # what was over when the buffer was killed
         self.finished = False
-        for name in (*GENERATORS, "trainer"):
+        for name in (*GENERATORS, *SCORERS, "trainer"):
             self.come(name)
 
-    def make_world(self, **buffer: Any) -> World:
-        return World(steps=STEPS, lease_s=LEASE_S, dead_after_s=25, **buffer)
+    @property
+    def broker(self) -> Any:
+        return self.world.broker
 
     def come(self, name: str) -> None:
         self.lives += 1
-        self.world.join(
-            "trainer" if name == "trainer" else "generator", name, f"{name}-{self.lives}"
-        )
+        role: Any = "scorer" if name in SCORERS else "generator"
+        role = "trainer" if name == "trainer" else role
+        self.world.join(role, name, f"{name}-{self.lives}")
         self.collect()
 
     def ensure(self, name: str) -> None:
@@ -79,41 +156,68 @@ class BrokerMachine(RuleBasedStateMachine):
         if name not in self.broker.members.peers:
             self.come(name)
 
+    def tell(self, name: str, body: Message) -> Message | None:
+        """`name` sends `body`, and all take in what came for parked requests."""
+        reply = self.world.ask(name, body)
+        self.collect()
+        return reply
+
     def collect(self) -> None:
-        """Take in what came for parked requests."""
         for name, messages in self.world.late.items():
             for message in messages:
                 if isinstance(message, TaskLeases):
                     self.tasks += [(name, task) for task in message.tasks]
                 elif isinstance(message, BatchLease):
-                    self.leased(message)
+                    self.got(message)
+                self.finished |= isinstance(message, RunFinished)
             messages.clear()
 
-    def leased(self, lease: BatchLease) -> None:
-        """An answer to the trainer, in full or not."""
-        if lease.trajectories:
-            self.got(lease)
-
     def got(self, batch: BatchLease) -> None:
+        """An answer to the trainer, in full or not."""
+        if not batch.trajectories:
+            return
         if self.batch is not None and self.batch.step == batch.step:
             assert batch == self.batch, "the same step, another batch"
         self.batch = batch
         assert batch.step == self.version + 1
-        assert len(batch.trajectories) == self.batch_size
-        for made in batch.trajectories:
-            assert 0 <= self.version - made.oldest_version <= self.bound
-            assert made.sample_id not in self.trained
+        samples = [made.sample_id for made in batch.trajectories]
+        assert len(set(samples)) == len(samples) <= self.batch_size
+        if not self.policies.get("straggler_s"):
+            assert len(samples) == self.batch_size
+        assert self.uses.get(batch.step, samples) == samples, "the same step, another batch"
+        assert not self.used(batch.step) & set(samples)
+        for made, sent in zip(batch.scored(), batch.trajectories, strict=True):
+            assert self.version - made.oldest_version <= self.bound
+            assert made.oldest_version <= max(self.uses, default=0)
+            assert made.scored == self.policies["stages"]
+            assert ("ref_logp" in made.scored) == (made.ref_logprobs is not None)
+            assert made.ref_logprobs in (None, logprobs_of(made))
+            if made.prompt_id.startswith(f"{ALONE.name}/"):
+                assert (made.reward, made.reward_parts) == (sent.reward, {})
+            elif "reward" in made.scored:
+                assert made.reward_parts["response"] == made.attempt
+        if self.whole:  # the rewards of a group are of one message, and of these very responses
+            groups: dict[str, list[Trajectory]] = {}
+            for made in batch.scored():
+                if not made.prompt_id.startswith(f"{ALONE.name}/"):
+                    groups.setdefault(made.group_id, []).append(made)
+            for group in groups.values():
+                (number,) = {int(made.reward_parts["judged"]) for made in group}
+                assert self.judged[number] == {(one.sample_id, one.attempt) for one in group}
+
+    def used(self, before: int = STEPS + 1) -> set[str]:
+        """The samples that were trained on in the steps before."""
+        return {name for step, all_of in self.uses.items() if step < before for name in all_of}
 
     # -- generators -------------------------------------------------------------------------------
 
     @rule(name=names, capacity=st.integers(1, 8), wait_s=st.sampled_from([0.0, 7.0]))
     def lease(self, name: str, capacity: int, wait_s: float) -> None:
         body = LeaseTasks(capacity=capacity, version=self.serving[name], wait_s=wait_s)
-        reply = self.world.ask(name, body)
+        reply = self.tell(name, body)
         if isinstance(reply, TaskLeases):
             self.tasks += [(name, task) for task in reply.tasks]
             assert len(reply.tasks) <= capacity
-        self.collect()
 
     @rule(name=names, capacity=st.integers(1, 16), updated=st.booleans())
     def work(self, name: str, capacity: int, updated: bool) -> None:
@@ -124,9 +228,8 @@ class BrokerMachine(RuleBasedStateMachine):
         self.lease(name, capacity, 0.0)
         own = [task for holder, task in self.tasks[known:] if holder == name]
         made = [self.answer(name, task, False) for task in own[:8]]
-        self.world.ask(name, SubmitResults(trajectories=made))
         self.sent += [(name, one) for one in made]
-        self.collect()
+        self.tell(name, SubmitResults(trajectories=made))
 
     @rule(name=names)
     def load_weights(self, name: str) -> None:
@@ -138,45 +241,46 @@ class BrokerMachine(RuleBasedStateMachine):
         """Answer any task that was ever handed out, in time or not."""
         name, task = self.tasks[-1 - pick % min(8, len(self.tasks))] if newest else self.pick(pick)
         made = self.answer(name, task, updated, **({} if sound else {"loss_mask": b""}))
-        self.world.ask(name, SubmitResults(trajectories=[made]))
         self.sent.append((name, made))
-        self.collect()
+        self.tell(name, SubmitResults(trajectories=[made]))
 
     @precondition(lambda self: self.sent)
     @rule(pick=picks)
     def submit_again(self, pick: int) -> None:
         name, made = self.sent[pick % len(self.sent)]
-        self.world.ask(name, SubmitResults(trajectories=[made]))
-        self.collect()
+        self.tell(name, SubmitResults(trajectories=[made]))
 
     @precondition(lambda self: self.tasks)
-    @rule(pick=picks, has_partial=st.booleans(), failed=st.booleans())
-    def give_back(self, pick: int, has_partial: bool, failed: bool) -> None:
+    @rule(pick=picks, has_partial=st.booleans(), failed=st.booleans(), flush=st.booleans())
+    def give_back(self, pick: int, has_partial: bool, failed: bool, flush: bool) -> None:
         name, task = self.pick(pick)
         partial = trajectory(task, self.serving[name], finish_reason="partial")
+        if flush:
+            self.tell(name, RenewLeases(partials=[partial]))
+            return
         returned = ReturnedSample(
-            sample_id=task.sample_id,
-            attempt=task.attempt,
-            reason="x",
-            failed=failed,
+            sample_id=task.sample_id, attempt=task.attempt, reason="x", failed=failed,
             partial=partial if has_partial else None,
-        )
-        self.world.ask(name, ReturnTasks(samples=[returned]))
-        self.collect()
+        )  # fmt: skip
+        self.tell(name, ReturnTasks(samples=[returned]))
 
     @rule(name=names)
     def renew(self, name: str) -> None:
         own = [(task.sample_id, task.attempt) for holder, task in self.tasks if holder == name]
-        self.world.ask(name, RenewLeases(leases=own))
+        self.tell(name, RenewLeases(leases=own))
 
-    @rule(name=names)
+    @rule(name=st.sampled_from([*GENERATORS, *SCORERS, "trainer"]))
     def restart(self, name: str) -> None:
         self.come(name)
 
     @rule(name=names)
     def leave(self, name: str) -> None:
-        self.world.ask(name, Leave(reason="x"))
-        self.collect()
+        self.tell(name, Leave(reason="x"))
+
+    @rule()
+    def interrupt(self) -> None:
+        interrupt(self.broker.run, "now")
+        self.world.take(self.broker.run.outbox.take())
 
     def answer(self, name: str, task: Task, updated: bool, **changes: object) -> Trajectory:
         versions = [self.serving[name]] + [self.version] * updated
@@ -187,6 +291,70 @@ class BrokerMachine(RuleBasedStateMachine):
     def pick(self, pick: int) -> tuple[str, Task]:
         return self.tasks[pick % len(self.tasks)]
 
+    # -- scorers ----------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.policies["stages"])
+    @rule(name=scorers, stage=st.integers(0, 2), capacity=st.integers(1, 4))
+    def lease_scoring(self, name: str, stage: int, capacity: int) -> None:
+        self.to_score(name, stage, capacity)
+
+    def to_score(self, name: str, stage: int, capacity: int) -> list[Task]:
+        stages = self.policies["stages"]
+        kind = stages[stage % len(stages)]
+        reply = self.tell(name, LeaseTasks(kind=kind, capacity=capacity, wait_s=0))
+        if not isinstance(reply, TaskLeases):
+            return []
+        self.scoring += [(name, kind, task) for task in reply.tasks]
+        if kind == "reward":
+            assert all(task.row.get("environment") != ALONE.name for task in reply.tasks)
+        return reply.tasks
+
+    @precondition(lambda self: self.scoring)
+    @rule(
+        pick=picks,
+        good=st.integers(0, 3),
+        all_of_it=st.integers(0, 3),
+        more=st.lists(st.tuples(picks, st.booleans()), max_size=3),
+    )
+    def submit_score(
+        self, pick: int, good: int, all_of_it: int, more: list[tuple[int, bool]]
+    ) -> None:
+        """Answer anything that was ever handed out, in time or not, with a score or an error.
+
+        Where groups are scored at once, mostly with the scores of all that came with it; else
+        perhaps with `more` in the same message.
+        """
+        name, stage, task = self.scoring[pick % len(self.scoring)]
+        tasks, is_whole = [task], self.whole and stage == "reward"
+        if is_whole and all_of_it:
+            same = {
+                t.sample_id: t
+                for n, s, t in self.scoring
+                if (n, s, t.attempt, t.group_id) == (name, stage, task.attempt, task.group_id)
+            }
+            tasks = list(same.values())
+        scores = self.judge(tasks, pick % 2, bool(good))
+        own = [one for n, s, one in self.scoring if (n, s) == (name, stage)]
+        for number, is_good in () if is_whole else more:
+            scores += self.judge([own[number % len(own)]], number % 2, is_good)
+        self.tell(name, SubmitResults(scores=scores))
+
+    def judge(self, tasks: list[Task], reward: float, good: bool) -> list[Score]:
+        """Scores that fit any stage, or errors, which name the message that they come in."""
+        self.judged.append({(t.sample_id, t.made.attempt) for t in tasks})
+        number = float(len(self.judged) - 1)
+        return [
+            Score(
+                sample_id=task.sample_id,
+                attempt=task.attempt,
+                reward=float(reward),
+                reward_parts={"judged": number, "response": float(task.made.attempt)},
+                logprobs=logprobs_of(task.made),
+                error="" if good else "did not work",
+            )
+            for task in tasks
+        ]
+
     # -- the trainer ------------------------------------------------------------------------------
 
     @rule(wait_s=st.sampled_from([0.0, 7.0]))
@@ -194,55 +362,79 @@ class BrokerMachine(RuleBasedStateMachine):
         self.ensure("trainer")
         reply = self.world.ask("trainer", LeaseBatch(step=self.version + 1, wait_s=wait_s))
         if isinstance(reply, BatchLease):
-            self.leased(reply)
+            self.got(reply)
         self.collect()
 
     @precondition(lambda self: self.batch is not None and self.batch.step == self.version + 1)
     @rule()
     def commit(self) -> None:
         assert self.batch is not None
-        reply = self.world.ask("trainer", CommitBatch(step=self.batch.step))
+        step, samples = self.batch.step, [made.sample_id for made in self.batch.trajectories]
+        reply = self.world.ask("trainer", CommitBatch(step=step))
         if not isinstance(reply, Nack):
-            self.version = self.batch.step
-            self.trained |= {made.sample_id for made in self.batch.trajectories}
+            self.version, self.uses[step] = step, samples
         self.collect()
 
     @precondition(lambda self: len(self.broker.pool.complete) > 0)
     @rule()
     def train(self) -> None:
         """What a sound trainer does."""
-        self.lease_batch(0.0)
+        if self.version < STEPS:
+            self.lease_batch(0.0)
         if self.batch is not None and self.batch.step == self.version + 1:
             self.commit()
 
     @rule(step=st.integers(-1, STEPS + 1))
     def commit_something_else(self, step: int) -> None:
         if self.batch is None or step != self.batch.step or step <= self.version:
-            self.world.ask("trainer", CommitBatch(step=step))
-            self.collect()
+            self.tell("trainer", CommitBatch(step=step))
 
     @rule()
-    def restart_trainer(self) -> None:
+    def save_a_checkpoint(self) -> None:
+        self.tell("trainer", CheckpointSaved(step=self.version))
+
+    @precondition(lambda self: self.durable)
+    @rule()
+    def the_trainer_loses_its_steps_since_the_checkpoint(self) -> None:
         self.come("trainer")
+        step = (self.broker.batches.checkpoint or 0) + 1
+        if step > self.version or self.finished:
+            return
+        reply = self.world.ask("trainer", LeaseBatch(step=step, wait_s=0))
+        assert isinstance(reply, BatchLease), reply
+        self.version, self.batch = step - 1, None
+        self.got(reply)
+        self.collect()
 
-    # -- time and the end -------------------------------------------------------------------------
+    # -- time, the buffer's death and the end -----------------------------------------------------
 
-    @rule(seconds=st.sampled_from([1.0, LEASE_S, 30.0]), alive=st.booleans())
+    @rule(seconds=st.sampled_from([1.0, 10.0, 30.0]), alive=st.booleans())
     def wait(self, seconds: float, alive: bool) -> None:
-        if alive:
-            for name in (*GENERATORS, "trainer"):
-                self.world.beat(name)
+        for name in (*GENERATORS, *SCORERS, "trainer") if alive else ():
+            self.world.beat(name)
         self.world.pass_time(seconds)
         self.collect()
+
+    @precondition(lambda self: self.durable)
+    @rule()
+    def kill_the_buffer(self) -> None:
+        before, held = self.broker.pool, self.holders()
+        ledger = before.ledger.snapshot()
+        self.forgotten |= set(before.over)
+        self.world.restart_broker()
+        assert self.broker.pool.ledger.snapshot() == ledger
+        assert self.holders() == held
 
     @precondition(lambda self: self.version >= STEPS - 1)
     @rule()
     def finish(self) -> None:
-        reply = self.world.ask("trainer", FinishRun(reason="x"))
+        reply = self.tell("trainer", FinishRun(reason="x"))
         if isinstance(reply, RunFinished):
             self.finished = True
             assert not any(reply.ledger.in_flight.values())
-        self.collect()
+
+    def holders(self) -> dict[str, str]:
+        return {s.sample_id: s.holder for s in self.broker.pool.samples.values() if s.holder}
 
     # -- what always holds ------------------------------------------------------------------------
 
@@ -251,9 +443,9 @@ class BrokerMachine(RuleBasedStateMachine):
         pool, ledger = self.broker.pool, self.broker.pool.ledger
         assert ledger.snapshot().balance == 0
         issued = {f"s-{number}" for number in range(ledger.issued)}
-        assert set(pool.samples) | set(pool.over) == issued
+        assert set(pool.samples) | set(pool.over) | self.forgotten == issued
         assert not set(pool.samples) & set(pool.over)
-        for state in ("queued", "generating", "ready", "training"):
+        for state in ("queued", "generating", "scoring", "ready", "training"):
             assert ledger.count(state) == sum(s.state == state for s in pool.samples.values())
 
     @invariant()
@@ -270,46 +462,89 @@ class BrokerMachine(RuleBasedStateMachine):
         assert set(held.values()) <= set(self.broker.members.peers)
 
     @invariant()
+    def scoring_samples_are_scored_by_members_or_wait(self) -> None:
+        pool = self.broker.pool
+        for sample in pool.samples.values():
+            if sample.state is State.SCORING:
+                queue = pool.unscored[pool.stage_of(sample)]
+                if pool.stage_of(sample) == "reward":
+                    assert sample.group.prompt.row.get("environment") != ALONE.name
+                assert sample in queue or sample.holder or not pool.scored_with(sample)
+
+    @invariant()
     def the_ledger_is_what_the_trainer_knows(self) -> None:
-        over = self.broker.pool.over
-        assert {name for name, outcome in over.items() if outcome.end == "trained"} == self.trained
-        assert self.broker.pool.ledger.trained == len(self.trained)
+        pool, trained = self.broker.pool, self.used(self.version + 1)
+        over = {name for name, outcome in pool.over.items() if outcome.end == "trained"}
+        assert over <= trained <= over | self.forgotten
+        assert pool.ledger.trained == len(trained)
         assert self.broker.batches.version == self.version
 
     @invariant()
     def generation_is_not_too_far_ahead(self) -> None:
-        gate = (min(self.version + self.run_ahead, STEPS - 1) + 1) * self.batch_size
-        assert self.broker.pool.ledger.live <= gate
+        """What waits to be trained on once more counts on top."""
+        batches = self.broker.batches
+        gate = min(self.run_ahead + 1, STEPS - self.version) * self.groups
+        again = sum(len(batch.groups) for batch in batches.formed.values()) * self.durable
+        assert batches.untrained <= gate + self.policies["oversample"] + again
+
+    @invariant()
+    def ages_are_those_of_a_look_at_all_samples(self) -> None:
+        for group in self.broker.pool.groups.values():
+            known = [one.oldest_possible for one in group.samples]
+            assert group.oldest == min((one for one in known if one is not None), default=None)
 
     @invariant()
     def only_live_samples_take_memory(self) -> None:
-        assert len(self.world.store.keys("t/s-")) <= len(self.broker.pool.samples)
+        """Live ones, and those of kept batches."""
+        kept = {name for step in self.broker.batches.archive.steps for name in self.uses[step]}
+        stored = {key[2:] for key in self.world.store.keys("t/s-")}
+        assert stored <= set(self.broker.pool.samples) | kept
+
+    @invariant()
+    def evaluations_have_a_ledger_of_their_own(self) -> None:
+        evals = self.broker.run.evals
+        assert evals.pool.ledger.snapshot().balance == 0
+        for report in evals.reports:
+            assert report.answered + sum(report.ended.values()) == report.samples
 
     def teardown(self) -> None:
         """From any state, honest peers bring the run to its end: nothing can deadlock."""
-        if not hasattr(self, "world"):
+        if not hasattr(self, "uses"):
             return
         if not self.finished:
-            for name in (*GENERATORS, "trainer"):
+            for name in (*GENERATORS, *SCORERS, "trainer"):
                 self.come(name)
             for _ in range(10 * STEPS):
-                self.work_honestly()
+                if self.version < STEPS and not self.finished:
+                    self.work_honestly()
             assert self.version == STEPS or self.finished
         self.every_sample_is_in_exactly_one_place()
 
     def work_honestly(self) -> None:
+        self.world.pass_time(0.5)
+        for name in (*GENERATORS, *SCORERS, "trainer"):
+            self.world.beat(name)
         for name in GENERATORS:
             self.load_weights(name)
             self.tasks.clear()
             self.lease(name, 100, 0.0)
             for holder, task in self.tasks:
-                made = self.answer(holder, task, False)
+                made = self.answer(holder, task, False, reward=len(self.tasks) % 2)
                 self.world.ask(holder, SubmitResults(trajectories=[made]))
-        if self.version < STEPS:
-            self.lease_batch(0.0)
-            if self.batch is not None and self.batch.step == self.version + 1:
-                self.commit()
+        for number in range(len(self.policies["stages"])):
+            by_group: dict[str, list[Task]] = {}
+            for task in self.to_score("x", number, 100):
+                by_group.setdefault(task.group_id, []).append(task)
+            for index, tasks in enumerate(by_group.values()):
+                self.world.ask("x", SubmitResults(scores=self.judge(tasks, index % 2, True)))
+        self.collect()
+        self.train()
+
+
+def logprobs_of(made: Trajectory) -> bytes:
+    """What a model says of this very response."""
+    return pack_float32([-float(made.attempt)] * made.response_tokens)
 
 
 TestBroker = BrokerMachine.TestCase
-TestBroker.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestBroker.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)

@@ -6,13 +6,9 @@ from collections import Counter
 from operator import attrgetter
 from typing import Any
 
-import hypothesis.strategies as st
 import msgspec
 import pytest
 from fakes.broker_world import World, trajectory
-from hypothesis import settings
-from hypothesis.stateful import initialize, invariant, rule
-from test_buffer_properties import LEASE_S, STEPS, BrokerMachine
 
 from umbra.proto.messages import (
     BatchLease,
@@ -30,71 +26,8 @@ from umbra.proto.messages import (
 from umbra.proto.records import EvalReport
 from umbra.services.buffer.persistence import PLACES, RunRecord, pack_run, put_back
 from umbra.services.buffer.samples.evaluation import OpenEvaluation
-from umbra.services.buffer.samples.pool import State
 from umbra.services.buffer.samples.staleness import StalenessStats
 from umbra.services.buffer.store import StoreError
-
-
-class RestartMachine(BrokerMachine):
-    """The same peers, and a buffer that is killed now and then."""
-
-    @initialize(
-        group_size=st.integers(1, 3),
-        batch_groups=st.integers(1, 2),
-        run_ahead=st.integers(0, 3),
-        max_staleness=st.integers(0, 2),
-        max_attempts=st.integers(1, 4),
-    )
-    def start(self, **buffer: Any) -> None:
-        self.forgotten: set[str] = set()
-        super().start(**buffer)
-
-    def make_world(self, **buffer: Any) -> World:
-        return World(steps=STEPS, durable=True, lease_s=LEASE_S, dead_after_s=25, **buffer)
-
-    @rule()
-    def kill_the_buffer(self) -> None:
-        before = self.broker.pool
-        ledger, held = before.ledger.snapshot(), holders(self.world)
-        self.forgotten |= set(before.over)
-        self.world.restart_broker()
-        self.broker = self.world.broker
-        assert self.broker.pool.ledger.snapshot() == ledger
-        assert holders(self.world) == held
-
-    @rule()
-    def save_a_checkpoint(self) -> None:
-        self.world.ask("trainer", CheckpointSaved(step=self.version))
-
-    @invariant()
-    def every_sample_is_in_exactly_one_place(self) -> None:
-        pool, ledger = self.broker.pool, self.broker.pool.ledger
-        assert ledger.snapshot().balance == 0
-        issued = {f"s-{number}" for number in range(ledger.issued)}
-        assert set(pool.samples) | set(pool.over) | self.forgotten == issued
-        for state in ("queued", "generating", "ready", "training"):
-            assert ledger.count(state) == sum(s.state == state for s in pool.samples.values())
-
-    @invariant()
-    def the_ledger_is_what_the_trainer_knows(self) -> None:
-        assert self.broker.pool.ledger.trained == len(self.trained)
-        assert self.broker.batches.version == self.version
-
-    @invariant()
-    def only_live_samples_take_memory(self) -> None:
-        kept = len(self.broker.batches.archive.steps) * self.batch_size
-        assert len(self.world.store.keys("t/s-")) <= len(self.broker.pool.samples) + kept
-
-
-def holders(world: World) -> dict[str, str]:
-    """Who holds what."""
-    return {
-        s.sample_id: s.holder for s in world.pool.samples.values() if s.state is State.GENERATING
-    }
-
-
-TestRestarts = RestartMachine.TestCase
-TestRestarts.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
 
 
 def started(**buffer: Any) -> World:

@@ -89,12 +89,6 @@ def test_the_size_follows_what_is_kept(store: Store) -> None:
     assert store.size_bytes <= empty + 8192
 
 
-def test_a_new_store_is_empty_and_stays_where_it_is(tmp_path: Path) -> None:
-    store = reopen(LmdbStore(tmp_path / "new" / "store"))
-    assert contents(store) == {}
-    store.close()
-
-
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 1 << 30))
 def test_it_is_a_dictionary_that_survives(

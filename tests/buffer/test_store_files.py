@@ -15,10 +15,16 @@ from fakes.lossy_disk import QuickDisk
 from test_store import contents
 
 from umbra.services.buffer import store as stores
-from umbra.services.buffer.mark import NAME as MARK
-from umbra.services.buffer.mark import open_marked, refuse_marked
 from umbra.services.buffer.service import open_store
-from umbra.services.buffer.store import ACKNOWLEDGED, DATA, LmdbStore, StoreError
+from umbra.services.buffer.store import (
+    ACKNOWLEDGED,
+    DATA,
+    MARK,
+    LmdbStore,
+    StoreError,
+    open_marked,
+    refuse_marked,
+)
 from umbra.services.config import BufferConfig, RunConfig
 from umbra.services.process.command import ServiceContext
 

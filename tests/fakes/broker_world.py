@@ -14,7 +14,7 @@ from umbra.proto.net.server import Request
 from umbra.proto.records import Task, Trajectory, VersionSpan, pack_float32, pack_int32
 from umbra.services.buffer.broker import Broker, Endpoints
 from umbra.services.buffer.effects import Effect, Measure, Notify, Reply
-from umbra.services.buffer.prompts import EpochSource
+from umbra.services.buffer.prompts import PromptFeed
 from umbra.services.buffer.state import RunState
 from umbra.services.buffer.store import MemoryStore
 from umbra.services.config import (
@@ -31,7 +31,7 @@ from umbra.services.prompts.rows import Prompt
 M = TypeVar("M", bound=m.Message)
 
 
-class EndlessPrompts(EpochSource):
+class EndlessPrompts(PromptFeed):
     """Rows 1, 2, 3, ...; of several environments in turn, if there are any."""
 
     def __init__(self, environments: Sequence[str] = ()) -> None:

@@ -139,7 +139,8 @@ def test_any_number_watch_and_see_the_same(buffer: Buffer, security: SecurityOf)
                 assert isinstance(look.status, StatusMessage)
                 assert look.pushes[0].wire_s == PUSH["wire_s"]
                 assert look.samples[0].response == SAMPLE["response"]
-    assert buffer.server.remembered == 1  # the generator; of the watchers nothing stays
+    senders = {key[1].partition(b".")[0] for key in buffer.server.resends._known}
+    assert senders == {b"generator-0"}, "of the watchers nothing stays"
 
 
 def test_who_watches_may_not_operate(buffer: Buffer, security: SecurityOf) -> None:

@@ -10,7 +10,7 @@ from umbra.proto import messages as m
 from umbra.proto.bounds import LEASES
 from umbra.proto.codec import portions
 from umbra.proto.net.server import Request
-from umbra.services.buffer.effects import Effects, Parked
+from umbra.services.buffer.effects import Effects, NackError, Parked
 from umbra.services.buffer.samples.groups import State
 from umbra.services.buffer.state import RunState
 
@@ -70,8 +70,7 @@ class TrainerEndpoint:
             )
             if expected <= self._steps:
                 reason += f", so the next is {expected}"
-            self._outbox.refuse(request, "wrong_step", reason, "step")
-            return
+            raise NackError("wrong_step", reason, "step")
         if self.closed:
             self._outbox.reply(request, self._nothing(body.step, "nothing: the run is ending"))
             return
@@ -100,8 +99,7 @@ class TrainerEndpoint:
                 f"step {body.step} cannot be committed: its batch was not leased, version is "
                 f"{self._batches.version}"
             )
-            self._outbox.refuse(request, "not_leased", reason, "step")
-            return
+            raise NackError("not_leased", reason, "step")
         ledger = self._pool.ledger.snapshot()
         self._outbox.reply(request, m.CommitAck(version=self._batches.version, ledger=ledger))
 
@@ -109,13 +107,12 @@ class TrainerEndpoint:
         version = self._batches.version
         if not 0 <= body.step <= version:
             reason = f"no checkpoint can cover step {body.step}: {version} steps are committed"
-            self._outbox.refuse(request, "wrong_step", reason, "step")
-            return
+            raise NackError("wrong_step", reason, "step")
         self._batches.cover(body.step)
         self._outbox.reply(request, m.Ok())
         self.checkpoint_requests.saved(body.newest, body.error)
 
-    def checkpoint_wanted(self, request: Request, _body: m.CheckpointRequest, now: float) -> None:
+    def checkpoint_wanted(self, request: Request, now: float) -> None:
         """Ask the trainer for a checkpoint, at once if it is waiting for a batch."""
         self.checkpoint_requests.add(request, self._batches.version, now)
         if self.checkpoint_requests.open:

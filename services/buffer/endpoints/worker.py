@@ -10,7 +10,7 @@ from umbra.proto import messages as m
 from umbra.proto.bounds import BATCH
 from umbra.proto.net.server import Request
 from umbra.proto.records import SAMPLE
-from umbra.services.buffer.effects import Parked
+from umbra.services.buffer.effects import NackError, Parked
 from umbra.services.buffer.endpoints.answers import MALFORMED, Answers
 from umbra.services.buffer.samples.groups import State
 from umbra.services.buffer.samples.leases import Grant
@@ -48,21 +48,17 @@ class WorkerEndpoint:
 
     def lease(self, request: Request, body: m.LeaseTasks, now: float) -> None:
         scores, newest = body.kind != SAMPLE, self._batches.newest
-        if not self._may(request, "scorer" if scores else "generator"):
-            return
+        self._check_role(request, "scorer" if scores else "generator")
         name = request.header.sender
         if scores and body.kind not in self._run.buffer.stages:
             known = ", ".join(self._run.buffer.stages) or "none"
             reason = f"the run has no stage {body.kind!r}; buffer.stages has {known}"
-            self._outbox.refuse(request, "unknown_stage", reason, "kind")
-            return
+            raise NackError("unknown_stage", reason, "kind")
         if not scores and not 0 <= body.version <= newest:
             reason = f"{name} serves version {body.version}, but 0 to {newest} exist"
-            self._outbox.refuse(request, "wrong_version", reason, "version")
-            return
+            raise NackError("wrong_version", reason, "version")
         if not scores and self._strikes[name] >= STRIKES:
-            self._refuse_striker(request)
-            return
+            raise _malformed(name)
         if scores:
             self._scoring.serving[name] = body.kind
         grant = self._grant(request, body, now)
@@ -74,8 +70,7 @@ class WorkerEndpoint:
 
     def submit(self, request: Request, body: m.SubmitResults, now: float) -> None:
         scores_only = body.scores and not body.trajectories
-        if not self._may(request, "scorer" if scores_only else "generator"):
-            return
+        self._check_role(request, "scorer" if scores_only else "generator")
         refused: dict[str, str] = {}
         sender = request.header.sender
         trajectories, scores = as_arrived(request, body)
@@ -88,7 +83,8 @@ class WorkerEndpoint:
                 self._strikes[sender] += reason.startswith(MALFORMED)
         if self._strikes[sender] >= STRIKES:
             if question := self._generators.pop(sender, None):
-                self._refuse_striker(question.request)
+                striker = _malformed(sender)
+                self._outbox.refuse(question.request, striker.code, str(striker), striker.path)
             self._requeue(sender, lost=False)
         if scores:
             refused = self._scoring.submit(scores, sender, now)
@@ -179,19 +175,12 @@ class WorkerEndpoint:
                 self._run.pool_of(sample.sample_id).take_back(sample, lost=lost, reason=why)
         return len(samples)
 
-    def _refuse_striker(self, request: Request) -> None:
-        name = request.header.sender
-        reason = f"the last {STRIKES} answers of {name} were malformed: see the buffer's log"
-        self._outbox.refuse(request, "malformed_answers", reason, "sender")
-
-    def _may(self, request: Request, role: m.Role) -> bool:
-        """True if the sender is of `role`; else refuse what only that may ask or send."""
+    def _check_role(self, request: Request, role: m.Role) -> None:
+        """Raise NackError unless the sender is of `role`."""
         peer = self._run.members.peers[request.header.sender]
-        if peer.role == role:
-            return True
-        reason = f"this is for a {role}, {peer.name} is a {peer.role}"
-        self._outbox.refuse(request, "wrong_role", reason, "kind")
-        return False
+        if peer.role != role:
+            reason = f"this is for a {role}, {peer.name} is a {peer.role}"
+            raise NackError("wrong_role", reason, "kind")
 
     def _grant(self, request: Request, body: m.LeaseTasks | m.SubmitResults, now: float) -> Grant:
         """Lease for a new request, which replaces a parked one."""
@@ -256,3 +245,8 @@ class WorkerEndpoint:
             accepted=accepted,
             refused=refused or {},
         )
+
+
+def _malformed(name: str) -> NackError:
+    reason = f"the last {STRIKES} answers of {name} were malformed: see the buffer's log"
+    return NackError("malformed_answers", reason, "sender")

@@ -23,10 +23,9 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from umbra.proto.errors import RejectedError
 from umbra.proto.messages import Stuck
 from umbra.proto.records import EvalReport
-from umbra.services.buffer.effects import Effects
+from umbra.services.buffer.effects import Effects, NackError
 from umbra.services.buffer.health import SampleFailure
 from umbra.services.buffer.members import Membership
 from umbra.services.buffer.samples.batches import Batches
@@ -107,14 +106,14 @@ class Evaluations:
         """Begin an evaluation of the current policy; return the number of samples.
 
         Raises:
-            RejectedError: there are no prompts, or an evaluation is under way.
+            NackError: there are no prompts, or an evaluation is under way.
         """
         if not self._prompts:
             reason = "the run has no held-out prompts: set eval.prompts before it starts"
-            raise RejectedError(reason, code="no_eval")
+            raise NackError("no_eval", reason)
         if self.open is not None:
             reason = f"the evaluation of version {self.open.version} is under way: wait for it"
-            raise RejectedError(reason, code="no_eval")
+            raise NackError("no_eval", reason)
         self._asked = True
         return self._config.samples
 

@@ -16,7 +16,7 @@ of the state machine can be forgotten here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from operator import attrgetter
 from typing import Any
 
@@ -30,34 +30,26 @@ from umbra.services.prompts.rows import Prompt
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder().decode
-_REQUIRED = object()
 
 
-def _kept(cls: type[Any], *left_out: str) -> list[tuple[str, Any]]:
-    """Return names and defaults of the stored fields."""
-
-    def default(field: Field[Any]) -> Any:
-        if field.default_factory is not MISSING:
-            return field.default_factory()
-        return _REQUIRED if field.default is MISSING else field.default
-
-    return [(f.name, default(f)) for f in fields(cls) if f.name not in left_out]
-
-
-def _record(name: str, kept: list[tuple[str, Any]], *more: str) -> type[msgspec.Struct]:
-    """Return a struct of `kept` and then `more` fields; defaults are left out."""
-    required = [(name, Any) for name, default in kept if default is _REQUIRED]
-    others = [(name, Any, default) for name, default in kept if default is not _REQUIRED]
-    more_fields = [(name, Any, None) for name in more]
-    return msgspec.defstruct(name, required + others + more_fields, omit_defaults=True, gc=False)
+def _record(cls: type[Any], left_out: tuple[str, ...], *more: str) -> tuple[Any, Any]:
+    """Return a struct of the stored fields of `cls`, then `more`, and a getter of the former."""
+    kept = [field for field in fields(cls) if field.name not in left_out]
+    specs: list[Any] = [
+        (one.name, Any) if one.default is MISSING else (one.name, Any, one.default) for one in kept
+    ]
+    specs += [(name, Any, None) for name in more]
+    record = msgspec.defstruct(f"{cls.__name__}Record", specs, omit_defaults=True, gc=False)
+    return record, attrgetter(*(field.name for field in kept))
 
 
-_SAMPLE = _kept(Sample, "group", "leased_at", "deadline", "unscored_since")
-_SampleRecord = _record("_SampleRecord", _SAMPLE)
-_sample_values = attrgetter(*(name for name, _ in _SAMPLE))
-_GROUP = _kept(Group, "prompt", "samples", "ready", "first_ready_at", "row", "moved", "_age")
-_GroupRecord = _record("_GroupRecord", _GROUP, "prompt", "samples")
-_group_values = attrgetter(*(name for name, _ in _GROUP))
+_SampleRecord, _sample_values = _record(
+    Sample, ("group", "leased_at", "deadline", "unscored_since")
+)
+_GroupRecord, _group_values = _record(
+    Group, ("prompt", "samples", "ready", "first_ready_at", "row", "moved", "_age"),
+    "prompt", "samples",
+)  # fmt: skip
 
 
 def group_record(group: Group) -> msgspec.Struct:
@@ -97,7 +89,7 @@ class Journal:
 
     def __init__(self, store: Store, pool: SamplePool) -> None:
         self.store = store
-        self._pool = pool
+        self.pool = pool
         self._issued: set[str] = set()  # groups whose prompt row is in the store
 
     def write(self, key: str, value: Any) -> None:
@@ -112,9 +104,9 @@ class Journal:
 
     def save(self) -> bool:
         """Store the groups that have changed; False if there were none."""
-        changed, self._pool.changed = self._pool.changed, {}
+        changed, self.pool.changed = self.pool.changed, {}
         for key, group in changed.items():
-            if self._pool.is_alive(group):
+            if self.pool.is_alive(group):
                 if not group.completed and key not in self._issued:
                     self._issued.add(key)
                     self.write(f"r/{key}", group.prompt.row)
@@ -129,7 +121,7 @@ class Journal:
         Raises:
             StoreError: something is missing.
         """
-        prefix = f"{self._pool.prefix}g-"
+        prefix = f"{self.pool.prefix}g-"
         rows = {key[2:]: self.read(key) for key in self.store.keys(f"r/{prefix}")}
         groups: list[Group] = []
         for key in self.store.keys(f"g/{prefix}"):
@@ -151,10 +143,7 @@ class Journal:
 
     def trajectories(self) -> dict[str, int]:
         """Return how many stages are scored, by sample with a trajectory."""
-        return self._pool.trajectory_store.scored(self._pool.prefix + "s-")
-
-    def drop_trajectory(self, sample_id: str) -> None:
-        self._pool.trajectory_store.drop(sample_id)
+        return self.pool.trajectory_store.scored(self.pool.prefix + "s-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +166,7 @@ class Archive:
     def __init__(self, journal: Journal) -> None:
         self.steps: list[int] = []  # committed ones that are kept, in order and without a gap
         self._journal = journal
+        self._trajectories = journal.pool.trajectory_store
 
     @property
     def is_kept(self) -> bool:
@@ -236,7 +226,7 @@ class Archive:
             oldest = self.steps.pop(0)
             for group in self._journal.read(f"b/{oldest}")["groups"]:
                 for sample in group["samples"]:
-                    self._journal.drop_trajectory(sample["sample_id"])
+                    self._trajectories.drop(sample["sample_id"])
             self.forget(oldest)
 
     def forget(self, step: int) -> None:
