@@ -1,11 +1,10 @@
 """The tables of `docs/models.md`; `python -m fakes.models_page`, in `tests/`, writes them anew.
 
-With `--vllm` only the one about vLLM, which is read from the record in `benchmarks/results`.
+What vLLM does is read from the record in `benchmarks/results`.
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -19,9 +18,9 @@ from umbra.proto.errors import UsageError
 from umbra.services.modeling.architectures import PROVEN, check_architecture
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-RIGHT = ("architecture", "`model_type`", "tried with", "training", "torch engine", "weights")
+RIGHT = ("architecture", "`model_type`", "tried with", "Umbra", "vLLM")
 REFUSED = ("architecture", "`model_type`", "Umbra says")
-VLLM = ("model", "vLLM", "why")
+VLLM = ("`model_type`", "Umbra says")
 
 
 def examine(directory: Path) -> Outcome | str:
@@ -37,13 +36,10 @@ def examine(directory: Path) -> Outcome | str:
 
 def right(architecture: Architecture, outcome: Outcome) -> str:
     """The line of an architecture whose comparisons were made."""
-    cells = [f"**{outcome.architecture}**", f"`{outcome.model_type}`", architecture.about]
-    for kind in ("rows", "torch engine", ("published", "exported")):
-        kinds = (kind,) if isinstance(kind, str) else kind
-        rows = [row for row in outcome.rows if any(part in row.name for part in kinds)]
-        assert rows, f"nothing was compared of {kinds}"
-        cells.append("equal" if all(row.outcome == "equal" for row in rows) else "different")
-    return _line(cells)
+    known = f"**{outcome.architecture}**", f"`{outcome.model_type}`", architecture.about
+    found = vllm_models.recorded().get(architecture.name, {})
+    equal = "equal" if outcome.equal else "different"
+    return _line([*known, equal, found.get("outcome", "")])
 
 
 def refused(architecture: Architecture, reason: str) -> str:
@@ -52,12 +48,12 @@ def refused(architecture: Architecture, reason: str) -> str:
 
 
 def vllm_table() -> str:
-    """What the record says of vLLM and the models that are not refused anyway."""
-    found = vllm_models.recorded()
+    """Say why vLLM does not serve some of the models that Umbra trains."""
+    kinds = {name: one.config().model_type for name, one in ARCHITECTURES.items()}
     shown = [
-        _line([name, found[name]["outcome"], found[name].get("why", "")])
-        for name, architecture in ARCHITECTURES.items()
-        if name in found and architecture.config().model_type in PROVEN
+        _line([f"`{kinds[name]}`", found["why"]])
+        for name, found in vllm_models.recorded().items()
+        if found.get("why") and kinds.get(name) in PROVEN
     ]
     return table(VLLM, shown)
 
@@ -84,6 +80,7 @@ def write() -> None:
                 good.append(right(architecture, found))
     _put("right", table(RIGHT, good))
     _put("refused", table(REFUSED, bad))
+    _put("vllm", vllm_table())
 
 
 def _put(mark: str, content: str) -> None:
@@ -96,6 +93,4 @@ def _put(mark: str, content: str) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    if "--vllm" not in sys.argv:
-        write()
-    _put("vllm", vllm_table())
+    write()
