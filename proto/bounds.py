@@ -12,11 +12,13 @@ import re
 import sys
 from functools import cache
 from itertools import islice
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import msgspec.inspect
 from msgspec import Meta
+
+T = TypeVar("T")
 
 NAME_CHARS = 256
 ID_CHARS = 256
@@ -63,6 +65,13 @@ Stats = Annotated[
     dict[Annotated[str, Meta(max_length=STAT_CHARS, pattern=NO_CONTROL)], Number],
     Meta(max_length=STATS),
 ]
+# Lists and maps: of what one message brings to a server, of a process, of whatever else a server
+# tells one process, and of a whole run.
+Portion = Annotated[list[T], Meta(max_length=SUBMITTED)]
+Held = Annotated[list[T], Meta(max_length=LEASES)]
+Many = Annotated[list[T], Meta(max_length=BATCH)]
+ManyBy = Annotated[dict[Name, T], Meta(max_length=BATCH)]
+Whole = Annotated[list[T], Meta(max_length=RUN)]
 Counts = Annotated[dict[Name, int], Meta(max_length=FIGURES)]
 Int32s = Annotated[bytes, Meta(max_length=4 * TOKENS)]
 Float32s = Annotated[bytes, Meta(max_length=4 * TOKENS)]

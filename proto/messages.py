@@ -14,18 +14,21 @@ from msgspec import Meta
 from umbra.proto.bounds import (
     BATCH,
     FIGURES,
-    LEASES,
     MEMBERS,
-    RUN,
     STAGES,
-    SUBMITTED,
+    Counts,
     Figures,
+    Held,
     Id,
+    Many,
+    ManyBy,
     Name,
     Number,
+    Portion,
     Row,
     Stats,
     Text,
+    Whole,
 )
 from umbra.proto.errors import WireError
 from umbra.proto.records import (
@@ -190,10 +193,8 @@ class Stuck(Told, frozen=True, kw_only=True):
 class Curves(Record, frozen=True, kw_only=True):
     """Figures of the steps so far, as means over stretches of them, so that they stay few."""
 
-    steps: Annotated[list[int], Meta(max_length=BATCH)] = []  # the last one of each stretch
-    values: Annotated[
-        dict[Name, Annotated[list[Number | None], Meta(max_length=BATCH)]], Meta(max_length=FIGURES)
-    ] = {}  # by name
+    steps: Many[int] = []  # the last one of each stretch
+    values: Annotated[dict[Name, Many[Number | None]], Meta(max_length=FIGURES)] = {}  # by name
 
 
 class RunWarning(Told, frozen=True, kw_only=True):
@@ -226,31 +227,23 @@ class Status(Message, frozen=True, kw_only=True):
     steps: int  # the run's goal
     ledger: Ledger
     members: Annotated[list[Member], Meta(max_length=MEMBERS)]
-    departed: Annotated[dict[Name, Text], Meta(max_length=BATCH)]  # name -> why it is gone
+    departed: ManyBy[Text]  # name -> why it is gone
     staleness: Figures  # of the samples trained so far: mean, max, bound
-    counters: Annotated[
-        dict[Name, int], Meta(max_length=BATCH)
-    ]  # rejected messages by reason, expired leases, duplicates, ...
-    stuck: Annotated[list[Stuck], Meta(max_length=RUN)]
+    counters: ManyBy[int]  # rejected messages by reason, expired leases, duplicates, ...
+    stuck: Whole[Stuck]
     weights: Name = ""  # endpoint of the hub
-    evals: Annotated[list[EvalReport], Meta(max_length=RUN)] = []  # oldest first
+    evals: Whole[EvalReport] = []  # oldest first
     eval_ledger: Ledger = Ledger()  # of eval samples, which the other one leaves out
-    staleness_counts: Annotated[
-        list[int], Meta(max_length=RUN)
-    ] = []  # trained samples by staleness, from 0
+    staleness_counts: Whole[int] = []  # trained samples by staleness, from 0
     curves: Curves = Curves()
     events: Name = ""  # endpoint for those who watch telemetry
     paused: Text = ""  # why nothing is handed out, if so
     ending: Text = ""  # why the run ends, once it does
     finished: bool = False  # it ends because all steps are done
-    refused: Annotated[
-        dict[Name, int], Meta(max_length=FIGURES)
-    ] = {}  # who was refused what for lack of the right key, in words
+    refused: Counts = {}  # who was refused what for lack of the right key, in words
     rates: Rates = Rates()
     health: Figures = {}  # shares of groups, answers and samples that teach nothing
-    warnings: Annotated[
-        list[RunWarning], Meta(max_length=BATCH)
-    ] = []  # those that hold, and those that are over
+    warnings: Many[RunWarning] = []  # those that hold, and those that are over
 
 
 class Order(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -288,8 +281,8 @@ class SubmitResults(Message, frozen=True, kw_only=True):
     Reply: `TaskLeases`.
     """
 
-    trajectories: Annotated[list[Trajectory], Meta(max_length=SUBMITTED)] = []
-    scores: Annotated[list[Score], Meta(max_length=SUBMITTED)] = []
+    trajectories: Portion[Trajectory] = []
+    scores: Portion[Score] = []
     capacity: int = 0  # samples that a generator has room for
     version: int = 0  # of the weights it serves now
 
@@ -300,18 +293,18 @@ class RenewLeases(Message, frozen=True, kw_only=True):
     Reply: `TaskLeases` with those that are `lost`.
     """
 
-    leases: Annotated[list[tuple[Id, int]], Meta(max_length=LEASES)] = []
-    partials: Annotated[list[Trajectory], Meta(max_length=SUBMITTED)] = []
+    leases: Held[tuple[Id, int]] = []
+    partials: Portion[Trajectory] = []
 
 
 class TaskLeases(Message, frozen=True, kw_only=True):
     """Tasks to work on, and what became of the results or leases that the request named."""
 
-    tasks: Annotated[list[Task], Meta(max_length=BATCH)] = []
+    tasks: Many[Task] = []
     more_pinned: bool = False  # keep to your version: more samples pinned to it wait for you
     accepted: int = 0  # results
     refused: Annotated[dict[Id, Text], Meta(max_length=BATCH)] = {}  # results, by sample: why
-    lost: Annotated[list[Id], Meta(max_length=LEASES)] = []  # samples to stop working on
+    lost: Held[Id] = []  # samples to stop working on
 
 
 class ReturnedSample(Told, frozen=True, kw_only=True):
@@ -327,7 +320,7 @@ class ReturnedSample(Told, frozen=True, kw_only=True):
 class ReturnTasks(Message, frozen=True, kw_only=True):
     """Samples handed back: an interruption, a drain, or a failure of the environment."""
 
-    samples: Annotated[list[ReturnedSample], Meta(max_length=SUBMITTED)]
+    samples: Portion[ReturnedSample]
 
 
 class Interrupt(Message, frozen=True, kw_only=True):
@@ -336,7 +329,7 @@ class Interrupt(Message, frozen=True, kw_only=True):
     A sample whose environment was told something goes on until that has answered the turn.
     """
 
-    leases: Annotated[list[tuple[Id, int]], Meta(max_length=LEASES)]
+    leases: Held[tuple[Id, int]]
     reason: Text = ""
 
 
@@ -364,15 +357,13 @@ class BatchLease(Message, frozen=True, kw_only=True):
     """
 
     step: int
-    trajectories: Annotated[list[Trajectory], Meta(max_length=RUN)]
+    trajectories: Whole[Trajectory]
     waiting_for: Text = ""
     paused: bool = False  # it is not late: the run was paused
     checkpoint: bool = False  # save the state of now before anything else
-    evals: Annotated[
-        list[EvalReport], Meta(max_length=BATCH)
-    ] = []  # the last ones that are over, for the trainer's curves
+    evals: Many[EvalReport] = []  # the last ones that are over, for the trainer's curves
     scores: Annotated[
-        dict[Id, Annotated[list[Score], Meta(max_length=RUN)]], Meta(max_length=STAGES)
+        dict[Id, Whole[Score]], Meta(max_length=STAGES)
     ] = {}  # by stage in their order: what it found, for each of `trajectories`
 
     def scored(self) -> list[Trajectory]:
@@ -421,7 +412,7 @@ class RunFinished(Message, frozen=True, kw_only=True):
     """The final ledger; nothing is in flight any more."""
 
     ledger: Ledger
-    evals: Annotated[list[EvalReport], Meta(max_length=BATCH)] = []  # the last ones that are over
+    evals: Many[EvalReport] = []  # the last ones that are over
 
 
 CONTROL: tuple[type[Message], ...] = (

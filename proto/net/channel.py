@@ -17,7 +17,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from umbra.proto import sockets
 from umbra.proto.codec import Envelope
-from umbra.proto.errors import DeadlineError, RejectedError, UmbraError, WireError
+from umbra.proto.errors import DeadlineError, RejectedError, UmbraError, UsageError, WireError
 from umbra.proto.messages import Message, Nack, Role
 
 if TYPE_CHECKING:
@@ -52,56 +52,18 @@ class _Pending:
     timeout_s: float
 
 
-class Handshake:
-    """The handshakes of `socket` of `context`, which is not connected yet."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]) -> None:
-        self._socket = socket
-        self._failures = 0
-        self._succeeded = False
-        self.events = sockets.handshakes(context, socket, EVENTS)
-        self.problem = ""  # why it will not be connected, to follow the name of the server
-        self.suspicion = ""  # why it is not, it seems; what stands between may do that as well
-
-    def read(self) -> None:
-        while self.events.poll(0):
-            event = recv_monitor_message(self.events)
-            if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._succeeded, self._failures, self.problem = True, 0, ""
-                self.suspicion = ""
-            elif event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:  # libzmq does not try again
-                self.problem = "does not know our key, or has no use for one of our role"
-            elif event["event"] == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:  # the same
-                self.problem = f"does not understand us: {MISMATCH}"
-            else:
-                self._failures += 1
-                if self._failures >= FAILURES and not self._succeeded:
-                    self.suspicion = f"breaks off the connection: {MISMATCH}"
-
-    def close(self) -> None:
-        if not self._socket.closed:
-            self._socket.disable_monitor()
-        self.events.close(linger=0)
-        self._socket.close()
-
-
 class Channel:
-    """Requests to one server. Made by `IoThread.channel`, whose thread alone touches the socket."""
+    """Requests to one server. Made by `IoThread.channel`, on whose thread its socket is used.
+
+    Raises:
+        UsageError: `endpoint` is no address.
+    """
 
     def __init__(
-        self,
-        link: IoThread,
-        socket: zmq.Socket[bytes],
-        handshake: Handshake,
-        peer: str,
-        endpoint: str,
-        *,
-        insists: bool = False,
+        self, link: IoThread, endpoint: str, peer: str, server: Role, *, insists: bool
     ) -> None:
         self.endpoint = endpoint
-        self.handshake = handshake
         self.pushes: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self.socket = socket
         self.on_moved: Callable[[], None] | None = None  # on the link's thread: it must be quick
         self.sender = link.name  # this process, as the server knows it
         self.security = link.security
@@ -109,6 +71,19 @@ class Channel:
         self._link = link
         self._insists = insists
         self._pending: dict[int, _Pending] = {}
+        self._failures = 0  # of handshakes, in a row
+        self._connected = False  # at least once
+        self._locked = ""  # why it will not be connected, to follow the name of the server
+        self._suspicion = ""  # why it is not, it seems; what stands between may do that as well
+        curve = link.security.connecting(server)
+        self.socket = sockets.dealer(link.context, "", link.identity, curve)
+        # Its handshakes are watched from before there is a connection.
+        self.handshakes = sockets.handshakes(link.context, self.socket, EVENTS)
+        try:
+            sockets.connect(self.socket, endpoint)
+        except UsageError:
+            self.close()
+            raise
 
     @property
     def peer(self) -> str:
@@ -188,8 +163,8 @@ class Channel:
 
     def _start(self, body: Message, future: Future[Message], timeout_s: float) -> None:
         now = time.monotonic()
-        if self.handshake.problem:
-            _fail(future, self._locked_out(self.handshake.problem))
+        if self._locked:
+            _fail(future, self._locked_out(self._locked))
             return
         try:
             number, frames = self._link.encoder.encode(body)
@@ -229,7 +204,8 @@ class Channel:
             pending.resend_at = time.monotonic() + INSIST_S
             self._pending[number] = pending
         else:
-            _finish(pending.future, envelope.body)
+            with suppress(InvalidStateError):  # cancelled by its owner
+                pending.future.set_result(envelope.body)
 
     def tick(self, now: float) -> float:
         """Resend and expire; the time of the next tick."""
@@ -246,12 +222,27 @@ class Channel:
         return next_at
 
     def shook_hands(self) -> None:
-        self.handshake.read()
-        if self.handshake.problem:
-            self.fail_all(self._locked_out(self.handshake.problem))
+        while self.handshakes.poll(0):
+            event = recv_monitor_message(self.handshakes)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._connected, self._failures = True, 0
+                self._locked = self._suspicion = ""
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:  # libzmq does not try again
+                self._locked = "does not know our key, or has no use for one of our role"
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:  # the same
+                self._locked = f"does not understand us: {MISMATCH}"
+            else:
+                self._failures += 1
+                if self._failures >= FAILURES and not self._connected:
+                    self._suspicion = f"breaks off the connection: {MISMATCH}"
+        if self._locked:
+            self.fail_all(self._locked_out(self._locked))
 
     def close(self) -> None:
-        self.handshake.close()
+        if not self.socket.closed:
+            self.socket.disable_monitor()
+        self.handshakes.close(linger=0)
+        self.socket.close()
 
     def fail_all(self, error: UmbraError) -> None:
         for pending in self._pending.values():
@@ -265,17 +256,12 @@ class Channel:
         )
 
     def _overdue(self, pending: _Pending) -> UmbraError:
-        if self.handshake.suspicion:
-            return self._locked_out(self.handshake.suspicion)
+        if self._suspicion:
+            return self._locked_out(self._suspicion)
         return DeadlineError(
             f"no answer from {self.peer} to {type(pending.body).__name__} "
             f"within {pending.timeout_s:g} s"
         )
-
-
-def _finish(future: Future[Message], value: Message) -> None:
-    with suppress(InvalidStateError):  # cancelled by its owner
-        future.set_result(value)
 
 
 def _fail(future: Future[Message], error: Exception) -> None:

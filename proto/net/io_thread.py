@@ -16,7 +16,7 @@ from umbra.proto import sockets
 from umbra.proto.codec import Encoder, decode
 from umbra.proto.errors import DeadlineError, RejectedError, UsageError, WireError, service_thread
 from umbra.proto.messages import Event, Header, Role
-from umbra.proto.net.channel import Channel, Handshake
+from umbra.proto.net.channel import Channel
 from umbra.proto.net.keys import OPEN, Security
 
 CLOSE_DEADLINE_S = 5.0
@@ -32,9 +32,9 @@ class IoThread:
         self.name = name
         self.incarnation = incarnation
         self.security = security
-        self._identity = sockets.unguessable(name)  # the same on every socket
+        self.identity = sockets.unguessable(name)  # the same on every socket
         self.encoder = Encoder(name, incarnation)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._channels: list[Channel] = []
         self._by_socket: dict[zmq.Socket[bytes], Channel] = {}
         self._subscriptions: dict[zmq.Socket[bytes], Callable[[Header, Event], None]] = {}
@@ -43,7 +43,7 @@ class IoThread:
         self._jobs: deque[Callable[[], None]] = deque()
         self._closing = threading.Event()
         self._wake_lock = threading.Lock()
-        self._wake_in, self._wake_out = sockets.pair(self._context, "wake")
+        self._wake_in, self._wake_out = sockets.pair(self.context, "wake")
         self._poller = zmq.Poller()
         self._poller.register(self._wake_in, zmq.POLLIN)
         self._thread = service_thread(self._main, "umbra-link")
@@ -70,18 +70,13 @@ class IoThread:
         made: Future[Channel] = Future()
 
         def connect() -> None:
-            curve = self.security.connecting(server)
-            socket = sockets.dealer(self._context, "", self._identity, curve)
-            handshake = Handshake(self._context, socket)  # before there is a connection
-            channel = Channel(self, socket, handshake, peer, endpoint, insists=insists)
             try:
-                sockets.connect(socket, endpoint)
+                channel = Channel(self, endpoint, peer, server, insists=insists)
             except UsageError as error:
-                channel.close()
                 made.set_exception(error)
                 return
             self._channels.append(channel)
-            for one in (socket, handshake.events):
+            for one in (channel.socket, channel.handshakes):
                 self._by_socket[one] = channel
                 self._poller.register(one, zmq.POLLIN)
             made.set_result(channel)
@@ -96,7 +91,7 @@ class IoThread:
             if self._publisher is not None:
                 self._publisher.close()
             curve = self.security.connecting("buffer")
-            self._publisher = sockets.publisher(self._context, endpoint, curve)
+            self._publisher = sockets.publisher(self.context, endpoint, curve)
 
         self.run(connect)
 
@@ -114,7 +109,7 @@ class IoThread:
 
         def connect() -> None:
             curve = self.security.connecting("buffer")
-            socket = sockets.subscriber(self._context, endpoint, topics, curve)
+            socket = sockets.subscriber(self.context, endpoint, topics, curve)
             self._subscriptions[socket] = on_event
             self._poller.register(socket, zmq.POLLIN)
 
@@ -207,4 +202,4 @@ class IoThread:
         with self._wake_lock:
             self._wake_out.close(linger=0)
         self._wake_in.close(linger=0)
-        self._context.term()
+        self.context.term()

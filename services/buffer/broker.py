@@ -341,7 +341,7 @@ class Broker:
 
     def _finish(self, request: Request, body: m.FinishRun, now: float) -> None:
         self.run.evals.advance(now)
-        if self.run.evals.is_open and self.state == "ready":
+        if self.run.evals.open and self.state == "ready":
             self._finish_request = request
             return
         self.run.finished = f"run finished: {body.reason}"
@@ -378,7 +378,7 @@ class Broker:
             self.failure = why
             self._stop(why, now)
         request = self._finish_request
-        if request is not None and not self.run.evals.is_open:
+        if request is not None and not self.run.evals.open:
             self._finish_request = None
             assert isinstance(request.body, m.FinishRun)
             self._finish(request, request.body, now)

@@ -252,23 +252,22 @@ class Addresses:
 
         `port` is that of control, `ports` those of data, events in and events out; 0 is any.
         """
-        fresh = [f"tcp://{host}:{number or '*'}" for number in (port, *ports)]
+        asked = [f"tcp://{host}:{number or '*'}" for number in (port, *ports)]
         try:
-            record = msgspec.msgpack.decode(self._store.get(KEY))
+            bound: list[str] = msgspec.msgpack.decode(self._store.get(f"{KEY} on {host}"))
         except KeyError:
-            return fresh
-        bound: list[str] = record["endpoints"]
-        if record["host"] != host or (port not in ("*", "0") and not bound[0].endswith(port)):
-            return fresh
-        pairs = zip(fresh[1:], bound[1:], strict=True)
+            return asked
+        if port not in ("*", "0") and not bound[0].endswith(f":{port}"):
+            return asked
+        pairs = zip(asked[1:], bound[1:], strict=True)
         return [bound[0], *(old if new.endswith("*") else new for new, old in pairs)]
 
     def forget(self) -> None:
-        self._store.delete(KEY)
+        for key in self._store.keys(KEY):
+            self._store.delete(key)
 
     def keep(self, host: str, endpoints: list[str]) -> None:
-        record = {"host": host, "endpoints": endpoints}
-        self._store.put(KEY, msgspec.msgpack.encode(record))
+        self._store.put(f"{KEY} on {host}", msgspec.msgpack.encode(endpoints))
 
 
 class Committer:

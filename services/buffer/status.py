@@ -87,14 +87,13 @@ class StallReport:
         batches, since = self._run.batches, self._run.wanted_since
         trainer = self._members.find("trainer")
         name = trainer.name if trainer is not None else "nobody"
-        paused = bool(self._run.paused)
-        if since is not None and now - since > self._config.stall_s and not paused:
+        if since is not None and now - since > self._config.stall_s and not self._run.paused:
             what = f"batch of step {batches.next_step}: {self.missing(now)}"
             yield Stuck(what=what, holder=name, age_s=now - since, action="none: it waits")
         batch = batches.leased
-        if batch is not None and now - batch.formed_at > self._config.batch_lease_s:
+        if batch is not None and (age_s := now - batch.formed_at) > self._config.batch_lease_s:
+            what = f"batch of step {batch.step}, not committed"
             action = f"{name} gets it again when it asks"
-            what, age_s = f"batch of step {batch.step}, not committed", now - batch.formed_at
             yield Stuck(what=what, holder=name, age_s=age_s, action=action)
 
     def _leases(self, now: float) -> Iterator[Stuck]:
@@ -106,14 +105,12 @@ class StallReport:
             if sample.state is State.SCORING:
                 stage = f" in stage {self._run.pool_of(sample.sample_id).stage_of(sample)}"
                 times = sample.score_losses
-            before = f"leases lost before: {times}; " if times else ""
-            yield Stuck(
-                what=f"sample {sample.sample_id} of group {sample.group.group_id}{stage}, "
-                f"attempt {sample.lease_attempt}",
-                holder=sample.holder,
-                age_s=now - sample.leased_at,
-                action=f"{before}goes to another after {lease_s:g} s without a renewal",
-            )
+            what = f"sample {sample.sample_id} of group {sample.group.group_id}{stage}, "
+            what += f"attempt {sample.lease_attempt}"
+            action = f"leases lost before: {times}; " if times else ""
+            action += f"goes to another after {lease_s:g} s without a renewal"
+            age_s = now - sample.leased_at
+            yield Stuck(what=what, holder=sample.holder, age_s=age_s, action=action)
 
     def _groups(self, now: float) -> Iterator[Stuck]:
         """Groups whose first sample has waited long for the others."""
@@ -124,30 +121,26 @@ class StallReport:
             if group.ready and not group.completed and now - group.first_ready_at > config.stall_s
         ]
         for group in overdue[:SHOWN]:
-            waits = not config.straggler_s or group.ready < config.min_survivors
-            yield Stuck(
-                what=f"group {group.group_id}: {group.ready} of {len(group.samples)} samples ready",
-                holder=", ".join(sorted({s.holder for s in group.samples if s.holder})) or "nobody",
-                age_s=now - group.first_ready_at,
-                action="none: it waits for all (buffer.straggler_s)"
-                if waits
-                else f"goes on without the others after {config.straggler_s:g} s",
-            )
+            what = f"group {group.group_id}: {group.ready} of {len(group.samples)} samples ready"
+            holder = ", ".join(sorted({s.holder for s in group.samples if s.holder})) or "nobody"
+            action = "none: it waits for all (buffer.straggler_s)"
+            if config.straggler_s and group.ready >= config.min_survivors:
+                action = f"goes on without the others after {config.straggler_s:g} s"
+            age_s = now - group.first_ready_at
+            yield Stuck(what=what, holder=holder, age_s=age_s, action=action)
 
     def _scoring(self, now: float) -> Iterator[Stuck]:
         """Stages in which trajectories wait for long, or that nobody serves."""
+        scoring = self._run.scoring
         for stage in self._config.stages:
-            since = self._run.scoring.waiting_since(stage)
-            if since is None:
+            since = scoring.waiting_since(stage)
+            at_work = sorted(name for name, at in scoring.serving.items() if at == stage)
+            if since is None or (at_work and now - since <= self._config.stall_s):
                 continue
-            at_work = [name for name, at in self._run.scoring.serving.items() if at == stage]
-            what = f"stage {stage}: {self._run.scoring.waiting(stage)} samples wait"
+            what = f"stage {stage}: {scoring.waiting(stage)} samples wait"
+            what += "" if at_work else ", but no scorer of it has joined"
             action = f"none: start {'more of ' if at_work else ''}`umbra scorer --stage {stage}`"
-            if not at_work:
-                what += ", but no scorer of it has joined"
-            elif now - since <= self._config.stall_s:
-                continue
-            holder = ", ".join(sorted(at_work)[:SHOWN]) or "nobody"
+            holder = ", ".join(at_work[:SHOWN]) or "nobody"
             yield Stuck(what=what, holder=holder, age_s=now - since, action=action)
 
 

@@ -91,13 +91,6 @@ def test_a_stale_token_of_any_branch_makes_the_sample_stale(old: int) -> None:
     assert balanced(made)
 
 
-def test_a_batch_by_tokens_counts_those_of_all_branches() -> None:
-    made = world(group_size=1)
-    (task,) = made.lease("a", 1, 0)
-    made.submit("a", branched(task, 0, 0, 0))
-    assert made.pool.samples[task.sample_id].tokens == 2 + 3 + 3
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

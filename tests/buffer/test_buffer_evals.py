@@ -111,21 +111,6 @@ def test_an_evaluation_goes_on_when_the_buffer_starts_again(mode: str) -> None:
     assert [one.done for one in run.broker.status(run.now).evals] == [True]
 
 
-def test_the_answer_to_a_question_for_work_outlives_the_buffer() -> None:
-    """The reply is lost with the buffer; the resent question gets the very same samples."""
-    run = evaluated("concurrent")
-    body = LeaseTasks(capacity=2, version=2, wait_s=0)
-    run.ask("a", body)
-    number = next(iter(run.broker.run.leases.held["a"].values())).asked
-    run.restart_broker()
-    again = run.ask("a", body, number=number)
-    assert isinstance(again, TaskLeases)
-    assert [(t.sample_id, t.attempt, t.pinned_version) for t in again.tasks] == [
-        ("es-0", 1, 2), ("es-1", 1, 2),
-    ]  # fmt: skip
-    assert again.more_pinned
-
-
 def test_training_goes_on_beside_an_evaluation() -> None:
     run = evaluated("concurrent")
     tasks = run.lease("a", 2, 2)
@@ -292,14 +277,3 @@ def test_several_answers_to_each_prompt() -> None:
     (row,) = [row.fields for row in run.rows if row.kind == "eval"]
     assert {name: row[name] for name in expected} == report(run).scores
     assert run.get("trainer", FinishRun(reason="done"), RunFinished).evals == [report(run)]
-
-
-def test_a_prompt_whose_answers_are_overdue_is_not_judged_by_what_it_lacks() -> None:
-    config = EvalConfig(at_start=True, mode="pause", samples=4, samples_per_prompt=2, prompts="x")
-    run = World(eval_config=config, eval_prompts=PROMPTS, durable=True, dead_after_s=1000)
-    run.join("generator", "a")
-    tasks = run.lease("a", 4, 0)
-    answer(run, "a", tasks[:3], 0, 1.0, 0.0, 1.0)
-    run.pass_time(60)
-    assert (report(run).done, report(run).ended) == (True, {"overdue": 1})
-    assert report(run).scores == {"pass@1": 0.75, "pass@2": 1.0, "mean@2": 0.5}

@@ -93,21 +93,3 @@ def test_a_scorer_cannot_replace_what_it_scores_nor_gets_samples_with_its_ack() 
     score = Score(sample_id=task.sample_id, attempt=1, logprobs=made.logprobs)
     ack = run.get("r", SubmitResults(scores=[score], capacity=8), TaskLeases)
     assert (ack.accepted, ack.tasks) == (1, [])
-
-
-def test_the_answer_to_a_scorer_outlives_the_buffer() -> None:
-    """The reply is lost with the buffer; the resent question gets the very same tasks."""
-    run = world(durable=True, stages=["ref_logp"])
-    run.join("scorer", "r")
-    run.produce("a", 0, 2)
-    ask = LeaseTasks(kind="ref_logp", capacity=2, wait_s=0)
-    given = run.get("r", ask, TaskLeases).tasks
-    number = run.broker.run.leases.of("r")[0].asked
-    run.restart_broker()
-    again = run.ask("r", ask, number=number)
-    assert isinstance(again, TaskLeases)
-    assert again.tasks == given
-    scores = [
-        Score(sample_id=t.sample_id, attempt=t.attempt, logprobs=t.made.logprobs) for t in given
-    ]
-    assert run.get("r", SubmitResults(scores=scores), TaskLeases).accepted == 2

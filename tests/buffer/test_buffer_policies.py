@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from umbra.proto.messages import (
     Interrupt,
     LeaseTasks,
     Nack,
+    Ok,
     RenewLeases,
     ReturnedSample,
     ReturnTasks,
@@ -207,50 +207,6 @@ def test_scoring_leases_are_renewed_and_belong_to_one() -> None:
     assert not give(run, "r", "reward", [task], reward=1.0).refused
 
 
-@pytest.mark.parametrize("fault", [{"error": "no such thing"}, {"reward": math.nan}])
-def test_a_group_that_fails_by_one_score_of_a_message_needs_no_other_of_it(
-    fault: dict[str, Any],
-) -> None:
-    run = scored(batch_groups=1, max_attempts=1)
-    answer(run, "a", run.lease("a", 2, 0), 0)
-    broken, sound = take(run, "r", "reward")
-    scores = [
-        Score(sample_id=broken.sample_id, attempt=broken.attempt, **fault),
-        Score(sample_id=sound.sample_id, attempt=sound.attempt, reward=1.0),
-    ]
-    refused = run.get("r", SubmitResults(scores=scores), TaskLeases).refused
-    assert refused[sound.sample_id] == "this lease is not the sender's any more"
-    assert run.pool.ledger.ended == {"failed": 2}
-    assert not len(run.broker.run.leases) and not run.store.keys("x/")
-
-
-@pytest.mark.parametrize("restarted", [False, True])
-def test_scores_of_a_response_that_was_made_anew_are_late(restarted: bool) -> None:
-    """Scenario: a scorer has the new response when it answers for the one before. Result: refused,
-    also by a buffer that was killed in between.
-    """
-    run = scored(batch_groups=1, durable=True)
-    answer(run, "a", run.lease("a", 2, 0), 0, 0.0)
-    before = take(run, "r", "reward", 1)
-    if restarted:
-        run.restart_broker()
-        run.join("generator", "a")
-        run.join("scorer", "r")
-    (name,) = [task.sample_id for task in before]
-    run.pool.again(run.pool.samples[name])
-    late = {name: "this lease is not the sender's any more"}
-    assert give(run, "r", "reward", before, reward=7.0).refused == late
-    answer(run, "a", run.lease("a", 1, 0), 0, 0.0)
-    assert give(run, "r", "reward", before, reward=7.0).refused == late
-    now = [task for task in take(run, "r", "reward") if task.sample_id == name]
-    assert now[0].made.attempt == before[0].made.attempt + 1
-    assert give(run, "r", "reward", before, reward=7.0).refused == late
-    assert run.ask("r", RenewLeases(leases=[(name, before[0].attempt)])) == TaskLeases(lost=[name])
-    assert not give(run, "r", "reward", now, reward=2.0).refused
-    assert run.pool.samples[name].reward == 2.0
-    assert run.broker.counters["late_scores"] == 3
-
-
 def test_stages_without_a_scorer_of_their_own_and_busy_ones_are_named() -> None:
     run = scored(batch_groups=1, stall_s=5)
     assert not take(run, "r", "ref_logp") and not take(run, "q", "logp")
@@ -304,4 +260,44 @@ def test_scoring_is_served_as_it_comes_and_unknown_stages_are_refused() -> None:
     assert isinstance(reply, Nack) and reply.code == "unknown_stage"
 
 
-# -- what is stuck ---------------------------------------------------------------------------------
+# -- the room there is ----------------------------------------------------------------------------
+
+
+def counted(run: World) -> dict[str, int]:
+    """Return what was counted since the last call."""
+    found = {name: value for name, value in run.broker.counters.items() if value}
+    run.broker.counters.clear()
+    return found
+
+
+def test_batches_go_while_no_checkpoint_could_use_them() -> None:
+    run = world(run_ahead=1, max_staleness=2, durable=True)
+    run.produce("a", 0)
+    for step in (1, 2):
+        run.batch(step)
+        run.commit(step)
+    assert len(run.broker.batches.archive.steps) == 2
+    counted(run)
+    run.store.size_bytes = 2 * run.config.buffer.store_max_bytes
+    for left in (1, 0):
+        run.pass_time(0.1)
+        assert len(run.broker.batches.archive.steps) == left
+        assert counted(run) == {"batches_let_go": 1}
+    run.pass_time(0.1)
+    assert counted(run) == {"store_full": 1}
+
+
+def test_a_store_that_is_full() -> None:
+    run = world(run_ahead=1)
+    run.broker.room.full("no space left")
+    run.pass_time(0.1)
+    run.pass_time(0.1)
+    assert counted(run) == {"store_full": 1}
+    assert run.lease("a", 4, 0) == []
+    run.broker.room.full("")
+    run.pass_time(0.1)
+    assert run.lease("a", 4, 0)
+    assert counted(run) == {}
+    give_nothing = ReturnTasks(samples=[])
+    assert run.ask("a", give_nothing) == Ok()
+    assert counted(run) == {}

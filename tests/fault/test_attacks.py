@@ -1,17 +1,12 @@
 """A run with keys among attackers: generation goes on, and each of them is counted and named."""
 
-import math
 import os
-import select
 import socket
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import zmq
-from fakes.broker_world import trajectory
 from fakes.crash_run import BufferProcess, CrashRun, check
 from fakes.slowness import limit
 from fakes.waiting import until
@@ -21,7 +16,6 @@ from umbra.proto import sockets
 from umbra.proto.access import KeyRole
 from umbra.proto.codec import Encoder, decode
 from umbra.proto.net.keys import Security, load_keys, make_keys
-from umbra.proto.records import Sampling, pack_float32, pack_int32
 
 WAIT_S = limit(20.0)
 CONNECTIONS = 300
@@ -121,108 +115,6 @@ def test_a_generators_key_decides_nothing_over_the_run(run: CrashRun, keys: Path
     assert "CommitBatch of 'trainer', which has the generator key" in status.refused
 
 
-POISON: list[dict[str, object]] = [
-    {"prompt_ids": b""},
-    {"response_ids": pack_int32([7, 2**31 - 1])},
-    {"response_ids": pack_int32([7, -1])},
-    {"sampling": Sampling(temperature=0.0)},
-    {"sampling": Sampling(temperature=math.nan)},
-    {"reward": 1e308},
-    {"logprobs": pack_float32([-0.5, 5.0])},
-    {"turns": 2**63},
-    {"finish_reason": "x\nERROR all is lost"},
-]
-
-
-def test_a_generators_key_poisons_nothing(run: CrashRun, keys: Path) -> None:
-    """It joins, leases and answers as a generator may; what it sends could not be trained on."""
-    run.work(0.3)
-    attacker = Attacker(run, keys, "generator", "evil", "evil-1")
-    hello = m.Join(role="generator", name="evil", pid=1, host="h", package_version="0")
-    assert isinstance(attacker.ask(hello), m.Welcome)
-    judged = 0
-    for changes in POISON:
-        task = None
-        while task is None:
-            run.turn()
-            ask = m.LeaseTasks(capacity=1, version=run.version, wait_s=0.0)
-            given = attacker.ask(ask, "data")
-            assert isinstance(given, m.TaskLeases), given
-            task = next(iter(given.tasks), None)
-        made = trajectory(task, 0, **changes)
-        ack = attacker.ask(m.SubmitResults(trajectories=[made]), "data")
-        if isinstance(ack, m.Nack):  # of a type that the message may not have
-            assert ack.code == "malformed" and "trajectories[0]" in ack.path, ack
-            continue
-        assert isinstance(ack, m.TaskLeases) and not ack.accepted, changes
-        assert ack.refused[task.sample_id].startswith("malformed: "), ack
-        judged += 1
-    assert attacker.ask(m.Leave(reason="done")) == m.Ok()
-    attacker.close()
-    before = run.version
-    until(lambda: run.version >= before + 5, "honest peers are served on", run.turn)
-    assert run.status().counters["malformed_trajectory"] == judged > len(POISON) / 2
-    ledger = run.finish().ledger
-    assert ledger.balance == 0 and not any(ledger.in_flight.values())
-    assert ledger.trained == len(run.trained) and set(ledger.ended) <= {"cancelled", "failed"}
-
-
-class Recorder(threading.Thread):
-    """A relay between one connection and the buffer that keeps what the client said."""
-
-    def __init__(self, target: tuple[str, int]) -> None:
-        super().__init__(daemon=True)
-        self.said = b""
-        self._target = target
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.port = int(self._server.getsockname()[1])
-
-    def run(self) -> None:
-        client, _ = self._server.accept()
-        with client, socket.create_connection(self._target) as upstream, self._server:
-            sinks = {client: upstream, upstream: client}
-            with suppress(ConnectionError):  # as whoever closes with something unread ends it
-                while True:
-                    for source in select.select([*sinks], [], [])[0]:
-                        data = source.recv(65536)
-                        if not data:
-                            return
-                        if source is client:
-                            self.said += data
-                        sinks[source].sendall(data)
-
-
-def test_a_recorded_connection_says_nothing_a_second_time(run: CrashRun, keys: Path) -> None:
-    """Every byte of a trainer's connection is recorded, and sent again: no message comes of it."""
-    run.work(0.3)
-    recorder = Recorder(address(run.data_endpoint))
-    recorder.start()
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    curve = Security(load_keys(keys, "trainer")).connecting("buffer")
-    client = sockets.dealer(context, f"tcp://127.0.0.1:{recorder.port}", b"recorded", curve)
-    client.send_multipart(Encoder("nobody", "n1").encode(m.FinishRun(reason="mine"))[1])
-    assert client.poll(round(1000 * WAIT_S))
-    answer = decode(client.recv_multipart()).body
-    assert isinstance(answer, m.Nack) and answer.code == "not_member"
-    context.destroy(linger=0)
-    recorder.join(WAIT_S)
-    assert b"FinishRun" not in recorder.said, "it can be read on the wire"
-    before = run.status()
-    for _ in range(3):
-        with socket.create_connection(address(run.data_endpoint)) as again:
-            again.settimeout(WAIT_S)
-            try:
-                again.sendall(recorder.said)
-                while again.recv(65536):
-                    pass  # until the buffer ends it
-            except ConnectionError:
-                pass
-    refused = lambda: run.status().refused  # noqa: E731
-    until(lambda: sum(refused().values()) >= sum(before.refused.values()) + 3, refused, run.turn)
-    status = still_works(run)
-    assert status.counters["not_member"] == before.counters["not_member"] == 1
-
-
 def memory_mb(pid: int) -> float:
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
@@ -251,8 +143,6 @@ def flood(run: CrashRun, rubbish: Callable[[int], bytes]) -> float:
 @pytest.mark.parametrize(
     "rubbish",
     [
-        pytest.param(lambda n: b"GET / HTTP/1.1\r\n\r\n", id="another protocol"),
-        pytest.param(lambda n: GREETING[: n % 64], id="half a greeting"),
         pytest.param(lambda n: GREETING + os.urandom(4096), id="noise for a handshake"),
         pytest.param(lambda n: GREETING + HUGE_COMMAND + b"x" * 65536, id="an endless handshake"),
     ],

@@ -15,8 +15,8 @@ from umbra.proto import sockets
 from umbra.proto.codec import Encoder, decode
 from umbra.proto.records import Task
 
-FRAMES = 200_000
-GROWTH_MB = 40  # allocators need some; 200,000 leaked messages would take far more
+FRAMES = 80_000
+GROWTH_MB = 30  # allocators need some; 80,000 leaked messages would take far more
 
 
 def seeds() -> list[list[bytes]]:

@@ -110,7 +110,7 @@ def test_a_run_goes_on_to_its_summary_once_there_is_room(
     Result: nobody has died of it, all is trained, and there are summary and report.
     """
     (project / "runs").symlink_to(small_disk)
-    steps = 100  # so many that it is under way still when its disk is full
+    steps = 60  # so many that it is under way still when its disk is full
     process = up(f"run.steps={steps}", "checkpoint.every=0")
     broker = process.broker()
     process.until_step(3)

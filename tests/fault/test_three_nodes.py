@@ -136,20 +136,3 @@ def test_a_node_is_cut_off_and_comes_back(tmp_path: Path) -> None:
     pushed = rows(plan, "b", "push")
     assert {row["receiver"] for row in pushed} == {"generator-b-0"}
     assert max(row["version"] for row in pushed) > STEPS // 2
-
-
-@pytest.mark.real
-@pytest.mark.timeout(360)
-def test_a_trainer_of_two_nodes_goes_on_when_one_was_cut_off(tmp_path: Path) -> None:
-    steps = 24
-    overrides = ("trainer.ranks=2", "trainer.rank_timeout_s=15", "checkpoint.every=2")
-    plan = planned(tmp_path, [0.67, 0.33], steps, *overrides)
-    files = {path.parent.name: path.read_text() for path in plan.glob("*/compose.yaml")}
-    assert "trainer-b:" in files["b"] and "part-b:" in files["b"]
-    outcome = run(plan, cut="b", cut_s=CUT_S)
-    assert all(outcome["healthy"].values()), outcome
-    assert all(codes == [0] for codes in outcome["codes"].values()), outcome
-    check_ledger(plan, steps)
-    # Each keeps the shards of its own ranks.
-    for node in "ab":
-        assert list((plan / "volumes" / node / "results" / "three" / "checkpoints").iterdir())

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from typing import Any, TypeVar
 import pytest
 import zmq
 from fakes.broker_world import trajectory
-from fakes.commands import UMBRA, call
+from fakes.commands import UMBRA
 from fakes.slowness import limit
 
 from umbra.proto import messages as m
@@ -190,51 +189,3 @@ def test_a_session_works_with_it_and_hears_of_the_end(start: Start, connect: Con
     status = buffer.end()
     assert status["ledger"]["ended"] == {"cancelled": 2}
     assert "g" in status["departed"]
-
-
-def test_strangers_may_look_but_not_touch(start: Start, connect: Connect) -> None:
-    buffer = start()
-    stranger = connect(buffer, "stranger")
-    assert stranger.ask(m.Ping(), m.Pong).role == "buffer"
-    assert stranger.ask(m.StatusRequest(), m.Status).steps == 2
-    generator = connect(buffer, "generator-0")
-    welcome = generator.join("generator")
-    stranger.data = sockets.dealer(stranger.context, welcome.data, b"stranger")
-    lease = m.LeaseTasks(capacity=1, version=0, wait_s=0)
-    assert stranger.ask(lease, m.Nack).code == "not_member"
-
-
-def test_garbage_neither_harms_nor_goes_unseen(start: Start, connect: Connect) -> None:
-    buffer = start()
-    client = connect(buffer, "noise")
-    for frames in ([b""], [b"\xff" * 9, b"x"], [b"", b"", b""]):
-        client.control.send_multipart(frames)
-    status = client.ask(m.StatusRequest(), m.Status)
-    assert sum(status.counters.values()) == 3
-
-
-def test_a_new_incarnation_supersedes_the_old_one(start: Start, connect: Connect) -> None:
-    buffer = start()
-    old = connect(buffer, "generator-0")
-    old.join("generator")
-    first = old.ask(m.LeaseTasks(capacity=1, version=0, wait_s=0), m.TaskLeases).tasks[0]
-    new = connect(buffer, "generator-0")  # the old one still runs, cut off by now
-    new.encoder = Encoder("generator-0", "generator-0-2")
-    new.join("generator")
-    again = new.ask(m.LeaseTasks(capacity=1, version=0, wait_s=0), m.TaskLeases).tasks[0]
-    assert (again.sample_id, again.attempt) == (first.sample_id, 2)
-
-
-def test_a_taken_address_and_bad_prompts_are_told_in_one_line(tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "x"}\n')
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
-        for flags, code, words in [
-            (("--broker", address, "--set", f"data.prompts={prompts}"), 3, "is in use"),
-            (("--broker", "here", "--set", f"data.prompts={prompts}"), 2, "tcp://host:port"),
-            (("--set", "data.prompts=nowhere.jsonl"), 2, "nowhere.jsonl"),
-        ]:
-            ended = call([*UMBRA, "buffer", *flags])
-            assert ended.returncode == code, ended.stderr
-            assert words in ended.stderr and "Traceback" not in ended.stderr

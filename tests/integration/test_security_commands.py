@@ -20,19 +20,8 @@ def umbra(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return call([*UMBRA, *arguments], cwd=cwd)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("buffer", "--broker", "tcp://0.0.0.0:*", "--set", "data.prompts=p.jsonl"),
-        ("weight-hub", "--listen", "tcp://*:*", "--broker", "tcp://127.0.0.1:9"),
-        ("weight-hub", "--upstream", "tcp://127.0.0.1:9", "--listen", "tcp://0.0.0.0:*"),
-    ],
-)
-def test_what_others_can_reach_is_not_bound_without_keys(
-    tmp_path: Path, arguments: tuple[str, ...]
-) -> None:
-    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
-    done = umbra(*arguments, cwd=tmp_path)
+def test_what_others_can_reach_is_not_bound_without_keys(tmp_path: Path) -> None:
+    done = umbra("weight-hub", "--upstream", "tcp://h:9", "--listen", "tcp://*:*", cwd=tmp_path)
     assert done.returncode == 2, done
     line = [line for line in done.stderr.splitlines() if line.startswith("umbra: error: ")]
     assert len(line) == 1

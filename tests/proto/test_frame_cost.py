@@ -14,9 +14,9 @@ from umbra.proto.errors import WireError
 from umbra.proto.messages import Message
 from umbra.proto.records import PROTOCOL_MAJOR, PROTOCOL_MINOR
 
-SPARE = 16 << 20
+SPARE = 4 << 20
 TIMES = 3  # and the frame itself, which makes four
-MOST = 8 << 20  # of a body here: a larger one only has more bytes in its arrays
+MOST = 2 << 20  # of a body here: a larger one only has more bytes in its arrays
 
 
 @pytest.mark.parametrize("cls", SENDERS, ids=lambda cls: cls.__name__)

@@ -25,7 +25,7 @@ from umbra.proto.access import (
     may_send,
 )
 from umbra.proto.errors import UsageError
-from umbra.proto.messages import TYPES, CommitBatch, FinishRun, PartState, Publish
+from umbra.proto.messages import TYPES
 from umbra.proto.net.keys import (
     OPEN,
     Keys,
@@ -232,56 +232,29 @@ def test_every_request_has_its_senders() -> None:
     assert not answers & known
 
 
-@pytest.mark.parametrize("role", KEY_ROLES)
-def test_what_decides_over_a_run_is_for_one_role(role: KeyRole) -> None:
-    assert may_send(role, CommitBatch) == may_send(role, FinishRun) == (role == "trainer")
-    assert may_send(role, Publish) == (role == "trainer")
+READS = {"Ok", "Nack", "Ping", "StatusRequest", "HubStatusRequest"}
+MEMBER = READS | {"Join", "Heartbeat", "Leave", "Event"}
+RECEIVER = MEMBER | {"Subscribe", "Ready", "Committed", "FetchBuckets"}
 
 
-def test_a_relay_only_receives_and_hands_on() -> None:
-    """Whom it serves fetches from it: that needs nothing that it might send."""
-    named = {kind.__name__ for kind in TYPES.values() if may_send("relay", kind)}
-    reads = {"Ping", "StatusRequest", "HubStatusRequest"}
-    member = {"Ok", "Nack", "Join", "Heartbeat", "Leave", "Event"}
-    assert named == reads | member | {"Subscribe", "Ready", "Committed", "FetchBuckets"}
-
-
-def test_a_monitor_can_only_look() -> None:
-    named = {kind.__name__ for kind in TYPES.values() if may_send("monitor", kind)}
-    reads = {"Ping", "StatusRequest", "HubStatusRequest"}
-    assert named == reads | {"Ok", "Nack", "Join", "Heartbeat", "Leave", "Event"}
-
-
-READS = {"Ping", "StatusRequest", "HubStatusRequest"}
-
-
-def test_a_weight_hub_serves_and_decides_nothing() -> None:
-    """What it serves is fetched from it: it sends no more than any member."""
-    named = {kind.__name__ for kind in TYPES.values() if may_send("weight_hub", kind)}
-    assert named == READS | {"Ok", "Nack", "Join", "Heartbeat", "Leave", "Event"}
-
-
-def test_a_part_hub_only_states_that_it_is_there() -> None:
-    """It publishes nothing and receives nothing; what it hands out is fetched from it."""
-    named = {kind.__name__ for kind in TYPES.values() if may_send("part", kind)}
-    own = {"PartState"}
-    assert named == READS | own | {"Ok", "Nack", "Join", "Heartbeat", "Leave", "Event"}
-    others = [role for role in KEY_ROLES if role != "part" and may_send(role, PartState)]
-    assert others == []
-
-
-def test_an_operator_gives_orders_and_is_no_member() -> None:
-    named = {kind.__name__ for kind in TYPES.values() if may_send("operator", kind)}
-    assert named == READS | {"Ok", "Nack", "Order"}
-
-
-def test_a_trainer_takes_no_samples_and_gives_no_orders() -> None:
-    named = {kind.__name__ for kind in TYPES.values() if may_send("trainer", kind)}
-    training = {
-        "LeaseBatch", "CommitBatch", "CheckpointSaved", "FinishRun",
-        "RegisterManifest", "AcquireSlot", "Publish",
-    }  # fmt: skip
-    assert named == READS | training | {"Ok", "Nack", "Join", "Heartbeat", "Leave", "Event"}
+@pytest.mark.parametrize(
+    ("role", "allowed"),
+    [
+        ("monitor", MEMBER),
+        ("weight_hub", MEMBER),  # what it serves is fetched from it
+        ("part", MEMBER | {"PartState"}),
+        ("relay", RECEIVER),
+        ("operator", READS | {"Order"}),
+        ("trainer", MEMBER | {
+            "LeaseBatch", "CommitBatch", "CheckpointSaved", "FinishRun",
+            "RegisterManifest", "AcquireSlot", "Publish",
+        }),
+        ("scorer", RECEIVER | {"LeaseTasks", "SubmitResults", "RenewLeases"}),
+        ("generator", RECEIVER | {"LeaseTasks", "SubmitResults", "RenewLeases", "ReturnTasks"}),
+    ],
+)  # fmt: skip
+def test_what_a_key_allows_to_send(role: KeyRole, allowed: set[str]) -> None:
+    assert {kind.__name__ for kind in TYPES.values() if may_send(role, kind)} == allowed
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ MESSAGES: dict[str, tuple[bytes, bytes]] = {
 FRAMES = list(MESSAGES.values())
 EVENT_HEADER = MESSAGES["Event"][0]
 LEASES_HEADER = MESSAGES["TaskLeases"][0]
-MUTATIONS = 30_000
+MUTATIONS = 10_000
 # msgpack makes room for at most 10,000 items when it reads a length, at each of 1,024 levels.
 SMALL_FRAME_BOUND = 96 << 20
 LENGTH_PREFIXES = [
@@ -127,7 +127,7 @@ def test_random_bytes(frames: list[bytes]) -> None:
         b"\xdf\x00\x0f\xff\xff\xa1a",
     ],
 )
-@pytest.mark.parametrize("depth", [500, 1000, 1023, 1024, 5_000, 200_000])
+@pytest.mark.parametrize("depth", [500, 1024, 200_000])
 def test_deep_nesting(level: bytes, depth: int) -> None:
     body = b"\x82\xa4kind\xa1x\xa6fields\x81\xa1a" + level * depth + b"\xc0"
     with memory_below(SMALL_FRAME_BOUND + 2 * len(body)):

@@ -1,8 +1,7 @@
-"""The wire as it is: frames of one message of each type, kept in `tests/golden/frames.json`, and
-what a field means that was left out, in `tests/golden/defaults.json`.
+"""The wire as it is: frames of one message of each type, kept in `tests/golden/frames.json`.
 
 A test that fails here says that the wire has changed. If that is meant, and the version of the
-protocol was raised where README.md says so, write the files anew:
+protocol was raised where README.md says so, write the file anew:
 
     python tests/proto/test_proto_golden.py --regen
 """
@@ -21,10 +20,8 @@ import pytest
 from umbra.proto import codec
 from umbra.proto.codec import Encoder, decode
 from umbra.proto.messages import TYPES, Message
-from umbra.proto.records import Record
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "frames.json"
-DEFAULTS = GOLDEN.with_name("defaults.json")
 SENT_AT = 1_700_000_000.25
 
 
@@ -97,32 +94,8 @@ def test_the_decoder_reads_it(name: str) -> None:
     assert header.sent_at == SENT_AT
 
 
-def kinds_of(base: type[msgspec.Struct]) -> set[type[msgspec.Struct]]:
-    """Return the classes derived from `base`, at any depth."""
-    direct = set(base.__subclasses__())
-    return direct.union(*map(kinds_of, direct))
-
-
-def defaults() -> dict[str, dict[str, Any]]:
-    """Return what fields mean that are left out, by message or record."""
-    found: dict[str, dict[str, Any]] = {}
-    for cls in sorted({*TYPES.values(), *kinds_of(Record)}, key=lambda one: one.__name__):
-        found[cls.__name__] = {}
-        for field in msgspec.structs.fields(cls):
-            if field.default is not msgspec.NODEFAULT:
-                found[cls.__name__][field.name] = msgspec.to_builtins(field.default)
-            elif field.default_factory is not msgspec.NODEFAULT:
-                found[cls.__name__][field.name] = msgspec.to_builtins(field.default_factory())
-    return {name: fields for name, fields in found.items() if fields}
-
-
-def test_what_is_left_out_means_what_it_meant() -> None:
-    assert defaults() == json.loads(DEFAULTS.read_text(encoding="utf-8"))
-
-
 def regenerate() -> None:
-    """Write the files anew."""
-    DEFAULTS.write_text(json.dumps(defaults(), indent=1) + "\n", encoding="utf-8")
+    """Write the file anew."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         frames = {name: encode(name, monkeypatch) for name in sorted(TYPES)}
     GOLDEN.parent.mkdir(exist_ok=True)

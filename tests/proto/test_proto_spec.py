@@ -300,10 +300,3 @@ def test_nack_codes() -> None:
             used |= codes_in(ast.parse(path.read_text(encoding="utf-8")))
     # These two are made with an f-string out of the role.
     assert set(stated) - {"duplicate_trainer", "duplicate_weight_hub"} == used
-
-
-def test_the_spec_states_how_long_texts_may_be() -> None:
-    for (chars, pattern), name in TEXTS.items():
-        (row,) = re.findall(rf"^\| {name} \| str \| (.*) \|$", SPEC, flags=re.MULTILINE)
-        assert f"at most {chars} characters" in row
-        assert ("no control characters" in row) == (pattern is not None)

@@ -90,10 +90,6 @@ class Evaluations:
         return self.open is not None and self._config.mode == "pause"
 
     @property
-    def is_open(self) -> bool:
-        return self.open is not None
-
-    @property
     def newest(self) -> list[EvalReport]:
         """The last reports, so that one who asks at every step gets each of them."""
         return self.reports[-REPORTS_TOLD:]
@@ -109,11 +105,11 @@ class Evaluations:
             NackError: there are no prompts, or an evaluation is under way.
         """
         if not self._prompts:
-            reason = "the run has no held-out prompts: set eval.prompts before it starts"
-            raise NackError("no_eval", reason)
+            why = "the run has no held-out prompts: set eval.prompts before it starts"
+            raise NackError("no_eval", why)
         if self.open is not None:
-            reason = f"the evaluation of version {self.open.version} is under way: wait for it"
-            raise NackError("no_eval", reason)
+            why = f"the evaluation of version {self.open.version} is under way: wait for it"
+            raise NackError("no_eval", why)
         self._asked = True
         return self._config.samples
 
@@ -174,17 +170,15 @@ class Evaluations:
 
     def _is_for(self, version: int) -> bool:
         """True if a generator that serves `version` may have samples."""
-        open_ = self.open
-        if open_ is None:
+        if self.open is None:
             return False
-        return version == open_.pinned if open_.pinned >= 0 else version >= open_.due
+        due, pinned = self.open.due, self.open.pinned
+        return version == pinned if pinned >= 0 else version >= due
 
     def _is_due(self, version: int) -> bool:
-        if version == 0:
-            due = self._config.at_start and bool(self._serving)
-        else:
-            due = self._config.every > 0 and version % self._config.every == 0
-        return due and version > self.done
+        every, at_start = self._config.every, self._config.at_start and bool(self._serving)
+        is_due = at_start if version == 0 else every > 0 and version % every == 0
+        return is_due and version > self.done
 
     def failed(self, failure: SampleFailure) -> None:
         if self.open is not None:
@@ -251,10 +245,6 @@ class Evaluations:
         self.reports = [*self.reports, report][-REPORTS_KEPT:]
         self.done, self.open = open_.version, None
         self.pool.openings += 1
-        log.info(
-            "evaluation of version %d: accuracy %.4f over %d samples",
-            report.version, report.accuracy, report.answered,
-        )  # fmt: skip
         self._outbox.measure(
             "eval",
             version=report.version,
