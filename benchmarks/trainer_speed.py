@@ -252,7 +252,9 @@ def on_cuda(args: argparse.Namespace, report: Report) -> None:
     for name, load in loads.items():
         batch = make_batch(load, args.vocab)
         tokens = int(batch.tokens.lengths.sum())
-        micros = pack(batch.tokens, pack_tokens=args.pack_tokens, micro_tokens=args.micro_tokens)
+        cost = TrainingFlops.of(model()).sequence
+        sizes = {"pack_tokens": args.pack_tokens, "micro_tokens": args.micro_tokens}
+        micros = pack(batch.tokens, **sizes, cost=cost)
         steps: dict[str, Callable[[], Callable[[], None]]] = {
             OURS: lambda load=load: TrainerStep(model(), shared, load),
             UNSHARED: lambda load=load: TrainerStep(model(), apart, load),
@@ -264,8 +266,7 @@ def on_cuda(args: argparse.Namespace, report: Report) -> None:
         for who, make in steps.items():  # one at a time: each holds a model and its optimizer
             seconds |= best_of({who: make()}, args.passes, cuda=True)
             torch.cuda.empty_cache()
-        cost = TrainingFlops.of(model())
-        work = sum(cost.update(micro) for micro in micros)
+        work = sum(micro.cost for micro in micros)
         for who, spent in seconds.items():
             mfu = work / spent / top if who != OURS else None
             report.add(

@@ -78,12 +78,11 @@ def estimate(config: RunConfig, machine: Machine) -> Estimate:
     Raises:
         UsageError: there is no such model, it is refused, or a setting is not known here.
     """
-    for key in ("expert_parallel", "replicas"):
-        if (value := getattr(config.trainer, key)) > 1:
-            raise UsageError(
-                f"trainer.{key} = {value}: the estimate does not know yet what it takes; "
-                f"estimate the run with {key} = 1"
-            )
+    if (value := config.trainer.expert_parallel) > 1:
+        raise UsageError(
+            f"trainer.expert_parallel = {value}: the estimate does not know yet what it takes; "
+            "estimate the run with expert_parallel = 1"
+        )
     return judge(config, read_sizes(config), machine)
 
 

@@ -18,7 +18,7 @@ from umbra.services.modeling.row_sizes import rows_within, scoring_rows
 from umbra.services.process.host_memory import host_bytes
 from umbra.services.trainer.flops import fitting_tokens
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "no": 4, "bf16": 2, "fp16": 2}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "no": 4, "bf16": 2}
 # When an item is there, if not always: the backward pass begins at the logits and the last layer,
 # with all activations, and ends at the first layer, with all gradients.
 LOADING, LOGITS, LAST, FIRST, EXPORT = PHASES = (
@@ -98,7 +98,7 @@ def _trainer(config: RunConfig, sizes: ModelSizes, gpu: int, host_memory: int | 
     rows = rows_within(trainer, fits, kind, config.longest_turn)
     tokens, width = fullest(*rows, config.generator.max_context)
     device, host = _rank(trainer, sizes, kind, tokens, width)
-    if trainer.pieces.advantage == "gae" and config.critic.kind == "model":
+    if trainer.pieces.advantage == "gae":
         # Its passes and the policy's may be under way at the same time. It is float32, and on the
         # host only where FSDP puts it there.
         offload = trainer.offload if ranks > 1 and trainer.offload != "optimizer" else "none"

@@ -41,7 +41,7 @@ class TrainerConfig(ObjectiveKeys):
         False, "route tokens to the experts that the generator's engine chose"
     )
     device: str = key("auto", "cpu, cuda or auto")
-    precision: Literal["auto", "no", "bf16", "fp16"] = key(
+    precision: Literal["auto", "no", "bf16"] = key(
         "auto", "Accelerate mixed precision; auto = bf16 on a GPU, no on a CPU"
     )
     weights: Literal["float32", "bf16"] = key(
@@ -53,11 +53,6 @@ class TrainerConfig(ObjectiveKeys):
     threads: int = key(0, "CPU threads of a rank; 0 = its share", ge=0)
     ranks: int = key(1, "processes over which the policy is sharded (FSDP2)", ge=1)
     nodes: int = key(1, "hosts that the ranks are on, equally many on each", ge=1)
-    replicas: int = key(
-        1,
-        "copies of the policy, each sharded over ranks / replicas neighbouring ranks (HSDP)",
-        ge=1,
-    )
     rendezvous: str = key("", "HOST:PORT of node 0 where the ranks of several hosts meet")
     rendezvous_timeout_s: ClassVar[float] = 600.0  # that the hosts wait for each other at the start
     sequence_parallel: int = key(
@@ -96,10 +91,10 @@ class TrainerConfig(ObjectiveKeys):
         "stops; 0 = by the coarsest format: 1e-4 float32, 0.002 fp16, 0.02 bf16, 0.1 fp8",
         ge=0,
     )
-    mismatch_every: ClassVar[int] = 20  # steps without a comparison until weights are kept aside
+    mismatch_every: ClassVar[int] = 20  # steps until a generator is compared again; 0 = never
     max_skipped: ClassVar[int] = 10  # batches in a row without an update until the run ends
 
-    def precision_on(self, kind: str) -> Literal["no", "bf16", "fp16"]:
+    def precision_on(self, kind: str) -> Literal["no", "bf16"]:
         if self.precision == "auto":
             return "bf16" if kind == "cuda" else "no"
         return self.precision
@@ -146,8 +141,6 @@ class TrainerConfig(ObjectiveKeys):
                 f"trainer.weights = bf16 needs trainer.precision = bf16, which is {precision}: "
                 "change one of them"
             )
-        if self.offload in ("optimizer", "all") and precision == "fp16":
-            yield "trainer.offload moves no optimizer with trainer.precision = fp16: use bf16"
         if self.offload in ("activations", "all") and not recomputes:
             yield (
                 f"trainer.offload = {self.offload} moves what recomputed layers keep: set "
@@ -161,9 +154,7 @@ class TrainerConfig(ObjectiveKeys):
 
     def rank_faults(self) -> Iterator[str]:
         """Yield what contradicts `ranks`; the trainer asks once it knows how many there are."""
-        ranks, nodes, replicas = self.ranks, self.nodes, self.replicas
-        if self.precision == "fp16" and ranks > 1:
-            yield "trainer.precision = fp16 works with one rank only: use bf16"
+        ranks, nodes = self.ranks, self.nodes
         if ranks % nodes:
             yield (
                 f"trainer.nodes = {nodes} does not divide trainer.ranks = {ranks}, which are those "
@@ -182,16 +173,6 @@ class TrainerConfig(ObjectiveKeys):
                     "host (trainer.ranks / trainer.nodes), and ranks that share rows or divide "
                     "experts have to be on one: change one of them"
                 )
-        if ranks % replicas:
-            yield (
-                f"trainer.replicas = {replicas} does not divide trainer.ranks = {ranks}: change "
-                "one of them"
-            )
-        if replicas > 1 and self.expert_parallel > 1:
-            yield (
-                "trainer.expert_parallel divides experts over all ranks, not within each of "
-                f"trainer.replicas = {replicas}: set one of them to 1"
-            )
         if self.rendezvous and nodes == 1:
             yield (
                 f"trainer.rendezvous = {self.rendezvous} has no effect with one host: set "
@@ -202,9 +183,6 @@ class TrainerConfig(ObjectiveKeys):
 class CriticConfig(Section):
     """The value model of `trainer.advantage = "gae"` (preset `ppo_critic`)."""
 
-    kind: Literal["model", "head"] = key(
-        "model", "a model of its own, or a value head on the policy's hidden states"
-    )
     path: str = key("", "directory it starts from, as an earlier run wrote it; empty = the policy")
     learning_rate: float = key(1e-5, "its learning rate", gt=0)
     value_clip: float = key(

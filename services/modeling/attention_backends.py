@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -73,17 +72,21 @@ def slot_mask(
     return SlotMask(newest.masked_fill_(hidden, -torch.inf)[:, None, None], contexts, window)
 
 
-def _causal(context: Context, window: int | None, device: torch.device) -> Tensor | None:
-    """Return the mask of a context, [1, 1, length, length]; None: a causal one without window."""
-    if window is None or context.length <= window:
-        return None
-    ones = torch.ones(context.length, context.length, dtype=torch.bool, device=device)
-    seen = ones.tril() & ~ones.tril(-window)
-    return seen[None, None]
-
-
 NAME = "umbra"  # of our attention in Transformers
 LayerMask = Tensor | RowBlocks | SlotMask | None
+
+
+class Scores(NamedTuple):
+    """How scores are made of queries and keys; arguments as of `attend`."""
+
+    scale: float
+    cap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """True if SDPA makes such scores."""
+        return self.cap is None and self.sinks is None
 
 
 def attend(
@@ -107,95 +110,62 @@ def attend(
         cap: scores become cap * tanh(score / cap) before they are masked (Gemma 2).
         sinks: [H], scores of one more key for each head, which has no value (GPT-OSS).
     """
-    scale = float(query.shape[-1] ** -0.5) if scale is None else scale
+    how = Scores(query.shape[-1] ** -0.5 if scale is None else scale, cap, sinks)
     if isinstance(mask, RowBlocks):
-        return _flex(query, key, value, mask, scale, cap, sinks)
+        return _flex(query, key, value, mask, how)
     if isinstance(mask, SlotMask):
-        return _slots(query, key, value, mask, scale, cap, sinks)
-    if cap is None and sinks is None:
-        groups = query.shape[1] // key.shape[1]
-        # With a mask or wide heads, GPUs have no kernel for fewer keys' heads but the slow one.
-        grouped = groups > 1 and mask is None and key.shape[-1] == value.shape[-1] <= 256
-        if groups > 1 and not grouped:
-            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        return _slots(query, key, value, mask, how)
+    return _dense(query, key, value, mask, how)
+
+
+def _slots(query: Tensor, key: Tensor, value: Tensor, mask: SlotMask, how: Scores) -> Tensor:
+    """Attend to what the cache holds: key [n, G, L, D] and value, for queries [1, H, T, D]."""
+    count = len(mask.newest)
+    parts: list[Tensor] = []
+    if count:
+        newest = query[0, :, :count].transpose(0, 1)  # [n, H, D]
+        if how.plain:
+            # Query heads that share a key head stand where its queries would: no key is copied.
+            newest = newest.unflatten(1, (key.shape[1], -1))
+            found = torch.nn.functional.scaled_dot_product_attention(
+                newest, key, value, attn_mask=mask.newest, scale=how.scale
+            ).flatten(1, 2)
+        else:
+            found = _dense(newest[:, :, None], key, value, mask.newest, how).squeeze(2)
+        parts.append(found.transpose(0, 1)[None])
+    for context in mask.contexts:
+        length, own = context.length, slice(context.row, context.row + 1)
+        causal = None
+        if mask.window is not None and length > mask.window:
+            ones = torch.ones(length, length, dtype=torch.bool, device=query.device)
+            causal = (ones.tril() & ~ones.tril(-mask.window))[None, None]
+        queries = query[:, :, count : count + length]
+        parts.append(_dense(queries, key[own, :, :length], value[own, :, :length], causal, how))
+        count += length
+    return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
+
+
+def _dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: Scores) -> Tensor:
+    """Attend by SDPA; with soft caps or sinks by all scores at once."""
+    groups = query.shape[1] // key.shape[1]
+    # With a mask or wide heads, GPUs have no kernel for fewer keys' heads but the slow one.
+    grouped = how.plain and groups > 1 and mask is None
+    grouped = grouped and key.shape[-1] == value.shape[-1] <= 256
+    if groups > 1 and not grouped:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    if how.plain:
         return torch.nn.functional.scaled_dot_product_attention(
             query,
             key,
             value,
             attn_mask=mask,
             is_causal=mask is None and query.shape[2] > 1,
-            scale=scale,
+            scale=how.scale,
             enable_gqa=grouped,
         )
-    return _plain(query, key, value, mask, scale, cap, sinks)
-
-
-def _slots(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: SlotMask,
-    scale: float,
-    cap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """softmax(scores) value, [1, H, T, E].
-
-    Args:
-        query: [1, H, T, D].
-        key: what the cache holds, [n, G, L, D].
-        value: [n, G, L, E].
-        mask: of all parts.
-        scale: as of `attend`, and so are `cap` and `sinks`.
-    """
-    count, groups = len(mask.newest), key.shape[1]
-    parts: list[Tensor] = []
-    if count:
-        newest = query[0, :, :count].transpose(0, 1)  # [n, H, D]
-        if cap is None and sinks is None:
-            # Query heads that share a key head stand where its queries would: no key is copied.
-            newest = newest.unflatten(1, (groups, -1))
-            found = torch.nn.functional.scaled_dot_product_attention(
-                newest, key, value, attn_mask=mask.newest, scale=scale
-            ).flatten(1, 2)
-        else:
-            found = attend(
-                newest[:, :, None], key, value, mask.newest, scale=scale, cap=cap, sinks=sinks
-            ).squeeze(2)
-        parts.append(found.transpose(0, 1)[None])
-    start = count
-    for context in mask.contexts:
-        length, own = context.length, slice(context.row, context.row + 1)
-        parts.append(
-            attend(
-                query[:, :, start : start + context.length],
-                key[own, :, :length],
-                value[own, :, :length],
-                _causal(context, mask.window, query.device),
-                scale=scale,
-                cap=cap,
-                sinks=sinks,
-            )
-        )
-        start += context.length
-    return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
-
-
-def _plain(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    cap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Compute all scores at once, with soft caps and sinks."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scores = query @ key.transpose(-1, -2) * scale
-    if cap is not None:
-        scores = torch.tanh(scores / cap) * cap
+    scores = query @ key.transpose(-1, -2) * how.scale
+    if how.cap is not None:
+        scores = torch.tanh(scores / how.cap) * how.cap
     if mask is None:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask.dtype == torch.bool:
@@ -203,44 +173,32 @@ def _plain(
     else:
         scores = scores + mask
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    if sinks is not None:
-        more = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    if how.sinks is not None:
+        more = how.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         weights = torch.cat([scores, more], -1).softmax(-1)[..., :-1]
     else:
         weights = scores.softmax(-1)
     return weights.to(value.dtype) @ value
 
 
-def _flex(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: RowBlocks,
-    scale: float,
-    cap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _flex(query: Tensor, key: Tensor, value: Tensor, mask: RowBlocks, how: Scores) -> Tensor:
     """Attend by torch's flex_attention; on CPUs, where it is for tests, by all scores at once."""
-    if isinstance(query, FakeTensor):
-        return _linear(query, key, value, scale)
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     given, width = query.shape[2], mask.seq_lengths[0]
-    if given < width:  # `RowMask.blocks` has widened narrow rows
-        query, key, value = (_widened(each, width - given) for each in (query, key, value))
+    if given < width:  # `RowMask.blocks` has widened narrow rows; in memory as models lay it out
+        more = (0, 0, 0, 0, 0, width - given)
+        query, key, value = (
+            pad(each.transpose(1, 2), more).transpose(1, 2) for each in (query, key, value)
+        )
     kernel = _flex_on(query.device.type)
-    output, sums = kernel(query, key, value, mask, scale, cap, sinks is not None)
-    if sinks is not None:
+    output, sums = kernel(query, key, value, mask, how.scale, how.cap, how.sinks is not None)
+    if how.sinks is not None:
         # The sums of exponentials stay in float32: their rounding would scale the output.
-        more = sinks.float().view(1, -1, 1)
-        output = output * torch.sigmoid(sums - more).unsqueeze(-1).to(output.dtype)
+        sinks = how.sinks.float().view(1, -1, 1)
+        output = output * torch.sigmoid(sums - sinks).unsqueeze(-1).to(output.dtype)
     return output[:, :, :given]
-
-
-def _widened(given: Tensor, more: int) -> Tensor:
-    """Return `given` [R, H, L, D] with positions of zeros, in memory as models lay it out."""
-    return pad(given.transpose(1, 2), (0, 0, 0, 0, 0, more)).transpose(1, 2)
 
 
 def _flex_on(kind: str) -> Callable[..., tuple[Tensor, Any]]:
@@ -286,13 +244,7 @@ def _flex_eagerly(
 
 
 def _flex_kernel(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: RowBlocks,
-    scale: float,
-    cap: float | None,
-    sums: bool,
+    query: Tensor, key: Tensor, value: Tensor, mask: RowBlocks, *how: Any
 ) -> tuple[Tensor, Any]:
     """`_flex_eagerly` by the kernel of its kind.
 
@@ -306,12 +258,12 @@ def _flex_kernel(
         *(each.requires_grad for each in (query, key, value)),
         *(query.device, query.dtype, query.shape[1], query.shape[3]),
         *(key.shape[1], value.shape[3]),
-        *(scale, cap, sums, mask.windowed, rows == across),
+        *(*how, mask.windowed, rows == across),
     )
     for each in (query, key, value):
         torch._dynamo.maybe_mark_dynamic(each, (0, 2))
     with torch.autocast(query.device.type, enabled=False):  # which has done its work
-        return _compiled(kind)(query, key, value, mask, scale, cap, sums)
+        return _compiled(kind)(query, key, value, mask, *how)
 
 
 @functools.cache
@@ -332,16 +284,6 @@ def _capped(cap: float) -> Any:
         return cap * torch.tanh(score / cap)
 
     return capped
-
-
-def _linear(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Keep as many numbers as flex_attention does, for the estimate of memory."""
-    wide, narrow = query.shape[-1], value.shape[-1]
-    value = pad(value, (0, wide - narrow))  # the kernel wants one width
-    output = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-    )
-    return output[..., :narrow]
 
 
 def _from_transformers(

@@ -14,6 +14,7 @@ import functools
 import json
 import re
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -279,7 +280,7 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, cue: bool
     ) -> str:
         try:
-            with _time_limit(RENDER_S):
+            with _time_limit():
                 return self._tokenizer.apply_chat_template(
                     [self._quoted(message) for message in messages],
                     tools=list(tools) or None,
@@ -314,26 +315,39 @@ class _TooLongError(BaseException):
     """Raised in a thread whose time is over; templates catch no exceptions of this kind."""
 
 
+_lock = threading.Lock()
+_ends: dict[int, float] = {}  # by thread, when what it renders has taken too long
+
+
 @contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise _TooLongError in this thread if the block takes longer: a template is a program."""
-    lock, ended, thread = threading.Lock(), False, threading.get_ident()
-
-    def stop() -> None:
-        with lock:
-            if not ended:
-                raised = ctypes.py_object(_TooLongError)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
-
-    timer = threading.Timer(seconds, stop)
-    timer.daemon = True
-    timer.start()
+def _time_limit() -> Iterator[None]:
+    """Raise _TooLongError in this thread if the block takes `RENDER_S`: a template is a program."""
+    thread = threading.get_ident()
+    _watcher()
+    with _lock:
+        _ends[thread] = time.monotonic() + RENDER_S
     try:
         yield
     finally:
-        with lock:
-            ended = True
-        timer.cancel()
+        with _lock:
+            _ends.pop(thread, None)
+
+
+@functools.cache
+def _watcher() -> None:
+    """Start the one thread that interrupts the others."""
+
+    def watch() -> None:
+        while True:
+            time.sleep(RENDER_S / 20)
+            with _lock:
+                now = time.monotonic()
+                for thread in [one for one, end in _ends.items() if end < now]:
+                    del _ends[thread]
+                    raised = ctypes.py_object(_TooLongError)
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
+
+    threading.Thread(target=watch, name="umbra-templates", daemon=True).start()
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
@@ -345,7 +359,7 @@ def end_of_turn(tokenizer: Any) -> int | None:
         return None
     said = [_user(), {"role": "assistant", "content": _HEARD}]
     try:
-        with _time_limit(RENDER_S):
+        with _time_limit():
             text: str = tokenizer.apply_chat_template(said, tokenize=False)
     except (Exception, _TooLongError):  # noqa: BLE001 - a prompt that it fails on says so
         return None

@@ -216,6 +216,7 @@ class MicroBatch:
     tokens: int = 0  # of R * L, those that are not padding
     fed: Tensor | None = None  # bool [R * L], which these are
     routing: Tensor | None = None  # int16 [R * L, layers, choices], as `Routers.replay`
+    cost: float = 0.0  # of what is fed, as `pack` was told to price it
 
     @property
     def mask(self) -> RowMask:
@@ -288,6 +289,7 @@ def lay_out(tokens: Tokens, rows: list[list[Unit]]) -> MicroBatch:
         tokens=len(place),
         fed=torch.zeros(count * width, dtype=torch.bool).index_fill_(0, place, True),
         routing=_routing(tokens, pieces, count * width),
+        cost=sum(unit.cost for row in rows for unit in row),
     )
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import tomllib
 import warnings
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from umbra.proto.errors import UsageError
 from umbra.services.environments.protocol import Message, Said
-from umbra.services.modeling import vllm_parsers
 from umbra.services.modeling.chat_template import TOOL, ChatTemplate, TurnsError, tool_schema
-from umbra.services.modeling.parsers import PLAIN, TOLD, Parser, ResponseTemplateParser
+from umbra.services.modeling.parsers import PLAIN, TOLD, Parser, ResponseTemplateParser, Tools
 
-VLLM = vllm_parsers.PREFIX
+VLLM = "vllm/"  # begins the names of vLLM's parsers
 FAMILIES = (
     ("<arg_key>", "glm4moe"),
     ("<function=", "qwen3_5"),
@@ -95,13 +97,13 @@ def _named(wanted: str, tokenizer: Any) -> Parser:
             f"{key} is unknown; use auto, none, {', '.join(response_templates())}, or {VLLM}TOOLS "
             f"or {VLLM}TOOLS+REASONING (parsers of vLLM)"
         )
-    if not vllm_parsers.is_installed():
+    if find_spec("vllm") is None:
         raise UsageError(f'{key} needs vLLM: pip install "umbra-rl[vllm]"')
     calls, _, reasoning = wanted.removeprefix(VLLM).partition("+")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what vLLM imports
-            return vllm_parsers.VllmParser(tokenizer, calls, reasoning)
+            return VllmParser(tokenizer, calls, reasoning)
     except Exception as error:
         raise UsageError(f"{key}: vLLM says: {error}") from error
 
@@ -129,3 +131,77 @@ def _read(parser: Parser, template: ChatTemplate, said: Message) -> Said | None:
     except Exception as error:  # noqa: BLE001 - a parser of another family may fail anyhow
         log.debug("%s: %s", parser.name, error)
         return None
+
+
+class VllmParser:
+    """A parser of tool calls of vLLM's, and one of reasoning.
+
+    Args:
+        tokenizer: the model's.
+        calls: the name of the parser of tool calls.
+        reasoning: that of the parser of reasoning; "" = none.
+
+    Raises:
+        KeyError: vLLM has no such parser.
+        Exception: whatever vLLM says of a tokenizer that this parser is not for.
+    """
+
+    calls = True
+    marked = True
+
+    def __init__(self, tokenizer: Any, calls: str, reasoning: str = "") -> None:
+        from vllm.reasoning import ReasoningParserManager
+        from vllm.tool_parsers import ToolParserManager
+
+        self.name = f"{VLLM}{calls}" + (f"+{reasoning}" if reasoning else "")
+        self._tokenizer = tokenizer
+        self._calls = ToolParserManager.get_tool_parser(calls)
+        self._reasoning = (
+            ReasoningParserManager.get_reasoning_parser(reasoning) if reasoning else None
+        )
+        self.read("", "", [])  # some refuse tokenizers
+
+    def read(self, prompt: str, text: str, tools: Tools, stop: str = "") -> Said:
+        """Read the turn; see `Parser`."""
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        del stop
+        user: Any = {"role": "user", "content": ""}
+        fields: dict[str, Any] = {"messages": [user], "tools": list(tools) or None}
+        request = ChatCompletionRequest(**fields)
+        reasoning, content = "", text
+        if self._reasoning is not None:
+            reader: Any = self._reasoning(self._tokenizer)
+            before = self._tokenizer(prompt, add_special_tokens=False)["input_ids"]
+            reader.adjust_initial_state_from_prompt(list(before))
+            found, rest = reader.extract_reasoning(text, request)
+            reasoning, content = found or "", rest or ""
+        calls: list[dict[str, Any]] = []
+        problem = ""
+        if tools and content:
+            maker: Any = self._calls
+            found = maker(self._tokenizer, request.tools).extract_tool_calls(content, request)
+            try:
+                calls = list(_calls(found.tool_calls))
+            except (TypeError, ValueError) as error:
+                problem = f"the tool call cannot be read: its arguments must be an object: {error}"
+            else:
+                content = (found.content or "").strip() if calls else content
+        return Said(
+            text=text,
+            content=content,
+            reasoning=reasoning.strip(),
+            tool_calls=calls,
+            problem=problem,
+        )
+
+
+def _calls(found: Any) -> Iterator[dict[str, Any]]:
+    for call in found:
+        arguments = json.loads(call.function.arguments or "{}")
+        if not isinstance(arguments, dict):
+            raise TypeError(f"{call.function.arguments!r}")
+        yield {
+            "type": "function",
+            "function": {"name": str(call.function.name), "arguments": arguments},
+        }

@@ -26,11 +26,11 @@ class _Request:
     """The arguments of `Scorer.forward`."""
 
     batch: MicroBatch
-    temperature: Tensor | None = None  # None: hidden states are all that is wanted
-    with_entropy: bool = True
-    entropy_gradient: bool = False
-    sampling: Tensor | None = None
-    balance: float = 0.0
+    temperature: Tensor
+    with_entropy: bool
+    entropy_gradient: bool
+    sampling: Tensor | None
+    balance: float
 
 
 class Scorer(nn.Module):
@@ -115,13 +115,6 @@ class Scorer(nn.Module):
         logprobs = share.join(logprobs)
         return logprobs, share.join(entropy) if with_entropy else torch.zeros_like(logprobs)
 
-    def hidden(self, batch: MicroBatch) -> Tensor:
-        """Return the output layer's inputs where a learned token is predicted, [N, H]."""
-        if self._parallel is None:
-            return self._run(_Request(batch), batch)[0]
-        share = self._parallel.share(batch)
-        return share.join(self._run(_Request(share.own), share.rows, share)[0])
-
     def _run(self, request: _Request, rows: MicroBatch, share: SequenceShare | None = None) -> Any:
         """Run `request`; attention sees `rows`, of which this rank may have a `share`."""
         self._request = request
@@ -167,8 +160,6 @@ class Scorer(nn.Module):
             return None
         if not self._compared and len(hidden):
             self._compare(hidden[:1], output.logits)
-        if request.temperature is None:
-            return (hidden.detach(),)
         temperature, sampling = request.temperature, request.sampling
         parts: list[tuple[Tensor, Tensor]] = []
         for start in range(0, max(1, len(hidden)), self._rows):

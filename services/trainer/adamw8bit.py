@@ -50,8 +50,6 @@ class AdamW8bit(TorchAOAdamW8bit):
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         assert closure is None
         for group in self.param_groups:
-            # Accelerate moves it to the GPU, where parameters on the host cannot use it.
-            group["lr"] = group["lr"].cpu()
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(parameter, parameter.grad, group)

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from umbra.proto.errors import UsageError
 from umbra.services.config import TrainerConfig
 from umbra.services.modeling.attention import Attention
-from umbra.services.modeling.micro_batch import MicroBatch
 from umbra.services.modeling.row_sizes import (
     RowSizes,
     layer_numbers,
@@ -73,22 +72,10 @@ class TrainingFlops:
             tuple((window, width * count) for window, count in layers.items() if window),
         )
 
-    def update(self, micro: MicroBatch) -> float:
-        """Count a forward and a backward pass over `micro`: what it feeds, padding left out."""
-        seen = micro.position_ids.flatten().double() + 1  # keys that a token attends to
-        if micro.fed is not None:
-            seen = seen[micro.fed]
-        pairs = self.attention * seen
-        for window, attention in self.windowed:
-            pairs += attention * seen.clamp(max=window)
-        attended = float(pairs.sum())
-        learned = len(micro.targets)
-        return 6 * self.body * micro.tokens + 6 * self.head * learned + 12 * attended
-
     def sequence(self, start: int, end: int, learned: int) -> float:
-        """Count positions [start, end) of a sequence, from which so many tokens are learned.
+        """Count a forward and a backward pass over positions [start, end) of a sequence.
 
-        Over all sequences of a micro-batch it adds up to `update`.
+        So many tokens are learned from them.
         """
         pairs = self.attention * (_pairs(end) - _pairs(start))
         for window, attention in self.windowed:
@@ -164,7 +151,7 @@ def row_sizes(
     if config.micro_tokens == "auto":
         memory, kind = memory_of(device, ranks.place.per_host), device.type
         weights = sum(parameter.numel() for parameter in model.parameters())
-        fits[0] = fitting_tokens(config, model.config, weights // ranks.holders, memory, kind)
+        fits[0] = fitting_tokens(config, model.config, weights // ranks.world, memory, kind)
         fits = ranks.gather(fits).min()
     return rows_within(config, int(fits), device.type, max_tokens)
 

@@ -6,7 +6,7 @@ import os
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from umbra.proto.errors import UsageError
@@ -21,12 +21,7 @@ from umbra.services.modeling.models import sees_gpu
 from umbra.services.modeling.packing import pack
 from umbra.services.modeling.scorer import Scorer
 from umbra.services.modeling.weight_files import WeightFiles
-from umbra.services.trainer.checkpoints.parts import (
-    CheckpointPart,
-    OptimizerState,
-    Randomness,
-    Weights,
-)
+from umbra.services.trainer.checkpoints.state import ModelState
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.distributed.sharding import clip_gradients, prepare_layers, shard
 from umbra.services.trainer.flops import TrainingFlops, ceiling, row_sizes
@@ -48,7 +43,7 @@ REASONS = {
 class Learner:
     """Scores micro-batches and updates the policy.
 
-    Accelerate chooses the device, autocasts and scales fp16 gradients; sharding is ours.
+    Accelerate autocasts; sharding is ours.
 
     Args:
         model: the policy, float32, the same on all ranks.
@@ -99,16 +94,10 @@ class Learner:
             add_adapter(model, config, seed)
         if config.weights == "bf16":
             cast(model, torch.bfloat16)
-        prepare_layers(model, config, self.device.type)
-        if self.ranks.world > 1:
-            shard(model, self.device, self.ranks, config)
-        rows_on_host = self.ranks.world > 1 and config.offload == "all"
-        host = torch.device("cpu")
-        rows_at = host if rows_on_host else self.device
-        place(model, self.device, parameters_at=rows_at)
+        rows_at, host = bring_up(model, config, self.device, self.ranks), torch.device("cpu")
         self.model = model
         masters_at = rows_at if config.weights == "bf16" else None
-        if config.offload in ("optimizer", "all") and not rows_on_host:
+        if config.offload == "optimizer" or (config.offload == "all" and self.ranks.world == 1):
             masters_at = host
         trained = (p for p in model.parameters() if p.requires_grad)
         self._master_weights = MasterWeights(trained, masters_at)
@@ -133,8 +122,7 @@ class Learner:
         # Those whose choices are replayed.
         self.replayed = routers.kind if config.router_replay and routers is not None else None
         self._parameters = self._master_weights.parameters
-        self._plain = make_optimizer(self._parameters, config)
-        self._optimizer = self._accelerator.prepare_optimizer(self._plain)
+        self._optimizer = make_optimizer(self._parameters, config)
 
     def pack(self, tokens: Tokens, sequences: Tensor | None = None) -> list[MicroBatch]:
         """Cut this rank's share of `sequences` (None: all) into micro-batches."""
@@ -163,7 +151,6 @@ class Learner:
 
         `sampling` [N, 4] and `balance` are as of `Scorer`.
         """
-        scaler = self._accelerator.scaler
         phase = "forward" if torch.is_grad_enabled() else "score"
         with self.phases(phase), self._accelerator.autocast():
             return self._scorer(
@@ -172,17 +159,8 @@ class Learner:
                 with_entropy=with_entropy,
                 entropy_gradient=entropy_gradient,
                 sampling=None if sampling is None else sampling.to(self.device),
-                balance=balance * (scaler.get_scale() if scaler is not None else 1.0),
+                balance=balance,
             )
-
-    @torch.no_grad()
-    def hidden(self, micro: MicroBatch) -> Tensor:
-        """Return what the output layer is given at each learned token, no gradient; [N, H].
-
-        Sharded ranks have to call it together.
-        """
-        with self._accelerator.autocast():
-            return self._scorer.hidden(micro.to(self.device))
 
     @torch.no_grad()
     def logprobs(self, micros: list[MicroBatch], temperature: Tensor) -> Tensor:
@@ -211,24 +189,15 @@ class Learner:
         """
         with self.phases("optimizer"):
             self.updates += 1
-            return self._update(step, fault)
-
-    def _update(self, step: int, fault: str) -> Row:
-        rate = learning_rate(self._config, step, self._steps)
-        set_learning_rate(self._optimizer, rate)
-        self._accelerator.unscale_gradients()
-        norm = clip_gradients(self._parameters, self._config.max_grad_norm, self.ranks)
-        finite = bool(torch.isfinite(norm))
-        scaler = self._accelerator.scaler
-        if not finite:
-            fault = fault or "gradient"
-        # With fp16 the gradient scaler has to see the overflow; it leaves the update out itself.
-        if not fault or (scaler is not None and not finite):
-            self._optimizer.step()
-            self._master_weights.push()
-        elif scaler is not None:
-            scaler.update()  # else it would refuse the next clipping
-        self._optimizer.zero_grad()
+            rate = learning_rate(self._config, step, self._steps)
+            set_learning_rate(self._optimizer, rate)
+            norm = clip_gradients(self._parameters, self._config.max_grad_norm, self.ranks)
+            finite = bool(torch.isfinite(norm))
+            fault = fault or ("" if finite else "gradient")
+            if not fault:
+                self._optimizer.step()
+                self._master_weights.push()
+            self._optimizer.zero_grad()
         return {
             "grad_norm": float(norm) if finite else None,
             "lr": rate,
@@ -256,23 +225,43 @@ class Learner:
         load = self.ranks.sum_ranks(routers.take_load().double())
         return expert_metrics(load[:, :-1], load[:, -1] if self.replayed else None)
 
-    def parts(self, base: str = "") -> dict[str, CheckpointPart]:
+    def state(self, base: str = "") -> ModelState:
         """Return what a checkpoint has to hold; the learning rate follows from the step.
 
         Args:
             base: checksum of the weights that an adapter is trained for.
         """
-        return {
-            "policy": Weights(self.model, base, self._master_weights),
-            "optimizer": OptimizerState(
-                self._plain, self.model, self._accelerator.scaler, self._master_weights
-            ),
-            "randomness": Randomness(self.device),
-        }
+        return ModelState(
+            "policy",
+            self.model,
+            self._optimizer,
+            base=base,
+            master_weights=self._master_weights,
+        )
 
     def weights(self) -> dict[str, Tensor]:
         """Return the whole weights, float32 on the CPU, adapter merged, on rank 0; all call it."""
         return whole_weights(self.model, self.ranks, self._master_weights.of)
+
+
+def bring_up(
+    model: PreTrainedModel,
+    config: TrainerConfig,
+    device: torch.device,
+    ranks: Ranks,
+    root: nn.Module | None = None,
+) -> torch.device:
+    """Shard `model` over `ranks` and place it; `root` is what runs it, if not itself.
+
+    Returns the device of this rank's rows.
+    """
+    prepare_layers(model, config, device.type)
+    if ranks.world > 1:
+        shard(model, device, ranks, config, root)
+    on_host = ranks.world > 1 and config.offload == "all"
+    rows_at = torch.device("cpu") if on_host else device
+    place(root or model, device, parameters_at=rows_at)
+    return rows_at
 
 
 def _on_cpu(config: TrainerConfig, ranks: Ranks) -> bool:

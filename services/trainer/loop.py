@@ -53,7 +53,7 @@ class Loop:
         self._facts = RunFacts.of(context.config, learner.model.config.vocab_size)
         self._facts.routers = learner.replayed
         self._skips = SkipLimit(context.config.trainer.max_skipped)
-        self._row: Row | None = None  # of the last step; None while the weights are of no version
+        self._committed: tuple[Row, int] | None = None  # of the last step: its row, all updates
         assert context.run_dir is not None
         steps = context.config.trainer.profile_steps
         self._profile = Profile(context.run_dir / "profile", steps, self._ranks.rank)
@@ -70,10 +70,8 @@ class Loop:
         while self.version < self._config.run.steps:
             self._profile.begin(self.version + 1)
             batch = self._lease()
-            if batch is None:
-                return False
-            row = self._train(batch)
-            if row is None or not self._commit(row):
+            row = self._train(batch) if batch is not None else None
+            if batch is None or row is None or not self._commit(row):
                 return False
             with self._phase("checkpoint"):
                 self._saver.after(self.version, row)
@@ -91,7 +89,9 @@ class Loop:
         """Make a checkpoint of the steps that the last one does not cover, and see it through."""
         if self._member is not None:
             self._member.session.progress("saving the last checkpoint")
-        outcomes = self._saver.last(self.version, self._row)
+        row, updates = self._committed or (None, 0)
+        clean = updates == self._learner.updates  # else the weights are of no version
+        outcomes = self._saver.last(self.version, row if clean else None)
         if self._member is not None:
             self._member.saved(outcomes)
 
@@ -105,10 +105,8 @@ class Loop:
         """
         member, slot, place = self._member, None, b""
         with self._phase("wait_slot"):
-            if member is not None:
-                slot = member.slot(self.version)
-                if slot is not None:
-                    place = msgspec.msgpack.encode(member.publisher.place)
+            if member is not None and (slot := member.slot(self.version)) is not None:
+                place = msgspec.msgpack.encode(member.publisher.place)
             place = self._ranks.spread(place)
         if not place:
             return False
@@ -147,15 +145,11 @@ class Loop:
 
     def _train(self, batch: TrainBatch) -> Row | None:
         """Learn from a batch; return the row of the step, or None when asked to stop."""
-        learner, member, step = self._learner, self._member, self.version + 1
+        member, step = self._member, self.version + 1
         with self._phase("train_step"):
-            kept, self._row = self._row, None
-            updates = learner.updates
             keep_going = lambda: member is None or member.keep_going(step)  # noqa: E731
             learned = self._update(batch, self.version, keep_going)
         if learned is None:
-            if learner.updates == updates:
-                self._row = kept
             return None
         names = [one.name for one in self._config.environments]
         seen = sample_metrics(batch, self.version) | environment_metrics(batch.samples, names)
@@ -168,7 +162,7 @@ class Loop:
             done = self._ranks.agree(done)
         if done:
             self.version += 1
-            self._row = row
+            self._committed = row, self._learner.updates
         return done
 
     def _check(self, row: Row) -> None:
@@ -196,7 +190,7 @@ class Loop:
         Before the first step of this process there is nothing to save that is not there already.
         """
         with self._phase("checkpoint"):
-            row = self._row
+            row = self._committed[0] if self._committed is not None else None
             begun = row is not None and self._saver.wanted(self.version, row)
             if not begun and self._member is not None:
                 self._member.tell_covered()

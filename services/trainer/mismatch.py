@@ -1,18 +1,14 @@
-"""Whether a generator agrees with the trainer on equal weights: the bound, the figure, the verdict.
+"""Compare generators with the trainer on equal weights, and stop the run where they differ.
 
 The figure of a generator is the mean over its tokens of min(k3, 1), without the worst token, where
 k3 = r - log r - 1 and r = pi / mu. One outlier alone never decides (the update leaves it out), and
 a fault that hits few tokens counts in full, which it would not in a median.
 
-A token can be compared under the very version that sampled it, if that version sampled its response
-from the beginning on (`TrainBatch.leading`). Those of the version that the trainer is at are
-compared in its own pass. What that leaves open is looked at by a pass more, without gradient:
-samples without an advantage, and samplings by top-k, top-p or min-p, whose logprobs are those of
-what is left in.
-
-Where generation runs ahead there may never be a token of the version that the trainer is at. Then
-its weights are kept aside, in host memory, until a batch has tokens of them; they change places
-with the current ones for that one pass, and are let go.
+A token is compared under the version that sampled its response from the beginning on
+(`TrainBatch.leading`), by a pass without gradient before the update. Where generation runs ahead
+there may never be a token of the version that the trainer is at. Then its weights are kept aside,
+in host memory, until a batch has tokens of them; they change places with the current ones for that
+one pass, and are let go.
 """
 
 from __future__ import annotations
@@ -44,7 +40,7 @@ LOOKED_AT = 1024  # learned tokens of a generator that a pass of their own is sp
 # kernel computes in TF32) and about 1e-3 in bfloat16, where 0.03 at the first step was a fault
 # (PrimeIntellect-ai/prime-rl, issue 2671).
 BOUNDS = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 0.02, "fp8": 0.1}
-_PRECISIONS = {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}
+_PRECISIONS = {"no": "float32", "bf16": "bfloat16"}
 
 log = logging.getLogger(__name__)
 
@@ -135,91 +131,70 @@ def bound_of(config: RunConfig, kind: str) -> tuple[float, str]:
 
 
 class MismatchCheck:
-    """Compares what a batch says with what `learner` finds; all ranks come to the same verdict.
-
-    For each batch: `begin` before the first pass, `see` for each pass of the first update, and
-    `verdict` before that update is made.
-    """
+    """Compares what a batch says with what `learner` finds; all ranks come to the same verdict."""
 
     def __init__(self, config: RunConfig, learner: Learner) -> None:
         self._learner = learner
         self._bound, self._format = bound_of(config, learner.device.type)
         self._verdicts = Verdicts(self._bound, config.trainer.mismatch_every)
         self._aside: _Aside | None = None
-        self._now: _Comparison | None = None
 
-    def begin(self, batch: TrainBatch, version: int, trained: Tensor) -> None:
-        """Look at what the passes to come will not tell.
-
-        Args:
-            batch: with M learned tokens.
-            version: of the weights.
-            trained: int64 indices of the samples of the first update.
-        """
-        begin = time.perf_counter()
-        now = self._now = _Comparison(batch, version, trained)
-        due = [name for name in now.generators if self._verdicts.due(name, version)]
-        poor = [name for name in due if now.count(now.direct, name) < MIN_TOKENS]
-        wanted = now.leading & ~now.direct
-        self._look(now, now.chosen(wanted, poor), wanted)
-        if self._aside is not None:
-            held = batch.leading(self._aside.version)
-            chosen = now.chosen(held, due)
-            oldest = min(t.spans[0].version for t in batch.trajectories)
-            if len(chosen):
-                with self._aside.in_place():
-                    self._look(now, chosen, held)
-            elif not due or oldest > self._aside.version:
-                self._aside = None  # nothing of it is open, or nothing of it comes any more
-        blind = any(not now.count(now.leading, name) for name in due)
-        if blind and self._aside is None:
-            self._aside = _Aside(self._learner, version)
-        now.seconds = time.perf_counter() - begin
-
-    def see(self, source: Tensor, logprobs: Tensor) -> None:
-        """Take what a pass of the first update found of the tokens `source`, [N] each."""
-        now = self._now
-        assert now is not None, "begin comes first"
-        now.add(source, logprobs.detach(), now.direct)
-
-    def verdict(self) -> Row:
-        """Return the step's columns.
+    def __call__(self, batch: TrainBatch, version: int) -> Row:
+        """Compare the generators that are due, with weights of `version`; return the columns.
 
         Raises:
             MismatchError: a generator differs by more than the bound.
         """
-        now, ranks = self._now, self._learner.ranks
-        assert now is not None, "begin comes first"
-        found = now.found(ranks)
-        largest, above = self._verdicts.add(found, now.version)
+        begin = time.perf_counter()
+        now = _Comparison(batch)
+        due = [name for name in now.generators if self._verdicts.due(name, version)]
+        leading = batch.leading(version)
+        self._look(now, leading, due)
+        if self._aside is not None:
+            held = batch.leading(self._aside.version)
+            oldest = min(t.spans[0].version for t in batch.trajectories)
+            if len(now.chosen(held, due)):
+                with self._aside.in_place():
+                    self._look(now, held, due)
+            elif not due or oldest > self._aside.version:
+                self._aside = None  # nothing of it is open, or nothing of it comes any more
+        blind = any(not len(now.chosen(leading, [name])) for name in due)
+        if blind and self._aside is None:
+            self._aside = _Aside(self._learner, version)
+        seconds = time.perf_counter() - begin
+        found = now.found(self._learner.ranks)
+        largest, above = self._verdicts.add(found, version)
         if above:
             told = "; ".join(self._sentence(name, one) for name, one in sorted(above.items()))
-            raise MismatchError(f"stopped before step {now.version + 1}: {told}")
-        for name in self._verdicts.unknown(now.generators, now.version) if ranks.rank == 0 else ():
-            log.warning(
-                "step %d: generator %s could not be compared with the trainer for a long time: "
-                "no token of it was sampled by weights that the trainer had or kept",
-                now.version + 1,
-                name,
-            )
+            raise MismatchError(f"stopped before step {version + 1}: {told}")
+        for name in self._verdicts.unknown(now.generators, version):
+            if self._learner.ranks.rank == 0:
+                log.warning(
+                    "step %d: generator %s could not be compared with the trainer for a long time: "
+                    "no token of it was sampled by weights that the trainer had or kept",
+                    version + 1,
+                    name,
+                )
         return {
             "mismatch/compared": float(sum(one.tokens for one in found.values())),
             "mismatch/judged": largest,
-            "mismatch/seconds": now.seconds,
+            "mismatch/seconds": seconds,
         }
 
     @torch.no_grad()
-    def _look(self, now: _Comparison, chosen: Tensor, wanted: Tensor) -> None:
-        """Compare the tokens `wanted` (bool [M]) of samples `chosen`, by the model's weights."""
-        for micro in self._learner.pack(now.batch.tokens, chosen) if len(chosen) else ():
+    def _look(self, now: _Comparison, wanted: Tensor, due: list[str]) -> None:
+        """Score tokens `wanted` (bool [M]) of the generators that are `due`, by the weights."""
+        chosen, batch = now.chosen(wanted, due), now.batch
+        for micro in self._learner.pack(batch.tokens, chosen) if len(chosen) else ():
             here = micro.source
             logprobs, _ = self._learner.score(
                 micro,
-                now.batch.temperature[here],
+                batch.temperature[here],
                 with_entropy=False,
                 sampling=now.sampling[here] if now.cut else None,
             )
-            now.add(here, logprobs, wanted)
+            at = wanted[here].nonzero().squeeze(1)
+            now.seen.append((here[at], logprobs[at.to(logprobs.device)]))
 
     def _sentence(self, name: str, one: Compared) -> str:
         return (
@@ -232,66 +207,49 @@ class MismatchCheck:
 
 
 class _Comparison:
-    """One batch: which tokens can be compared, and what was found of them."""
+    """One batch, and the logprobs by the trainer that were found of its tokens."""
 
-    def __init__(self, batch: TrainBatch, version: int, trained: Tensor) -> None:
+    def __init__(self, batch: TrainBatch) -> None:
         self.batch = batch
-        self.version = version
-        self.seconds = 0.0
         names = [t.generator or "?" for t in batch.trajectories]
         self.generators = sorted(set(names))
-        number = {name: at for at, name in enumerate(self.generators)}
-        self._of_sample = torch.tensor([number[name] for name in names])
-        self._of_token = self._of_sample[batch.tokens.owner]
+        self._of_line = torch.tensor([self.generators.index(name) for name in names])
         drawn = [t.sampling for t in batch.trajectories]
         settings = torch.tensor([(s.temperature, s.top_k, s.top_p, s.min_p) for s in drawn])
         cut = (settings[:, 1] > 0) | (settings[:, 2] < 1) | (settings[:, 3] > 0)
         self.cut = bool(cut.any())
         self.sampling = settings[batch.tokens.owner]  # [M, 4]
-        self.leading = batch.leading(version)
-        first = torch.zeros(len(names), dtype=torch.bool)
-        first[trained] = True
-        self.direct = self.leading & (first & ~cut)[batch.tokens.owner]  # the update's pass tells
-        # Tokens, and what they are by the trainer; on the device until `found`.
-        self._seen: list[tuple[Tensor, Tensor]] = []
-
-    def count(self, tokens: Tensor, generator: str) -> int:
-        """Return how many of `tokens` (bool [M]) are of `generator`."""
-        return int((tokens & (self._of_token == self.generators.index(generator))).sum())
+        self.seen: list[tuple[Tensor, Tensor]] = []  # indices [N], logprobs [N] on the device
 
     def chosen(self, tokens: Tensor, generators: list[str]) -> Tensor:
-        """Return samples with `tokens` (bool [M]), `LOOKED_AT` for each of `generators`.
+        """Return lines with `tokens` (bool [M]), `LOOKED_AT` for each of `generators`.
 
         They are those with most of them, where a wrong window or a lost cache shows.
         """
-        counts = torch.bincount(self.batch.tokens.owner[tokens], minlength=len(self._of_sample))
+        counts = torch.bincount(self.batch.tokens.owner[tokens], minlength=len(self._of_line))
         taken: list[int] = []
         for name in generators:
-            mine = ((self._of_sample == self.generators.index(name)) & (counts > 0)).nonzero()
+            mine = ((self._of_line == self.generators.index(name)) & (counts > 0)).nonzero()
             mine = mine.squeeze(1)
             mine = mine[counts[mine].argsort(descending=True, stable=True)]
             before = counts[mine].cumsum(0) - counts[mine]
             taken += mine[before < LOOKED_AT].tolist()
         return torch.tensor(sorted(taken), dtype=torch.int64)
 
-    def add(self, source: Tensor, logprobs: Tensor, wanted: Tensor) -> None:
-        """Keep those of the tokens `source` that are `wanted` (bool [M])."""
-        at = wanted[source].nonzero().squeeze(1)
-        self._seen.append((source[at], logprobs[at.to(logprobs.device)]))
-
     def found(self, ranks: Ranks) -> dict[str, Compared]:
         """Compare what all ranks have seen; return the same on all, by generator."""
         found: dict[str, Compared] = {}
         both = torch.zeros(2, len(self.batch.behaviour))  # whether seen, log pi
-        for source, logprobs in self._seen:
+        for source, logprobs in self.seen:
             both[0, source] = 1.0
             both[1, source] = logprobs.float().cpu()
         taken, logprobs = ranks.sum(both)
         log_ratio = (logprobs - self.batch.behaviour).double()
         k3 = torch.expm1(log_ratio.clamp(max=20.0)) - log_ratio
         k3 = torch.where(k3.isfinite(), k3, math.inf)
+        of_token = self._of_line[self.batch.tokens.owner]
         for number, name in enumerate(self.generators):
-            mine = ((taken > 0) & (self._of_token == number)).nonzero().squeeze(1)
+            mine = ((taken > 0) & (of_token == number)).nonzero().squeeze(1)
             if len(mine):
                 own = k3[mine]
                 token = int(mine[own.argmax()])

@@ -17,7 +17,7 @@ from umbra.services.process.command import ServiceContext
 from umbra.services.trainer.checkpoints.folder import CheckpointFolder
 from umbra.services.trainer.checkpoints.loader import resume
 from umbra.services.trainer.checkpoints.saver import Saver
-from umbra.services.trainer.critic import LearnedCritic, open_critic
+from umbra.services.trainer.critic import Critic, open_critic
 from umbra.services.trainer.distributed.ranks import join_ranks
 from umbra.services.trainer.distributed.shards import Snapshots, row_owners
 from umbra.services.trainer.learner import Learner
@@ -32,7 +32,7 @@ from umbra.services.weights.manifest import build_manifest
 def run(
     context: ServiceContext,
     listener: socket.socket | None = None,
-    make_update: Callable[[RunConfig, Learner, LearnedCritic | None], Update] = guarded_update,
+    make_update: Callable[[RunConfig, Learner, Critic | None], Update] = guarded_update,
 ) -> int:
     """Train to `run.steps`, write the model to `<run_dir>/model`, end the run; return an exit code.
 
@@ -79,22 +79,22 @@ def run(
         manifest = build_manifest(layout, config.weight_hub.bucket_bytes, owners, adapter)
         critic = open_critic(config, learner)
         update = make_update(config, learner, critic)
-        parts = learner.parts(base) | (critic.parts() if critic is not None else {})
+        models = [learner.state(base), *([critic.state] if critic is not None else [])]
         path = context.run_dir / "checkpoints"
         folder = CheckpointFolder(path, config.checkpoint, node=ranks.node)
-        step = resume(folder, parts, ranks)
+        step = resume(folder, models, ranks)
         saver = Saver(
             folder,
-            parts,
+            models,
             ranks,
             every=config.checkpoint.every,
             begun=step,
             run=context.run_dir.name,
             config=as_dict(config),
+            settle=critic.settle if critic is not None else None,
         )
         stack.enter_context(closing(saver))
-        settle = critic.settle if critic is not None and lora else None
-        snapshots = Snapshots(learner.model, manifest, ranks, settle)
+        snapshots = Snapshots(learner.model, manifest, ranks)
         stack.enter_context(closing(snapshots))
         if critic is not None:
             stack.enter_context(closing(critic))
@@ -127,7 +127,7 @@ def run(
 def _export(
     context: ServiceContext,
     learner: Learner,
-    critic: LearnedCritic | None,
+    critic: Critic | None,
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     """Write the model and the critic to the run's folder; all ranks give rank 0 their rows."""

@@ -2,10 +2,9 @@
 
 Each rank casts the rows that it holds straight to their final place: FSDP2 shards parameters by
 rows (`Shard(0)`; experts that ranks divide twice over), and rows lie one after the other in the
-slot. Of several replicas (HSDP) the first one writes. What every rank holds whole (one rank,
-buffers) is divided by rows in the same way. Casting goes piece by piece, so that a rank never holds
-more than its shard and one bucket. A layer with a LoRA adapter goes out merged, one at a time;
-or a version is the factors of all adapters and nothing else.
+slot. What every rank holds whole (one rank, buffers) is divided by rows in the same way. Casting
+goes piece by piece, so that a rank never holds more than its shard and one bucket. A layer with a
+LoRA adapter goes out merged, one at a time; or a version is the factors of all adapters.
 """
 
 from __future__ import annotations
@@ -73,19 +72,18 @@ def write_shards(
     manifest: Manifest,
     slot: memoryview,
     rank: int = 0,
-    holders: int = 1,
+    world: int = 1,
     sums: Checksums | None = None,
 ) -> int:
     """Cast what `rank` holds of `model` into `slot`; the bytes written.
 
-    The first `holders` ranks together write every byte of every tensor exactly once. Ranks wait for
-    each other only where an adapter is merged; see `Snapshots` for what comes after.
+    The ranks together write every byte of every tensor exactly once. They wait for each other only
+    where an adapter is merged; see `Snapshots` for what comes after.
 
     Args:
         model: as given to `tensor_layout` when `manifest` was built. Facts of an adapter in
             `manifest` say that its tensors are the factors.
         slot: `[manifest.total_bytes]`, the same memory in all ranks of a host.
-        holders: see `Ranks`.
         sums: gets the bytes that this rank, if it is alone, means to write.
 
     Raises:
@@ -99,7 +97,7 @@ def write_shards(
     for entry in manifest.tensors:
         source = tensors[entry.name]
         tensor = source.merged() if isinstance(source, LowRank) else source
-        own, first = own_rows(entry.name, tensor, rank, holders)
+        own, first = own_rows(entry.name, tensor, rank, world)
         if own.numel() == 0:
             continue
         dtype = _TORCH[entry.dtype]
@@ -147,7 +145,7 @@ def _gathered(name: str, tensor: DTensor, ranks: Ranks) -> Tensor:
 
     Rows go in messages of a bounded size, as the ranks may be on several hosts.
     """
-    own, first = own_rows(name, tensor, ranks.rank, ranks.holders)
+    own, first = own_rows(name, tensor, ranks.rank, ranks.world)
     parts: list[list[int]] = ranks.gather_ranks(torch.tensor([first, len(own)])).tolist()
     if ranks.rank:
         for some in _pieces(own):
@@ -198,33 +196,31 @@ def bare_name(name: str) -> str:
     return name.replace(BASE, "")
 
 
-def own_rows(name: str, tensor: Tensor, rank: int, holders: int) -> tuple[Tensor, int]:
+def own_rows(name: str, tensor: Tensor, rank: int, world: int) -> tuple[Tensor, int]:
     """The rows of `tensor` that this rank writes, and the number of the first one.
 
-    The first `holders` ranks write all rows, each its chunk of them; the others hold copies.
+    Of what is not sharded each of `world` ranks writes its chunk.
 
     Raises:
         ValueError: it is sharded other than by rows.
     """
-    if rank >= holders:
-        return held_rows(name, tensor)[0].new_empty(0), 0
     if isinstance(tensor, DTensor) and any(p.is_shard() for p in tensor.placements):
         return held_rows(name, tensor)
     tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
     if tensor.dim() == 0:
         return (tensor, 0) if rank == 0 else (tensor.new_empty(0), 0)
-    start, end = chunk(tensor.shape[0], rank, holders)
+    start, end = chunk(tensor.shape[0], rank, world)
     return tensor[start:end], start
 
 
 def written_rows(
-    model: nn.Module, rank: int, holders: int, *, adapter: bool = False
+    model: nn.Module, rank: int, world: int, *, adapter: bool = False
 ) -> dict[str, tuple[int, int]]:
     """The rows `[first, end)` of each tensor of a version that `rank` writes, if it writes any."""
     rows: dict[str, tuple[int, int]] = {}
     for name, source in (factors(model) if adapter else _tensors(model)).items():
         tensor = source.base if isinstance(source, LowRank) else source
-        own, first = own_rows(name, tensor, rank, holders)
+        own, first = own_rows(name, tensor, rank, world)
         if own.numel():
             rows[name] = first, first + (len(own) if own.dim() else 1)
     return rows

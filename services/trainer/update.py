@@ -14,7 +14,7 @@ from umbra.services.config import RunConfig
 from umbra.services.config.presets import ObjectiveSpec
 from umbra.services.modeling.micro_batch import MicroBatch
 from umbra.services.trainer.batch import TrainBatch, recorded_logprobs, token_versions
-from umbra.services.trainer.critic import LearnedCritic
+from umbra.services.trainer.critic import Critic
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.learner import REASONS, Learner
 from umbra.services.trainer.metrics import LossMetrics, Row
@@ -28,9 +28,7 @@ from umbra.services.trainer.objectives.terms import LOG_RATIO_BOUND, Sequences, 
 Update = Callable[[TrainBatch, int, Callable[[], bool]], Row | None]
 
 
-def guarded_update(
-    config: RunConfig, learner: Learner, critic: LearnedCritic | None
-) -> PolicyUpdate:
+def guarded_update(config: RunConfig, learner: Learner, critic: Critic | None) -> PolicyUpdate:
     """Return an update before which generators and trainer are compared."""
     return PolicyUpdate(config, learner, critic, MismatchCheck(config, learner))
 
@@ -46,7 +44,7 @@ class PolicyUpdate:
         self,
         config: RunConfig,
         learner: Learner,
-        critic: LearnedCritic | None = None,
+        critic: Critic | None = None,
         mismatch_check: MismatchCheck | None = None,
     ) -> None:
         self._config = config.trainer
@@ -104,9 +102,7 @@ class PolicyUpdate:
         ]
         pack = self._learner.pack
         first = [pack(batch.tokens, part) for part in parts[:cuts]]  # every sample once
-        check, agreed = self._check, Row()
-        if check is not None:
-            check.begin(batch, version, parts[0] if parts else useful)
+        agreed = self._check(batch, version) if self._check is not None else {}
         found = self._found(batch, first, len(parts))
         fixed = self._fixed(batch, useful, found)
         versions = token_versions(batch) if pieces.proximal == "interpolate" else None
@@ -132,8 +128,6 @@ class PolicyUpdate:
                     entropy_gradient=pieces.entropy_coef > 0,
                     balance=balance,
                 )
-                if check is not None and number == 0:
-                    check.see(here, logprobs)
                 behaviour = batch.behaviour[here].to(logprobs)
                 sequences = Sequences(batch.tokens.owner[here].to(logprobs.device), len(own))
                 out = guard.outliers(logprobs, behaviour, sequences)
@@ -159,13 +153,9 @@ class PolicyUpdate:
                 loss = (losses * weights[here].to(logprobs)).sum()
                 guard.see(loss, out)
                 self._learner.backward(loss)
-                work += self._learner.operations.update(micro)
+                work += micro.cost
                 seen.add(number, here, tokens, result, loss, out)
-            if check is not None and number == 0:
-                agreed = check.verdict()
             rows.append(self._learner.update(version, guard.verdict()))
-        if check is not None and not parts:
-            agreed = check.verdict()
         row: Row = {
             "trained_samples": float(len(samples)),
             "updates": float(len(parts)),
@@ -176,7 +166,7 @@ class PolicyUpdate:
             **self._learner.expert_load(),
         }
         if self._critic is not None and values is not None:
-            row |= self._critic.learn(batch, values, returns)
+            row |= self._critic.learn(values, returns)
         return row
 
     def _found(

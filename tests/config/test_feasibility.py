@@ -95,14 +95,6 @@ def test_implied_staleness(
             "trainer.sequence_parallel = 4 does not divide the 2 ranks of each host",
         ),
         (
-            RunConfig(trainer=TrainerConfig(ranks=4, replicas=3)),
-            "trainer.replicas = 3 does not divide trainer.ranks = 4",
-        ),
-        (
-            RunConfig(trainer=TrainerConfig(ranks=4, replicas=2, expert_parallel=2)),
-            "trainer.expert_parallel divides experts over all ranks, not within each of",
-        ),
-        (
             RunConfig(trainer=TrainerConfig(ranks=4, rendezvous="10.0.0.1:29500")),
             "trainer.rendezvous = 10.0.0.1:29500 has no effect with one host",
         ),

@@ -24,8 +24,8 @@ from umbra.services.modeling.model_directory import weights_checksum
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.checkpoints.folder import CheckpointFolder
 from umbra.services.trainer.checkpoints.loader import resume
-from umbra.services.trainer.checkpoints.parts import CheckpointPart
 from umbra.services.trainer.checkpoints.saver import Saver
+from umbra.services.trainer.checkpoints.state import ModelState
 from umbra.services.trainer.critic import open_critic
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.learner import Learner
@@ -70,7 +70,7 @@ class Alone:
     """What one rank learns from batches in each case, which it is trained in once.
 
     Args:
-        cases: settings by name.
+        cases: settings by name; `model` is another one than `directory`.
         folder: for what is written of critics.
     """
 
@@ -83,15 +83,16 @@ class Alone:
     ) -> None:
         self._directory = directory
         self._batches = batches
-        self._cases = cases
+        self.cases = cases
         self._folder = folder
         self._found: dict[str, Trained] = {}
 
     def __getitem__(self, case: str) -> Trained:
         if case not in self._found:
             out = self._folder / f"{case}.critic"
-            settings = self._cases[case]
-            self._found[case] = train(self._directory, self._batches, Ranks(), out, **settings)
+            settings = dict(self.cases[case])
+            directory = Path(settings.pop("model", self._directory))
+            self._found[case] = train(directory, self._batches, Ranks(), out, **settings)
         return self._found[case]
 
 
@@ -140,12 +141,12 @@ def _train(
     mismatch_check = None if lag is None else MismatchCheck(config, learner)
     update = PolicyUpdate(config, learner, critic, mismatch_check)
     rows: list[dict[str, Any]] = []
-    parts = learner.parts(weights_checksum(directory) if config.trainer.lora_rank else "")
-    parts |= critic.parts() if critic is not None else {}
+    models = [learner.state(weights_checksum(directory) if config.trainer.lora_rank else "")]
+    models += [critic.state] if critic is not None else []
     begin, end = 0, until or len(batches)
     if checkpoints is not None:
         folder = CheckpointFolder(checkpoints, config.checkpoint, node=ranks.node)
-        begin = resume(folder, parts, ranks)
+        begin = resume(folder, models, ranks)
     for version in range(begin, end):
         made = (
             batches[version] if lag is None else [aged(t, version - lag) for t in batches[version]]
@@ -155,8 +156,10 @@ def _train(
         assert row is not None
         row.pop("mismatch/seconds", None)  # each rank has its own
         rows.append(row)
+    if critic is not None:
+        critic.settle()
     if checkpoints is not None:
-        save(checkpoints, parts, ranks, config, step=end, row=rows[-1])
+        save(checkpoints, models, ranks, config, step=end, row=rows[-1])
     if critic is not None:
         assert out is not None
         critic.export(out)
@@ -178,7 +181,7 @@ def aged(made: Trajectory, version: int) -> Trajectory:
 
 def save(
     path: Path,
-    parts: dict[str, CheckpointPart],
+    models: list[ModelState],
     ranks: Ranks,
     config: RunConfig,
     *,
@@ -188,7 +191,7 @@ def save(
     """A checkpoint of all ranks, seen through to its end."""
     folder = CheckpointFolder(path, config.checkpoint, node=ranks.node)
     with closing(
-        Saver(folder, parts, ranks, every=1, begun=0, run="test", config=as_dict(config))
+        Saver(folder, models, ranks, every=1, begun=0, run="test", config=as_dict(config))
     ) as saver:
         (outcome,) = saver.last(step, row)
         assert not outcome.error

@@ -1,4 +1,4 @@
-"""Checkpoints of a trainer on a GPU: pinned copies, the state of its generator and scaler."""
+"""Checkpoints of a trainer on a GPU: pinned copies, the state of its generator."""
 
 from contextlib import closing
 from pathlib import Path
@@ -11,7 +11,7 @@ from trainer.test_checkpoints import Trainer, same
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_going_on_is_exact(tiny_model_dir: Path, tmp_path: Path, precision: str) -> None:
     keys: dict[str, Any] = {"device": "cuda", "precision": precision, "deterministic": True}
     with closing(Trainer(tiny_model_dir, tmp_path / "whole", **keys)) as whole:

@@ -149,11 +149,6 @@ class Trainer:
         return {n: p.detach().clone() for n, p in self.learner.model.named_parameters()}
 
 
-def level(trajectories: list[Trajectory]) -> list[Trajectory]:
-    """All rewards equal: no sample has an advantage, so none gets a forward pass."""
-    return [msgspec.structs.replace(t, reward=1.0) for t in trajectories]
-
-
 class Windowed(nn.Module):
     """A model that sees the last `window` positions alone."""
 
@@ -234,7 +229,7 @@ def broken(cause: str) -> tuple[Any, Generator]:
 def test_what_agrees_goes_on(cause: str) -> None:
     """Three versions, each in use at both sides: on-policy tokens of all of them are compared."""
     model, generator = broken(cause)
-    trainer = Trainer(model)
+    trainer = Trainer(model, mismatch_every=1)
     for step in range(3):
         row = trainer.train(generator.batch(step))
         assert row["mismatch/compared"] == GROUPS * SIZE * LENGTH
@@ -243,16 +238,13 @@ def test_what_agrees_goes_on(cause: str) -> None:
 
 
 @pytest.mark.parametrize("cause", ["window", "experts", "temperature", "tokenizer"])
-@pytest.mark.parametrize("learns", [True, False], ids=["learns", "no advantage"])
-def test_a_generator_that_differs_ends_the_run_before_anything_is_learned(
-    cause: str, learns: bool
-) -> None:
+def test_a_generator_that_differs_ends_the_run_before_anything_is_learned(cause: str) -> None:
     model, generator = broken(cause)
     trainer = Trainer(model)
     before = trainer.weights()
     batch = generator.batch(0)
     with pytest.raises(MismatchError) as caught:
-        trainer.train(batch if learns else level(batch))
+        trainer.train(batch)
     told = str(caught.value)
     assert told.startswith("stopped before step 1: generator generator-0 and the trainer do not")
     assert "above 0.0001 (trainer.max_mismatch, float32); worst at token " in told
@@ -280,7 +272,7 @@ def test_the_token_that_is_named_is_the_worst() -> None:
 
 def test_a_stale_prefix_cache_is_noticed_once_the_weights_have_changed() -> None:
     model, generator = broken("stale prefix cache")
-    trainer = Trainer(model, learning_rate=1e-2)
+    trainer = Trainer(model, learning_rate=1e-2, mismatch_every=1)
     row = trainer.train(generator.batch(0))
     assert (row["mismatch/judged"] or 0) < 1e-7, "there is one version only"
     generator.load(trainer.weights(), 1)
@@ -291,7 +283,7 @@ def test_a_stale_prefix_cache_is_noticed_once_the_weights_have_changed() -> None
 def test_tokens_after_an_update_in_flight_are_not_compared() -> None:
     """Their cache is of older weights, so they differ for a reason; those before them count."""
     model, generator = broken("none")
-    trainer = Trainer(model, learning_rate=3e-2)
+    trainer = Trainer(model, learning_rate=3e-2, mismatch_every=1)
     assert trainer.train(generator.batch(0))["mismatch/compared"] == GROUPS * SIZE * LENGTH
     new = trainer.weights()
     mixed = generator.batch(1, between=lambda: generator.load(new, 1))
@@ -339,9 +331,7 @@ def test_where_generation_runs_ahead_weights_are_kept_aside(late: bool) -> None:
 
 
 @pytest.mark.parametrize("wrong", [False, True], ids=["agrees", "temperature"])
-@pytest.mark.parametrize(
-    "cut", [{"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.9}]
-)
+@pytest.mark.parametrize("cut", [{"top_p": 0.8}, {"top_k": 20, "min_p": 0.1}])
 def test_logprobs_of_a_cut_distribution_are_compared_as_such(
     cut: dict[str, Any], wrong: bool
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from fakes.architectures import ARCHITECTURES
 from fakes.rank_bench import Alone, make_batches, train
-from fakes.rank_processes import TESTS, launch, see_the_loss, see_through, start
+from fakes.rank_processes import TESTS, launch, see_through, start
 from integration.test_trainer_ranks import assert_as_alone, with_routing
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -25,17 +25,11 @@ CASES: dict[str, dict[str, Any]] = {
         "minibatches": 2,
         "epochs": 2,
         "objective": "decoupled",
+        "max_grad_norm": 1e-2,
     },
-    "clipped": {"max_grad_norm": 1e-2, "share_prompts": False},
-    "by_update": {
-        "max_grad_norm": 0.1,
-        "minibatches": 2,
-    },
-    "recomputed": {"activation_checkpointing": True},
-    "selective": {"activation_checkpointing": "selective"},
-    "replay": {"router_replay": True},
-    "balance": {"router_aux_loss_coef": 0.1},
-    "adamw": {**ADAMW, "max_grad_norm": 0.1},
+    "replay": {"router_replay": True, "share_prompts": False},
+    "balance": {"router_aux_loss_coef": 0.1, "activation_checkpointing": "selective"},
+    "adamw": {**ADAMW, "max_grad_norm": 0.1, "activation_checkpointing": True},
     "offloaded": {"offload": "all", "activation_checkpointing": True, "minibatches": 2},
     "host_optimizer": {"offload": "optimizer", "minibatches": 2},
     "lora": {"lora_rank": 4, "learning_rate": 1.0, "lora_targets": ["q_proj", "v_proj"]},
@@ -141,8 +135,6 @@ def test_a_checkpoint_is_the_same_whoever_has_the_experts(
         for key, expected in alone.items():
             assert torch.equal(policy[key], found["half"][key]), key
             assert torch.equal(found["again"][key], found["whole"][key]), key
-            if name == "8bit":
-                continue  # Adam makes whole steps of the rounding of gradients near zero
             for weights in (found["whole"], found["ones"], after):
                 torch.testing.assert_close(weights[key], expected, atol=2e-5, rtol=1e-3)
 
@@ -168,21 +160,6 @@ def test_ranks_that_share_rows_divide_experts(
     assert_as_alone(tmp_path, "both", 4, train(directory, batches, Ranks(), **case))
 
 
-@pytest.mark.parametrize(
-    ("case", "told"),
-    # In the suite a rank dies in an exchange of test_sequence_parallel.py.
-    [pytest.param("dies", "lost another rank", marks=pytest.mark.real), ("hangs", "silent for")],
-)
-def test_the_others_end_when_a_rank_is_gone(
-    case: str, told: str, directory: Path, batches: list[list[Trajectory]], tmp_path: Path
-) -> None:
-    """1. Two ranks divide experts. 2. One is killed in an exchange, or stops. Result: the other
-    says so and ends.
-    """
-    cases = {case: {"expert_parallel": 2}}
-    see_the_loss(start(directory, tmp_path, 2, cases, batches), told)
-
-
 # -- architectures ---------------------------------------------------------------------------------
 
 DIVISIBLE = ["qwen3-moe", "qwen2-moe", "mixtral", "deepseek-v3", "glm4-moe", "gpt-oss", "olmoe"]
@@ -201,9 +178,9 @@ def test_every_architecture_is_read_trained_and_published_as_by_one_rank(
     see_through(launch(tmp_path, 2, [str(TESTS / "programs/expert_rank.py")]))
     cases = {
         name: {"model": str(models / name), "expert_parallel": 2, "max_grad_norm": 0.1}
-        for name in DIVISIBLE
+        for name in ("deepseek-v3", "gpt-oss")
     }
     see_through(start(models, tmp_path, 2, cases, batches[:1]))
-    for name in DIVISIBLE:
+    for name in cases:
         alone = train(models / name, batches[:1], Ranks(), max_grad_norm=0.1)
         assert_as_alone(tmp_path, name, 2, alone)

@@ -112,7 +112,7 @@ def _at(items: list[Item], phase: str) -> int:
 
 
 # The others take minutes: make test-real.
-ALWAYS = {(1, "host optimizer, bf16 weights"), (2, "bf16")}
+ALWAYS = {(2, "bf16")}
 
 
 @pytest.mark.timeout(300)

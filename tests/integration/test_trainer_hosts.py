@@ -23,7 +23,7 @@ from umbra.services.trainer.distributed.ranks import Ranks
 
 STEPS, SAVED = 3, 2
 ADAM = CASES["adamw"]
-LEARNED = ("lora", "critic", "offloaded")
+LEARNED = ("lora", "critic")
 HERE, SWAPPED, ONE_LOST = [0, 1], [1, 0], [0, 9]
 
 
@@ -59,16 +59,14 @@ def alone(
     return Alone(directory, batches, CASES, tmp_path_factory.mktemp("alone"))
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["fsdp", "hsdp"])
+@pytest.fixture(scope="module")
 def trained(
-    request: pytest.FixtureRequest,
     directory: Path,
     batches: list[list[Trajectory]],
     checkpoint_of_one: Path,
     tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[int, Path]:
-    """Replicas of the policy over the two hosts, and the folder with what the ranks left."""
-    replicas: int = request.param
+) -> Path:
+    """The folder with what the ranks left."""
     folder = tmp_path_factory.mktemp("hosts")
     shutil.copytree(checkpoint_of_one, folder / "one-0")
     cases = {
@@ -81,11 +79,10 @@ def trained(
         "again": saved("c", ADAM, HERE),
         "swapped": saved("d", ADAM, SWAPPED),
         "of_one": saved("one", ADAM, ONE_LOST),
-        "lost": saved("e", ADAM, ONE_LOST, **({"refused": True} if replicas == 1 else {})),
+        "lost": saved("e", ADAM, ONE_LOST, refused=True),
     }
-    cases = {name: {**case, "replicas": replicas} for name, case in cases.items()}
     see_through(start(directory, folder, 4, cases, batches, hosts=2))
-    return replicas, folder
+    return folder
 
 
 def assert_same(folder: Path, case: str, other: str) -> None:
@@ -97,19 +94,15 @@ def assert_same(folder: Path, case: str, other: str) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", [*LEARNED, "adamw"])
-def test_hosts_and_replicas_do_not_change_what_is_learned(
-    trained: tuple[int, Path], case: str, alone: Alone
-) -> None:
-    replicas, folder = trained
-    found = assert_as_alone(folder, case, 4, alone[case])
+def test_hosts_do_not_change_what_is_learned(trained: Path, case: str, alone: Alone) -> None:
+    found = assert_as_alone(trained, case, 4, alone[case])
     for name, (_, elements) in found[0]["local"].items():
         parts = [one["local"][name][0] for one in found]
-        assert sum(parts) == replicas * elements
-        assert sum(parts[: 4 // replicas]) == elements, "the first ranks are a replica"
+        assert sum(parts) == elements
 
 
-def test_each_host_has_the_files_of_its_ranks_alone(trained: tuple[int, Path]) -> None:
-    replicas, folder = trained
+def test_each_host_has_the_files_of_its_ranks_alone(trained: Path) -> None:
+    folder = trained
     for host, part in enumerate((".", "node-1")):
         root = folder / f"f-{host}"
         step = root / part / f"step-{SAVED}"
@@ -118,32 +111,28 @@ def test_each_host_has_the_files_of_its_ranks_alone(trained: tuple[int, Path]) -
         assert names == {(step / f"rank-0000{r}.rows").relative_to(root).as_posix() for r in ranks}
         index = read_index(step)
         assert (len(index.files), len(index.hosts)) == (4, 2)
-        with_rows = [bool(file.rows) for file in index.files]
-        assert with_rows == [True, True, replicas == 1, replicas == 1], "replica 0 has all rows"
+        assert all(file.rows for file in index.files)
 
 
-def test_hosts_go_on_bit_by_bit(trained: tuple[int, Path]) -> None:
+def test_hosts_go_on_bit_by_bit(trained: Path) -> None:
     """1. All train two steps, and save. 2. They go on. Result: as if they had not stopped."""
-    _, folder = trained
+    folder = trained
     assert_same(folder, "again", "adamw")
     assert_same(folder, "swapped", "adamw")
 
 
 @pytest.mark.timeout(300)
-def test_hosts_go_on_from_one_rank(trained: tuple[int, Path], alone: Alone) -> None:
+def test_hosts_go_on_from_one_rank(trained: Path, alone: Alone) -> None:
     """The other host sees no file: its rows come from the first one."""
-    _, folder = trained
+    folder = trained
     expected = alone["adamw"].weights
     for name, tensor in load_file(folder / "of_one.safetensors").items():
         torch.testing.assert_close(tensor, expected[name], atol=2e-5, rtol=1e-3)
 
 
-def test_a_host_whose_files_are_lost(trained: tuple[int, Path]) -> None:
-    """Without replicas its files are missed, by name; a replica can be done without."""
-    replicas, folder = trained
-    if replicas == 2:
-        assert_same(folder, "lost", "adamw")
-        return
+def test_a_host_whose_files_are_lost(trained: Path) -> None:
+    """Its files are missed, by name."""
+    folder = trained
     for rank in range(4):
         error = json.loads((folder / f"lost.{rank}.json").read_text())["error"]
         assert "none of the checkpoints in" in error
@@ -154,21 +143,20 @@ def test_a_host_whose_files_are_lost(trained: tuple[int, Path]) -> None:
 
 @pytest.mark.timeout(300)
 def test_one_rank_goes_on_from_what_the_hosts_have_together(
-    trained: tuple[int, Path],
+    trained: Path,
     alone: Alone,
     directory: Path,
     batches: list[list[Trajectory]],
     tmp_path: Path,
 ) -> None:
     """1. It has the folder of host 0 alone. 2. That of host 1 is copied into it."""
-    replicas, folder = trained
+    folder = trained
     checkpoints = tmp_path / "checkpoints"
     shutil.copytree(folder / "f-0", checkpoints)
-    if replicas == 1:
-        with pytest.raises(UsageError, match=r"no rank-00002.rows of node 1 \("):
-            train(directory, batches, Ranks(), checkpoints=checkpoints, **ADAM)
-        with pytest.raises(UsageError, match=r"no rank-00002.rows of node 1 \("):
-            export_checkpoint(checkpoints / f"step-{SAVED}", tmp_path / "hf")
+    with pytest.raises(UsageError, match=r"no rank-00002.rows of node 1 \("):
+        train(directory, batches, Ranks(), checkpoints=checkpoints, **ADAM)
+    with pytest.raises(UsageError, match=r"no rank-00002.rows of node 1 \("):
+        export_checkpoint(checkpoints / f"step-{SAVED}", tmp_path / "hf")
     shutil.copytree(folder / "f-1" / "node-1", checkpoints / "node-1")
     whole = export_checkpoint(checkpoints / f"step-{SAVED}", tmp_path / "hf")
     for name, tensor in load_file(folder / "half_merged.safetensors").items():

@@ -12,7 +12,6 @@ import pytest
 import torch
 from fakes.policy_rollouts import GROUP_SIZE, GROUPS, config, rollouts
 from torch import Tensor
-from trainer.test_phases import ranges
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from umbra.proto import messages as m
@@ -30,7 +29,6 @@ from umbra.services.config import TrainerConfig
 from umbra.services.process.command import ServiceContext
 from umbra.services.process.metrics import MetricsFile
 from umbra.services.trainer import member, service
-from umbra.services.trainer.checkpoints.folder import CheckpointFolder
 from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.policy import load_policy
 from umbra.services.weights.manifest import checksums
@@ -242,30 +240,6 @@ def test_two_steps_then_an_export_that_loads(directory: Path, start: Any, tmp_pa
     assert answer.shape == (1, 4)
 
 
-def test_where_the_seconds_of_a_step_go(directory: Path, start: Any, tmp_path: Path) -> None:
-    """Phases add up to the step, and their parts to them; a trace of step 2 has all of them."""
-    world = World(directory)
-    assert start(world, **{"trainer.profile_steps": "[2]"}) == 0
-    top = {"wait_batch", "train_step", "commit", "checkpoint", "wait_slot", "snapshot"}
-    parts = {"pack", "forward", "backward", "optimizer"}
-    for row in rows(tmp_path, "step"):
-        spent = {
-            name.removeprefix("seconds/"): value
-            for name, value in row.items()
-            if name.startswith("seconds/")
-        }
-        whole = spent.pop("step")
-        assert whole == pytest.approx(sum(v for name, v in spent.items() if "/" not in name))
-        assert {name for name in spent if "/" not in name} == top | {"other"}
-        train = {n: v for n, v in spent.items() if n.startswith("train_step/")}
-        assert {name.removeprefix("train_step/") for name in train} >= parts | {"other"}
-        assert spent["train_step"] == pytest.approx(sum(train.values()))
-        assert all(value >= 0 for value in spent.values())
-    (trace,) = (tmp_path / "profile").iterdir()
-    assert trace.name == "step-2.rank-0.json.gz"
-    assert ranges(trace) >= top | parts
-
-
 def test_a_batch_without_advantage_is_committed_and_published_unchanged(
     directory: Path, start: Any, tmp_path: Path
 ) -> None:
@@ -397,20 +371,6 @@ def test_a_checkpoint_on_request(directory: Path, start: Any, tmp_path: Path) ->
     assert [row["step"] for row in rows(tmp_path, "checkpoint")] == [1, 2]
 
 
-def test_a_checkpoint_that_fails_is_told_to_whoever_asked(
-    directory: Path, start: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> Path:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(CheckpointFolder, "begin", full)
-    world = World(directory)
-    world.wants_checkpoint = True
-    assert start(world) == 0
-    errors = [body.error for body in world.asked if isinstance(body, m.CheckpointSaved)]
-    assert "No space left" in errors[0]
-
-
 def test_a_best_metric_that_is_not_measured_is_told(directory: Path, start: Any) -> None:
     world = World(directory)
     with pytest.raises(UsageError, match=r"best_metric: 'rewards' is not measured; .*reward/mean"):
@@ -426,17 +386,3 @@ def test_a_checkpoint_of_another_run_is_told(directory: Path, start: Any) -> Non
     other.refuses_checkpoints = True
     with pytest.raises(UsageError, match=r"step-1 is not of the run that the buffer has .*no such"):
         start(other)
-
-
-def test_a_run_directory_is_needed(directory: Path) -> None:
-    context = Context(
-        config(directory),
-        "trainer",
-        "",
-        None,
-        threading.Event(),
-        logging.getLogger("umbra.trainer"),
-        MetricsFile(None, "trainer"),
-    )
-    with pytest.raises(UsageError, match="--run-dir"):
-        service.run(context)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from fakes.architectures import ARCHITECTURES, WINDOW
 from fakes.packed_rows import LAYOUTS, inputs, rows_of
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.attention_backends import attend
@@ -97,19 +96,3 @@ def test_flex_gives_the_logprobs_of_the_dense_mask(folder: Path, name: str) -> N
     dense, _ = scorer_of(folder, name, "sdpa")(micro, ones)
     found, _ = scorer_of(folder, name, "flex")(micro, ones)
     torch.testing.assert_close(found, dense, atol=2e-5, rtol=0)
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("window", [None, 7])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_estimate_counts_no_pairs_for_flex(layout: str, window: int | None) -> None:
-    micro = rows_of(layout)
-    q, k, v = (t.detach().float() for t in inputs(micro, 4, 2, 24, 16))
-    with FakeTensorMode() as fake:
-        q, k, v = (fake.from_tensor(t) for t in (q, k, v))
-        mask = micro.mask.within(window)
-        names = ("positions", "segment", "prefix")
-        held = {name: getattr(mask, name) for name in names}
-        faked = {name: t if t is None else fake.from_tensor(t) for name, t in held.items()}
-        found = attend(q, k, v, replace(mask, **faked).blocks())
-    assert found.shape == v.shape[:1] + q.shape[1:3] + v.shape[-1:]

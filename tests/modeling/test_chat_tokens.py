@@ -72,17 +72,6 @@ def test_a_tools_answer_without_a_name_is_that_to_its_call(name: str) -> None:
     assert chat.turn_ids([padded], last, [call]) == chat.turn_ids([said], last, [call])
 
 
-def test_a_system_message_may_have_special_tokens() -> None:
-    tokenizer, stops = chat_tokenizer("qwen3")
-    ids = Chat(tokenizer, stops).prompt_ids([{"role": "system", "content": "<|im_end|>"}, *ASKED])
-    own = tokenizer.apply_chat_template(
-        [{"role": "system", "content": "<|im_end|>"}, *ASKED],
-        add_generation_prompt=True,
-        return_dict=False,
-    )
-    assert ids == own
-
-
 def plain_tokenizer(begin: str, end: str) -> PreTrainedTokenizerFast:
     """Words of a tokenizer without a template, which puts special tokens around a text."""
     words = {word: n for n, word in enumerate(["<s>", "</s>", "a", "b", "[UNK]"])}

@@ -41,30 +41,6 @@ NAMES = {
 }
 
 
-def result(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Logits of some tokens, and the gradients of their squares."""
-    logits = model(torch.tensor([[5, 6, 7, 8, 9], [30, 20, 10, 5, 40]])).logits
-    logits.square().mean().backward()
-    return logits.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-
-@pytest.mark.parametrize("name", MIXTURES)
-def test_every_way_to_compute_experts_finds_the_same(name: str) -> None:
-    found: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
-    for way in ("auto", "eager", "grouped_mm", "batched_mm"):
-        model: Any = ARCHITECTURES[name].model()
-        if way != "auto":
-            model.set_experts_implementation(way)
-        assert model.config._experts_implementation == ("grouped_mm" if way == "auto" else way)
-        found[way] = result(model)
-    logits, gradients = found.pop("eager")
-    for other, others in found.values():
-        torch.testing.assert_close(other, logits, atol=1e-5, rtol=1e-4)
-        assert others.keys() == gradients.keys()
-        for parameter, gradient in gradients.items():
-            torch.testing.assert_close(others[parameter], gradient, atol=1e-5, rtol=1e-3)
-
-
 @pytest.mark.parametrize("name", MIXTURES)
 def test_an_export_has_the_names_of_published_checkpoints(name: str, tmp_path: Path) -> None:
     directory = ARCHITECTURES[name].write(tmp_path / "model")

@@ -19,7 +19,7 @@ from umbra.services.modeling.weights import WeightTable
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
 from umbra.services.weights.arena import PAGE_BYTES, Arena
 from umbra.services.weights.manifest import build_manifest, checksums
-from umbra.services.weights.memory import MappedBlocks, locate, private_memory, shared_memory
+from umbra.services.weights.memory import private_memory, shared_memory
 from umbra.services.weights.verify import ChangedError, Checksums, SlotGuard
 
 PENDING: list[Callable[[], object]] = []
@@ -120,23 +120,6 @@ def test_holes_of_an_arena_get_no_memory(cudart: Cudart) -> None:
     finally:
         made.unlink()
         made.close()
-
-
-def test_a_block_of_another_process_is_registered_until_it_is_dropped(cudart: Cudart) -> None:
-    block = shared_memory(PAGE_BYTES)
-    place = locate(block)
-    assert place is not None
-    blocks = MappedBlocks()
-    for _ in range(2):
-        page_lock(blocks.view(place[0]))
-        assert len(cudart.registered) == 1
-    del blocks
-    assert not cudart.registered
-
-
-def test_memory_that_is_no_mapping_stays_pageable(cudart: Cudart) -> None:
-    page_lock(memoryview(bytearray(8)))
-    assert not cudart.registered
 
 
 def test_a_refusal_is_said_once(cudart: Cudart, caplog: pytest.LogCaptureFixture) -> None:

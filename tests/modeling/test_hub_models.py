@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from fakes.hub import Hub, ask_there, serving
 
-import umbra
 from umbra import cli
 from umbra.deploy.prepare.load import load_run, pinned
 from umbra.deploy.prepare.preflight import check_run
@@ -82,14 +81,6 @@ class TestOneModel:
         assert weights_checksum(str(pinned_name)) == weights_checksum(tiny_model_dir)
         assert weights_bytes(str(pinned_name)) == weights_bytes(tiny_model_dir) > 0
 
-    def test_nothing_is_asked_twice(self, hub: Hub, tiny_model_dir: Path) -> None:
-        hub.add_model(NAME, tiny_model_dir)
-        name = str(pin(NAME, "model.path"))
-        fetch(name, "model.path")
-        hub.requests.clear()
-        fetch(name, "model.path")
-        assert hub.requests == []
-
     def test_weights_come_only_where_they_are_read(self, hub: Hub, tiny_model_dir: Path) -> None:
         hub.add_model(NAME, tiny_model_dir)
         name = str(pin(NAME, "model.path"))
@@ -121,21 +112,6 @@ class TestOneModel:
         assert files(fetch(NAME, "model.path")) == files(tiny_model_dir)
         assert "modeling_own.py" in files(fetch(NAME, "model.path", code=True))
 
-    def test_a_download_that_was_cut_goes_on(self, hub: Hub, tiny_model_dir: Path) -> None:
-        hub.add_model(NAME, tiny_model_dir)
-        name = str(pin(NAME, "model.path"))
-        folder = fetch(name, "model.path")
-        index = {
-            "weight_map": {
-                "a": "model-00001-of-00002.safetensors",
-                "b": "model-00002-of-00002.safetensors",
-            }
-        }
-        (folder / "model.safetensors").unlink()
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-        (folder / "model-00001-of-00002.safetensors").write_bytes(b"")
-        assert (fetch(name, "model.path") / "model.safetensors").is_file()
-
 
 def pin_of(hub: Hub) -> str:
     return hub.repos[f"models/{NAME}"].branches["main"]
@@ -153,15 +129,6 @@ class TestTheCache:
         assert fetch(NAME, "MODEL").name == commit
         assert weights_checksum(f"{NAME}@{commit}") == weights_checksum(tiny_model_dir)
         assert hub.requests == []
-
-    def test_a_run_is_checked_without_a_network(
-        self, hub: Hub, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        hub.add_model(NAME, tiny_model_dir)
-        fetch(NAME, "model.path")
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-        for download in (False, True):
-            check_run(load_run(run_of(tmp_path), ()), download=download)
 
     def test_it_has_to_have_all(
         self, hub: Hub, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
@@ -233,18 +200,6 @@ class TestARun:
         hub.requests.clear()
         assert pinned(again, pytest.fail) == config and hub.requests == []
 
-    def test_a_check_downloads_no_weights(
-        self, hub: Hub, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        commit = hub.add_model(NAME, tiny_model_dir)
-        path = str(run_of(tmp_path))
-        assert cli.main(["check", path]) == 0
-        assert f"model:     {NAME}@{commit} (" in (out := capsys.readouterr().out), out
-        assert "to download)" in out
-        assert "model.safetensors" not in downloads(hub)
-        assert cli.main(["check", path, "--set", "model.path=acme/none"]) == 2
-        assert "shows no model of that name" in capsys.readouterr().err
-
     def test_a_directory_goes_before_a_name(
         self, hub: Hub, tiny_model_dir: Path, tmp_path: Path
     ) -> None:
@@ -256,18 +211,6 @@ class TestARun:
         assert config.model.name == str(here)
         with pytest.raises(UsageError, match=f"model.path is the directory {here}: remove it"):
             load_run(run_of(tmp_path, revision="main"), ())
-
-    def test_a_folder_of_that_name_later_changes_nothing(
-        self, hub: Hub, tiny_model_dir: Path, tmp_path: Path
-    ) -> None:
-        commit = hub.add_model(NAME, tiny_model_dir)
-        begun = load_run(run_of(tmp_path), ())
-        (tmp_path / "runs").mkdir()
-        (tmp_path / "runs" / "config.json").write_bytes(to_json(begun))
-        (tmp_path / NAME).mkdir(parents=True)
-        config = load_run(tmp_path / "runs" / "config.json", ())
-        assert config.model.name == f"{NAME}@{commit}"
-        check_run(config)
 
     def test_a_path_with_a_mistake_is_not_looked_for(
         self, hub: Hub, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -285,15 +228,6 @@ class TestARun:
             name = "models/bse" if keys else "models/bse@main"
             assert load_run(run_of(tmp_path, name, **keys), ()).model.revision == commit
 
-    def test_revisions(self, hub: Hub, tiny_model_dir: Path, tmp_path: Path) -> None:
-        commit = hub.add_model(NAME, tiny_model_dir)
-        hub.repos[f"models/{NAME}"].branches["v1"] = commit
-        for path in (run_of(tmp_path, revision="v1"), run_of(tmp_path, f"{NAME}@v1")):
-            config = load_run(path, ())
-            assert config.model.name == f"{NAME}@{commit}"
-        with pytest.raises(UsageError, match="= v2 does too"):
-            load_run(run_of(tmp_path, f"{NAME}@v1", revision="v2"), ())
-
     def test_the_reference_and_the_critic_too(
         self, hub: Hub, tiny_model_dir: Path, tmp_path: Path
     ) -> None:
@@ -302,29 +236,6 @@ class TestARun:
         config = load_run(run_of(tmp_path, str(tiny_model_dir)), settings)
         assert config.model.name == str(tiny_model_dir)
         assert config.scorer.model == config.critic.path == f"{NAME}@{commit}"
-
-
-def test_umbra_eval_takes_a_name(
-    hub: Hub, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    hub.add_model(NAME, tiny_model_dir)
-    run_of(tmp_path)
-    given = ["--prompts", "prompts.jsonl", "--environment", "exact", "--json", "--max-tokens", "4"]
-    assert cli.main(["eval", NAME, *given]) == 0
-    assert json.loads(capsys.readouterr().out)["samples"] == 1
-    assert cli.main(["eval", "acme/none", *given]) == 2
-    assert "MODEL: acme/none is no directory here" in capsys.readouterr().err
-
-
-def test_umbra_train_refuses_a_name_before_it_leaves_a_folder(hub: Hub, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="shows no model of that name"):
-        umbra.train("acme/none", ["21"], "exact", show=False)
-    assert list((tmp_path / "runs").iterdir()) == []
-
-
-def test_a_run_without_a_name_asks_nobody(tmp_path: Path) -> None:
-    config = load_config(run_of(tmp_path, "/somewhere/else"), environ={})
-    assert isinstance(pinned(config, pytest.fail), RunConfig)
 
 
 class TestCodeOfAModel:

@@ -70,25 +70,6 @@ def test_a_device_that_is_not_there_is_named(
     assert str(caught.value) == said
 
 
-def test_a_model_is_loaded_to_be_used(tiny_model_dir: Path) -> None:
-    model = load_model(tiny_model_dir, torch.device("cpu"), torch.bfloat16)
-    assert not model.training
-    assert {tensor.dtype for tensor in model.parameters()} == {torch.bfloat16}
-    outline = outline_model(tiny_model_dir)
-    assert {name: tensor.shape for name, tensor in outline.state_dict().items()} == {
-        name: tensor.shape for name, tensor in model.state_dict().items()
-    }
-    assert all(tensor.is_meta for tensor in outline.parameters())
-    stops = (model.generation_config.eos_token_id, outline.generation_config.eos_token_id)
-    assert stops[0] == stops[1] is not None
-
-
-def test_an_outline_does_without_a_generation_config(tiny_model_dir: Path, tmp_path: Path) -> None:
-    shutil.copytree(tiny_model_dir, tmp_path / "model")
-    (tmp_path / "model" / "generation_config.json").unlink()
-    assert outline_model(tmp_path / "model").state_dict()
-
-
 def test_broken_files_are_told_in_one_sentence(tiny_model_dir: Path, tmp_path: Path) -> None:
     broken = tmp_path / "model"
     shutil.copytree(tiny_model_dir, broken)

@@ -13,8 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from umbra.proto.errors import UsageError
-from umbra.services.config import TrainerConfig
-from umbra.services.modeling.lora import add_adapter
 from umbra.services.modeling.micro_batch import MicroBatch, Tokens
 from umbra.services.modeling.packing import pack
 from umbra.services.modeling.scorer import Scorer
@@ -81,15 +79,6 @@ def test_chunks_change_nothing(model: PreTrainedModel, micro: MicroBatch, restri
         torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-5 * scale)
 
 
-@torch.no_grad()
-def test_without_a_gradient_too(model: PreTrainedModel, micro: MicroBatch) -> None:
-    temperature, _ = settings(micro)
-    plain, _ = Scorer(model)(micro, temperature)
-    found, entropy = chunked(model)(micro, temperature, with_entropy=False)
-    assert_same_logprobs(found, plain, model)
-    assert not entropy.any()
-
-
 def rows_of_logits(tensor: Any, model: PreTrainedModel) -> int:
     """How many rows `tensor` has, if it is as wide as the vocabulary and no weight [H, V]."""
     if not isinstance(tensor, Tensor) or tensor.dim() != 2:
@@ -126,55 +115,6 @@ def test_no_more_logits_than_a_chunk_exist_at_a_time(
             (logprobs.sum() + entropy.sum()).backward()
         rows.append(largest.rows)
     assert rows == [len(micro.source), AT_A_TIME]
-
-
-def test_what_the_backward_pass_keeps_does_not_grow_with_the_vocabulary(
-    qwen: PreTrainedModel, micro: MicroBatch
-) -> None:
-    kept: list[int] = []
-
-    def pack_hook(tensor: Tensor) -> Tensor:
-        kept.append(rows_of_logits(tensor, qwen))
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack_hook, lambda tensor: tensor):
-        chunked(qwen)(micro, settings(micro)[0], entropy_gradient=True)
-    assert max(kept) == 0
-
-
-def test_an_output_layer_with_an_adapter(tmp_path: Path, micro: MicroBatch) -> None:
-    model = load_policy(ARCHITECTURES["llama"].write(tmp_path / "model"))[0].eval()
-    add_adapter(model, TrainerConfig(lora_rank=2, lora_targets=["lm_head", "q_proj"]), seed=1)
-    for name, parameter in model.named_parameters():
-        if ".lora_B." in name:
-            torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(3))
-    temperature, _ = settings(micro)
-    found: list[dict[str, Tensor]] = []
-    for scorer in (Scorer(model), chunked(model)):
-        model.zero_grad()
-        scorer(micro, temperature)[0].sum().backward()
-        found.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
-    assert any(".lora_A." in name and "lm_head" in name for name in found[0])
-    assert found[0].keys() == found[1].keys()
-    for name, gradient in found[0].items():
-        scale = float(gradient.abs().max())
-        torch.testing.assert_close(found[1][name], gradient, rtol=1e-3, atol=1e-5 * scale)
-
-
-def test_mixed_precision(qwen: PreTrainedModel, micro: MicroBatch) -> None:
-    """Under autocast the parameters get all of their gradient, also the output layer's."""
-    temperature, _ = settings(micro)
-    found: list[dict[str, Tensor]] = []
-    for scorer in (Scorer(qwen), chunked(qwen)):
-        qwen.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            logprobs, _ = scorer(micro, temperature)
-        logprobs.sum().backward()
-        found.append({n: p.grad.clone() for n, p in qwen.named_parameters() if p.grad is not None})
-    assert found[0].keys() == found[1].keys() == dict(qwen.named_parameters()).keys()
-    for name, gradient in found[0].items():
-        distance = (found[1][name] - gradient).norm() / gradient.norm()
-        assert distance < 0.05, f"{name}: {float(distance)}, where bf16 has three digits"
 
 
 def test_a_model_that_does_something_else_to_its_logits_is_refused(

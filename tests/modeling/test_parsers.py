@@ -84,28 +84,10 @@ def test_a_broken_call_is_words_and_says_why(text: str, problem: str) -> None:
     assert said.content == "Well. " + text.removesuffix("<|im_end|>")
 
 
-def test_words_between_calls_are_kept() -> None:
-    call = '<tool_call>\n{"name": "weather", "arguments": {"days": 1}}\n</tool_call>'
-    said = read("qwen3", f"First {call} and {call} done.<|im_end|>")
-    assert arguments(said) == [{"days": 1}, {"days": 1}]
-    assert said.content == "First and done."
-
-
 def test_without_tools_nothing_is_a_call() -> None:
     call = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
     said = read("qwen3", f"{call}<|im_end|>", ())
     assert (said.tool_calls, said.content, said.problem) == ([], call, "")
-
-
-def test_a_turn_in_no_known_form_is_not_lost() -> None:
-    assert read("gptoss", "just words").content == "just words"
-
-
-def test_what_a_template_that_knows_no_tools_is_told() -> None:
-    said = read(
-        "llama3", 'so <tool_call>{"name": "weather", "arguments": {}}</tool_call><|eot_id|>'
-    )
-    assert arguments(said) == [{}]
 
 
 @given(

@@ -9,9 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from umbra.proto.errors import UsageError
 from umbra.services.config import TrainerConfig
-from umbra.services.config.loader import load_config
 from umbra.services.modeling.row_sizes import RowSizes, memory_of, scoring_rows
 from umbra.services.process import host_memory
 from umbra.services.trainer import flops as module
@@ -42,10 +40,6 @@ def given_memory(monkeypatch: pytest.MonkeyPatch, gib: float) -> None:
     monkeypatch.setattr(module, "memory_of", lambda device, world: int(gib * GIB))
 
 
-def test_numbers_are_kept(model: Any) -> None:
-    assert sizes(model, pack_tokens=64, micro_tokens=8192) == (64, 8192)
-
-
 def test_a_row_has_room_for_two_of_the_longest_responses(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,20 +66,12 @@ def test_a_pass_on_a_gpu_has_what_fits_and_is_one_row(
     assert sizes(model, GPU, precision="no") == (65536, 65536)
 
 
-def test_weights_that_leave_no_room_leave_short_passes(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given_memory(monkeypatch, 24)
-    assert sizes(model, GPU) == (256, 256)
-
-
 def test_all_ranks_take_what_the_smallest_has_room_for(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given_memory(monkeypatch, 1000)
     ranks: Any = SimpleNamespace(
         world=2,
-        holders=2,
         place=RankPlace(0, 2, 2),
         gather=lambda own: torch.stack([own, own * 0 + 777]),
     )
@@ -114,16 +100,6 @@ def test_activations_of_a_small_model_are_about_what_they_say() -> None:
         model(input_ids=torch.zeros(1, 500, dtype=torch.int64), use_cache=False)
     found = sum(kept.values()) / 500 / activation_bytes(TrainerConfig(), model.config)
     assert 0.6 < found < 1.2
-
-
-@pytest.mark.parametrize("value", ["auto", "512"])
-def test_both_forms_are_read(value: str) -> None:
-    config = load_config(overrides=[f"trainer.pack_tokens={value}"], environ={})
-    expected = value if value == "auto" else int(value)
-    assert config.trainer.pack_tokens == expected
-    for wrong in ("4", "all"):
-        with pytest.raises(UsageError, match="pack_tokens"):
-            load_config(overrides=[f"trainer.pack_tokens={wrong}"], environ={})
 
 
 @pytest.mark.parametrize(("text", "limit_bytes"), [("max\n", 0), ("1048576\n", 1 << 20), (None, 0)])

@@ -21,8 +21,8 @@ from fakes.slowness import seconds
 from umbra.proto.errors import PeerLostError
 from umbra.services.config import CheckpointConfig, TrainerConfig
 from umbra.services.trainer.checkpoints.folder import CheckpointFolder
-from umbra.services.trainer.checkpoints.parts import Weights
 from umbra.services.trainer.checkpoints.saver import Saver
+from umbra.services.trainer.checkpoints.state import ModelState
 from umbra.services.trainer.distributed.ranks import Ranks, join_ranks
 
 TIMEOUT_S = min(10.0, seconds(4.0))  # it is slept through five times
@@ -48,7 +48,7 @@ def main(case: str, folder: Path) -> int:
 
 def checkpoint(ranks: Ranks, folder: Path) -> None:
     """Rank 0 waits for the file of rank 1."""
-    parts: dict[str, Any] = {"policy": Weights(torch.nn.Linear(4, 4))}
+    models = [ModelState("policy", torch.nn.Linear(4, 4))]
     made = CheckpointFolder(folder, CheckpointConfig())
     write = Saver._write
 
@@ -57,7 +57,7 @@ def checkpoint(ranks: Ranks, folder: Path) -> None:
         return write(self, *args)
 
     setattr(Saver, "_write", slow)  # noqa: B010 - of a class
-    with closing(Saver(made, parts, ranks, every=1, begun=0, run="test", config={})) as saver:
+    with closing(Saver(made, models, ranks, every=1, begun=0, run="test", config={})) as saver:
         (outcome,) = saver.last(1, {})
     assert not outcome.error, outcome.error
     assert made.steps() == [1]

@@ -1,8 +1,8 @@
 """One of several ranks that share rows, over models of many architectures.
 
-Started as torchrun would. Arguments: names of architectures with commas between, how many ranks
-share rows, and a folder. There rank 0 leaves `<name>.json`: how logprobs, entropies and gradients
-differ from those of whole rows, or what was refused; empty if all is equal.
+Started as torchrun would. Arguments: names of architectures with commas between, and a folder,
+where rank 0 leaves `<name>.json`: how logprobs, entropies and gradients differ from those of whole
+rows, or what was refused; empty if all is equal.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ LAYOUTS = {
 }
 
 
-def main(names: list[str], size: int, folder: Path) -> int:
+def main(names: list[str], folder: Path) -> int:
     """Compare all of them; the exit code."""
     torch.set_num_threads(1)
-    config = TrainerConfig(device="cpu", rank_timeout_s=limit(30.0), sequence_parallel=size)
+    config = TrainerConfig(device="cpu", rank_timeout_s=limit(30.0), sequence_parallel=2)
     with join_ranks(config) as ranks:
         assert ranks.sequence is not None
         for name in names:
@@ -117,4 +117,4 @@ def routing(length: int, routers: Routers) -> NDArray[np.int16]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1].split(","), int(sys.argv[2]), Path(sys.argv[3])))
+    raise SystemExit(main(sys.argv[1].split(","), Path(sys.argv[2])))

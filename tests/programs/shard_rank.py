@@ -1,11 +1,12 @@
 """One rank of a sharded trainer: takes a step, then writes its rows of two snapshots.
 
-Arguments: rank, world, replicas, a folder for rendezvous and results, and the hub's endpoint. Rank
-0 publishes, and leaves the gathered weights of each version there as `<version>.safetensors`.
+Started as torchrun would. Arguments: the hub's endpoint and a folder, in which rank 0,
+which publishes, leaves the gathered weights of each version as `<version>.safetensors`.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import uuid
 from pathlib import Path
@@ -73,19 +74,16 @@ def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
     return whole | {name: b.clone() for name, b in model.named_buffers() if name.endswith("scale")}
 
 
-def main(rank: int, world: int, replicas: int, folder: Path, endpoint: str) -> None:
+def main(endpoint: str, folder: Path) -> None:
     """Two versions: one before any forward pass, one after a step and one more forward pass."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     torch.manual_seed(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/group", rank=rank, world_size=world
     )
     ranks = Ranks(rank, world)
-    ranks.holders = world // replicas
     mesh = init_device_mesh("cpu", (world,))
-    if replicas > 1:
-        names = ("replicas", "shards")
-        mesh = init_device_mesh("cpu", (replicas, ranks.holders), mesh_dim_names=names)
     model = Model()
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
@@ -116,7 +114,7 @@ def main(rank: int, world: int, replicas: int, folder: Path, endpoint: str) -> N
         if rank == 0:
             save_file(whole, folder / f"{version}.safetensors")
     memory = memoryview(bytearray(manifest.total_bytes))
-    written = write_shards(model, manifest, memory, rank, ranks.holders)
+    written = write_shards(model, manifest, memory, rank, world)
     (folder / f"written-{rank}").write_text(str(written))
     publisher.close()
     snapshots.close()
@@ -125,5 +123,4 @@ def main(rank: int, world: int, replicas: int, folder: Path, endpoint: str) -> N
 
 
 if __name__ == "__main__":
-    rank_, world_, replicas_, path, plane = sys.argv[1:]
-    main(int(rank_), int(world_), int(replicas_), Path(path), plane)
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -6,56 +6,39 @@ import shutil
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from fakes.lossy_disk import LossyDisk, power_cuts
-from torch import Tensor
 
 from umbra.services.config import CheckpointConfig
 from umbra.services.process.files import Disk
 from umbra.services.trainer.checkpoints.folder import CheckpointFolder, read_index
-from umbra.services.trainer.checkpoints.loader import Saved, SavedPart, resume
+from umbra.services.trainer.checkpoints.loader import Saved, resume
 from umbra.services.trainer.checkpoints.saver import Saver
+from umbra.services.trainer.checkpoints.state import ModelState
 from umbra.services.trainer.distributed.ranks import Ranks
 
 KEEP = CheckpointConfig(every=1, keep=2)
 
 
-class Counting:
-    """A part whose one tensor holds the step."""
-
-    def __init__(self) -> None:
-        self.rows = torch.zeros(700)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensor."""
-        return {"rows": self.rows}
-
-    def facts(self) -> dict[str, Any]:
-        """Nothing else."""
-        return {}
-
-    def load(self, saved: SavedPart) -> None:
-        """Take over the step."""
-        saved.fill({"rows": self.rows})
-
-
 class Training:
-    """Steps with a checkpoint each, from the newest one on."""
+    """Steps with a checkpoint each, from the newest one on; a buffer holds the step."""
 
     def __init__(self, path: Path, disk: Disk) -> None:
-        self.part = Counting()
+        module = torch.nn.Module()
+        self.rows = torch.zeros(700)
+        module.register_buffer("rows", self.rows)
+        self.models = [ModelState("policy", module)]
         self.folder = CheckpointFolder(path, KEEP, disk)
-        self.step = resume(self.folder, {"part": self.part}, Ranks())
+        self.step = resume(self.folder, self.models, Ranks())
         self._saver = Saver(
-            self.folder, {"part": self.part}, Ranks(), every=1, begun=self.step, run="t", config={}
+            self.folder, self.models, Ranks(), every=1, begun=self.step, run="t", config={}
         )
 
     def save(self, step: int) -> None:
         """A checkpoint of `step`."""
-        self.part.rows.fill_(step)
+        self.rows.fill_(step)
         self.step = self._saver.begun = step - 1
         (outcome,) = self._saver.last(step, {"loss": 1.0})
         assert not outcome.error
@@ -87,11 +70,11 @@ def test_a_power_cut_leaves_each_checkpoint_whole_or_not_there(
         training = Training(place / "checkpoints", Disk())
         training.close()
         assert training.step >= told[step], f"after step {step}: {disk.steps[step - 1]}"
-        assert bool((training.part.rows == training.step).all())
+        assert bool((training.rows == training.step).all())
         folder = training.folder
         assert not list(folder.path.glob("damaged-*")), f"after step {step}: {disk.steps[step - 1]}"
         for one in folder.steps():
-            Counting().load(Saved(folder, read_index(folder.of(one))).part("part"))
+            training.models[0].load(Saved(folder, read_index(folder.of(one))))
         shutil.rmtree(place)
 
 

@@ -31,8 +31,7 @@ from umbra.services.trainer.checkpoints.folder import (
     CheckpointFolder,
     read_index,
 )
-from umbra.services.trainer.checkpoints.loader import SavedPart, resume
-from umbra.services.trainer.checkpoints.parts import CheckpointPart
+from umbra.services.trainer.checkpoints.loader import resume
 from umbra.services.trainer.checkpoints.saver import Saver
 from umbra.services.trainer.critic import open_critic
 from umbra.services.trainer.distributed.ranks import Ranks
@@ -53,9 +52,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Trainer:
     """A learner that is at some step, and its checkpoints."""
 
-    def __init__(
-        self, directory: Path, path: Path, *, extra: CheckpointPart | None = None, **keys: Any
-    ) -> None:
+    def __init__(self, directory: Path, path: Path, **keys: Any) -> None:
         trainer = {name: value for name, value in keys.items() if "." not in name}
         overrides = [f"trainer.{key}={as_text(value)}" for key, value in (KEYS | trainer).items()]
         overrides += [f"{name}={as_text(value)}" for name, value in keys.items() if "." in name]
@@ -68,18 +65,18 @@ class Trainer:
         self.critic = open_critic(self.config, self.learner)
         self.update = PolicyUpdate(self.config, self.learner, self.critic)
         base = weights_checksum(directory) if self.config.trainer.lora_rank else ""
-        self.parts = self.learner.parts(base) | ({"extra": extra} if extra else {})
-        self.parts |= self.critic.parts() if self.critic else {}
+        models = [self.learner.state(base), *([self.critic.state] if self.critic else [])]
         self.folder = CheckpointFolder(path, self.config.checkpoint)
-        self.step = resume(self.folder, self.parts, Ranks())
+        self.step = resume(self.folder, models, Ranks())
         self.saver = Saver(
             self.folder,
-            self.parts,
+            models,
             Ranks(),
             every=self.config.checkpoint.every,
             begun=self.step,
             run="test",
             config=as_dict(self.config),
+            settle=self.critic.settle if self.critic else None,
         )
 
     def train(self, until: int) -> Trainer:
@@ -136,7 +133,6 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
         {"minibatches": 2, "objective": "decoupled"},
         {"minibatches": 2, "epochs": 2},
         {"objective": "ppo_critic", "critic.learning_rate": 1e-3},
-        {"objective": "ppo_critic", "critic.kind": "head"},
     ],
     ids=lambda keys: "-".join(map(str, keys.values())),
 )
@@ -167,7 +163,7 @@ def test_moments_in_8_bits_go_on(start: Any, tmp_path: Path) -> None:
         again = start(**keys).train(3)
     assert same(again.learner.weights(), whole.learner.weights()), "bit for bit"
     tensors = read_index(saved).tensors
-    assert tensors["optimizer/model.embed_tokens.weight.exp_avg"].dtype == "uint8"
+    assert tensors["policy-optimizer/model.embed_tokens.weight.exp_avg"].dtype == "uint8"
 
 
 def test_random_numbers_go_on(start: Any) -> None:
@@ -179,35 +175,6 @@ def test_random_numbers_go_on(start: Any) -> None:
     start()
     assert torch.equal(torch.rand(3), drawn[0])
     assert random.random() == drawn[1]
-
-
-class Counter:
-    """A part that somebody else adds."""
-
-    def __init__(self) -> None:
-        self.values = torch.zeros(5, dtype=torch.int64)
-        self.note = ""
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"values": self.values}
-
-    def facts(self) -> dict[str, Any]:
-        return {"note": self.note}
-
-    def load(self, saved: SavedPart) -> None:
-        saved.fill({"values": self.values})
-        self.note = saved.facts["note"]
-
-
-def test_a_part_of_somebody_else(start: Any) -> None:
-    counter, other = Counter(), Counter()
-    trainer = start(extra=counter).train(1)
-    counter.values += torch.arange(5)
-    counter.note = "seen"
-    trainer.save()
-    start(extra=other)
-    assert torch.equal(other.values, torch.arange(5))
-    assert other.note == "seen"
 
 
 def test_what_is_kept(start: Any) -> None:
@@ -346,42 +313,6 @@ def test_another_model(start: Any, directory: Path, tmp_path: Path) -> None:
         start(optimizer="adamw8bit")
     with pytest.raises(UsageError, match=r"cannot be loaded|another model|no directory"):
         export_checkpoint(tmp_path / "checkpoints/step-1", tmp_path / "hf", str(tmp_path / "deep"))
-
-
-def test_an_adapter_for_another_base(start: Any, tmp_path: Path) -> None:
-    start(lora_rank=2).train(1).save()
-    make_model(tmp_path / "other", hidden=32, ff=64, seed=5)
-    with pytest.raises(UsageError, match="adapter for another base model"):
-        start(model=tmp_path / "other", lora_rank=2)
-    with pytest.raises(UsageError, match=r"is of an adapter, but trainer\.lora_rank is 0"):
-        start()
-    with pytest.raises(UsageError, match=r"it has model.*, model\.path has not"):
-        start(lora_rank=2, lora_targets=["q_proj"])
-
-
-def test_an_index_tells_what_it_is_of(start: Any) -> None:
-    index = read_index(start().train(1).save())
-    assert (index.step, index.run, len(index.files)) == (1, "test", 1)
-    assert index.metrics["lr"] == KEYS["learning_rate"]
-    assert index.config["trainer"]["learning_rate"] == KEYS["learning_rate"]
-
-
-@pytest.mark.parametrize("where", ["", "checkpoints"])
-def test_export_of_what_is_no_checkpoint(tmp_path: Path, where: str) -> None:
-    if where:
-        (tmp_path / where).mkdir()
-    with pytest.raises(UsageError, match=r"holds no checkpoint|cannot be exported"):
-        export_checkpoint(tmp_path, tmp_path / "hf")
-    with pytest.raises(UsageError, match="is no checkpoint: name a folder like"):
-        export_checkpoint(tmp_path / "nowhere", tmp_path / "hf")
-
-
-def test_the_memory_of_a_copy_is_used_again(start: Any) -> None:
-    trainer = start().train(1)
-    trainer.save()
-    places = {at: room.data_ptr() for at, room in trainer.saver._memory.items()}
-    trainer.train(2).save()
-    assert {at: room.data_ptr() for at, room in trainer.saver._memory.items()} == places
 
 
 def test_they_are_for_their_user_alone(tiny_model_dir: Path, tmp_path: Path) -> None:

@@ -17,14 +17,11 @@ from umbra.services.config import RunConfig
 from umbra.services.config.loader import load_config
 from umbra.services.config.rules import check_feasible
 from umbra.services.trainer.batch import TrainBatch, make_batch
-from umbra.services.trainer.critic import HEAD_FILE, LearnedCritic, open_critic
+from umbra.services.trainer.critic import HEAD_FILE, Critic, open_critic, worker
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.learner import Learner
-from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.policy import load_policy
 from umbra.services.trainer.update import PolicyUpdate
-
-KINDS = ("model", "head")
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +46,7 @@ def configured(directory: Path, **keys: Any) -> RunConfig:
     return load_config(overrides=[f"{k}={v}" for k, v in chosen.items()], environ={})
 
 
-def opened(config: RunConfig) -> tuple[Learner, LearnedCritic]:
+def opened(config: RunConfig) -> tuple[Learner, Critic]:
     model, _ = load_policy(config.model.path)
     learner = Learner(model, config.trainer, 10)
     critic = open_critic(config, learner)
@@ -61,18 +58,17 @@ def constant_returns(batch: TrainBatch) -> Tensor:
     return torch.full((len(batch.behaviour),), 0.7, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_values_begin_at_zero_and_approach_the_returns(
-    kind: str, directory: Path, trajectories: list[Trajectory]
+    directory: Path, trajectories: list[Trajectory]
 ) -> None:
-    config = configured(directory, critic__kind=kind, critic__value_clip=0.0)
+    config = configured(directory, critic__value_clip=0.0)
     _, critic = opened(config)
     batch = make_batch(trajectories, 1000)
     values = critic.values(batch)
     assert not values.any()
     losses = []
     for _ in range(32):
-        losses.append(critic.learn(batch, values, constant_returns(batch))["critic/loss"])
+        losses.append(critic.learn(values, constant_returns(batch))["critic/loss"])
         values = critic.values(batch)
     assert losses[0] is None, "the loss of a batch comes with the next"
     assert losses[1] is not None
@@ -83,33 +79,31 @@ def test_values_begin_at_zero_and_approach_the_returns(
     critic.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_the_value_of_a_token_depends_on_what_came_before_it_alone(
-    kind: str, directory: Path, trajectories: list[Trajectory]
+    directory: Path, trajectories: list[Trajectory]
 ) -> None:
     """Packing many samples into a row changes no value."""
     batch = make_batch(trajectories, 1000)
     found = []
     for pack_tokens in (16, 128):
-        config = configured(directory, critic__kind=kind, trainer__pack_tokens=pack_tokens)
+        config = configured(directory, trainer__pack_tokens=pack_tokens)
         _, critic = opened(config)
-        critic.learn(batch, critic.values(batch), batch.behaviour.double())
+        critic.learn(critic.values(batch), batch.behaviour.double())
         found.append(critic.values(batch))
         critic.close()
     torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=1e-3)
     assert found[0].std() > 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_critic_comes_back_from_its_directory(
-    kind: str, directory: Path, trajectories: list[Trajectory], tmp_path: Path
+    directory: Path, trajectories: list[Trajectory], tmp_path: Path
 ) -> None:
     batch = make_batch(trajectories, 1000)
-    _, critic = opened(configured(directory, critic__kind=kind))
-    critic.learn(batch, critic.values(batch), constant_returns(batch))
+    _, critic = opened(configured(directory))
+    critic.learn(critic.values(batch), constant_returns(batch))
     out = critic.export(tmp_path / "critic")
     assert (out / HEAD_FILE).exists()
-    _, again = opened(configured(directory, critic__kind=kind, critic__path=out))
+    _, again = opened(configured(directory, critic__path=out))
     torch.testing.assert_close(again.values(batch), critic.values(batch))
     critic.close()
     again.close()
@@ -144,21 +138,10 @@ def test_a_failure_while_it_learns_is_raised_by_the_next_batch(
     batch = make_batch(trajectories, 1000)
     values = critic.values(batch)
     monkeypatch.setattr("umbra.services.trainer.critic.value_loss", broken)
-    critic.learn(batch, values, constant_returns(batch))
+    critic.learn(values, constant_returns(batch))
     with pytest.raises(RuntimeError, match="out of memory"):
         critic.values(batch)
     critic.close()
-
-
-def test_the_head_of_another_model_is_refused(directory: Path, tmp_path: Path) -> None:
-    make_model(tmp_path / "wide", hidden=48, ff=64)
-    _, critic = opened(configured(tmp_path / "wide", critic__kind="head"))
-    out = critic.export(tmp_path / "critic")
-    critic.close()
-    with pytest.raises(UsageError, match="belongs to another model"):
-        opened(configured(directory, critic__kind="head", critic__path=out))
-    with pytest.raises(UsageError, match=r"critic\.path: .*config"):
-        opened(configured(directory, critic__path=out))
 
 
 def test_settings_of_a_critic_without_one_are_refused(directory: Path) -> None:
@@ -167,38 +150,40 @@ def test_settings_of_a_critic_without_one_are_refused(directory: Path) -> None:
         check_feasible(config)
 
 
-class Alone(Ranks):
-    """One of several ranks, whose sums are its own."""
-
-    def sum_ranks(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-
 @pytest.mark.parametrize("world", [1, 2])
-def test_it_computes_on_the_gpu_of_its_rank_and_on_several_where_it_is_called(
+def test_several_ranks_learn_where_it_is_called(
     directory: Path,
     trajectories: list[Trajectory],
     monkeypatch: pytest.MonkeyPatch,
     world: int,
 ) -> None:
-    """A thread begins with GPU 0, and NCCL wants one order of collectives on all ranks."""
-    config = configured(directory, critic__kind="head")
+    """Collectives of two threads would be in another order on each rank, and hang."""
+    config = configured(directory)
     learner, critic = opened(config)
     critic.close()
-    source, gpu = critic._source, torch.device("cuda", 3)
-    chosen: list[tuple[str, torch.device]] = []
-    threads: set[str] = set()
-    monkeypatch.setattr(
-        torch.cuda, "set_device", lambda one: chosen.append((current_thread().name, one))
-    )
-    passes = source.passes
-    monkeypatch.setattr(source, "passes", lambda: threads.add(current_thread().name) or passes())
-    cost = learner.operations.sequence
-    critic = LearnedCritic(source, config, learner.rows, Alone(0, world), cost, gpu)
+    threads: list[str] = []
+
+    def loss(values: Tensor, *_: object) -> Tensor:
+        threads.append(current_thread().name)
+        return values.square()
+
+    monkeypatch.setattr("umbra.services.trainer.critic.value_loss", loss)
+    monkeypatch.setattr(learner.ranks, "world", world)
+    monkeypatch.setattr("umbra.services.trainer.learner.shard", lambda *_: None)
+    monkeypatch.setattr(Ranks, "sum", lambda _, tensor: tensor)
+    critic = Critic(config, learner)
     batch = make_batch(trajectories, 1000)
-    critic.learn(batch, critic.values(batch), constant_returns(batch))
+    critic.learn(critic.values(batch), constant_returns(batch))
     critic.close()
     assert critic.settle()["critic/loss"] is not None
-    own = "umbra-critic_0"
-    assert chosen == ([(own, gpu)] if world == 1 else [])
-    assert threads == {own if world == 1 else current_thread().name}
+    assert set(threads) == {"umbra-critic_0" if world == 1 else current_thread().name}
+
+
+def test_its_thread_computes_on_the_gpu_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread begins with GPU 0."""
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    gpu = torch.device("cuda", 3)
+    with worker(gpu) as thread:
+        thread.submit(int).result()
+    assert chosen == [gpu]

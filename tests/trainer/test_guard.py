@@ -75,12 +75,7 @@ def harm(
 
 def state(learner: Learner) -> dict[str, Tensor]:
     """Weights and moments."""
-    parts = learner.parts()
-    return {
-        f"{name}/{key}": tensor.detach().clone()
-        for name, part in parts.items()
-        for key, tensor in part.tensors().items()
-    }
+    return {name: t.detach().clone() for name, t in learner.state().tensors().items()}
 
 
 def trainer(directory: Path, **keys: Any) -> tuple[Learner, PolicyUpdate]:
@@ -185,33 +180,6 @@ def test_the_bound_can_be_moved_and_taken_away() -> None:
     assert out.tolist() == [True, True]
     whole.see(torch.tensor(0.0), out)
     assert whole.verdict() == "outliers", "nothing is left"
-
-
-class OtherRank(Ranks):
-    """Another rank has found this."""
-
-    def __init__(self, *found: int) -> None:
-        super().__init__()
-        self.found = torch.tensor(found, dtype=torch.int64)
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        return tensor + self.found
-
-
-def test_all_ranks_come_to_the_same_verdict() -> None:
-    one = Sequences(torch.zeros(2, dtype=torch.int64), 1)
-
-    def verdict(*others: int) -> str:
-        guard = Guard(100.0, ObjectiveSpec(), OtherRank(*others))
-        guard.see(torch.tensor(1.0), guard.outliers(torch.zeros(2), torch.full((2,), -9.0), one))
-        return guard.verdict()
-
-    assert verdict(0, 1, 1) == "outliers", "nothing is left on any"
-    assert verdict(0, 1, 2) == "", "the other has one left"
-    assert verdict(1, 1, 2) == "loss"
-    assert Guard(100.0, ObjectiveSpec(), OtherRank(1, 0, 0)).verdict() == "loss", (
-        "a rank without a pass"
-    )
 
 
 def row(skipped: float | None, reason: str = "gradient") -> Row:

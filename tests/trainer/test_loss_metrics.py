@@ -114,24 +114,6 @@ def test_sums_say_what_the_table_of_all_tokens_says(
             assert row[name] == pytest.approx(value, rel=2e-6, abs=1e-7), name
 
 
-def test_what_ranks_exchange_does_not_grow_with_the_batch(model: Path) -> None:
-    sizes: list[int] = []
-    for groups in (1, 6):
-        batch = noisy(model, groups)
-        parts = minibatches(torch.arange(len(batch.trajectories)), 1, 2, "7")
-        metrics = LossMetrics(batch, None, 1, 2, version=VERSION, per_version=1)
-        for _, update, source, tokens, losses, loss in passes(batch, parts, 1):
-            metrics.add(update, source, tokens, losses, loss, torch.zeros_like(losses.kept))
-        one = Together([])
-        metrics.summary(one)
-        assert one.given is not None
-        sizes.append(one.given.numel())
-        assert sum(t.numel() for t in vars(metrics).values() if isinstance(t, Tensor)) < (
-            3 * len(batch.behaviour) + 40
-        ), "nothing is kept of a pass"
-    assert sizes[0] == sizes[1]
-
-
 def test_outliers_count_as_masked_and_in_no_ratio(model: Path) -> None:
     batch = noisy(model, 2)
     parts = minibatches(torch.arange(len(batch.trajectories)), 1, 1, "7")

@@ -15,8 +15,6 @@ from torch.autograd import graph
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Trajectory
 from umbra.services.config import TrainerConfig
-from umbra.services.config.loader import load_config
-from umbra.services.config.rules import check_feasible
 from umbra.services.trainer.distributed import sharding
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.learner import Learner
@@ -108,48 +106,6 @@ def test_steps_too_small_for_bf16_add_up(
     for name, tensor in learner.weights().items():
         torch.testing.assert_close(tensor, before[name] - 1e-6, rtol=0, atol=2e-7)
         assert torch.equal(learner.model.get_parameter(name), tensor.bfloat16())
-
-
-def test_an_adapter_on_a_bf16_base(directory: Path, batches: list[list[Trajectory]]) -> None:
-    """Frozen weights have no copies; what is exported has the adapter's merged."""
-    keys: dict[str, Any] = {"precision": "bf16", "lora_rank": 4, "learning_rate": 0.5}
-    plain = train(directory, batches, Ranks(), **keys)
-    found = train(directory, batches, Ranks(), **keys, weights="bf16")
-    start = load_policy(directory)[0].state_dict()
-    for name, tensor in found.weights.items():
-        assert tensor.dtype == torch.float32
-        moved = (plain.weights[name] - start[name]).norm()
-        off = (tensor - plain.weights[name]).norm()
-        assert off < 0.15 * moved + 0.004 * start[name].norm() + 1e-6, name
-    assert any((t - start[name]).abs().max() > 1e-3 for name, t in found.weights.items())
-
-
-def test_buffers_are_not_rounded(directory: Path) -> None:
-    plain = load_policy(directory)[0]
-    config = TrainerConfig(device="cpu", weights="bf16", precision="bf16")
-    learner = Learner(load_policy(directory)[0], config, 1)
-    for name, buffer in learner.model.named_buffers():
-        assert torch.equal(buffer, plain.get_buffer(name))
-
-
-@pytest.mark.parametrize(
-    ("keys", "told"),
-    [
-        (
-            {"weights": "bf16", "precision": "no"},
-            "trainer.weights = bf16 needs trainer.precision = bf16",
-        ),
-        ({"offload": "optimizer", "precision": "fp16"}, "trainer.offload moves no optimizer"),
-        (
-            {"offload": "activations", "activation_checkpointing": "false"},
-            "set trainer.activation_checkpointing = true",
-        ),
-    ],
-)
-def test_what_does_not_go_together_is_refused(keys: dict[str, str], told: str) -> None:
-    overrides = [f"trainer.{key}={value}" for key, value in keys.items()]
-    with pytest.raises(UsageError, match=told):
-        check_feasible(load_config(overrides=overrides, environ={}))
 
 
 @pytest.mark.parametrize(

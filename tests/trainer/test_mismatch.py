@@ -27,11 +27,6 @@ def test_one_token_alone_decides_nothing_and_two_do() -> None:
     assert math.isfinite(found(100, math.inf).mismatch)
 
 
-def test_the_worst_token_is_that_of_all_parts() -> None:
-    both = found(10, 0.1, 0.5, "here") + found(10, 0.1, 0.4, "there")
-    assert (both.tokens, both.worst, both.where) == (20, 0.5, "here")
-
-
 def test_few_tokens_wait_for_more() -> None:
     verdicts = Verdicts(1e-4, every=5)
     part = found(MIN_TOKENS - 1, 0.5)
@@ -78,8 +73,6 @@ def test_nothing_known_for_long_is_told_once() -> None:
         (["trainer.precision=bf16"], "bfloat16"),
         (["weight_hub.dtype=bfloat16"], "bfloat16"),
         (["weight_hub.dtype=float16"], "float16"),
-        (["trainer.precision=fp16"], "float16"),
-        (["trainer.precision=fp16", "weight_hub.dtype=bfloat16"], "bfloat16"),
         (["generator.engine=vllm", 'generator.engine_args={quantization = "fp8"}'], "fp8"),
         (["generator.engine=vllm", 'generator.engine_args={kv_cache_dtype = "fp8_e4m3"}'], "fp8"),
     ],

@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from umbra.services.config.presets import PRESETS, ObjectiveSpec, Preset
-from umbra.services.modeling.micro_batch import Tokens
-from umbra.services.trainer.objectives.aggregation import count, token_weights
 from umbra.services.trainer.objectives.objective import (
     Constants,
     Objective,
@@ -113,17 +111,6 @@ def test_on_policy_every_preset_is_reinforce(name: Preset, seed: int) -> None:
     torch.testing.assert_close(now.grad, -advantages)
 
 
-@given(seed=st.integers(0, 2**31), spread=st.floats(0.0, 3.0))
-@settings(max_examples=50, deadline=None)
-def test_a_clip_only_ever_lowers_the_gain(seed: int, spread: float) -> None:
-    now = draw(seed, spread)[0]
-    free, _ = run(Objective(ObjectiveSpec(clip="none")), now, seed, spread)
-    clipped, _ = run(Objective(ObjectiveSpec()), now, seed, spread)
-    dual, _ = run(Objective(ObjectiveSpec(dual_clip=3.0)), now, seed, spread)
-    assert (clipped.losses >= free.losses - 1e-12).all()
-    assert (dual.losses <= clipped.losses + 1e-12).all()
-
-
 @given(seed=st.integers(0, 2**31), threshold=st.floats(1e-4, 2.0))
 @settings(max_examples=50, deadline=None)
 def test_m2po_keeps_as_many_tokens_as_the_threshold_allows(seed: int, threshold: float) -> None:
@@ -136,44 +123,3 @@ def test_m2po_keeps_as_many_tokens_as_the_threshold_allows(seed: int, threshold:
         assert squares[kept].max() <= squares[~kept].min() if kept.any() else True
         one_more = torch.cat([squares[kept], squares[~kept].min()[None]])
         assert one_more.mean() >= threshold
-
-
-@given(
-    lengths=st.lists(st.integers(0, 6), min_size=1, max_size=12),
-    cut=st.integers(1, 5),
-    seed=st.integers(0, 1000),
-    aggregation=st.sampled_from(
-        ["token_mean", "sequence_mean", "sequence_sum", "constant", "token_sum"]
-    ),
-    denominator=st.sampled_from(["trained", "all"]),
-)
-@settings(max_examples=60, deadline=None)
-def test_an_aggregation_does_not_depend_on_micro_batches_or_order(
-    lengths: list[int], cut: int, seed: int, aggregation: str, denominator: str
-) -> None:
-    own = torch.tensor(lengths)
-    owner = torch.arange(len(lengths)).repeat_interleave(own)
-    tokens = Tokens(
-        ids=torch.zeros(len(owner), dtype=torch.int64),
-        lengths=own + 1,
-        learned=torch.arange(len(owner)),
-        owner=owner,
-    )
-    losses = torch.rand(len(owner), generator=torch.Generator().manual_seed(seed)).double()
-    part = (own > 0).nonzero().squeeze(1)
-    counts = count(denominator, own, part, updates=1)
-    weights = token_weights(aggregation, tokens, part, counts, length=6).double()
-    whole = (losses * weights).sum()
-    pieces = [(losses * weights)[torch.isin(owner, part[i::cut])].sum() for i in range(cut)]
-    torch.testing.assert_close(sum(pieces), whole)
-    means = [losses[owner == i].mean() for i in part]
-    sums = [losses[owner == i].sum() for i in part]
-    sequences = len(part) if denominator == "trained" else len(lengths)
-    expected = {
-        "token_mean": sum(sums) / max(len(owner), 1),
-        "sequence_mean": sum(means) / max(sequences, 1),
-        "sequence_sum": sum(sums) / max(sequences, 1),
-        "constant": sum(sums) / (len(lengths) * 6),
-        "token_sum": sum(sums),
-    }[aggregation]
-    assert float(whole) == pytest.approx(float(expected), rel=1e-5)

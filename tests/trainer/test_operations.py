@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from fakes.noisy_batch import noisy_trajectories
-from hypothesis import example, given
-from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoModelForCausalLM,
@@ -20,7 +19,7 @@ from transformers import (
 
 from umbra.services.config import TrainerConfig
 from umbra.services.modeling.lora import add_adapter
-from umbra.services.modeling.packing import Tokens, pack
+from umbra.services.modeling.packing import pack
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.flops import TrainingFlops
 from umbra.services.trainer.learner import Learner
@@ -37,10 +36,11 @@ def test_it_is_what_torch_counts(shared: bool, tmp_path: Path) -> None:
     batch = make_batch(noisy_trajectories(learner.model, groups=2), 1000)
     counted = 0.0
     with FlopCounterMode(display=False) as measured:
-        for micro in pack(batch.tokens, pack_tokens=32, micro_tokens=64, share_prompts=shared):
+        cost = learner.operations.sequence
+        how: Any = {"pack_tokens": 32, "micro_tokens": 64, "share_prompts": shared, "cost": cost}
+        for micro in pack(batch.tokens, **how):
             # Torch counts padding too.
-            fed = micro.input_ids.numel() / micro.tokens
-            counted += learner.operations.update(micro) * fed
+            counted += micro.cost * micro.input_ids.numel() / micro.tokens
             logprobs, _ = learner.score(micro, batch.temperature[micro.source], with_entropy=False)
             learner.backward(logprobs.sum())
     assert counted == pytest.approx(measured.get_total_flops(), rel=0.1)
@@ -51,55 +51,12 @@ def test_a_sequence_alone_by_hand(tmp_path: Path) -> None:
     make_model(tmp_path / "model")
     learner = Learner(load_policy(tmp_path / "model")[0], TrainerConfig(device="cpu", threads=1), 1)
     batch = make_batch(noisy_trajectories(learner.model, groups=1, size=1), 1000)
-    (micro,) = pack(batch.tokens, pack_tokens=64, micro_tokens=64)
+    cost = TrainingFlops(body=1000, head=100, attention=10).sequence
+    (micro,) = pack(batch.tokens, pack_tokens=64, micro_tokens=64, cost=cost)
     fed, learned = micro.tokens, len(batch.behaviour)
     assert micro.segment is None
-    cost = TrainingFlops(body=1000, head=100, attention=10)
     keys = fed * (fed + 1) / 2
-    assert cost.update(micro) == 6 * 1000 * fed + 6 * 100 * learned + 12 * 10 * keys
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 30), st.integers(0, 3)), min_size=1),
-    st.integers(1, 60),
-    st.integers(1, 120),
-    st.integers(1, 12),
-    st.booleans(),
-)
-@example([(1, 5, 0), (1, 9, 1)], 9, 18, 12, False)  # a sequence in each row, one with padding
-def test_sequences_add_up_to_their_micro_batches(
-    sizes: list[tuple[int, int, int]],
-    pack_tokens: int,
-    micro_tokens: int,
-    window: int,
-    share: bool,
-) -> None:
-    """However they are packed, with and without a window, prompts shared or not."""
-    prompts = {name: prompt for prompt, _, name in sizes}
-    lengths = torch.tensor([prompts[name] + response for _, response, name in sizes])
-    tokens = Tokens(
-        torch.zeros(int(lengths.sum())).long(),
-        lengths,
-        lengths.cumsum(0) - 1,
-        torch.arange(len(sizes)),
-        torch.tensor([prompts[name] for _, _, name in sizes]),
-        torch.tensor([name for _, _, name in sizes]),
-    )
-    cost = TrainingFlops(body=100, head=7, attention=3, windowed=((window, 5),))
-    priced: list[float] = []
-
-    def counted(start: int, end: int, learned: int) -> float:
-        priced.append(cost.sequence(start, end, learned))
-        return priced[-1]
-
-    micros = pack(
-        tokens,
-        pack_tokens=pack_tokens,
-        micro_tokens=micro_tokens,
-        share_prompts=share,
-        cost=counted,
-    )
-    assert sum(priced) == pytest.approx(sum(cost.update(micro) for micro in micros), rel=1e-12)
+    assert micro.cost == 6 * 1000 * fed + 6 * 100 * learned + 12 * 10 * keys
 
 
 def of(config: PreTrainedConfig) -> tuple[TrainingFlops, int]:
@@ -158,7 +115,7 @@ def test_shared_experts_and_dense_layers_are_met_by_every_token() -> None:
     assert cost.attention == 61 * 128 * (192 + 128) / 2
 
 
-def test_a_window_bounds_the_keys(tmp_path: Path) -> None:
+def test_a_window_bounds_the_keys() -> None:
     """Gemma 3 has both kinds of layers."""
     cost, _ = of(
         Gemma3TextConfig(
@@ -170,14 +127,8 @@ def test_a_window_bounds_the_keys(tmp_path: Path) -> None:
         )
     )
     assert (cost.attention, cost.windowed) == (64, ((2, 128),))
-    make_model(tmp_path / "model")
-    batch = make_batch(
-        noisy_trajectories(load_policy(tmp_path / "model")[0], groups=1, size=1), 1000
-    )
-    (micro,) = pack(batch.tokens, pack_tokens=64, micro_tokens=64)
-    fed = micro.tokens
-    keys = 64 * fed * (fed + 1) / 2 + 128 * (2 * fed - 1)
-    assert TrainingFlops(0, 0, 64, ((2, 128),)).update(micro) == 12 * keys
+    keys = 64 * 9 * (9 + 1) / 2 + 128 * (2 * 9 - 1)
+    assert cost.sequence(0, 9, 1) - 6 * (9 * cost.body + cost.head) == 12 * keys
 
 
 def test_speed() -> None:

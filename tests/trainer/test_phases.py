@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
-import logging
 from itertools import accumulate
 from pathlib import Path
 
-import pytest
 import torch
 
 from umbra.services.trainer.phases import Phases, Profile
@@ -33,17 +31,6 @@ def test_phases_add_up_to_the_step() -> None:
     assert phases.take() == {"other": 10, "step": 10}, "it starts anew"
 
 
-def test_a_phase_that_fails_is_counted_and_closed() -> None:
-    phases = Phases(CPU)
-    with pytest.raises(ValueError), phases("train"), phases("forward"):
-        raise ValueError
-    with phases("commit"):
-        pass
-    assert set(phases.take()) == {
-        "train", "train/forward", "train/other", "commit", "other", "step",
-    }  # fmt: skip
-
-
 def ranges(path: Path) -> set[str]:
     """Names of the ranges in a trace."""
     with gzip.open(path, "rt") as file:
@@ -61,21 +48,3 @@ def test_a_trace_has_the_phases_of_its_step_alone(tmp_path: Path) -> None:
     (file,) = (tmp_path / "profile").iterdir()
     assert file.name == "step-2.rank-3.json.gz"
     assert ranges(file) == {"train 2", "forward"}
-
-
-def test_no_step_chosen_no_folder(tmp_path: Path) -> None:
-    profile = Profile(tmp_path / "profile", [])
-    profile.begin(1)
-    profile.end()
-    assert not (tmp_path / "profile").exists()
-
-
-def test_a_trace_that_cannot_be_written_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "profile").write_text("in the way")
-    profile = Profile(tmp_path / "profile", [1])
-    with caplog.at_level(logging.WARNING):
-        profile.begin(1)
-        profile.end()
-    assert "the trace of step 1 was not written" in caplog.text

@@ -13,20 +13,20 @@ from fakes.noisy_batch import Recorder, noisy_trajectories
 from torch import Tensor
 
 from umbra.proto.errors import UsageError
-from umbra.proto.records import Trajectory, pack_float32
+from umbra.proto.records import Branch, Trajectory, pack_float32
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import load_config
 from umbra.services.config.presets import PRESETS
 from umbra.services.trainer.batch import BatchError, TrainBatch, make_batch
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.make_model import make_model
-from umbra.services.trainer.metrics import Row
+from umbra.services.trainer.metrics import Row, environment_metrics, sample_metrics
 from umbra.services.trainer.objectives.advantages import gae
 from umbra.services.trainer.policy import load_policy
 from umbra.services.trainer.update import PolicyUpdate, minibatches
 
 VERSION = 3
-TERMS = 300  # two layers, forward and backward, of 64 units at most, and a small vocabulary
+TERMS = 600  # two layers, forward and backward, of 64 units at most, and a small vocabulary
 Gradients = dict[str, Tensor]
 
 
@@ -109,24 +109,6 @@ def test_micro_batches_change_nothing(
     assert row["updates"] == minibatches
     assert row["ratio/max"] is not None
     assert row["kl"] is not None
-
-
-@pytest.mark.parametrize("objective", ["ppo", "decoupled"])
-def test_several_epochs_see_every_sample_again(
-    objective: str, directory: Path, trajectories: list[Trajectory]
-) -> None:
-    """The weights stay as they are here, so every epoch measures the same; its age differs."""
-    keys = {"objective": objective, "minibatches": 2}
-    _, once = update(directory, trajectories, **keys)
-    _, thrice = update(directory, trajectories, **keys, epochs=3)
-    assert (once["updates"], thrice["updates"]) == (2, 6)
-    same = ("entropy", "clip_fraction", "clip_fraction/positive", "ratio/max", "mismatch/k3", "ess")
-    for key in (*same, "mismatch/k1", "mask_fraction"):
-        assert thrice[key] == same_sum(once[key] or 0.0, terms=TERMS, scale=5.0), key
-    # Two versions of two updates, and the one before in the same batch; six and five of those.
-    assert (once["staleness/updates/max"], thrice["staleness/updates/max"]) == (5, 17)
-    assert once["staleness/updates/mean"] == pytest.approx(4.5, abs=0.2)
-    assert thrice["staleness/updates/mean"] == pytest.approx(14.5, abs=0.2)
 
 
 def test_what_later_epochs_do_to_the_ratio(directory: Path, trajectories: list[Trajectory]) -> None:
@@ -262,15 +244,6 @@ def test_samples_without_advantage_are_trained_only_if_the_loss_has_more_than_ad
     assert rewarded[1]["trained_samples"] == 12, "the KL in the reward makes them differ"
 
 
-def test_the_denominator_counts_the_trained_samples_or_all(
-    directory: Path, trajectories: list[Trajectory]
-) -> None:
-    flat = level(trajectories)
-    trained, _ = update(directory, flat, aggregation="sequence_mean")
-    everything, _ = update(directory, flat, aggregation="sequence_mean", denominator="all")
-    assert_equal({name: g * 8 / 12 for name, g in trained.items()}, everything)
-
-
 def test_filtered_samples_reach_neither_gradient_nor_token_count(
     directory: Path, trajectories: list[Trajectory]
 ) -> None:
@@ -289,19 +262,6 @@ def test_filtered_samples_reach_neither_gradient_nor_token_count(
     assert differ(gradients, with_all)
 
 
-def test_overlong_responses_lose_reward(directory: Path, trajectories: list[Trajectory]) -> None:
-    flat = [
-        msgspec.structs.replace(
-            one, reward=1.0, sampling=msgspec.structs.replace(one.sampling, max_tokens=8)
-        )
-        for one in trajectories
-    ]
-    assert update(directory, flat)[1]["trained_samples"] == 0
-    # Of 2 to 7 tokens; the last four before the limit of 8 cost.
-    _, row = update(directory, flat, overlong_buffer=4)
-    assert (row["trained_samples"] or 0) > 8
-
-
 class FakeCritic:
     def __init__(self) -> None:
         self.learned: tuple[Tensor, Tensor] | None = None
@@ -309,8 +269,7 @@ class FakeCritic:
     def values(self, batch: TrainBatch) -> Tensor:
         return batch.behaviour / 2
 
-    def learn(self, batch: TrainBatch, values: Tensor, returns: Tensor) -> Row:
-        del batch
+    def learn(self, values: Tensor, returns: Tensor) -> Row:
         self.learned = values, returns
         return {"value_loss": 0.5}
 
@@ -331,3 +290,79 @@ def test_a_critic_gives_values_and_gets_returns(
     last = torch.tensor([t.response_tokens for t in trajectories]).cumsum(0) - 1
     rewards[last] = batch.rewards
     torch.testing.assert_close(returns, gae(rewards, values, batch.tokens.owner, 1.0, 0.95)[1])
+
+
+# -- samples of several lines, each of weight 1 / k -----------------------------------------------
+
+BRANCHED = {1: 2, 4: 3, 5: 2}  # samples, and the lines of each
+
+
+def as_branch(line: Trajectory) -> Branch:
+    return Branch(**{name: getattr(line, name) for name in Branch.__struct_fields__})
+
+
+def together(lines: list[Trajectory]) -> Trajectory:
+    """One sample of these lines; all but their tokens is that of the first."""
+    first, *further = lines
+    scored = {
+        name: b"".join(getattr(line, name) for line in lines)
+        for name in ("ref_logprobs", "proximal_logprobs")
+    }
+    return msgspec.structs.replace(first, branches=[as_branch(one) for one in further], **scored)
+
+
+def repeated(trajectories: list[Trajectory]) -> list[Trajectory]:
+    """`trajectories`, some of them as several lines that say the same."""
+    return [together([one] * BRANCHED.get(at, 1)) for at, one in enumerate(trajectories)]
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum", "constant"])
+@pytest.mark.parametrize("denominator", ["trained", "all"])
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_every_mean_counts_the_sample_once(
+    aggregation: str,
+    denominator: str,
+    minibatches: int,
+    directory: Path,
+    trajectories: list[Trajectory],
+) -> None:
+    keys: dict[str, Any] = {"aggregation": aggregation, "minibatches": minibatches}
+    if aggregation != "constant":
+        keys["denominator"] = denominator
+    plain, _ = update(directory, trajectories, "ref_logp", **keys)
+    branched, row = update(directory, repeated(trajectories), "ref_logp", **keys, pack_tokens=16)
+    assert_equal(plain, branched)  # of the last update: lines of a sample are in the same one
+    assert row["updates"] == minibatches
+
+
+def test_each_line_has_its_share(directory: Path, trajectories: list[Trajectory]) -> None:
+    """The gradient of a sample of two lines is the mean of those of either line alone."""
+    one, two = trajectories[1], trajectories[6]
+    # The same sample with either line: their rewards, and so all advantages, are equal.
+    told = {name: getattr(two, name) for name in (*Branch.__struct_fields__, "ref_logprobs")}
+    told["proximal_logprobs"] = two.proximal_logprobs
+    either = [one, msgspec.structs.replace(one, **told)]
+
+    def gradient(sample: Trajectory) -> Gradients:
+        made = [*trajectories[:1], sample, *trajectories[2:]]
+        return update(directory, made, "ref_logp", objective="ppo", aggregation="token_sum")[0]
+
+    alone = [gradient(line) for line in either]
+    assert differ(*alone)
+    both = gradient(together(either))
+    assert_equal({name: (alone[0][name] + alone[1][name]) / 2 for name in both}, both)
+
+
+def test_what_metrics_tell(trajectories: list[Trajectory]) -> None:
+    made = repeated(trajectories)
+    plain, row = (sample_metrics(make_batch(t, 1000), VERSION) for t in (trajectories, made))
+    for name in ("samples", "reward/mean", "reward/std", "turns", "staleness/total/max", "solved"):
+        assert row[name] == plain[name], name
+    assert (plain["branches/mean"], plain["branches/max"]) == (1.0, 1.0)
+    assert (row["branches/mean"], row["branches/max"]) == (16 / 12, 3.0)
+    extra = sum((lines - 1) * trajectories[at].response_tokens for at, lines in BRANCHED.items())
+    total = sum(one.response_tokens for one in trajectories) + extra
+    assert row["response_length/mean"] == pytest.approx(total / 12)
+    assert (row["tokens"] or 0) > (plain["tokens"] or 0)
+    named = [msgspec.structs.replace(one, prompt_id=f"wiki/{one.prompt_id}") for one in made]
+    assert environment_metrics(named, ["wiki"])["environment/wiki/samples"] == 12.0

@@ -16,9 +16,7 @@ import torch.distributed as dist
 from fakes.ports import reserved_port
 from fakes.slowness import limit, seconds
 
-from umbra.deploy.check.machine_defaults import ready
 from umbra.proto.errors import DeadlineError, PeerLostError, StartupError, UsageError
-from umbra.proto.net.address import interface_towards
 from umbra.services.config import RunConfig, TrainerConfig
 from umbra.services.trainer.command import launch
 from umbra.services.trainer.distributed.heartbeat import RankHeartbeat
@@ -156,11 +154,6 @@ def test_the_other_hosts_leave_when_rank_0_has_ended_for_good() -> None:
     assert ends.reason == "rank 0 has ended the trainer: model.path: no such model"
 
 
-def test_the_interface_towards_a_host() -> None:
-    assert interface_towards("127.0.0.1") == "lo"
-    assert interface_towards("no-such-host.invalid") == ""
-
-
 def context(tmp_path: Path, node: int | None, **trainer: Any) -> Any:
     return SimpleNamespace(
         config=RunConfig(trainer=TrainerConfig(**trainer)),
@@ -213,17 +206,11 @@ def test_rank_0_listens_at_the_rendezvous_alone(
         assert RankPlace.of_environment() == RankPlace(1, 2, 1)
 
 
-def test_umbra_up_is_for_one_machine() -> None:
-    with pytest.raises(UsageError, match=r"trainer.nodes = 2: `umbra up` runs everything on this"):
-        ready(RunConfig(trainer=TrainerConfig(ranks=2, nodes=2)), {})
-
-
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
         ({"nodes": 4}, r"trainer.nodes = 4, but by WORLD_SIZE = 4 and LOCAL_WORLD_SIZE = 2 .* 2"),
         ({"sequence_parallel": 4}, r"4 does not divide the 2 ranks of each host"),
-        ({"replicas": 3}, r"trainer.replicas = 3 does not divide trainer.ranks = 4"),
     ],
 )
 def test_what_a_launcher_started_otherwise_is_refused(

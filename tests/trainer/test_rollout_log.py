@@ -15,7 +15,6 @@ from umbra import cli
 from umbra.deploy.commands.runs import command
 from umbra.deploy.files.run_folder import RunFolder, pieces, read_rollouts, rollout_text
 from umbra.proto.records import Branch, Trajectory, VersionSpan
-from umbra.services.modeling.models import load_tokenizer
 from umbra.services.trainer.rollout_log import EVERY_S, TOLD_CHARS, RolloutLog, spread, told
 
 
@@ -48,15 +47,6 @@ def test_of_each_step_some_from_the_worst_to_the_best(folder: RunFolder) -> None
     found = [(row["step"], row["reward"]) for row in read_rollouts(folder)]
     assert found == [(1, -1.0), (1, 0.5), (1, 3.0), (2, 6.0), (2, 7.0)]
     assert spread([rewarded(1.0), rewarded(2.0)], 1)[0].reward == 1.0
-
-
-def test_none_are_written_or_told_unless_asked_for(folder: RunFolder) -> None:
-    rows: list[dict[str, Any]] = []
-    log = RolloutLog(folder.path, Bytes(), 0, rows.append)
-    log.step(1, [rewarded(1.0)])
-    log.close()
-    assert rows == []
-    assert not folder.samples.exists()
 
 
 def test_pieces_by_age_and_speaker_keep_characters_whole(folder: RunFolder) -> None:
@@ -116,18 +106,6 @@ def test_what_is_told_is_printable_and_keeps_its_length() -> None:
     assert feed.bad == 1
 
 
-def test_real_tokenizers_give_the_text_that_they_were_given(
-    folder: RunFolder, tiny_model_dir: Path
-) -> None:
-    tokenizer = load_tokenizer(tiny_model_dir)
-    ids = tokenizer("3 1 2", add_special_tokens=False)["input_ids"]
-    log = RolloutLog(folder.path, tokenizer, 1, lambda row: None)
-    log.step(1, [trajectory(ids, ids, reward=1.0)])
-    log.close()
-    (row,) = read_rollouts(folder)
-    assert (row["prompt"], row["response"]) == ("3 1 2", "3 1 2")
-
-
 @pytest.fixture
 def written(folder: RunFolder) -> RunFolder:
     log = RolloutLog(folder.path, Bytes(), 2, lambda row: None)
@@ -182,11 +160,6 @@ def test_why_none_are_printed(
     folder.config.write_text(json.dumps(config))
     assert cli.main(["runs", "--samples", "4", *words]) == 2
     assert told_so in capsys.readouterr().err
-
-
-def test_a_step_that_has_none(written: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["runs", "--step", "9"]) == 2
-    assert f"run {written.id} has no rollouts of step 9" in capsys.readouterr().err
 
 
 def test_branches_of_a_sample_are_one_row(folder: RunFolder) -> None:

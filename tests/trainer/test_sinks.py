@@ -147,13 +147,6 @@ def test_weights_and_biases(
     assert wandb.given["config"]["metrics"]["also"] == ["wandb"]
 
 
-def test_a_refusal_names_the_setting(tmp_path: Path, wandb: FakeWandb) -> None:
-    wandb.refusal = "no key"
-    with pytest.raises(UsageError, match=r"metrics.also = wandb: no key; log in with"):
-        with open_sinks(config('metrics.also=["wandb"]'), tmp_path, 0):
-            pass
-
-
 @pytest.mark.parametrize(
     ("package", "setting", "extra"),
     [

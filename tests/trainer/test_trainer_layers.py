@@ -12,8 +12,6 @@ import torch
 from fakes.architectures import ARCHITECTURES
 from fakes.closeness import assert_same_logprobs
 from fakes.rank_bench import Trained, make_batches, narrow_model, train
-from torch.profiler import ProfilerActivity, profile
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from umbra.proto.errors import UsageError
@@ -55,29 +53,6 @@ def assert_same(found: Trained, expected: Trained) -> None:
         torch.testing.assert_close(tensor, expected.weights[name], atol=1e-5, rtol=1e-4)
 
 
-def test_recomputing_layers_changes_nothing(
-    directory: Path,
-    batches: list[list[Trajectory]],
-    plain: Trained,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
-
-    passes: list[bool] = []
-    forward = Qwen3DecoderLayer.forward
-
-    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        passes.append(True)
-        return forward(self, *args, **kwargs)
-
-    monkeypatch.setattr(Qwen3DecoderLayer, "forward", counted)
-    train(directory, batches, Ranks())
-    once = len(passes)
-    passes.clear()
-    assert_same(train(directory, batches, Ranks(), activation_checkpointing=True), plain)
-    assert len(passes) == 2 * once, "every layer was computed again in the backward pass"
-
-
 @pytest.mark.parametrize(("how", "recomputed"), [("every 1", (0, 1)), ("every 2", (0,))])
 def test_one_of_so_many_layers_is_recomputed(
     how: str,
@@ -104,39 +79,6 @@ def test_one_of_so_many_layers_is_recomputed(
     assert_same(train(directory, batches, Ranks(), activation_checkpointing=how), plain)
     for layer in (0, 1):
         assert passes.count(layer) == once * (1 + (layer in recomputed)), layer
-
-
-def test_selective_recomputation_repeats_no_product(
-    directory: Path, batches: list[list[Trajectory]], plain: Trained
-) -> None:
-    """The same bits; products of the forward pass are not computed again, as they are with true."""
-    operations: dict[Any, int] = {}
-    weights: dict[Any, dict[str, torch.Tensor]] = {}
-    for how in (False, True, "selective"):
-        with FlopCounterMode(display=False) as counter:
-            found = train(directory, batches, Ranks(), activation_checkpointing=how)
-        operations[how], weights[how] = counter.get_total_flops(), found.weights
-        assert_same(found, plain)
-        for name, tensor in found.weights.items():
-            assert torch.equal(tensor, weights[False][name]), (how, name)
-    assert operations["selective"] == operations[False] < operations[True]
-
-
-def test_selective_recomputation_holds_less_than_none(
-    directory: Path, batches: list[list[Trajectory]]
-) -> None:
-    """Bytes that are there after a forward pass and were not before."""
-    held: dict[Any, int] = {}
-    for how in (False, "selective", True):
-        config = TrainerConfig(device="cpu", threads=1, activation_checkpointing=how)
-        learner = Learner(load_policy(directory)[0], config, steps=1)
-        batch = make_batch(batches[0], learner.model.config.vocab_size)
-        (micro,) = pack(batch.tokens, pack_tokens=512, micro_tokens=1000)
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            scored = learner.score(micro, batch.temperature[micro.source], with_entropy=False)
-        held[how] = sum(event.self_cpu_memory_usage for event in profiler.key_averages())
-        del scored
-    assert 0 < held[True] < held["selective"] < held[False], held
 
 
 def test_selective_recomputation_is_not_compiled(directory: Path) -> None:
@@ -171,20 +113,6 @@ def test_a_layer_is_compiled_as_one_graph(
     assert (found.graph_count, found.graph_break_count) == (1, 0), found.break_reasons
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.filterwarnings("default")  # those of the compiler are not ours
-@pytest.mark.parametrize("recomputed", [False, True])
-def test_compiled_layers_change_nothing(
-    directory: Path, batches: list[list[Trajectory]], plain: Trained, recomputed: bool
-) -> None:
-    torch.compiler.reset()
-    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    found = train(directory, batches, Ranks(), compile=True, activation_checkpointing=recomputed)
-    assert_same(found, plain)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before, "something was compiled"
-
-
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("default")  # those of the compiler are not ours
 @pytest.mark.parametrize("recomputed", [False, True])
@@ -204,12 +132,6 @@ def test_compiled_layers_learn_the_same(
     found = train(directory, batches, Ranks(), **keys)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before, "something was compiled"
     assert_same(found, dense)
-
-
-def test_prompts_shared_or_not_the_update_is_the_same(
-    directory: Path, batches: list[list[Trajectory]], plain: Trained
-) -> None:
-    assert_same(train(directory, batches, Ranks(), share_prompts=False), plain)
 
 
 # -- adapters --------------------------------------------------------------------------------------

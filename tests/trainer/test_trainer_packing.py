@@ -92,36 +92,6 @@ def test_a_row_of_one_sequence_needs_no_mask(model: PreTrainedModel, tokens: Tok
 
 
 @torch.no_grad()
-def test_other_sequences_of_a_row_cannot_be_seen(model: PreTrainedModel, tokens: Tokens) -> None:
-    """Changing every other sequence leaves the logprobs of one as they are."""
-    ones = torch.ones(len(tokens.learned))
-    (before,) = pack(tokens, pack_tokens=200, micro_tokens=10_000)
-    changed = tokens.ids.clone()
-    start, stop = sum(LENGTHS[:5]), sum(LENGTHS[:6])
-    changed[:start] = 7
-    changed[stop:] = 7
-    other = Tokens(changed, tokens.lengths, tokens.learned, tokens.owner)
-    (after,) = pack(other, pack_tokens=200, micro_tokens=10_000)
-    scorer = Scorer(model)
-    mine = tokens.owner[before.source] == 5
-    old, new = scorer(before, ones)[0][mine], scorer(after, ones)[0][mine]
-    assert_same_logprobs(old, new, model)
-
-
-@torch.no_grad()
-def test_a_subset_of_the_sequences(model: PreTrainedModel, tokens: Tokens) -> None:
-    subset = torch.tensor([6, 2])
-    micros = pack(tokens, pack_tokens=64, micro_tokens=10_000, sequences=subset)
-    source = torch.cat([m.source for m in micros])
-    assert set(tokens.owner[source].tolist()) == {2, 6}
-    assert pack(tokens, pack_tokens=64, micro_tokens=64, sequences=subset[:0]) == []
-    ones = torch.ones(len(tokens.learned))
-    found = torch.cat([Scorer(model)(m, ones[m.source])[0] for m in micros])
-    expected = one_by_one(model, tokens, ones)[source]
-    assert_same_logprobs(found, expected, model)
-
-
-@torch.no_grad()
 def test_entropy_of_a_flat_distribution(model: PreTrainedModel, tokens: Tokens) -> None:
     (micro,) = pack(tokens, pack_tokens=64, micro_tokens=10_000)
     hot = torch.full((len(micro.source),), 1e12)  # no logit is left to see
@@ -201,12 +171,6 @@ def test_first_fit_decreasing_places_each_once_within_capacity(
         assert len(row) == 1 or sum(lengths[item] for item in row) <= capacity
 
 
-def test_long_sequences_are_placed_first() -> None:
-    """Shortest first, the three short ones would fill a row together: four rows."""
-    rows = first_fit_decreasing([2, 2, 2, 7, 8, 8], 10)
-    assert sorted(sorted(row) for row in rows) == [[0, 4], [1, 5], [2, 3]]
-
-
 # -- several responses to one prompt ---------------------------------------------------------------
 
 
@@ -274,33 +238,6 @@ def test_a_prompt_is_fed_once_where_its_responses_fit() -> None:
     # With room for two responses each, the first prompt is fed twice.
     tight = pack(tokens, pack_tokens=16, micro_tokens=10_000, share_prompts=True)
     assert sum(m.tokens for m in tight) == fed - 2 * 9 - 2 * 1
-
-
-@torch.no_grad()
-def test_other_responses_to_the_same_prompt_cannot_be_seen(model: PreTrainedModel) -> None:
-    tokens = family_tokens()
-    ones = torch.ones(len(tokens.learned))
-    changed = tokens.ids.clone()
-    start = int(tokens.lengths[:2].sum())
-    response = slice(start + 9, start + int(tokens.lengths[2]))
-    mine = torch.zeros(len(changed), dtype=torch.bool)
-    mine[response] = mine[start : start + 9] = True
-    for sample in (0, 1, 3):  # the other responses to the same prompt
-        first = int(tokens.lengths[:sample].sum())
-        changed[first + 9 : first + int(tokens.lengths[sample])] = 7
-    other = Tokens(
-        changed, tokens.lengths, tokens.learned, tokens.owner, tokens.prompts, tokens.family
-    )
-    both = [
-        pack(t, pack_tokens=200, micro_tokens=10_000, share_prompts=True) for t in (tokens, other)
-    ]
-    ((before,), (after,)) = both
-    own = tokens.owner[before.source] == 2
-    scorer = Scorer(model)
-    old, new = scorer(before, ones)[0], scorer(after, ones)[0]
-    assert_same_logprobs(old[own], new[own], model)
-    neighbours = (tokens.owner[before.source] == 0) | (tokens.owner[before.source] == 3)
-    assert not torch.allclose(old[neighbours], new[neighbours], atol=1e-2)
 
 
 # -- several ranks ---------------------------------------------------------------------------------
@@ -379,39 +316,6 @@ def test_ranks_are_done_no_later_than_with_equally_many_tokens(
     assert sum(map(sum, by_cost)) == pytest.approx(sum(map(sum, by_tokens)))
 
 
-def test_ranks_wait_less_for_each_other_than_by_tokens() -> None:
-    """Over the time of perfect shares: 256 sequences with a long tail, eight ranks, a row a pass.
-
-    It is 1.23 by cost. In the order of tokens it would be 1.5: the first passes of all ranks have
-    as many tokens, in one long sequence or in many short ones, and cost up to five times as much.
-    """
-    waits: dict[str, float] = {}
-    for name, by in {"tokens": count_tokens, "cost": MODEL.sequence}.items():
-        found: list[float] = []
-        for seed in range(2):
-            plans = _plans(long_tailed(seed, 256), 8, 2048, by)
-            found.append(_time(plans) * 8 / sum(map(sum, plans)))
-        waits[name] = sum(found) / len(found)
-    assert waits["cost"] < 1.3 < waits["tokens"], waits
-
-
-def test_shares_of_equal_cost_where_they_are_the_better_ones() -> None:
-    """One long sequence costs as much as all the others: it has a rank for itself."""
-    lengths = torch.tensor([20_001, *[1001] * 80])
-    learned = lengths.cumsum(0) - 1
-    tokens = Tokens(torch.zeros(int(lengths.sum())).long(), lengths, learned, torch.arange(81))
-    square = TrainingFlops(body=2, head=0, attention=4e-4).sequence
-    plans = [
-        pack(tokens, pack_tokens=20_000, micro_tokens=80_000, rank=rank, world=2, cost=square)
-        for rank in (0, 1)
-    ]
-    assert [sum(micro.tokens for micro in plan) for plan in plans] == [20_000, 80_000]
-    by_tokens = [
-        pack(tokens, pack_tokens=20_000, micro_tokens=80_000, rank=rank, world=2) for rank in (0, 1)
-    ]
-    assert [sum(micro.tokens for micro in plan) for plan in by_tokens] == [50_000, 50_000]
-
-
 def _time(plans: list[list[float]]) -> float:
     """Each pass is as long as that of the slowest rank."""
     return sum(map(max, zip(*plans, strict=True)))
@@ -423,7 +327,7 @@ def _plans(
     """What each micro-batch of each rank costs, where shares are equal by `by`."""
     return [
         [
-            MODEL.update(micro)
+            micro.cost
             for micro in pack(
                 tokens,
                 pack_tokens=pack_tokens,

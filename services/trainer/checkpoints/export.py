@@ -31,7 +31,7 @@ def export_checkpoint(checkpoint: Path, out: Path, model: str = "") -> Path:
         read_index,
     )
     from umbra.services.trainer.checkpoints.loader import Saved
-    from umbra.services.trainer.checkpoints.parts import Weights
+    from umbra.services.trainer.checkpoints.state import ModelState
     from umbra.services.trainer.policy import export_policy, load_policy
     from umbra.services.trainer.snapshot import whole_weights
 
@@ -58,7 +58,7 @@ def export_checkpoint(checkpoint: Path, out: Path, model: str = "") -> Path:
         folder = CheckpointFolder(
             root.parent if root.name.startswith(NODE) else root, config.checkpoint
         )
-        Weights(policy, base).load(Saved(folder, index).part("policy"))
+        ModelState("policy", policy, base=base).load(Saved(folder, index))
     except (DamagedError, msgspec.ValidationError) as error:
         raise UsageError(f"{checkpoint} cannot be exported: {error}") from error
     return export_policy(policy, tokenizer, out, whole_weights(policy))

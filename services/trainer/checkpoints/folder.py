@@ -21,7 +21,7 @@ SCRATCH = ".writing-"
 REPLACED = "replaced-"  # of a life that went on from an earlier one, until the new one is there
 NAME = "checkpoint.json"
 NODE = "node-"  # begins the names of the folders of other nodes than the first
-FORMAT = 4
+FORMAT = 5
 
 
 class DamagedError(UmbraError):
@@ -38,7 +38,7 @@ class TensorInfo(msgspec.Struct, frozen=True):
 class SavedRows(msgspec.Struct, frozen=True, array_like=True):
     """Rows of a tensor in a file."""
 
-    name: str  # of the tensor: "part/name"
+    name: str  # of the tensor
     first: int
     count: int  # 1 if the tensor is a number
     at: int  # byte of the file
@@ -50,7 +50,7 @@ class FileInfo(msgspec.Struct, frozen=True):
 
     size: int
     rows: list[SavedRows]
-    facts: dict[str, Any]  # what the rank saved besides tensors, by part
+    facts: dict[str, Any]  # what the rank saved besides tensors
 
 
 class Index(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +62,7 @@ class Index(msgspec.Struct, frozen=True, kw_only=True):
     saved_at: float  # seconds since the epoch; tells apart two checkpoints of one step
     config: dict[str, Any]  # of the run, resolved
     metrics: dict[str, float]  # of the step
-    tensors: dict[str, TensorInfo]  # by "part/name"
+    tensors: dict[str, TensorInfo]  # by name
     files: list[FileInfo]  # by rank
     hosts: list[str] = []  # by node, each with equally many ranks; none = one host
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import msgspec
 import torch
@@ -27,11 +27,9 @@ from umbra.services.trainer.checkpoints.folder import (
     SavedRows,
     file_name,
 )
+from umbra.services.trainer.checkpoints.state import ModelState, restore_randomness
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.snapshot import as_bytes, held_rows
-
-if TYPE_CHECKING:
-    from umbra.services.trainer.checkpoints.parts import CheckpointPart
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +37,8 @@ SHOWN = 4  # faults in an error
 PIECE_BYTES = 32 << 20  # of a file, in one message
 
 
-def resume(folder: CheckpointFolder, parts: Mapping[str, CheckpointPart], ranks: Ranks) -> int:
-    """Load the newest whole checkpoint into `parts`; return its step, or 0 where there is none.
+def resume(folder: CheckpointFolder, models: Sequence[ModelState], ranks: Ranks) -> int:
+    """Load the newest whole checkpoint into `models`; return its step, or 0 where there is none.
 
     Those after it are named and set aside. All ranks call this together.
 
@@ -55,8 +53,9 @@ def resume(folder: CheckpointFolder, parts: Mapping[str, CheckpointPart], ranks:
     for step in sorted(steps, reverse=True):
         try:
             saved = Saved.open(folder, step, ranks)
-            for name, part in parts.items():
-                part.load(saved.part(name))
+            for model in models:
+                model.load(saved)
+            restore_randomness(saved.facts.get("randomness", {}))
         except DamagedError as error:
             faults[step] = str(error)
             if ranks.rank == 0:
@@ -78,15 +77,23 @@ def resume(folder: CheckpointFolder, parts: Mapping[str, CheckpointPart], ranks:
 
 
 class Saved:
-    """An open checkpoint. All ranks open it, and load the same parts in one order."""
+    """An open checkpoint. All ranks open it, and fill the same tensors in one order.
+
+    Attributes:
+        source: names it in errors.
+        facts: what this rank saved besides tensors; if there were fewer ranks, the last one.
+    """
 
     def __init__(self, folder: CheckpointFolder, index: Index, ranks: Ranks | None = None) -> None:
         self.directory = folder.of(index.step)
+        self.source = f"checkpoint {self.directory}"
         self.index = index
         self._folder = folder
         self._ranks = ranks or Ranks()
         self._paths = folder.find_files(index)
         self._rows: dict[str, list[tuple[int, SavedRows]]] = {}
+        number = min(self._ranks.rank, len(index.files) - 1)
+        self.facts: dict[str, Any] = index.files[number].facts
         for number, file in enumerate(index.files):
             for rows in file.rows:
                 self._rows.setdefault(rows.name, []).append((number, rows))
@@ -111,13 +118,13 @@ class Saved:
             raise DamagedError(found)
         return cls(folder, found, ranks)
 
-    def part(self, name: str) -> SavedPart:
-        """Return what is saved under the name of a part; nothing, if there was no such part.
+    def names(self, prefix: str) -> set[str]:
+        return {name for name in self.index.tensors if name.startswith(prefix)}
 
-        Besides tensors that is what this rank saved; if there were fewer ranks, the last one.
-        """
-        number = min(self._ranks.rank, len(self.index.files) - 1)
-        return SavedPart(self, name, self.index.files[number].facts.get(name, {}))
+    def layout(self, name: str) -> tuple[list[int], torch.dtype]:
+        """Return shape and dtype of a whole tensor."""
+        info = self.index.tensors[name]
+        return info.shape, _dtype(info.dtype)
 
     @torch.no_grad()
     def fill(self, places: dict[str, Tensor]) -> None:
@@ -211,29 +218,6 @@ class Saved:
                 copy.flush()
                 os.fsync(copy.fileno())
                 part.rename(self.directory / name)
-
-
-class SavedPart:
-    """One part of an open checkpoint."""
-
-    def __init__(self, saved: Saved, name: str, facts: dict[str, Any]) -> None:
-        self.source = f"checkpoint {saved.directory}"
-        self.facts = facts
-        self._saved = saved
-        self._prefix = f"{name}/"
-        tensors = saved.index.tensors
-        self.names = {
-            full.removeprefix(self._prefix) for full in tensors if full.startswith(self._prefix)
-        }
-
-    def layout(self, name: str) -> tuple[list[int], torch.dtype]:
-        """Return shape and dtype of a whole tensor."""
-        info = self._saved.index.tensors[self._prefix + name]
-        return info.shape, _dtype(info.dtype)
-
-    def fill(self, places: Mapping[str, Tensor]) -> None:
-        """Copy rows to `places`; see `Saved.fill`."""
-        self._saved.fill({self._prefix + name: place for name, place in places.items()})
 
 
 def _dtype(name: str) -> torch.dtype:

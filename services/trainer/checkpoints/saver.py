@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +31,7 @@ from umbra.services.trainer.checkpoints.folder import (
     TensorInfo,
     file_name,
 )
-from umbra.services.trainer.checkpoints.parts import CheckpointPart
+from umbra.services.trainer.checkpoints.state import ModelState, randomness
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.metrics import Row
 from umbra.services.trainer.snapshot import as_bytes, own_rows
@@ -69,32 +69,35 @@ class Saver:
     """Decides when checkpoints are made, and makes them.
 
     Args:
-        parts: what is saved, by name.
+        models: what is saved, besides random numbers.
         every: steps between checkpoints; 0 = none.
         begun: the step of the checkpoint that training went on from.
         run: id of the run, for the index.
         config: of the run, for the index.
+        settle: waits until nothing changes the models.
     """
 
     def __init__(
         self,
         folder: CheckpointFolder,
-        parts: Mapping[str, CheckpointPart],
+        models: Sequence[ModelState],
         ranks: Ranks,
         *,
         every: int,
         begun: int,
         run: str,
         config: dict[str, Any],
+        settle: Callable[[], object] | None = None,
     ) -> None:
         self.folder = folder
         self.begun = begun  # the last step of which there is a checkpoint, or one is being made
-        self._parts = parts
+        self._models = models
         self._ranks = ranks
         self._every = every
         self._saved = begun  # the last step of which there is one
         self._run = run
         self._config = config
+        self._settle_models = settle
         self._late = False
         self._writing: _Writing | None = None
         self._outcomes: list[SaveOutcome] = []
@@ -163,7 +166,8 @@ class Saver:
             self._outcomes.append(SaveOutcome(step, error))
             return
         tensors, copies = self._copy()
-        facts = {name: dict(part.facts()) for name, part in self._parts.items()}
+        facts = {model.name: model.facts() for model in self._models}
+        facts["randomness"] = randomness()
         copy_s = time.perf_counter() - began
         report = self._thread.submit(self._write, step, copies, facts)
         metrics = {name: value for name, value in row.items() if value is not None}
@@ -173,16 +177,17 @@ class Saver:
     def _copy(self) -> tuple[dict[str, TensorInfo], dict[str, tuple[int, Tensor]]]:
         """Copy the rows that this rank writes to host memory; return them with their first one."""
         ranks = self._ranks
+        if self._settle_models is not None:
+            self._settle_models()
         tensors: dict[str, TensorInfo] = {}
         copies: dict[str, tuple[int, Tensor]] = {}
-        for part_name, part in self._parts.items():
-            for name, tensor in part.tensors().items():
-                full = f"{part_name}/{name}"
+        for model in self._models:
+            for name, tensor in model.tensors().items():
                 dtype = str(tensor.dtype).removeprefix("torch.")
-                tensors[full] = TensorInfo(list(tensor.shape), dtype)
-                rows, first = own_rows(full, tensor, ranks.rank, ranks.holders)
+                tensors[name] = TensorInfo(list(tensor.shape), dtype)
+                rows, first = own_rows(name, tensor, ranks.rank, ranks.world)
                 if rows.numel():
-                    copies[full] = first, self._room(full, rows).copy_(rows, non_blocking=True)
+                    copies[name] = first, self._room(name, rows).copy_(rows, non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return tensors, copies

@@ -50,8 +50,6 @@ class Ranks:
         place: with the hosts that they are on; None: all are on one.
         sequence: so many neighbours share the tokens of each row.
         experts: so many neighbours divide the experts of each layer.
-        replicas: of the policy, each a row of neighbours.
-        every: group of all ranks; None is torch's default one.
         control: that in which rank 0's decisions are told; None is the default one.
     """
 
@@ -64,8 +62,6 @@ class Ranks:
         *,
         sequence: int = 1,
         experts: int = 1,
-        replicas: int = 1,
-        every: dist.ProcessGroup | None = None,
         control: dist.ProcessGroup | None = None,
     ) -> None:
         self.rank = rank
@@ -73,16 +69,10 @@ class Ranks:
         self.local_rank = int(os.environ.get("LOCAL_RANK", rank)) if world > 1 else 0
         self.timeout_s = timeout_s
         self.place = place or RankPlace(rank, world, world)
-        self.every = every
-        self.replicas = replicas
-        # The first so many hold every row of the policy, one replica of it.
-        self.holders = world // replicas
         # Parts that a batch is cut into, and which of them is ours: ranks that share rows have one.
         self.shares, self.share = world // sequence, rank // sequence
         self.sequence: SequenceGroup | None = None
         self.experts: ExpertGroup | None = None
-        # Of several replicas: ranks with the same rows as this one, and those of its replica.
-        self.grid: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
         self._control = control
         if sequence > 1:
             from umbra.services.modeling.sequence_parallel import SequenceGroup
@@ -93,8 +83,6 @@ class Ranks:
 
             near, alike = self._near(experts), self._alike(experts)
             self.experts = ExpertGroup(near, alike, rank % experts, experts)
-        if replicas > 1:
-            self.grid = self._alike(self.holders), self._near(self.holders)
 
     def _near(self, size: int) -> dist.ProcessGroup:
         """Return the group of `size` neighbours."""
@@ -108,24 +96,6 @@ class Ranks:
         """Return that of `groups` which this rank is in; all ranks make all of them."""
         made = [new_group(self.timeout_s, list(members)) for members in groups]
         return next(one for one, members in zip(made, groups, strict=True) if self.rank in members)
-
-    def apart(self) -> Ranks:
-        """Return the same ranks with process groups of their own; all of them have to call it.
-
-        What happens in these may run beside what happens in the others, in another thread.
-        """
-        if self.world == 1:
-            return self
-        return Ranks(
-            self.rank,
-            self.world,
-            self.timeout_s,
-            self.place,
-            sequence=self.world // self.shares,
-            experts=self.experts.size if self.experts else 1,
-            replicas=self.replicas,
-            every=new_group(self.timeout_s),
-        )
 
     @property
     def node(self) -> int:
@@ -177,7 +147,7 @@ class Ranks:
         dist.broadcast(value, 0, self._control)
         return bool(value)
 
-    # -- in that of all ranks ----------------------------------------------------------------------
+    # -- in the group of all ranks -----------------------------------------------------------------
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum a tensor on the CPU over the shares of a batch, in place.
@@ -191,7 +161,7 @@ class Ranks:
     def sum_ranks(self, tensor: Tensor) -> Tensor:
         """Sum over all ranks what each knows of its own tokens or files alone."""
         if self.world > 1:
-            dist.all_reduce(tensor, group=self.every)
+            dist.all_reduce(tensor)
         return tensor
 
     def gather(self, tensor: Tensor) -> Tensor:
@@ -239,7 +209,6 @@ def join_ranks(
             place,
             sequence=config.sequence_parallel,
             experts=config.expert_parallel,
-            replicas=config.replicas,
             control=new_group(CONTROL_S, backend="gloo"),
         )
         heartbeat.leave()

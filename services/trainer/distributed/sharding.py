@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -108,14 +108,14 @@ def shard(
 ) -> None:
     """Divide the rows of every parameter over `ranks` (FSDP2, ZeRO 3), layer by layer.
 
-    If there are replicas, over the ranks of each (HSDP). Gradients are reduced in float32, whatever
-    the compute dtype. `root` is what runs `model`, if that is another module. Where `ranks` divide
-    experts, the rows of those that a rank has are divided over the ranks that have the same ones.
+    Gradients are reduced in float32, whatever the compute dtype. `root` is what runs `model`, if
+    that is another module. Where `ranks` divide experts, the rows of those that a rank has are
+    divided over the ranks that have the same ones.
 
     Raises:
         UsageError: experts can't be divided.
     """
-    mesh = _mesh(device, ranks)
+    mesh = init_device_mesh(device.type, (ranks.world,))
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if config.precision_on(device.type) == "bf16" else None,
         reduce_dtype=torch.float32,
@@ -143,20 +143,6 @@ def shard(
     for layer in decoder_layers(model):
         fully_shard(layer, **how, reshard_after_forward=True)
     fully_shard(root or model, **how)
-
-
-def _mesh(device: torch.device, ranks: Ranks) -> DeviceMesh:
-    """Return a mesh of [shards], or [replicas, shards]."""
-    if ranks.grid is not None:
-        return DeviceMesh.from_group(
-            list(ranks.grid),
-            device.type,
-            torch.arange(ranks.world).view(ranks.replicas, -1),
-            mesh_dim_names=("replicas", "shards"),
-        )
-    if ranks.every is None:
-        return init_device_mesh(device.type, (ranks.world,))
-    return DeviceMesh.from_group(ranks.every, device.type)
 
 
 def reshard(model: nn.Module) -> None:

@@ -8,7 +8,7 @@ in which the rows of its ranks are. No bucket holds rows of two hosts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -41,7 +41,7 @@ def row_owners(
     place = ranks.place
     if place.nodes == 1:
         return {}
-    mine = msgspec.json.encode(written_rows(model, ranks.rank, ranks.holders, adapter=adapter))
+    mine = msgspec.json.encode(written_rows(model, ranks.rank, ranks.world, adapter=adapter))
     decode = msgspec.json.Decoder(dict[str, tuple[int, int]]).decode
     return owners_of([decode(some) for some in ranks.collect(mine)], place)
 
@@ -65,24 +65,12 @@ def owners_of(
 
 
 class Snapshots:
-    """Writes versions of `model`, on every rank of `ranks` its own rows.
+    """Writes versions of `model`, on every rank of `ranks` its own rows."""
 
-    Args:
-        settle: waits until no other thread is in a collective. Merging an adapter is one, and ranks
-            could deadlock if they met those of two communicators in different orders.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        manifest: Manifest,
-        ranks: Ranks,
-        settle: Callable[[], object] | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, manifest: Manifest, ranks: Ranks) -> None:
         self._model = model
         self._manifest = manifest
         self._ranks = ranks
-        self._settle = settle
         self._arena: tuple[str, Arena] | None = None
 
     def write(self, place: tuple[str, int], slot: memoryview | None = None) -> list[int]:
@@ -95,13 +83,11 @@ class Snapshots:
         ranks, manifest = self._ranks, self._manifest
         if slot is None:
             slot = self._attached(place[0]).slot(place[1])
-        if self._settle is not None:
-            self._settle()
         if ranks.world == 1:
             computed = Checksums(manifest, slot)
             write_shards(self._model, manifest, slot, sums=computed)
             return computed.result()
-        write_shards(self._model, manifest, slot, ranks.rank, ranks.holders)
+        write_shards(self._model, manifest, slot, ranks.rank, ranks.world)
         ranks.sum_control(torch.zeros(1))  # all have written
         sums = np.zeros(len(manifest.buckets), np.uint64)
         for bucket in own_buckets(manifest, ranks.place):

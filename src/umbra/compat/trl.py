@@ -337,8 +337,8 @@ def _trainer(values: Mapping[str, Any]) -> dict[str, Any]:
     if values["off_policy_mask_threshold"] is not None:
         keys |= {"mask": "opsm", "mask_threshold": values["off_policy_mask_threshold"]}
     if values["fp16"]:
-        keys["precision"] = "fp16"
-    elif values["bf16"] is False:  # True is what GRPOConfig has unless told otherwise: auto
+        raise UsageError("GRPOConfig.fp16 is not supported; use bf16")
+    if values["bf16"] is False:  # True is what GRPOConfig has unless told otherwise: auto
         keys["precision"] = "no"
     return keys
 
