@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from accelerate.tracking import TensorBoardTracker, WandBTracker
 
@@ -20,45 +20,37 @@ from umbra.services.trainer.metrics import Row
 log = logging.getLogger(__name__)
 
 
-class Sink(Protocol):
-    """Takes the numbers of a step, or the scores of a version. OSError: they cannot be written."""
-
-    def log(self, values: dict[str, float], step: int, /) -> None: ...
-    def log_eval(self, values: dict[str, float], version: int, /) -> None: ...
-
-
 class Sinks:
-    """Several of them. One that fails is told once and left out: training does not depend on it.
+    """Several sinks, each with `log` and `log_eval`.
+
+    One whose disk is full (OSError) is named once and left out: training does not depend on it.
 
     Args:
         begun: step that training begins after; earlier evaluations are in the sinks already.
     """
 
-    def __init__(self, sinks: Sequence[Sink], begun: int = 0) -> None:
+    def __init__(self, sinks: Sequence[Any], begun: int = 0) -> None:
         self._sinks = list(sinks)
         self._begun = begun
         self._evals: list[EvalReport] = []  # those that were written
 
     def write(self, step: int, row: Row) -> None:
         values = {name: value for name, value in row.items() if value is not None}
-        self._each(lambda sink: sink.log(values, step))
+        self._each("log", values, step)
 
     def write_evals(self, reports: Sequence[EvalReport]) -> None:
         """Hand on those of the evaluations that are new."""
         for report in reports:
             if report not in self._evals and report.version >= self._begun:
                 self._evals.append(report)
-                self._write_eval(report)
+                scores = {"accuracy": report.accuracy, **report.scores}
+                values = {f"eval/{name}": value for name, value in scores.items()}
+                self._each("log_eval", values, report.version)
 
-    def _write_eval(self, report: EvalReport) -> None:
-        scores = {"accuracy": report.accuracy, **report.scores}
-        values = {f"eval/{name}": value for name, value in scores.items()}
-        self._each(lambda sink: sink.log_eval(values, report.version))
-
-    def _each(self, write: Callable[[Sink], None]) -> None:
+    def _each(self, method: str, values: dict[str, float], step: int) -> None:
         for sink in list(self._sinks):
             try:
-                write(sink)
+                getattr(sink, method)(values, step)
             except OSError as error:
                 log.warning("no more metrics to %s: %s", type(sink).__name__, error)
                 self._sinks.remove(sink)

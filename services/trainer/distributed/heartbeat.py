@@ -12,9 +12,9 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from torch.distributed import DistError
+from torch.distributed.distributed_c10d import Store
 
 from umbra.proto.errors import EXIT_DONE, PeerLostError
 
@@ -25,15 +25,6 @@ LISTEN_BEATS = 4  # after which a living rank has been heard
 LEAVE_S = 3.0  # that rank 0 keeps the store for others that are about to leave
 _LOST, _ENDED = "lost", "ended"  # keys: which ranks are lost, why rank 0 ended the trainer
 _LEFT = 1 << 40  # added to the count of a rank that has left
-
-
-class RankStore(Protocol):
-    """The part of `torch.distributed.Store` that is used."""
-
-    def add(self, key: str, amount: int, /) -> int: ...
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def check(self, keys: list[str], /) -> bool: ...
 
 
 def end_process(code: int, reason: str) -> None:
@@ -54,14 +45,14 @@ class RankHeartbeat:
 
     def __init__(
         self,
-        store: RankStore,
+        store: Store,
         rank: int,
         world: int,
         timeout_s: float,
         describe: Callable[[int], str] = lambda rank: f"trainer rank {rank}",
         end: Callable[[int, str], None] = end_process,
     ) -> None:
-        clone: Callable[[], RankStore] = store.clone  # pyright: ignore[reportAttributeAccessIssue]
+        clone: Callable[[], Store] = store.clone  # pyright: ignore[reportAttributeAccessIssue]
         self._store = clone()  # a connection is one thread's
         self._rank = rank
         self._timeout_s = timeout_s
@@ -118,7 +109,7 @@ class RankHeartbeat:
         for thread in self._threads:
             thread.join(self._beat_s)  # no longer: it may be asking a store that is stopped
 
-    def _ask(self, store: RankStore) -> None:
+    def _ask(self, store: Store) -> None:
         while not self._stop.is_set():
             try:
                 store.add(_key(self._rank), 1)
