@@ -24,9 +24,9 @@ class BufferConfig(Section):
         2, "bound on trainer version - version of a sample's oldest token", ge=0
     )
     stale_policy: Literal["drop", "wait"] = key(
-        "drop",
-        "what is past max_staleness: its group is dropped and replaced, or training waits so "
-        "that nothing gets there",
+        "wait",
+        "training waits so that no group gets past max_staleness, or one that does is dropped and "
+        "replaced, which favours short answers",
     )
     oversample: int = key(0, "groups issued beyond those that batches need", ge=0)
     on_batch: Literal["continue", "interrupt"] = key(

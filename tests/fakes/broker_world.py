@@ -104,7 +104,7 @@ class World:
         environments: Sequence[NamedEnvironment] = (),
         **buffer: Any,
     ) -> None:
-        sizes = {"group_size": 2, "batch_groups": 2, **buffer}
+        sizes = {"group_size": 2, "batch_groups": 2, "stale_policy": "drop", **buffer}
         self.config = RunConfig(
             run=RunSection(steps=steps),
             buffer=BufferConfig(**sizes),

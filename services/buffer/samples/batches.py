@@ -38,6 +38,7 @@ class Batches:
         self._pool = pool
         self._policy = policy
         self._wait = wait
+        self._awaited: Group | None = None  # a group that the next batch waits for
 
     @property
     def next_step(self) -> int:
@@ -132,8 +133,11 @@ class Batches:
         complete, count = self._pool.complete, self._policy.batch_groups
         if len(complete) < count:
             return None  # asked at every event, so it must be cheap
-        late = self._last_chance()
-        if any(not group.completed for group in late):
+        late, known = [], self._awaited  # what was awaited at the last event mostly is still
+        if known is None or known.completed or not self._is_late(known):
+            late = self._last_chance()
+            known = self._awaited = next((group for group in late if not group.completed), None)
+        if known is not None:
             return None
         first = {group.group_id: group for group in late}
         return list((first | complete).values())[:count]
@@ -142,13 +146,12 @@ class Batches:
         """Groups that would be stale after the next batch, as many as it can take, if it waits."""
         if not self._wait:
             return []
-        after, policy = self.next_step, self._policy
-        late = (
-            group
-            for group in self._pool.groups.values()
-            if (oldest := group.oldest) is not None and policy.is_stale(oldest, after)
-        )
-        return list(islice(late, policy.batch_groups))
+        late = filter(self._is_late, self._pool.groups.values())
+        return list(islice(late, self._policy.batch_groups))
+
+    def _is_late(self, group: Group) -> bool:
+        oldest = group.oldest if group.group_id in self._pool.groups else None
+        return oldest is not None and self._policy.is_stale(oldest, self.next_step)
 
     def _sweep(self) -> None:
         """End groups with stale samples; partials are judged when leased again."""
