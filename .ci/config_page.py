@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ import msgspec.inspect as introspect
 
 from umbra.services.config import NamedEnvironment, RunConfig, Section
 from umbra.services.config.loader import ENVIRONMENTS, SECTIONS, bare, expected
-from umbra.services.process.command import shown_default
 
 READERS = {
     "run": "all processes",
@@ -42,10 +42,9 @@ HEAD = """# Every key of a run file
 
 Made from the schema by `python .ci/config_page.py`; a test compares. A run file is TOML, with a
 table per section. The environment variable `UMBRA_SECTION__KEY` overrides the file, and
-`--set section.key=value` overrides both; the keys of buffer, generator, trainer, weight_hub and
-scorer are flags of their commands too. `umbra check RUN.toml` tries a run file, with `--show` it
-prints it with all defaults. Names that end in `_s` are seconds. Defaults named "preset" are those
-of the [objective](algorithms.md).
+`--set section.key=value` overrides both, in each command. `umbra check RUN.toml` tries a run file,
+with `--show` it prints it with all defaults. Names that end in `_s` are seconds. Defaults named
+"preset" are those of the [objective](algorithms.md).
 """
 
 
@@ -80,6 +79,16 @@ def described() -> Iterator[Described]:
                 "preset" if field.default is None else f"`{shown}`" if shown else "",
                 str(schema.get("description", "")),
             )
+
+
+def shown_default(field: msgspec.structs.FieldInfo) -> str:
+    """Return the default as one writes it after `--set section.key=`; "" if it is nothing."""
+    value = field.default
+    if field.default_factory is not msgspec.NODEFAULT:
+        value = field.default_factory()
+    if value is None or value is msgspec.NODEFAULT or value is msgspec.UNSET or value == "":
+        return ""
+    return value if isinstance(value, str) else json.dumps(msgspec.to_builtins(value))
 
 
 def section_summary(section: str) -> str:

@@ -188,7 +188,7 @@ class DemoRun:
         common += ["--name", name, "--run-dir", str(self.folder)]
         if kind == "relay":
             self.relay = self.relay or f"tcp://127.0.0.1:{free_port()}"
-            own = ["weight-hub", "--upstream", self.hub, "--listen", self.relay]
+            own = ["weight-hub", "--upstream", self.hub, "--set", f"weight_hub.listen={self.relay}"]
         else:
             own = [kind] if kind == "generator" else [kind, "--stage", "reward"]
         enter = [] if self._node is None else self._node.enter

@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from umbra.deploy.check.hardware import GPUS, Machine
-from umbra.deploy.check.machine import Finding, as_text, findings, has_problem, reach, refusal
-from umbra.deploy.check.machine_defaults import for_hardware, this_machine
-from umbra.deploy.cluster.cluster_file import load_cluster
-from umbra.deploy.cluster.plan import make_plan
+from umbra.deploy.check.choose import for_hardware
+from umbra.deploy.check.hardware import GPUS, Machine, this_machine
+from umbra.deploy.check.machine import Finding, as_text, findings, has_problem, refusal
 from umbra.deploy.files.formats import to_toml
 from umbra.deploy.prepare.load import load_given, search_path, set_option
 from umbra.deploy.prepare.preflight import check_packages, check_run
@@ -22,7 +20,7 @@ from umbra.deploy.prepare.stage import try_start
 from umbra.proto.errors import EXIT_DONE, UsageError
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import as_dict, given_keys, load_config
-from umbra.services.config.rules import cautions, check_feasible, implied_staleness
+from umbra.services.config.rules import cautions, implied_staleness
 from umbra.services.modeling.hub import is_hub_name, missing_bytes
 from umbra.services.reporting.tables import aligned, size
 
@@ -33,10 +31,6 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("run_file", type=click.Path(path_type=Path), required=False)
 @set_option
-@click.option(
-    "--cluster", "cluster_file", type=click.Path(path_type=Path), metavar="FILE",
-    help="Place the run on the nodes of FILE and try to reach them, instead of this machine.",
-)  # fmt: skip
 @click.option("--gpu", metavar="KIND", help=f"Only the memory, on GPUs of: {', '.join(GPUS)}.")
 @click.option("--memory", is_flag=True, help="Print what takes memory, by process and purpose.")
 @click.option("--no-code", is_flag=True, help="Run no code that RUN_FILE names.")
@@ -45,7 +39,6 @@ if TYPE_CHECKING:
 def command(
     run_file: Path | None,
     overrides: tuple[str, ...],
-    cluster_file: Path | None,
     gpu: str | None,
     memory: bool,
     no_code: bool,
@@ -61,28 +54,25 @@ def command(
     prompts, reward and environment are left out. The exit code is 2 if there is a problem.
     """
     if run_file is None:
-        if showing or cluster_file or gpu or overrides:
-            raise UsageError("--show, --cluster, --gpu and --set are about a run: give RUN_FILE")
+        if showing or gpu or overrides:
+            raise UsageError("--show, --gpu and --set are about a run: give RUN_FILE")
         return _finish([], list(findings()), {}, json_wanted)
     if showing:
         return _show(load_config(run_file, overrides=overrides), json_wanted)
     run, tree = load_given(run_file, overrides)
     if gpu is None and not no_code:
         check_run(run, download=False)
-    if cluster_file is not None:
-        found = list(_look_at_cluster(cluster_file, run))
-        return _finish(_summary(run_file, run, [], None), found, {}, json_wanted)
     machine = this_machine() if gpu is None else Machine.with_gpu(gpu)
     found, warnings, chosen, needed = list[Finding](), dict(cautions(run)), list[str](), None
     try:
         from umbra.deploy.check.estimate import estimate  # brings torch
-        from umbra.deploy.check.share import shares
 
-        run, chosen, refused = for_hardware(run, given_keys(tree), machine, shares)
+        choice = for_hardware(run, given_keys(tree), machine)
+        run, chosen = choice.config, choice.chosen
         needed = estimate(run, machine)
         found += [refusal("memory", fault) for fault in needed.faults]
-        if refused and not needed.faults:
-            found.append(refusal("devices", refused))
+        if choice.refused and not needed.faults:
+            found.append(refusal("devices", choice.refused))
         found += [Finding("memory", "warning", note, "see --memory") for note in needed.notes]
     except (UsageError, ModuleNotFoundError) as error:
         found.append(Finding("memory", "not looked at", str(error)))
@@ -102,20 +92,6 @@ def command(
         lines += ["", *_memory(needed)]
     more = {"chosen": chosen, "estimate": needed.as_dict() if needed else None}
     return _finish(lines, found, more, json_wanted)
-
-
-def _look_at_cluster(file: Path, config: RunConfig) -> Iterator[Finding]:
-    """Plan the run on the nodes of the cluster file, and try to reach each of them.
-
-    Raises:
-        UsageError: it cannot be placed, or its numbers do not fit the plan's ranks.
-    """
-    plan = make_plan(load_cluster(file), config, "check")
-    check_feasible(plan.config)
-    for group in plan.groups:
-        yield Finding("plan", "ok", f"{group.describe()}: {group.arithmetic}")
-    for node in plan.nodes:
-        yield reach(node.name, node.address, plan.cluster.base_port)
 
 
 def _finish(lines: list[str], found: list[Finding], more: dict[str, Any], json_wanted: bool) -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from msgspec.structs import replace
 
 from umbra.deploy.check.hardware import Machine
 from umbra.deploy.check.model_sizes import ModelSizes, read_sizes
@@ -25,6 +28,9 @@ from umbra.services.reporting.tables import size
 
 USABLE = 0.95  # of a GPU: its allocator leaves gaps
 VLLM_SHARE = 0.92  # vLLM 0.32's gpu_memory_utilization
+SHARE = "gpu_memory_utilization"
+MARGIN = 1.1  # more than is estimated: no estimate has been compared with a GPU yet
+SMALLER = "trainer.lora_rank, trainer.offload or a smaller generator.max_context"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +118,7 @@ def judge(config: RunConfig, sizes: ModelSizes, machine: Machine) -> Estimate:
 def taken(config: RunConfig, need: Need, machine: Machine) -> int:
     """Return the bytes of each of its GPUs; vLLM takes its share whatever it needs."""
     if need.name == "generator" and config.generator.engine == "vllm" and machine.gpu:
-        share = config.generator.engine_args.get("gpu_memory_utilization", VLLM_SHARE)
+        share = config.generator.engine_args.get(SHARE, VLLM_SHARE)
         return int(share * machine.gpu)
     return peak(need.device)
 
@@ -178,3 +184,40 @@ def _largest(items: tuple[Item, ...]) -> Item:
     phase = max(PHASES, key=lambda name: sum(i.bytes for i in items if name in i.during))
     known = [item for item in items if item.remedy and phase in item.during]
     return max(known or items, key=lambda item: item.bytes)
+
+
+def divide(config: RunConfig, given: Collection[str], machine: Machine) -> tuple[RunConfig, str]:
+    """Return `config` with a generator's part of the GPU, and why the run does not fit.
+
+    That is vLLM's share of a GPU that the trainer is on too, or as many slots of the torch engine
+    as fit. A run that is refused, not estimated yet, or wrong in another way is returned as it is.
+    """
+    try:
+        found = estimate(config, machine)
+        divided = replace(config, generator=_generator_part(config, found, given))
+        faults = estimate(divided, machine).faults
+    except UsageError:
+        return config, ""
+    if faults:
+        return config, f"{'; '.join(faults)}. A run is smaller with {SMALLER}"
+    return divided, ""
+
+
+def _generator_part(config: RunConfig, found: Estimate, given: Collection[str]) -> Any:
+    generator, gpu = config.generator, found.machine.gpu
+    own = next(need for need in found.needs if need.name == "generator")
+    mine = {index for gpus in own.gpus for index in gpus}
+    beside = [
+        need for need in found.needs if need is not own and any(mine & {*g} for g in need.gpus)
+    ]
+    room = USABLE * gpu - MARGIN * sum(peak(need.device) for need in beside)
+    arguments, slots = generator.engine_args, generator.slots
+    if generator.engine == "vllm":
+        if beside and SHARE not in arguments and "kv_cache_memory_bytes" not in arguments:
+            share = min(VLLM_SHARE, math.floor(100 * room / gpu) / 100)
+            arguments = {**arguments, SHARE: max(share, 0.01)}
+    elif "generator.slots" not in given:
+        grows = sum(item.bytes for item in own.device if "generator.slots" in item.remedy)
+        fixed = peak(own.device) - grows
+        slots = max(1, min(slots, int((room - fixed) / (grows / slots))))
+    return replace(generator, slots=slots, engine_args=arguments)

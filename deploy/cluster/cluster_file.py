@@ -73,24 +73,13 @@ class SlurmSpec(_Table, frozen=True):
     options: list[Annotated[str, Meta(pattern=r"^--[a-z][a-z-]*(=[^\x00-\x1f]*)?$")]] = []
 
 
-class Toleration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A taint of nodes that pods put up with, in Kubernetes' words."""
-
-    key: str = ""
-    operator: Literal["Equal", "Exists"] | None = None
-    value: str = ""
-    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
-
-
 class KubernetesSpec(_Table, frozen=True):
     namespace: Annotated[str, Meta(pattern=r"^([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)?$")] = ""
-    image_pull_policy: Literal["IfNotPresent", "Always", "Never"] = "IfNotPresent"
-    tolerations: list[Toleration] = []
+    tolerations: list[dict[str, str]] = []  # of taints of the nodes, in Kubernetes' words
     storage_class: str = ""  # of the claims for results and store; empty = the default one
     storage: Annotated[str, Meta(pattern=r"^[1-9][0-9]*(Mi|Gi|Ti)$")] = "100Gi"  # of each of them
     inputs_claim: str = ""  # has models and prompts; empty = the nodes' own paths
     inputs_root: str = "/"  # folder of the run file's paths that is the claim's top
-    keep_finished_s: Count = 86_400  # until Kubernetes removes Jobs that have ended
 
 
 def planner() -> str:

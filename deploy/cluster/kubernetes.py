@@ -6,8 +6,6 @@ import hashlib
 import re
 from typing import Any
 
-import msgspec
-
 from umbra.deploy.cluster.cluster_file import Node
 from umbra.deploy.cluster.launch import (
     CONFIG_FILE,
@@ -23,6 +21,7 @@ from umbra.proto.errors import UsageError
 
 GRACE_S = 40
 KEY_MODE = 0o440  # for the group of the pod
+KEPT_S = 86_400  # until Kubernetes removes a Job that has ended
 LONGEST = 63  # characters of a label, and of the names that become host names
 
 
@@ -119,10 +118,10 @@ def _of_node(
         "volumes": volumes,
     }
     if spec.tolerations:
-        pod["tolerations"] = [msgspec.to_builtins(one) for one in spec.tolerations]
+        pod["tolerations"] = spec.tolerations
     job = {
         "backoffLimit": RESTARTS,
-        "ttlSecondsAfterFinished": spec.keep_finished_s,
+        "ttlSecondsAfterFinished": KEPT_S,
         "template": {"metadata": {"labels": own}, "spec": pod},
     }
     return [*documents, _object("batch/v1", "Job", node.address, own) | {"spec": job}]
@@ -150,7 +149,6 @@ def _container(
     container: dict[str, Any] = {
         "name": _label(one.process.name),
         "image": one.image,
-        "imagePullPolicy": plan.cluster.kubernetes.image_pull_policy,
         "args": one.command,
         "env": env,
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},

@@ -166,39 +166,37 @@ def environment(plan: Plan, paths: Paths) -> dict[str, str]:
 
 def _command(plan: Plan, process: Process, paths: Paths) -> list[str]:
     port, trainer = plan.cluster.port, plan.config.trainer
-    device = ["--device", "cuda" if process.gpus else "cpu"]
-    serves = ["--advertise", process.node.address]
-
-    def listen(which: Port) -> list[str]:
-        return ["--listen", f"tcp://0.0.0.0:{port(which)}"]
-
-    def upstream() -> list[str]:
-        address = plan.the("weight_hub").node.address
-        return ["--upstream", f"tcp://{address}:{port(Port.WEIGHTS)}"]
-
+    section, keys, more = process.task, dict[str, object](), list[str]()
     match process.task:
         case "buffer":
-            others = str([port(which) for which in PORTS["buffer"][1:]])
-            own = ["buffer", "--broker", f"tcp://0.0.0.0:{port(Port.CONTROL)}", "--ports", others]
-            own += [*serves, "--store", paths.store]
-        case "weight_hub":
-            own = ["weight-hub", *listen(Port.WEIGHTS), *serves]
-        case "relay":
-            own = ["weight-hub", *upstream(), *listen(Port.WEIGHTS), *serves]
-        case "part":
-            own = ["weight-hub", *upstream(), "--owner", str(process.node_rank)]
-            own += [*listen(Port.PART), *serves]
+            more = ["--broker", f"tcp://0.0.0.0:{port(Port.CONTROL)}"]
+            keys = {"ports": [port(which) for which in PORTS["buffer"][1:]], "store": paths.store}
+        case "weight_hub" | "relay" | "part":
+            section = "weight_hub"
+            keys = {"listen": f"tcp://0.0.0.0:{port(PORTS[process.task][0])}"}
+            if process.task != "weight_hub":
+                address = plan.the("weight_hub").node.address
+                more = ["--upstream", f"tcp://{address}:{port(Port.WEIGHTS)}"]
+            if process.task == "part":
+                more += ["--owner", str(process.node_rank)]
         case "train":
-            own = ["trainer", *device, "--ranks", str(trainer.ranks)]
+            section, keys = "trainer", {"ranks": trainer.ranks}
             if trainer.nodes > 1:
                 meet = f"{plan.the('train').node.address}:{port(Port.RENDEZVOUS)}"
-                own += ["--nodes", str(trainer.nodes), "--rendezvous", meet]
-                own += ["--node-rank", str(process.node_rank)]
+                keys |= {"nodes": trainer.nodes, "rendezvous": meet}
+                more = ["--node-rank", str(process.node_rank)]
         case "generate":
-            own = ["generator", *device]
+            section = "generator"
         case "ref_logp" | "logp" | "reward":
-            own = ["scorer", "--stage", process.task, *device]
-    return [*own, "--name", process.name, "--config", paths.config, "--run-dir", paths.results]
+            section, more = "scorer", ["--stage", process.task]
+    if section in ("buffer", "weight_hub"):
+        more += ["--advertise", process.node.address]
+    else:
+        keys["device"] = "cuda" if process.gpus else "cpu"
+    command = [section.replace("_", "-"), *more]
+    for key, value in keys.items():
+        command += ["--set", f"{section}.{key}={value}"]
+    return [*command, "--name", process.name, "--config", paths.config, "--run-dir", paths.results]
 
 
 def _health(plan: Plan, process: Process) -> list[str]:

@@ -13,14 +13,8 @@ import click
 
 from umbra.deploy.files.formats import to_toml
 from umbra.deploy.files.run_folder import RunFolder
-from umbra.deploy.files.shown import (
-    COLUMNS,
-    best_effort_output,
-    command_line,
-    shown_command,
-    wrapped,
-)
-from umbra.deploy.prepare.load import resolve_paths, set_option
+from umbra.deploy.files.shown import best_effort_output, command_line, shown_command
+from umbra.deploy.prepare.load import located, set_option
 from umbra.deploy.prepare.preflight import check_run
 from umbra.deploy.prepare.stage import StageInterrupted, last_said, run_stage
 from umbra.deploy.run.command import finish
@@ -51,33 +45,6 @@ RECIPES = {
     "guess": Recipe(prompts=2_048, demos=6_400, sft_steps=100, sft_schedule="constant"),
 }
 HELDOUT = 1024
-# The figures of the summary, for those who see them for the first time.
-WORDS = (
-    (
-        "accuracy",
-        "mean reward on held-out prompts before and after training, with answers drawn as in "
-        "training; here the share of right answers",
-    ),
-    ("greedy", "the same, always taking the most likely token"),
-    (
-        "staleness",
-        "how many steps old the weights were that a trained sample began with; the bound is what "
-        "the settings allow at most (max_staleness)",
-    ),
-    (
-        "k3",
-        "how far generator and trainer are apart in the probabilities of tokens when both have the "
-        "same weights: an estimate of the KL divergence, 0 if they agree",
-    ),
-    ("pushes", "new weights for the generator, which waits only during commit"),
-    ("ledger", "what became of every sample that was begun: none is lost"),
-    (
-        "health",
-        "a group is the answers to one prompt; if all earn the same, it teaches nothing, and that "
-        "is so when all are right",
-    ),
-    ("busy", "generation and training overlap: that is what this is about"),
-)
 
 
 def run_demo(
@@ -135,7 +102,7 @@ def run_demo(
     )
     config = load_config(DEMOS / f"{task}.toml", overrides=(*chosen, *overrides))
     run_file.write_text(to_toml(as_dict(config)), encoding="utf-8")
-    config = resolve_paths(config, run_file)
+    config = located(config, run_file)
     check_run(config)
     return Up(config, folder, view=view, interrupts=interrupts, started=began).run()
 
@@ -189,16 +156,10 @@ def command(
 
 
 def closing_words(run: Path) -> Iterator[str]:
-    """Yield the meaning of the figures and the next commands, in lines of `COLUMNS` at most."""
-    yield "\nin words:"
-    for name, meaning in WORDS:
-        first, *more = wrapped(meaning, COLUMNS - 14)
-        yield f"  {name:10}  {first}"
-        yield from (f"{'':14}{line}" for line in more)
-    yield "\nnext: open the report in a browser, or"
+    """Yield where the figures are explained, and the next commands."""
+    yield "\nwhat the figures mean: docs/monitor.md; next: open the report in a browser, or"
     for what, line in (
         ("read rollouts that earned little", command_line("runs", run, "--worst")),
-        ("talk to the trained model: type digits", command_line("chat", run)),
         ("begin with a model and prompts of your own", f"{shown_command()} init my-run"),
     ):
         yield f"  {line}"

@@ -105,13 +105,11 @@ def print_facts(rows: Sequence[tuple[str, str]]) -> None:
             click.echo(f"{name}: {value}")
         return
     width = max(len(name) for name, _ in rows)
+    columns = max(20, shutil.get_terminal_size().columns - width - 3)
     for name, value in rows:
-        first, *more = wrapped(value, shutil.get_terminal_size().columns - width - 3) or [""]
+        first, *more = textwrap.wrap(
+            value, columns, break_long_words=False, break_on_hyphens=False
+        ) or [""]
         click.echo(click.style(name.ljust(width), bold=True) + f"  {first}")
         for line in more:
             click.echo(" " * (width + 2) + line)
-
-
-def wrapped(text: str, columns: int) -> list[str]:
-    """`text` in lines of so many characters, unless a word has more."""
-    return textwrap.wrap(text, max(20, columns), break_long_words=False, break_on_hyphens=False)

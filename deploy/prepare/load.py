@@ -1,8 +1,7 @@
 """The run file of a command: its configuration with absolute paths, pinned names, what it lacks.
 
-A model or a data set on the hub gets the commit that its revision stands for. So all processes of
-the run read the same, on whatever machine and after whatever restart; each resolves what it needs
-by itself, from its cache or by a download.
+A model or a data set on the hub gets the commit that its revision stands for, so that all processes
+of the run read the same; each resolves what it needs by itself, from its cache or by a download.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from umbra.services.modeling.hub import (
     pin,
     refuse_misspelt,
 )
-from umbra.services.prompts.readers import is_elsewhere, pin_source, placed
+from umbra.services.prompts.readers import pin_source, placed
 
 Say = Callable[[str], None]
 
@@ -41,7 +40,7 @@ def load_run(run_file: Path, overrides: tuple[str, ...]) -> RunConfig:
     """Return the configuration of `run_file` with absolute paths and pinned names.
 
     Raises:
-        UsageError: see `load_tree` and `pinned`.
+        UsageError: see `load_tree` and `located`.
         StartupError: a model or prompts are elsewhere, and cannot be reached.
     """
     return load_given(run_file, overrides)[0]
@@ -50,8 +49,7 @@ def load_run(run_file: Path, overrides: tuple[str, ...]) -> RunConfig:
 def load_given(run_file: Path, overrides: tuple[str, ...]) -> tuple[RunConfig, dict[str, Any]]:
     """Return `load_run`, and the tree of what was given, without defaults."""
     tree = load_tree(run_file, overrides=overrides)
-    config = msgspec.convert(tree, RunConfig)
-    return pinned(resolve_paths(config, run_file, note), note), tree
+    return located(msgspec.convert(tree, RunConfig), run_file, note), tree
 
 
 def note(text: str) -> None:
@@ -63,13 +61,16 @@ def search_path(run_file: Path) -> list[Path]:
     return list(dict.fromkeys((run_file.resolve().parent, Path.cwd())))
 
 
-def resolve_paths(config: RunConfig, run_file: Path, say: Say = lambda text: None) -> RunConfig:
-    """Return `config` with absolute paths: looked up from the run file's folder, else from here.
+def located(config: RunConfig, run_file: Path, say: Say = lambda text: None) -> RunConfig:
+    """Return `config` with absolute paths and pinned names; what was pinned before stays.
 
-    `say` is told which of two is taken where both exist.
+    Paths are looked up from the run file's folder, else from here. `say` is told which of two is
+    taken where both exist, and what names stand for.
 
     Raises:
-        UsageError: a model's name is rather a path with a mistake, or a folder cannot be named.
+        UsageError: a model's name is rather a path with a mistake, a folder cannot be named, there
+            is nothing of such a name, or this machine may not read it.
+        StartupError: it cannot be reached, and no cache has it.
     """
 
     @cache
@@ -88,100 +89,59 @@ def resolve_paths(config: RunConfig, run_file: Path, say: Say = lambda text: Non
         """Resolve a path like a file's, but follow no link of it."""
         return str(found(python).absolute()) if "/" in python else python
 
+    @cache
+    def source(name: str) -> str:
+        name = placed(name, file)
+        if (pinned := pin_source(name)) != name:
+            say(f"prompts: {pinned}")
+        return pinned
+
     def model(name: str, key: str) -> str:
         if not is_hub_name(name) or (run_file.parent / name).exists():
             return file(name)
-        if key != "model.path" or not config.model.revision:
-            refuse_misspelt(name, key, run_file.parent)
-            refuse_misspelt(name, key)
-        return name
+        refuse_misspelt(name, key, run_file.parent)
+        return str(pin(name, key))
 
-    own = config.model
-    # A pinned name stays, whatever has come to lie there since.
-    path = own.path if is_pinned(own) else model(own.path, "model.path")
-    usual = Path(config.run.dir).absolute() / FOLDER
+    def policy(own: ModelConfig) -> ModelConfig:
+        if looks_like_name(own.path) and HubName.of(own.name).pinned:
+            return own  # whatever has come to lie there since
+        if not is_hub_name(own.path) or (run_file.parent / own.path).exists():
+            if own.revision and own.path:
+                raise UsageError(
+                    f"model.revision = {own.revision} is for models on the hub, and model.path is "
+                    f"the directory {file(own.path)}: remove it"
+                )
+            return replace(own, path=file(own.path))
+        if "@" in own.path and own.revision:
+            raise UsageError(
+                f"model.path = {own.path} names a revision, and model.revision = {own.revision} "
+                "does too: remove one of them"
+            )
+        if not own.revision:
+            refuse_misspelt(own.path, "model.path", run_file.parent)
+        name = pin(own.name, "model.path")
+        if name != HubName.of(own.name):
+            say(f"model: {name.repo}, commit {name.revision}")
+        return replace(own, path=name.repo, revision=name.revision)
+
+    usual, prompts = Path(config.run.dir).absolute() / FOLDER, config.data.prompts
     keys = config.security.keys or (str(usual) if usual.is_dir() else "")
     return replace(
-        _renamed(config, model, lambda name: placed(name, file), program),
-        model=replace(own, path=path, chat_template=file(own.chat_template)),
-        security=replace(config.security, keys=file(keys)),
-    )
-
-
-def pinned(config: RunConfig, say: Say) -> RunConfig:
-    """Return `config` with all names pinned; one that was pinned before stays as it is.
-
-    Args:
-        config: with absolute paths, so that a model's path that is none is a name on the hub.
-        say: is told what names stand for.
-
-    Raises:
-        UsageError: there is nothing of such a name, or this machine may not read it.
-        StartupError: it cannot be reached, and no cache has it.
-    """
-
-    @cache
-    def source(name: str) -> str:
-        found = pin_source(name) if name and is_elsewhere(name) else name
-        if found != name:
-            say(f"prompts: {found}")
-        return found
-
-    def model(name: str, key: str) -> str:
-        return str(pin(name, key)) if is_hub_name(name) else name
-
-    own = _pinned_model(config.model, say)
-    return replace(_renamed(config, model, source, lambda python: python), model=own)
-
-
-def _renamed(
-    config: RunConfig,
-    model: Callable[[str, str], str],
-    source: Callable[[str], str],
-    program: Callable[[str], str],
-) -> RunConfig:
-    """Return `config` with other names of prompts, Pythons, and models but the run's own."""
-    given, environment = config.data.prompts, config.environment
-    prompts = (
-        source(given)
-        if isinstance(given, str)
-        else {source(name): weight for name, weight in given.items()}
-    )
-    return replace(
         config,
-        environment=replace(environment, python=program(environment.python)),
+        model=replace(policy(config.model), chat_template=file(config.model.chat_template)),
+        environment=replace(config.environment, python=program(config.environment.python)),
         environments=tuple(
             replace(one, python=program(one.python), prompts=source(one.prompts))
             for one in config.environments
         ),
-        data=replace(config.data, prompts=prompts),
+        data=replace(
+            config.data,
+            prompts=source(prompts)
+            if isinstance(prompts, str)
+            else {source(name): weight for name, weight in prompts.items()},
+        ),
         scorer=replace(config.scorer, model=model(config.scorer.model, "scorer.model")),
         critic=replace(config.critic, path=model(config.critic.path, "critic.path")),
         eval=replace(config.eval, prompts=source(config.eval.prompts)),
+        security=replace(config.security, keys=file(keys)),
     )
-
-
-def is_pinned(model: ModelConfig) -> bool:
-    """True if it is a commit on the hub, even if a folder of its name exists by now."""
-    return looks_like_name(model.path) and HubName.of(model.name).pinned
-
-
-def _pinned_model(model: ModelConfig, say: Say) -> ModelConfig:
-    if is_pinned(model):
-        return model
-    if not is_hub_name(model.path):
-        if model.revision and model.path:
-            raise UsageError(
-                f"model.revision = {model.revision} is for models on the hub, and model.path is "
-                f"the directory {model.path}: remove it"
-            )
-        return model
-    if "@" in model.path and model.revision:
-        raise UsageError(
-            f"model.path = {model.path} names a revision, and model.revision = {model.revision} "
-            "does too: remove one of them"
-        )
-    name = pin(model.name, "model.path")
-    if name != HubName.of(model.name):
-        say(f"model: {name.repo}, commit {name.revision}")
-    return replace(model, path=name.repo, revision=name.revision)

@@ -32,9 +32,6 @@ LOOK_S = 0.1
 JOIN_S = 5.0  # for the last lines of a child that has ended
 CURVE = 80  # characters
 ANSWER_S = 10.0
-CHECKPOINT_S = 600.0
-WATCHING: tuple[KeyRole, ...] = ("monitor", "operator")
-OPERATING: tuple[KeyRole, ...] = ("operator", "monitor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,58 +104,7 @@ class RunChild:
             print(line, file=sys.stderr)
 
 
-class RemoteRun:
-    """A run of which only the address is known: it can be looked at and operated.
-
-    All methods raise `DeadlineError` if its buffer does not answer within 10 seconds.
-
-    Args:
-        broker: address of its buffer, tcp://host:port.
-        keys: folder of its keys; empty if it has none.
-    """
-
-    def __init__(self, broker: str, keys: str = "") -> None:
-        self._address = RunAddress(broker, keys)
-
-    @property
-    def address(self) -> RunAddress:
-        return self._address
-
-    def __repr__(self) -> str:
-        return f"<umbra.RemoteRun at {self._address.broker}>"
-
-    def status(self) -> dict[str, Any]:
-        """Return the state of all that is under way, as `umbra status --json` prints it."""
-        with self._client(WATCHING) as client:
-            return status_dict(client.status(ANSWER_S))
-
-    def pause(self, reason: str = "") -> None:
-        """Have no samples and no batches handed out until `resume`."""
-        with self._client(OPERATING) as client:
-            client.pause(reason, ANSWER_S)
-
-    def resume(self) -> None:
-        """Go on after `pause`."""
-        with self._client(OPERATING) as client:
-            client.resume(ANSWER_S)
-
-    def checkpoint(self, timeout_s: float = CHECKPOINT_S) -> int:
-        """Have the trainer save its state; return the step after which it did."""
-        with self._client(OPERATING) as client:
-            return client.checkpoint(timeout_s)
-
-    def drain(self, reason: str = "drained from Python") -> None:
-        """Have the run end in order; returns at once."""
-        with self._client(OPERATING) as client:
-            client.drain("", reason, ANSWER_S)
-
-    def _client(self, roles: tuple[KeyRole, ...]) -> StatusClient:
-        address = self.address
-        security = open_security(SecurityConfig(keys=address.keys), roles)
-        return StatusClient(address.broker, security)
-
-
-class Run(RemoteRun):
+class Run:
     """A run in its folder, under way or over. Made by `umbra.train` and `umbra.attach`.
 
     Iterating gives its steps from the first on, and waits for further ones until the run ends.
@@ -296,7 +242,8 @@ class Run(RemoteRun):
         if self._child is not None:
             self._child.terminate()
         elif self.under_way:
-            self.drain("stopped from Python")
+            with self._client("operator", "monitor") as client:
+                client.drain("", "stopped from Python", ANSWER_S)
         self._await_end(timeout_s)
 
     def _await_end(self, timeout_s: float) -> None:
@@ -312,16 +259,22 @@ class Run(RemoteRun):
         if self.under_way:
             self.stop()
 
-    @property
-    def address(self) -> RunAddress:
-        """Return where its buffer is.
+    def status(self) -> dict[str, Any]:
+        """Return the state of all that is under way, as `umbra status --json` prints it.
 
         Raises:
             UsageError: the run is not under way.
+            DeadlineError: its buffer does not answer within 10 seconds.
         """
-        if (found := RunAddress.read(self._folder.path)) is None:
+        with self._client("monitor", "operator") as client:
+            return status_dict(client.status(ANSWER_S))
+
+    def _client(self, *roles: KeyRole) -> StatusClient:
+        address = RunAddress.read(self._folder.path)
+        if address is None:
             raise UsageError(f"run {self.id} is not under way, or its buffer is not up yet")
-        return found
+        security = open_security(SecurityConfig(keys=address.keys), roles)
+        return StatusClient(address.broker, security)
 
     def _repr_html_(self) -> str:
         """Return the run for a notebook: its state in a line, and the curve of its reward."""
@@ -333,16 +286,10 @@ class Run(RemoteRun):
         return f"<div><b>{escape(self.id)}</b>: {escape(state)}</div><pre>reward {curve}</pre>"
 
 
-def attach(run: str | Path = "", *, keys: str = "") -> Run | RemoteRun:
-    """Return a run: by its folder, its id in `runs/`, its buffer's address, or the newest one here.
-
-    Args:
-        run: nothing for the newest run in `runs/`.
-        keys: folder of the keys of a run at an address; those of a run here are known.
+def attach(run: str | Path = "") -> Run:
+    """Return a run of this machine: by its folder or its id in `runs/`; if empty, the newest one.
 
     Raises:
         UsageError: there is none.
     """
-    if "://" in str(run):
-        return RemoteRun(str(run), keys)
     return Run(find_run(str(run)))

@@ -13,10 +13,10 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from umbra.deploy.check.machine_defaults import in_one_line, ready
+from umbra.deploy.check.choose import in_one_line, ready
 from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.files.shown import shown_path
-from umbra.deploy.prepare.load import Say, pinned, resolve_paths
+from umbra.deploy.prepare.load import Say, located
 from umbra.deploy.python.run import LOOK_S, Run, RunChild
 from umbra.deploy.python.source import MODULE, CopiedSource
 from umbra.proto.errors import UmbraError, UsageError
@@ -100,7 +100,7 @@ def train(
         if eval_prompts is not None:
             _put(tree, "eval", prompts=_write_prompts(eval_prompts, folder, "eval_prompts"))
         given = config_of(tree, "umbra.train")
-        found = pinned(resolve_paths(given, Path.cwd() / "run.toml", say), say)
+        found = located(given, Path.cwd() / "run.toml", say)
         resolved, chosen = ready(found, tree)
         _write(folder, resolved, source)
     except BaseException:

@@ -6,7 +6,7 @@ Times are by the clock of each service's machine.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from umbra.services.reporting.figures import is_idle
 
 Interval = tuple[float, float]  # start and end, seconds
 JOIN_S = 0.001  # spans that are closer are one
+SAID = ("time", "service", "kind", "name", "start", "end")  # of a row, by the event itself
 
 
 def recorded(folders: Sequence[Path]) -> Iterator[Row]:
@@ -34,37 +35,17 @@ def recorded(folders: Sequence[Path]) -> Iterator[Row]:
         yield from read_rows(path)
 
 
-@dataclass(frozen=True, slots=True)
-class ReportSpan:
-    """Something that `service` did from `start` to `end`, seconds since the epoch.
-
-    `track` keeps apart what a service does at the same time.
-    """
-
-    service: str
-    name: str
-    start: float
-    end: float
-    track: str = ""
-    facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
-
-
-def span_of(row: Row) -> ReportSpan | None:
-    """Return the span in `row`; None if it has none."""
-    service, end = row["service"], row.get("time", 0.0)
-    facts = {name: value for name, value in row.items() if name not in ("time", "service", "kind")}
+def _span(row: Row) -> tuple[str, float, float, str] | None:
+    """Return name, start, end and track of the span in `row`; None if it has none."""
+    end = row.get("time", 0.0)
     match row["kind"]:
         case "span":
-            for name in ("name", "start", "end"):
-                del facts[name]
-            return ReportSpan(service, span_name(row), row["start"], row["end"], facts=facts)
+            return span_name(row), row["start"], row["end"], "main"
         case "push":
-            track, begin = f"to {row['receiver']}", end - row["total_s"]
-            return ReportSpan(service, f"push {row['version']}", begin, end, track, facts)
+            begin, to = end - row["total_s"], f"to {row['receiver']}"
+            return f"push {row['version']}", begin, end, to
         case "eval":
-            name, begin = f"eval of version {row['version']}", end - row["seconds"]
-            facts = {"accuracy": row["accuracy"], "answered": row["answered"]}
-            return ReportSpan(service, name, begin, end, "evals", facts)
+            return f"eval of version {row['version']}", end - row["seconds"], end, "evals"
         case _:
             return None
 
@@ -145,25 +126,26 @@ def _events(rows: Iterable[Row]) -> Iterator[dict[str, Any]]:
         if row["kind"] == "batch":  # samples by state when it was formed
             args, at = row["in_flight"], round(1e6 * row["time"], 1)
             yield {"ph": "C", "name": "samples in flight", "ts": at, "pid": 0, "args": args}
-        if (span := span_of(row)) is None:
+        if (span := _span(row)) is None:
             continue
-        if span.service not in numbers:
-            numbers[span.service] = {}
-            yield _named("process", len(numbers), 0, span.service)
-        tracks = numbers[span.service]
-        process = list(numbers).index(span.service) + 1
-        if span.track not in tracks:
-            tracks[span.track] = len(tracks) + 1
-            yield _named("thread", process, tracks[span.track], span.track or "main")
+        (name, start, end, track), service = span, row["service"]
+        if service not in numbers:
+            numbers[service] = {}
+            yield _named("process", len(numbers), 0, service)
+        tracks = numbers[service]
+        process = list(numbers).index(service) + 1
+        if track not in tracks:
+            tracks[track] = len(tracks) + 1
+            yield _named("thread", process, tracks[track], track)
         yield {
             "ph": "X",
-            "name": span.name,
-            "cat": span.service,
-            "ts": round(1e6 * span.start, 1),
-            "dur": round(1e6 * max(0.0, span.end - span.start), 1),
+            "name": name,
+            "cat": service,
+            "ts": round(1e6 * start, 1),
+            "dur": round(1e6 * max(0.0, end - start), 1),
             "pid": process,
-            "tid": tracks[span.track],
-            "args": dict(span.facts),
+            "tid": tracks[track],
+            "args": {k: v for k, v in row.items() if k not in SAID},
         }
 
 

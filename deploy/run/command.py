@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from umbra.deploy.check.machine_defaults import in_one_line, ready
+from umbra.deploy.check.choose import in_one_line, ready
 from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.files.shown import best_effort_output, print_facts, shown_command, shown_path
 from umbra.deploy.prepare.load import (

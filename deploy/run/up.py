@@ -33,13 +33,12 @@ from umbra.proto.deadline import Deadline
 from umbra.proto.errors import EXIT_DONE, StartupError, UmbraError
 from umbra.proto.net.keys import open_security
 from umbra.services.buffer.command import NEW_ADDRESS
-from umbra.services.buffer.store import FULL
 from umbra.services.config import RunConfig
 from umbra.services.monitor.run_address import RunAddress
 from umbra.services.process.child import ChildError, ChildProcess, child_environ, umbra_argv
 from umbra.services.process.files import DISK, READABLE_MODE
 from umbra.services.process.signals import SignalCounter
-from umbra.services.process.supervisor import Program, RestartPolicy, Supervisor
+from umbra.services.process.supervisor import Program, Supervisor
 from umbra.services.weights.arena import remove_leftovers
 
 POLL_S = 0.05
@@ -194,7 +193,7 @@ class Up:
                     )
                 self._turn(supervisor, progress)
                 for one in progress.status.stuck if progress.status is not None else ():
-                    if FULL in one.what and one.age_s > FULL_S:
+                    if one.disk_full and one.age_s > FULL_S:
                         raise UmbraError(
                             f"{one.what.removeprefix('new groups: ')} for {FULL_S:g} s: free some, "
                             f"and resume with `umbra up {shown_path(self.folder.path)}`"
@@ -298,7 +297,8 @@ def other_programs(config: RunConfig, folder: RunFolder, broker: str) -> list[Pr
             _argv(TRAINER, TRAINER, folder, *connect),
             wave=0,
             recovers=config.buffer.store != "memory",  # its steps can be repeated
-            policy=lambda: RestartPolicy(limit=TRAINER_RESTARTS, window_s=math.inf),
+            restarts=TRAINER_RESTARTS,
+            window_s=math.inf,
         ),
         *(
             Program(name, _argv(command, name, folder, *connect, *more), wave=0, elastic=True)
@@ -316,7 +316,7 @@ def _elastic(config: RunConfig) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     kind, _, first = generator.device.partition(":")
     for index in range(generator.count):
         own = f"{kind}:{int(first) + index * generator.tensor_parallel}" if first and index else ""
-        yield "generator", f"generator-{index}", ("--device", own) if own else ()
+        yield "generator", f"generator-{index}", ("--set", f"generator.device={own}") if own else ()
     for stage in config.buffer.stages:
         for index in range(config.scorer.processes(stage)):
             yield "scorer", f"{stage.replace('_', '-')}-{index}", ("--stage", stage)

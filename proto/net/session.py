@@ -32,7 +32,7 @@ LEAVE_TIMEOUT_S = 3.0
 NAME_WAIT_S = 20.0  # for whoever has our name to fall silent, as after a container's restart
 NAME_RETRY_S = 1.0
 REPLACES_VARIABLE = "UMBRA_REPLACES"  # pid of our predecessor, which our supervisor saw end
-WATCHED = ("push", "sample", "slow_sample")  # rows of the metrics that go to the watchers, too
+WATCHED = ("push",)  # rows of the metrics that go to the watchers, too
 
 log = logging.getLogger(__name__)
 

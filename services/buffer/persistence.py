@@ -222,4 +222,5 @@ class DiskQuota:
             return []
         what = f"new groups: {self._pool.blocked}"
         action = "none are issued until there is room; what is under way goes on"
-        return [Stuck(what=what, holder="buffer", age_s=now - self._since, action=action)]
+        age_s, full = now - self._since, bool(self._disk)
+        return [Stuck(what=what, holder="buffer", age_s=age_s, action=action, disk_full=full)]

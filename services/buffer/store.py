@@ -43,7 +43,6 @@ MAP_BYTES = 1 << 30  # address space at first; grown before a commit that may ne
 PAGE_BYTES = 4096
 PAGES_PER_KEY = 8  # that a change may copy or split on its way to the root, at most
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-FULL = "no room for the store in "  # by which `umbra up` knows that state
 # There a memory map may differ from what was written, and a lock may not hold.
 NETWORK = ("nfs", "cifs", "smb", "9p", "afs", "coda", "ncp", "fuse.")
 DIGEST_BYTES = 8
@@ -245,7 +244,9 @@ class LmdbStore:
             return
         self._pending = frozen | self._pending
         if error.errno in NO_ROOM:
-            raise StoreFullError(f"{FULL}{self.directory}: {error.strerror}") from error
+            raise StoreFullError(
+                f"no room for the store in {self.directory}: {error.strerror}"
+            ) from error
         raise StoreError(f"the store in {self.directory} failed: {error}") from error
 
     def close(self) -> None:

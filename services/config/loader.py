@@ -24,15 +24,13 @@ ENV_PREFIX = "UMBRA_"
 ENVIRONMENTS = "environments"
 """The one section that is a list of tables."""
 DROPPED: dict[str, str] = {
-    "trainer.attention": "leave it out: it is sdpa on a CPU and flex on a GPU where that is right",
     "model.dialect": "leave it out, or name a parser in model.parser",
     "generator.count=auto": "give a number",
     "generator.replicas": 'use generator.count with generator.device = "cuda:N"',
-    "generator.receive": "leave it out: a version is always held whole before it is loaded",
-    "generator.kv_cache_mb": "set generator.slots, for vLLM also "
-    "generator.engine_args.kv_cache_memory_bytes",
+    "generator.kv_cache_mb": (
+        "set generator.slots, for vLLM also generator.engine_args.kv_cache_memory_bytes"
+    ),
     "generator.engine=replay": "use torch; benchmarks/simulator runs the broker without a model",
-    "generator.replay": "remove it; benchmarks/simulator runs the broker without a model",
     "env_worker": "set environment.workers = 0 and start `umbra run-agents` on any machine",
     "environment.concurrency": "set generator.sessions",
     "environment.run_on": "set environment.workers = 0 where `umbra run-agents` runs the programs",
@@ -42,8 +40,9 @@ DROPPED: dict[str, str] = {
     "buffer.sampling": "groups are trained in the order of their completion",
     "buffer.replay_times": "set trainer.epochs to train on a batch more than once",
     "buffer.batch_tokens": "a batch is always buffer.batch_groups groups",
-    "data.curriculum": 'order the rows in a function, data.prompts = "module:function", with '
-    "data.shuffle = false",
+    "data.curriculum": (
+        'order the rows in a function, data.prompts = "module:function", with data.shuffle = false'
+    ),
     "data.environment_weights": "set the weight of each of [[environments]]",
     "log.traced_share": "trace.json, from `umbra report`, shows what each process did",
     "trainer.moments": "set trainer.optimizer = adamw8bit for moments in 8 bits",
@@ -51,23 +50,12 @@ DROPPED: dict[str, str] = {
     "environment.reset_s": "set environment.timeout_s",
     "environment.score_s": "set environment.timeout_s",
     "environment.max_s": "set environment.max_turns or environment.max_tokens",
-    "environment.max_branches": "leave it out: a sample has 16 branches at most",
-    "buffer.min_survivors": "leave it out: a group goes on with 2 samples",
-    "trainer.replicas": "leave it out: the policy is sharded over all ranks",
     "trainer.precision=fp16": "use bf16",
-    "critic.kind": "leave it out: a critic is a model of its own",
     "buffer.score_lease_s": "set buffer.lease_s",
     "buffer.score_attempts": "set buffer.max_attempts",
-    "buffer.batch_lease_s": "leave it out: the trainer may be silent for 120 s",
     "buffer.heartbeat_s": "set buffer.dead_after_s: 15 heartbeats come in that time",
-    "trainer.reshard_after_forward": "leave it out: layers are gathered twice",
-    "trainer.reduce_gradients": "leave it out: gradients are summed after each micro-batch",
-    "trainer.max_skipped": "leave it out: the run ends after 10 batches in a row without an update",
     "scorer.pack_tokens": "set trainer.pack_tokens, which scorers read too",
     "scorer.micro_tokens": "set trainer.micro_tokens, which scorers read too",
-    "scorer.attention": "leave it out: it is that of the trainer",
-    "scorer.logits_mib": "leave it out: 256 MiB of logits are computed at a time",
-    "scorer.capacity": "leave it out: a scorer leases 32 trajectories at once",
     "critic.max_grad_norm": "set trainer.max_grad_norm, which the critic reads too",
     "checkpoint.best_mode": 'write checkpoint.best_metric = "-NAME" for the lowest value',
     "weight_hub.least_rate": "set weight_hub.deadline_s; bytes take 20 MB/s besides",
@@ -75,47 +63,39 @@ DROPPED: dict[str, str] = {
     "metrics.wandb": 'set metrics.also = ["wandb"], and WANDB_MODE=offline for no network',
     "data.sources": "write the table as data.prompts",
     "environment.rewards": "write the table as environment.reward",
-    **{
-        f"environment.{key}": "leave it out: an agent gets the run's sampling, which is counted"
-        for key in ("agent_sampling", "sampling")
-    },
     "scorer.stage": "use --stage of `umbra scorer`",
     "eval.run_samples": "set eval.samples",
-    "trainer.overlong_factor": "leave it out: a response of the longest length loses 1",
     "metrics.wandb_project": "set the variable WANDB_PROJECT",
-    "weight_hub.buckets_listen": "leave it out: it is the port after weight_hub.listen",
-    "weight_hub.connections_listen": "leave it out: it is the second port after weight_hub.listen",
-    "weight_hub.connections": "leave it out: a receiver has 2 connections to a source",
-    "weight_hub.device": "leave it out: the hub uses the first GPU of CUDA_VISIBLE_DEVICES",
-    "weight_hub.chunk_bytes": "leave it out: a broadcast over plane nccl has 64 MiB",
     "weight_hub.advertise": "set run.advertise",
     "buffer.advertise": "set run.advertise",
     "buffer.straggler": "set buffer.straggler_s, which is 0 for groups that wait",
-    "buffer.prompt_attempts": "leave it out: a prompt is drawn however often it fails",
-    "buffer.partial_policy": "leave it out: a partial past the bound starts anew",
-    "buffer.partial_max_segments": "leave it out: a partial may come back any number of times",
-    "buffer.partial_max_age_s": "leave it out: buffer.max_staleness bounds the age of partials",
-    "generator.prefetch": "leave it out: it is a quarter of generator.slots",
     "generator.serve_key": "set the variable UMBRA_AGENT_KEY",
     "generator.stall_s": "set buffer.stall_s: an engine may be silent for ten times as long",
-    **{f"scorer.{stage}": f"set scorer.count.{stage}" for stage in ("reward", "ref_logp", "logp")},
+    "scorer.reward": "set scorer.count.reward",
+    "scorer.ref_logp": "set scorer.count.ref_logp",
+    "scorer.logp": "set scorer.count.logp",
     "scorer.threads": "set the variable OMP_NUM_THREADS of the scorer",
-    "security.encrypt_weights": "leave it out: with keys, weights are encrypted",
-    "trainer.experts": "leave it out: Transformers chooses how experts are computed",
     "trainer.on_mismatch": "raise trainer.max_mismatch for a run that goes on nevertheless",
-    "trainer.mismatch_every": "leave it out: it is 20 steps",
-    "trainer.max_ratio": "leave it out: a ratio above 10,000 is left out of the loss",
-    "trainer.final_lr_ratio": "leave it out: a schedule that falls goes to 0",
-    "trainer.rendezvous_timeout_s": "leave it out: hosts wait 600 s for each other",
-    "trainer.batch_wait_s": "leave it out: the trainer waits for as long as the run goes on",
     "trainer.response_limit": "set sampling.max_tokens",
-    "trainer.logits_mib": "leave it out: 256 MiB of logits are computed at a time",
     "trainer.ratio_level": "set trainer.objective = gspo for ratios of sequences",
     "trainer.clip": "set trainer.objective: cispo, sapo and prime_rl have clips of their own",
     "trainer.kl_in": "set trainer.objective: reinforce_pp and ppo_critic have the KL in the reward",
-    "critic.epochs": "leave it out: the critic sees each batch once",
-    "eval.timeout_s": "leave it out: an evaluation ends after 1,800 s",
-    "run.stop_s": "leave it out: processes have 30 s to stop",
+    **dict.fromkeys(
+        (
+            "buffer.batch_lease_s buffer.min_survivors buffer.partial_max_age_s "
+            "buffer.partial_max_segments buffer.partial_policy buffer.prompt_attempts "
+            "critic.epochs environment.agent_sampling environment.max_branches "
+            "environment.sampling eval.timeout_s generator.prefetch generator.receive "
+            "generator.replay run.stop_s scorer.attention scorer.capacity "
+            "scorer.logits_mib security.encrypt_weights trainer.attention trainer.batch_wait_s "
+            "trainer.experts trainer.final_lr_ratio trainer.logits_mib trainer.max_ratio "
+            "trainer.max_skipped trainer.mismatch_every trainer.overlong_factor "
+            "trainer.reduce_gradients trainer.rendezvous_timeout_s trainer.reshard_after_forward "
+            "weight_hub.buckets_listen weight_hub.chunk_bytes weight_hub.connections "
+            "weight_hub.connections_listen weight_hub.device trainer.replicas critic.kind"
+        ).split(),
+        "leave it out: it is chosen for you",
+    ),
 }
 """Keys, sections and values of run files that 0.2 has no more, and what to use instead.
 

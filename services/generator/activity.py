@@ -1,4 +1,4 @@
-"""What a generator reports: spans of its loop, samples to read, and an engine that is stuck."""
+"""What a generator reports: spans of its loop, and an engine that is stuck."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ import faulthandler
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from umbra.proto.deadline import Pace
 from umbra.proto.errors import end_process, service_thread
 from umbra.proto.net.session import Session
-from umbra.proto.records import Branch, Trajectory, unpack_int32
 from umbra.services.generator.engines.engine import CacheFigures, EngineError
-from umbra.services.modeling.chat import Chat
 from umbra.services.process.metrics import STEADY, MetricsFile
 
 log = logging.getLogger(__name__)
@@ -85,69 +82,6 @@ class Activity:
         if self._current is None:
             self._current, self._start = kind, started
         self._end = self.clock()
-
-
-EVERY_S = 10.0  # between rows of each kind
-TEXT_CHARS = 2_000
-FURTHER = 3  # branches of a sample that are shown besides the first
-
-
-class SampleLog:
-    """Writes rows "sample" (with text) and "slow_sample" (without), each once per `EVERY_S`.
-
-    Args:
-        clock: seconds, monotonic.
-    """
-
-    def __init__(
-        self, metrics: MetricsFile, chat: Chat, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._metrics = metrics
-        self._chat = chat
-        self._clock = clock
-        self._due = clock()
-        self._begun = STEADY()
-        self._slowest: Trajectory | None = None
-
-    def finished(self, trajectories: Sequence[Trajectory]) -> None:
-        if not trajectories:
-            return
-        slowest = [self._slowest] if self._slowest is not None else []
-        self._slowest = max([*slowest, *trajectories], key=self._seconds)
-        now = self._clock()
-        if now < self._due:
-            return
-        self._due = now + EVERY_S
-        shown = trajectories[-1]
-        further = [self._texts(one) for one in shown.branches[:FURTHER]]
-        texts = self._texts(shown)
-        self._metrics.write("sample", **texts, further=further, **self._facts(shown))
-        self._metrics.write("slow_sample", **self._facts(self._slowest))
-        self._slowest = None
-
-    def _texts(self, line: Trajectory | Branch) -> dict[str, str]:
-        return {"prompt": self._text(line.prompt_ids), "response": self._text(line.response_ids)}
-
-    def _text(self, packed: bytes) -> str:
-        text = self._chat.text(unpack_int32(packed))
-        return text if len(text) <= TEXT_CHARS else f"{text[:TEXT_CHARS]}…"
-
-    def _seconds(self, trajectory: Trajectory) -> float:
-        """Return how long a sample took in this life: while nobody had it, it took no time."""
-        return max(0.0, trajectory.finished_at - max(trajectory.started_at, self._begun))
-
-    def _facts(self, made: Trajectory) -> dict[str, Any]:
-        return {
-            "sample": made.sample_id,
-            "prompt_id": made.prompt_id,
-            "reward": made.reward,
-            "seconds": self._seconds(made),
-            "tokens": made.sample_tokens,
-            "branches": len(made.lines),
-            "turns": made.turns,
-            "versions": [made.oldest_version, made.newest_version],
-            "finish_reason": made.finish_reason,
-        }
 
 
 LOOKS = 20  # in the time that is allowed

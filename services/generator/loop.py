@@ -15,7 +15,7 @@ from umbra.proto.net.session import Session
 from umbra.proto.net.task_client import TaskClient
 from umbra.proto.records import Task
 from umbra.services.config import GeneratorConfig
-from umbra.services.generator.activity import Activity, SampleLog, StallWatch
+from umbra.services.generator.activity import Activity, StallWatch
 from umbra.services.generator.engines.engine import EngineError, EngineOutput, KvPolicy
 from umbra.services.generator.runner import RolloutRunner, returned
 from umbra.services.weights.receiver import Receiver, StagedVersion
@@ -42,7 +42,6 @@ class GeneratorLoop:
         runner: the rollouts; drives its engine but for the weights.
         config: the section `generator`. With `kv_policy` "drain", samples under way are ended
             before new weights are loaded, and none are begun.
-        sample_log: gets what is finished.
         watch: is told what comes of the engine's work.
         activity: is told what the loop does.
     """
@@ -55,7 +54,6 @@ class GeneratorLoop:
         buffer: TaskClient,
         runner: RolloutRunner,
         config: GeneratorConfig,
-        sample_log: SampleLog,
         watch: StallWatch,
         activity: Activity,
     ) -> None:
@@ -69,7 +67,6 @@ class GeneratorLoop:
         self._staged: StagedVersion | None = None  # to be loaded once all samples have ended
         self._prefetch = config.prefetch
         self._most = config.sessions or _MOST_ACTIVE * runner.engine.slots + config.prefetch
-        self._sample_log = sample_log
         self._watch = watch
         self._activity = activity
         self._clock = activity.clock
@@ -210,7 +207,6 @@ class GeneratorLoop:
         self._buffer.submit(finished, self._asked(), self._engine.version)
         self._buffer.give_back([*self._runner.moved(), *failed])
         self._finished += len(finished)
-        self._sample_log.finished(finished)
         for sample in failed:
             self._failed += 1
             if self._failed <= _FAILURES_LOGGED:

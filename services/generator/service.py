@@ -12,7 +12,7 @@ from functools import partial
 from umbra.proto.net.session import Session
 from umbra.proto.net.task_client import TaskClient
 from umbra.services.config import RunConfig
-from umbra.services.generator.activity import Activity, SampleLog, StallWatch, watching
+from umbra.services.generator.activity import Activity, StallWatch, watching
 from umbra.services.generator.engines.opening import OpenEngine, engine_here, open_engine
 from umbra.services.generator.loop import GeneratorLoop
 from umbra.services.generator.pools import open_environments, settings_for, unrewarded
@@ -60,7 +60,6 @@ def run(
                     buffer=TaskClient(session.data, wake, grace_s=config.run.broker_grace_s),
                     runner=RolloutRunner(engine, pool, settings, flush_tokens),
                     config=config.generator,
-                    sample_log=SampleLog(ctx.metrics, settings.chat),
                     watch=watch,
                     activity=Activity(ctx.metrics),
                 ).run()

@@ -1,4 +1,4 @@
-"""What members tell those who watch, kept for a while: pushes, samples, spans.
+"""What members tell those who watch, kept for a while: pushes, rollouts, spans.
 
 Any member can make it up, and it is drawn in a terminal: so numbers are finite, and nothing that is
 kept has control characters.
@@ -20,9 +20,8 @@ from umbra.proto.net.keys import OPEN, Security
 from umbra.services.monitor.client import StatusClient
 from umbra.services.monitor.view import status_dict
 
-TOPICS = (b"push", b"sample", b"slow_sample", b"spans", b"rollout")
+TOPICS = (b"push", b"spans", b"rollout")
 PUSHES_KEPT = 24
-SAMPLES_KEPT = 12
 ROLLOUTS_KEPT = 6
 SPANS_KEPT = 1_500  # of each member
 SENDERS_KEPT = 256
@@ -44,25 +43,6 @@ class PushSeen(msgspec.Struct, frozen=True, kw_only=True):
     total_s: Number
 
 
-class SampleSeen(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished sample; without texts it is one of the slowest."""
-
-    sample: Name
-    prompt_id: Name
-    reward: Number
-    seconds: Number
-    tokens: int
-    turns: int
-    versions: tuple[int, int]
-    finish_reason: Name
-    branches: int = 1
-    prompt: str = ""
-    response: str = ""
-
-    def __post_init__(self) -> None:
-        _make_printable(self)
-
-
 class RolloutSeen(msgspec.Struct, frozen=True, kw_only=True):
     """A rollout that was trained on. `pieces` cut the response into what weights of one age said:
     characters, tokens, and staleness in steps, or None for what the environment said.
@@ -82,13 +62,8 @@ class RolloutSeen(msgspec.Struct, frozen=True, kw_only=True):
     pieces: list[tuple[int, int, int | None]]
 
     def __post_init__(self) -> None:
-        _make_printable(self)
-
-
-def _make_printable(sample: SampleSeen | RolloutSeen) -> None:
-    """Its texts are a model's words."""
-    for name in ("prompt", "response"):
-        msgspec.structs.force_setattr(sample, name, printable(getattr(sample, name)))
+        for name in ("prompt", "response"):  # a model's words
+            msgspec.structs.force_setattr(self, name, printable(getattr(self, name)))
 
 
 class SpanSeen(NamedTuple):
@@ -106,8 +81,6 @@ class Feed:
         self.bad = 0  # events that are not what they should be
         self._lock = threading.Lock()
         self._pushes: deque[PushSeen] = deque(maxlen=PUSHES_KEPT)
-        self._samples: deque[SampleSeen] = deque(maxlen=SAMPLES_KEPT)
-        self._slow: deque[SampleSeen] = deque(maxlen=SAMPLES_KEPT)
         self._rollouts: deque[RolloutSeen] = deque(maxlen=ROLLOUTS_KEPT)
         self._spans: OrderedDict[str, deque[SpanSeen]] = OrderedDict()
 
@@ -119,13 +92,11 @@ class Feed:
                 self.bad += 1
 
     def look(self, status: Status) -> Look:
-        """Return what is known beside `status`; newest last, but the slowest samples first."""
+        """Return what is known beside `status`; newest last."""
         with self._lock:
             return Look(
                 status=status,
                 pushes=list(self._pushes),
-                samples=list(self._samples),
-                slow=sorted(self._slow, key=lambda sample: -sample.seconds),
                 rollouts=list(self._rollouts),
                 spans={name: list(spans) for name, spans in self._spans.items()},
             )
@@ -137,10 +108,6 @@ class Feed:
                 self._pushes.append(push)
                 began = header.sent_at - push.total_s
                 self._did(header.sender, [SpanSeen("push", began, header.sent_at)])
-            case "sample":
-                self._samples.append(msgspec.convert(fields, SampleSeen))
-            case "slow_sample":
-                self._slow.append(msgspec.convert(fields, SampleSeen))
             case "rollout":
                 self._rollouts.append(msgspec.convert(fields, RolloutSeen))
             case "spans":
@@ -163,8 +130,6 @@ class Look:
 
     status: Status
     pushes: list[PushSeen] = field(default_factory=list[PushSeen])
-    samples: list[SampleSeen] = field(default_factory=list[SampleSeen])
-    slow: list[SampleSeen] = field(default_factory=list[SampleSeen])
     rollouts: list[RolloutSeen] = field(default_factory=list[RolloutSeen])
     spans: dict[str, list[SpanSeen]] = field(default_factory=dict[str, list[SpanSeen]])
 
@@ -205,7 +170,5 @@ def look_dict(look: Look) -> dict[str, Any]:
     return {
         **status_dict(look.status),
         "pushes": msgspec.to_builtins(look.pushes),
-        "samples": msgspec.to_builtins(look.samples),
-        "slow_samples": msgspec.to_builtins(look.slow),
         "rollouts": msgspec.to_builtins(look.rollouts),
     }

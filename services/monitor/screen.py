@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from umbra.proto.messages import Rates, Status
-from umbra.services.monitor.feed import Look, SampleSeen
+from umbra.services.monitor.feed import Look, RolloutSeen
 from umbra.services.monitor.view import (
     COLUMNS,
     counters_text,
@@ -78,8 +78,8 @@ def lines(
         yield StyledLine(f"evals: {evals}")
     yield from _members(status, width, processes)
     yield from _pushes(look)
-    if look.samples:
-        yield from _sample(look.samples[-1])
+    if look.rollouts:
+        yield from _rollout(look.rollouts[-1])
     for text in refused_texts(status):
         yield StyledLine(f"refused: {text}", "yellow")
     if counters := counters_text(status):
@@ -131,13 +131,11 @@ def _pushes(look: Look) -> Iterator[StyledLine]:
             yield StyledLine(f"  {text}")
 
 
-def _sample(sample: SampleSeen) -> Iterator[StyledLine]:
-    branches = f"{sample.branches} branches  " if sample.branches > 1 else ""
+def _rollout(one: RolloutSeen) -> Iterator[StyledLine]:
     yield StyledLine(
-        f"{sample.sample}  reward {sample.reward:.3g}  {sample.tokens} tokens  {sample.turns} "
-        f"turns  {branches}{sample.seconds:.2f} s  "
-        f"versions {sample.versions[0]}-{sample.versions[1]}  {sample.finish_reason}",
+        f"{one.sample}  reward {one.reward:.3g}  {one.tokens} tokens  {one.turns} turns  staleness "
+        f"{one.staleness}  {one.finish_reason}",
         "bold",
     )
-    for text, style in ((sample.prompt, "dim"), (sample.response, "green")):
+    for text, style in ((one.prompt, "dim"), (one.response, "green")):
         yield StyledLine(f"{text[:SAMPLE_CHARS]}…" if len(text) > SAMPLE_CHARS else text, style)

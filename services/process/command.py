@@ -1,8 +1,7 @@
-"""The frame of every service's command: flags, configuration, logging, signals, exit codes."""
+"""The frame of every service's command: configuration, logging, signals, exit codes."""
 
 from __future__ import annotations
 
-import json
 import logging
 import resource
 import threading
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any, cast, get_type_hints
 
 import click
-import msgspec
 
 from umbra.proto.access import KeyRole
 from umbra.proto.errors import UsageError, named_errors
@@ -22,9 +20,9 @@ from umbra.proto.net.address import advertise
 from umbra.proto.net.keys import OPEN, Security, open_security
 from umbra.proto.net.session import Session
 from umbra.proto.sockets import check_address
-from umbra.services.config import LogConfig, RunConfig, RunSection
+from umbra.services.config import RunConfig, RunSection
 from umbra.services.config import SecurityConfig as SecurityConfig
-from umbra.services.config.loader import bare, choices, load_config
+from umbra.services.config.loader import load_config
 from umbra.services.process.logs import setup_logging
 from umbra.services.process.metrics import MetricsFile
 from umbra.services.process.parent import tell_ready
@@ -105,31 +103,19 @@ def service_command(
     options: Sequence[click.Option] = (),
     identify: Callable[[Mapping[str, Any]], tuple[Role, str]] | None = None,
 ) -> click.Command:
-    """The command of a service: common flags plus one per field of its configuration section.
+    """The command of a service, whose settings come from the run file, the environment and --set.
 
     What `options` say differs from process to process and is no part of the configuration; `run`
     finds it in its context. `identify` returns the role and the default name of a process with
     these options, where they decide that.
     """
     service = section.replace("_", "-")
-    cls: type[Any] = get_type_hints(RunConfig)[section]
-    fields = msgspec.structs.fields(cls)
 
     def invoke(**values: Any) -> None:
         overrides = list(values.pop("set"))
-        chosen = {field.name: values.pop(field.name) for field in fields}
         own = {option.name: values.pop(option.name) for option in options if option.name}
-        for key, given in chosen.items():
-            if isinstance(given, tuple):  # a table: KEY=VALUE, any number of times
-                overrides += [f"{section}.{key}.{text}" for text in given]
-            elif given is not None:
-                overrides.append(f"{section}.{key}={given}")
-        for key in ("level", "format"):
-            if (text := values[f"log_{key}"]) is not None:
-                overrides.append(f"log.{key}={text}")
-        for key in ("broker", "advertise"):
-            if values[key] is not None:
-                overrides.append(f"run.{key}={values[key]}")
+        flags = {"run.broker": values["broker"], "run.advertise": values["advertise"]}
+        overrides += [f"{key}={given}" for key, given in flags.items() if given is not None]
         overrides += security_overrides(values["keys"], values["insecure"])
         config = load_config(values["config"], overrides=overrides)
         role, name = identify(own) if identify is not None else (cast(Role, section), service)
@@ -138,7 +124,7 @@ def service_command(
 
     params: list[click.Parameter] = [
         click.Option(["--config"], type=str, help="Run file (TOML, or the resolved JSON)."),
-        click.Option(["--set"], multiple=True, metavar="SECTION.KEY=VALUE", help="Override a key."),
+        click.Option(["--set"], multiple=True, metavar="SECTION.KEY=VALUE", help="Set a key."),
         click.Option(
             ["--broker"],
             envvar="UMBRA_BROKER",
@@ -147,16 +133,12 @@ def service_command(
         click.Option(["--advertise"], help="Host by which others reach this process."),
         click.Option(["--name"], help="Name in the run.  [default: " + service + "]"),
         click.Option(["--run-dir"], type=click.Path(path_type=Path), help="Folder for results."),
-        click.Option(
-            ["--log-level"], help=f"debug, info, warning or error.  [default: {LogConfig().level}]"
-        ),
-        click.Option(["--log-format"], help=f"console or json.  [default: {LogConfig().format}]"),
         click.Option(["--keys"], **KEYS),
         click.Option(["--insecure"], **INSECURE),
         *options,
-        *(_flag(field, cls) for field in fields),
     ]
-    return click.Command(service, params=params, callback=invoke, help=_first_line(cls))
+    summary = f"{get_type_hints(RunConfig)[section].__doc__}  Its keys are in docs/config.md."
+    return click.Command(service, params=params, callback=invoke, help=summary)
 
 
 def _run_service(
@@ -207,40 +189,3 @@ def allow_connections() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if most == resource.RLIM_INFINITY else min(OPEN_FILES, most)
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
-
-
-def _flag(field: msgspec.structs.FieldInfo, section: type[Any]) -> click.Option:
-    info = msgspec.inspect.type_info(get_type_hints(section, include_extras=True)[field.name])
-    schema = getattr(info, "extra_json_schema", None) or {}
-    shown = shown_default(field)
-    default = f"  [default: {shown}]" if shown else ""
-    kind = bare(info)
-    if isinstance(kind, msgspec.inspect.DictType):
-        return click.Option(
-            [f"--{field.encode_name.replace('_', '-').removesuffix('s')}", field.name],
-            metavar="KEY=VALUE",
-            multiple=True,
-            help=str(schema.get("description", "")) + "; can be repeated",
-        )
-    known = () if isinstance(kind, msgspec.inspect.BoolType) else choices(kind)
-    kinds = [type(one).__name__.removesuffix("Type") for one in getattr(kind, "types", [kind])]
-    metavar = "|".join(known or kinds).replace("Tuple", "List")
-    return click.Option(
-        [f"--{field.encode_name.replace('_', '-')}", field.name],
-        metavar=f"[{metavar}]" if known else metavar.upper(),
-        help=str(schema.get("description", "")) + default,
-    )
-
-
-def shown_default(field: msgspec.structs.FieldInfo) -> str:
-    """The default as one writes it after `--set section.key=`; "" if it is nothing."""
-    value = field.default
-    if field.default_factory is not msgspec.NODEFAULT:
-        value = field.default_factory()
-    if value is None or value is msgspec.NODEFAULT or value is msgspec.UNSET or value == "":
-        return ""
-    return value if isinstance(value, str) else json.dumps(msgspec.to_builtins(value))
-
-
-def _first_line(cls: type[Any]) -> str:
-    return (cls.__doc__ or "").strip().splitlines()[0]

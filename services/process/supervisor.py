@@ -26,6 +26,7 @@ from umbra.proto.net.session import REPLACES_VARIABLE
 from umbra.services.process.child import Usage, describe_exit, own_exit_code
 
 _LOOK_S = 0.02
+FIRST_S = 0.5  # until the first restart
 # The same would happen again.
 FINAL_CODES = tuple(
     error.exit_code for error in (UsageError, RejectedError, DivergedError, FailedSamplesError)
@@ -33,34 +34,14 @@ FINAL_CODES = tuple(
 ASKED_CODES = (0, -signal.SIGTERM)  # how a process may end that was asked to
 
 
-@dataclass(slots=True, kw_only=True)
-class RestartPolicy:
-    """When a process that failed is started again: after a growing pause, and not for ever."""
-
-    first_s: float = 0.5  # until the first restart; doubles with every restart in the window
-    most_s: float = math.inf  # the longest pause
-    limit: int = 5  # restarts within the window; one more failure is final
-    window_s: float = 60.0
-    _restarts: deque[float] = field(default_factory=deque[float])
-
-    def failed(self, now: float) -> float | None:
-        """The process failed at `now`: seconds until its restart, or None for never."""
-        while self._restarts and now - self._restarts[0] > self.window_s:
-            self._restarts.popleft()
-        if len(self._restarts) >= self.limit:
-            return None
-        delay = min(self.most_s, self.first_s * 2 ** len(self._restarts))
-        self._restarts.append(now)
-        return delay
-
-
 @dataclass(frozen=True, slots=True)
 class Program:
     """A process to run: stopped in the order of `wave`.
 
-    One that `recovers` is started again when it fails, and can take up its work. The run can do
-    without an `elastic` one, while there is another; the loss of any other ends it. `policy` says
-    how often it is started again, if not as often as others; `environ` is added to its environment.
+    One that `recovers` is started again when it fails, and can take up its work: after a pause that
+    doubles from `FIRST_S`, `restarts` times within `window_s`; one more failure is final. The run
+    can do without an `elastic` one, while there is another; the loss of any other ends it.
+    `environ` is added to its environment.
     """
 
     name: str
@@ -68,7 +49,8 @@ class Program:
     wave: int
     elastic: bool = False
     recovers: bool = False
-    policy: Callable[[], RestartPolicy] | None = None
+    restarts: int = 5
+    window_s: float = 60.0
     environ: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -103,7 +85,7 @@ GOAL_S = 600.0  # for the goal to be reached once another has left: it may write
 @dataclass(slots=True)
 class _Slot:
     program: Program
-    policy: RestartPolicy
+    failed_at: deque[float] = field(default_factory=deque[float])  # and was started again
     child: Child | None = None
     pid: int = 0  # of the last child
     restart_at: float | None = None
@@ -133,18 +115,15 @@ class Supervisor:
         goal: str = "",
         report: Callable[[str], None],
         last_line: Callable[[str], str] = lambda _name: "",
-        policy: Callable[[], RestartPolicy] = RestartPolicy,
         stop_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.failure: Failure | None = None
-        self.stopped_badly: Failure | None = None  # the first that did when it was asked to stop
         self.draining = False
         self._spawn = spawn
         self._goal = goal
         self._report = report
         self._last_line = last_line
-        self._policy = policy
         self._stop_s = stop_s
         self._clock = clock
         self._slots: dict[str, _Slot] = {}
@@ -154,7 +133,7 @@ class Supervisor:
         self._reached = False
 
     def start(self, program: Program) -> None:
-        slot = self._slots[program.name] = _Slot(program, (program.policy or self._policy)())
+        slot = self._slots[program.name] = _Slot(program)
         slot.child = self._spawn(program)
         slot.pid = slot.child.pid
 
@@ -243,10 +222,7 @@ class Supervisor:
         name, how = slot.program.name, describe_exit(code)
         if self.draining:
             if code not in ASKED_CODES and not slot.killed:
-                reason = f"{name} stopped with {how}{self._said(name)}"
-                self._report(reason)
-                failure = Failure(reason, name, own_exit_code(code), code)
-                self.stopped_badly = self.stopped_badly or failure
+                self._report(f"{name} stopped with {how}{self._said(name)}")
         elif code == 0:
             self._reached = self._reached or name == self._goal
             first = self._finishing_since is None and not slot.program.elastic
@@ -262,9 +238,13 @@ class Supervisor:
         if self._finishing_since is not None and slot.program.elastic:
             self._report(f"{name} ended with {how} as the run was finishing")
             return
-        delay = None if code in FINAL_CODES else slot.policy.failed(self._clock())
-        if delay is not None:
-            slot.restart_at = self._clock() + delay
+        now, failed_at = self._clock(), slot.failed_at
+        while failed_at and now - failed_at[0] > slot.program.window_s:
+            failed_at.popleft()
+        if code not in FINAL_CODES and len(failed_at) < slot.program.restarts:
+            delay = FIRST_S * 2 ** len(failed_at)
+            failed_at.append(now)
+            slot.restart_at = now + delay
             self._report(f"{name} ended ({how}): restart {slot.restarts + 1} in {delay:g} s")
             return
         again = f" again, after {slot.restarts} restarts" if slot.restarts else ""

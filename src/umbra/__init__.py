@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from umbra._version import __version__
 
 if TYPE_CHECKING:
-    from umbra.deploy.python.run import RemoteRun, Run, Step, attach
+    from umbra.deploy.python.run import Run, Step, attach
     from umbra.deploy.python.train import train
     from umbra.proto.errors import UmbraError, UsageError
     from umbra.services.environments.protocol import (
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Environment",
     "Opening",
-    "RemoteRun",
     "Run",
     "SampleError",
     "Step",
@@ -43,7 +42,6 @@ __all__ = [
 _HOMES = {
     "Environment": "umbra.services.environments.protocol",
     "Opening": "umbra.services.environments.protocol",
-    "RemoteRun": "umbra.deploy.python.run",
     "Run": "umbra.deploy.python.run",
     "SampleError": "umbra.services.environments.protocol",
     "Step": "umbra.deploy.python.run",

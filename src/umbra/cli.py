@@ -72,7 +72,6 @@ COMMANDS: dict[str, SubCommand] = {
     "runs": SubCommand(
         "umbra.deploy.commands.runs:command", "List runs, or print rollouts of one."
     ),
-    "chat": SubCommand("umbra.deploy.commands.chat:command", "Talk to the trained model of a run."),
     "report": SubCommand(
         "umbra.deploy.report.page:command", "Write a run as a page, and its timeline."
     ),
@@ -108,7 +107,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Run": ("up", "plan", "keys"),
     "Watch": ("monitor", "status"),
     "Steer": ("pause", "resume", "checkpoint", "drain"),
-    "Look back": ("runs", "chat", "report", "eval", "export"),
+    "Look back": ("runs", "report", "eval", "export"),
     "Services": ("buffer", "weight-hub", "trainer", "generator", "scorer", "run-agents"),
 }
 

@@ -49,10 +49,6 @@ def mistake(*overrides: str, **environ: str) -> str:
 # -- where values come from -----------------------------------------------------------------------
 
 
-def test_defaults() -> None:
-    assert load() == RunConfig()
-
-
 def test_flags_beat_the_environment_which_beats_the_file(tmp_path: Path) -> None:
     text = "[run]\nsteps = 1\nseed = 1\nname = 'file'"
     environ = {"UMBRA_RUN__STEPS": "2", "UMBRA_RUN__SEED": "2"}
@@ -60,20 +56,10 @@ def test_flags_beat_the_environment_which_beats_the_file(tmp_path: Path) -> None
     assert (run.steps, run.seed, run.name, run.dir) == (3, 2, "file", "runs")
 
 
-def test_the_last_override_wins() -> None:
-    assert load(overrides=("run.steps=3", "run.steps=4")).run.steps == 4
-
-
-def test_other_variables_are_left_alone() -> None:
-    environ = {"UMBRA_READY_FD": "5", "HOME__X": "y", "umbra_run__steps": "7"}
-    assert load(environ=environ) == RunConfig()
-
-
 @pytest.mark.parametrize(
     ("override", "section", "key", "value"),
     [
         ("trainer.learning_rate=3e-4", "trainer", "learning_rate", 3e-4),
-        ("trainer.learning_rate=1", "trainer", "learning_rate", 1.0),
         ("trainer.betas=[0.9, 0.99]", "trainer", "betas", (0.9, 0.99)),
         ("data.shuffle=false", "data", "shuffle", False),
         ("trainer.activation_checkpointing=true", "trainer", "activation_checkpointing", True),
@@ -84,10 +70,7 @@ def test_other_variables_are_left_alone() -> None:
             "every 2",
         ),
         ("trainer.profile_steps=[2, 5]", "trainer", "profile_steps", [2, 5]),
-        ("generator.kv_policy=recompute", "generator", "kv_policy", "recompute"),
-        ("run.name=5", "run", "name", "5"),
         ("run.name=a=b", "run", "name", "a=b"),
-        ("run.broker=tcp://*:5555", "run", "broker", "tcp://*:5555"),
         (" run.steps = 5 ", "run", "steps", 5),
         ("environment.options.tries=3", "environment", "options", {"tries": 3}),
         ("environment.options.a.b=x", "environment", "options", {"a": {"b": "x"}}),
@@ -96,11 +79,6 @@ def test_other_variables_are_left_alone() -> None:
 )
 def test_overrides(override: str, section: str, key: str, value: Any) -> None:
     assert getattr(getattr(load(overrides=(override,)), section), key) == value
-
-
-def test_a_variable_reaches_into_a_table() -> None:
-    config = load(environ={"UMBRA_ENVIRONMENT__OPTIONS__TRIES": "3"})
-    assert config.environment.options == {"tries": 3}
 
 
 def test_an_override_keeps_the_rest_of_a_table(tmp_path: Path) -> None:
@@ -137,12 +115,8 @@ def test_as_dict_is_the_whole_tree() -> None:
     ("override", "told"),
     [
         ("run.steps=0", "run.steps must be an integer >= 1, not 0"),
-        ("run.steps=many", 'run.steps must be an integer >= 1, not "many"'),
-        ("run.steps=1.5", "run.steps must be an integer >= 1, not 1.5"),
-        ("run.steps=", 'run.steps must be an integer >= 1, not ""'),
         ("run.name=", 'run.name must be text that is not empty, not ""'),
         ("trainer.learning_rate=0", "trainer.learning_rate must be a number > 0, not 0"),
-        ("trainer.learning_rate=inf", "trainer.learning_rate must be a number > 0, not Infinity"),
         ("trainer.learning_rate=nan", "trainer.learning_rate must be a number > 0, not NaN"),
         ("sampling.top_p=2", "sampling.top_p must be a number > 0 and <= 1, not 2"),
         ("trainer.betas=[0.9]", "trainer.betas must be a list of 2 numbers, not [0.9]"),
@@ -162,7 +136,6 @@ def test_as_dict_is_the_whole_tree() -> None:
         ("run.zzz=3", "unknown key run.zzz; known: name, dir, steps, seed, broker"),
         ("steps=3", "unknown section 'steps'; did you mean run.steps?"),
         ("trainr.threads=3", "unknown section 'trainr'; did you mean trainer?"),
-        ("zzz.a=3", "unknown section 'zzz'; known: run, model, data"),
         ("run=3", "write it as section.key=value, here run.key=value"),
         ("run.steps", "write it as section.key=value"),
     ],
@@ -254,16 +227,6 @@ def test_a_file_that_is_not_toml(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_is_not_json(tmp_path: Path) -> None:
-    file = tmp_path / "run.json"
-    file.write_text("{", encoding="utf-8")
-    with pytest.raises(UsageError, match=r"run\.json is not valid JSON: "):
-        load_config(file, environ={})
-    file.write_text("[]", encoding="utf-8")
-    with pytest.raises(UsageError, match="must be an object with a key per section"):
-        load_config(file, environ={})
-
-
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"nothing\.toml does not exist$"):
         load_config(tmp_path / "nothing.toml", environ={})
@@ -281,24 +244,14 @@ def test_a_file_from_an_editor_that_marks_its_encoding(tmp_path: Path) -> None:
 # -- the tree itself ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("section", "field"), FIELDS, ids=[f"{section}.{field.name}" for section, field in FIELDS]
-)
-def test_every_field_is_described_and_has_a_default(section: str, field: introspect.Field) -> None:
-    assert isinstance(field.type, introspect.Metadata), f"{section}.{field.name} has no description"
-    description = (field.type.extra_json_schema or {}).get("description", "")
-    assert description
-    assert not description.endswith(".")
-    assert not field.required
-
-
-@pytest.mark.parametrize("section", SECTION_TYPES)
-def test_every_section_says_what_it_is(section: str) -> None:
-    assert (SECTION_TYPES[section].__doc__ or "").strip()
-
-
-def test_every_default_is_valid() -> None:
-    assert msgspec.convert(as_dict(RunConfig()), RunConfig) == RunConfig()
+def test_every_field_is_described_and_has_a_default() -> None:
+    assert all((section.__doc__ or "").strip() for section in SECTION_TYPES.values())
+    for section, field in FIELDS:
+        where = f"{section}.{field.name}"
+        assert isinstance(field.type, introspect.Metadata), where
+        description = (field.type.extra_json_schema or {}).get("description", "")
+        assert description and not description.endswith("."), where
+        assert not field.required, where
 
 
 def test_no_name_of_ours_is_taken_for_that_of_another_system() -> None:

@@ -7,9 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import click
 import pytest
-from project.test_cli_help import every_command
 
 from umbra import cli
 from umbra.services.config.loader import SECTIONS
@@ -33,13 +31,6 @@ def test_every_key_has_a_meaning() -> None:
     twice = len(SECTIONS["environment"])  # which [[environments]] have too
     assert len(keys) == sum(len(SECTIONS[section]) for section in READERS) - twice
     assert [key for key in keys if not key.meaning] == []
-
-
-def test_no_help_speaks_of_how_it_is_made() -> None:
-    for name, command in every_command():
-        text = command.get_help(click.Context(command))
-        for word in ("NODEFAULT", "TUPLE", "UNSET", "Sentinel", "<class", "None]"):
-            assert word not in text, f"{name}: {word}"
 
 
 def test_every_command_is_in_one_section_of_the_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,25 +72,6 @@ def test_what_cannot_work_is_refused(keys: list[str], told: str) -> None:
     assert "; " not in message, "one fault, one sentence"
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        ["kl_coef=0.1", 'buffer.stages=["ref_logp"]'],
-        ["objective=decoupled", "proximal=stage", 'buffer.stages=["logp"]'],
-        ["objective=tis", "proximal=interpolate"],
-        ["objective=reinforce_pp", "kl_coef=0.01", 'buffer.stages=["ref_logp"]'],
-        ["objective=icepop", "dual_clip=3"],
-        ["overlong_buffer=16", "overlong_filter=true"],
-    ],
-)
-def test_combinations_that_work(keys: list[str]) -> None:
-    config = trainer(*keys)
-    check_feasible(config)
-    names = {key.partition("=")[0] for key in keys} - {"objective", "buffer.stages"}
-    assert names <= config.trainer.chosen.keys()
-    assert not names & config.trainer.implied.keys(), "a key that is set is not the preset's"
-
-
 def test_what_a_preset_implies_is_what_no_key_says_and_something_reads() -> None:
     shown = trainer("objective=dapo", "clip_low=0.1").trainer.implied
     assert shown["clip_high"] == 0.28

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from fakes.clusters import cluster, run_config
-from fakes.ports import reserved_port
 
 from umbra import cli
-from umbra.deploy.check import command, machine
-from umbra.deploy.check.hardware import GIB
-from umbra.deploy.check.machine import Finding, Gpu, GpusSeen, as_text, has_problem
-from umbra.proto.errors import UmbraError, UsageError
+from umbra.deploy.check import machine
+from umbra.deploy.check.hardware import GIB, Gpu, GpusSeen
+from umbra.deploy.check.machine import Finding, as_text, has_problem
+from umbra.proto.errors import UmbraError
 from umbra.proto.net.keys import make_keys
 
 H200 = Gpu("H200", 140 * GIB, 139 * GIB)
@@ -118,45 +114,6 @@ def test_without_a_run_the_machine_is_shown(capsys: pytest.CaptureFixture[str]) 
     assert {"umbra", "packages", "GPUs", "plane shm", "/dev/shm", "host memory"} <= {
         one["subject"] for one in told["checks"]
     }
-
-
-# -- a cluster -------------------------------------------------------------------------------------
-
-
-def raising(error: OSError) -> Callable[..., Any]:
-    def fail(*_address: object, **_more: object) -> None:
-        raise error
-
-    return fail
-
-
-def test_nodes_that_answer_and_that_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    with reserved_port() as silent:  # where nobody listens
-        port = silent.getsockname()[1]
-        assert machine.reach("b", "127.0.0.1", port).level == "ok"
-    with socket.create_server(("127.0.0.1", 0)) as used:
-        found = machine.reach("b", "127.0.0.1", used.getsockname()[1])
-    assert found.level == "ok" and "in use" in found.text
-    for error, remedy in (
-        (socket.gaierror(-2, "Name or service not known"), "give it as a number"),
-        (TimeoutError(), "open ports 5555 to 5564 on b"),
-        (OSError(113, "No route to host"), "correct the address of b"),
-        (OSError(22, "Invalid argument"), "see that b runs"),
-    ):
-        monkeypatch.setattr(socket, "create_connection", raising(error))
-        found = machine.reach("b", "10.0.0.1", 5555)
-        assert found.level == "problem" and remedy in found.remedy
-
-
-def test_a_cluster_is_planned_and_its_nodes_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket, "create_connection", raising(ConnectionRefusedError()))
-    monkeypatch.setattr(command, "load_cluster", lambda _: cluster(4, 4))
-    found = list(command._look_at_cluster(Path("cluster.toml"), run_config()))
-    assert [one.subject for one in found] == ["plan", "plan", "node a", "node b"]
-    unfit = cluster(1, groups=["train", "generate", "reward"])
-    monkeypatch.setattr(command, "load_cluster", lambda _: unfit)
-    with pytest.raises(UsageError, match="groups names reward"):
-        list(command._look_at_cluster(Path("cluster.toml"), run_config()))
 
 
 EVIL = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from transformers import Qwen3Config
@@ -39,12 +40,12 @@ def test_the_fullest_micro_batch(
     assert fullest(pack_tokens, micro_tokens, max_context) == expected
 
 
-@pytest.mark.parametrize("longest", [40, 100, 300])
+@pytest.mark.parametrize("longest", [40, 300])
 def test_no_micro_batch_is_fuller(longest: int) -> None:
     """Whatever the lengths of the samples: neither tokens nor pairs of a masked row."""
     tokens, width = fullest(64, 512, longest)
     generator = torch.Generator().manual_seed(longest)
-    for _ in range(50):
+    for _ in range(10):
         lengths = torch.randint(2, longest + 1, (60,), generator=generator)
         for micro in pack(_tokens(lengths), pack_tokens=64, micro_tokens=512):
             rows, columns = micro.input_ids.shape
@@ -106,17 +107,6 @@ def test_ranks_share_what_is_sharded() -> None:
     assert found["rows of a tensor while it is read"] == 4 * 4 * GB
 
 
-def test_sgd_without_momentum_has_no_moments() -> None:
-    keys = ("trainer.optimizer=sgd", "trainer.betas=[0.0, 0.9]")
-    assert amounts(settings(*keys))["moments, sgd"] == 0
-    assert amounts(settings("trainer.optimizer=sgd"))["moments, sgd"] == 40 * GB
-
-
-def test_a_critic_of_its_own_counts_once_more() -> None:
-    one, two = amounts(settings()), amounts(settings("trainer.objective=ppo_critic"))
-    assert two["critic: moments, adamw"] == one["moments, adamw"]
-
-
 def places(*overrides: str) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes of the trainer on its GPU and in host memory, by purpose."""
     (trainer, *_) = needs(settings(*overrides), SIZES, gpu=GPU, host=HOST)
@@ -166,11 +156,6 @@ def test_a_critic_has_float32_weights_beside_its_moments() -> None:
     device, host = places(*keys, "trainer.offload=all", "trainer.ranks=2")
     assert host["critic: weights, float32"] == 20 * GB
     assert "critic: moments, adamw" not in device
-
-
-def test_moments_in_8_bits() -> None:
-    """Two of a byte, and a scale for each block of 128."""
-    assert amounts(settings("trainer.optimizer=adamw8bit"))["moments, adamw8bit"] == 20_625 * 10**6
 
 
 def test_a_generator_and_its_cache() -> None:
@@ -237,11 +222,11 @@ LARGE = Machine((10**12,), "large", 10**13, 10**13)
             ["trainer rank and generator need", "give the generator other GPUs"],
         ),
         (
-            dataclasses.replace(LARGE, shm=30 * GB),
+            msgspec.structs.replace(LARGE, shm=30 * GB),
             [],
             ["/dev/shm has 27.9 GiB", "37.3 GiB", "weight_hub.slots = 2"],
         ),
-        (dataclasses.replace(LARGE, host=100 * GB), [], ["the host has 93.1 GiB of memory"]),
+        (msgspec.structs.replace(LARGE, host=100 * GB), [], ["the host has 93.1 GiB of memory"]),
         (
             Machine((25 * GB,), "g", 10**13, 10**13),
             ["generator.engine=vllm", "generator.max_context=1000000"],
@@ -259,11 +244,11 @@ def test_what_does_not_fit_names_the_key_to_change(
 
 def test_room_for_fewer_sequences_than_slots_is_told() -> None:
     keys = ("generator.engine=vllm", "generator.device=cuda:1", "generator.max_context=100000")
-    found = judge(settings(*keys), SIZES, dataclasses.replace(LARGE, gpus=(250 * GB,)))
+    found = judge(settings(*keys), SIZES, msgspec.structs.replace(LARGE, gpus=(250 * GB,)))
     assert not found.faults
     assert "sequences of generator.max_context = 100000" not in "".join(found.notes)
     keys = (*keys, "generator.slots=2000")
-    found = judge(settings(*keys), SIZES, dataclasses.replace(LARGE, gpus=(250 * GB,)))
+    found = judge(settings(*keys), SIZES, msgspec.structs.replace(LARGE, gpus=(250 * GB,)))
     assert "of generator.slots = 2000" in found.notes[0]
 
 

@@ -10,7 +10,7 @@ import pytest
 from fakes.looks import member, status
 from rich.console import Console
 
-from umbra.deploy.commands.demo import WORDS, closing_words
+from umbra.deploy.commands.demo import closing_words
 from umbra.deploy.files import shown
 from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.files.shown import COLUMNS, command_line, print_facts
@@ -31,9 +31,7 @@ def test_figures_and_commands_fit_into_80_columns(
     lines = list(closing_words(tmp_path / "runs" / RUN_ID))
     assert max(len(line) for text in lines for line in text.split("\n")) <= COLUMNS
     text = "\n".join(lines)
-    for name, _ in WORDS:
-        assert f"  {name} " in text
-    for command in (f"runs runs/{RUN_ID} --worst", f"chat runs/{RUN_ID}", "init my-run"):
+    for command in (f"runs runs/{RUN_ID} --worst", "init my-run"):
         assert f"umbra {command}\n" in text, command
 
 
@@ -42,12 +40,12 @@ def test_a_command_names_the_run_so_that_it_fits(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(shown, "shown_command", lambda: "umbra")
-    assert command_line("chat", tmp_path / "runs" / "a") == "umbra chat runs/a"
-    assert command_line("chat", tmp_path / "my runs" / "a") == "umbra chat 'my runs/a'"
+    assert command_line("report", tmp_path / "runs" / "a") == "umbra report runs/a"
+    assert command_line("report", tmp_path / "my runs" / "a") == "umbra report 'my runs/a'"
     elsewhere = Path("/elsewhere") / ("x" * COLUMNS)
-    assert command_line("chat", elsewhere) == f"umbra chat {elsewhere}"  # no id would find it
+    assert command_line("report", elsewhere) == f"umbra report {elsewhere}"  # no id would find it
     long = "y" * COLUMNS
-    assert command_line("chat", tmp_path / "runs" / long) == f"umbra chat {long}"
+    assert command_line("report", tmp_path / "runs" / long) == f"umbra report {long}"
 
 
 def test_the_outcome_wraps_between_words_and_keeps_paths_whole(

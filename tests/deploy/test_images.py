@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -13,7 +11,6 @@ import jsonschema
 import pytest
 import yaml
 from fakes.clusters import PLANS, SCHEMAS, launched, parse_planned
-from fakes.slowness import limit
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
@@ -77,12 +74,6 @@ def test_every_image_that_is_planned_has_a_target() -> None:
     assert planned <= set(EXTRAS) <= set(stages())
 
 
-def test_everything_is_built_on_the_base_that_is_given() -> None:
-    assert LINES[0].startswith("ARG BASE=")
-    for parent, *_ in stages().values():
-        assert parent == "${BASE}" or parent in stages()
-
-
 def test_nothing_runs_as_root() -> None:
     for target in EXTRAS:
         assert user_of(target) == "10001:10001"
@@ -99,57 +90,6 @@ def test_a_target_installs_what_it_is_for_and_all_of_it_is_pinned(target: str) -
             continue  # vLLM chooses
         assert name in pinned, f"{name} is not in deploy/images/constraints*.txt"
         assert requirement.specifier.contains(pinned[name]), requirement
-
-
-@pytest.mark.parametrize("target", EXTRAS)
-def test_what_is_installed_is_what_the_extras_ask_for(target: str) -> None:
-    done = subprocess.run(
-        [sys.executable, IMAGES / "requirements.py", *EXTRAS[target]],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=limit(30),
-    )
-    assert {Requirement(line) for line in done.stdout.splitlines()} == set(wanted(EXTRAS[target]))
-
-
-def test_a_change_of_the_sources_installs_nothing_again() -> None:
-    """The layers with what others have written are made before the sources are copied."""
-    for target in EXTRAS:
-        before = [*stages()["env"], *stages()[f"{target}-env"]]
-        copied = " ".join(line for line in before if line.startswith("COPY "))
-        assert not re.findall(r"\b(src|services|proto)\b", copied)
-        dependencies, sources = [line for line in stages()[target] if line.startswith("COPY ")]
-        assert dependencies == f"COPY --from={target}-env /opt/umbra /opt/umbra"
-        assert sources == "COPY --from=package /opt/umbra /opt/umbra"
-
-
-@pytest.mark.parametrize("has_headers", [True, False])
-def test_python_s_headers_are_installed_where_the_base_has_none(
-    tmp_path: Path, has_headers: bool
-) -> None:
-    """`tasks` has a dependency in C, and Triton compiles against them."""
-    headers = tmp_path / "include"
-    headers.mkdir()
-    if has_headers:
-        (headers / "Python.h").touch()
-    asked = tmp_path / "asked"
-    for name, text in {"python3": f"echo {headers}", "apt-get": f'echo "$@" >> {asked}'}.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
-        (tmp_path / name).chmod(0o755)
-    (tmp_path / "rm").symlink_to("/bin/true")  # the machine's own lists stay
-    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
-    script = IMAGES / "install_compiler.sh"
-    subprocess.run(["sh", script, "gcc"], env=environ, check=True, timeout=limit(30))
-    (install,) = [line for line in asked.read_text().splitlines() if line.startswith("install")]
-    assert install.split()[1:] == [
-        *("-y", "--no-install-recommends", "gcc"),
-        *([] if has_headers else ["python3-dev"]),
-    ]
-    asked.unlink()
-    subprocess.run(["sh", script], env=environ, check=True, timeout=limit(30))
-    assert not asked.exists()
 
 
 def test_the_broker_has_no_torch() -> None:

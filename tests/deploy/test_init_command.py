@@ -12,8 +12,8 @@ from click.testing import CliRunner
 from fakes.slowness import limit
 
 from umbra import cli
+from umbra.deploy.check.choose import choose
 from umbra.deploy.check.hardware import Machine
-from umbra.deploy.check.machine_defaults import choose
 from umbra.deploy.commands import init as init_command
 from umbra.deploy.commands.init import REWARDS, command, run_file
 from umbra.services.config import RunConfig

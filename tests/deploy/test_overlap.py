@@ -17,17 +17,6 @@ def covered(intervals: list[tuple[float, float]]) -> set[int]:
     return {cell for start, end in intervals for cell in range(int(start), int(end))}
 
 
-def test_worked_example() -> None:
-    # In [3, 10) training covers [4, 6) and [8, 10), decoding [3, 5) and [7, 9).
-    training, decoding = [(8, 10), (0, 2), (4, 6)], [(3, 5), (7, 8), (7.5, 9)]
-    result = overlap(training, decoding, [(0, 12)], (3, 10))
-    assert result is not None
-    assert result.window_s == 7
-    assert result.trainer_busy == pytest.approx(4 / 7)
-    assert result.generator_busy == pytest.approx(4 / 7)
-    assert result.both_busy == pytest.approx(2 / 7)
-
-
 def test_time_in_which_nothing_ran_does_not_count() -> None:
     """The run was ended after 4 s and taken up again a day later."""
     day = 86_400.0
@@ -35,11 +24,6 @@ def test_time_in_which_nothing_ran_does_not_count() -> None:
     result = overlap([(2.0, 4.0), (day + 2.0, day + 4.0)], work, work, (0.0, day + 4.0))
     assert result is not None
     assert (result.window_s, result.generator_busy, result.trainer_busy) == (8.0, 1.0, 0.5)
-
-
-def test_nothing_ran() -> None:
-    assert overlap([], [], [], (0.0, 1.0)) is None
-    assert overlap([(2.0, 3.0)], [], [(2.0, 3.0)], (0.0, 1.0)) is None
 
 
 @given(spans, spans)

@@ -63,11 +63,6 @@ def test_all_units_are_given_and_nobody_is_far_from_its_due(case: tuple[list[int
         assert count > ratio * units - 1 - forced
 
 
-def test_what_nobody_can_use_stays_idle() -> None:
-    assert divide([Fraction(1, 3), Fraction(2, 3)], 4, [1, None]) == [1, 3]
-    assert divide([Fraction(1)], 1, [1]) == [1]
-
-
 @pytest.mark.parametrize(
     ("ratios", "groups", "told"),
     [
@@ -115,14 +110,6 @@ def test_fewer_nodes_than_groups_are_divided_by_gpus() -> None:
     assert "ratio 0.3 x 16 GPUs = 4.8, rounded to 5" in table(plan)
 
 
-def test_one_node() -> None:
-    found = by_task(PLANS["one node"])
-    assert found["train"] == [("a", (0, 1))]  # it is placed first
-    assert found["logp"] == [("a", (2,)), ("a", (3,))]
-    assert "relay" not in found
-    assert by_task(PLANS["one GPU"])["generate"] == [("a", (0,))]
-
-
 def test_without_gpus_processes_are_dealt() -> None:
     found = by_task(PLANS["no GPUs"])
     assert found["train"] == [("a", ())]
@@ -135,24 +122,11 @@ def test_without_gpus_processes_are_dealt() -> None:
     assert by_task(plan_of(0))["generate"] == [("a", ())]
 
 
-def test_a_node_without_gpus_holds_the_buffer_and_rewards() -> None:
-    plan = PLANS["head without GPUs"]
-    assert [process.task for process in plan.on(plan.nodes[0])] == ["buffer"] + ["reward"] * 3
-    placed = plan_of(4, 4, broker="b")
-    assert placed.the("buffer").node.name == "b"
-
-
 def test_fewer_ranks_than_gpus_leave_some_idle() -> None:
     plan = plan_of(8, 8, overrides=("trainer.ranks=4",))
     assert plan.the("train").gpus == (0, 1, 2, 3)
     assert plan.idle(plan.nodes[0]) == [4, 5, 6, 7]
     assert "4-7   -              idle" in table(plan)
-
-
-def test_an_engine_may_have_several_gpus() -> None:
-    plan = plan_of(4, 7, overrides=("generator.tensor_parallel=2",))
-    assert by_task(plan)["generate"] == [("b", (0, 1)), ("b", (2, 3)), ("b", (4, 5))]
-    assert plan.idle(plan.nodes[1]) == [6]
 
 
 def test_names_are_unique_and_gpus_exist() -> None:
@@ -198,8 +172,6 @@ def test_names_are_unique_and_gpus_exist() -> None:
         ((8,), ("logp",), (), {}, "cluster.groups lacks logp"),
         ((8,), (), (), {"groups": ["train", "generate", "logp"]}, "names logp, but buffer.stages"),
         ((8,), (), (), {"groups": ["actor-train", "generate"]}, "actor-train is called train here"),
-        ((8,), (), (), {"groups": ["train", "generate", "train"]}, "names train twice"),
-        ((8,), (), (), {"groups": ["train", "sleep"]}, "unknown task 'sleep'; known: train"),
         (
             (8,),
             ("reward",),
@@ -208,8 +180,6 @@ def test_names_are_unique_and_gpus_exist() -> None:
             "gives nodes to reward alone, which needs no GPU",
         ),
         ((8,), (), ("weight_hub.plane=nccl",), {}, "set cluster.network to host"),
-        ((8,), (), ("model.path=",), {}, "model.path is empty"),
-        ((8,), (), ("weight_hub.plane=cuda_ipc",), {}, "leave it on auto"),
     ],
 )
 def test_a_plan_that_cannot_be_met_is_refused_with_the_numbers(
@@ -262,32 +232,22 @@ GOOD = '[cluster]\ngroups = ["train", "generate"]\n[[nodes]]\nname = "a"\naddres
         ),
         (GOOD + "gpu = 3\n", "nodes[0]: unknown key gpu; did you mean gpus?"),
         (GOOD + "gpus = 'x'\n", "nodes[0].gpus: expected `int`, got `str`"),
-        (GOOD + "gpus = -1\n", "nodes[0].gpus: expected `int` >= 0"),
         (GOOD.replace('"a"', '"A b"'), "nodes[0].name: expected `str` matching regex"),
         (
             GOOD.replace("[cluster]", "[clutser]"),
             "unknown section [clutser]; did you mean cluster?",
         ),
         (GOOD + '[[nodes]]\nname = "a"\naddress = "i"\n', "two nodes have the name a"),
-        (GOOD + '[[nodes]]\nname = "b"\naddress = "h"\n', "two nodes have the address h"),
         (GOOD.replace("groups", "broker = 'c'\ngroups"), "cluster.broker = c is no node"),
         ("[cluster]\n", "there are no nodes"),
-        (GOOD.replace("address", "#"), "nodes[0]: object missing required field `address`"),
-        ("[[nodes", "is not valid TOML"),
         (
             GOOD + "[cluster.slurm]\ntimes = '1'\n",
             "cluster.slurm: unknown key times; did you mean time",
-        ),
-        (GOOD + "[cluster.slurm]\noptions = ['-w x']\n", "cluster.slurm.options[0]: expected"),
-        (
-            GOOD + "[cluster.kubernetes]\nstorage = 5\n",
-            "cluster.kubernetes.storage: expected `str`",
         ),
         (
             GOOD.replace("groups", "memory_gib = {generates = 3}\ngroups"),
             "cluster.memory_gib: unknown task generates; did you mean generate",
         ),
-        (GOOD.replace("groups", "user = 'root'\ngroups"), "cluster.user: expected `str` matching"),
         (
             GOOD.replace('"a"', '"a.b"') + '[[nodes]]\nname = "a-b"\naddress = "i"\n',
             "two nodes are a-b where no dots are allowed",
@@ -326,9 +286,4 @@ def test_all_that_a_cluster_file_may_say(tmp_path: Path) -> None:
     assert spec.owner == (1000, 1000)
     assert spec.memory_gib == {"train": 200, "weight_hub": 0.5}
     assert spec.slurm.options == ["--constraint=a100", "--contiguous"]
-    assert spec.kubernetes.tolerations[0].effect == "NoSchedule"
-
-
-def test_a_cluster_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="does not exist"):
-        load_cluster(tmp_path / "none.toml")
+    assert spec.kubernetes.tolerations[0]["effect"] == "NoSchedule"

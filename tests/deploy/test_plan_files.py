@@ -7,7 +7,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import click
 import jsonschema
 import pytest
 import yaml
@@ -15,7 +14,6 @@ from fakes.clusters import (
     PLANS,
     RUN_ID,
     SCHEMAS,
-    cluster,
     launched,
     parse_planned,
     plan_of,
@@ -53,40 +51,12 @@ def test_every_planned_command_is_one_that_exists(
     for name, value in environment(plan, paths).items():
         monkeypatch.setenv(name, value)
     for process in plan.processes:
-        parse_planned(launch(plan, process, paths).command)
-        parse_planned(launch(plan, process, paths).health)
-
-
-def test_a_wrong_flag_is_noticed() -> None:
-    with pytest.raises(click.NoSuchOption):
-        parse_planned(["weight-hub", "--upstraem", "tcp://h:1"])
-    with pytest.raises(click.NoSuchOption):
-        parse_planned(["buffer", "--prots", "[1, 2, 3]"])
-
-
-FIELDS = (
-    *("--device", "--ranks", "--nodes", "--rendezvous"),
-    *("--ports", "--store"),
-)
-
-
-@plans
-def test_the_values_of_planned_flags_are_taken(plan: Plan) -> None:
-    """A flag's text fills a key of the configuration; so it must be one that the key allows."""
-    paths = container_paths(plan, "/m", keys=False)
-    sections = {"weight-hub": "weight_hub"}
-    for process in plan.processes:
-        section, *flags = launch(plan, process, paths).command
-        pairs = list(pairwise(flags))
-        overrides = [
-            f"{sections.get(section, section)}.{flag[2:].replace('-', '_')}={value}"
-            for flag, value in pairs
-            if flag in FIELDS or (flag.endswith("listen") and process.task == "weight_hub")
-        ]
-        overrides += [f"run.advertise={value}" for flag, value in pairs if flag == "--advertise"]
-        overrides += [value for flag, value in pairs if flag == "--set"]
-        assert overrides or process.task == "part"
-        load_config(overrides=overrides, environ={})
+        one = launch(plan, process, paths)
+        parse_planned(one.command)
+        parse_planned(one.health)
+        settings = [value for flag, value in pairwise(one.command) if flag == "--set"]
+        assert settings
+        load_config(overrides=settings, environ={})
 
 
 def test_ports_are_the_documented_ten() -> None:
@@ -111,14 +81,6 @@ def test_compose_files_hold_to_the_specification(plan: Plan) -> None:
     files = compose_files(plan)
     assert set(files) == {node.name for node in plan.nodes if plan.on(node)}
     for file in files.values():
-        jsonschema.Draft7Validator(schema).validate(file)
-
-
-def test_the_specification_is_really_checked() -> None:
-    schema = json.loads((SCHEMAS / "compose-spec.json").read_text(encoding="utf-8"))
-    file = compose_files(PLANS["one node"])["a"]
-    file["services"]["buffer"]["helthcheck"] = {}
-    with pytest.raises(jsonschema.ValidationError, match="helthcheck"):
         jsonschema.Draft7Validator(schema).validate(file)
 
 
@@ -180,9 +142,6 @@ def test_limits_of_the_cluster_file() -> None:
         "relay-b": {"memory": "9728m"},  # with the shared memory that it makes
         "generator-b-0": {"memory": "40960m"},
     }
-    schema = json.loads((SCHEMAS / "compose-spec.json").read_text(encoding="utf-8"))
-    for file in compose_files(plan).values():
-        jsonschema.Draft7Validator(schema).validate(file)
 
 
 def test_nodes_with_dots_and_with_names_for_addresses() -> None:
@@ -196,13 +155,6 @@ def test_nodes_with_dots_and_with_names_for_addresses() -> None:
     ports = first["services"]["buffer"]["ports"]
     assert not any("host_ip" in port for port in ports)  # Docker takes no names there
     assert "generator-gpu-2.example.com-0" in second["services"]
-
-
-def test_others_on_the_node_wait_for_the_buffer() -> None:
-    services = compose_files(PLANS["separate"])["a"]["services"]
-    assert services["logp-a-0"]["depends_on"] == {"buffer": {"condition": "service_healthy"}}
-    assert "depends_on" not in services["buffer"]
-    assert "depends_on" not in compose_files(PLANS["separate"])["b"]["services"]["ref-logp-b-0"]
 
 
 def test_images() -> None:
@@ -261,12 +213,6 @@ def test_the_configuration_beside_it_is_the_run_file_s(tmp_path: Path) -> None:
     assert read == plan.config
 
 
-def test_the_same_plan_gives_the_same_files() -> None:
-    formats = ("compose", "slurm", "kubernetes")
-    first = make_plan(cluster(1, 1), run_config(), RUN_ID)
-    assert render(first, *formats) == render(plan_of(1, 1), *formats)
-
-
 # -- models and prompts that are elsewhere --------------------------------------------------------
 
 
@@ -289,11 +235,3 @@ def test_what_is_elsewhere_is_fetched_into_a_volume_of_the_node() -> None:
     documents = list(yaml.safe_load_all(render(plan, "kubernetes")["kubernetes.yaml"]))
     claims = [d["metadata"]["name"] for d in documents if d["kind"] == "PersistentVolumeClaim"]
     assert sum(name.endswith("-cache") for name in claims) == 2
-
-
-def test_a_plan_of_files_has_no_such_volume() -> None:
-    plan = PLANS["one node"]
-    (home,) = compose_files(plan).values()
-    assert (
-        "cache" not in home["volumes"] and "HF_HOME" not in render(plan, "compose")["a/umbra.env"]
-    )

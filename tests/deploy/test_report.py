@@ -15,9 +15,8 @@ from fakes.slowness import limit
 
 from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.report.page import POINTS, command, recorded_look, write_report
-from umbra.deploy.report.recording import Figures, gather, recorded
+from umbra.deploy.report.recording import Figures
 from umbra.proto.errors import UsageError
-from umbra.services.reporting.figures import busy
 
 T0 = 1_700_000_000.0
 NODE = shutil.which("node")
@@ -94,27 +93,6 @@ def test_the_trace_has_the_spans_of_all_services(folder: RunFolder) -> None:
     assert push["ts"] == 1e6 * (T0 + 2.0)
     assert push["args"]["wire_s"] == 0.02
     assert spans["buffer", "eval of version 1"]["dur"] == 1e6
-
-
-def test_the_trace_names_its_tracks(folder: RunFolder) -> None:
-    write_report(folder)
-    trace = json.loads((folder.path / "trace.json").read_text())["traceEvents"]
-    names = {
-        (event["pid"], event["tid"]): event["args"]["name"]
-        for event in trace
-        if event.get("name") == "thread_name"
-    }
-    assert sorted(names.values()) == ["evals", "main", "main", "to generator-0"]
-    assert {(e["pid"], e["tid"]) for e in trace if e["ph"] == "X"} == set(names)
-    (counter,) = [event for event in trace if event["ph"] == "C"]
-    assert counter["args"] == {"queued": 2, "ready": 6}
-
-
-def test_figures(folder: RunFolder) -> None:
-    figures = gather(recorded([folder.path]))
-    assert figures.seconds["generator-0"] == {"decode": 3.0, "idle: work": 1.0}
-    assert busy(figures.seconds["generator-0"]) == 0.75
-    assert [one["step"] for one in figures.steps] == [1, 2]
 
 
 @needs_node

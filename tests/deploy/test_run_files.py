@@ -10,7 +10,7 @@ import pytest
 from umbra.deploy.files.run_folder import RunFolder, read_object, read_rows
 from umbra.proto.errors import UsageError
 from umbra.services.config import RunConfig
-from umbra.services.config.loader import load_config, to_json
+from umbra.services.config.loader import to_json
 
 
 @pytest.fixture
@@ -24,27 +24,6 @@ def folder(tmp_path: Path) -> RunFolder:
     made.samples.write_text('{"kind": "rollout"}\n')
     made.model.mkdir()
     return made
-
-
-def test_without_its_configuration_it_is_no_run(folder: RunFolder) -> None:
-    folder.config.unlink()
-    with pytest.raises(UsageError, match=r"is no run's folder: it has no config\.json"):
-        RunFolder.existing(folder.path)
-
-
-@pytest.mark.parametrize("left", [b"", b'{"run": {"st', b"[]"])
-def test_a_configuration_that_was_cut_off_is_refused_by_name(
-    folder: RunFolder, left: bytes
-) -> None:
-    folder.config.write_bytes(left)
-    with pytest.raises(UsageError, match=r"config\.json"):
-        load_config(str(folder.config))
-
-
-def test_without_its_origin_the_accuracy_is_measured_again(folder: RunFolder) -> None:
-    assert folder.read_origin()["before"] == {"accuracy": 0.5}
-    folder.origin.unlink()
-    assert folder.read_origin() == {}
 
 
 @pytest.mark.parametrize("left", [b"", b'{"search"', b"[]", b"[" * 10_000])

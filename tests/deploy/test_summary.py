@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from umbra.deploy.files.run_folder import RunFolder, StepFollower, last_lines, new_run_id, read_rows
+from umbra.deploy.files.run_folder import RunFolder, StepFollower
 from umbra.deploy.report.recording import gather
 from umbra.deploy.report.summary import RunOutcome, measure, summarise, summary_rows, write_summary
 from umbra.proto.errors import UsageError
@@ -101,18 +101,6 @@ def test_the_speed_of_two_steps_is_that_of_the_run() -> None:
     assert one["samples_per_s"] == pytest.approx(150 / 99.95)
 
 
-def test_waiting_is_not_busy_and_loading_weights_is() -> None:
-    rows = [
-        span("decode", 0, 4), span("idle", 4, 6), span("load_weights", 6, 8), span("decode", 8, 9),
-        span("wait_batch", 0, 6), span("train_step", 6, 9), span("wait_slot", 9, 9.5),
-        span("train_step", 9.5, 10), step(1),
-    ]  # fmt: skip
-    found = measure(gather(rows))["overlap"]
-    assert found["generator_busy"] == pytest.approx(0.7)
-    assert found["trainer_busy"] == pytest.approx(0.35)
-    assert found["both_busy"] == pytest.approx(0.3)
-
-
 def test_summary_of_a_good_run(folder: RunFolder) -> None:
     fill(folder)
     outcome = RunOutcome(
@@ -160,23 +148,10 @@ def test_summary_of_a_run_that_never_began(folder: RunFolder) -> None:
     assert dict(summary_rows(summary))["ended"] == "interrupted"
 
 
-def test_run_ids_sort_and_differ() -> None:
-    early, late = new_run_id("a", now=0.0), new_run_id("a", now=100_000.0)
-    assert early < late
-    assert len({new_run_id("a", now=0.0) for _ in range(8)}) > 1
-
-
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"run\.dir"):
         RunFolder.create(tmp_path / "file", "run")
-
-
-def test_last_lines(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    assert last_lines(path, 2) == []
-    path.write_text("x" * 20_000 + "\none\n\ntwo  \n")
-    assert last_lines(path, 2) == ["one", "two"]
 
 
 def test_a_follower_waits_for_whole_lines(tmp_path: Path) -> None:
@@ -189,10 +164,6 @@ def test_a_follower_waits_for_whole_lines(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write(second[9:] + '{"kind":"push"}\n')
     assert [row["step"] for row in follower.new()] == [2]
-
-
-def test_rows_of_no_file(tmp_path: Path) -> None:
-    assert list(read_rows(tmp_path / "none")) == []
 
 
 def test_the_ledger_of_a_buffer_that_was_killed_is_the_one_last_seen(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from fakes.trajectories import sample, trajectory
 
 from umbra.deploy.files.formats import to_toml
-from umbra.deploy.prepare.load import resolve_paths
+from umbra.deploy.prepare.load import located
 from umbra.proto.errors import UsageError
 from umbra.services.buffer.prompts import first_rows, open_prompts
 from umbra.services.config import DataConfig, NamedEnvironment, RunConfig
@@ -67,7 +67,7 @@ def test_a_run_file_has_several_and_is_written_back(tmp_path: Path) -> None:
     assert load_config(tmp_path / "back.json", environ={}) == config
     assert loaded(tmp_path, to_toml(as_dict(config))) == config
     (tmp_path / "sums.jsonl").write_text("{}")
-    resolved = resolve_paths(config, tmp_path / "run.toml").environments[1]
+    resolved = located(config, tmp_path / "run.toml").environments[1]
     assert resolved.prompts == str(tmp_path / "sums.jsonl")
 
 

@@ -12,10 +12,6 @@ PUSH = {
     "version": 40, "receiver": "generator-0", "plane": "shm", "bytes": 1000, "epoch": 7,
     "snapshot_s": 0.0002, "wire_s": 0.0123, "stage_s": 0, "commit_s": 0.001, "total_s": 0.02,
 }  # fmt: skip
-SAMPLE = {
-    "sample": "s-7", "prompt_id": "3", "reward": 1.0, "seconds": 0.5, "tokens": 12, "turns": 1,
-    "versions": [38, 39], "finish_reason": "stop", "prompt": "sort [3 1]", "response": "1 3",
-}  # fmt: skip
 ROLLOUT: dict[str, Any] = {
     "step": 40, "sample": "s-9", "group": "g-1", "prompt_id": "3", "reward": 1.25, "tokens": 5,
     "reward_parts": {"right": 1.0, "short": 0.25}, "turns": 2, "seconds": 0.5, "staleness": 2,
@@ -72,4 +68,4 @@ def heard(*events: tuple[str, dict[str, Any]], sender: str = "m") -> Feed:
 
 
 def look(**changes: Any) -> Look:
-    return heard(("push", PUSH), ("sample", SAMPLE)).look(status(**changes))
+    return heard(("push", PUSH), ("rollout", ROLLOUT)).look(status(**changes))

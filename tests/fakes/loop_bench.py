@@ -25,7 +25,7 @@ from umbra.proto.records import Manifest, Sampling, TensorEntry
 from umbra.services.config import GeneratorConfig
 from umbra.services.environments.built_in import ExactMatch
 from umbra.services.environments.pool import EnvironmentPool, InlinePool
-from umbra.services.generator.activity import Activity, SampleLog, StallWatch
+from umbra.services.generator.activity import Activity, StallWatch
 from umbra.services.generator.loop import GeneratorLoop
 from umbra.services.generator.rollout import RolloutSettings
 from umbra.services.generator.runner import RolloutRunner
@@ -205,7 +205,6 @@ def open_bench(
             config=GeneratorConfig(
                 kv_policy="drain" if drains else "keep", slots=8, sessions=sessions
             ),
-            sample_log=SampleLog(metrics, settings.chat, clock=lambda: now[0]),
             watch=StallWatch("scripted", Pace(60.0, LEAST_RATE), clock=lambda: now[0]),
             activity=Activity(metrics, clock=lambda: now[0]),
         )

@@ -88,7 +88,7 @@ class TrainerHost:
     def start_part(self, *options: str) -> None:
         """Start its part hub; does not wait until it is there."""
         umbra = [sys.executable, "-m", "umbra", "weight-hub", "--upstream", self._hub]
-        own = ["--listen", self._listen, "--owner", str(self.owner), *options]
+        own = ["--set", f"weight_hub.listen={self._listen}", "--owner", str(self.owner), *options]
         with self._log.open("ab") as log:
             self._part = subprocess.Popen(
                 [*self._inside, *umbra, *own, "--set", 'weight_hub.delta="always"'],

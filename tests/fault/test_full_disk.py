@@ -1,6 +1,8 @@
 """A full disk under the real buffer: back-pressure and a clear word, and no loss."""
 
 import subprocess
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
@@ -10,6 +12,7 @@ from fakes.crash_run import CONFIG, BufferProcess, CrashRun, check, check_kept
 from fakes.whole_runs import DEADLINE_S, Up
 from trainer.test_checkpoints import Trainer
 
+from umbra import cli
 from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.report.page import write_report
 from umbra.proto.messages import Status
@@ -40,7 +43,7 @@ def fill(place: Path) -> Path:
 
 def is_full(status: Status) -> bool:
     """Whether the buffer says that its disk is full."""
-    return any("No space left" in item.what for item in status.stuck)
+    return any(item.disk_full for item in status.stuck)
 
 
 def work_until_stuck(run: CrashRun) -> None:
@@ -130,3 +133,25 @@ def test_a_run_goes_on_to_its_summary_once_there_is_room(
     assert summary["ledger"]["trained"] == steps * 16
     _, report = write_report(RunFolder(process.run_dir))
     assert report.stat().st_size
+
+
+def test_a_run_whose_disk_stays_full_ends_with_a_sentence(
+    project: Path,
+    small_disk: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (project / "runs").symlink_to(small_disk)
+    monkeypatch.chdir(project)
+    monkeypatch.setattr("umbra.deploy.run.up.FULL_S", 3.0)
+
+    def fill_after_a_step() -> None:
+        while not any('"kind":"step"' in p.read_text() for p in small_disk.glob("*/metrics.jsonl")):
+            time.sleep(0.1)
+        fill(small_disk)
+
+    threading.Thread(target=fill_after_a_step, daemon=True).start()
+    assert cli.main(["up", "run.toml", "--set", "run.steps=100000"]) == 6
+    said = capsys.readouterr().err
+    assert f"no room for the store in {small_disk}" in said
+    assert "for 3 s: free some, and resume with `umbra up disk/" in said

@@ -19,8 +19,8 @@ from fakes.rollouts import finish
 from fakes.trajectories import trajectory
 from msgspec.structs import replace
 
+from umbra.deploy.check.choose import choose
 from umbra.deploy.check.hardware import Machine
-from umbra.deploy.check.machine_defaults import choose
 from umbra.deploy.files.formats import to_toml
 from umbra.proto.errors import MismatchError, UsageError
 from umbra.proto.records import Sampling, Task, Trajectory, unpack_float32

@@ -20,7 +20,7 @@ def refused(code: int, *words: str, cwd: Path) -> str:
 
 
 SERVICES = {
-    "weight-hub --upstream": (NOBODY, "--listen", ANY),
+    "weight-hub --upstream": (NOBODY, "--set", f"weight_hub.listen={ANY}"),
     "trainer": ("--run-dir", "out"),
 }
 

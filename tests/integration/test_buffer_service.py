@@ -14,6 +14,7 @@ import zmq
 from fakes.broker_world import trajectory
 from fakes.commands import UMBRA
 from fakes.slowness import limit
+from fakes.whole_runs import sets
 
 from umbra.proto import messages as m
 from umbra.proto import sockets
@@ -106,7 +107,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         process = subprocess.Popen(
             [
                 *UMBRA, "buffer", "--run-dir", str(run_dir),
-                "--group-size", "2", "--batch-groups", "2", "--run-ahead", "0",
+                *sets("buffer.group_size=2", "buffer.batch_groups=2", "buffer.run_ahead=0"),
                 "--set", f"data.prompts={prompts}", "--set", "run.steps=2", *flags,
             ],
             pass_fds=[outward],
@@ -180,7 +181,7 @@ def test_a_whole_run_over_tcp(start: Start, connect: Connect) -> None:
 
 
 def test_a_session_works_with_it_and_hears_of_the_end(start: Start, connect: Connect) -> None:
-    buffer = start("--dead-after-s", "0.75")
+    buffer = start(*sets("buffer.dead_after_s=0.75"))
     with Session.join(role="generator", name="g", broker=buffer.facts["broker"]) as session:
         lease = m.LeaseTasks(capacity=1, version=0, wait_s=WAIT_S)
         assert len(session.data.call(lease, m.TaskLeases, timeout_s=WAIT_S).tasks) == 1

@@ -1,6 +1,5 @@
 """Runs from Python: a script of a few lines, a run that is watched and operated, mistakes."""
 
-import json
 import os
 import subprocess
 import sys
@@ -21,20 +20,6 @@ SMALL: dict[str, Any] = {
     "generator": {"device": "cpu", "threads": 1, "slots": 16, "max_context": 64},
     "trainer": {"device": "cpu", "threads": 1, "learning_rate": 1e-3},
 }
-SCRIPT = """
-import re
-import umbra
-{imports}
-VOWEL = re.compile("[aeiou]")
-
-def score(prompt, completion, row):
-    return len(VOWEL.findall(completion)) / (1 + len(completion))
-
-if __name__ == "__main__":
-    rows = [{{"prompt": f"say {{n}}", "n": n}} for n in range(8)]
-    run = umbra.train("model", rows, score, steps=2, **{small!r})
-    print("rewards", [step.reward for step in run], run.model)
-"""
 
 
 def python(project: Path, script: str) -> subprocess.CompletedProcess[str]:
@@ -44,19 +29,6 @@ def python(project: Path, script: str) -> subprocess.CompletedProcess[str]:
         cwd=project, capture_output=True, text=True, timeout=2 * DEADLINE_S,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
-
-
-@pytest.mark.timeout(3 * DEADLINE_S)
-def test_a_script_of_a_few_lines_trains(project: Path) -> None:
-    done = python(project, SCRIPT.format(imports="", small=SMALL))
-    assert done.returncode == 0, done
-    (folder,) = (project / "runs").iterdir()
-    assert f"copied as source to runs/{folder.name}/inputs/umbra_main.py" in done.stdout
-    assert "its buffer at tcp://127.0.0.1:" in done.stdout and "balanced" in done.stdout
-    assert f"] {folder / 'model'}" in done.stdout
-    assert len(json.loads(done.stdout.split("rewards ")[1].split("]")[0] + "]")) == 2
-    assert (folder / "inputs" / "prompts.jsonl").read_text().count('"n":') == 8
-    assert not (folder / "address.json").exists()
 
 
 @pytest.mark.timeout(4 * DEADLINE_S)
@@ -78,14 +50,8 @@ def test_a_run_is_watched_operated_stopped_and_goes_on(
     ) as run:
         steps = iter(run)
         assert [next(steps).number for _ in range(3)] == [1, 2, 3]
-        run.pause("to look at it")
         again = umbra.attach(run.id)
-        assert isinstance(again, umbra.Run) and again.under_way
-        assert again.status()["paused"]
-        assert umbra.attach(run.address.broker).address == find_address() == run.address
-        again.resume()
-        assert not run.status()["paused"]
-        assert run.checkpoint() >= 3
+        assert again.under_way and again.status()["version"] >= 3
         with pytest.raises(umbra.UsageError, match="has no trained model yet"):
             run.evaluate()
         run.stop(DEADLINE_S)

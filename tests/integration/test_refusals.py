@@ -1,80 +1,25 @@
 """What cannot work is refused before anything starts, in one sentence that names the culprit."""
 
+import io
 import json
 import os
 import socket
 import subprocess
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 
-import pytest
-from fakes.commands import UMBRA, call
-
+from umbra import cli
 from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.prepare.load import load_run
 from umbra.services.config.loader import to_json
 
 
-def umbra(cwd: Path | None, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run an `umbra` command to its end."""
-    return call([*UMBRA, *arguments], cwd=cwd)
-
-
-def expect_usage_error(project: Path, *overrides: str, code: int = 2) -> str:
-    """Run `umbra up` and return the one sentence with which it refuses."""
-    settings = [part for override in overrides for part in ("--set", override)]
-    done = umbra(project, "up", "run.toml", *settings)
-    assert done.returncode == code, done
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("umbra: error: ")
-    return line.removeprefix("umbra: error: ")
-
-
-@pytest.fixture
-def bare_model(project: Path, tiny_model: Path) -> Path:
-    """A model directory without a tokenizer."""
-    (project / "bare").mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (project / "bare" / name).symlink_to(tiny_model / name)
-    return project / "bare"
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("generator", "--broker", "tcp://127.0.0.1:9", "--set", "model.path=bare"),
-        ("eval", "bare", "--task", "sort"),
-    ],
-)
-def test_nor_does_any_other_command_take_it(
-    project: Path, bare_model: Path, arguments: tuple[str, ...]
-) -> None:
-    done = umbra(project, *arguments)
-    assert done.returncode == 2, done
-    assert f"{bare_model.name} has no tokenizer (tokenizer.json or " in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_engine_arguments_are_flags_too(project: Path) -> None:
-    broker = ("--broker", "tcp://127.0.0.1:9", "--set", "model.path=model")
-    done = umbra(project, "generator", *broker, "--engine-arg", "block_size=32")
-    assert done.returncode == 2, done
-    assert "generator.engine_args is for vLLM: leave it out, or set " in done.stderr
-
-
-def test_sampling_that_only_vllm_refuses(project: Path) -> None:
-    sentence = expect_usage_error(project, "generator.engine=vllm", "sampling.temperature=0.001")
-    assert sentence == (
-        "sampling.temperature = 0.001 is out of range: vLLM, which would raise it, takes 0.01 or "
-        "more"
-    )
-
-
-def test_an_occupied_port(project: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        sentence = expect_usage_error(project, f"run.broker=tcp://127.0.0.1:{port}", code=3)
-    assert "in use" in sentence
-    assert str(port) in sentence
+def umbra(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run an `umbra` command to its end, in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with chdir(cwd), redirect_stdout(out), redirect_stderr(err):
+        code = cli.main(arguments)
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
 def test_a_run_that_may_not_go_on_is_left_as_it_was(project: Path) -> None:
@@ -140,27 +85,13 @@ def test_a_second_up_on_a_folder_is_refused_and_told_who_has_it(project: Path) -
         pass  # whoever had it is gone
 
 
-@pytest.mark.parametrize("command", [["status", "--ping"], ["status"], ["monitor"]])
-def test_nobody_answers(command: list[str]) -> None:
-    done = umbra(None, *command, "--broker", "tcp://127.0.0.1:9", "--timeout", "0.2")
+def test_nobody_answers(tmp_path: Path) -> None:
+    done = umbra(tmp_path, "status", "--broker", "tcp://127.0.0.1:9", "--timeout", "0.2")
     assert done.returncode == 5
     assert done.stderr.startswith(
         "umbra: error: no buffer answers at tcp://127.0.0.1:9 within 0.2 s"
     )
     assert len(done.stderr.splitlines()) == 1
-
-
-@pytest.mark.parametrize("address", ["nowhere", "tcp://127.0.0.1", "http://127.0.0.1:1"])
-def test_an_address_that_is_none(address: str) -> None:
-    done = umbra(None, "status", "--ping", "--broker", address)
-    assert done.returncode == 2
-    assert "tcp://host:port" in done.stderr
-
-
-def test_a_check_tells_the_worst_staleness(project: Path) -> None:
-    done = umbra(project, "check", "run.toml", "--set", "buffer.max_staleness=4")
-    assert done.returncode == 0, done
-    assert "at most 4 versions, typically up to 1" in done.stdout
 
 
 def test_what_is_shown_is_a_run_file(project: Path) -> None:
@@ -171,16 +102,3 @@ def test_what_is_shown_is_a_run_file(project: Path) -> None:
     second = umbra(project, "check", "shown.toml", "--show").stdout
     assert second == first
     assert "😀" in first
-
-
-def test_a_run_folder_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "2+2=", "answer": "4"}\n', encoding="utf-8")
-    given = ("--set", f"data.prompts={prompts}", "--insecure", "--run-dir", "file/run")
-    done = umbra(tmp_path, "buffer", *given)
-    assert done.returncode == 2, done
-    assert done.stderr == (
-        "umbra: error: --run-dir file/run cannot be made: Not a directory; name a folder that this "
-        "user may write to\n"
-    )

@@ -32,7 +32,7 @@ def buffer(tmp_path: Path) -> Iterator[BufferProcess]:
 def relay(buffer: BufferProcess, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """One that has not found a hub yet."""
     nobody = "tcp://127.0.0.1:9"
-    own = ("weight-hub", "--upstream", nobody, "--listen", "tcp://127.0.0.1:*")
+    own = ("weight-hub", "--upstream", nobody, "--set", "weight_hub.listen=tcp://127.0.0.1:*")
     with (tmp_path / "relay.log").open("wb") as log:
         popen = subprocess.Popen(
             [*UMBRA, *own, "--broker", buffer.broker, "--name", "relay-b"],
@@ -75,7 +75,13 @@ def test_a_part_hub_ends_with_the_run_too(
     buffer: BufferProcess, tmp_path: Path, zmq_context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
     """Whether it has found the weight hub or not."""
-    own = ("weight-hub", "--upstream", "tcp://127.0.0.1:9", "--listen", "tcp://127.0.0.1:*")
+    own = (
+        "weight-hub",
+        "--upstream",
+        "tcp://127.0.0.1:9",
+        "--set",
+        "weight_hub.listen=tcp://127.0.0.1:*",
+    )
     with (tmp_path / "part.log").open("wb") as log:
         part = subprocess.Popen(
             [*UMBRA, *own, "--owner", "1", "--broker", buffer.broker], stdout=log, stderr=log
@@ -104,7 +110,8 @@ def test_a_relay_is_drained_alone(buffer: BufferProcess, relay: subprocess.Popen
 
 
 def test_a_relay_that_lost_the_buffer_fails(buffer: BufferProcess, tmp_path: Path) -> None:
-    own = ("--upstream", "tcp://127.0.0.1:9", "--listen", "tcp://127.0.0.1:*", "--name", "relay-b")
+    listen = ("--set", "weight_hub.listen=tcp://127.0.0.1:*")
+    own = ("--upstream", "tcp://127.0.0.1:9", *listen, "--name", "relay-b")
     grace_s = round(seconds(1.0))  # it must be seen before a busy buffer is taken for a lost one
     popen = subprocess.Popen(
         [*UMBRA, "weight-hub", *own, "--broker", buffer.broker,

@@ -15,7 +15,7 @@ from fakes.waiting import until
 from umbra.proto import messages as m
 from umbra.proto import sockets
 from umbra.proto.codec import Encoder, decode
-from umbra.proto.errors import DeadlineError, RejectedError, StartupError
+from umbra.proto.errors import DeadlineError, RejectedError
 from umbra.proto.net.io_thread import IoThread
 from umbra.proto.net.server import Request, Server
 from umbra.proto.net.session import Session
@@ -96,23 +96,11 @@ def link() -> Iterator[IoThread]:
     link.close()
 
 
-def test_a_call_gets_its_reply(broker: Broker, link: IoThread) -> None:
-    pong = link.channel(broker.endpoint, "broker").call(m.Ping(), m.Pong, timeout_s=WAIT_S)
-    assert pong.role == "buffer"
-
-
 def test_a_call_nobody_answers_names_what_it_waited_for(broker: Broker, link: IoThread) -> None:
     broker.answer = lambda _request: None
     channel = link.channel(broker.endpoint, "broker")
     with pytest.raises(DeadlineError, match=r"broker at tcp://.* to Ping within 0.2 s"):
         channel.call(m.Ping(), m.Pong, timeout_s=0.2)
-
-
-def test_a_refusal_is_raised_with_its_reason(broker: Broker, link: IoThread) -> None:
-    broker.answer = lambda _request: m.Nack(code="full", reason="no room")
-    with pytest.raises(RejectedError, match="no room") as caught:
-        link.channel(broker.endpoint, "broker").call(m.Ping(), m.Pong, timeout_s=WAIT_S)
-    assert caught.value.code == "full"
 
 
 def test_pushes_arrive_in_order(broker: Broker, link: IoThread) -> None:
@@ -134,15 +122,6 @@ def test_a_resent_request_is_answered_once_more_but_done_once(
     assert broker.seen == [m.Order(kind="pause")]
     assert broker.server.counters["resent"] == 2
     socket.close()
-
-
-def test_of_those_who_only_look_nothing_is_remembered(broker: Broker) -> None:
-    for number in range(20):
-        watcher = IoThread(f"watcher-{number}", "i1")
-        channel = watcher.channel(broker.endpoint, "broker")
-        channel.call(m.Ping(), m.Pong, timeout_s=WAIT_S)
-        watcher.close()
-    assert len(broker.server.resends) == 0
 
 
 def test_bad_frames_are_counted_answered_and_forgotten(
@@ -227,26 +206,6 @@ def test_a_session_the_broker_does_not_know_fails(broker: Broker) -> None:
         broker.answer = lambda _request: m.Nack(code="not_member", reason="who are you?")
         assert session.stopping.wait(WAIT_S)
         assert isinstance(session.failure, RejectedError)
-
-
-def test_no_broker_is_one_clear_sentence() -> None:
-    with pytest.raises(StartupError, match=r"no broker answers at tcp://127.0.0.1:9 within"):
-        Session.join(role="monitor", name="m", broker="tcp://127.0.0.1:9", deadline_s=0.3)
-
-
-def test_telemetry_reaches_a_subscriber(
-    broker: Broker, zmq_context: zmq.Context[zmq.Socket[bytes]]
-) -> None:
-    subscriber = sockets.subscriber(zmq_context, broker.events_out, [b"step"])
-    with Session.join(role="monitor", name="m", broker=broker.endpoint) as session:
-        for number in range(200):  # PUB drops until the subscription has reached it
-            session.emit("step", number=number)
-            if subscriber.poll(100):
-                break
-        topic, *frames = subscriber.recv_multipart()
-        assert topic == b"step"
-        assert decode(frames).header.sender == "m"
-    subscriber.close()
 
 
 def test_those_who_watch_get_rows_and_spans(broker: Broker, link: IoThread) -> None:

@@ -10,11 +10,10 @@ from fakes.slowness import limit
 from umbra.proto import messages as m
 from umbra.proto import sockets
 from umbra.proto.codec import Encoder, decode
-from umbra.proto.errors import RejectedError, UsageError, WireError
+from umbra.proto.errors import RejectedError, WireError
 from umbra.proto.net import server as server_module
 from umbra.proto.net.io_thread import IoThread
 from umbra.proto.net.server import Request, Server
-from umbra.proto.net.session import Session
 from umbra.proto.records import PROTOCOL_MAJOR
 
 Context = zmq.Context[zmq.Socket[bytes]]
@@ -132,13 +131,6 @@ def test_a_request_that_cannot_be_encoded_fails_and_the_link_lives(
     server.reply(request, m.Pong(role="buffer", state="ready"))
     assert future.result(WAIT_S) == m.Pong(role="buffer", state="ready")
     server.close()
-
-
-@pytest.mark.parametrize("broker", ["localhost:5555", "tcp://localhost", "http://localhost:80", ""])
-def test_a_broker_that_is_no_address_is_one_clear_sentence(broker: str) -> None:
-    with pytest.raises(UsageError, match=r"write it as tcp://host:port$") as caught:
-        Session.join(role="monitor", name="m", broker=broker)
-    assert broker in str(caught.value)
 
 
 def test_a_server_of_another_major_version_is_a_refusal(

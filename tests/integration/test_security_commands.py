@@ -21,7 +21,8 @@ def umbra(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_what_others_can_reach_is_not_bound_without_keys(tmp_path: Path) -> None:
-    done = umbra("weight-hub", "--upstream", "tcp://h:9", "--listen", "tcp://*:*", cwd=tmp_path)
+    listen = ("--set", "weight_hub.listen=tcp://*:*")
+    done = umbra("weight-hub", "--upstream", "tcp://h:9", *listen, cwd=tmp_path)
     assert done.returncode == 2, done
     line = [line for line in done.stderr.splitlines() if line.startswith("umbra: error: ")]
     assert len(line) == 1
@@ -37,7 +38,7 @@ def buffer(tmp_path: Path, keys: Path) -> Iterator[str]:
     process = subprocess.Popen(
         [
             *UMBRA, "buffer", "--broker", "tcp://0.0.0.0:*", "--keys", str(keys), "--run-dir",
-            "run", "--log-level", "debug", "--set", "data.prompts=p.jsonl",
+            "run", "--set", "log.level=debug", "--set", "data.prompts=p.jsonl",
         ],
         cwd=tmp_path,
         pass_fds=[write],

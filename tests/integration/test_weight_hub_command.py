@@ -96,7 +96,7 @@ def test_the_command_serves_and_leaves_nothing_behind(
 
 
 def test_the_command_refuses_a_plane_that_is_not_there(tmp_path: Path) -> None:
-    command = [*UMBRA, "weight-hub", "--plane", "nccl"]
+    command = [*UMBRA, "weight-hub", "--set", "weight_hub.plane=nccl"]
     done = call([*command, "--broker", "tcp://127.0.0.1:1"], cwd=tmp_path)
     assert done.returncode == UsageError.exit_code, done.stderr
     assert "weight_hub.plane" in done.stderr

@@ -12,7 +12,7 @@ import pytest
 from fakes.hub import Hub, ask_there, serving
 
 from umbra import cli
-from umbra.deploy.prepare.load import load_run, pinned
+from umbra.deploy.prepare.load import load_run, located
 from umbra.deploy.prepare.preflight import check_run
 from umbra.proto.errors import StartupError, UsageError
 from umbra.services.config import RunConfig
@@ -198,7 +198,7 @@ class TestARun:
         check_run(config)
         again = config_of(json.loads(to_json(config)), "config.json")
         hub.requests.clear()
-        assert pinned(again, pytest.fail) == config and hub.requests == []
+        assert located(again, tmp_path / "run.toml", pytest.fail) == config and hub.requests == []
 
     def test_a_directory_goes_before_a_name(
         self, hub: Hub, tiny_model_dir: Path, tmp_path: Path

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fakes.looks import PUSH, SAMPLE, header, status
+from fakes.looks import PUSH, ROLLOUT, header, status
 
 from umbra.proto.messages import Event
 from umbra.services.monitor.feed import Feed
@@ -16,8 +16,8 @@ from umbra.services.monitor.feed import Feed
     [
         ("push", PUSH | {"receiver": "g\x1b[2J"}),
         ("push", PUSH | {"wire_s": float("inf")}),
-        ("sample", SAMPLE | {"finish_reason": "stop\nERROR all is lost"}),
-        ("slow_sample", SAMPLE | {"seconds": float("nan")}),
+        ("rollout", ROLLOUT | {"finish_reason": "stop\nERROR all is lost"}),
+        ("rollout", ROLLOUT | {"reward": float("nan")}),
         ("spans", {"spans": [["update", float("-inf"), 2.0]]}),
         ("spans", {"spans": {"a": 1}}),
     ],
@@ -27,19 +27,16 @@ def test_what_cannot_be_drawn_is_counted_and_left_out(kind: str, fields: dict[st
     feed.heard(header("g"), Event(kind=kind, fields=fields))
     assert feed.bad == 1
     assert not (
-        feed.look(status()).pushes
-        or feed.look(status()).samples
-        or feed.look(status()).slow
-        or feed.look(status()).spans
+        feed.look(status()).pushes or feed.look(status()).rollouts or feed.look(status()).spans
     )
 
 
 def test_a_models_words_and_reasons_lose_their_control_characters() -> None:
     feed = Feed()
-    said = SAMPLE | {"prompt": "a\nb\x1b[2J", "response": "c\x07\n"}
-    feed.heard(header("g"), Event(kind="sample", fields=said))
+    said = ROLLOUT | {"prompt": "a\nb\x1b[2J", "response": "c\x07\n"}
+    feed.heard(header("g"), Event(kind="rollout", fields=said))
     feed.heard(header("g"), Event(kind="spans", fields={"spans": [["idle: a\nb", 1.0, 2.0]]}))
-    (sample,) = feed.look(status()).samples
+    (sample,) = feed.look(status()).rollouts
     assert (sample.prompt, sample.response) == ("a\nb [2J", "c \n")
     assert feed.look(status()).spans["g"][0].name == "idle: a b"
     assert not feed.bad

@@ -4,7 +4,7 @@ import io
 from typing import Any
 
 import pytest
-from fakes.looks import PUSH, SAMPLE, header, heard, look, member, status
+from fakes.looks import PUSH, ROLLOUT, header, heard, look, member, status
 from rich.console import Console
 
 from umbra.proto.messages import Event
@@ -13,8 +13,6 @@ from umbra.services.monitor.feed import (
     SPANS_KEPT,
     Look,
     PushSeen,
-    SampleSeen,
-    look_dict,
 )
 from umbra.services.monitor.screen import screen
 from umbra.services.monitor.view import left_text
@@ -35,47 +33,32 @@ def test_the_screen_has_everything() -> None:
         "130/s issued, 129/s answered, 128/s trained, 2/s ended", "generating",
         "warning: equal_rewards: 88% are", "87.5% of groups with equal rewards",
         "4,321", "30% (work)",
-        "generator-0", "shm", "12.3", "20.0", "sort [3 1]", "s-7  reward 1", "versions 38-39",
+        "generator-0", "shm", "12.3", "20.0", "☃ envnew", "s-9  reward 1.25", "staleness 2",
         "stuck: sample s1 at generator-0 for 31 s, leased again", "expired_leases 2",
     ):  # fmt: skip
         assert expected in text, expected
     assert "PAUSED" not in text
 
 
-def test_a_pause_is_shown() -> None:
-    assert "PAUSED: lunch" in shown(look(paused="lunch"))
-
-
 def test_text_of_others_is_never_markup() -> None:
-    feed = heard(("sample", {**SAMPLE, "response": "[red]x[/nothing]"}))
-    assert "[red]x[/nothing]" in shown(Look(status(), samples=feed.look(status()).samples))
-
-
-def test_a_look_as_json() -> None:
-    values = look_dict(look())
-    assert values["pushes"][0]["wire_s"] == 0.0123
-    assert values["samples"][0]["response"] == "1 3"
-    assert values["rates"]["issued_per_s"] == 130.0
-    assert values["ledger"]["balance"] == 0
+    feed = heard(("rollout", {**ROLLOUT, "response": "[red]x[/nothing]"}))
+    assert "[red]x[/nothing]" in shown(feed.look(status()))
 
 
 # -- what is heard --------------------------------------------------------------------------------
 
 
 def test_events_become_what_is_shown() -> None:
-    slow = {k: v for k, v in SAMPLE.items() if k not in ("prompt", "response")}
     feed = heard(
         ("push", PUSH),
-        ("slow_sample", slow),
-        ("slow_sample", {**slow, "seconds": 9}),
+        ("rollout", ROLLOUT),
         ("spans", {"spans": [["decode", 1.0, 2.0]]}),
         ("spans", {"spans": [["idle: work", 2.0, 3.0]]}),
         ("of no interest", {}),
     )
     (push,) = feed.look(status()).pushes
     assert push == PushSeen(**{k: v for k, v in PUSH.items() if k != "epoch"})
-    assert [sample.seconds for sample in feed.look(status()).slow] == [9.0, 0.5]
-    assert isinstance(feed.look(status()).slow[0], SampleSeen)
+    assert [one.sample for one in feed.look(status()).rollouts] == ["s-9"]
     assert [tuple(span) for span in feed.look(status()).spans["m"]] == [
         ("push", -0.02, 0.0),
         ("decode", 1.0, 2.0),
@@ -88,7 +71,7 @@ def test_events_become_what_is_shown() -> None:
     [
         ("push", {}),
         ("push", {**PUSH, "wire_s": "long"}),
-        ("sample", {**SAMPLE, "versions": [1]}),
+        ("rollout", {**ROLLOUT, "pieces": [1]}),
         ("spans", {}),
         ("spans", {"spans": [["decode", 1.0]]}),
     ],
@@ -96,11 +79,8 @@ def test_events_become_what_is_shown() -> None:
 def test_bad_events_are_counted(kind: str, fields: dict[str, Any]) -> None:
     feed = heard((kind, fields))
     assert feed.bad == 1
-    assert (feed.look(status()).pushes, feed.look(status()).samples, feed.look(status()).spans) == (
-        [],
-        [],
-        {},
-    )
+    seen = feed.look(status())
+    assert not (seen.pushes or seen.rollouts or seen.spans)
 
 
 def test_what_is_kept_is_bounded() -> None:

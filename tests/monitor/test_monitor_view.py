@@ -80,25 +80,6 @@ def test_headline() -> None:
     )
 
 
-def test_the_headline_has_the_trainers_ess() -> None:
-    trainer = member("trainer", role="trainer", stats={"ess": 0.8125, "loss": 1.0})
-    line = headline(status(members=[member(), trainer]))
-    assert "  staleness 1.12 (max 2, bound 2)  ess 0.81  " in line
-
-
-def test_headline_before_anything_was_trained() -> None:
-    line = headline(status(version=0, staleness={"bound": 2.0}, ledger=Ledger()))
-    assert line == "step 0/300  staleness -  samples/s -  answers/s 0  in flight 0"
-
-
-def test_the_first_look_at_work_shows_its_speed() -> None:
-    """A large model takes minutes per step: neither nothing nor zero is what it does."""
-    first = status(ledger=Ledger(issued=64), rates=Rates(answers_per_s=1.25))
-    assert "  samples/s -  answers/s 1.25  " in headline(first)
-    slow = status(rates=Rates(samples_per_s=0.42))
-    assert "  samples/s 0.42  " in headline(slow)
-
-
 EQUAL = RunWarning(name="equal_rewards", text="95% of them are", figures={"share": 0.95}, since=3)
 OVER = RunWarning(name="truncated", text="cut", figures={"share": 0.3}, since=1, until=2)
 
@@ -127,21 +108,10 @@ def test_a_warning_that_holds_is_shown_everywhere_and_told_once(
     assert capsys.readouterr().out == sentence + "\n"
 
 
-def test_failed_samples_are_in_the_headline() -> None:
-    ledger = Ledger(issued=12, ended={"failed": 12})
-    assert headline(status(ledger=ledger)).endswith("  in flight 0  failed 12")
-
-
 def test_an_unbalanced_ledger_is_shouted() -> None:
     wrong = status(ledger=Ledger(issued=5, trained=3))
     assert "LEDGER OFF BY 2" in headline(wrong)
     assert ledger_text(wrong).endswith("OFF BY 2")
-
-
-def test_ledger_text_adds_up() -> None:
-    assert ledger_text(status()) == (
-        "100 issued = 80 trained + 4 ended (4 stale) + 16 in flight (10 generating, 6 ready)"
-    )
 
 
 def test_members_gone_and_processes_without_membership_are_shown() -> None:
@@ -182,12 +152,6 @@ def test_of_many_members_those_in_trouble_are_shown() -> None:
     assert [row.name for row in rows[:-1]] == sorted(row.name for row in rows[:-1])
 
 
-def test_silence_and_idleness_are_pointed_out() -> None:
-    rows = member_rows(status(members=[member(silent_s=12.0, idle_s=40.0)]))
-    assert rows[0].state == "silent 12 s"
-    assert rows[0].idle == "still for 40 s"
-
-
 @pytest.mark.parametrize(
     ("shares", "text"),
     [
@@ -201,56 +165,12 @@ def test_idleness_has_a_cause(shares: dict[str, float], text: str) -> None:
     assert idle_text(member(shares=shares)) == text
 
 
-def test_a_member_without_tokens_shows_its_progress() -> None:
-    (row,) = member_rows(
-        status(members=[member(role="scorer", stats={}, shares={}, progress_per_s=12.34)]),
-    )
-    assert row.figures == "progress/s 12.3"
-    assert (row.version, row.lag, row.busy) == ("", "", "")
-
-
-def test_plain_has_everything() -> None:
-    text = plain(Look(status(stuck=[STUCK])))
-    assert text.splitlines()[0] == "run run-1: ready, up 1:15"
-    assert "stuck: sample s1 at generator-0 for 31 s, leased again" in text
-    assert "counters: expired_leases 2" in text
-
-
-def test_render_has_everything() -> None:
-    text = shown(
-        screen(
-            Look(status(stuck=[STUCK], rates=Rates(steps_per_s=2.0, samples_per_s=100.0))),
-            120,
-            processes={"trainer": "restarts in 1.0 s"},
-        )
-    )
-    for expected in ("run-1", "2:10 left", "step 40/300", "expired_leases", "decoding",
-                     "restarts in 1.0 s", "leased again", "2/s", "100/s trained"):  # fmt: skip
-        assert expected in text
-
-
-def test_text_of_others_is_never_markup() -> None:
-    text = shown(screen(Look(status(members=[member(activity="[red]x[/nothing]")])), 120))
-    assert "[red]x[/nothing]" in text
-
-
 @pytest.mark.parametrize(
     ("values", "line"),
     [([], ""), ([1.0], "▁"), ([0.0, 1.0], "▁█"), ([2.0, 2.0], "▁▁")],
 )
 def test_sparkline(values: list[float], line: str) -> None:
     assert sparkline(values) == line
-
-
-def test_a_long_sparkline_is_condensed() -> None:
-    line = sparkline([i / 1000 for i in range(1000)], width=8)
-    assert line == "▁▂▃▄▅▆▇█"
-
-
-def test_status_dict_is_json_with_the_balance() -> None:
-    values = json.loads(json.dumps(status_dict(status())))
-    assert values["ledger"]["balance"] == 0
-    assert values["members"][0]["stats"]["version"] == 3.0
 
 
 def test_the_plain_view_speaks_now_and_then_and_at_the_last_step(

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import pytest
 import yaml
 from fakes.broker_world import world
-from fakes.looks import look, member, status
+from fakes.looks import look, status
 
 from umbra.proto.messages import Rates
 from umbra.proto.records import Role, State
@@ -79,71 +79,3 @@ def test_every_figure_and_label_exists(expression: str) -> None:
             else:
                 assert told <= VALUES[name, label], told
     assert expression.count("(") == expression.count(")")
-
-
-def test_the_rules_are_rules() -> None:
-    assert len({rule["alert"] for rule in RULES}) == len(RULES)
-    for rule in RULES:
-        assert set(rule) <= {"alert", "expr", "for", "labels", "annotations"}
-        assert rule["labels"]["severity"] in ("critical", "warning", "info")
-        assert set(rule["annotations"]) == {"summary", "action"}
-        assert re.fullmatch(r"\d+[smh]", rule.get("for", "0s"))
-    told = {one for rule in RULES for one in re.findall(r'name=~"([^"]+)"', rule["expr"])}
-    assert {name for names in told for name in names.split("|")} == set(NAMES)  # none is forgotten
-
-
-COMPARED = re.compile(r"(\w+)(?:\{([^}]*)\})? (==|!=|>) ([\d.]+)")
-
-
-def fires(expression: str, seen: Look, *, lost: bool = False) -> bool:
-    """Whether an alert of the form `series operator number` holds for `seen`."""
-    matched = COMPARED.fullmatch(expression)
-    assert matched
-    name, wanted, operator, bound = matched.groups()
-    for series, labels, value in samples(seen, lost=lost):
-        selected = all(
-            re.fullmatch(one["value"], labels.get(one["label"], ""))
-            for one in SELECTOR.finditer(wanted or "")
-        )
-        holds = {"==": value == float(bound), "!=": value != float(bound)}
-        if series == name and selected and holds.get(operator, value > float(bound)):
-            return True
-    return False
-
-
-HEALTHY = look(stuck=[], warnings=[])
-TROUBLES: dict[str, tuple[Look, bool]] = {
-    "UmbraDown": (HEALTHY, True),
-    "UmbraLedger": (look(ledger=status().ledger.__class__(issued=3)), False),
-    "UmbraStuck": (look(), False),
-    "UmbraPaused": (look(paused="by me"), False),
-    "UmbraMemberSilent": (look(members=[member("g", silent_s=31.0)]), False),
-    "UmbraMismatch": (look(members=[member("trainer", stats={"k3_on_policy": 0.5})]), False),
-    "UmbraNothingLearned": (look(), False),
-    "UmbraSamplesLost": (
-        look(warnings=[type(status().warnings[0])(name="truncated", text="", figures={}, since=1)]),
-        False,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", TROUBLES)
-def test_an_alert_fires_for_its_trouble_and_not_without(name: str) -> None:
-    (expression,) = (rule["expr"] for rule in RULES if rule["alert"] == name)
-    trouble, lost = TROUBLES[name]
-    assert fires(expression, trouble, lost=lost)
-    assert not fires(expression, HEALTHY)
-
-
-def test_the_dashboard_is_one() -> None:
-    panels = DASHBOARD["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels)
-    places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels}
-    assert len(places) == len(panels)
-    for panel in panels:
-        assert panel["title"] and panel["description"]
-        for target in panel["targets"]:
-            assert 'run="$run"' in target["expr"]
-            labels = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
-            assert labels <= {"figure", "name", "state", "reason", "member", "activity", "phase"}
-    assert {one["name"] for one in DASHBOARD["templating"]["list"]} == {"datasource", "run"}

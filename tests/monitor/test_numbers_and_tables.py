@@ -10,8 +10,6 @@ from umbra.services.reporting.tables import (
     aligned,
     clock,
     counts,
-    facts,
-    markdown,
     number,
     size,
 )
@@ -27,11 +25,6 @@ from umbra.services.reporting.tables import (
 )  # fmt: skip
 def test_number(value: float | None, text: str) -> None:
     assert number(value) == text
-
-
-def test_number_with_more_digits() -> None:
-    assert number(123.456, digits=4) == "123.5"
-    assert number(123456.7, digits=4) == "123,457"
 
 
 def test_size() -> None:
@@ -59,21 +52,3 @@ def test_columns_are_as_wide_as_their_widest_cell() -> None:
         "longer      3  slow",
     ]
     assert aligned([]) == []
-
-
-def test_a_row_that_lacks_a_cell_is_an_error() -> None:
-    with pytest.raises(ValueError, match="shorter"):
-        aligned([("a", "b"), ("c",)])
-
-
-def test_facts_without_a_value_are_left_out() -> None:
-    assert facts([("steps", "3"), ("failures", ""), ("staleness", "1")]) == [
-        "steps      3",
-        "staleness  1",
-    ]
-
-
-def test_markdown() -> None:
-    assert markdown(["mode", "rate"], [["sync", "1"], ["async", "2"]]) == (
-        "| mode | rate |\n|---|---|\n| sync | 1 |\n| async | 2 |"
-    )

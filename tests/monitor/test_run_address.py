@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from umbra.deploy.prepare.preflight import check_run
 from umbra.proto.errors import UsageError
-from umbra.services.config.loader import config_of
 from umbra.services.monitor.run_address import RunAddress, find_address, find_run
 from umbra.services.process.files import LOCK, folder_lock, is_held
 
@@ -52,13 +50,6 @@ def test_an_address_that_was_spoiled_is_none(tmp_path: Path) -> None:
     RunAddress("tcp://h:1").write(tmp_path)
     assert json.loads((tmp_path / "address.json").read_text())["broker"] == "tcp://h:1"
     assert RunAddress.read(tmp_path) == RunAddress("tcp://h:1")
-
-
-def test_a_run_without_its_inputs_is_refused(tmp_path: Path, tiny_model: Path) -> None:
-    prompts = tmp_path / "inputs" / "prompts.jsonl"
-    tree = {"model": {"path": str(tiny_model)}, "data": {"prompts": str(prompts)}}
-    with pytest.raises(UsageError, match=r"inputs/prompts\.jsonl"):
-        check_run(config_of(tree, "run"))
 
 
 def test_whether_a_folder_is_held_is_seen_without_taking_it(tmp_path: Path) -> None:

@@ -26,15 +26,6 @@ def test_a_replaced_file_is_whole_or_as_before(tmp_path: Path) -> None:
         assert found in [text for _, text in told[last : last + 2]]
 
 
-def test_folders_that_were_made_are_there(tmp_path: Path) -> None:
-    root = tmp_path / "disk"
-    root.mkdir()
-    disk = LossyDisk(root)
-    disk.make_folders(root / "a" / "b" / "c")
-    disk.after(len(disk.steps), tmp_path / "after", -1)
-    assert (tmp_path / "after" / "a" / "b" / "c").is_dir()
-
-
 def test_a_tree_that_was_synced_is_there(tmp_path: Path) -> None:
     """Its files were written by somebody else, here a library that saves models."""
     synced: list[str] = []

@@ -53,16 +53,6 @@ def test_messages_larger_than_the_socket_arrive_whole(ends: Ends) -> None:
     assert [theirs.receive(WAIT_S), theirs.receive(WAIT_S)] == [Order("one"), Answer()]
 
 
-def test_half_a_message_is_none_yet(ends: Ends) -> None:
-    pipe, data = Pipe[Order](ends[0], Order), framed(Order("go"))
-    assert pipe.receive(0) is None
-    for byte in data[:-1]:
-        ends[1].sendall(bytes([byte]))
-        assert pipe.receive(0) is None
-    ends[1].sendall(data[-1:])
-    assert pipe.receive(0) == Order("go")
-
-
 def test_a_descriptor_comes_with_its_own_message(ends: Ends) -> None:
     """Scenario: all is sent before anything is received; one of three has a descriptor."""
     theirs = Pipe[Order](ends[1], Order)

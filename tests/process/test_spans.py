@@ -18,12 +18,6 @@ def test_shares_of_the_last_seconds() -> None:
     assert log.shares() == {"train": pytest.approx(0.7), "idle: work": pytest.approx(0.3)}
 
 
-def test_shares_of_a_process_that_has_just_begun() -> None:
-    log = SpanLog(lambda: 4.0)
-    log.add(Span("train", 2.0, 3.0))
-    assert log.shares() == {"train": pytest.approx(0.5)}
-
-
 def test_who_does_nothing_any_more_has_no_shares() -> None:
     now = 1.0
     log = SpanLog(lambda: now)

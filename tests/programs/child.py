@@ -2,7 +2,6 @@
 
 CHILD_READY         say so on the ready pipe, as a service does
 CHILD_DEAF=1        ignore SIGTERM
-CHILD_EXIT=3        end at once with this code, after a last word
 CHILD_EXIT_FIFO=f   end with the code that is written to the FIFO `f`
 CHILD_GRANDCHILD=f  start a process that ignores SIGTERM, and write its pid to `f`
 CHILD_PARENT=1      end with the parent, by the runtime's die_with_parent

@@ -84,19 +84,20 @@ def services(folder: Path, hosts: dict[str, Host], relays: list[str]) -> dict[st
     """What runs on each of `hosts`."""
     alpha, beta = ADDRESSES["alpha"], ADDRESSES["beta"]
     hub = f"tcp://{alpha}:5560"
-    listen = ["--listen", "tcp://0.0.0.0:5560", "--advertise", alpha]
+    listen = ["--set", "weight_hub.listen=tcp://0.0.0.0:5560", "--advertise", alpha]
     wanted = {
         "alpha": {
             "buffer": [
-                *("buffer", "--broker", "tcp://0.0.0.0:5555", "--ports", "[5556,5557,5558]"),
-                *("--advertise", alpha, "--store", str(folder / "store")),
+                *("buffer", "--broker", "tcp://0.0.0.0:5555"),
+                *("--set", "buffer.ports=[5556,5557,5558]"),
+                *("--advertise", alpha, "--set", f"buffer.store={folder}/store"),
             ],
             "weight-hub": ["weight-hub", *listen],
             "trainer": ["trainer", "--node-rank", "0"],
         },
         "beta": {
             "part": [
-                *("weight-hub", "--upstream", hub, "--listen", f"tcp://{beta}:5562"),
+                *("weight-hub", "--upstream", hub, "--set", f"weight_hub.listen=tcp://{beta}:5562"),
                 *("--owner", "1"),
             ],
             "trainer": ["trainer", "--node-rank", "1"],
@@ -105,8 +106,8 @@ def services(folder: Path, hosts: dict[str, Host], relays: list[str]) -> dict[st
     for host in [name for name in hosts if name not in wanted]:
         wanted[host] = {}
         if host in relays:
-            own = f"tcp://{ADDRESSES[host]}:5563"
-            wanted[host]["relay"] = ["weight-hub", "--upstream", hub, "--listen", own]
+            own = f"weight_hub.listen=tcp://{ADDRESSES[host]}:5563"
+            wanted[host]["relay"] = ["weight-hub", "--upstream", hub, "--set", own]
         wanted[host]["generator"] = ["generator"]
     made: dict[str, list[Service]] = {}
     for host, those in wanted.items():

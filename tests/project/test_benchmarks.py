@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from fakes.commands import call
 from fakes.trajectories import trajectory
 
 from umbra.proto.messages import TaskLeases
@@ -31,6 +32,38 @@ pytestmark = pytest.mark.usefixtures("benchmarks_importable")
 def test_documents_and_plots_are_what_the_results_give() -> None:
     outdated = importlib.import_module("figures").outdated()
     assert [str(path.relative_to(ROOT)) for path in outdated] == [], "run: make figures"
+
+
+def test_published_figures_are_of_the_newest_release() -> None:
+    assert importlib.import_module("figures").behind() == {}, "measure them again"
+
+
+def test_figures_that_a_release_has_left_behind_are_named(tmp_path: Path) -> None:
+    """1. Measured before and at a release. 2. Code changes. 3. Another release."""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+
+    def commit(text: str, tag: str = "") -> str:
+        (tmp_path / "services").mkdir(exist_ok=True)
+        (tmp_path / "services" / "code.py").write_text(text)
+        call([*git, "add", "."], check=True)
+        call([*git, "commit", "-qm", text, "--allow-empty"], check=True)
+        if tag:
+            call([*git, "tag", tag], check=True)
+        return call([*git, "rev-parse", "HEAD"], check=True).stdout.strip()
+
+    call([*git, "init", "-q"], check=True)
+    first, same = commit("one"), commit("two")
+    results = tmp_path / "benchmarks" / "results"
+    results.mkdir(parents=True)
+    for name, at in {"old": first, "new": same, "none": ""}.items():
+        (results / f"{name}.json").write_text(json.dumps({"commit": at}))
+    behind = importlib.import_module("figures").behind
+    assert set(behind(tmp_path)) == {"none"}, "there is no release yet"
+    commit("two", tag="v0.2.0")  # the code that was measured
+    assert set(behind(tmp_path)) == {"none", "old"}
+    commit("three", tag="v0.3.0")
+    assert set(behind(tmp_path)) == {"none", "old", "new"}
+    assert "v0.3.0 has other code" in behind(tmp_path)["new"]
 
 
 @pytest.mark.parametrize("file", PUBLISHED, ids=lambda file: file.stem)

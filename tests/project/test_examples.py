@@ -10,7 +10,7 @@ import pytest
 
 from umbra.cli import main
 from umbra.deploy.commands.demo import DEMOS, RECIPES
-from umbra.deploy.prepare.load import resolve_paths, search_path
+from umbra.deploy.prepare.load import located, search_path
 from umbra.proto.errors import UsageError
 from umbra.services.config import EnvironmentConfig, RunConfig
 from umbra.services.config.loader import load_config
@@ -80,7 +80,7 @@ def test_own_data_fits_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(run_file.parent))
     monkeypatch.setenv("PYTHONPATH", str(run_file.parent))  # of the process that checks it
     monkeypatch.delitem(sys.modules, "reward", raising=False)
-    config = resolve_paths(load_config(run_file, environ={}), run_file)
+    config = located(load_config(run_file, environ={}), run_file)
     prompts = read_source(str(config.data.prompts))
     plays = EnvironmentHost(load_environment(config.environment), "reward")
     for prompt in prompts:
@@ -136,7 +136,7 @@ def test_paths_are_looked_up_beside_the_run_file_and_then_here(
     settings.append("model.chat_template=template.jinja")
     config = load_config(overrides=settings, environ={})
     told: list[str] = []
-    resolved = resolve_paths(config, beside / "run.toml", told.append)
+    resolved = located(config, beside / "run.toml", told.append)
     assert resolved.data.prompts == str(beside / "both.jsonl")
     assert resolved.eval.prompts == str(beside / "only.jsonl")
     assert resolved.model.chat_template == str(here / "template.jinja")
@@ -145,9 +145,7 @@ def test_paths_are_looked_up_beside_the_run_file_and_then_here(
     assert line.startswith("both.jsonl is taken from the run file's folder")
     assert search_path(beside / "run.toml") == [beside, here]
     told.clear()
-    assert resolve_paths(config, here / "run.toml", told.append).data.prompts == str(
-        here / "both.jsonl"
-    )
+    assert located(config, here / "run.toml", told.append).data.prompts == str(here / "both.jsonl")
     assert told == []
 
 
@@ -163,7 +161,7 @@ def test_a_folder_of_a_data_set_stays_where_it_is(
 
     def resolved(name: str) -> str:
         config = load_config(overrides=[f"data.prompts={name}"], environ={})
-        return str(resolve_paths(config, beside / "run.toml").data.prompts)
+        return str(located(config, beside / "run.toml").data.prompts)
 
     assert resolved("datasets:rows") == f"datasets:{here}/rows"
     assert resolved("datasets:more:train[:10]") == f"datasets:{beside}/more:train[:10]"

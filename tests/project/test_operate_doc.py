@@ -68,13 +68,6 @@ def test_every_message_is_one_of_the_code() -> None:
     assert [message for message in messages() if not is_said(message, said())] == []
 
 
-def test_what_is_not_said_is_found() -> None:
-    code = said()
-    assert is_said("… is not valid TOML", code)
-    assert not is_said("run file … has gone away", code)
-    assert not is_said("does not exist … run file", "run file \ue000 does not exist")
-
-
 def test_every_file_of_a_run_has_its_line() -> None:
     """As far as the code names them in one place."""
     text = section("What is lost with a file")

@@ -20,19 +20,6 @@ def test_the_citation_is_of_this_version() -> None:
     assert {"cff-version", "message", "title", "authors"} <= set(citation)
 
 
-def test_issue_forms_ask_for_something() -> None:
-    forms = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
-    assert [path.stem for path in forms] == ["bug", "config", "idea"]
-    for path in forms:
-        form = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if path.stem == "config":
-            continue
-        assert {"name", "description", "body"} <= set(form)
-        asked = [field for field in form["body"] if field["type"] != "markdown"]
-        assert all(field["id"] and field["attributes"]["label"] for field in asked)
-        assert any(field.get("validations", {}).get("required") for field in asked)
-
-
 def test_every_extra_that_a_page_names_is_there() -> None:
     extras = set(PROJECT["project"]["optional-dependencies"])
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]

@@ -164,7 +164,7 @@ def test_a_trainer_of_two_nodes(tmp_path: Path, stand_in: dict[str, str]) -> Non
     for rank, name in enumerate(("trainer", "trainer-b")):
         # The first of the trainer's nodes has the buffer as well.
         found = re.search(
-            r"host=(\S+) .* broker=tcp://(\S+):5555 .* --rendezvous (\S+):5561 ", said[name]
+            r"host=(\S+) .* broker=tcp://(\S+):5555 .* trainer.rendezvous=(\S+):5561 ", said[name]
         )
         assert found and found[2] == found[3]
         assert f"--node-rank {rank} " in said[name]

@@ -250,14 +250,8 @@ function drawConfig(look) {
   }));
 }
 
-function drawSamples(look) {
-  const columns = ["sample", "seconds", "tokens", "turns", "versions", "reward", "ended by"];
-  const facts = (s) => [s.sample, s.seconds, s.tokens, s.turns, s.versions.join("-"), s.reward, s.finish_reason];
-  table($("slow"), columns, (look.slow_samples ?? []).map(facts));
+function drawRollouts(look) {
   $("rollouts").replaceChildren(...look.rollouts.slice(-8).reverse().flatMap(rollout));
-  $("samples").replaceChildren(...(look.samples ?? []).slice(-4).reverse().flatMap((s) => [
-    element("div", {}, `${s.sample}: reward ${number(s.reward)}, ${s.tokens} tokens, version ${s.versions.join("-")}, ${s.finish_reason}`),
-    element("pre", {}, element("span", { class: "dim" }, s.prompt), s.response)]));
 }
 
 // A rollout: its facts, and its response in pieces by how old the weights were that said them.
@@ -302,10 +296,10 @@ function draw(look) {
   drawServices(look);
   drawTimeline(look);
   drawPushes(look);
-  drawSamples(look);
+  drawRollouts(look);
   drawConfig(look);
   $("counters").textContent = Object.entries(look.counters ?? {}).filter(([, n]) => n).map(([k, n]) => `${k} ${n}`).join(", ");
-  for (const id of ["facts", "curves", "ledger", "services", "timeline", "pushes", "slow", "rollouts", "samples", "counters", "config"]) {
+  for (const id of ["facts", "curves", "ledger", "services", "timeline", "pushes", "rollouts", "counters", "config"]) {
     $(id).closest("section").hidden = !$(id).textContent;
   }
 }

@@ -5,35 +5,46 @@ Without a GPU only `generator.engine = "auto"` is chosen: docs/config.md has the
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 from umbra.deploy.check.hardware import (
-    GpuShares,
     Machine,
-    ShareRequest,
+    ask_aside,
+    driver_version,
     first_gpu,
     kind_of,
+    this_machine,
 )
-from umbra.deploy.check.machine import SEE_GPUS, driver_version, gpus_seen, versions_line
+from umbra.deploy.check.machine import SEE_GPUS, versions_line
 from umbra.deploy.prepare.preflight import check_packages, check_room, check_run
 from umbra.proto.errors import StartupError, UmbraError, UsageError
 from umbra.services.config import RunConfig, TrainerConfig
 from umbra.services.config.loader import as_dict, given_keys
 from umbra.services.modeling.architectures import read_config
 from umbra.services.modeling.model_directory import directory_of
-from umbra.services.process.child import python_argv
-from umbra.services.process.host_memory import host_bytes
-from umbra.services.weights.arena import SHM
 
 MOST_CONTEXT = 8192  # of a model that could take more: longer answers are asked for by name
-PATIENCE_S = 1800.0  # for an answer of another process, which ends itself far earlier
+PATIENCE_S = 1800.0  # for a choice in another process, which ends itself far earlier
 CONTEXT, TOKENS = "generator.max_context", "sampling.max_tokens"
+
+
+class ChoiceRequest(msgspec.Struct, frozen=True):
+    """A run, the keys that its user has set, and the machine."""
+
+    config: RunConfig
+    given: list[str]
+    machine: Machine
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """A run with what was left open, each choice as `key = value`, and why it does not fit."""
+
+    config: RunConfig
+    chosen: list[str]
+    refused: str = ""
 
 
 def ready(config: RunConfig, tree: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:
@@ -56,7 +67,7 @@ def ready(config: RunConfig, tree: Mapping[str, Any]) -> tuple[RunConfig, list[s
 
 
 def for_this_machine(config: RunConfig, tree: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:
-    """Return `for_hardware` of this machine; keys in `tree` are the user's and stay.
+    """Return what `for_hardware` chooses on this machine, and the choices.
 
     Raises:
         UsageError: the run does not fit into the machine's GPUs; says what to change.
@@ -69,10 +80,22 @@ def for_this_machine(config: RunConfig, tree: Mapping[str, Any]) -> tuple[RunCon
             f"there is an NVIDIA driver, but torch sees no GPU ({machine.blind}): {SEE_GPUS}; to "
             "compute on the CPU, set generator.device and trainer.device to cpu"
         )
-    config, chosen, refused = for_hardware(config, given_keys(tree), machine, shares_aside)
-    if refused:
-        raise UsageError(refused)
-    return config, chosen
+    given = given_keys(tree)
+    if not machine.gpus:
+        choice = for_hardware(config, given, machine)
+    else:
+        try:
+            request = ChoiceRequest(config, sorted(given), machine)
+            choice = ask_aside(Choice, request, timeout_s=PATIENCE_S)
+        except UmbraError as error:
+            raise StartupError(
+                f"it cannot be estimated how trainer and generator share the GPU: {error}; set "
+                "generator.device, or generator.engine_args and generator.slots; `umbra check` "
+                "says more"
+            ) from error
+    if choice.refused:
+        raise UsageError(choice.refused)
+    return choice.config, choice.chosen
 
 
 def in_one_line(config: RunConfig) -> str:
@@ -89,31 +112,18 @@ def in_one_line(config: RunConfig) -> str:
     )
 
 
-def for_hardware(
-    config: RunConfig,
-    given: Collection[str],
-    machine: Machine,
-    share: Callable[[ShareRequest], GpuShares],
-) -> tuple[RunConfig, list[str], str]:
-    """Return `config` with what is not in `given` chosen for a machine.
+def for_hardware(config: RunConfig, given: Collection[str], machine: Machine) -> Choice:
+    """Return the choice for a machine; keys in `given` are the user's and stay.
 
-    With it each choice as `key = value`, and why the run does not fit, if so.
-
-    Args:
-        given: keys that the user has set, which stay.
-        share: divides a GPU, as `share.shares` does.
+    Loads torch where a GPU is shared.
     """
     chosen = choose(config, given, machine, positions(config.model.name))
     refused = _refused_on(kind_of(config.trainer.device, gpu=bool(machine.gpus)), config.trainer)
     if not refused and _may_need_room(chosen) and machine.gpus:
-        found = share(ShareRequest(chosen, sorted(given), machine.gpu, machine.name))
-        refused = found.refused
-        if not refused:
-            generator = msgspec.structs.replace(
-                chosen.generator, slots=found.slots, engine_args=found.engine_args
-            )
-            chosen = msgspec.structs.replace(chosen, generator=generator)
-    return chosen, list(_changes(config, chosen)) if machine.gpus else [], refused
+        from umbra.deploy.check.estimate import divide
+
+        chosen, refused = divide(chosen, given, machine)
+    return Choice(chosen, list(_changes(config, chosen)) if machine.gpus else [], refused)
 
 
 def _refused_on(kind: str, trainer: TrainerConfig) -> str:
@@ -169,29 +179,6 @@ def positions(model: str) -> int:
     return found if isinstance(found, int) else 0
 
 
-def this_machine() -> Machine:
-    """Return what is here; torch is asked for GPUs, in a process of its own, if there is a driver.
-
-    Raises:
-        StartupError: it gives no answer, so that a run would begin with what is meant for CPUs.
-    """
-    stats = os.statvfs(SHM)
-    host, shm = host_bytes(), stats.f_blocks * stats.f_frsize
-    if not driver_version():
-        return Machine(host=host, shm=shm)
-    try:
-        seen = gpus_seen()
-    except UmbraError as error:
-        raise StartupError(
-            f"there is an NVIDIA driver, but torch does not say what GPUs it sees: {error}; "
-            "`umbra check` says more"
-        ) from error
-    vllm = importlib.util.find_spec("vllm") is not None
-    sizes = tuple(gpu.total for gpu in seen.gpus)
-    name = seen.gpus[0].name if seen.gpus else ""
-    return Machine(sizes, name, host, shm, vllm, "" if sizes else seen.why_not)
-
-
 def _may_need_room(config: RunConfig) -> bool:
     """True if memory of a GPU is divided: with the trainer, or the torch engine's into slots."""
     generator, trainer = config.generator, config.trainer
@@ -199,32 +186,6 @@ def _may_need_room(config: RunConfig) -> bool:
         return False
     shared = kind_of(trainer.device, gpu=True) == "cuda"
     return generator.engine == "torch" or (shared and first_gpu(generator.device) < trainer.ranks)
-
-
-def shares_aside(request: ShareRequest) -> GpuShares:
-    """Return `share.shares`, computed in a process that brings torch and leaves with it.
-
-    That process ends itself after `share.CPU_S` of processor time: of a machine that does much else
-    it may get little, so by the clock it has long.
-
-    Raises:
-        StartupError: it could not be asked.
-    """
-    try:
-        done = subprocess.run(
-            python_argv("umbra.deploy.check.share"),
-            input=msgspec.json.encode(request),
-            capture_output=True,
-            timeout=PATIENCE_S,
-            check=False,
-        )
-        return msgspec.json.decode(done.stdout, type=GpuShares)
-    except (subprocess.TimeoutExpired, msgspec.DecodeError) as error:
-        raise StartupError(
-            "it cannot be estimated how trainer and generator share the GPU: set "
-            "generator.device, or generator.engine_args and generator.slots; `umbra check` "
-            "says more"
-        ) from error
 
 
 def _changes(before: RunConfig, after: RunConfig) -> Iterator[str]:

@@ -1,0 +1,43 @@
+"""What needs torch before a run starts, in its own process: `python -m umbra.deploy.check.aside`.
+
+A driver that is out of order may hang or end whoever asks it, and torch takes half a GiB. Prints as
+JSON the GPUs that torch sees; of a request on standard input the choice.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+
+import msgspec
+import torch
+
+from umbra.deploy.check.choose import ChoiceRequest, for_hardware
+from umbra.deploy.check.hardware import Gpu, GpusSeen
+
+CPU_S = 180  # of processor time, torch's import included: a large model takes some 30
+
+
+def look() -> GpusSeen:
+    if not torch.cuda.is_available():
+        why_not = "there is none" if torch.version.cuda else "this torch is built without CUDA"
+        try:
+            torch.cuda.init()
+        except (RuntimeError, AssertionError) as error:
+            why_not = str(error).partition("\n")[0]
+        return GpusSeen([], why_not)
+    found: list[Gpu] = []
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        found.append(Gpu(torch.cuda.get_device_name(index), total, free))
+    return GpusSeen(found)
+
+
+if __name__ == "__main__":
+    if data := sys.stdin.buffer.read():
+        resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))  # the clock counts others' work too
+        asked = msgspec.json.decode(data, type=ChoiceRequest)
+        answer = for_hardware(asked.config, asked.given, asked.machine)
+    else:
+        answer = look()
+    sys.stdout.buffer.write(msgspec.json.encode(answer))
