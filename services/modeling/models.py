@@ -49,8 +49,8 @@ def sees_gpu() -> bool:
     return False
 
 
-def pick_device(device: str) -> torch.device:
-    """The torch device for a configured name; "auto" takes a GPU if there is one.
+def pick_device(device: str, key: str = "device") -> torch.device:
+    """The torch device for what `key` names; "auto" takes a GPU if there is one.
 
     Raises:
         UsageError: an unknown name, or a GPU that is not there.
@@ -61,10 +61,12 @@ def pick_device(device: str) -> torch.device:
     try:
         chosen = torch.device(device)
     except RuntimeError:
-        raise UsageError(f"device {device!r}: use cpu, cuda, cuda:1, ... or auto") from None
+        chosen = torch.device("meta")
+    if chosen.type not in ("cpu", "cuda"):
+        raise UsageError(f"{key} {device!r}: use cpu, cuda, cuda:1, ... or auto")
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
         raise UsageError(
-            f"device {device!r}: this machine has {torch.cuda.device_count()} CUDA devices"
+            f"{key} {device!r}: this machine has {torch.cuda.device_count()} CUDA devices"
         )
     return chosen
 

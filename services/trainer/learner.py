@@ -17,7 +17,7 @@ from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.experts import NO_BALANCE, NO_ROUTERS
 from umbra.services.modeling.lora import add_adapter
 from umbra.services.modeling.micro_batch import MicroBatch, Tokens
-from umbra.services.modeling.models import sees_gpu
+from umbra.services.modeling.models import pick_device
 from umbra.services.modeling.packing import pack
 from umbra.services.modeling.scorer import Scorer
 from umbra.services.modeling.weight_files import WeightFiles
@@ -76,17 +76,16 @@ class Learner:
         if config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
             torch.use_deterministic_algorithms(True)
-        on_cpu = _on_cpu(config, self.ranks)
-        kind = "cpu" if on_cpu else "cuda"
+        self.device = _device(config, self.ranks)
+        kind = self.device.type
         if fault := next(config.device_faults(kind), ""):
             raise UsageError(fault)
-        self._accelerator = Accelerator(cpu=on_cpu, mixed_precision=config.precision_on(kind))
+        self._accelerator = Accelerator(
+            cpu=kind == "cpu", mixed_precision=config.precision_on(kind)
+        )
         if config.threads or self.ranks.world > 1:
             share = max(1, len(os.sched_getaffinity(0)) // self.ranks.place.per_host)
             torch.set_num_threads(config.threads or share)
-        # With the number of the GPU: other threads begin with another one.
-        index = "" if on_cpu else f":{torch.cuda.current_device()}"
-        self.device = torch.device(f"{kind}{index}")
         source = files or (HeldWeights(model) if config.weights == "bf16" else None)
         check_experts(model.config.to_dict(), config.expert_parallel)
         self.phases = Phases(self.device)  # of the thread that updates the policy
@@ -264,24 +263,21 @@ def bring_up(
     return rows_at
 
 
-def _on_cpu(config: TrainerConfig, ranks: Ranks) -> bool:
-    name, _, index = config.device.partition(":")
-    if name not in ("auto", "cpu", "cuda") or (index and (name != "cuda" or not index.isdigit())):
-        raise UsageError(f"trainer.device is {config.device!r}: use cpu, cuda, cuda:1 or auto")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UsageError("trainer.device is cuda, but torch sees no GPU: use cpu or auto")
-    if name == "cpu" or not sees_gpu():
-        return True
-    if index and ranks.world > 1:
+def _device(config: TrainerConfig, ranks: Ranks) -> torch.device:
+    """Return the device of this rank, and make its GPU the current one."""
+    device = pick_device(config.device, "trainer.device")
+    if device.type == "cpu":
+        return device
+    if device.index is not None and ranks.world > 1:
         raise UsageError(
             f"trainer.device is {config.device}, but each of several ranks has its own GPU: use "
             "cuda, and CUDA_VISIBLE_DEVICES to choose"
         )
-    chosen = int(index or 0) + ranks.local_rank
+    chosen = (device.index or 0) + ranks.local_rank
     if chosen >= torch.cuda.device_count():
         raise UsageError(
             f"trainer rank {ranks.rank} needs GPU {chosen}, but torch sees "
             f"{torch.cuda.device_count()}: lower trainer.ranks or change trainer.device"
         )
     torch.cuda.set_device(chosen)
-    return False
+    return torch.device("cuda", chosen)  # with its number: other threads begin with another one

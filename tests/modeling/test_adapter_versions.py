@@ -43,9 +43,7 @@ def sampled(engine: Any) -> dict[int, tuple[list[int], torch.Tensor]]:
     return {int(o.request_id[1:]): (o.token_ids, torch.tensor(o.logprobs)) for o in finish(engine)}
 
 
-@pytest.mark.parametrize(
-    "architecture", ["", "qwen3-moe", "qwen2-moe", "mixtral", "deepseek-v3", "phi3", "gpt-oss"]
-)
+@pytest.mark.parametrize("architecture", ["", "qwen3-moe", "deepseek-v3", "phi3", "gpt-oss"])
 def test_logprobs_of_every_version_are_the_trainers(
     directory: Path, tmp_path: Path, architecture: str
 ) -> None:

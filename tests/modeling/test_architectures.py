@@ -14,17 +14,14 @@ from fakes.architectures import ARCHITECTURES
 from msgspec.structs import replace
 from transformers import PreTrainedModel
 
-from umbra.deploy.model_check import check, serving
+from umbra.deploy.model_check import serving
 from umbra.deploy.model_check.check import check_model, fewest_layers
 from umbra.deploy.model_check.command import command
 from umbra.deploy.model_check.outcome import Outcome, Row
 from umbra.deploy.prepare.preflight import check_run
-from umbra.proto.errors import StartupError, UmbraError, UsageError
+from umbra.proto.errors import UsageError
 from umbra.services.config import DataConfig, RunConfig, TrainerConfig
 from umbra.services.config import ModelConfig as ModelSection
-from umbra.services.generator.engines.engine import EngineError
-from umbra.services.generator.vllm import check as vllm_check
-from umbra.services.generator.vllm.check import Differences
 from umbra.services.modeling import attention_backends, models
 from umbra.services.modeling.architectures import (
     PROVEN,
@@ -266,51 +263,7 @@ def test_weights_that_arrive_damaged_are_noticed(
     assert "experts.down_proj" in found["weights exported"].note
 
 
-@pytest.mark.parametrize(
-    ("found", "outcomes"),
-    [
-        (Differences(from_disk=1e-6, same=2e-6, changed=3e-6, moved=1.0), ["equal"] * 3),
-        (
-            Differences(from_disk=1e-6, same=3.84, changed=float("nan"), moved=1.0),
-            ["equal", "different", "different"],
-        ),
-        (UsageError("vLLM is not installed"), ["left out"]),
-        (StartupError("no such head size\nand more"), ["left out"]),
-        (EngineError("an update did not reach experts"), ["different"]),
-    ],
-)
-@of("qwen3-moe")
-def test_what_vllm_serves_is_in_the_table(
-    model_dir: Path,
-    found: Differences | UmbraError,
-    outcomes: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def differences(directory: Path, publish: Any, **_: Any) -> Differences:
-        assert directory == model_dir
-        if isinstance(found, UmbraError):
-            raise found
-        return found
-
-    monkeypatch.setattr(vllm_check, "vllm_differences", differences)
-    monkeypatch.setattr(check, "_compare", lambda *_: iter(()))
-    outcome = check_model(model_dir)
-    assert [row.outcome for row in outcome.rows] == outcomes
-    assert outcome.equal == ("different" not in outcomes)
-    if isinstance(found, UmbraError):
-        assert str(found).partition("\n")[0] in outcome.rows[0].note
-    json.loads(json.dumps(outcome.as_dict(), allow_nan=False))
-
-
 # -- copies of large models ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "layers"),
-    [("llama", 2), ("deepseek-v3", 2), ("gemma3", 2), ("smollm3", 2), ("qwen2.5-window", 2)],
-)
-def test_few_layers_that_have_every_kind(name: str, layers: int) -> None:
-    assert fewest_layers(ARCHITECTURES[name].config(2)) == layers
 
 
 def test_as_many_layers_as_the_last_kind_takes() -> None:

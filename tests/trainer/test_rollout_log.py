@@ -11,7 +11,6 @@ from click.testing import CliRunner
 from fakes.looks import heard, status
 from fakes.trajectories import trajectory
 
-from umbra import cli
 from umbra.deploy.commands.runs import command
 from umbra.deploy.files.run_folder import RunFolder, pieces, read_rollouts, rollout_text
 from umbra.proto.records import Branch, Trajectory, VersionSpan
@@ -117,49 +116,12 @@ def written(folder: RunFolder) -> RunFolder:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("words", "rewards"),
-    [
-        (["--samples", "4"], [2.0, 2.5, 3.0, 3.5]),
-        (["--samples", "1"], [3.5]),
-        (["--worst", "--samples", "2"], [1.0, 1.5]),
-        (["--best", "--samples", "2"], [3.5, 3.0]),
-        (["--step", "2"], [2.0, 2.5]),
-        (["--step", "2", "--best", "--samples", "1"], [2.5]),
-    ],
-)
-def test_which_are_printed(written: RunFolder, words: list[str], rewards: list[float]) -> None:
-    done = CliRunner().invoke(command, [written.id, *words, "--json"])
-    assert [json.loads(line)["reward"] for line in done.output.splitlines()] == rewards
-    assert done.exit_code == 0
-
-
 def test_a_model_that_says_what_steers_terminals(written: RunFolder) -> None:
     (row,) = [json.loads(line) for line in written.samples.read_text().splitlines()[:1]]
     written.samples.write_text(json.dumps({**row, "response": "\x1b[2Jcleared\nx"}) + "\n")
     done = CliRunner().invoke(command, ["--samples", "4"])
     assert "\x1b" not in done.output
     assert ">>>  [2Jcleared\nx\n" in done.output
-
-
-@pytest.mark.parametrize(
-    ("config", "words", "told_so"),
-    [
-        ({"log": {"samples": 0}}, [], "keeps no rollouts: log.samples is 0"),
-        ({}, [], "has no rollouts yet: samples.jsonl comes with its first step"),
-        ({}, ["--worst", "--best"], "--worst and --best exclude each other"),
-    ],
-)
-def test_why_none_are_printed(
-    folder: RunFolder,
-    config: dict[str, Any],
-    words: list[str],
-    told_so: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    folder.config.write_text(json.dumps(config))
-    assert cli.main(["runs", "--samples", "4", *words]) == 2
-    assert told_so in capsys.readouterr().err
 
 
 def test_branches_of_a_sample_are_one_row(folder: RunFolder) -> None:
