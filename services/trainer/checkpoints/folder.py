@@ -244,18 +244,6 @@ class CheckpointFolder:
             else:
                 self.disk.rename(older, final)
 
-    def adopt(self, index: Index) -> None:
-        """Make a folder for files of a checkpoint that another host has.
-
-        Raises:
-            OSError: it cannot be made.
-        """
-        with suppress(DamagedError):
-            if read_index(self.of(index.step)).saved_at == index.saved_at:
-                return
-        self.begin(index.step)
-        self.finish(index)
-
     def prune(self) -> None:
         """Remove all checkpoints but the newest and the best."""
         steps = self.steps()

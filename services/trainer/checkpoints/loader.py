@@ -1,25 +1,22 @@
 """Resume from the newest checkpoint that is whole, on any number of ranks and hosts.
 
-Every rank reads the rows that it holds. Files that its host needs and does not have come from a
-host that has them. Where rows are read their checksum is compared; if one is wrong, all ranks turn
-to the checkpoint before.
+Every rank reads the rows that it holds. Those in files that its host lacks are broadcast by a rank
+that has them. Where rows are read their checksum is compared; if one is wrong, all ranks turn to
+the checkpoint before.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
-from contextlib import ExitStack
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 import torch
 import xxhash
 from torch import Tensor
 
-from umbra.proto.errors import UmbraError, UsageError
+from umbra.proto.errors import UsageError
 from umbra.services.trainer.checkpoints.folder import (
     CheckpointFolder,
     DamagedError,
@@ -34,7 +31,7 @@ from umbra.services.trainer.snapshot import as_bytes, held_rows
 log = logging.getLogger(__name__)
 
 SHOWN = 4  # faults in an error
-PIECE_BYTES = 32 << 20  # of a file, in one message
+PIECE_BYTES = 32 << 20  # of rows, in one message
 
 
 def resume(folder: CheckpointFolder, models: Sequence[ModelState], ranks: Ranks) -> int:
@@ -133,7 +130,7 @@ class Saved:
         Raises:
             DamagedError: rows or a file are missing or damaged; on all ranks alike.
         """
-        error, wanted = "", list[tuple[int, SavedRows, Tensor, int]]()
+        error, wanted = "", dict[int, dict[int, tuple[Tensor, int]]]()  # by file and place in it
         for name, place in places.items():
             own, first = held_rows(name, place)
             own = own if own.dim() else own.view(1)
@@ -143,81 +140,70 @@ class Saved:
                 if start < end:
                     missing -= end - start
                     to = own[start - first : end - first]
-                    wanted.append((number, rows, to, start - rows.first))
+                    wanted.setdefault(number, {})[rows.at] = to, start - rows.first
             if missing:
                 error = f"{self.directory}: {missing} rows of {name} are missing"
-        self._fetch({number for number, *_ in wanted})
-        for number, rows, to, skipped in sorted(wanted, key=lambda one: (one[0], one[1].at)):
-            path = self._paths.get(number, self.directory / file_name(number))
-            try:
-                to.copy_(self._read(path, rows)[skipped : skipped + len(to)])
-            except (OSError, DamagedError) as fault:
-                error = error or f"{path}: {fault}"
+        sources = self._sources(set(wanted))
+        for number in sorted({*wanted, *sources}):
+            for rows in self.index.files[number].rows:
+                mine = wanted.get(number, {}).get(rows.at)
+                source = sources.get(number) if rows.name in places else None
+                if source is None and mine is None:
+                    continue
+                info = self.index.tensors[rows.name]
+                stored = torch.empty([rows.count, *info.shape[1:]], dtype=_dtype(info.dtype))
+                if source is None or source == self._ranks.rank:
+                    error = error or self._read(number, rows, stored)
+                if source is not None:
+                    self._broadcast(as_bytes(stored), source)
+                if mine is not None:
+                    to, skipped = mine
+                    to.copy_(stored[skipped : skipped + len(to)])
         if found := next((one for one in self._ranks.collect(error.encode()) if one), b""):
             raise DamagedError(found.decode())
 
-    def _read(self, path: Path, rows: SavedRows) -> Tensor:
-        info = self.index.tensors[rows.name]
-        stored = torch.empty([rows.count, *info.shape[1:]], dtype=_dtype(info.dtype))
+    def _read(self, number: int, rows: SavedRows, stored: Tensor) -> str:
+        """Read `rows` of a file into `stored`; return what is wrong with them."""
+        path = self._paths.get(number, self.directory / file_name(number))
         content = as_bytes(stored).numpy().data
-        with path.open("rb") as file:
-            file.seek(rows.at)
-            if file.readinto(content) < len(content):
-                raise DamagedError("it is cut off")
+        try:
+            with path.open("rb") as file:
+                file.seek(rows.at)
+                if file.readinto(content) < len(content):
+                    return f"{path}: it is cut off"
+        except OSError as error:
+            return f"{path}: {error}"
         if xxhash.xxh3_64_intdigest(content) != rows.checksum:
-            raise DamagedError(f"the checksum of {rows.name} is wrong")
-        return stored
+            return f"{path}: the checksum of {rows.name} is wrong"
+        return ""
 
-    def _fetch(self, wanted: set[int]) -> None:
-        """Get the files that hosts lack from one that has them; all ranks are told all of them.
+    def _broadcast(self, content: Tensor, source: int) -> None:
+        """Give all ranks the bytes that rank `source` has.
+
+        That is rare (a host is new, or there are more or fewer), so no rank is addressed alone.
+        """
+        for start in range(0, len(content), PIECE_BYTES):
+            piece = content[start : start + PIECE_BYTES]
+            own = piece.numpy().tobytes() if self._ranks.rank == source else b""
+            told = self._ranks.spread(own, source)
+            piece.copy_(torch.frombuffer(bytearray(told), dtype=torch.uint8))
+
+    def _sources(self, wanted: set[int]) -> dict[int, int]:
+        """Return the files that hosts lack, each with a rank that has it.
 
         Raises:
-            DamagedError: no host has them; on all ranks alike.
+            DamagedError: no host has one of them; on all ranks alike.
         """
-        ranks, place = self._ranks, self._ranks.place
         mine = msgspec.json.encode((wanted - set(self._paths), set(self._paths)))
         kind = tuple[set[int], set[int]]  # that are missing on a rank's host, and are there
-        told = [msgspec.json.decode(one, type=kind) for one in ranks.collect(mine)]
+        told = [msgspec.json.decode(one, type=kind) for one in self._ranks.collect(mine)]
         missing = sorted({number for lacks, _ in told for number in lacks})
         sources = {n: [r for r, (_, there) in enumerate(told) if n in there] for n in missing}
         if lost := [number for number in missing if not sources[number]]:
             names = [f"there is no {self.index.describe(n)} in {self.directory}" for n in lost]
             more = f", and {len(lost) - SHOWN} more files" if len(lost) > SHOWN else ""
             raise DamagedError("; ".join(names[:SHOWN]) + more)
-        lacks_here = {n for rank in place.ranks_on(ranks.node) for n in told[rank][0]}
-        try:
-            for number in missing:
-                self._copy(number, sources[number][0], ranks.leads_host and number in lacks_here)
-        except OSError as error:
-            raise UmbraError(
-                f"files of {self.directory} cannot be copied from another host: {error}"
-            ) from error
-        if missing:
-            ranks.sum_control(torch.zeros(1))  # all files have their names
-            self._paths = self._folder.find_files(self.index)
-
-    def _copy(self, number: int, source: int, keep: bool) -> None:
-        """Tell all ranks the content of a file that rank `source` has; those that `keep` it write.
-
-        That is rare (a host is new, or there are more or fewer), so no rank is addressed alone.
-        """
-        ranks, name = self._ranks, file_name(number)
-        part = self.directory / f".{name}"
-        with ExitStack() as stack:
-            there = ranks.rank == source
-            original = stack.enter_context(self._paths[number].open("rb")) if there else None
-            copy: IO[bytes] | None = None
-            if keep:
-                self._folder.adopt(self.index)
-                copy = stack.enter_context(part.open("wb"))
-            for _ in range(0, self.index.files[number].size, PIECE_BYTES):
-                content = ranks.spread(original.read(PIECE_BYTES) if original else b"", source)
-                if copy is not None:
-                    copy.write(content)
-            if copy is not None:
-                copy.flush()
-                os.fsync(copy.fileno())
-                part.rename(self.directory / name)
+        return {number: ranks[0] for number, ranks in sources.items()}
 
 
 def _dtype(name: str) -> torch.dtype:
