@@ -63,22 +63,18 @@ def noting_client() -> type[Any]:
     return NotingClient
 
 
-def noting(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `make_update` whose updates record what they have trained on."""
+def noting(update: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `update`, a `PolicyUpdate.__call__`, that records what it has trained on."""
 
-    def make_noting(*arguments: Any) -> Any:
-        inner = make(*arguments)
+    def noting_update(*arguments: Any) -> Any:
+        batch, version, _ = arguments[-3:]
+        row = update(*arguments)
+        if row is not None:
+            samples = [one.sample_id for one in batch.trajectories]
+            note("trained.jsonl", json.dumps({"step": version + 1, "samples": samples}))
+        return row
 
-        def update(batch: Any, version: int, keep_going: Callable[[], bool]) -> Any:
-            row = inner(batch, version, keep_going)
-            if row is not None:
-                samples = [one.sample_id for one in batch.trajectories]
-                note("trained.jsonl", json.dumps({"step": version + 1, "samples": samples}))
-            return row
-
-        return update
-
-    return make_noting
+    return noting_update
 
 
 @dataclass(frozen=True)
@@ -171,7 +167,8 @@ def main() -> int:
         from umbra.services.trainer.service import run
         from umbra.services.trainer.update import PolicyUpdate
 
-        command = service_command("trainer", lambda given: run(given, None, noting(PolicyUpdate)))
+        PolicyUpdate.__call__ = noting(PolicyUpdate.__call__)
+        command = service_command("trainer", run)
         command.main(sys.argv[2:], prog_name="umbra trainer")
     return umbra() or 0
 

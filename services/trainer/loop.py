@@ -21,7 +21,7 @@ from umbra.services.trainer.learner import REASONS, Learner
 from umbra.services.trainer.member import NextStep, RunMember
 from umbra.services.trainer.metrics import Row, environment_metrics, finite, sample_metrics
 from umbra.services.trainer.phases import Profile
-from umbra.services.trainer.update import Update
+from umbra.services.trainer.update import PolicyUpdate
 
 
 class Loop:
@@ -36,7 +36,7 @@ class Loop:
         self,
         context: ServiceContext,
         learner: Learner,
-        update: Update,
+        update: PolicyUpdate,
         snapshots: Snapshots,
         saver: Saver,
         member: RunMember | None,

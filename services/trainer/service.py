@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 from contextlib import ExitStack, closing
 
 from transformers import PreTrainedTokenizerBase
 
 from umbra.proto.errors import EXIT_DONE, UsageError
-from umbra.services.config import RunConfig
 from umbra.services.config.loader import as_dict
 from umbra.services.modeling.lora import adapter_facts
 from umbra.services.modeling.model_directory import weights_checksum
@@ -23,23 +21,19 @@ from umbra.services.trainer.distributed.shards import Snapshots, row_owners
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.loop import Loop
 from umbra.services.trainer.member import RunMember, join_run
+from umbra.services.trainer.mismatch import MismatchCheck
 from umbra.services.trainer.policy import export_policy, open_policy
 from umbra.services.trainer.snapshot import tensor_layout
-from umbra.services.trainer.update import Update, guarded_update
+from umbra.services.trainer.update import PolicyUpdate
 from umbra.services.weights.manifest import build_manifest
 
 
-def run(
-    context: ServiceContext,
-    listener: socket.socket | None = None,
-    make_update: Callable[[RunConfig, Learner, Critic | None], Update] = guarded_update,
-) -> int:
+def run(context: ServiceContext, listener: socket.socket | None = None) -> int:
     """Train to `run.steps`, write the model to `<run_dir>/model`, end the run; return an exit code.
 
     All ranks run this. It resumes from the newest whole checkpoint in `<run_dir>/checkpoints`.
     Asked to stop before the end, it leaves between two steps and exports nothing. `listener` is
-    where the other ranks come to, if `launch` started them. `make_update` makes what learns from
-    batches.
+    where the other ranks come to, if `launch` started them.
 
     Raises:
         UsageError: no run directory, a model that cannot be loaded, or checkpoints that are of
@@ -78,7 +72,7 @@ def run(
         owners = row_owners(learner.model, ranks, adapter=alone)
         manifest = build_manifest(layout, config.weight_hub.bucket_bytes, owners, adapter)
         critic = open_critic(config, learner)
-        update = make_update(config, learner, critic)
+        update = PolicyUpdate(config, learner, critic, MismatchCheck(config, learner))
         models = [learner.state(base), *([critic.state] if critic is not None else [])]
         path = context.run_dir / "checkpoints"
         folder = CheckpointFolder(path, config.checkpoint, node=ranks.node)

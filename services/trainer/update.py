@@ -24,14 +24,6 @@ from umbra.services.trainer.objectives.aggregation import count, token_weights
 from umbra.services.trainer.objectives.objective import Constants, Objective, TokenInputs
 from umbra.services.trainer.objectives.terms import LOG_RATIO_BOUND, Sequences, interpolated
 
-# Learns from a batch at a version, for as long as it is told to keep going; what it measured.
-Update = Callable[[TrainBatch, int, Callable[[], bool]], Row | None]
-
-
-def guarded_update(config: RunConfig, learner: Learner, critic: Critic | None) -> PolicyUpdate:
-    """Return an update before which generators and trainer are compared."""
-    return PolicyUpdate(config, learner, critic, MismatchCheck(config, learner))
-
 
 class PolicyUpdate:
     """Advantages, packing, loss and optimizer steps, as the configuration combines them.

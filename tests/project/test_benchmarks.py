@@ -212,7 +212,7 @@ def test_a_trainer_records_what_it_has_trained_on(
 
     monkeypatch.setenv(chaos_audit.VARIABLE, str(tmp_path))
     rows: list[Any] = [None, {"loss": 0.0}]  # the first is broken off
-    update = chaos_audit.noting(lambda config: lambda *given: rows.pop(0))("config")
+    update = chaos_audit.noting(lambda *given: rows.pop(0))
     batch = SimpleNamespace(trajectories=[ANSWER])
     for _ in range(2):
         update(batch, 4, lambda: True)
