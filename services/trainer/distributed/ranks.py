@@ -106,8 +106,6 @@ class Ranks:
         """True on the first rank of each host."""
         return self.rank == self.place.ranks_on(self.node)[0]
 
-    # -- in the control group ----------------------------------------------------------------------
-
     def spread(self, data: bytes = b"", source: int = 0) -> bytes:
         """Return on every rank what rank `source` gives as `data`; they wait while it lives.
 
@@ -133,12 +131,6 @@ class Ranks:
         """Return what each rank gives as `data`, by rank, on every rank; it is small."""
         return [self.spread(data, rank) for rank in range(self.world)]
 
-    def sum_control(self, tensor: Tensor) -> Tensor:
-        """Sum a tensor on the CPU over all ranks, in place, in the control group."""
-        if self.world > 1:
-            dist.all_reduce(tensor, group=self._control)
-        return tensor
-
     def agree(self, flag: bool) -> bool:
         """Return rank 0's `flag`."""
         if self.world == 1:
@@ -146,8 +138,6 @@ class Ranks:
         value = torch.tensor([flag], dtype=torch.uint8)
         dist.broadcast(value, 0, self._control)
         return bool(value)
-
-    # -- in the group of all ranks -----------------------------------------------------------------
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum a tensor on the CPU over the shares of a batch, in place.
@@ -159,9 +149,9 @@ class Ranks:
         return self.sum_ranks(tensor)
 
     def sum_ranks(self, tensor: Tensor) -> Tensor:
-        """Sum over all ranks what each knows of its own tokens or files alone."""
+        """Sum over all ranks what each knows of its own tokens or files alone; on the CPU."""
         if self.world > 1:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=self._control)
         return tensor
 
     def gather(self, tensor: Tensor) -> Tensor:

@@ -88,12 +88,12 @@ class Snapshots:
             write_shards(self._model, manifest, slot, sums=computed)
             return computed.result()
         write_shards(self._model, manifest, slot, ranks.rank, ranks.world)
-        ranks.sum_control(torch.zeros(1))  # all have written
+        ranks.sum_ranks(torch.zeros(1))  # all have written
         sums = np.zeros(len(manifest.buckets), np.uint64)
         for bucket in own_buckets(manifest, ranks.place):
             start, end = manifest.buckets[bucket]
             sums[bucket] = checksum(slot[start:end])
-        ranks.sum_control(torch.from_numpy(sums.view(np.int64)))
+        ranks.sum_ranks(torch.from_numpy(sums.view(np.int64)))
         return sums.tolist()
 
     def close(self) -> None:
