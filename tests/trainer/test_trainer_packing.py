@@ -15,7 +15,13 @@ from transformers import PreTrainedModel
 
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.micro_batch import Tokens
-from umbra.services.modeling.packing import Cost, count_tokens, first_fit_decreasing, pack
+from umbra.services.modeling.packing import (
+    Cost,
+    MicroBatch,
+    count_tokens,
+    first_fit_decreasing,
+    pack,
+)
 from umbra.services.modeling.scorer import Scorer
 from umbra.services.trainer.flops import TrainingFlops
 from umbra.services.trainer.make_model import make_model
@@ -63,8 +69,8 @@ def one_by_one(model: PreTrainedModel, tokens: Tokens, temperature: Tensor) -> T
     return result
 
 
-@pytest.mark.parametrize("pack_tokens", [1, 20, 64, 200])
-@pytest.mark.parametrize("micro_tokens", [1, 100, 10_000])
+@pytest.mark.parametrize("pack_tokens", [1, 20, 200])
+@pytest.mark.parametrize("micro_tokens", [1, 10_000])
 @torch.no_grad()
 def test_packing_changes_no_logprob(
     model: PreTrainedModel, tokens: Tokens, pack_tokens: int, micro_tokens: int
@@ -325,9 +331,15 @@ def _plans(
     tokens: Tokens, world: int, pack_tokens: int, by: Cost = MODEL.sequence
 ) -> list[list[float]]:
     """What each micro-batch of each rank costs, where shares are equal by `by`."""
+
+    def cost(micro: MicroBatch) -> float:
+        of, learned = tokens.owner[micro.source].unique(return_counts=True)
+        counts = zip(tokens.lengths[of].tolist(), learned.tolist(), strict=True)
+        return sum(MODEL.sequence(0, length - 1, count) for length, count in counts)
+
     return [
         [
-            micro.cost
+            cost(micro)
             for micro in pack(
                 tokens,
                 pack_tokens=pack_tokens,
