@@ -73,20 +73,14 @@ class Attention:
             scales = (getattr(module, "scaling", None) for module in model.modules())
             scale = next((found for found in scales if isinstance(found, float)), None)
             shape = attention_probe.Shape.of(model.config, sinks=sinks, scale=scale)
-            fault = attention._fault(shape, device)
+            windows = [window for _, window in attention.windows]
+            faults = (attention_probe.fault(shape, w, device, torch.bfloat16) for w in windows)
+            fault = next((one for one in faults if one is not None), None)
             if fault is not None:
                 log.error(SLOW, fault)
             attention = replace(attention, flexes=fault is None)
         model.set_attn_implementation(NAME)
         return attention
-
-    def _fault(self, shape: attention_probe.Shape, device: torch.device) -> str | None:
-        """Return what is wrong with flex_attention on `device`, for the windows of the layers."""
-        found = (
-            attention_probe.fault(shape, window, device, torch.bfloat16)
-            for _, window in self.windows
-        )
-        return next((one for one in found if one is not None), None)
 
     @classmethod
     def of(cls, config: Any) -> Attention:

@@ -2,6 +2,7 @@
 
 Rank 0 alone is a member of the run. What it leases and decides reaches the others as bytes in the
 control group, a gloo group with a long deadline, where they wait while it waits for something else.
+All else that ranks tell each other on the CPU goes through that group too, in one order.
 Within a collective of the training none may be silent for longer than `trainer.rank_timeout_s`; a
 rank that dies closes its connections, which the others notice in the collective that they are in.
 The ranks may be on several hosts, on each equally many neighbours.
