@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import urlsplit
 
-from umbra.services.environments.protocol import Message, Row, StepResult, reward_result
+from umbra.services.environments.protocol import Message, Row, StepResult, finite_number
 from umbra.services.environments.sandbox import Sandbox
 from umbra.services.process.parent import bypass_proxy
 
@@ -28,7 +28,6 @@ class AgentProgram:
     `anthropic` client in ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY.
 
     Args:
-        lasting: whether it keeps something that is closed with its process only.
         sandbox: goes to the function as `sandbox`, and is closed when the sample is over.
     """
 
@@ -37,7 +36,6 @@ class AgentProgram:
         function: Program,
         name: str,
         *,
-        lasting: bool = False,
         sandbox: Sandbox | None = None,
         **options: Any,
     ) -> None:
@@ -45,7 +43,6 @@ class AgentProgram:
             options["sandbox"] = sandbox
         inspect.signature(function).bind({}, {}, **options)
         self.concurrent = inspect.iscoroutinefunction(function)
-        self.lasting = lasting
         self._function = function
         self._name = name
         self._options = options
@@ -64,19 +61,21 @@ class AgentProgram:
             os.environ["ANTHROPIC_BASE_URL"] = endpoint["base_url"].removesuffix("/v1")
             os.environ["OPENAI_API_KEY"] = os.environ["ANTHROPIC_API_KEY"] = endpoint["api_key"]
         value = self._function(self._row, endpoint, **self._options)
-        return self._later(value) if inspect.isawaitable(value) else self._result(value)
+        if not inspect.isawaitable(value):
+            return self._result(value)
+
+        async def later() -> StepResult:
+            return self._result(await value)
+
+        return later()
 
     async def close(self) -> None:
-        """The sample is over."""
         if self._sandbox is not None:
             await self._sandbox.close()
-
-    async def _later(self, value: Awaitable[Any]) -> StepResult:
-        return self._result(await value)
 
     def _result(self, value: Any) -> StepResult:
         if value is None:
             return StepResult(done=False)  # it has posted its reward
         if isinstance(value, StepResult):
             return dataclasses.replace(value, done=True)
-        return reward_result(value, self._name)
+        return StepResult(reward=finite_number(value, self._name))

@@ -68,7 +68,7 @@ def name_of(config: EnvironmentConfig) -> str:
         case "reward":
             return f"environment {', '.join(_functions(config))}"
         case "agent":
-            return f"agent {config.agent}"
+            return f"agent {config.agent}".strip()  # one from outside has no name
         case kind if kind in _PROGRAMS:
             return f"environment {kind}:{config.id}"
         case kind:
@@ -87,7 +87,7 @@ def load_environment(config: EnvironmentConfig) -> EnvironmentFactory:
         sandbox = sandbox_factory(config.sandbox, config.sandbox_options, _load)
     if kind in _PROGRAMS:
         program = _program(config)
-        return lambda: AgentProgram(program, name_of(config), lasting=True)
+        return lambda: AgentProgram(program, name_of(config))
     runs_code = kind == "agent" or ":" in kind
     make: Callable[..., Environment]
     if kind == "reward":

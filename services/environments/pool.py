@@ -8,47 +8,25 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from umbra.services.config import EnvironmentConfig, NamedEnvironment, RunConfig
 from umbra.services.config.generation import ENVIRONMENT
-from umbra.services.environments.environment_host import Delivered, EnvironmentHost
 from umbra.services.environments.loading import load_environment, runs_inline
 from umbra.services.environments.protocol import (
-    Ask,
-    Begun,
     EnvironmentFactory,
-    Lost,
+    EpisodeOutcome,
     Row,
     Said,
     SampleError,
 )
+from umbra.services.environments.worker import EnvironmentHost
 from umbra.services.environments.worker_pool import END_S, WorkerPool
 from umbra.services.process.loop_thread import LoopThread
 
 _SLACK_S = 10.0
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class EpisodeOutcome:
-    """What a play ended with: an answer, or the reason why there is none. Agents ask in between."""
-
-    key: str
-    value: Delivered | Ask | Begun | Lost | None = None
-    error: str = ""
-
-
-def taken(outcomes: queue.SimpleQueue[EpisodeOutcome]) -> list[EpisodeOutcome]:
-    """Take all that is in `outcomes`, which another thread fills."""
-    found: list[EpisodeOutcome] = []
-    while True:
-        try:
-            found.append(outcomes.get_nowait())
-        except queue.Empty:
-            return found
 
 
 class EnvironmentPool(Protocol):
@@ -68,10 +46,25 @@ class EnvironmentPool(Protocol):
         ...
 
     def collect(self) -> list[EpisodeOutcome]:
-        """The outcomes since the last call."""
+        """Return the outcomes since the last call."""
         ...
 
     def close(self) -> None: ...
+
+
+class Outcomes:
+    """Outcomes that other threads deliver, until they are collected; `wake` is called at each."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._found: queue.SimpleQueue[EpisodeOutcome] = queue.SimpleQueue()
+        self._wake = wake
+
+    def deliver(self, outcome: EpisodeOutcome) -> None:
+        self._found.put(outcome)
+        self._wake()
+
+    def collect(self) -> list[EpisodeOutcome]:
+        return [self._found.get_nowait() for _ in range(self._found.qsize())]
 
 
 def open_pool(
@@ -119,14 +112,9 @@ class ProcessPool:
     def __init__(
         self, config: EnvironmentConfig, *, wake: Callable[[], None] = lambda: None
     ) -> None:
-        self._outcomes: queue.SimpleQueue[EpisodeOutcome] = queue.SimpleQueue()
+        self._outcomes = Outcomes(wake)
         self._thread = LoopThread("environments")
-
-        def deliver(key: str, value: Delivered | Lost | None, error: str) -> None:
-            self._outcomes.put(EpisodeOutcome(key, value, error))
-            wake()
-
-        self._workers = WorkerPool(config, deliver)
+        self._workers = WorkerPool(config, self._outcomes.deliver)
         try:
             self._thread.wait(self._workers.start(), config.setup_s + _SLACK_S)
         except BaseException:
@@ -140,7 +128,7 @@ class ProcessPool:
         self._thread.call(self._workers.forget, key)
 
     def collect(self) -> list[EpisodeOutcome]:
-        return taken(self._outcomes)
+        return self._outcomes.collect()
 
     def close(self) -> None:
         if not self._thread.closed:
@@ -161,7 +149,7 @@ class EnvironmentSet:
         environments: Iterable[NamedEnvironment],
         open_one: Callable[[NamedEnvironment], EnvironmentPool],
     ) -> EnvironmentSet:
-        """A pool of each; if one can't be opened, those before it are closed."""
+        """Open a pool of each; if one can't be opened, those before it are closed."""
         with ExitStack() as opened:
             pools: dict[str, EnvironmentPool] = {}
             for one in environments:
@@ -196,7 +184,7 @@ def open_rewards(config: RunConfig, *, wake: Callable[[], None] = lambda: None) 
 
 
 def _at_once(play: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that never waits."""
+    """Return the result of a coroutine that never waits."""
     try:
         play.send(None)
     except StopIteration as end:

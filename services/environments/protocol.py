@@ -59,11 +59,11 @@ class Environment(Protocol):
     def reset(
         self, row: Row
     ) -> list[Message] | Opening | Awaitable[list[Message]] | Awaitable[Opening]:
-        """The messages that the model answers first."""
+        """Return the messages that the model answers first."""
         ...
 
     def step(self, response: str) -> StepResult | Awaitable[StepResult]:
-        """The answer to the text that the model said."""
+        """Return the answer to the text that the model said."""
         ...
 
 
@@ -100,7 +100,7 @@ class Response(str):
 
     @classmethod
     def of(cls, said: Said | str) -> Response:
-        """The response that an environment gets for `said`; a `str` is nothing but words."""
+        """Return the response that an environment gets; a `str` is nothing but words."""
         if isinstance(said, str):
             said = Said(text=said, content=said)
         response = cls(said.text)
@@ -110,7 +110,7 @@ class Response(str):
 
 
 def content_of(response: str) -> str:
-    """The words of a turn without reasoning and calls; all of a plain `str`."""
+    """Return the words of a turn without reasoning and calls; all of a plain `str`."""
     return response.content if isinstance(response, Response) else response
 
 
@@ -119,7 +119,7 @@ class SampleError(UmbraError):
 
 
 def prompt_messages(row: Row) -> list[Message]:
-    """The messages in a row's "prompt": a list of them, or the text of one."""
+    """Return the messages in a row's "prompt": a list of them, or the text of one."""
     prompt = row.get("prompt")
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
@@ -129,23 +129,13 @@ def prompt_messages(row: Row) -> list[Message]:
 
 
 def expected_answer(row: Row, kind: str) -> str:
-    """The row's "answer" as text."""
     if "answer" not in row:
         raise SampleError(f'environment "{kind}" needs "answer" in every row of data.prompts')
     return str(row["answer"]).strip()
 
 
-def reward_result(value: Any, name: str) -> StepResult:
-    """The end of a sample whose reward is the number `value`, which the user's `name` returned."""
-    return StepResult(reward=finite_number(value, name))
-
-
 def finite_number(value: Any, name: str) -> float:
-    """`value`, which the user's `name` returned, as a float.
-
-    Raises:
-        SampleError: it is no finite number.
-    """
+    """Return `value`, which the user's `name` returned, as a float; SampleError if it is none."""
     try:
         if not isinstance(value, str) and math.isfinite(value):
             return float(value)
@@ -176,6 +166,9 @@ class Turn:
     prompt_tokens: int  # all tokens before it
     complete: bool
     version: int
+
+
+Delivered = Opening | StepResult | list[StepResult]  # a list: one for each sample of a group
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,3 +206,12 @@ class Ask:
     max_tokens: int = 0  # of the turn, at most; 0 = as configured
     pieces: bool = False
     stops: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeOutcome:
+    """What a play ended with: an answer, or the reason why there is none. Agents ask in between."""
+
+    key: str
+    value: Delivered | Ask | Begun | Lost | None = None
+    error: str = ""

@@ -8,17 +8,12 @@ is killed begin again for another one when their leases expire.
 from __future__ import annotations
 
 import asyncio
-import http.client
-import json
 import logging
 import math
 import os
 import signal
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import click
@@ -27,14 +22,9 @@ import msgspec
 from umbra.proto.errors import PeerLostError, RejectedError, UsageError
 from umbra.services.config import EnvironmentConfig
 from umbra.services.config.loader import load_config
-from umbra.services.environments.environment_host import Delivered
-from umbra.services.environments.protocol import Lost, StepResult
-from umbra.services.environments.worker_pool import (
-    NO_REWARD,
-    agent_workers,
-    offered_name,
-    start_agent,
-)
+from umbra.services.environments.kinds.conversation import request
+from umbra.services.environments.protocol import EpisodeOutcome, Lost, StepResult
+from umbra.services.environments.worker_pool import NO_REWARD, WorkerPool, offered_name
 from umbra.services.http import KEY_VARIABLE
 from umbra.services.process.logs import setup_logging
 from umbra.services.process.loop_thread import ends_with_it
@@ -45,24 +35,20 @@ PAUSE_S = 1.0  # before a generator without sessions for us, or without an answe
 GONE_S = 120.0  # without an answer of any generator, after which the run is taken to be over
 _ANSWER_S = 30.0
 _RETRY_S = (0.5, 1.0, 2.0)  # pauses between the tries of a report, which may be repeated
-_THREADS = 16
 
 log = logging.getLogger(__name__)
 
 
 class Generators:
-    """The HTTP endpoints of generators; as many requests at once as `threads`.
+    """The HTTP endpoints of generators.
 
     `urls` are as each generator logs it ("agents are served at ..."); `key` may be "".
     """
 
-    def __init__(self, urls: Sequence[str], key: str, threads: int = _THREADS) -> None:
+    def __init__(self, urls: Sequence[str], key: str) -> None:
         self.urls = [url.rstrip("/") for url in urls]
         self.key = key
         self._heard_at: dict[str, float] = {}
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="umbra-http")
-        # Generators are reached directly: a proxy is for the rest of the world.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     async def ask(self, url: str, body: Any, method: str = "POST", *, repeat: bool = False) -> Any:
         """Return the answer; a request that may be sent twice is sent again after `_RETRY_S`.
@@ -72,17 +58,15 @@ class Generators:
             RejectedError: it refuses the request.
             PeerLostError: it cannot be reached.
         """
-        loop = asyncio.get_running_loop()
-        pauses = iter(_RETRY_S if repeat else ())
-        while True:
+        for pause_s in (*(_RETRY_S if repeat else ()), None):
             try:
-                status, answer = await loop.run_in_executor(
-                    self._threads, self._send, url, body, method
+                status, answer = await request(
+                    url, self.key, body, method=method, limit_s=_ANSWER_S
                 )
                 break
-            except PeerLostError:
-                if (pause_s := next(pauses, None)) is None:
-                    raise
+            except OSError as error:
+                if pause_s is None:
+                    raise PeerLostError(f"{url}: {error}") from error
                 await asyncio.sleep(pause_s)
         self._heard_at[url.partition("/sessions")[0]] = time.monotonic()
         if status == 401:
@@ -97,22 +81,6 @@ class Generators:
         newest = max((self._heard_at.get(url, -math.inf) for url in urls), default=-math.inf)
         return time.monotonic() - newest
 
-    def close(self) -> None:
-        """Wait for the requests under way."""
-        self._threads.shutdown(cancel_futures=True)
-
-    def _send(self, url: str, body: Any, method: str) -> tuple[int, Any]:
-        headers = {"content-type": "application/json", "authorization": f"Bearer {self.key}"}
-        request = urllib.request.Request(url, json.dumps(body).encode(), headers, method=method)
-        try:
-            with self._opener.open(request, timeout=_ANSWER_S) as response:
-                return response.status, json.load(response)
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, json.loads(error.read())
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            raise PeerLostError(f"{url}: {error}") from error
-
 
 class AgentRunner:
     """Plays the sessions of one environment, each in a task of its own."""
@@ -123,8 +91,8 @@ class AgentRunner:
         # silent agents.
         self.lease_s = min(LEASE_S, config.timeout_s / 2)
         self._generators = generators
-        self._workers = agent_workers(config, self._left, lambda name: None)
-        self._ends: dict[str, asyncio.Future[tuple[Delivered | Lost | None, str]]] = {}
+        self._workers = WorkerPool(config, self._left, agents=True)
+        self._ends: dict[str, asyncio.Future[EpisodeOutcome]] = {}
 
     async def start(self) -> None:
         """Start the first process; raises UsageError or DeadlineError if it cannot be loaded."""
@@ -165,15 +133,15 @@ class AgentRunner:
         url = f"{generator}/sessions/{name}"
         end = self._ends[name] = asyncio.get_running_loop().create_future()
         try:
-            start_agent(self._workers, name, work["row"], url, self._generators.key)
+            self._workers.play_agent(name, work["row"], url, self._generators.key)
             while not (await asyncio.wait({end}, timeout=self.lease_s / 3))[0]:
                 if not await self._renew(generator, name, self.lease_s):
                     return
-            value, error = end.result()
-            if isinstance(value, Lost):
+            outcome = end.result()
+            if isinstance(outcome.value, Lost):
                 await self._renew(generator, name, 0.0)
             else:
-                await self._report(url, value, error)
+                await self._report(url, outcome)
         except asyncio.CancelledError:
             await self._renew(generator, name, 0.0)
             raise
@@ -192,14 +160,14 @@ class AgentRunner:
             return self._generators.silent_s(generator) <= self.lease_s
         return name not in answer["lost"]
 
-    def _left(self, name: str, value: Delivered | Lost | None, error: str) -> None:
+    def _left(self, outcome: EpisodeOutcome) -> None:
         """Note that the agent of a session has returned, or is lost with its process."""
-        if (end := self._ends.get(name)) is not None and not end.done():
-            end.set_result((value, error))
+        if (end := self._ends.get(outcome.key)) is not None and not end.done():
+            end.set_result(outcome)
 
-    async def _report(self, url: str, value: Delivered | None, error: str) -> None:
+    async def _report(self, url: str, outcome: EpisodeOutcome) -> None:
         """Post the reward of a session, or why there is none."""
-        ask = self._generators.ask
+        ask, value, why = self._generators.ask, outcome.value, outcome.error or NO_REWARD
         try:
             if isinstance(value, StepResult) and value.done:
                 result = {"reward": value.reward, "parts": value.reward_parts}
@@ -207,8 +175,8 @@ class AgentRunner:
                     await ask(f"{url}/reward", {**result, "reason": value.reason}, repeat=True)
                     return
                 except RejectedError as refused:
-                    error = str(refused)
-            await ask(url, {"reason": error or NO_REWARD}, "DELETE", repeat=True)
+                    why = str(refused)
+            await ask(url, {"reason": why}, "DELETE", repeat=True)
         except RejectedError:
             pass  # it has its reward, or is over for another reason
         except PeerLostError as lost:
@@ -291,16 +259,15 @@ def command(config: str, urls: tuple[str, ...], workers: int) -> None:
             if outside
             else f"{config} leaves no agent to runners: set workers = 0 in its [environment]"
         )
+    if strange := [url for url in urls if not url.startswith(("http://", "https://"))]:
+        raise UsageError(f"--generator {strange[0]}: write it as http://HOST:PORT")
     playable = [msgspec.structs.replace(one, workers=workers) for one in outside]
-    asyncio.run(_serve(playable, urls, os.environ.get(KEY_VARIABLE, "")))
+    generators = Generators(urls, os.environ.get(KEY_VARIABLE, ""))
 
+    async def main() -> None:
+        stop = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        await run_agents(playable, generators, stop)
 
-async def _serve(environments: list[EnvironmentConfig], urls: Sequence[str], key: str) -> None:
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    generators = Generators(urls, key, _THREADS + len(urls) * len(environments))
-    try:
-        await run_agents(environments, generators, stop)
-    finally:
-        generators.close()
+    asyncio.run(main())

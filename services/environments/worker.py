@@ -9,23 +9,31 @@ from __future__ import annotations
 import asyncio
 import atexit
 import dataclasses
+import inspect
 import os
 import resource
 import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import msgpack
 
 from umbra.proto.errors import UmbraError
-from umbra.services.environments.environment_host import EnvironmentHost, close_of, waits
 from umbra.services.environments.guard import enter_guarded
 from umbra.services.environments.loading import load_environment, name_of
 from umbra.services.environments.protocol import (
+    Delivered,
+    Environment,
     EnvironmentFactory,
     Opening,
+    Response,
+    Row,
     Said,
     SampleError,
+    StepResult,
+    finite_number,
 )
 from umbra.services.process.parent import FRAME_HEAD, parents_end
 
@@ -34,15 +42,163 @@ if TYPE_CHECKING:
 
 ASYNC_ROOM = 64  # plays at once, of an environment whose `step` is a coroutine
 
-Message = dict[str, Any]
+
+def waits(environment: Environment) -> bool:
+    """True if it lets others play meanwhile; one whose methods may block has its process alone."""
+    asks = inspect.iscoroutinefunction(environment.step)
+    return asks or bool(getattr(environment, "concurrent", False))
 
 
-class Wire:
-    """The pipe to the pool."""
+class EnvironmentHost:
+    """Holds an environment per sample, from its opening until it is forgotten.
+
+    Args:
+        make: a fresh environment.
+        name: what the user calls it, for errors.
+    """
+
+    def __init__(self, make: EnvironmentFactory, name: str) -> None:
+        self._make = make
+        self._name = name
+        self._environments: dict[str, Environment] = {}
+
+    async def play(self, key: str, row: Row, responses: Sequence[Said | str]) -> Delivered:
+        """Return what the environment of sample `key` answers to the last of `responses`.
+
+        Without responses the conversation is opened, anew if there is one; a response to one that
+        is not open opens it first. An environment with `step_all` judges a group: `responses` are
+        those of its samples, and each has an answer.
+
+        Raises:
+            SampleError: the environment raised, or answered what is no answer.
+        """
+        try:
+            environment = self._environments.get(key)
+            if environment is None or not responses:
+                await self.forget(key)
+                environment = self._environments[key] = self._make()
+                opened = await _answer(environment, environment.reset, row)
+                if not isinstance(opened, Opening):
+                    opened = Opening(opened)
+                self._check_messages(opened.messages, "reset")
+                if not responses:
+                    return Opening(opened.messages, opened.tools)
+            if step_all := getattr(environment, "step_all", None):
+                said = [Response.of(each) for each in responses]
+                return [*map(self._checked, await _answer(environment, step_all, said))]
+            said = Response.of(responses[-1])
+            return self._checked(await _answer(environment, environment.step, said))
+        except (Exception, SystemExit) as error:
+            if isinstance(error, SampleError):
+                raise
+            raise SampleError(f"{self._name} raised {type(error).__name__}: {error}") from error
+
+    async def forget(self, key: str) -> None:
+        """End a sample: its environment is closed."""
+        environment = self._environments.pop(key, None)
+        close = getattr(environment, "close", None)
+        if environment is None or not callable(close):
+            return
+        try:
+            await _answer(environment, close)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - its sample is over already
+            print(f"{self._name}: close raised {type(error).__name__}: {error}")
+
+    async def close(self) -> None:
+        for key in list(self._environments):
+            await self.forget(key)
+
+    def _checked(self, result: Any) -> StepResult:
+        if not isinstance(result, StepResult):
+            raise SampleError(
+                f"{self._name}: step returned {type(result).__name__} instead of a StepResult"
+            )
+        self._check_messages(result.messages, "step")
+        self._check_calls(result.tool_calls)
+        return dataclasses.replace(
+            result,
+            reward=finite_number(result.reward, f"{self._name}: step"),
+            done=bool(result.done),
+            reward_parts={
+                str(part): finite_number(value, f"{self._name}: part {part!r}")
+                for part, value in result.reward_parts.items()
+            },
+            reason=str(result.reason),
+        )
+
+    def _check_calls(self, calls: Any) -> None:
+        try:
+            functions = [call["function"] for call in calls]
+            if isinstance(calls, list) and all(
+                isinstance(f["name"], str) and isinstance(f["arguments"], dict) for f in functions
+            ):
+                return
+        except (TypeError, KeyError):
+            pass
+        raise SampleError(
+            f'{self._name}: step gave tool_calls {calls!r} instead of a list of {{"id": ..., '
+            '"type": "function", "function": {"name": ..., "arguments": {...}}}'
+        )
+
+    def _check_messages(self, messages: Any, method: str) -> None:
+        if not isinstance(messages, list) or not all(
+            isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages
+        ):
+            raise SampleError(
+                f'{self._name}: {method} gave {messages!r} instead of a list of {{"role": ..., '
+                '"content": ...}'
+            )
+
+
+async def _answer(environment: Environment, method: Callable[..., Any], *args: Any) -> Any:
+    """Return what a method of the user's returns, plain or async."""
+    if waits(environment) or inspect.iscoroutinefunction(method):
+        given = method(*args)
+    else:
+        with _no_loop():
+            given = method(*args)
+            if asyncio.isfuture(given):  # of the loop that it found
+                return given.get_loop().run_until_complete(given)
+    return await given if inspect.isawaitable(given) else given
+
+
+_theirs: list[asyncio.AbstractEventLoop] = []
+"""The loop that plain methods find by `asyncio.get_event_loop`, once one was called."""
+
+
+@contextmanager
+def _no_loop() -> Iterator[None]:
+    """As in a script: no loop runs, so `asyncio.run` may, or the one that `get_event_loop` gives.
+
+    `run_sync` of many libraries is the latter. Ours stands still while a plain method works, so
+    nobody misses it.
+    """
+    loop = asyncio._get_running_loop()
+    task = asyncio.current_task(loop) if loop is not None else None
+    if loop is None or task is None:  # the pool within this process has none
+        yield
+        return
+    if not _theirs or _theirs[0].is_closed():
+        _theirs[:] = [asyncio.new_event_loop()]
+    asyncio.tasks._leave_task(loop, task)
+    asyncio._set_running_loop(None)
+    asyncio.set_event_loop(_theirs[0])
+    try:
+        yield
+    finally:
+        asyncio.set_event_loop(loop)
+        asyncio._set_running_loop(loop)
+        asyncio.tasks._enter_task(loop, task)
+
+
+class Worker:
+    """Answers plays that come over a pipe, until that ends."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
+        self._under_way: dict[str, asyncio.Task[None]] = {}  # plays, by sample
+        self._closing: set[asyncio.Task[None]] = set()
 
     def send(self, kind: str, **fields: Any) -> None:
         """Send a message.
@@ -53,8 +209,8 @@ class Wire:
         body = msgpack.packb({"type": kind, **fields}, use_bin_type=True, default=_plain)
         self._writer.write(FRAME_HEAD.pack(len(body), False) + body)
 
-    async def receive(self) -> Message | None:
-        """The next message; None if the pool has ended."""
+    async def receive(self) -> dict[str, Any] | None:
+        """Return the next message; None if the pool has ended."""
         try:
             size, _ = FRAME_HEAD.unpack(await self._reader.readexactly(FRAME_HEAD.size))
             body = await self._reader.readexactly(size)
@@ -62,98 +218,83 @@ class Wire:
             return None
         return msgpack.unpackb(body, raw=False, strict_map_key=False)
 
-
-class Worker:
-    """Answers plays until its input ends."""
-
-    def __init__(self, plays: EnvironmentHost, wire: Wire) -> None:
-        self._plays = plays
-        self._wire = wire
-        self._under_way: dict[str, asyncio.Task[None]] = {}  # by sample
-        self._overdue: set[int] = set()  # plays that have been given up
-        self._closing: set[asyncio.Task[None]] = set()
-
-    async def close(self) -> None:
-        """End all plays, and close all environments."""
+    async def serve(self, host: EnvironmentHost, limit_s: float) -> None:
+        """Play by `host`, each play for `limit_s` seconds at most."""
+        while (message := await self.receive()) is not None:
+            key, number = message["key"], message["number"]
+            task = self._under_way.get(key)
+            if message["type"] == "play":
+                play = asyncio.ensure_future(self._play(host, limit_s, message))
+                self._under_way[key] = play
+                play.add_done_callback(lambda done, key=key: self._over(key, done))
+                continue
+            if task is not None:
+                task.cancel()
+            closing = asyncio.ensure_future(self._forget(host, limit_s, key, number, task))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
         for task in self._under_way.values():
             task.cancel()
         await asyncio.gather(*self._under_way.values(), *self._closing, return_exceptions=True)
-        await self._plays.close()
+        await host.close()
 
-    def take(self, message: Message) -> None:
-        """Begin what is asked for."""
-        key, number = message["key"], message["number"]
-        if message["type"] == "forget":
-            task = self._under_way.get(key)
-            if task is not None:
-                task.cancel()
-            closing = asyncio.ensure_future(self._forget(message, task))
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
-            return
-        play = asyncio.ensure_future(self._play(message))
-        self._under_way[key] = play
-        play.add_done_callback(lambda _: self._over(key, number, play))
-
-    async def _play(self, play: Message) -> None:
+    async def _play(self, host: EnvironmentHost, limit_s: float, play: dict[str, Any]) -> None:
         number = play["number"]
-        task = asyncio.current_task()
-
-        def give_up() -> None:
-            self._overdue.add(number)
-            if task is not None:
-                task.cancel()
-
-        timer = asyncio.get_running_loop().call_later(play["limit_s"], give_up)
+        said = [r if isinstance(r, str) else Said(**r) for r in play["responses"]]
+        playing = asyncio.ensure_future(host.play(play["key"], play["row"], said))
         try:
-            said = [r if isinstance(r, str) else Said(**r) for r in play["responses"]]
-            answer = await self._plays.play(play["key"], play["row"], said)
+            await asyncio.wait({playing}, timeout=limit_s)
+            if not playing.done():
+                playing.cancel()
+                await asyncio.wait({playing})
+                self.send("played", number=number, overdue=True)
+                return
+            answer = playing.result()
             if isinstance(answer, Opening):
-                self._wire.send("played", number=number, opening=answer)
+                self.send("played", number=number, opening=answer)
             else:
                 steps = answer if isinstance(answer, list) else [answer]
-                self._wire.send("played", number=number, steps=steps)
+                self.send("played", number=number, steps=steps)
         except SampleError as error:
             exhausted = isinstance(error.__cause__, MemoryError)
-            self._wire.send("played", number=number, error=str(error), exhausted=exhausted)
-        except (TypeError, ValueError, OverflowError) as error:
-            self._wire.send("played", number=number, error=f"the environment's answer: {error}")
-        finally:
-            timer.cancel()
+            self.send("played", number=number, error=str(error), exhausted=exhausted)
+        except asyncio.CancelledError:
+            playing.cancel()
+            await asyncio.wait({playing})
+            self.send("played", number=number, error="its sample is over")
+        except Exception as error:  # noqa: BLE001 - no MessagePack, or a bug: one sample's
+            self.send("played", number=number, error=f"the environment's answer: {error}")
 
-    async def _forget(self, message: Message, under_way: asyncio.Task[None] | None) -> None:
+    async def _forget(
+        self,
+        host: EnvironmentHost,
+        limit_s: float,
+        key: str,
+        number: int,
+        under_way: asyncio.Task[None] | None,
+    ) -> None:
         if under_way is not None:
             await asyncio.wait({under_way})
         try:
-            await asyncio.wait_for(self._plays.forget(message["key"]), message["limit_s"])
+            await asyncio.wait_for(host.forget(key), limit_s)
         except asyncio.TimeoutError:  # noqa: UP041 - not the built-in one before Python 3.11
-            print(f"close() of an environment took longer than {message['limit_s']:g} s")
-        if number := message["number"]:
-            self._wire.send("played", number=number, error="closed")
+            print(f"close() of an environment took longer than {limit_s:g} s")
+        if number:
+            self.send("played", number=number, error="closed")
 
-    def _over(self, key: str, number: int, task: asyncio.Task[None]) -> None:
+    def _over(self, key: str, task: asyncio.Task[None]) -> None:
         if self._under_way.get(key) is task:
             del self._under_way[key]
-        if number in self._overdue:
-            self._overdue.discard(number)
-            self._wire.send("played", number=number, overdue=True)
-        elif task.cancelled():
-            self._wire.send("played", number=number, error="its sample is over")
-        elif (error := task.exception()) is not None:
-            self._wire.send("played", number=number, error=f"the environment: {error!r}")
 
 
 def hello(make: EnvironmentFactory) -> dict[str, Any]:
-    """What a worker says first (`worker_pool.Hello`).
+    """Return what a worker says first (`worker_pool.Hello`).
 
     It takes one play at a time if the environment's methods may block.
     """
     environment = make()
-    return {
-        "room": ASYNC_ROOM if waits(environment) else 1,
-        "closes": close_of(environment) is not None,
-        "lasting": getattr(environment, "lasting", False),
-    }
+    closes = callable(getattr(environment, "close", None))
+    return {"room": ASYNC_ROOM if waits(environment) else 1, "closes": closes}
 
 
 def _plain(value: Any) -> Any:
@@ -171,8 +312,8 @@ def _limit_memory(mib: int) -> None:
 
 
 async def _serve() -> None:
-    wire = Wire(*await asyncio.open_unix_connection(sock=parents_end()))
-    setup = await wire.receive()
+    worker = Worker(*await asyncio.open_unix_connection(sock=parents_end()))
+    setup = await worker.receive()
     if setup is None:
         return
     # The section as the pool has it, without its class, which needs msgspec.
@@ -181,16 +322,13 @@ async def _serve() -> None:
         make = load_environment(config)
         said = hello(make)
     except UmbraError as error:
-        wire.send("hello", usage_error=str(error))
+        worker.send("hello", usage_error=str(error))
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # some libraries set a handler of their own
     if config.memory_mb:
         _limit_memory(config.memory_mb)
-    wire.send("hello", **said)
-    worker = Worker(EnvironmentHost(make, name_of(config)), wire)
-    while (message := await wire.receive()) is not None:
-        worker.take(message)
-    await worker.close()
+    worker.send("hello", **said)
+    await worker.serve(EnvironmentHost(make, name_of(config)), config.timeout_s)
 
 
 def main() -> None:

@@ -24,11 +24,18 @@ import msgspec
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import DeadlineError, UsageError
 from umbra.services.config import EnvironmentConfig, NamedEnvironment
-from umbra.services.environments.environment_host import Delivered
+from umbra.services.config.generation import JUDGED_AT_ONCE
 from umbra.services.environments.loading import name_of
-from umbra.services.environments.protocol import Lost, Opening, Row, Said, StepResult
+from umbra.services.environments.protocol import (
+    Delivered,
+    EpisodeOutcome,
+    Lost,
+    Opening,
+    Row,
+    Said,
+    StepResult,
+)
 from umbra.services.environments.run_module import command_line
-from umbra.services.environments.time_limits import TimeLimit, TimeLimits
 from umbra.services.process.child import (
     ChildProcess,
     child_environ,
@@ -46,7 +53,6 @@ _ENDING_S = 1.0  # for a process that has closed its pipe to end
 _TREE_S = 10.0  # for a guard that was told so to end its processes
 _GRACE_S = 5.0  # a worker that can still answer says itself that a play is overdue
 
-
 NO_REWARD = "its agent returned no reward, and has posted none"
 _NO_KEY = "none"  # the client insists on one
 
@@ -61,18 +67,16 @@ class Hello(msgspec.Struct, tag="hello"):
 
     room: int = 1  # plays at once
     closes: bool = False  # environments have to be closed
-    lasting: bool = False  # something of theirs outlives them, and is closed when the pipe ends
     usage_error: str = ""
 
 
 class Play(msgspec.Struct, tag="play"):
-    """To a worker: arguments of `EnvironmentHost.play`, which has `limit_s` seconds."""
+    """To a worker: arguments of `EnvironmentHost.play`."""
 
     number: int
     key: str
-    row: dict[str, Any]
-    responses: list[Said | str]
-    limit_s: float
+    row: dict[str, Any] = {}
+    responses: list[Said | str] = []
 
 
 class Forget(msgspec.Struct, tag="forget"):
@@ -80,7 +84,6 @@ class Forget(msgspec.Struct, tag="forget"):
 
     key: str
     number: int = 0
-    limit_s: float = 0.0  # seconds for that
 
 
 class Played(msgspec.Struct, tag="played"):
@@ -88,14 +91,10 @@ class Played(msgspec.Struct, tag="played"):
 
     number: int
     opening: Opening | None = None
-    steps: list[StepResult] = msgspec.field(default_factory=list)
+    steps: list[StepResult] = []
     error: str = ""
     exhausted: bool = False  # memory ran out, it leaves
     overdue: bool = False  # the call that was under way took too long
-
-
-ToWorker = Play | Forget
-FromWorker = Hello | Played
 
 
 @dataclass(eq=False, slots=True)
@@ -106,13 +105,12 @@ class _Conversation:
     played: int = 0  # plays that were answered
     over: bool = False  # it was answered to its end
     lost: bool = False  # its process has ended, and it was not opened again
-    crashes: int = 0  # processes that ended while they played number `crashed_at` of it
-    crashed_at: int = 0
+    crashed_at: int = -1  # the play during which its process ended
 
     @property
     def suspect(self) -> bool:
         """True if a process ended during the play that is next."""
-        return self.crashes > 0 and self.played == self.crashed_at
+        return self.played == self.crashed_at
 
 
 @dataclass(eq=False, slots=True)
@@ -121,17 +119,15 @@ class _Call:
 
     play: Play
     conversation: _Conversation
-    limit: TimeLimit
     timer: asyncio.TimerHandle | None = None
 
 
 @dataclass(eq=False, slots=True)
 class _WorkerHandle:
     process: ChildProcess
-    pipe: AsyncPipe[FromWorker]
+    pipe: AsyncPipe[Hello | Played]
     room: int
-    closes: bool = False
-    lasting: bool = False
+    closes: bool
     calls: dict[int, _Call] = field(default_factory=dict)
     waiting: deque[_Call] = field(default_factory=deque)  # whose conversations are here
     ending: set[int] = field(default_factory=set)  # calls whose samples are over
@@ -151,9 +147,9 @@ class _WorkerHandle:
             return not self.calls
         return self.is_free
 
-    def tell(self, message: ToWorker) -> None:
-        if self.alive:
-            self.pipe.send(message)
+    def end(self) -> None:
+        self.condemned = True
+        _kill(self.process)
 
 
 class WorkerPool:
@@ -161,22 +157,22 @@ class WorkerPool:
 
     Args:
         config: the environment; `workers` is how many processes there may be.
-        deliver: called with sample, answer and error ("" if there is an answer).
+        deliver: called with each outcome.
         started: called with the sample whenever a process begins to play for it.
-        agents: a play is all that an agent does. It is not sent again, since what it did would be
-            done twice, and is ended if its sample is over, with its process if needed.
+        agents: a play is all that an agent does, without a time limit. It is not sent again, since
+            what it did would be done twice, and is ended if its sample is over, with its process if
+            needed.
     """
 
     def __init__(
         self,
         config: EnvironmentConfig,
-        deliver: Callable[[str, Delivered | Lost | None, str], None],
+        deliver: Callable[[EpisodeOutcome], None],
         started: Callable[[str], None] = lambda key: None,
         *,
         agents: bool = False,
     ) -> None:
-        self._config = config
-        self._limits = TimeLimits.of(config)
+        self._config = msgspec.structs.replace(config, timeout_s=math.inf) if agents else config
         self._deliver = deliver
         self._started = started
         self._agents = agents
@@ -209,12 +205,14 @@ class WorkerPool:
             found.played, found.over, found.lost = 0, False, False
         elif found.lost:
             return  # which was delivered
-        limit = self._limits.step if responses else self._limits.opening
-        self._number += 1
-        play = Play(self._number, key, dict(row), list(responses), limit.seconds)
-        call = _Call(play, found, limit)
+        call = _Call(Play(self._next(), key, dict(row), list(responses)), found)
         (self._queue if found.worker is None else found.worker.waiting).append(call)
         self._pump()
+
+    def play_agent(self, key: str, row: Row, session_url: str, api_key: str) -> None:
+        """Have an agent play `row`, which asks the session at `session_url` for turns."""
+        endpoint = {"base_url": f"{session_url}/v1", "api_key": api_key or _NO_KEY}
+        self.play(key, row, [json.dumps(endpoint)])
 
     def forget(self, key: str) -> None:
         """The sample is over; an answer that is under way goes nowhere."""
@@ -231,18 +229,22 @@ class WorkerPool:
         """End all processes; environments that have to be closed get a few seconds for it."""
         self._closed = True
         deadline = Deadline(_CLOSE_S)
-        closing = [worker for worker in self._workers if worker.closes or worker.lasting]
+        closing = [worker for worker in self._workers if worker.closes]
         for worker in closing:
             worker.condemned = True
             worker.pipe.end_sending()
         while any(worker.alive for worker in closing) and not deadline.passed:  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_S)
         for worker in self._workers:
-            self._end(worker)
+            worker.end()
         while self._tasks:
             await asyncio.wait(self._tasks)
 
     # -- dispatch ---------------------------------------------------------------------------------
+
+    def _next(self) -> int:
+        self._number += 1
+        return self._number
 
     def _pump(self) -> None:
         if self._closed:
@@ -251,19 +253,17 @@ class WorkerPool:
             while worker.waiting and worker.takes(worker.waiting[0]):
                 self._send(worker, worker.waiting.popleft())
         while self._queue:
-            worker = self._choose(self._queue[0])
-            if worker is None or not worker.takes(self._queue[0]):
+            call = self._queue[0]
+            # The process that is set apart for it, or the idlest.
+            free = [worker for worker in self._workers if worker.alone is call]
+            free = free or [worker for worker in self._workers if worker.is_free]
+            worker = min(free, key=lambda each: len(each.calls), default=None)
+            if worker is None or not worker.takes(call):
                 break
             self._send(worker, self._queue.popleft())
         if self._queue and len(self._workers) + self._starting < self._config.workers:
             self._starting += 1
             self._spawn(self._grow())
-
-    def _choose(self, call: _Call) -> _WorkerHandle | None:
-        """Return the process for a call: the one that is set apart for it, or the idlest."""
-        apart = [worker for worker in self._workers if worker.alone is call]
-        free = apart or [worker for worker in self._workers if worker.is_free]
-        return min(free, key=lambda worker: len(worker.calls), default=None)
 
     def _send(self, worker: _WorkerHandle, call: _Call) -> None:
         if not self._wanted(call):
@@ -271,7 +271,8 @@ class WorkerPool:
             return
         call.conversation.worker = worker
         self._begin(worker, call)
-        worker.tell(call.play)
+        if worker.alive:
+            worker.pipe.send(call.play)
         self._started(call.play.key)
 
     def _played(self, worker: _WorkerHandle, reply: Played) -> None:
@@ -285,10 +286,10 @@ class WorkerPool:
             worker.alone = None
         conversation = call.conversation
         if conversation.suspect:
-            conversation.crashes = 0
+            conversation.crashed_at = -1
         conversation.played += 1
         config = self._config
-        error = call.limit.overdue() if reply.overdue else reply.error
+        error = self._late(call) if reply.overdue else reply.error
         if reply.exhausted:
             error += f": it took more than {config.where}.memory_mb = {config.memory_mb}; raise it"
         if error and conversation.worker is worker:
@@ -299,52 +300,55 @@ class WorkerPool:
         conversation.over = isinstance(value, list) or getattr(value, "done", False)
         self._answer(call, None if error else value, error)
         if reply.exhausted:
-            self._end(worker)
+            worker.end()
 
     def _release(self, worker: _WorkerHandle, key: str) -> None:
         """Have `worker` forget the sample; closing its environment is a play without an answer."""
-        limit, number = self._limits.step, 0
-        if worker.closes and worker.alive:
-            number = self._number = self._number + 1
-            play = Play(number, key, {}, [], limit.seconds)
-            self._begin(worker, _Call(play, _Conversation(), limit))  # nobody wants it
-        worker.tell(Forget(key, number, limit.seconds))
+        if not worker.alive:
+            return
+        number = self._next() if worker.closes else 0
+        if number:
+            self._begin(worker, _Call(Play(number, key), _Conversation()))  # nobody wants it
+        worker.pipe.send(Forget(key, number))
 
     def _begin(self, worker: _WorkerHandle, call: _Call) -> None:
-        """Await the answer of `worker` within the limit of `call`."""
+        """Await the answer of `worker` within the time limit."""
         worker.calls[call.play.number] = call
-        seconds = call.limit.seconds + (_GRACE_S if worker.room > 1 else 0.0)
+        seconds = self._config.timeout_s + (_GRACE_S if worker.room > 1 else 0.0)
         call.timer = asyncio.get_running_loop().call_later(seconds, self._overdue, worker, call)
 
     def _wanted(self, call: _Call) -> bool:
         """Whether the sample still waits for it."""
         return self._conversations.get(call.play.key) is call.conversation
 
-    def _answer(self, call: _Call, value: Delivered | Lost | None, error: str) -> None:
+    def _answer(self, call: _Call, value: Delivered | None, error: str) -> None:
         if self._wanted(call):
-            self._deliver(call.play.key, value, error)
+            self._deliver(EpisodeOutcome(call.play.key, value, error))
+
+    def _late(self, call: _Call) -> str:
+        config = self._config
+        what = "its reward" if config.kind in JUDGED_AT_ONCE else "a step"
+        what = what if call.play.responses else "the opening (reset)"
+        limit = f"{config.where}.timeout_s = {config.timeout_s:g} s"
+        return f"{name_of(config)}: {what} took longer than {limit}"
 
     # -- processes --------------------------------------------------------------------------------
 
     def _overdue(self, worker: _WorkerHandle, call: _Call) -> None:
         worker.calls.pop(call.play.number, None)
         call.conversation.worker = None
-        self._answer(call, None, call.limit.overdue())
-        self._end(worker)
+        self._answer(call, None, self._late(call))
+        worker.end()
 
     def _end_soon(self, worker: _WorkerHandle, call: _Call) -> None:
         """End a play whose sample is over; one among others may end itself."""
         if worker.room == 1:
-            self._end(worker)
+            worker.end()
         elif call.timer is not None:
             call.timer.cancel()
             loop = asyncio.get_running_loop()
             call.timer = loop.call_later(_GRACE_S, self._overdue, worker, call)
             worker.ending.add(call.play.number)
-
-    def _end(self, worker: _WorkerHandle) -> None:
-        worker.condemned = True
-        _kill(worker.process)
 
     async def _read(self, worker: _WorkerHandle) -> None:
         while isinstance(message := await worker.pipe.receive(), Played):
@@ -356,35 +360,35 @@ class WorkerPool:
     def _lost(self, worker: _WorkerHandle, how: str) -> None:
         worker.alive = False
         self._workers.remove(worker)
-        innocent = worker.condemned
         for call in worker.calls.values():
             if call.timer is not None:
                 call.timer.cancel()
             conversation = call.conversation
-            if not innocent:
-                conversation.crashes = conversation.crashes + 1 if conversation.suspect else 1
-                conversation.crashed_at = conversation.played
             # Alone in its process, or there at two ends: it is the one.
-            if not innocent and (worker.room == 1 or conversation.crashes > 1):
+            if not worker.condemned and (worker.room == 1 or conversation.suspect):
                 conversation.worker = None
                 self._answer(call, None, f"the process of its environment ended ({how})")
-            elif not conversation.played and not self._agents:
+                continue
+            if not worker.condemned:
+                conversation.crashed_at = conversation.played
+            if not conversation.played and not self._agents:
                 conversation.worker = None
                 self._queue.appendleft(call)
-        reason = "" if innocent or not self._agents else f"the process of its agent ended ({how})"
+        counts = self._agents and not worker.condemned
+        reason = f"the process of its agent ended ({how})" if counts else ""
         for key, conversation in list(self._conversations.items()):
             if conversation.worker is worker:
                 conversation.worker = None
                 if not conversation.over:
                     conversation.lost = True
-                    self._deliver(key, Lost(reason), "")
+                    self._deliver(EpisodeOutcome(key, Lost(reason)))
 
     async def _grow(self) -> None:
         try:
             worker = await self._hire()
             self._workers.append(worker)
             if self._closed:
-                _kill(worker.process)
+                worker.end()
         except (UsageError, DeadlineError, OSError) as error:
             if not self._workers:
                 waiting, self._queue = self._queue, deque()
@@ -397,7 +401,7 @@ class WorkerPool:
     async def _hire(self) -> _WorkerHandle:
         config = self._config
         process, end = start_worker(*apart(config.python, _WORKER))
-        pipe: AsyncPipe[FromWorker] = AsyncPipe(end, FromWorker)
+        pipe: AsyncPipe[Hello | Played] = AsyncPipe(end, Hello | Played)
         pipe.send(config)
         try:
             async with asyncio.timeout(config.setup_s):
@@ -410,7 +414,7 @@ class WorkerPool:
                 f"{config.setup_s:g} s: does importing {name_of(config)} hang?"
             ) from None
         if isinstance(hello, Hello) and not hello.usage_error:
-            worker = _WorkerHandle(process, pipe, hello.room, hello.closes, hello.lasting)
+            worker = _WorkerHandle(process, pipe, hello.room, hello.closes)
             self._spawn(self._read(worker))
             return worker
         how = await _end(process, pipe)
@@ -452,33 +456,14 @@ def offered_name(environment: EnvironmentConfig) -> str:
     return environment.name if several else name_of(environment)
 
 
-def agent_workers(
-    config: EnvironmentConfig,
-    left: Callable[[str, Delivered | Lost | None, str], None],
-    began: Callable[[str], None],
-) -> WorkerPool:
-    """Return a pool of processes for agents, whose silence the holder of a session limits.
-
-    `left` and `began` are the pool's `deliver` and `started`.
-    """
-    lasting = msgspec.structs.replace(config, timeout_s=math.inf)
-    return WorkerPool(lasting, left, began, agents=True)
-
-
-def start_agent(workers: WorkerPool, sample: str, row: Row, session_url: str, key: str) -> None:
-    """Have an agent play `row`, which asks the session at `session_url` for turns."""
-    endpoint = {"base_url": f"{session_url}/v1", "api_key": key or _NO_KEY}
-    workers.play(sample, row, [json.dumps(endpoint)])
-
-
 def _kill(process: ChildProcess) -> None:
     """Have the guard of a worker (`guard.py`) end it with all that it has started."""
     process.terminate()
     asyncio.get_running_loop().call_later(_TREE_S, process.kill)
 
 
-async def _end(process: ChildProcess, pipe: AsyncPipe[FromWorker]) -> str:
-    """How it ended, in words; killed if it runs on: it closed the pipe, or wrote nonsense."""
+async def _end(process: ChildProcess, pipe: AsyncPipe[Hello | Played]) -> str:
+    """Return how it ended; killed if it runs on: it closed the pipe, or wrote nonsense."""
     deadline = Deadline(_ENDING_S)
     while (code := process.poll()) is None:
         if deadline.passed:

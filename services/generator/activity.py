@@ -6,9 +6,9 @@ import faulthandler
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 
 from umbra.proto.deadline import Pace
 from umbra.proto.errors import end_process, service_thread
@@ -19,14 +19,6 @@ from umbra.services.process.metrics import STEADY, MetricsFile
 log = logging.getLogger(__name__)
 
 _LONGEST_SPAN_S = 1.0  # spans are cut here, so that a long one is seen while it lasts
-
-
-@dataclass
-class _Decoded:
-    tokens: int = 0
-    cached_tokens: int = 0
-    preemptions: int = 0
-    cache_usage: float = 0.0
 
 
 class Activity:
@@ -48,16 +40,19 @@ class Activity:
         self._current: tuple[str, str] | None = None  # name and reason
         self._start = self._end = clock()
         self._cache = CacheFigures()  # at the end of the last turn
-        self._decoded = _Decoded()
+        self._decoded: Counter[str] = Counter()
+        self._usage = 0.0
 
     def decoding(self, started: float, tokens: int, cache: CacheFigures) -> None:
         """Note that the engine sampled `tokens` since `started`; `cache` is its state now."""
         self._extend(("decode", ""), started)
-        self._decoded.tokens += tokens
-        self._decoded.cached_tokens += cache.cached_tokens - self._cache.cached_tokens
-        self._decoded.preemptions += cache.preemptions - self._cache.preemptions
-        self._decoded.cache_usage = max(self._decoded.cache_usage, cache.usage)
-        self._cache = cache
+        before, self._cache = self._cache, cache
+        self._decoded.update(
+            tokens=tokens,
+            cached_tokens=cache.cached_tokens - before.cached_tokens,
+            preemptions=cache.preemptions - before.preemptions,
+        )
+        self._usage = max(self._usage, cache.usage)
 
     def idle(self, started: float, reason: str) -> None:
         """Note idleness since `started`, for want of `reason`."""
@@ -70,9 +65,11 @@ class Activity:
     def close(self) -> None:
         if self._current is not None and self._end > self._start:
             name, reason = self._current
-            fields = {"reason": reason} if reason else asdict(self._decoded)
+            decoded = {**self._decoded, "cache_usage": self._usage}
+            fields = {"reason": reason} if reason else decoded
             self._metrics.write("span", name=name, start=self._start, end=self._end, **fields)
-        self._current, self._decoded = None, _Decoded()
+        self._current, self._usage = None, 0.0
+        self._decoded.clear()
 
     def _extend(self, kind: tuple[str, str], started: float) -> None:
         if self._current is not None and (
@@ -154,7 +151,12 @@ def watching(watch: StallWatch, session: Session) -> Iterator[None]:
         while not closing.wait(watch.look_s):
             quiet_s, before = watch.look(), told
             if quiet_s >= watch.limit_s:
-                _give_up(session, watch.describe())
+                sentence = watch.describe()
+                log.error("%s: it ends; what each thread does:", sentence)
+                with suppress(Exception):  # nobody may be there to read it
+                    faulthandler.dump_traceback(all_threads=True, file=STDERR)
+                session.leave(f"failed: {sentence}")
+                end_process(EngineError(sentence))
             told = quiet_s >= watch.limit_s / 2
             if told and not before:
                 log.warning("%s; soon this generator ends", watch.describe())
@@ -169,11 +171,3 @@ def watching(watch: StallWatch, session: Session) -> Iterator[None]:
         closing.set()
         thread.join()
         faulthandler.cancel_dump_traceback_later()
-
-
-def _give_up(session: Session, sentence: str) -> None:
-    log.error("%s: it ends; what each thread does:", sentence)
-    with suppress(Exception):  # nobody may be there to read it
-        faulthandler.dump_traceback(all_threads=True, file=STDERR)
-    session.leave(f"failed: {sentence}")
-    end_process(EngineError(sentence))

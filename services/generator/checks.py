@@ -21,8 +21,13 @@ import msgspec
 from umbra.proto.errors import UmbraError, UsageError
 from umbra.services.config import EnvironmentConfig, RunConfig
 from umbra.services.config.loader import load_config
-from umbra.services.environments.pool import EnvironmentPool, EpisodeOutcome, open_pool
-from umbra.services.environments.protocol import Opening, StepResult, prompt_messages
+from umbra.services.environments.pool import EnvironmentPool, open_pool
+from umbra.services.environments.protocol import (
+    EpisodeOutcome,
+    Opening,
+    StepResult,
+    prompt_messages,
+)
 from umbra.services.environments.tools import calculator, schema
 from umbra.services.modeling.chat import Chat
 from umbra.services.process.parent import die_with_parent
@@ -58,13 +63,10 @@ def open_chat(config: RunConfig, model: Any = None, source: str = "model.path") 
 
 
 def check_template(environment: EnvironmentConfig, chat: Chat) -> None:
-    """Check what is known of the environment from its kind.
+    """Check that the template can do what the kind of environment needs; else raise UsageError.
 
     Agents and classes of users may need several turns or not: for them it is a warning, and a
     sample that does need them fails.
-
-    Raises:
-        UsageError: the template can't do what the environment needs; says why.
     """
     kind = environment.kind
     if environment.max_turns == 1:
@@ -147,10 +149,9 @@ _LOOK_S = 0.01
 def check_environment(config: RunConfig, row: dict[str, Any]) -> None:
     """Load the environment and put an empty response to `row` into it, or a whole group of them.
 
-    Agents are only loaded.
-
     A model can say nothing at all, so every reward must take an empty response. If there are more
-    turns, the model's chat template must be able to write them.
+    turns, the model's chat template must be able to write them. Agents are only loaded: they ask a
+    model, and there is none yet.
 
     Raises:
         UsageError: the environment cannot be loaded, fails on that response, or goes on in a way
@@ -159,11 +160,10 @@ def check_environment(config: RunConfig, row: dict[str, Any]) -> None:
     environment = config.environment
     if environment.asks and not environment.starts_agents:
         return  # its agents come to the generators
-    asks = environment.asks  # it asks a model, and there is none yet
     key = "environment.reward" if environment.kind == "reward" else "environment.kind"
     size = config.buffer.group_size if environment.reward_scope == "group" else 1
     with closing(open_pool(environment)) as pool:
-        plays = [] if asks else [_played(pool, row, said) for said in ([], [""] * size)]
+        plays = [] if environment.asks else [_played(pool, row, said) for said in ([], [""] * size)]
     for outcome in plays:
         if outcome.error:
             raise UsageError(

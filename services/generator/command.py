@@ -7,7 +7,6 @@ import tempfile
 import uuid
 from contextlib import closing
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +24,7 @@ from umbra.services.prompts.readers import placed, read_source
 from umbra.services.reporting.figures import telling
 
 ANSWER_S = 10.0
-DEMOS = 22_400
+DEMOS, HELD_OUT = 22_400, 1024
 
 if TYPE_CHECKING:
     from umbra.services.generator.evaluate import EvalResult
@@ -48,7 +47,11 @@ command = service_command("generator", _run)
     "--prompts", type=click.IntRange(1), default=8192, show_default=True, help="Training prompts."
 )
 @click.option(
-    "--heldout", type=click.IntRange(1), default=1024, show_default=True, help="Held-out prompts."
+    "--heldout",
+    type=click.IntRange(1),
+    default=HELD_OUT,
+    show_default=True,
+    help="Held-out prompts.",
 )
 @click.option(
     "--demos",
@@ -141,7 +144,13 @@ def evaluate(
     outcome.
     """
     if model is None:
-        _ask_run(broker, security)
+        if not broker:
+            raise UsageError("name a model directory, or a run by --broker tcp://host:port")
+        incarnation = uuid.uuid4().hex[:12]
+        with closing(IoThread(f"eval-{incarnation}", incarnation, security=security)) as link:
+            buffer = link.channel(broker, "buffer")
+            begun = buffer.call(Order(kind="evaluate"), Ok, timeout_s=ANSWER_S)
+        click.echo(f"evaluation of version {begun.version} begins: {begun.samples} samples")
         return
     if prompts is not None and task is not None:
         raise UsageError("give either --prompts FILE or --task NAME")
@@ -152,8 +161,17 @@ def evaluate(
     given = [f"{_KEYS[flag]}={value}" for flag, value in flags.items() if value is not None]
     settings = load_config(config, overrides=[*sets, *given])
     seed = settings.run.seed
+
+    def beside(path: str) -> str:
+        """Resolve a path of the run file."""
+        found = Path(config or "").parent / path
+        return str((found if found.exists() else Path(path)).absolute())
+
     if task is not None:
-        rows = _heldout(task, seed, samples)
+        with tempfile.TemporaryDirectory(prefix="umbra-eval-") as folder:
+            count = samples or HELD_OUT
+            write_task(task, Path(folder), seed=seed, prompts=0, heldout=count, demos=0)
+            rows = read_jsonl(Path(folder) / "heldout.jsonl")
     else:
         columns = settings.eval.columns
         if prompts is None and not settings.eval.prompts:
@@ -161,7 +179,7 @@ def evaluate(
                 "give either --prompts FILE or --task NAME, or a --config with eval.prompts"
             )
         if prompts is None:
-            prompts = placed(settings.eval.prompts, partial(_beside, Path(config or "")))
+            prompts = placed(settings.eval.prompts, beside)
         found = read_source(prompts, columns=columns, section="eval")
         rows = [prompt.row for prompt in found]
     from umbra.services.generator.evaluate import evaluate_model  # brings torch
@@ -174,22 +192,6 @@ def evaluate(
         click.echo(_sentence(result, decoding))
 
 
-def _beside(run_file: Path, path: str) -> str:
-    """Resolve a path of a run file."""
-    found = run_file.parent / path
-    return str((found if found.exists() else Path(path)).absolute())
-
-
-def _ask_run(broker: str | None, security: Security) -> None:
-    if not broker:
-        raise UsageError("name a model directory, or a run by --broker tcp://host:port")
-    incarnation = uuid.uuid4().hex[:12]
-    with closing(IoThread(f"eval-{incarnation}", incarnation, security=security)) as link:
-        buffer = link.channel(broker, "buffer")
-        begun = buffer.call(Order(kind="evaluate"), Ok, timeout_s=ANSWER_S)
-    click.echo(f"evaluation of version {begun.version} begins: {begun.samples} samples")
-
-
 # Which key of the configuration a flag of `umbra eval` sets.
 _KEYS = {
     "environment": "environment.kind",
@@ -199,12 +201,6 @@ _KEYS = {
     "device": "generator.device",
     "seed": "run.seed",
 }
-
-
-def _heldout(task: str, seed: int, samples: int | None) -> list[dict[str, object]]:
-    with tempfile.TemporaryDirectory(prefix="umbra-eval-") as folder:
-        write_task(task, Path(folder), seed=seed, prompts=0, heldout=samples or 1024, demos=0)
-        return read_jsonl(Path(folder) / "heldout.jsonl")
 
 
 def _sentence(result: EvalResult, decoding: str) -> str:

@@ -24,6 +24,8 @@ from umbra.services.generator.pools import (
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.reporting.figures import eval_scores
 
+_LOOK_S = 0.001
+
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
@@ -70,8 +72,10 @@ def evaluate_model(
     pool = open_environments(played, played.environment, chat)
     runner = RolloutRunner(engine, pool, settings_for(config, chat, greedy=greedy))
     start = time.perf_counter()
+    finished: list[Trajectory] = []
+    failures: list[str] = []
     try:
-        tasks = [
+        runner.add(
             Task(
                 sample_id=str(index),
                 group_id=str(index),
@@ -81,8 +85,14 @@ def evaluate_model(
                 lease_s=0.0,
             )
             for index, prompt in enumerate(prompts)
-        ]
-        finished, failures = _run(runner, tasks)
+        )
+        while runner.active:
+            runner.poll(0.0)
+            done, failed = runner.results()
+            finished += done
+            failures += [sample.reason for sample in failed]
+            if runner.active and not engine.busy:
+                time.sleep(_LOOK_S)  # all wait for their environments, each with a deadline
     finally:
         pool.close()
         engine.close()
@@ -92,6 +102,12 @@ def evaluate_model(
     seconds = time.perf_counter() - start
     if not finished:
         raise UmbraError(f"all {samples} samples failed; the first: {failures[0]}")
+    asked = Counter(map(str, prompts))
+    rewards: dict[str, list[float]] = {prompt: [] for prompt in asked}
+    for trajectory in finished:
+        rewards[trajectory.prompt_id].append(trajectory.reward)
+    for prompt, count in asked.items():  # a missing sample is worth 0
+        rewards[prompt] += [0.0] * (count - len(rewards[prompt]))
     return EvalResult(
         accuracy=sum(t.reward for t in finished) / samples,
         samples=samples,
@@ -100,7 +116,7 @@ def evaluate_model(
         mean_turns=sum(t.turns for t in finished) / len(finished),
         tokens_per_s=engine.decoded_tokens / seconds,
         seconds=seconds,
-        scores=_scores(finished, Counter(prompts)),
+        scores=eval_scores(rewards, min(asked.values())),
     )
 
 
@@ -118,31 +134,6 @@ def drawn(rows: Sequence[dict[str, Any]], config: RunConfig, samples: int) -> li
         for number, at in enumerate(own):
             found[at] = kept[number % len(kept)]
     return found
-
-
-def _scores(finished: list[Trajectory], asked: Counter[int]) -> dict[str, float]:
-    """Return the scores of prompts with `asked` samples each; a missing one is worth 0."""
-    rewards: dict[str, list[float]] = {str(prompt): [] for prompt in asked}
-    for trajectory in finished:
-        rewards[trajectory.prompt_id].append(trajectory.reward)
-    for prompt, count in asked.items():
-        own = rewards[str(prompt)]
-        own += [0.0] * (count - len(own))
-    return eval_scores(rewards, min(asked.values()))
-
-
-def _run(runner: RolloutRunner, tasks: list[Task]) -> tuple[list[Trajectory], list[str]]:
-    finished: list[Trajectory] = []
-    failures: list[str] = []
-    runner.add(tasks)
-    while runner.active:
-        runner.poll(0.0)
-        done, failed = runner.results()
-        finished += done
-        failures += [sample.reason for sample in failed]
-        if runner.active and not runner.engine.busy:
-            time.sleep(0.001)  # all wait for their environments, each with a deadline
-    return finished, failures
 
 
 def _with_processes(config: RunConfig) -> RunConfig:

@@ -203,11 +203,13 @@ class GeneratorLoop:
         return min(room, self._most - self._runner.active)
 
     def _deliver(self) -> None:
-        finished, failed = self._runner.results()
+        finished, back = self._runner.results()
         self._buffer.submit(finished, self._asked(), self._engine.version)
-        self._buffer.give_back([*self._runner.moved(), *failed])
+        self._buffer.give_back(back)
         self._finished += len(finished)
-        for sample in failed:
+        for sample in back:
+            if not sample.failed:
+                continue
             self._failed += 1
             if self._failed <= _FAILURES_LOGGED:
                 log.warning("sample %s: %s", sample.sample_id, sample.reason)

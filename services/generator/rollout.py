@@ -14,13 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from umbra.proto.errors import UsageError
-from umbra.proto.records import (
-    Branch,
-    Sampling,
-    Task,
-    Trajectory,
-    unpack_int32,
-)
+from umbra.proto.records import Branch, Sampling, Task, Trajectory, unpack_int32
 from umbra.services.config.generation import ENVIRONMENT
 from umbra.services.environments.protocol import (
     Ask,
@@ -66,20 +60,15 @@ class RolloutSettings:
     several: Mapping[str, RolloutSettings] = field(default_factory=dict)  # by environment's name
 
     def of(self, row: dict[str, Any]) -> RolloutSettings:
-        """Those of the environment that the prompt `row` is for.
-
-        Raises:
-            SampleError: there is none of that name.
-        """
+        """Return those of the environment of a prompt's `row`; SampleError if there is none."""
         if not self.several:
             return self
         name = row.get(ENVIRONMENT)
-        found = self.several.get(name) if isinstance(name, str) else None
-        if found is None:
+        if not isinstance(name, str) or name not in self.several:
             raise SampleError(
                 f'"{ENVIRONMENT}" of a row is {name!r}, which is none of [[environments]]'
             )
-        return found
+        return self.several[name]
 
 
 class Rollout:
@@ -135,11 +124,15 @@ class Rollout:
         return f"{self.task.sample_id}/{self.task.attempt}"
 
     @property
+    def lease(self) -> tuple[str, int]:
+        return self.task.sample_id, self.task.attempt
+
+    @property
     def engine_sessions(self) -> set[str]:
         return {self._engine_session(line) for line in self._lines}
 
     def _engine_session(self, line: Line) -> str:
-        """A line with a prompt of its own does not go on with what was read for another."""
+        """Name a session: a line with a prompt of its own reuses nothing read for another."""
         return f"{self.session}/{line.number}" if line.number else self.session
 
     @property
@@ -160,7 +153,11 @@ class Rollout:
             SampleError: the chat template cannot write it; nothing has changed.
         """
         if self.phase is Phase.RESET:
-            self._asked_first(ask)
+            prompt = self._asked_prompt(ask)
+            if self._line.prompt and prompt != self._line.prompt:
+                self._restart()  # what there is of the sample belongs to another prompt
+            self._line.prompt = prompt
+            self._line.opening = Opening(ask.messages, ask.tools)
         elif self._replay:
             said, heard = self._replay[0]
             ids = self._line.tokens.ids
@@ -169,8 +166,8 @@ class Rollout:
             ):  # the conversation goes another way now: the sample starts again
                 self._restart()
                 return
-            self._end_turn(said, complete=True)
             self._replay.pop(0)
+            self._end_turn(said, complete=True)
             self._line.turn_start = heard
         else:
             self._asked_more(ask)
@@ -199,18 +196,18 @@ class Rollout:
 
     def turn(self) -> Turn:
         """Return the model's last turn, for who asked for it (phase STEP)."""
-        tokens, start = self._line.tokens, self._line.turn_start
+        tokens, start, ask = self._line.tokens, self._line.turn_start, self.ask
         end = self._replay[0][0] if self._replay else len(tokens.ids)
-        ids = tokens.ids[start:end]
-        chat, ask = self._settings.chat, self.ask
+        assert ask is not None
+        ids, chat = tokens.ids[start:end], self._settings.chat
         before = [*self._line.prompt, *tokens.ids[:start]]
-        is_text = ask is not None and ask.text is not None  # which an agent continues
+        is_text = ask.text is not None  # which an agent continues
         said = chat.said(ids, before, self._line.opening.tools, self.stops, words=is_text)
         return Turn(
             said=said,
             token_ids=ids,
             logprobs=tokens.logprobs[start:end],
-            pieces=[chat.piece(token) for token in ids] if ask is not None and ask.pieces else [],
+            pieces=[chat.piece(token) for token in ids] if ask.pieces else [],
             prompt_tokens=len(before),
             complete=bool(self._replay) or self._turn_complete(),
             version=[span.version for span in tokens.spans if span.start < end][-1],
@@ -227,10 +224,7 @@ class Rollout:
         )
 
     def generated(self, output: EngineOutput) -> None:
-        """The engine stopped; an aborted turn goes on with the tokens it has.
-
-        What comes after a stop string is dropped: nobody has asked for it.
-        """
+        """Take what the engine made until it stopped; what follows a stop string is dropped."""
         self._line.tokens.add_model(self._cut(output))
         self._continue_turn()
 
@@ -260,7 +254,7 @@ class Rollout:
         return len(self._line.tokens.ids)
 
     def trajectory(self, under_way: EngineOutput | None = None) -> Trajectory:
-        """What there is of the sample, finished or not; needs at least one response token.
+        """Return what there is of the sample, finished or not: one response token at least.
 
         `under_way` is what the engine has of the turn that goes on.
         """
@@ -301,14 +295,6 @@ class Rollout:
     # -- turns ------------------------------------------------------------------------------------
 
     # Agents know that a context is full by the words "context length" in an error, not by its code.
-
-    def _asked_first(self, ask: Ask) -> None:
-        prompt = self._asked_prompt(ask)
-        if self._line.prompt and prompt != self._line.prompt:
-            self._restart()  # what there is of the sample belongs to another prompt
-        self._line.prompt = prompt
-        self._line.opening = Opening(ask.messages, ask.tools)
-
     def _asked_more(self, ask: Ask) -> None:
         line = self._asked_line(ask)
         if self.turns + 1 == self._settings.limits.turns:
@@ -368,9 +354,7 @@ class Rollout:
     def _asked_prompt(self, ask: Ask) -> list[int]:
         """Return the tokens of a conversation's opening."""
         limit, chat = self._settings.max_context, self._settings.chat
-        prompt = self._encoded(
-            ask, "the prompt", lambda: chat.prompt_ids(ask.messages, ask.tools), begins=True
-        )
+        prompt = self._encoded(ask, lambda: chat.prompt_ids(ask.messages, ask.tools), begins=True)
         if not prompt:
             raise RefusedError("the prompt has no tokens", "empty_prompt")
         if len(prompt) >= limit:
@@ -386,17 +370,14 @@ class Rollout:
         chat = self._settings.chat
         return self._encoded(
             ask,
-            "a later turn",
             lambda: chat.turn_ids(ask.messages, last_token, ask.calls, line.opening),
             begins=False,
         )
 
-    def _encoded(
-        self, ask: Ask, what: str, templated: Callable[[], list[int]], *, begins: bool
-    ) -> list[int]:
-        """Return the tokens of what is asked: of plain text, or of messages as `templated`.
+    def _encoded(self, ask: Ask, templated: Callable[[], list[int]], *, begins: bool) -> list[int]:
+        """Return the tokens of plain text that is asked, or of messages as `templated`.
 
-        `what` names it in errors; `begins` is whether a sequence begins with it.
+        `begins` is whether a sequence begins with it.
         """
         chat, limit = self._settings.chat, self._settings.max_context
         if chat.cannot_fit((ask.text, ask.messages, ask.tools), limit):
@@ -412,6 +393,7 @@ class Rollout:
         except UsageError as error:
             raise SampleError(str(error)) from error
         except Exception as error:
+            what = "the prompt" if begins else "a later turn"
             raise SampleError(f"the chat template failed on {what}: {error}") from error
 
     def _end_turn(self, end: int, complete: bool) -> None:

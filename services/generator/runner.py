@@ -14,10 +14,11 @@ from typing import Any
 from umbra.proto.errors import UmbraError
 from umbra.proto.messages import ReturnedSample
 from umbra.proto.records import Task, Trajectory
-from umbra.services.environments.pool import EnvironmentPool, EpisodeOutcome
+from umbra.services.environments.pool import EnvironmentPool
 from umbra.services.environments.protocol import (
     Ask,
     Begun,
+    EpisodeOutcome,
     Lost,
     Message,
     Opening,
@@ -59,9 +60,8 @@ class RolloutRunner:
         self._rollouts: dict[str, Rollout] = {}
         self._grown: list[Rollout] = []  # that ended a turn with much that is not saved
         self._has_stops = False  # in any turn so far
-        self._moved: list[ReturnedSample] = []
         self._finished: list[Trajectory] = []
-        self._failed: list[ReturnedSample] = []
+        self._returned: list[ReturnedSample] = []
 
     @property
     def active(self) -> int:
@@ -85,7 +85,7 @@ class RolloutRunner:
 
     @property
     def leases(self) -> list[tuple[str, int]]:
-        return [_lease(rollout) for rollout in self._rollouts.values()]
+        return [rollout.lease for rollout in self._rollouts.values()]
 
     def add(self, tasks: Iterable[Task]) -> None:
         """Begin these samples; one that is under way starts over."""
@@ -119,18 +119,16 @@ class RolloutRunner:
                 self._advance(rollout)
 
     def results(self) -> tuple[list[Trajectory], list[ReturnedSample]]:
-        """Return finished and failed samples since the last call."""
+        """Return what has finished, and what has failed or was interrupted, since the last call."""
         finished, self._finished = self._finished, []
-        failed, self._failed = self._failed, []
-        return finished, failed
+        returned, self._returned = self._returned, []
+        return finished, returned
 
     def drop(self, leases: Iterable[tuple[str, int]]) -> None:
         """Forget these `(sample_id, attempt)`, whose leases were lost."""
-        gone: list[Rollout] = []
-        for sample_id, attempt in dict.fromkeys(leases):  # two answers may name the same
-            rollout = self._rollouts.get(sample_id)
-            if rollout is not None and rollout.task.attempt == attempt:
-                gone.append(rollout)
+        named = dict.fromkeys(leases)  # two answers may name the same
+        found = [self._rollouts.get(sample_id) for sample_id, _ in named]
+        gone = [one for one in found if one is not None and one.lease in named]
         if gone:
             self.engine.abort([rollout.task.sample_id for rollout in gone])
         for rollout in gone:
@@ -164,21 +162,16 @@ class RolloutRunner:
         return partials
 
     def interrupt(self, leases: Iterable[tuple[str, int]], reason: str) -> None:
-        """Stop these `(sample_id, attempt)`; `moved` gives them back, with the tokens there are.
+        """Stop these `(sample_id, attempt)`; `results` gives them back, with the tokens there are.
 
         Those whose environment was told something go on until it has answered the turn under way:
         what it did for that turn would have to be done again elsewhere.
         """
         wanted = set(leases)
-        hit = [rollout for rollout in self._rollouts.values() if _lease(rollout) in wanted]
-        self._moved += self._hand_back([r for r in hit if r.movable], reason)
+        hit = [rollout for rollout in self._rollouts.values() if rollout.lease in wanted]
+        self._returned += self._hand_back([r for r in hit if r.movable], reason)
         for rollout in hit:
             rollout.leaving = reason  # those that were handed back are forgotten
-
-    def moved(self) -> list[ReturnedSample]:
-        """Return the interrupted samples that stopped since the last call."""
-        moved, self._moved = self._moved, []
-        return moved
 
     def drain(self, reason: str) -> list[ReturnedSample]:
         """Stop everything and hand back what is unfinished, with the tokens there are."""
@@ -261,7 +254,7 @@ class RolloutRunner:
             answered = rollout.phase is Phase.GENERATE and rollout.tokens > before
             # Nobody can go on with several lines: such a sample ends here.
             if goes_on and rollout.leaving and answered and not rollout.branched:
-                self._moved += self._hand_back([rollout], rollout.leaving)
+                self._returned += self._hand_back([rollout], rollout.leaving)
             elif goes_on:
                 self._advance(rollout)
 
@@ -320,7 +313,7 @@ class RolloutRunner:
             rollout.finish(StepResult(reason=ENDS[error.code]))
 
     def _fail(self, task: Task, reason: str) -> None:
-        self._failed.append(returned(task, reason, failed=True))
+        self._returned.append(returned(task, reason, failed=True))
 
 
 def returned(
@@ -333,7 +326,3 @@ def returned(
         partial=partial,
         failed=failed,
     )
-
-
-def _lease(rollout: Rollout) -> tuple[str, int]:
-    return rollout.task.sample_id, rollout.task.attempt

@@ -8,15 +8,15 @@ right now and then, which is what RL needs.
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import subprocess
 import tempfile
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -42,8 +42,7 @@ _CAREFUL = 0.6  # share of CALCULATOR examples that type what was asked, and of 
 _GUESS_PROMPT = "guess"
 
 
-@dataclass(frozen=True, slots=True)
-class BuiltInTask:
+class BuiltInTask(NamedTuple):
     """A built-in task: the environment that rewards it, and how its data is drawn."""
 
     environment: str
@@ -88,7 +87,12 @@ def write_task(
         drawn = gym_rows(name.removeprefix(GYM), prompts + heldout + demos, seed, options or {})
         files = {"prompts.jsonl": drawn[:prompts], "heldout.jsonl": drawn[prompts:][:heldout]}
         if demos:
-            files["demos.jsonl"] = [_gym_demo(name, row) for row in drawn[prompts + heldout :]]
+            last = drawn[prompts + heldout :]
+            if not all(isinstance(row["answer"], str) for row in last):
+                raise UsageError(
+                    f"{name} has questions without an answer of its own: leave out --demos"
+                )
+            files["demos.jsonl"] = [_conversation([row["prompt"], row["answer"]]) for row in last]
     elif name.startswith(VERIFIERS):
         drawn = _library_rows(name, prompts + heldout, seed, python, options or {})
         held = min(heldout, len(drawn) // _HELD_OUT_SHARE)
@@ -129,12 +133,6 @@ def _built_in(name: str) -> BuiltInTask:
     return TASKS[name]
 
 
-def _gym_demo(name: str, row: Row) -> Row:
-    if not isinstance(row["answer"], str):
-        raise UsageError(f"{name} has questions without an answer of its own: leave out --demos")
-    return _conversation([row["prompt"], row["answer"]])
-
-
 def _library_rows(
     task: str, count: int, seed: int, python: str, options: Mapping[str, Any]
 ) -> list[Row]:
@@ -164,12 +162,9 @@ def _draw(
     held: bool = False,
 ) -> list[Row]:
     source = random.Random(seed)
-    rows: list[Row] = []
-    while len(rows) < count:
-        row = make(source)
-        if not task.distinct or _is_held_out(row) == held:
-            rows.append(row)
-    return rows
+    rows = (make(source) for _ in itertools.count())
+    fitting = (row for row in rows if not task.distinct or _is_held_out(row) == held)
+    return list(itertools.islice(fitting, count))
 
 
 def _is_held_out(row: Row) -> bool:
@@ -198,9 +193,8 @@ def _sort_demo(source: random.Random) -> Row:
 
 def _spoil(digits: list[int], answer: list[int], source: random.Random) -> list[int]:
     """Make one mistake: copy the input, swap two neighbours, or change a digit."""
-    kind = source.randrange(3)
-    if kind == 0:
-        return list(digits)
+    if not (kind := source.randrange(3)):
+        return digits
     spoiled = list(answer)
     at = source.randrange(len(spoiled) - 1)
     if kind == 1:
@@ -249,7 +243,10 @@ def _calculator_demo(source: random.Random) -> Row:
     heard = answer = calculator(typed)
     if source.random() > _CAREFUL:
         call, answer = call[:-1], "0"
-        heard = f"error: the tool call cannot be read: {_json_fault(call)}"
+        try:
+            json.loads(call)
+        except ValueError as error:
+            heard = f"error: the tool call cannot be read: {error}"
     messages = [
         {"role": "user", "content": f"{asked}?"},
         {"role": "assistant", "content": f"<tool_call>{call}</tool_call>"},
@@ -257,14 +254,6 @@ def _calculator_demo(source: random.Random) -> Row:
         {"role": "assistant", "content": answer},
     ]
     return {"messages": with_tools(messages, [schema(calculator)])}
-
-
-def _json_fault(text: str) -> str:
-    try:
-        json.loads(text)
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def _conversation(turns: list[str]) -> Row:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from umbra.proto.records import Score, Task, unpack_int32
-from umbra.services.environments.pool import EnvironmentPool, EpisodeOutcome
-from umbra.services.environments.protocol import Row, Said, StepResult
+from umbra.services.environments.pool import EnvironmentPool
+from umbra.services.environments.protocol import EpisodeOutcome, Row, Said, StepResult
 from umbra.services.modeling.chat import Chat
 
 WAIT_S = 0.05

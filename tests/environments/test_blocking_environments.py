@@ -8,8 +8,8 @@ import json
 import pytest
 
 from umbra.services.environments.agent_program import AgentProgram
-from umbra.services.environments.environment_host import EnvironmentHost
 from umbra.services.environments.protocol import Message, Row, SampleError, StepResult
+from umbra.services.environments.worker import EnvironmentHost
 
 
 async def later(value: float) -> float:

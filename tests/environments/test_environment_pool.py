@@ -14,8 +14,8 @@ from fakes.slowness import limit, seconds
 
 from umbra.proto.errors import UsageError
 from umbra.services.config import EnvironmentConfig
-from umbra.services.environments.pool import EpisodeOutcome, ProcessPool, open_pool
-from umbra.services.environments.protocol import Lost, Opening, StepResult
+from umbra.services.environments.pool import ProcessPool, open_pool
+from umbra.services.environments.protocol import EpisodeOutcome, Lost, Opening, StepResult
 
 pytestmark = pytest.mark.e2e
 

@@ -13,7 +13,6 @@ from fakes.slowness import limit, seconds
 
 from umbra.proto.errors import UsageError
 from umbra.services.config import EnvironmentConfig
-from umbra.services.environments.environment_host import EnvironmentHost
 from umbra.services.environments.loading import load_environment
 from umbra.services.environments.protocol import Opening, Said, StepResult
 from umbra.services.environments.sandbox import (
@@ -23,6 +22,7 @@ from umbra.services.environments.sandbox import (
     ContainerLimits,
     SandboxError,
 )
+from umbra.services.environments.worker import EnvironmentHost
 
 DOCKER = """#!/bin/sh
 here=$(dirname "$0")

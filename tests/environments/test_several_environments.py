@@ -15,8 +15,8 @@ from umbra.services.config import DataConfig, NamedEnvironment, RunConfig
 from umbra.services.config.loader import as_dict, load_config, to_json
 from umbra.services.config.rules import check_feasible
 from umbra.services.environments.built_in import ExactMatch, NumericMatch
-from umbra.services.environments.pool import EnvironmentSet, EpisodeOutcome, InlinePool
-from umbra.services.environments.protocol import SampleError, StepResult
+from umbra.services.environments.pool import EnvironmentSet, InlinePool
+from umbra.services.environments.protocol import EpisodeOutcome, SampleError, StepResult
 from umbra.services.generator.pools import settings_for
 from umbra.services.trainer.metrics import environment_metrics
 

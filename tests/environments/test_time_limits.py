@@ -11,10 +11,9 @@ import pytest
 from fakes.slowness import limit, seconds
 
 from umbra.proto.errors import DeadlineError
-from umbra.services.config import EnvironmentConfig, NamedEnvironment
-from umbra.services.environments.pool import EpisodeOutcome, ProcessPool
-from umbra.services.environments.protocol import Opening
-from umbra.services.environments.time_limits import TimeLimits
+from umbra.services.config import NamedEnvironment
+from umbra.services.environments.pool import ProcessPool
+from umbra.services.environments.protocol import EpisodeOutcome, Opening
 
 CODE = """
 import asyncio, os, time
@@ -56,7 +55,7 @@ def judge(prompt, completion, row):
 class Played:
     """A pool, and what comes of its plays."""
 
-    def __init__(self, config: EnvironmentConfig) -> None:
+    def __init__(self, config: NamedEnvironment) -> None:
         self._event = threading.Event()
         self.pool = ProcessPool(config, wake=self._event.set)
 
@@ -114,9 +113,3 @@ def test_a_process_that_does_not_start_names_its_key(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DeadlineError, match=r"after environments\.slow\.setup_s = 0\.5 s"):
         ProcessPool(NamedEnvironment(name="slow", kind="hanging_env:A", setup_s=0.5))
-
-
-def test_what_has_no_limit_of_its_own_has_that_of_a_step() -> None:
-    limits = TimeLimits.of(EnvironmentConfig(kind="m:C", timeout_s=7.0))
-    assert {one.key for one in (limits.opening, limits.step)} == {"environment.timeout_s"}
-    assert limits.opening.seconds == 7.0

@@ -1,4 +1,4 @@
-"""Sessions of agents: what continues a conversation and what does not; who gets which sample."""
+"""Sessions of agents: what continues a conversation or branches, who waits, who gets a sample."""
 
 import math
 from dataclasses import replace
@@ -6,17 +6,15 @@ from typing import Any
 
 import pytest
 
-from umbra.services.config import EnvironmentConfig
 from umbra.services.environments.protocol import RefusedError, StepResult, Turn
-from umbra.services.environments.time_limits import TimeLimits
-from umbra.services.generator.agents.calls import Answer, Call
-from umbra.services.generator.agents.session import AgentSession, SessionRegistry
-from umbra.services.generator.agents.session_tree import News
+from umbra.services.generator.agents.calls import Call, response_id
+from umbra.services.generator.agents.session import AgentSession, News, SessionRegistry
 from umbra.services.http import ApiError
 from umbra.services.modeling.parsers import TOLD, ResponseTemplateParser
 
 TIMEOUT_S = 10.0
-LIMITS = TimeLimits.of(EnvironmentConfig(kind="agent", timeout_s=TIMEOUT_S))
+TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "add"}}]
+Message = dict[str, Any]
 
 
 def turn(text: str) -> Turn:
@@ -24,40 +22,65 @@ def turn(text: str) -> Turn:
     return Turn(said, [1], [0.0], [], 4, True, 0)
 
 
-def user(text: str) -> dict[str, Any]:
+def user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def said(text: str) -> dict[str, Any]:
+def system(text: str) -> Message:
+    return {"role": "system", "content": text}
+
+
+def said(text: str) -> Message:
     return {"role": "assistant", "content": text}
 
 
 class Agent:
-    """Asks a session, and keeps what it is told."""
+    """Asks a session; keeps what the model is asked and what the agent is told."""
 
     def __init__(self, *, branches: bool = False) -> None:
-        self.session = AgentSession("id", "key", {}, LIMITS, branches=branches)
-        self.session.begin(0.0)
-        self.told: list[Answer | ApiError] = []
-        self.news: list[News] = []  # what the model was asked
+        self.news: list[News] = []
+        self.told: list[Any] = []  # messages, or codes of errors
 
-    def ask(self, *messages: dict[str, Any], repeated: bool = False, **fields: Any) -> News | None:
+        def pass_on(session: AgentSession, call: Call, news: News) -> None:
+            assert session is self.session
+            self.news.append(news)
+
+        self.session = AgentSession("session", "key", {}, TIMEOUT_S, pass_on, branches=branches)
+        self.session.begin(0.0)
+
+    def ask(self, *messages: Message, repeated: bool = False, **fields: Any) -> News | None:
         """What the model is asked for it, if it is at once."""
-        call, before = Call(list(messages), **fields), len(self.news)
-        self.session.ask(call, self.told.append, self.news.append, repeated=repeated)
+        before = len(self.news)
+        answer = self.session.ask(Call(list(messages), **fields), repeated=repeated)
+        answer.add_done_callback(lambda done: self.told.append(self._told(done)))
         return self.news[-1] if len(self.news) > before else None
+
+    @staticmethod
+    def _told(done: Any) -> Any:
+        error = done.exception()
+        return error.code if isinstance(error, ApiError) else done.result().message
 
     def hear(self, text: str, now: float = 1.0, *, stop: str = "") -> Any:
         heard = turn(text)
         self.session.answered(replace(heard, said=replace(heard.said, stop=stop)), now)
-        answer = self.told.pop()
-        assert isinstance(answer, Answer)
-        return answer.message
+        return self.told[-1]
+
+    def talk(self, *messages: Message, **fields: Any) -> News:
+        """Ask, and be told the number of the turn; what the model was asked."""
+        self.ask(*messages, **fields)
+        number = self.session.turns
+        assert self.hear(f"t{number}") == said(f"t{number}")
+        return self.news[-1]
 
 
 @pytest.fixture
 def agent() -> Agent:
     return Agent()
+
+
+@pytest.fixture
+def branching() -> Agent:
+    return Agent(branches=True)
 
 
 def test_a_history_that_grows_gives_only_what_is_new(agent: Agent) -> None:
@@ -76,24 +99,17 @@ def test_what_stopped_a_turn_may_come_back_behind_it(agent: Agent) -> None:
     agent.hear("<code>b\n", stop="</code>")
     back = said("<code>b\n</code>")
     assert agent.ask(user("a"), back, user("c")) == News([user("c")], after=0)
-    agent.hear("<code>d", stop="</code>")
-    ends = said("<code>d")
-    assert agent.ask(user("a"), back, user("c"), ends, user("e")) == News([user("e")], after=1)
     agent.hear("f")
-    with pytest.raises(ApiError, match=r"messages\[5\] is not what it was"):
-        agent.ask(user("a"), back, user("c"), ends, user("e"), said("f</code>"), user("g"))
+    with pytest.raises(ApiError, match=r"messages\[3\] is not what it was"):
+        agent.ask(user("a"), back, user("c"), said("f</code>"), user("g"))
 
 
 def test_a_tools_answer_comes_with_the_calls_that_it_answers(agent: Agent) -> None:
-    tools = [{"function": {"name": "add"}}]
-    agent.ask(user("a"), tools=tools)
+    agent.ask(user("a"), tools=TOOLS)
     message = agent.hear('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     answer = {"role": "tool", "tool_call_id": "call_0_0", "content": "2"}
-    # As they come back over HTTP, where `read_message` has made objects of the arguments.
-    back = {**message, "content": "", "tool_calls": [dict(call) for call in message["tool_calls"]]}
+    news = agent.ask(user("a"), message, answer, tools=TOOLS)
     function = {"name": "add", "arguments": {"a": 1}}
-    back["tool_calls"][0]["function"] = function
-    news = agent.ask(user("a"), back, answer, tools=tools)
     call = {"id": "call_0_0", "type": "function", "function": function}
     assert news == News([answer], [call], after=0)
 
@@ -115,58 +131,41 @@ def test_plain_text_goes_on_where_it_ended(agent: Agent) -> None:
     [
         ([user("x"), said("b"), user("c")], r"messages\[0\] is not what it was"),
         ([user("a"), said("x"), user("c")], r"messages\[1\] is not what it was"),
-        ([user("a"), user("c")], r"messages\[1\] is not what it was"),
         ([user("a"), said("b")], "has 2 entries and needs more than the 2"),
         ([user("a")], "has 1 entries and needs more than the 2"),
     ],
 )
 def test_an_edited_history_is_refused_and_changes_nothing(
-    agent: Agent, messages: list[dict[str, Any]], says: str
+    agent: Agent, messages: list[Message], says: str
 ) -> None:
     agent.ask(user("a"))
     agent.hear("b")
     with pytest.raises(ApiError, match=says) as caught:
         agent.ask(*messages)
     assert (caught.value.code, caught.value.status) == ("history_edited", 400)
+    with pytest.raises(ApiError, match="tools are not those"):
+        agent.ask(user("a"), said("b"), user("c"), tools=TOOLS)
     assert agent.ask(user("a"), said("b"), user("c")) == News([user("c")], after=0)
 
 
-def test_other_tools_are_another_prompt(agent: Agent) -> None:
-    tools = [{"type": "function", "function": {"name": "add"}}]
-    agent.ask(user("a"), tools=tools)
-    agent.hear("b")
-    with pytest.raises(ApiError, match="tools are not those"):
-        agent.ask(user("a"), said("b"), user("c"))
-
-
 def test_a_repeated_call_gets_the_same_reply(agent: Agent) -> None:
-    agent.ask(user("a"))
-    assert agent.ask(user("a"), repeated=True) is None  # while the model speaks
+    first = agent.session.ask(Call([user("a")]))
+    assert agent.session.ask(Call([user("a")]), repeated=True) is first  # while the model speaks
     agent.session.answered(turn("b"), 1.0)
-    first, second = agent.told
-    assert first is second
-    assert agent.ask(user("a"), repeated=True) is None  # and afterwards
-    assert agent.told[2] is first
+    assert agent.session.ask(Call([user("a")]), repeated=True) is first  # and afterwards
     assert agent.session.turns == 1
     # A client that repeats a call which never came through asks for the first time.
     assert agent.ask(user("a"), said("b"), user("c"), repeated=True) == News([user("c")], after=0)
-
-
-def test_one_request_at_a_time(agent: Agent) -> None:
-    agent.ask(user("a"))
-    with pytest.raises(ApiError, match="one by one") as caught:
+    with pytest.raises(ApiError, match="one by one"):
         agent.ask(user("b"))
-    assert caught.value.status == 400
 
 
 def test_a_refused_call_leaves_the_conversation_as_it_was(agent: Agent) -> None:
     agent.ask(user("a"))
     agent.hear("b")
     agent.ask(user("a"), said("b"), user("long"))
-    agent.session.refused(RefusedError("too long", "context_length_exceeded"), 2.0)
-    (error,) = agent.told
-    assert isinstance(error, ApiError)
-    assert (error.code, str(error)) == ("context_length_exceeded", "too long")
+    agent.session.answered(RefusedError("too long", "context_length_exceeded"), 2.0)
+    assert agent.told[-1] == "context_length_exceeded"
     assert agent.session.refusal == "too long"
     assert agent.ask(user("a"), said("b"), user("c")) == News([user("c")], after=0)
 
@@ -183,7 +182,6 @@ def test_a_reward_ends_it_once(agent: Agent) -> None:
     with pytest.raises(ApiError, match="it is over"):
         agent.ask(user("a"), said("b"), user("c"))
     agent.session.end(ApiError("over", status=410))
-    agent.session.rewarded(StepResult(reward=1.0))
     with pytest.raises(ApiError, match="over"):
         agent.session.rewarded(StepResult(reward=0.0))
 
@@ -194,7 +192,6 @@ def test_only_the_silence_of_the_agent_counts(agent: Agent) -> None:
     agent.ask(user("a"))
     assert session.deadline == math.inf  # the model's turn
     agent.hear("b", now=100.0)
-    assert session.deadline == 100.0 + TIMEOUT_S
     with pytest.raises(ApiError):
         agent.ask(user("x"))
     assert session.deadline == 100.0 + TIMEOUT_S  # nonsense is no sign of life
@@ -202,9 +199,103 @@ def test_only_the_silence_of_the_agent_counts(agent: Agent) -> None:
     assert session.deadline == math.inf
 
 
+# -- branches -------------------------------------------------------------------------------------
+
+
+def test_an_edit_goes_on_from_the_last_turn_before_it(branching: Agent) -> None:
+    line = [user("a")]
+    for number in range(3):
+        branching.talk(*line)
+        line += [said(f"t{number}"), user(f"go {number}")]
+    edited = [*line[:2], user("another")]
+    assert branching.talk(*edited) == News([user("another")], after=0)
+    # Both lines go on.
+    assert branching.talk(*line) == News([line[-1]], after=2)
+    more = [*edited, said("t3"), user("more")]
+    assert branching.talk(*more) == News([user("more")], after=3)
+    # Turns behind an edit are text: the chat template writes them, whole, as the agent has them.
+    trimmed = [*line[:2], user("g."), *line[3:]]
+    assert branching.talk(*trimmed) == News(trimmed)
+    assert branching.talk(*trimmed, said("t6"), user("on")) == News([user("on")], after=6)
+
+
+def test_a_sub_agent_talks_between_the_turns_of_its_caller(branching: Agent) -> None:
+    caller = [system("plan"), user("a")]
+    worker = [system("search"), user("find b")]
+    branching.talk(*caller)
+    assert branching.talk(*worker, tools=TOOLS) == News(worker)
+    worker += [said("t1"), user("further")]
+    assert branching.talk(*worker, tools=TOOLS) == News([user("further")], after=1)
+    caller += [said("t0"), user("it found c")]
+    assert branching.talk(*caller) == News([user("it found c")], after=0)
+    # With other tools the prompt is another one, whatever the messages.
+    worker += [said("t2"), user("on")]
+    assert branching.talk(*worker) == News(worker)
+
+
+def test_parallel_calls_are_answered_one_after_another(branching: Agent) -> None:
+    branching.talk(user("a"))
+    known = [user("a"), said("t0")]
+    for name in "bcd":
+        branching.ask(*known, user(name))
+    assert branching.news[1:] == [News([user("b")], after=0)], "the others wait"
+    branching.session.answered(RefusedError("no room", "context_length_exceeded"), 2.0)
+    assert branching.news[2:] == [News([user("c")], after=0)]
+    assert branching.session.deadline == math.inf, "the model has something to say"
+    branching.hear("to c")
+    branching.hear("to d")
+    assert branching.told[1:] == ["context_length_exceeded", said("to c"), said("to d")]
+    assert not branching.session.asking
+    assert branching.session.deadline == 1.0 + TIMEOUT_S
+    assert branching.talk(*known, user("d"), said("to d"), user("e")).after == 2
+
+
+def test_the_same_call_twice_is_two_branches_and_repeated_it_is_one(branching: Agent) -> None:
+    for name in "aab":
+        branching.ask(user(name))
+    branching.ask(user("b"), repeated=True)  # while it waits
+    for text in ("one", "two", "three"):
+        branching.hear(text)
+    assert branching.news == [News([user(name)]) for name in "aab"]
+    assert branching.told == [said(text) for text in ("one", "two", "three", "three")]
+    branching.ask(user("b"), repeated=True)
+    assert branching.told[-1] == said("three")
+    assert branching.session.turns == 3
+    # Answers tell the two apart.
+    assert branching.talk(user("a"), said("one"), user("c")).after == 0
+    assert branching.talk(user("a"), said("two"), user("c")).after == 1
+
+
+def test_any_response_may_be_followed(branching: Agent) -> None:
+    branching.talk(user("a"))
+    branching.talk(user("b"))
+    news = branching.talk(user("c"), follows=response_id("session", 0))
+    assert news == News([user("c")], after=0)
+    with pytest.raises(ApiError, match="not that of a response of this session"):
+        branching.ask(user("d"), follows=response_id("session", 7))
+    assert not branching.session.asking
+
+
+def test_the_end_comes_to_all_who_wait(branching: Agent) -> None:
+    for name in "abc":
+        branching.ask(user(name))
+    branching.session.rewarded(StepResult(reward=1.0))
+    branching.hear("to a")
+    assert branching.told == [said("to a"), "rewarded", "rewarded"]
+    assert not branching.session.asking, "so that the reward is delivered"
+    other = Agent(branches=True)
+    for name in "abc":
+        other.ask(user(name))
+    other.session.end(ApiError("over", status=410, code="session_over"))
+    assert other.told == ["session_over"] * 3
+
+
+# -- registry -------------------------------------------------------------------------------------
+
+
 def test_samples_are_handed_out_in_order_and_once() -> None:
     names = iter("abcdef")
-    registry = SessionRegistry(LIMITS, lambda: next(names))
+    registry = SessionRegistry(TIMEOUT_S, lambda *_: None, lambda: next(names))
     for key in ("one", "two", "three"):
         registry.open(key, {"prompt": key})
     registry.close("one")
@@ -216,22 +307,15 @@ def test_samples_are_handed_out_in_order_and_once() -> None:
     assert registry.overdue(14.9) == []
     assert registry.overdue(15.0) == [first, second]
     again = registry.open("two", {})  # begun anew: the old session is over
-    assert first.over is not None
     assert "began anew" in str(first.over)
     assert registry.find(first.id) is first
     assert registry.of("two") is again
     with pytest.raises(ApiError) as caught:
         registry.find("nobody")
     assert caught.value.status == 404
-
-
-def test_whoever_waits_is_told_that_it_is_over() -> None:
-    registry = SessionRegistry(LIMITS)
-    session = registry.open("one", {})
-    told: list[Answer | ApiError] = []
-    session.ask(Call([user("a")]), told.append, lambda _: None)
+    answer = second.ask(Call([user("a")]))
     registry.close_all("the generator stops")
-    (error,) = told
+    error = answer.exception()
     assert isinstance(error, ApiError)
     assert (error.status, error.code) == (410, "session_over")
     assert "the generator stops" in str(error)

@@ -28,7 +28,7 @@ from umbra.services.config import RunConfig
 from umbra.services.config.loader import as_dict, load_config, to_json
 from umbra.services.config.rules import cautions, check_feasible
 from umbra.services.config.trajectory_rules import RunFacts, find_fault, samplings_of
-from umbra.services.generator.agents.chat_api import Completions
+from umbra.services.generator.agents.protocols import Completions
 from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.generator.pools import open_environments, settings_for
 from umbra.services.generator.rollout import Rollout

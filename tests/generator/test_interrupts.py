@@ -12,9 +12,8 @@ from fakes.trajectories import sample
 from umbra.proto.messages import Interrupt, ReturnTasks, SubmitResults
 from umbra.proto.records import Task, Trajectory, unpack_int32
 from umbra.services.environments.built_in import ExactMatch, Guess
-from umbra.services.environments.environment_host import Delivered
-from umbra.services.environments.pool import EpisodeOutcome, InlinePool
-from umbra.services.environments.protocol import Ask, Begun, StepResult
+from umbra.services.environments.pool import InlinePool
+from umbra.services.environments.protocol import Ask, Begun, EpisodeOutcome, StepResult
 from umbra.services.generator.rollout import Limits
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.modeling.chat import Chat
@@ -39,17 +38,9 @@ class SlowPool(InlinePool):
 
     def collect(self) -> list[EpisodeOutcome]:
         self.held += super().collect()
-        through = [o for o in self.held if self.open or not _step(o.value)]
+        through = [o for o in self.held if self.open or not isinstance(o.value, StepResult)]
         self.held = [o for o in self.held if o not in through]
         return through
-
-    def answer(self) -> None:
-        """Let through what is held now."""
-        self.open = True
-
-
-def _step(value: Delivered | Any) -> bool:
-    return isinstance(value, StepResult)
 
 
 @pytest.fixture
@@ -83,11 +74,11 @@ def test_a_sample_whose_environment_is_at_work_waits_for_its_answer(chat: Chat) 
     runner.interrupt([LEASE], "the batch is full")
     for _ in range(5):
         runner.poll(0.0)
-    assert not runner.moved()
+    assert runner.results() == ([], [])
     assert runner.active == 1
-    pool.answer()
+    pool.open = True
     runner.poll(0.0)
-    (moved,) = runner.moved()
+    _, (moved,) = runner.results()
     assert runner.active == 0
     assert not runner.engine.busy, "no turn was begun"
     assert moved.partial is not None
@@ -115,11 +106,11 @@ def test_a_turn_after_an_answer_goes_on_to_its_end(chat: Chat) -> None:
     runner.interrupt([LEASE], "now")
     while runner.active:
         runner.poll(0.0)
-    (moved,) = runner.moved()
+    finished, (moved,) = runner.results()
+    assert not finished
     assert pool.plays == [0, 1, 1], "nothing was played twice"
     assert moved.partial is not None
     assert moved.partial.turns == 2
-    assert runner.results() == ([], [])
 
 
 def test_a_sample_that_ends_meanwhile_is_finished(chat: Chat) -> None:
@@ -128,10 +119,10 @@ def test_a_sample_that_ends_meanwhile_is_finished(chat: Chat) -> None:
     begin(runner)
     until_told(runner, pool, 1)
     runner.interrupt([LEASE], "now")
-    pool.answer()
+    pool.open = True
     runner.poll(0.0)
-    assert not runner.moved()
-    (trajectory,) = runner.results()[0]
+    (trajectory,), moved = runner.results()
+    assert not moved
     assert trajectory.reward == 1.0
 
 
@@ -141,7 +132,7 @@ def test_first_turns_stop_at_once(chat: Chat) -> None:
     begin(runner)
     runner.poll(0.0)
     runner.interrupt([LEASE], "now")
-    (moved,) = runner.moved()
+    _, (moved,) = runner.results()
     assert moved.partial is not None
     assert moved.partial.response_tokens == 1
 
@@ -159,10 +150,10 @@ def test_a_sample_that_is_played_again_makes_a_turn_before_it_moves(chat: Chat) 
     runner.poll(0.0)
     until_told(runner, pool, 1)
     runner.interrupt([(LEASE[0], 2)], "now")
-    pool.answer()
+    pool.open = True
     while runner.active:
         runner.poll(0.0)
-    (moved,) = runner.moved()
+    _, (moved,) = runner.results()
     assert moved.partial is not None
     assert moved.partial.turns == 2
 
@@ -176,13 +167,14 @@ def test_what_is_dropped_while_it_waits_to_move_is_gone(chat: Chat) -> None:
     runner.drop([LEASE])
     begin(runner, attempt=2)
     pool.held.clear()
-    pool.answer()
+    pool.open = True
     done: list[Trajectory] = []
     while runner.active:
         runner.poll(0.0)
-        done += runner.results()[0]
+        finished, moved = runner.results()
+        assert not moved
+        done += finished
     assert [t.attempt for t in done] == [2]
-    assert not runner.moved()
     engine = runner.engine
     assert isinstance(engine, ScriptedEngine)
     assert engine.forgotten == ["s-0/1", "s-0/2"]
@@ -232,7 +224,7 @@ def test_a_sample_with_branches_ends_where_it_is(chat: Chat, branched: bool) -> 
     runner.interrupt([LEASE], "the batch is full")
     pool.ask("3", 1)
     turns(runner, engine)
-    assert len(runner.moved()) == (not branched)
+    assert len(runner.results()[1]) == (not branched)
     if branched:
         pool.said.append(EpisodeOutcome("s-0/1", StepResult(reward=1.0, done=True)))
         runner.poll(0.0)
@@ -245,7 +237,7 @@ def test_an_agent_that_has_begun_is_at_work(chat: Chat) -> None:
     pool.said.append(EpisodeOutcome("s-0/1", Begun()))
     runner.poll(0.0)
     runner.interrupt([LEASE], "the batch is full")
-    assert (runner.moved(), runner.active) == ([], 1)
+    assert (runner.results()[1], runner.active) == ([], 1)
 
 
 def test_a_sample_that_fails_amid_a_turn_leaves_the_engine(chat: Chat) -> None:

@@ -16,10 +16,10 @@ from umbra.proto.errors import UsageError
 from umbra.proto.records import Sampling, unpack_int32
 from umbra.services.config import EnvironmentConfig, RunConfig
 from umbra.services.config.loader import load_config
-from umbra.services.environments.environment_host import EnvironmentHost
 from umbra.services.environments.pool import InlinePool
 from umbra.services.environments.protocol import Opening, Row, Said, SampleError, StepResult
 from umbra.services.environments.tools import ToolUse
+from umbra.services.environments.worker import EnvironmentHost
 from umbra.services.generator.checks import check_environment, check_template
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.modeling.chat import Chat

@@ -13,8 +13,8 @@ from fakes.waiting import until
 
 from umbra.proto.errors import UsageError
 from umbra.services.config import EnvironmentConfig
-from umbra.services.environments.pool import EpisodeOutcome, ProcessPool, open_pool
-from umbra.services.environments.protocol import Opening, StepResult
+from umbra.services.environments.pool import ProcessPool, open_pool
+from umbra.services.environments.protocol import EpisodeOutcome, Opening, StepResult
 
 USER_CODE = """
 import asyncio, importlib.util, os, sys, time

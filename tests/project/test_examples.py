@@ -15,9 +15,9 @@ from umbra.proto.errors import UsageError
 from umbra.services.config import EnvironmentConfig, RunConfig
 from umbra.services.config.loader import load_config
 from umbra.services.config.rules import implied_staleness
-from umbra.services.environments.environment_host import EnvironmentHost
 from umbra.services.environments.loading import load_environment
 from umbra.services.environments.protocol import Opening, StepResult
+from umbra.services.environments.worker import EnvironmentHost
 from umbra.services.generator.checks import check_environment
 from umbra.services.prompts.readers import read_source
 

@@ -15,7 +15,7 @@ _ENDS = {"turn_limit_reached": "turns", "context_length_exceeded": "length"}
 
 
 class NoTurnError(Exception):
-    """The model gets no more turns, but its sample can be rewarded. `reason` says what ended it."""
+    """The model gets no more turns, but its sample can be rewarded; `reason` ended it."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -40,7 +40,7 @@ class Conversation:
         self._tools = list(tools)
 
     async def ask(self) -> Message:
-        """The model's next turn, which is among `messages` now.
+        """Return the model's next turn, which is among `messages` now.
 
         Raises:
             NoTurnError: a limit is reached; also after a turn that was cut by it.
@@ -49,7 +49,11 @@ class Conversation:
         body: dict[str, Any] = {"model": "policy", "messages": self.messages}
         if self._tools:
             body["tools"] = self._tools
-        status, answer = await _post(self._endpoint, "/chat/completions", body)
+        url = f"{self._endpoint['base_url']}/chat/completions"
+        try:
+            status, answer = await request(url, self._endpoint["api_key"], body)
+        except OSError as error:
+            raise SampleError(f"the model's endpoint failed: {error}") from error
         if status != 200:
             error = answer.get("error", {})
             if error.get("code") in _ENDS and self._turns:
@@ -63,7 +67,7 @@ class Conversation:
         return choice["message"]
 
     async def hold(self, answer: Callable[[Message], Awaitable[bool]]) -> str:
-        """Ask for turns until `answer`, which adds messages, returns False; the finish reason."""
+        """Ask for turns until `answer`, which adds messages, returns False; return the reason."""
         try:
             while await answer(await self.ask()):
                 pass
@@ -71,17 +75,9 @@ class Conversation:
             return end.reason
         return "stop"
 
-    async def scoring(self) -> None:
-        """No more turns are asked for: what happens now is the reward (`environment.timeout_s`)."""
-        await _post(self._endpoint, "/scoring", {})
-
 
 def arguments_of(call: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a tool call in the model's message.
-
-    Raises:
-        ValueError: they are no JSON object.
-    """
+    """Return the arguments of a tool call; raise ValueError if they are no JSON object."""
     given = call["function"]["arguments"]
     arguments = json.loads(given) if isinstance(given, str) else given
     if not isinstance(arguments, dict):
@@ -90,33 +86,50 @@ def arguments_of(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def tool_answer(call: dict[str, Any], content: str) -> Message:
-    """The message that answers `call`."""
     name = call["function"]["name"]
     return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
 
 
 def with_observation(messages: Sequence[Message], observation: str) -> list[Message]:
-    """`messages` with `observation` at the end of the last one, where the task is."""
+    """Add `observation` to the last of `messages`, where the task is."""
     *before, last = messages
     return [*before, {**last, "content": f"{last['content']}{observation}"}]
 
 
-async def _post(endpoint: dict[str, str], path: str, body: Any) -> tuple[int, Any]:
-    url = urlsplit(endpoint["base_url"] + path)
+async def request(
+    url: str, key: str, body: Any, *, method: str = "POST", limit_s: float | None = None
+) -> tuple[int, Any]:
+    """Send `body` as JSON to `url`, past any proxy; return status and JSON of the answer.
+
+    Raises:
+        OSError: the server cannot be reached, does not answer within `limit_s` seconds, or ends
+            the connection without an answer.
+    """
+    where = urlsplit(url)
     data = json.dumps(body).encode()
+    # Of HTTP 1.0, whose answers come in one piece and end with the connection.
     head = (
-        f"POST {url.path} HTTP/1.1\r\nHost: {url.netloc}\r\nConnection: close\r\n"
-        f"Authorization: Bearer {endpoint['api_key']}\r\n"
+        f"{method} {where.path} HTTP/1.0\r\nHost: {where.netloc}\r\n"
+        f"Authorization: Bearer {key}\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     )
-    reader, writer = await asyncio.open_connection(url.hostname, url.port)
+
+    async def exchange() -> bytes:
+        secure = where.scheme == "https"
+        port = where.port or (443 if secure else 80)
+        reader, writer = await asyncio.open_connection(where.hostname, port, ssl=secure or None)
+        try:
+            writer.write(head.encode() + data)
+            return await reader.read()
+        finally:
+            writer.close()
+
     try:
-        writer.write(head.encode() + data)
-        answer = await reader.read()
-    finally:
-        writer.close()
+        answer = await asyncio.wait_for(exchange(), limit_s)
+    except asyncio.TimeoutError:  # noqa: UP041 - not the built-in one before Python 3.11
+        raise OSError(f"no answer within {limit_s} s") from None
     received, _, content = answer.partition(b"\r\n\r\n")
     try:
         return int(received.split(b" ", 2)[1]), json.loads(content)
     except (IndexError, ValueError):
-        raise SampleError("the model's endpoint ended the connection without an answer") from None
+        raise OSError("the connection ended without an answer") from None

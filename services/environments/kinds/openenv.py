@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import inspect
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -33,11 +36,10 @@ from umbra.services.environments.protocol import (
     prompt_messages,
 )
 from umbra.services.environments.run_module import command_line
-from umbra.services.process.parent import PARENT_PID_VARIABLE
+from umbra.services.process.parent import PARENT_PID_VARIABLE, die_with_parent
 
 RESET = "reset"
 """The column with the arguments of the server's `reset`, an object."""
-_SERVER = "umbra.services.environments.kinds.openenv_server"
 _SCHEMA_S = 30.0
 _HIDDEN = ("done", "reward", "metadata")  # of an observation, from the model
 _ACT = "act"
@@ -182,7 +184,7 @@ def _action_schema(url: str, name: str) -> dict[str, Any]:
 
 def _start(target: str, name: str) -> str:
     """Start the server of `target`, which ends with this process; its URL."""
-    command = command_line(sys.executable, _SERVER, target)
+    command = command_line(sys.executable, __name__, target)
     environ = {**os.environ, PARENT_PID_VARIABLE: str(os.getpid())}
     server = subprocess.Popen(command, stdout=subprocess.PIPE, env=environ, text=True)
     atexit.register(server.kill)
@@ -191,3 +193,25 @@ def _start(target: str, name: str) -> str:
     if not port.isdigit():
         raise UsageError(f"{name}: its server ended (exit code {server.wait()})")
     return f"http://127.0.0.1:{port}"
+
+
+def main(target: str) -> None:
+    """Serve `target`, "module:app": an ASGI app, or a function that makes it.
+
+    On a free port of this host, which is printed for the process that started this one.
+    """
+    die_with_parent(signal.SIGKILL)
+    sys.path.append(os.getcwd())
+    # The server is of the Python environment that the app is in.
+    uvicorn: Any = importlib.import_module("uvicorn")
+    module, _, name = target.partition(":")
+    app = getattr(importlib.import_module(module), name or "app")
+    if inspect.isfunction(app):
+        app = app()
+    end = socket.socket()
+    end.bind(("127.0.0.1", 0))
+    end.listen(2048)  # who knows the port may come, and waits until it is served
+    os.write(1, f"{end.getsockname()[1]}\n".encode())
+    os.dup2(2, 1)  # what the app prints goes where our parent's prints go
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+    server.run(sockets=[end])

@@ -14,11 +14,11 @@ import importlib
 import inspect
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from umbra.proto.errors import UsageError
 from umbra.services.environments.agent_program import Program
-from umbra.services.environments.environment_host import close_of
 from umbra.services.environments.kinds.conversation import (
     Conversation,
     NoTurnError,
@@ -67,7 +67,7 @@ def trl_program(
         try:
             result = await _play(environment, row, endpoint)
         except BaseException:
-            if (close := close_of(environment)) is not None:  # its state is unknown
+            if callable(close := getattr(environment, "close", None)):  # its state is unknown
                 await _call(close)
             raise
         idle.append(environment)
@@ -101,7 +101,6 @@ def trl_program(
             return bool(calls)
 
         reason = await conversation.hold(answer)
-        await conversation.scoring()
         completion = conversation.messages[len(messages) :]
         scored = await _reward(environment, row, completion)
         return StepResult(
@@ -139,25 +138,20 @@ async def _call(function: Callable[..., Any], **arguments: Any) -> Any:
     """The result of a coroutine, or of a plain function in a thread of its own, as it may wait."""
     if inspect.iscoroutinefunction(function):
         return await function(**arguments)
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
-
-    def settle(set_it: Callable[[Any], None], value: Any) -> None:
-        if not done.done():
-            set_it(value)
+    done: Future[Any] = Future()
+    done.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
-            outcome = done.set_result, function(**arguments)
+            done.set_result(function(**arguments))
         except StopIteration as error:
-            outcome = done.set_exception, RuntimeError(repr(error))  # no future takes it
+            done.set_exception(RuntimeError(repr(error)))  # no future of asyncio takes it
         except BaseException as error:  # noqa: BLE001 - raised where it is awaited
-            outcome = done.set_exception, error
-        loop.call_soon_threadsafe(settle, *outcome)
+            done.set_exception(error)
 
     # Not of a pool: a call that hangs must not take a place that others need.
     threading.Thread(target=run, name="a method of the environment", daemon=True).start()
-    return await done
+    return await asyncio.wrap_future(done)
 
 
 def _schema(method: Callable[..., Any], name: str) -> dict[str, Any]:

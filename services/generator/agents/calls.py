@@ -1,12 +1,11 @@
 """Requests for completions: decoded once for all protocols, checked against the run's sampling.
 
-A protocol is a `Dialect` (`chat_api.py`, `messages_api.py`, `responses_api.py`): it turns what its
-clients say into a `Call`, and the model's `Answer` into what they understand.
+A protocol is a `Dialect` (`protocols.py`): it turns what its clients say into a `Call`, and the
+model's `Answer` into what they understand.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -134,9 +133,21 @@ class Body(msgspec.Struct, kw_only=True):
 _ASKED = Body.__struct_fields__[Body.__struct_fields__.index("messages") :]
 
 
+def tool_call(name: str, arguments: dict[str, Any], call_id: str) -> dict[str, Any]:
+    """Return a tool call as chat templates take it."""
+    return {
+        "id": call_id,
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A turn of the model as an agent gets it; `number` counts the turns of its session from 0."""
+    """A turn of the model; `message` is as chat templates take it.
+
+    `number` counts the turns of its session from 0.
+    """
 
     turn: Turn
     number: int
@@ -150,24 +161,15 @@ class Answer:
         Calls are objects only if all of them are well formed; else they stay text, for the agent
         to answer. The ids of tool calls are the same whenever the turn is played again.
         """
-        said = turn.said
+        said, finish_reason = turn.said, "stop"
         message: Message = {"role": "assistant", "content": said.content}
         if said.reasoning:
             message["reasoning_content"] = said.reasoning
-        finish_reason = "stop"
         if call.tools and said.tool_calls:
             finish_reason = "tool_calls"
-            message["content"] = said.content or None
             message["tool_calls"] = [
-                {
-                    "id": f"call_{number}_{index}",
-                    "type": "function",
-                    "function": {
-                        "name": called["function"]["name"],
-                        "arguments": json.dumps(called["function"]["arguments"]),
-                    },
-                }
-                for index, called in enumerate(said.tool_calls)
+                tool_call(made["name"], made["arguments"], f"call_{number}_{index}")
+                for index, made in enumerate(called["function"] for called in said.tool_calls)
             ]
         return cls(turn, number, message, finish_reason if turn.complete else "length")
 
@@ -205,10 +207,18 @@ class Dialect(ABC):
             raise ApiError(f"{cls.reads[0]} is empty", param=cls.reads[0])
         if call.tools and not rules.reads_calls:
             raise ApiError(f"{UNREAD}: {REMEDY}", code="tools_unread", param="tools")
+        stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop or asked.stop_sequences
+        if not all(stops or ()):
+            raise ApiError("a stop string is empty", param="stop")
+        limits = (asked.max_tokens, asked.max_completion_tokens, asked.max_output_tokens)
+        most = min((limit for limit in limits if limit is not None), default=None)
+        if most is not None and most < 1:
+            raise ApiError(f"max_tokens = {most}: use 1 or more", param="max_tokens")
         return replace(
             call,
-            max_tokens=_max_tokens(asked),
-            stops=_stops(asked, rules),
+            max_tokens=most or 0,
+            # Without the tokens that end the model's turns anyway.
+            stops=tuple(text for text in stops or () if text not in rules.stop_tokens),
             stream=bool(asked.stream),
             stream_usage=bool((asked.stream_options or {}).get("include_usage")),
         )
@@ -240,11 +250,10 @@ def continues(old: Message, new: Message) -> bool:
     """Return whether `new` is `old` as it comes back, white space and missing reasoning aside."""
     if "reasoning_content" not in new:
         old = {name: value for name, value in old.items() if name != "reasoning_content"}
-    return _stripped(old) == _stripped(new)
-
-
-def _stripped(message: Message) -> Message:
-    return {k: v.strip() if isinstance(v, str) else v for k, v in message.items()}
+    first, second = (
+        {k: v.strip() if isinstance(v, str) else v for k, v in one.items()} for one in (old, new)
+    )
+    return first == second
 
 
 def _decoded(body: bytes, reads: Sequence[str], rules: CallRules) -> Body:
@@ -288,23 +297,6 @@ def _decoded(body: bytes, reads: Sequence[str], rules: CallRules) -> Body:
             elif given is not None:
                 rules.overrule(f"{section}.{name}", given)
     return asked
-
-
-def _stops(asked: Body, rules: CallRules) -> tuple[str, ...]:
-    """Return the stop strings, without the tokens that end the model's turns anyway."""
-    texts = [asked.stop] if isinstance(asked.stop, str) else asked.stop or asked.stop_sequences
-    if not all(texts or ()):
-        raise ApiError("a stop string is empty", param="stop")
-    return tuple(text for text in texts or () if text not in rules.stop_tokens)
-
-
-def _max_tokens(asked: Body) -> int:
-    """Return the most tokens that are wanted; 0 if it is not said."""
-    given = (asked.max_tokens, asked.max_completion_tokens, asked.max_output_tokens)
-    most = min((limit for limit in given if limit is not None), default=None)
-    if most is not None and most < 1:
-        raise ApiError(f"max_tokens = {most}: use 1 or more", param="max_tokens")
-    return most or 0
 
 
 _KNOWN = {"role", "content", "name", "tool_call_id", "tool_calls", "reasoning_content", "reasoning"}
@@ -358,10 +350,14 @@ def read_call(made: dict[str, Any], id_name: str, function: Any, where: str) -> 
         arguments = function["arguments"]
         text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments)
         read = msgspec.json.decode(text, type=dict[str, Any])
-        function = {"name": str(function["name"]), "arguments": read}
-        return {"id": str(made[id_name]), "type": "function", "function": function}
+        return tool_call(str(function["name"]), read, str(made[id_name]))
     except (TypeError, KeyError, *UNREADABLE) as error:
         raise ApiError(f"{where} is malformed: {error!r}", param=where) from error
+
+
+def response_id(session: str, number: int) -> str:
+    """Return the id of the response that is turn `number` of a session."""
+    return f"resp_{session[:12]}_{number}"
 
 
 def function_tool(name: str, description: Any, parameters: Any) -> dict[str, Any]:

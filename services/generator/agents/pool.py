@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import queue
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -17,21 +16,22 @@ from dataclasses import dataclass
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import UmbraError
 from umbra.services.config import EnvironmentConfig
-from umbra.services.environments.environment_host import Delivered
-from umbra.services.environments.pool import EpisodeOutcome, taken
-from umbra.services.environments.protocol import Ask, Begun, Lost, Row, Said, StepResult, Turn
-from umbra.services.environments.time_limits import TimeLimits
-from umbra.services.environments.worker_pool import (
-    END_S,
-    NO_REWARD,
-    agent_workers,
-    offered_name,
-    start_agent,
+from umbra.services.environments.loading import name_of
+from umbra.services.environments.pool import Outcomes
+from umbra.services.environments.protocol import (
+    Ask,
+    Begun,
+    EpisodeOutcome,
+    Lost,
+    Row,
+    Said,
+    StepResult,
+    Turn,
 )
+from umbra.services.environments.worker_pool import END_S, NO_REWARD, WorkerPool, offered_name
 from umbra.services.generator.agents.calls import Answer, Call, CallRules
 from umbra.services.generator.agents.server import MAX_BODY, Edge, host_of, url_of
-from umbra.services.generator.agents.session import AgentSession, SessionRegistry, over
-from umbra.services.generator.agents.session_tree import News
+from umbra.services.generator.agents.session import AgentSession, News, SessionRegistry
 from umbra.services.http import ApiError, HttpServer
 from umbra.services.process.loop_thread import LoopThread, ends_with_it
 
@@ -79,13 +79,15 @@ class AgentPool:
         self._config = config
         self._clock = time.monotonic
         self._key = settings.key
-        self._wake = wake
-        self._outcomes: queue.SimpleQueue[EpisodeOutcome] = queue.SimpleQueue()
-        self._registry = SessionRegistry(TimeLimits.of(config), branches=config.branches == "train")
+        self._outcomes = Outcomes(wake)
+        self._registry = SessionRegistry(
+            config.timeout_s, self._pass_on, branches=config.branches == "train"
+        )
         self._arrivals: set[asyncio.Future[None]] = set()  # agents that wait for a sample
         self._stopping = False
-        ours = config.starts_agents
-        self._workers = agent_workers(config, self._left, self._began) if ours else None
+        self._workers: WorkerPool | None = None
+        if config.starts_agents:
+            self._workers = WorkerPool(config, self._left, self._began, agents=True)
         self._idle_since = self._clock()
         told = self.url if settings.advertise else ""
         edge = Edge(self, settings.rules, settings.model, int(time.time()), told)
@@ -117,8 +119,8 @@ class AgentPool:
         self._thread.call(self._close, key)
 
     def collect(self) -> list[EpisodeOutcome]:
-        """What agents have asked for, and rewards, since the last call."""
-        return taken(self._outcomes)
+        """Return what agents have asked for, and rewards, since the last call."""
+        return self._outcomes.collect()
 
     def close(self) -> None:
         """End all sessions, the server and our agents."""
@@ -155,7 +157,7 @@ class AgentPool:
             await asyncio.wait([arrival], timeout=deadline.left_s)
             self._arrivals.discard(arrival)
         self._idle_since = self._clock()
-        self._deliver(EpisodeOutcome(session.key, Begun()))
+        self._outcomes.deliver(EpisodeOutcome(session.key, Begun()))
         return session
 
     def renew(self, session_ids: Sequence[str], lease_s: float) -> list[str]:
@@ -163,50 +165,42 @@ class AgentPool:
         return self._registry.renew(session_ids, self._clock(), lease_s)
 
     async def ask(self, session: AgentSession, call: Call, *, repeated: bool) -> Answer:
-        told: asyncio.Future[Answer | ApiError] = asyncio.get_running_loop().create_future()
+        """Return the model's answer to `call`; raises ApiError if there is none."""
+        return await asyncio.wrap_future(session.ask(call, repeated=repeated))
 
-        def pass_on(news: News) -> None:
-            ask = Ask(
-                reply=lambda said: self._thread.call(self._replied, session, said),
-                messages=news.messages,
-                tools=call.tools,
-                calls=news.calls,
-                text=news.text,
-                after=news.after,
-                max_tokens=call.max_tokens,
-                pieces=call.logprobs,
-                stops=call.stops,
-            )
-            self._deliver(EpisodeOutcome(session.key, ask))
-
-        session.ask(call, told.set_result, pass_on, repeated=repeated)
-        answer = await told
-        if isinstance(answer, ApiError):
-            raise answer
-        return answer
+    def _pass_on(self, session: AgentSession, call: Call, news: News) -> None:
+        ask = Ask(
+            reply=lambda said: self._thread.call(self._replied, session, said),
+            messages=news.messages,
+            tools=call.tools,
+            calls=news.calls,
+            text=news.text,
+            after=news.after,
+            max_tokens=call.max_tokens,
+            pieces=call.logprobs,
+            stops=call.stops,
+        )
+        self._outcomes.deliver(EpisodeOutcome(session.key, ask))
 
     def reward(self, session: AgentSession, result: StepResult) -> None:
         session.rewarded(result)
         if self._workers is None:
             self._settle(session)
         elif session.over is None and not session.left:
-            session.linger(self._clock())
-
-    def scoring(self, session: AgentSession) -> None:
-        session.scoring(self._clock())
+            session.wait(self._clock())  # for the end of its program
 
     def give_up(self, session: AgentSession, reason: str) -> None:
         if session.over is None and session.reward is not None:
             raise ApiError("this session has its reward", code="rewarded")
         session.abandon(f"its agent gave up: {reason}")
-        self._deliver(EpisodeOutcome(session.key, error=session.verdict))
+        self._outcomes.deliver(EpisodeOutcome(session.key, error=session.verdict))
 
     def _open(self, key: str, row: Row) -> None:
         session = self._registry.open(key, row)
         if self._workers is not None:
             self._workers.forget(key)  # of the same sample, begun anew
             url = f"{self.url}/sessions/{session.id}"
-            start_agent(self._workers, key, row, url, self._key)
+            self._workers.play_agent(key, row, url, self._key)
         self._rouse()
 
     def _rouse(self) -> None:
@@ -222,21 +216,14 @@ class AgentPool:
     def _replied(self, session: AgentSession, said: Turn | UmbraError) -> None:
         if session.over is not None:
             return
-        if isinstance(said, Turn):
-            session.answered(said, self._clock())
-        else:
-            session.refused(said, self._clock())
+        session.answered(said, self._clock())
         if self._workers is None or session.left:
             self._settle(session)
 
     def _settle(self, session: AgentSession) -> None:
         """Deliver the reward, if there is one and the model is done with its turn."""
         if session.reward is not None and not session.asking and session.over is None:
-            self._deliver(EpisodeOutcome(session.key, session.reward))
-
-    def _deliver(self, outcome: EpisodeOutcome) -> None:
-        self._outcomes.put(outcome)
-        self._wake()
+            self._outcomes.deliver(EpisodeOutcome(session.key, session.reward))
 
     # -- our own agents ---------------------------------------------------------------------------
 
@@ -245,10 +232,11 @@ class AgentPool:
         if session is None:
             return
         session.begin(self._clock())
-        self._deliver(EpisodeOutcome(key, Begun()))
+        self._outcomes.deliver(EpisodeOutcome(key, Begun()))
 
-    def _left(self, key: str, value: Delivered | Lost | None, error: str) -> None:
+    def _left(self, outcome: EpisodeOutcome) -> None:
         """Take an agent's result, or that it is lost with its process."""
+        key, value = outcome.key, outcome.value
         session = self._registry.of(key)
         if session is None:
             return
@@ -257,13 +245,13 @@ class AgentPool:
             return
         try:
             if not isinstance(value, StepResult):
-                raise ApiError(error)
+                raise ApiError(outcome.error)
             if value.done:
                 session.rewarded(value)
             elif session.reward is None:
                 raise ApiError(NO_REWARD)
         except ApiError as problem:
-            self._deliver(EpisodeOutcome(key, error=str(problem)))
+            self._outcomes.deliver(EpisodeOutcome(key, error=str(problem)))
         else:
             session.leave()
             self._settle(session)
@@ -288,6 +276,7 @@ class AgentPool:
         await self._server.stop()
 
     async def _keep_watch(self) -> None:
+        config = self._config
         while True:
             await asyncio.sleep(_LOOK_S)
             for session in self._registry.overdue(self._clock()):
@@ -295,8 +284,14 @@ class AgentPool:
                     session.leave()
                     self._settle(session)
                 else:
-                    session.abandon(self._silence(session))
-                    self._deliver(EpisodeOutcome(session.key, error=session.verdict))
+                    refusal = (
+                        session.refusal and f"; its last request was refused: {session.refusal}"
+                    )
+                    session.abandon(
+                        f"{name_of(config)} asked for nothing for {config.where}.timeout_s = "
+                        f"{config.timeout_s:g} s after turn {session.turns}{refusal}"
+                    )
+                    self._outcomes.deliver(EpisodeOutcome(session.key, error=session.verdict))
             for session in self._registry.expired(self._clock()):
                 why = "its agent's lease was not renewed in time"
                 self._lose(session.key, why, Lost(why))
@@ -304,15 +299,9 @@ class AgentPool:
 
     def _lose(self, key: str, why: str, lost: Lost) -> None:
         """Have the sample begin again, for another agent."""
-        self._registry.close(key, over(why))
+        self._registry.close(key, why)
         log.info("sample %s: its agent is lost: %s", key, why)
-        self._deliver(EpisodeOutcome(key, lost))
-
-    def _silence(self, session: AgentSession) -> str:
-        refused = f"; its last request was refused: {session.refusal}" if session.refusal else ""
-        limit = session.limit
-        late = limit.overdue() if limit is session.limits.scoring else limit.silent()
-        return f"{late} after turn {session.turns}{refused}"
+        self._outcomes.deliver(EpisodeOutcome(key, lost))
 
     def _warn_if_lonely(self) -> None:
         now = self._clock()

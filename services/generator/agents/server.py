@@ -24,9 +24,12 @@ from umbra.proto.bounds import LEASES, Name
 from umbra.proto.errors import UNREADABLE, UsageError
 from umbra.services.environments.protocol import StepResult
 from umbra.services.generator.agents.calls import Answer, Call, CallRules, Dialect
-from umbra.services.generator.agents.chat_api import Completions, TextCompletions
-from umbra.services.generator.agents.messages_api import Messages
-from umbra.services.generator.agents.responses_api import Responses
+from umbra.services.generator.agents.protocols import (
+    Completions,
+    Messages,
+    Responses,
+    TextCompletions,
+)
 from umbra.services.generator.agents.session import AgentSession
 from umbra.services.http import KEY_VARIABLE, ApiError, is_local, listen, url_at
 
@@ -94,10 +97,9 @@ class Edge:
             ("POST", "/sessions", self._lease),
             ("POST", "/sessions/renew", self._renew),
             ("DELETE", base, self._give_up),
+            ("POST", f"{base}/reward", self._reward),
+            ("POST", f"{base}/v1/reward", self._reward),
         ]
-        for version in ("", "/v1"):
-            routes.append(("POST", f"{base}{version}/reward", self._reward))
-            routes.append(("POST", f"{base}{version}/scoring", self._scoring))
         for path, dialect in _DIALECTS.items():
             routes.append(("POST", base + path, partial(self._complete, dialect)))
             routes.append(("POST", path, self._no_session))
@@ -119,7 +121,7 @@ class Edge:
         # Where it came in, and never what it says of that.
         url = f"{self._url or url_at(*request.scope['server'])}/sessions/{session.id}"
         given = {"id": session.id, "url": url, "base_url": f"{url}/v1", "row": session.row}
-        return JSONResponse({**given, "timeout_s": session.limits.step.seconds}, 201)
+        return JSONResponse({**given, "timeout_s": session.silence_s}, 201)
 
     async def _renew(self, request: Request) -> Response:
         asked = _read(await request.body(), _Renewal)
@@ -152,11 +154,6 @@ class Edge:
         result = StepResult(given.reward, reward_parts=given.parts, reason=given.reason)
         self._pool.reward(session, result)
         return JSONResponse({"id": session.id, "reward": given.reward})
-
-    async def _scoring(self, request: Request) -> Response:
-        session = self._session(request)
-        self._pool.scoring(session)
-        return JSONResponse({"id": session.id, "score_s": session.limits.scoring.seconds})
 
     async def _give_up(self, request: Request) -> Response:
         reason = _read(await request.body() or b"{}", _Reason).reason

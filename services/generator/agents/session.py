@@ -1,10 +1,14 @@
-"""One agent's conversation, which becomes one sample. No IO, no thread, no clock of its own.
+"""Sessions: an agent's conversation becomes one sample. No IO, no thread, no clock of its own.
 
     waiting -> thinking <-> asking -> over
 
-Its history only grows: a request that continues it gets a turn. One that changes it is refused,
-because a trajectory is one line of tokens, or begins a branch (`SessionTree`). The model answers
-one request at a time; with branches others wait for their turn.
+What was said is a tree: each turn of the model is a place to go on from. A request goes on from the
+place whose history it repeats; of several from the longest. Where it repeats none, its history was
+edited: it is refused, because a trajectory is one line of tokens, or begins a branch. What an edit
+has left of the model's later turns is text to the branch: a chat template writes such turns as it
+likes, so they can't be appended to tokens that were sampled.
+
+The model answers one request at a time; with branches others wait for their turn.
 """
 
 from __future__ import annotations
@@ -14,22 +18,96 @@ import math
 import secrets
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
 from umbra.proto.errors import UmbraError
-from umbra.services.environments.protocol import RefusedError, StepResult, Turn
-from umbra.services.environments.time_limits import TimeLimit, TimeLimits
-from umbra.services.generator.agents.calls import Answer, Call
-from umbra.services.generator.agents.session_tree import News, SessionTree
+from umbra.services.environments.protocol import Message, RefusedError, StepResult, Turn
+from umbra.services.generator.agents.calls import Answer, Call, continues, response_id
 from umbra.services.http import ApiError
 
 _REMEMBERED = 4096  # sessions that are over, so that late requests learn why
 _ANSWERS = 16  # the newest, kept for calls that come again: so many may have come at once
 
-Listener = Callable[[Answer | ApiError], None]
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What a call adds: messages after the tools that were called, or text.
+
+    `after` is the turn of the model that they follow, counted from 0; None where nothing is before.
+    """
+
+    messages: list[Message] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    text: str | None = None
+    after: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The end of a turn of the model."""
+
+    number: int
+    tools: list[dict[str, Any]]
+    history: list[Message]  # the turn included
+    text: str | None  # the same of a plain text
+    stop: str  # the text that stopped the turn
+
+    @property
+    def length(self) -> tuple[int, int, int]:
+        return len(self.history), len(self.text or ""), self.number
+
+    def added(self, call: Call) -> str:
+        """Return the text of `call` after that of here, which it begins with."""
+        text = (call.text or "").removeprefix(self.text or "")
+        # What stopped the model stands in its tokens already, and in most prompts again.
+        return text.removeprefix(self.stop)
+
+    def gap(self, call: Call) -> str:
+        """Return why `call` does not go on from here; empty if it does."""
+        if (call.text is None) != (self.text is None):
+            return "it began with the other of chat completions and completions"
+        if call.text is not None:
+            if not call.text.startswith(self.text or ""):
+                return "prompt does not begin with the last prompt and its completion"
+            return "" if self.added(call) else "prompt adds nothing to the last completion"
+        if call.tools != self.tools:
+            return "tools are not those of the first request"
+        for index, (old, new) in enumerate(zip(self.history, call.messages, strict=False)):
+            if not (continues(old, new) or self._adds_stop(index, new)):
+                return f"messages[{index}] is not what it was"
+        if len(call.messages) <= len(self.history):
+            return (
+                f"messages has {len(call.messages)} entries and needs more than the "
+                f"{len(self.history)} that there were, the model's answer included"
+            )
+        return ""
+
+    def news(self, call: Call) -> tuple[Call, News]:
+        """Return `call`, which goes on from here, with our messages for its own, and its news."""
+        if call.text is not None:
+            return call, News(text=self.added(call), after=self.number)
+        known, new = self.history, call.messages[len(self.history) :]
+        last = call.messages[len(known) - 1]
+        if not continues(known[-1], last):  # the stop string is written behind it
+            known = [*known[:-1], last]
+        # The messages of before are kept once, however often they come.
+        joined = replace(call, messages=[*known, *new])
+        return joined, News(new, known[-1].get("tool_calls", []), after=self.number)
+
+    def _adds_stop(self, index: int, new: Message) -> bool:
+        """True if `new` is the turn that ended here and the text that stopped it.
+
+        Its tokens have that and the reply has not; some agents write it again.
+        """
+        text = new.get("content")
+        if not self.stop or index + 1 < len(self.history) or not isinstance(text, str):
+            return False
+        shorter = {**new, "content": text.rstrip().removesuffix(self.stop)}
+        return continues(self.history[-1], shorter)
 
 
 @dataclass(slots=True)
@@ -38,8 +116,7 @@ class _Open:
 
     call: Call
     mark: bytes  # the same for the same call
-    ask: Callable[[News], None]
-    listeners: list[Listener]
+    answer: Future[Answer]
 
 
 class AgentSession:
@@ -49,8 +126,9 @@ class AgentSession:
         session_id: unguessable; part of the agent's URL.
         key: names the sample's play.
         row: the sample's prompt row.
-        limits: how long the agent may be silent for.
-        branches: it may change its history, and ask several times at once.
+        silence_s: how long the agent may be silent for.
+        pass_on: called with a call, and what of it is new, when the model is to answer it.
+        branches: a request may go on from any turn or begin anew, and several may come at once.
     """
 
     def __init__(
@@ -58,15 +136,15 @@ class AgentSession:
         session_id: str,
         key: str,
         row: dict[str, Any],
-        limits: TimeLimits,
+        silence_s: float,
+        pass_on: Callable[[AgentSession, Call, News], None],
         *,
         branches: bool = False,
     ) -> None:
         self.id = session_id
         self.key = key
         self.row = row
-        self.limits = limits
-        self.limit = limits.opening  # which of them the deadline is by
+        self.silence_s = silence_s
         self.deadline = math.inf  # by when the agent has to say something
         self.leased_until = math.inf  # by when whoever runs the agent has to renew
         self.over: ApiError | None = None
@@ -75,55 +153,47 @@ class AgentSession:
         self.left = False  # the agent's program has ended
         self.verdict = ""  # why nothing more is expected of the agent
         self.begun = False  # an agent works on it
+        self.turns = 0
+        self._pass_on = pass_on
         self._branches = branches
-        self._tree = SessionTree(session_id, branches=branches)
+        self._places: list[_Place] = []  # the last alone without branches
         self._open: _Open | None = None  # what the model answers
         self._waiting: deque[_Open] = deque()  # what it answers after that
-        self._answers: dict[bytes, Answer] = {}  # by the call's mark
+        self._answers: dict[bytes, Future[Answer]] = {}  # by the call's mark, also those to come
 
     @property
     def asking(self) -> bool:
         return self._open is not None
 
-    @property
-    def turns(self) -> int:
-        return self._tree.turns
-
     def begin(self, now: float, lease_s: float = math.inf) -> None:
         """An agent has taken it, for `lease_s` seconds unless it renews."""
         self.begun = True
         self.leased_until = now + lease_s
-        self._wait(self.limits.opening, now)
+        self.wait(now)
 
-    def ask(
-        self,
-        call: Call,
-        listener: Listener,
-        ask: Callable[[News], None],
-        *,
-        repeated: bool = False,
-    ) -> None:
-        """Pass a call on by `ask`, with what is new to the model, once those before are answered.
+    def wait(self, now: float) -> None:
+        """Expect something of the agent: a request, or the end of its program."""
+        self.deadline = now + self.silence_s
+
+    def ask(self, call: Call, *, repeated: bool = False) -> Future[Answer]:
+        """Pass a call on, once those before are answered; its answer may be an ApiError.
 
         A call that the client has `repeated`, because it did not get the reply, gets the reply of
-        the first time. `listener` is told the answer.
+        the first time.
 
         Raises:
             ApiError: the call does not continue the conversation, or comes while another is open.
         """
         self._check_open()
-        wanted = _Open(call, _mark(call), ask, [listener])
-        if repeated and (answer := self._answers.get(wanted.mark)) is not None:
-            listener(answer)
-            return
-        under_way = [*self._waiting, self._open] if self._open is not None else []
-        same = [one for one in under_way if one.mark == wanted.mark]
-        if repeated and same:
-            same[0].listeners.append(listener)
-        elif not self.asking:
-            self._ask(wanted)
+        mark = hashlib.blake2b(msgspec.json.encode(call), digest_size=16).digest()
+        if repeated and (known := self._answers.get(mark)) is not None:
+            return known
+        asked = _Open(call, mark, Future())
+        asked.answer.set_running_or_notify_cancel()  # whoever waits for it can't cancel it
+        if not self.asking:
+            self._ask(asked)
         elif self._branches:
-            self._waiting.append(wanted)
+            self._waiting.append(asked)
         else:
             raise ApiError(
                 "the model still answers an earlier request of this session: ask one by one, work "
@@ -131,24 +201,38 @@ class AgentSession:
                 '(environment.branches = "train")',
                 code="request_under_way",
             )
+        self._answers.pop(mark, None)
+        self._answers[mark] = asked.answer
+        return asked.answer
 
-    def answered(self, turn: Turn, now: float) -> None:
-        """Pass the model's turn on."""
+    def answered(self, said: Turn | UmbraError, now: float) -> None:
+        """Pass the model's turn on; after a refusal the conversation is what it was before."""
         if (asked := self._open) is None:
             return
-        answer = Answer.of(turn, asked.call, self.turns)
-        self._tree.add(asked.call, answer)
-        self._answers.pop(asked.mark, None)
-        self._answers[asked.mark] = answer
-        while len(self._answers) > (_ANSWERS if self._branches else 1):
-            del self._answers[next(iter(self._answers))]
-        self._reply(answer, now)
-
-    def refused(self, error: UmbraError, now: float) -> None:
-        """Refuse the call; the conversation is what it was before."""
-        self.refusal = str(error)
-        code = error.code if isinstance(error, RefusedError) else "invalid_prompt"
-        self._reply(ApiError(str(error), code=code), now)
+        self._open = None
+        self.wait(now)
+        if isinstance(said, Turn):
+            call, answer = asked.call, Answer.of(said, asked.call, self.turns)
+            text = None if call.text is None else call.text + said.said.text
+            history = [*call.messages, answer.message]
+            place = _Place(self.turns, call.tools, history, text, said.said.stop)
+            self._places = [*self._places, place] if self._branches else [place]
+            self.turns += 1
+            asked.answer.set_result(answer)
+            kept = [mark for mark, one in self._answers.items() if one.done()]
+            for mark in kept[: -_ANSWERS if self._branches else -1]:
+                del self._answers[mark]
+        else:
+            self.refusal = str(said)
+            code = said.code if isinstance(said, RefusedError) else "invalid_prompt"
+            self._refuse(asked, ApiError(str(said), code=code))
+        while self._waiting and not self.asking:
+            waiting = self._waiting.popleft()
+            try:
+                self._check_open()
+                self._ask(waiting)
+            except ApiError as error:
+                self._refuse(waiting, error)
 
     def rewarded(self, result: StepResult) -> None:
         """The agent says what the conversation was worth.
@@ -172,76 +256,73 @@ class AgentSession:
         self.reward = result
         self.deadline = math.inf
 
-    def scoring(self, now: float) -> None:
-        """The agent asks for no more turns: what it does now is the reward.
-
-        Raises:
-            ApiError: the session is over.
-        """
-        self._check_open()
-        if not self.asking and self.reward is None:
-            self._wait(self.limits.scoring, now)
-
-    def linger(self, now: float) -> None:
-        """Wait for the end of the agent's program, whose reward is there."""
-        self._wait(self.limits.step, now)
-
     def leave(self) -> None:
         """The agent's program has ended, or is not waited for any longer."""
         self.left = True
         self.deadline = math.inf
 
     def abandon(self, verdict: str) -> None:
-        """Nothing more is expected of the agent.
-
-        Raises:
-            ApiError: the session is over.
-        """
+        """Nothing more is expected of the agent; raises ApiError if the session is over."""
         self._check_open()
         self.verdict = verdict
         self.deadline = math.inf
 
     def end(self, why: ApiError) -> None:
-        """It is over; whoever still waits is told so."""
+        """It is over; whoever still waits is told so, and late requests are."""
         self.over = why
         self.deadline = math.inf
         for asked in ([self._open] if self._open else []) + [*self._waiting]:
-            _tell(asked, why)
-        self._open = None
-        self._waiting.clear()
-        # It is remembered for late requests, what was said in it is not.
-        self.row = {}
-        self._tree.clear()
-        self._answers.clear()
-
-    def _wait(self, limit: TimeLimit, now: float) -> None:
-        self.limit, self.deadline = limit, now + limit.seconds
+            self._refuse(asked, why)
+        self._open, self.row = None, {}
+        for kept in (self._waiting, self._places, self._answers):
+            kept.clear()
 
     def _check_open(self) -> None:
         if self.over is not None:
             raise self.over
 
-    def _reply(self, answer: Answer | ApiError, now: float) -> None:
-        """Answer the open call, and ask the model for the next one that can be answered."""
-        asked, self._open = self._open, None
-        self._wait(self.limits.step, now)
-        if asked is not None:
-            _tell(asked, answer)
-        while self._waiting and not self.asking:
-            waiting = self._waiting.popleft()
-            try:
-                self._check_open()
-                self._ask(waiting)
-            except ApiError as error:
-                _tell(waiting, error)
+    def _refuse(self, asked: _Open, error: ApiError) -> None:
+        if self._answers.get(asked.mark) is asked.answer:
+            del self._answers[asked.mark]
+        asked.answer.set_exception(error)
 
-    def _ask(self, wanted: _Open) -> None:
+    def _ask(self, asked: _Open) -> None:
         if self.reward is not None:
             raise ApiError("this session has its reward: it is over", code="rewarded")
-        wanted.call, news = self._tree.joined(wanted.call)
-        self._open, self.refusal = wanted, ""
+        asked.call, news = self._joined(asked.call)
+        self._open, self.refusal = asked, ""
         self.deadline = math.inf
-        wanted.ask(news)
+        self._pass_on(self, asked.call, news)
+
+    def _joined(self, call: Call) -> tuple[Call, News]:
+        """Return `call` with all that it follows, and what of it is new.
+
+        Raises:
+            ApiError: it goes on from nothing that was said, and must.
+        """
+        places = self._places[-1:]
+        if call.follows:
+            named = [p for p in self._places if call.follows == response_id(self.id, p.number)]
+            if not named:
+                which = "a response of this session" if self._branches else "the last response"
+                raise _edited(f"previous_response_id is not that of {which}")
+            places, messages = named, call.messages
+            if messages[0] == named[0].history[0] and messages[0]["role"] == "system":
+                messages = messages[1:]  # instructions are sent each time
+            call = replace(
+                call, messages=[*named[0].history, *messages], tools=call.tools or named[0].tools
+            )
+        elif self._branches:
+            for place in sorted(self._places, key=lambda place: place.length, reverse=True):
+                later = call.messages[len(place.history) :]
+                if not place.gap(call) and all(one["role"] != "assistant" for one in later):
+                    return place.news(call)
+            places = []
+        if not places:
+            return call, News(call.messages, text=call.text)
+        if gap := places[0].gap(call):
+            raise _edited(gap)
+        return places[0].news(call)
 
 
 class SessionRegistry:
@@ -252,12 +333,14 @@ class SessionRegistry:
 
     def __init__(
         self,
-        limits: TimeLimits,
+        silence_s: float,
+        pass_on: Callable[[AgentSession, Call, News], None],
         new_id: Callable[[], str] = lambda: secrets.token_urlsafe(18),
         *,
         branches: bool = False,
     ) -> None:
-        self._limits = limits
+        self._silence_s = silence_s
+        self._pass_on = pass_on
         self._branches = branches
         self._new_id = new_id
         self._by_id: dict[str, AgentSession] = {}
@@ -272,8 +355,10 @@ class SessionRegistry:
 
     def open(self, key: str, row: dict[str, Any]) -> AgentSession:
         """Return a session for the sample `key` that no agent has; end an older one of it."""
-        self.close(key, over("its sample began anew in another session"))
-        session = AgentSession(self._new_id(), key, row, self._limits, branches=self._branches)
+        self.close(key, "its sample began anew in another session")
+        session = AgentSession(
+            self._new_id(), key, row, self._silence_s, self._pass_on, branches=self._branches
+        )
         self._by_id[session.id] = self._by_key[key] = session
         self._waiting.append(session)
         return session
@@ -301,7 +386,7 @@ class SessionRegistry:
     def of(self, key: str) -> AgentSession | None:
         return self._by_key.get(key)
 
-    def close(self, key: str, why: ApiError | None = None) -> None:
+    def close(self, key: str, why: str = "") -> None:
         session = self._by_key.pop(key, None)
         if session is None:
             return
@@ -309,20 +394,18 @@ class SessionRegistry:
         self._over[session.id] = session
         if len(self._over) > _REMEMBERED:
             self._over.popitem(last=False)
-        if why is None:
-            taken_back = session.verdict or "its sample was taken back"
-            why = over("it has its reward" if session.reward else taken_back)
-        session.end(why)
+        taken_back = session.verdict or "its sample was taken back"
+        why = why or ("it has its reward" if session.reward else taken_back)
+        session.end(ApiError(f"this session is over: {why}", status=410, code="session_over"))
 
     def close_all(self, why: str) -> None:
         for key in list(self._by_key):
-            self.close(key, over(why))
+            self.close(key, why)
 
     def renew(self, session_ids: Sequence[str], now: float, lease_s: float) -> list[str]:
         """Renew the leases of these sessions; return those that are over or unknown."""
-        held = [self._by_id[one] for one in session_ids if one in self._by_id]
-        for session in held:
-            session.leased_until = now + lease_s
+        for held in [self._by_id[one] for one in session_ids if one in self._by_id]:
+            held.leased_until = now + lease_s
         return [one for one in session_ids if one not in self._by_id]
 
     def expired(self, now: float) -> list[AgentSession]:
@@ -335,14 +418,10 @@ class SessionRegistry:
         return [session for session in self._by_id.values() if session.deadline <= now]
 
 
-def over(why: str) -> ApiError:
-    return ApiError(f"this session is over: {why}", status=410, code="session_over")
-
-
-def _tell(asked: _Open, answer: Answer | ApiError) -> None:
-    for listener in asked.listeners:
-        listener(answer)
-
-
-def _mark(call: Call) -> bytes:
-    return hashlib.blake2b(msgspec.json.encode(call), digest_size=16).digest()
+def _edited(what: str) -> ApiError:
+    return ApiError(
+        f"this request does not continue the session: {what}. A trajectory is one line of tokens: "
+        "append to the history, leave another history to another session, or train on branches "
+        '(environment.branches = "train")',
+        code="history_edited",
+    )

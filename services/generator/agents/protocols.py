@@ -1,0 +1,462 @@
+"""The protocols of agents' clients: OpenAI's older and newer one, and Anthropic's."""
+
+from __future__ import annotations
+
+import json
+from itertools import accumulate
+from typing import Any, ClassVar
+
+import msgspec
+
+from umbra.services.environments.protocol import Message
+from umbra.services.generator.agents.calls import (
+    Answer,
+    Body,
+    Call,
+    CallRules,
+    Dialect,
+    event,
+    function_tool,
+    read_call,
+    read_content,
+    read_message,
+    response_id,
+    tool_call,
+)
+from umbra.services.http import ApiError
+
+# -- /v1/chat/completions and /v1/completions -----------------------------------------------------
+
+
+class Completions(Dialect):
+    """Chat completions, and the base of plain ones."""
+
+    reads: ClassVar = ("messages", "tools", "logprobs")
+
+    @classmethod
+    def read(cls, asked: Body, rules: CallRules) -> Call:
+        tools = asked.tools or []
+        if not all(isinstance(tool.get("function"), dict) for tool in tools):
+            raise ApiError('every entry of tools needs "function"', param="tools")
+        messages = [read_message(one, i) for i, one in enumerate(asked.messages or ())]
+        return Call(messages, tools, logprobs=bool(asked.logprobs))
+
+    def whole(self, call: Call, answer: Answer) -> dict[str, Any]:
+        kind = "text_completion" if call.text is not None else "chat.completion"
+        choice = {"index": 0, "finish_reason": answer.finish_reason, **_choice(call, answer)}
+        head = self._head(call, answer, kind)
+        return {**head, "choices": [choice], "usage": _openai_usage(answer)}
+
+    def events(self, call: Call, answer: Answer) -> bytes:
+        kind = "text_completion" if call.text is not None else "chat.completion.chunk"
+        head = self._head(call, answer, kind)
+        if call.stream_usage:
+            head["usage"] = None
+        first, last = _choice(call, answer), {"text": ""}
+        if call.text is None:
+            delta = first.pop("message")
+            delta["content"] = delta["content"] or ""
+            if "tool_calls" in delta:
+                calls = [{"index": i, **tool} for i, tool in enumerate(delta["tool_calls"])]
+                delta["tool_calls"] = calls
+            first["delta"], last = delta, {"delta": {}}
+        ends = {**last, "logprobs": None, "finish_reason": answer.finish_reason}
+        chunks = [{"index": 0, "finish_reason": None, **choice} for choice in (first, ends)]
+        events = [_data({**head, "choices": [chunk]}) for chunk in chunks]
+        if call.stream_usage:
+            events.append(_data({**head, "choices": [], "usage": _openai_usage(answer)}))
+        return b"".join([*events, b"data: [DONE]\n\n"])
+
+    def broken(self, error: ApiError) -> bytes:
+        return _data(error.body())
+
+    def _head(self, call: Call, answer: Answer, kind: str) -> dict[str, Any]:
+        prefix = "cmpl" if call.text is not None else "chatcmpl"
+        return {
+            "id": f"{prefix}-{self.session[:12]}-{answer.number}",
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": f"version-{answer.turn.version}",
+        }
+
+
+class TextCompletions(Completions):
+    """Plain completions."""
+
+    reads: ClassVar = ("prompt", "logprobs")
+
+    @classmethod
+    def read(cls, asked: Body, rules: CallRules) -> Call:
+        prompts = [asked.prompt] if isinstance(asked.prompt, str) else asked.prompt or []
+        if len(prompts) != 1:
+            raise ApiError(f"prompt has {len(prompts)} texts: a session is one", param="prompt")
+        if asked.logprobs:
+            raise ApiError(
+                f"logprobs = {asked.logprobs} asks for other tokens than the sampled ones: use 0",
+                param="logprobs",
+            )
+        return Call(text=prompts[0], logprobs=asked.logprobs is not None)
+
+
+def _data(fields: dict[str, Any]) -> bytes:
+    return b"data: %s\n\n" % msgspec.json.encode(fields)
+
+
+def _openai_usage(answer: Answer) -> dict[str, int]:
+    before, new = answer.tokens
+    return {"prompt_tokens": before, "completion_tokens": new, "total_tokens": before + new}
+
+
+def _choice(call: Call, answer: Answer) -> dict[str, Any]:
+    """Return the part of a choice that the model said."""
+    turn, logprobs = answer.turn, None
+    if call.text is not None:
+        if call.logprobs:
+            logprobs = {
+                "tokens": turn.pieces,
+                "token_logprobs": turn.logprobs,
+                "text_offset": list(accumulate(map(len, turn.pieces[:-1]), initial=0)),
+                "top_logprobs": None,
+            }
+        return {"text": turn.said.text, "logprobs": logprobs}
+    message = dict(answer.message)
+    if calls := message.get("tool_calls"):
+        message["content"] = message["content"] or None
+        message["tool_calls"] = [
+            {**made, "function": dict(zip(("name", "arguments"), _written(made), strict=True))}
+            for made in calls
+        ]
+    if call.logprobs:
+        content = [
+            {"token": one, "logprob": value, "bytes": list(one.encode()), "top_logprobs": []}
+            for one, value in zip(turn.pieces, turn.logprobs, strict=True)
+        ]
+        logprobs = {"content": content, "refusal": None}
+    return {"message": message, "logprobs": logprobs}
+
+
+def _written(made: dict[str, Any]) -> tuple[str, str]:
+    """Return name and arguments of a tool call, these as JSON."""
+    return made["function"]["name"], json.dumps(made["function"]["arguments"])
+
+
+# -- /v1/responses --------------------------------------------------------------------------------
+
+
+class Responses(Dialect):
+    """Responses, which are lists of items."""
+
+    reads: ClassVar = ("input", "instructions", "tools", "previous_response_id")
+
+    @classmethod
+    def read(cls, asked: Body, rules: CallRules) -> Call:
+        messages: list[Message] = []
+        if asked.instructions:
+            messages.append({"role": "system", "content": asked.instructions})
+        if isinstance(asked.input, str):
+            messages.append({"role": "user", "content": asked.input})
+        else:
+            messages += _read_items(asked.input or [])
+        # The system's messages that begin a conversation become one: many templates take no more.
+        roles = [message["role"] == "system" for message in messages]
+        others = roles.index(False) if False in roles else len(roles)
+        if others > 1:
+            told = "\n\n".join(message["content"] for message in messages[:others])
+            messages = [{"role": "system", "content": told}, *messages[others:]]
+        call = Call(messages, follows=asked.previous_response_id or "")
+        for tool in asked.tools or ():
+            space = str(tool.get("name")) if tool.get("type") == "namespace" else ""
+            for each in (tool.get("tools") or []) if space else [tool]:
+                if each.get("type") != "function" or not isinstance(each.get("name"), str):
+                    rules.overrule("tools", f"one of type {each.get('type')!r}")
+                    continue
+                name = f"{space}__{each['name']}" if space else each["name"]
+                if space:  # chat templates have none
+                    call.namespaces[name] = (space, each["name"])
+                given = each.get("parameters") or None
+                call.tools.append(function_tool(name, each.get("description"), given))
+        return call
+
+    def whole(self, call: Call, answer: Answer) -> dict[str, Any]:
+        name = response_id(self.session, answer.number)
+        return _ended(self._response(call, name), answer, _items(name, call, answer))
+
+    def events(self, call: Call, answer: Answer) -> bytes:
+        name = response_id(self.session, answer.number)
+        begun, items = self._response(call, name), _items(name, call, answer)
+        told: list[tuple[str, dict[str, Any]]] = [
+            ("response.created", {"response": begun}),
+            ("response.in_progress", {"response": begun}),
+        ]
+        for at, item in enumerate(items):
+            told += _item_events(at, item)
+        ended = _ended(begun, answer, items)
+        told.append((f"response.{ended['status']}", {"response": ended}))
+        events = (event(kind, sequence_number=n, **more) for n, (kind, more) in enumerate(told))
+        return b"".join(events)
+
+    def broken(self, error: ApiError) -> bytes:
+        said = {"code": error.code, "message": str(error), "param": error.param}
+        return event("error", sequence_number=0, **said)
+
+    def _response(self, call: Call, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "response",
+            "created_at": self.created,
+            "model": self.model,
+            "status": "in_progress",
+            "error": None,
+            "incomplete_details": None,
+            "instructions": None,
+            "metadata": {},
+            "output": [],
+            "parallel_tool_calls": True,
+            "tool_choice": "auto",
+            "tools": [{"type": "function", **tool["function"]} for tool in call.tools],
+            "previous_response_id": call.follows or None,
+        }
+
+
+def _read_items(items: list[dict[str, Any]]) -> list[Message]:
+    """Return the items of an input as messages: a turn of the model is one message."""
+    messages: list[Message] = []
+    said: Message | None = None  # the model's turn that goes on
+    for index, item in enumerate(items):
+        where = f"input[{index}]"
+        kind = item.get("type") or "message"
+        if kind not in ("function_call", "reasoning") and item.get("role") != "assistant":
+            said = None
+            if kind == "function_call_output":
+                text = read_content(item.get("output"), f"{where}.output")
+                call_id = str(item.get("call_id"))
+                messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+            elif kind == "message":
+                own = {name: item[name] for name in ("role", "content") if name in item}
+                messages.append(read_message(own, index))
+            else:
+                raise _unsupported(where, kind)
+            continue
+        if said is None:
+            said = {"role": "assistant", "content": ""}
+            messages.append(said)
+        if kind == "function_call":
+            space = item.get("namespace")
+            function = {**item, "name": f"{space}__{item.get('name')}"} if space else item
+            call = read_call(item, "call_id", function, where)
+            said.setdefault("tool_calls", []).append(call)
+        elif kind != "reasoning":
+            said["content"] += read_content(item.get("content"), f"{where}.content")
+        elif item.get("content"):  # ours; that of others is encrypted, or left out
+            said["reasoning_content"] = read_content(item["content"], f"{where}.content")
+    return messages
+
+
+def _unsupported(where: str, kind: Any) -> ApiError:
+    return ApiError(f"{where} is of type {kind!r}, which is not supported", param=where)
+
+
+def _ended(fields: dict[str, Any], answer: Answer, items: list[dict[str, Any]]) -> dict[str, Any]:
+    cut = answer.finish_reason == "length"
+    before, new = answer.tokens
+    return {
+        **fields,
+        "status": "incomplete" if cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "output": items,
+        "metadata": {"version": str(answer.turn.version)},
+        "usage": {
+            "input_tokens": before,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": new,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": before + new,
+        },
+    }
+
+
+def _items(name: str, call: Call, answer: Answer) -> list[dict[str, Any]]:
+    """Return the items of the response `name`; tools have the names that the client gave them."""
+    message = answer.message
+    items: list[dict[str, Any]] = []
+    if thought := message.get("reasoning_content"):
+        content = [{"type": "reasoning_text", "text": thought}]
+        items.append({"type": "reasoning", "id": f"rs_{name}", "summary": [], "content": content})
+    if (text := message["content"]) or "tool_calls" not in message:
+        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        head = {"type": "message", "id": f"msg_{name}", "role": "assistant"}
+        items.append({**head, "content": [part]})
+    for index, made in enumerate(message.get("tool_calls", ())):
+        called, arguments = _written(made)
+        space, own = call.namespaces.get(called, ("", called))
+        items.append(
+            {
+                "type": "function_call",
+                "id": f"fc_{name}_{index}",
+                "call_id": made["id"],
+                "name": own,
+                **({"namespace": space} if space else {}),
+                "arguments": arguments,
+            }
+        )
+    return [{**item, "status": "completed"} for item in items]
+
+
+def _item_events(at: int, item: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the events that tell of an item: its begin, its text or arguments, its end."""
+    where = {"output_index": at, "item_id": item["id"]}
+    begun = {**item, "status": "in_progress"}
+    if item["type"] == "function_call":
+        begun["arguments"] = ""
+        kind, given = "response.function_call_arguments", item["arguments"]
+        between = [
+            (f"{kind}.delta", {"delta": given, **where}),
+            (f"{kind}.done", {"arguments": given, "name": item["name"], **where}),
+        ]
+    else:
+        begun["content"] = []
+        (part,) = item["content"]
+        kind, text, where = f"response.{part['type']}", part["text"], {**where, "content_index": 0}
+        more = {"logprobs": []} if part["type"] == "output_text" else {}
+        between = [
+            ("response.content_part.added", {"part": {**part, "text": ""}, **where}),
+            (f"{kind}.delta", {"delta": text, **more, **where}),
+            (f"{kind}.done", {"text": text, **more, **where}),
+            ("response.content_part.done", {"part": part, **where}),
+        ]
+    return [
+        ("response.output_item.added", {"output_index": at, "item": begun}),
+        *between,
+        ("response.output_item.done", {"output_index": at, "item": item}),
+    ]
+
+
+# -- /v1/messages ---------------------------------------------------------------------------------
+
+_STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class Messages(Dialect):
+    """Anthropic's messages, whose contents are blocks."""
+
+    reads: ClassVar = ("messages", "system", "tools")
+
+    @classmethod
+    def read(cls, asked: Body, rules: CallRules) -> Call:
+        messages: list[Message] = []
+        for index, message in enumerate(asked.messages or ()):
+            messages += _read_blocks(message, f"messages[{index}]")
+        if asked.system and messages:
+            told = read_content(asked.system, "system")
+            messages.insert(0, {"role": "system", "content": told})
+        tools: list[dict[str, Any]] = []
+        for tool in asked.tools or ():
+            name, kind = tool.get("name"), tool.get("type")
+            if kind in (None, "custom") and isinstance(name, str):
+                schema = tool.get("input_schema") or {}
+                tools.append(function_tool(name, tool.get("description"), schema))
+            else:  # no function of the client's
+                rules.overrule("tools", f"one of type {kind!r}")
+        return Call(messages, tools)
+
+    def whole(self, call: Call, answer: Answer) -> dict[str, Any]:
+        ends = {"content": _blocks(answer), **_end(answer), "usage": _usage(*answer.tokens)}
+        return {**self._message(answer), **ends}
+
+    def events(self, call: Call, answer: Answer) -> bytes:
+        events = [event("message_start", message=self._message(answer))]
+        for index, block in enumerate(_blocks(answer)):
+            kind = block["type"]
+            if kind == "tool_use":
+                begun = {**block, "input": {}}
+                delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+            else:
+                begun = {**block, kind: ""}
+                delta = {"type": f"{kind}_delta", kind: block[kind]}
+            events.append(event("content_block_start", index=index, content_block=begun))
+            events.append(event("content_block_delta", index=index, delta=delta))
+            events.append(event("content_block_stop", index=index))
+        usage = _usage(*answer.tokens)
+        events.append(event("message_delta", delta=_end(answer), usage=usage))
+        return b"".join([*events, event("message_stop")])
+
+    def error(self, error: ApiError) -> dict[str, Any]:
+        kind = "overloaded_error" if error.status >= 500 else "invalid_request_error"
+        kind = {401: "authentication_error", 404: "not_found_error"}.get(error.status, kind)
+        return {"type": "error", "error": {"type": kind, "message": f"{error} ({error.code})"}}
+
+    def broken(self, error: ApiError) -> bytes:
+        return event("error", error=self.error(error)["error"])
+
+    def _message(self, answer: Answer) -> dict[str, Any]:
+        return {
+            "id": f"msg_{self.session[:12]}_{answer.number}",
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _usage(0, 0),
+        }
+
+
+def _read_blocks(message: dict[str, Any], where: str) -> list[Message]:
+    """Return a message as those of chat templates; results of tools are messages of their own."""
+    role, content = message.get("role"), message.get("content")
+    if role not in ("user", "assistant", "system"):
+        raise ApiError(f"{where}.role must be user or assistant", param=where)
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
+        raise ApiError(f"{where}.content must be text or blocks", param=f"{where}.content")
+    is_said = role == "assistant"
+    said: Message = {"role": role, "content": ""}
+    words: list[str] = []
+    results: list[Message] = []
+    for index, block in enumerate(blocks):
+        place = f"{where}.content[{index}]"
+        match block.get("type"):
+            case "text":
+                words.append(read_content(block.get("text"), place))
+            case "thinking" if is_said:
+                said["reasoning_content"] = read_content(block.get("thinking"), place)
+            case "redacted_thinking" if is_said:
+                pass
+            case "tool_use" if is_said and isinstance(block.get("input"), dict):
+                call = tool_call(str(block.get("name")), block["input"], str(block.get("id")))
+                said.setdefault("tool_calls", []).append(call)
+            case "tool_result" if not is_said:
+                text = read_content(block.get("content"), place)
+                text = f"error: {text}" if block.get("is_error") else text
+                call_id = str(block.get("tool_use_id"))
+                results.append({"role": "tool", "tool_call_id": call_id, "content": text})
+            case kind:
+                raise _unsupported(place, kind)
+    said["content"] = ("" if is_said else "\n\n").join(words)
+    return [*results, said] if words or not results else results
+
+
+def _end(answer: Answer) -> dict[str, Any]:
+    stop = answer.turn.said.stop
+    if stop and answer.finish_reason == "stop":
+        return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+    return {"stop_reason": _STOPS[answer.finish_reason], "stop_sequence": None}
+
+
+def _usage(before: int, new: int) -> dict[str, int]:
+    return {"input_tokens": before, "output_tokens": new}
+
+
+def _blocks(answer: Answer) -> list[dict[str, Any]]:
+    message = answer.message
+    blocks: list[dict[str, Any]] = []
+    if thought := message.get("reasoning_content"):
+        blocks.append({"type": "thinking", "thinking": thought, "signature": ""})
+    if (text := message["content"]) or "tool_calls" not in message:
+        blocks.append({"type": "text", "text": text})
+    for made in message.get("tool_calls", ()):
+        called = made["function"]
+        use = {"type": "tool_use", "id": made["id"], "name": called["name"]}
+        blocks.append({**use, "input": called["arguments"]})
+    return blocks
