@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 
 import pytest
 
-from umbra.services.environments.agent_program import AgentProgram
 from umbra.services.environments.protocol import Message, Row, SampleError, StepResult
 from umbra.services.environments.worker import EnvironmentHost
 
@@ -97,38 +95,6 @@ def test_plain_methods_may_use_the_loop_of_their_thread() -> None:
         assert others[1] is not first  # which may be closed
 
     asyncio.run(play())
-
-
-class Promising:
-    """What a plain method promises is of the loop that it found."""
-
-    def reset(self, row: Row) -> list[Message]:
-        return [{"role": "user", "content": str(row["prompt"])}]
-
-    def step(self, response: str) -> asyncio.Future[StepResult]:
-        return asyncio.ensure_future(self.answer(response))
-
-    async def answer(self, response: str) -> StepResult:
-        """What `step` promises."""
-        return StepResult(reward=await later(float(response)))
-
-
-def test_plain_methods_may_promise_an_answer() -> None:
-    host = EnvironmentHost(Promising, "promising")  # pyright: ignore[reportArgumentType]
-    assert asyncio.run(host.play("a", {"prompt": "x"}, ["1"])) == StepResult(reward=1.0)
-
-
-def agent(row: Row, endpoint: dict[str, str]) -> float:
-    """An agent as a plain function, of a library that is async inside."""
-    assert endpoint["base_url"] == "http://here/v1"
-    return asyncio.run(later(row["worth"]))
-
-
-def test_a_plain_agent_may_run_a_loop_of_its_own() -> None:
-    host = EnvironmentHost(lambda: AgentProgram(agent, "agent"), "agent")
-    said = json.dumps({"base_url": "http://here/v1", "api_key": "k"})
-    answer = asyncio.run(host.play("a", {"worth": 0.25}, [said]))
-    assert answer == StepResult(reward=0.25, done=True)
 
 
 class Together:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.slowness import limit, seconds
+from fakes.slowness import limit
 
 from umbra.proto.errors import UsageError
 from umbra.services.config import EnvironmentConfig
@@ -131,13 +131,6 @@ def text(outcome: EpisodeOutcome) -> str:
     return outcome.value.messages[0]["content"]
 
 
-def test_what_it_prints_does_no_harm(start: Callable[..., Player]) -> None:
-    player = start("score")
-    opened = player.play("a", [])
-    assert opened.value == Opening([{"role": "user", "content": "p"}])
-    assert player.play("a", ["fine"]).value == StepResult(reward=0.5)
-
-
 @pytest.mark.parametrize(
     ("said", "error"),
     [
@@ -157,23 +150,6 @@ def test_a_faulty_reward_costs_its_sample_only(
     outcomes = player.outcomes(3)
     assert error in outcomes["bad"].error
     assert outcomes["good"].value == outcomes["better"].value == StepResult(reward=0.5)
-
-
-@pytest.mark.parametrize("kind", ["score", "slow_score"])
-def test_a_reward_that_hangs_costs_its_sample_only(start: Callable[..., Player], kind: str) -> None:
-    limit_s = seconds(1.0)  # in which the good one has to be scored
-    player = start(kind, workers=1, timeout_s=limit_s)
-    player.pool.play("bad", {"prompt": "p"}, ["hang"])
-    player.pool.play("good", {"prompt": "p"}, ["fine"])
-    outcomes = player.outcomes(2)
-    assert f"took longer than environment.timeout_s = {limit_s:g} s" in outcomes["bad"].error
-    assert isinstance(outcomes["good"].value, StepResult)
-
-
-def test_rewards_that_block_run_in_several_processes(start: Callable[..., Player]) -> None:
-    player = start("score", workers=2, timeout_s=600.0)
-    player.pool.play("blocked", {"prompt": "p"}, ["hang"])
-    assert player.play("a", ["fine"]).value == StepResult(reward=0.5)
 
 
 def test_async_environments_share_a_process(start: Callable[..., Player]) -> None:
@@ -206,11 +182,6 @@ def test_conversations_are_lost_with_their_process(start: Callable[..., Player])
     assert isinstance(player.play("a", []).value, Opening)
     assert text(player.play("a", ["5"])) == "5"
     assert text(player.play("a", ["2"])) == "7"
-
-
-def test_an_environment_that_cannot_be_loaded_is_refused_at_once(module: str) -> None:
-    with pytest.raises(UsageError, match="no callable 'scor'; did you mean 'score'"):
-        open_pool(EnvironmentConfig(kind="reward", reward=f"{module}:scor"))
 
 
 def test_a_module_that_ends_the_process_is_named(tmp_path: Path, module: str) -> None:

@@ -11,7 +11,6 @@ from umbra.services.environments.built_in import ExactMatch, Guess, NumericMatch
 from umbra.services.environments.loading import load_environment, runs_inline
 from umbra.services.environments.pool import InlinePool
 from umbra.services.environments.protocol import SampleError, StepResult
-from umbra.services.environments.worker import ASYNC_ROOM, hello
 
 USER_CODE = """
 import numbers
@@ -50,18 +49,6 @@ def test_exact_match_compares_stripped_text() -> None:
     assert environment.reset({"prompt": "2+2", "answer": 4}) == [{"role": "user", "content": "2+2"}]
     assert environment.step(" 4\n") == StepResult(reward=1.0)
     assert environment.step("5").reward == 0.0
-
-
-def test_exact_match_needs_an_answer() -> None:
-    environment = ExactMatch()
-    environment.reset({"prompt": "2+2"})
-    with pytest.raises(SampleError, match='"answer"'):
-        environment.step("4")
-
-
-def test_a_row_without_a_prompt_is_named() -> None:
-    with pytest.raises(SampleError, match='no "prompt"'):
-        ExactMatch().reset({"answer": "4"})
 
 
 def test_guess_gives_hints_until_a_hit_or_the_last_try() -> None:
@@ -147,13 +134,6 @@ def test_numeric_match_compares_the_last_number(response: str, answer: Any, rewa
     assert environment.step(response).reward == reward
 
 
-def test_numeric_match_needs_a_number() -> None:
-    environment = NumericMatch()
-    environment.reset({"prompt": "p", "answer": "seven"})
-    with pytest.raises(SampleError, match="needs a number as \"answer\", not 'seven'"):
-        environment.step("7")
-
-
 @pytest.mark.parametrize(
     ("response", "reward"), [("thus $\\boxed{\\frac{1}{2}}$", 1.0), ("0.5", 1.0), ("0.6", 0.0)]
 )
@@ -174,34 +154,6 @@ def test_reasoning_gym_scores_its_own_rows() -> None:
         assert isinstance(right, StepResult)
         assert isinstance(wrong, StepResult)
         assert (right.reward, wrong.reward < 0.5) == (1.0, True)
-
-
-def test_a_dataset_of_reasoning_gym_is_made_once_to_score_its_rows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Making one reads all of its words, and there is an environment for each sample."""
-    import reasoning_gym
-
-    made: list[str] = []
-    find = reasoning_gym.get_score_answer_fn
-
-    def noted(name: str) -> Any:
-        made.append(name)
-        return find(name)
-
-    monkeypatch.setattr(reasoning_gym, "get_score_answer_fn", noted)
-    for row in gym_rows("lcm", 3, seed=1):
-        environment = load_environment(EnvironmentConfig(kind="reasoning-gym"))()
-        environment.reset(row)
-        result = environment.step(str(row["answer"]))
-        assert isinstance(result, StepResult)
-        assert result.reward == 1.0
-    assert made == ["lcm"]
-
-
-def test_a_process_takes_many_rows_of_reasoning_gym_at_once() -> None:
-    config = EnvironmentConfig(kind="reasoning-gym")
-    assert hello(load_environment(config))["room"] == ASYNC_ROOM
 
 
 def test_reasoning_gym_names_an_unknown_dataset() -> None:

@@ -264,10 +264,6 @@ def config(environment: dict[str, Any] | None = None, **buffer: Any) -> RunConfi
     )
 
 
-def test_groups_can_be_rewarded() -> None:
-    check_feasible(config())
-
-
 @pytest.mark.parametrize(
     ("run", "to_change"),
     [

@@ -101,31 +101,6 @@ def test_only_groups_of_environments_that_ask_for_it_go_to_scorers() -> None:
     assert run.pool.ledger.trained == 6
 
 
-def test_other_stages_are_for_all() -> None:
-    run = world(stages=["ref_logp", "reward", "logp"])
-    answer(run, *run.lease("a", 6, 0))
-    logprobs = trajectory(run.pool.task(run.pool.samples["s-0"])[0], 0).logprobs
-    for stage, samples in (("ref_logp", 6), ("reward", 3), ("logp", 6)):
-        given = to_score(run, stage)
-        assert len(given) == samples
-        give(run, given, stage, logprobs=logprobs, version=0)
-    for made in run.batch(1).scored():
-        assert made.scored == ["ref_logp", "reward", "logp"]
-        assert made.ref_logprobs == made.proximal_logprobs == logprobs
-
-
-def test_a_response_that_is_made_anew_voids_no_rewards_that_were_given_alone() -> None:
-    run = world(batch_groups=3, max_staleness=1)
-    tasks = run.lease("a", 100, 0)
-    answer(run, *tasks[:6])
-    give(run, to_score(run))
-    for name in ("s-1", "s-4"):
-        run.pool.again(run.pool.samples[name])
-    assert states(run, *range(6)) == ["scoring", "queued", "scoring", "ready", "queued", "ready"]
-    assert run.pool.samples["s-3"].reward == OWN
-    run.broker.run.check()
-
-
 def test_what_passed_the_stage_is_ready_after_a_restart() -> None:
     run = world(durable=True)
     tasks = run.lease("a", 6, 0)
@@ -215,11 +190,6 @@ def test_prompts_of_groups_have_as_many_samples_as_in_training() -> None:
 
 
 # -- configurations --------------------------------------------------------------------------------
-
-
-def test_some_of_several_environments_may_reward_groups() -> None:
-    check_feasible(mixed())
-    check_feasible(mixed(RANKED))
 
 
 @pytest.mark.parametrize(

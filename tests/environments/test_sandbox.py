@@ -105,18 +105,6 @@ def test_code_runs_in_a_container_of_its_sample(docker: Path) -> None:
     assert not {"--volume", "-v", "--mount", "--privileged", "-e"} & set(run)
 
 
-def test_podman_is_told_in_its_own_words() -> None:
-    limits = ContainerLimits(arguments=["--volume", "/data:/data:ro"])
-    docker, podman = (limits.run_arguments("x", podman=one) for one in (False, True))
-    assert [part.replace(",uid=65534,gid=65534", "") for part in docker] == podman
-    assert docker != podman and "/data:/data:ro" in podman
-
-
-def test_without_a_command_there_is_no_container(docker: Path) -> None:
-    asyncio.run(converse(tools(docker, "python"), "3"))
-    assert not (docker / "log").exists()
-
-
 def test_what_the_command_line_gets_of_our_environment(
     docker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,11 +89,6 @@ def test_a_run_file_that_is_wrong_about_them_is_refused(
         loaded(tmp_path, text)
 
 
-def test_one_of_several_cannot_be_set_by_a_flag(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"change \[\[environments\]\] in the run file"):
-        load_config(None, overrides=["environments.name=a"], environ={})
-
-
 @pytest.mark.parametrize(
     ("extra", "says"),
     [

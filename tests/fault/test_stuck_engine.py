@@ -11,8 +11,8 @@ from fakes.whole_runs import Up, UpProcess
 from umbra.services.monitor.client import StatusClient
 
 HANGING = Path(__file__).parents[1] / "programs" / "hanging"
-STEPS = 24  # so that every life of the generator has something to do
-QUIET_S = 240.0  # the generator starts four times
+STEPS = 16  # so that every life of the generator has something to do
+QUIET_S = 240.0  # the generator starts three times
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_a_stuck_engine_is_named_and_then_ends(hang: Callable[..., Path], up: Up
 
     Result: exit code 6 each time, and nothing is lost.
     """
-    kinds = {"blocks": "decoding", "idles": "decoding", "loads": "loading version"}
+    kinds = {"blocks": "decoding", "loads": "loading version"}
     plan = hang(*kinds)
     stall_s = seconds(6.0)
     process = start(up, stall_s)
@@ -74,7 +74,7 @@ def test_a_stuck_engine_is_named_and_then_ends(hang: Callable[..., Path], up: Up
         for left in reversed(range(len(kinds))):
             process.until(lambda n=left: len(plan.read_text().splitlines()) == n, "a hang")
             assert told(process, client) == "it ends itself after 10 x buffer.stall_s"
-    text = ended(process, 6, 6, 6)
+    text = ended(process, 6, 6)
     said = re.findall(r"umbra: error: the torch engine is stuck: no token for .*", text)
     for line, doing in zip(said, kinds.values(), strict=True):
         assert f"while it was {doing}" in line
@@ -84,9 +84,8 @@ def test_a_stuck_engine_is_named_and_then_ends(hang: Callable[..., Path], up: Up
 
 @pytest.mark.timeout(360)
 def test_what_nobody_foresaw_ends_as_well(hang: Callable[..., Path], up: Up) -> None:
-    """1. The engine raises. 2. What receives weights does. 3. Nobody gets the interpreter."""
-    hang("fails", "receives", "holds")
-    text = ended(start(up, seconds(6.0)), 6, 6, 1)
-    assert "umbra: error: the generator failed: KeyError: 7" in text
+    """1. What receives weights raises. 2. Nobody gets the interpreter."""
+    hang("receives", "holds")
+    text = ended(start(up, seconds(6.0)), 6, 1)
     assert "umbra: error: the receiver of weights failed: KeyError: 7" in text
     assert "Timeout (0:" in text

@@ -19,8 +19,6 @@ from fakes.rollouts import finish
 from fakes.trajectories import trajectory
 from msgspec.structs import replace
 
-from umbra.deploy.check.choose import choose
-from umbra.deploy.check.hardware import Machine
 from umbra.deploy.files.formats import to_toml
 from umbra.proto.errors import MismatchError, UsageError
 from umbra.proto.records import Sampling, Task, Trajectory, unpack_float32
@@ -132,13 +130,6 @@ def test_what_does_not_fit_one_of_them_is_refused_or_warned_of(tmp_path: Path) -
     punished[1] = "trainer.overlong_buffer=6"
     with pytest.raises(UsageError, match=r"environments\.cool\.sampling\.max_tokens = 5\)"):
         check_feasible(load_config(tmp_path / "run.toml", overrides=punished))
-
-
-def test_on_a_gpu_the_context_has_room_for_the_longest(tmp_path: Path) -> None:
-    text = RUN.replace("max_tokens = 5", "max_tokens = 6000").replace('device = "cpu"', "")
-    config = loaded(tmp_path, text)
-    chosen = choose(config, set(), Machine((80 << 30,), "gpu", vllm=True), positions=40000)
-    assert chosen.generator.max_context == 12000
 
 
 def test_the_buffer_knows_how_each_environment_samples(tmp_path: Path) -> None:

@@ -47,18 +47,6 @@ def test_nothing_is_leased_before_there_are_weights(bench: Bench) -> None:
     assert bench.session.activities[-1] == "waiting for samples"
 
 
-def test_samples_become_trajectories(bench: Bench) -> None:
-    bench.serve()
-    bench.lease("a", "b")
-    bench.turns(2)
-    (asked,) = bench.channel.asked(LeaseTasks)
-    assert asked.capacity == 4
-    bench.turns(12)
-    (submitted,) = bench.channel.asked(SubmitResults)
-    assert [t.sample_id for t in submitted.trajectories] == ["a", "b"]
-    assert {t.response_tokens for t in submitted.trajectories} == {11}
-
-
 class NeverAnswers(InlinePool):
     """Opens conversations, and then waits for a tool for good."""
 
@@ -87,15 +75,6 @@ def test_samples_that_wait_for_tools_take_no_slot(
         assert bench.engine.live == 0
 
 
-def test_one_question_at_a_time_but_a_new_one_for_new_weights(bench: Bench) -> None:
-    bench.serve()
-    bench.turns(3)
-    assert len(bench.channel.asked(LeaseTasks)) == 1
-    bench.receiver.staged = version(1)
-    bench.turns(3)
-    assert [q.version for q in bench.channel.asked(LeaseTasks)] == [0, 1]
-
-
 def test_finished_samples_ask_for_others_in_their_place(bench: Bench) -> None:
     bench.serve()
     names = [f"s{number}" for number in range(bench.lease().capacity)]
@@ -113,19 +92,6 @@ def test_finished_samples_ask_for_others_in_their_place(bench: Bench) -> None:
     bench.turns(30)
     submitted = bench.channel.asked(SubmitResults)
     assert "more" in {t.sample_id for body in submitted for t in body.trajectories}
-
-
-def test_who_is_given_none_by_a_delivery_asks_again(bench: Bench) -> None:
-    bench.serve()
-    names = [f"s{number}" for number in range(bench.lease().capacity)]
-    bench.turns(1)
-    bench.lease(*names)
-    while not bench.channel.asked(SubmitResults):
-        bench.turns(1)
-    done = bench.channel.answer(SubmitResults, TaskLeases(accepted=1))
-    assert done.capacity > 0 and not bench.channel.asked(LeaseTasks)
-    bench.turns(1)
-    assert len(bench.channel.asked(LeaseTasks)) == 1
 
 
 def test_policy_drain_ends_samples_on_the_old_weights(tmp_path: Path, tiny_model_dir: Path) -> None:
@@ -252,22 +218,6 @@ def test_a_failed_sample_is_returned_with_its_reason(bench: Bench) -> None:
     assert "sample_failed" in bench.session.events
 
 
-def spoiled(count: int) -> TaskLeases:
-    return TaskLeases(tasks=[sample({}, sample_id=f"x{i}") for i in range(count)])
-
-
-def test_failures_end_no_generator(bench: Bench) -> None:
-    """The buffer hears of each, and judges them for all generators."""
-    bench.serve()
-    for _ in range(2):
-        bench.channel.answer(LeaseTasks, spoiled(500))
-        bench.turns(2)
-        bench.now[0] += 31.0
-    assert bench.session.events.count("sample_failed") == 1000
-    returned = [s for body in bench.channel.asked(ReturnTasks) for s in body.samples]
-    assert returned and all(sample.failed for sample in returned)
-
-
 def test_drain_hands_back_partials_and_what_comes_late(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,30 +249,6 @@ def test_drain_hands_back_partials_and_what_comes_late(
     assert [r.partial.response_tokens for r in returned[:2]] == [4, 4]
     assert returned[2].partial is None
     assert not bench.engine.busy
-
-
-def test_a_failed_session_ends_the_loop_without_a_drain(bench: Bench) -> None:
-    bench.session.failure = DeadlineError("the broker is silent")
-    bench.session.stopping.set()
-    bench.loop.run()
-    assert not bench.channel.open
-
-
-def test_spans_and_figures_show_what_the_loop_does(bench: Bench) -> None:
-    bench.turns(5)
-    bench.serve()
-    bench.turns(5)
-    bench.lease("a")
-    bench.turns(20)
-    bench.now[0] += 1.0
-    bench.turns(1)
-    reasons = [row["reason"] for row in bench.spans("idle")]
-    assert reasons[:2] == ["weights", "work"]
-    (decode,) = bench.spans("decode")
-    assert decode["tokens"] == 11
-    assert decode["start"] < decode["end"]
-    assert bench.session.figures["finished"] == 1
-    assert bench.session.figures["version"] == 0
 
 
 # -- an engine that breaks -------------------------------------------------------------------------

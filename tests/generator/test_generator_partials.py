@@ -40,15 +40,6 @@ def test_what_there_is_of_a_sample_is_flushed_while_it_goes_on(bench: Bench) -> 
     assert submitted.trajectories[0].response_tokens == 11  # flushing took nothing away
 
 
-def test_a_lease_that_is_lost_when_it_is_flushed_is_given_up(bench: Bench) -> None:
-    bench.serve()
-    bench.lease("a")
-    bench.turns(6)
-    bench.channel.answer(RenewLeases, TaskLeases(lost=["a"]))
-    bench.turns(15)
-    assert not bench.channel.asked(SubmitResults)
-
-
 def test_interrupted_samples_come_back_as_partials(bench: Bench) -> None:
     bench.serve()
     bench.lease("a", "b")
@@ -80,17 +71,6 @@ def test_new_weights_wait_for_pinned_samples(bench: Bench) -> None:
         ("a", [0]), ("b", [0]),
     ]  # fmt: skip
     assert not bench.channel.asked(RenewLeases)
-    assert bench.engine.version == 1
-
-
-def test_new_weights_wait_while_more_pinned_samples_are_to_be_had(bench: Bench) -> None:
-    bench.serve()
-    bench.channel.answer(LeaseTasks, TaskLeases(tasks=[], more_pinned=True))
-    bench.receiver.staged = version(1)
-    bench.turns(3)
-    assert bench.engine.version == 0
-    bench.channel.answer(LeaseTasks, TaskLeases(tasks=[]))
-    bench.turns(2)
     assert bench.engine.version == 1
 
 

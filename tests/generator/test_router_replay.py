@@ -35,6 +35,7 @@ from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.update import PolicyUpdate
 
 MIXTURES = ("qwen3-moe", "qwen2-moe", "mixtral", "deepseek-v3", "glm4-moe", "gpt-oss", "olmoe")
+SOME = ("qwen3-moe", "deepseek-v3", "gpt-oss")  # one for each kind of router
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5]]
 MIXTURE = "qwen3-moe"
 KIND = (2, 2, 4)  # of that one
@@ -129,7 +130,7 @@ def sorted_experts(routing: Routing | None) -> Tensor:
     return torch.from_numpy(one.astype("int64")).sort(-1)[0]
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", SOME)
 def test_engine_tells_the_experts_that_its_routers_choose(name: str) -> None:
     model = ARCHITECTURES[name].model()
     for output in generated(model):
@@ -139,7 +140,7 @@ def test_engine_tells_the_experts_that_its_routers_choose(name: str) -> None:
         assert torch.equal(sorted_experts(output.routing), whole_pass(model, ids))
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", SOME)
 def test_replay_of_the_own_choice_changes_nothing(name: str) -> None:
     made = recorded(generated(ARCHITECTURES[name].model()))
     scorer = Scorer(ARCHITECTURES[name].model()).eval()
@@ -198,23 +199,6 @@ def test_packed_and_shared_prompts_get_the_experts_of_their_own_sample() -> None
         together = logprobs(scorer, batch, share=share)
         torch.testing.assert_close(together, alone, atol=2e-5, rtol=1e-4)
     assert (alone - logprobs(scorer, make_batch(made, 1000))).abs().max() > 0.01
-
-
-def test_tokens_after_the_last_learned_one_need_no_routing() -> None:
-    model = ARCHITECTURES[MIXTURE].model()
-    (whole,) = randomly_routed(recorded(generated(model))[:1], 1)
-    mask = b"\1" * (whole.response_tokens - 2) + b"\0\0"
-    tail = msgspec.structs.replace(whole, loss_mask=mask)
-    assert tail.routing is not None
-    size = tail.routing.token_bytes
-    short = msgspec.structs.replace(tail.routing, chosen=tail.routing.chosen[: -2 * size])
-    without = msgspec.structs.replace(tail, routing=short)
-    scorer = Scorer(model).eval()
-    found = [logprobs(scorer, make_batch([one], 1000, routers=KIND)) for one in (tail, without)]
-    torch.testing.assert_close(*found)
-    shorter = msgspec.structs.replace(short, chosen=short.chosen[:-size])
-    fault = find_fault(msgspec.structs.replace(tail, routing=shorter), RunFacts())
-    assert fault is not None and "6 to 8 are needed" in fault
 
 
 def test_recomputed_layers_meet_the_same_experts(tmp_path: Path) -> None:
@@ -296,7 +280,6 @@ def test_a_resumed_sample_keeps_the_experts_of_its_first_segment() -> None:
 
 
 ROUTING = Routing(layers=2, choices=2, experts=4, chosen=bytes([0, 1, 2, 3] * 4))
-WIDE = Routing(layers=1, choices=2, experts=300, chosen=np.arange(290, 298, dtype="<u2").tobytes())
 
 
 @pytest.mark.parametrize(
@@ -323,13 +306,6 @@ def test_routing_is_checked_with_its_trajectory(changes: dict[str, Any], fault: 
         assert found is None
     else:
         assert re.search(fault, str(found))
-
-
-def test_many_experts_take_two_bytes() -> None:
-    assert find_fault(trajectory(routing=WIDE), RunFacts()) is None
-    beyond = msgspec.structs.replace(WIDE, experts=297)
-    assert "beyond 296" in str(find_fault(trajectory(routing=beyond), RunFacts()))
-    assert chosen_experts(trajectory(routing=WIDE))[0].tolist() == [[290, 291]]
 
 
 def test_routing_is_wanted_of_trained_samples_only_and_of_no_others() -> None:

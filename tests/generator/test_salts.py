@@ -20,23 +20,6 @@ def test_a_group_shares_and_a_session_goes_on_alone_after_new_weights() -> None:
     assert salts.of("a") == own, "read anew once, at the first load, and never again"
 
 
-def test_a_turn_over_new_weights_is_the_sessions_alone() -> None:
-    salts = Salts()
-    salts.loaded(0, keep=True)
-    salt = salts.of("a")
-    salts.loaded(1, keep=True)  # while it is made
-    salts.used("a", salt)
-    assert salts.of("a") not in (salt, salts.shared)
-
-
-def test_the_same_number_again_is_another_version() -> None:
-    salts = Salts()
-    salts.loaded(1, keep=True)
-    before = salts.shared
-    salts.loaded(1, keep=True)
-    assert salts.shared != before
-
-
 def test_without_keep_all_begin_anew() -> None:
     salts = Salts()
     salts.loaded(0, keep=True)

@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from fakes.broker_world import world
-from fakes.loop_bench import Bench, open_bench, version
+from fakes.loop_bench import Bench, open_bench
 from fakes.slowness import limit
 
 from umbra.proto.deadline import LEAST_RATE, Pace
 from umbra.proto.errors import UmbraError
-from umbra.proto.messages import Status, StatusRequest
 from umbra.services.generator import activity as stall
 from umbra.services.generator.activity import StallWatch, watching
 from umbra.services.generator.engines.engine import EngineError
@@ -42,17 +40,6 @@ def test_seconds_without_a_token_are_counted() -> None:
         "the vllm engine is stuck: no token for 100 s while it was decoding, with 12 requests in "
         "flight (100 s = 10 x buffer.stall_s)"
     )
-    watch.moved()
-    assert watch.look() == 0.0
-
-
-def test_weights_may_take_as_long_as_their_bytes() -> None:
-    watch, now = watched()
-    watch.moved(nbytes=int(60 * LEAST_RATE))
-    for _ in range(100):
-        now[0] += watch.look_s
-        watch.look()
-    assert watch.look() == pytest.approx(40.0)
     watch.moved()
     assert watch.look() == 0.0
 
@@ -116,21 +103,6 @@ def test_a_turn_without_a_token_is_no_progress(
     assert "while it was decoding, with 1 requests in flight" in watch.describe()
 
 
-def test_tokens_weights_and_having_nothing_to_do_are_progress(bench: Bench) -> None:
-    watch = bench.loop._watch
-    for act in (
-        lambda: None,  # no weights yet
-        bench.serve,
-        lambda: bench.lease("a"),
-        lambda: setattr(bench.receiver, "staged", version(1)),
-    ):
-        act()
-        bench.now[0] += 1.0
-        watch.look()
-        bench.turns(1)
-        assert watch.look() < 0.1  # since the turn
-
-
 def test_the_loop_ends_when_the_receiver_has_failed_whatever_it_waits_for(bench: Bench) -> None:
     """Also while an evaluation wants no other weights than those that are served."""
     bench.serve()
@@ -155,12 +127,3 @@ def test_whatever_the_loop_raises_is_said_and_what_is_finished_is_delivered(
     with pytest.raises(EngineError, match="the generator failed: KeyError: 7"):
         bench.loop.run()
     assert delivered
-
-
-def test_the_status_says_what_becomes_of_it() -> None:
-    run = world(stall_s=5, dead_after_s=1000)
-    run.join("generator", "g")
-    run.beat("g", idle_s=6.0)
-    (stuck,) = run.get("g", StatusRequest(), Status).stuck
-    assert stuck.what.startswith("no progress in")
-    assert stuck.action == "it ends itself after 10 x buffer.stall_s"

@@ -13,7 +13,6 @@ from umbra.proto.errors import UsageError
 from umbra.services.environments.built_in import ExactMatch, Guess
 from umbra.services.environments.protocol import Response
 from umbra.services.environments.tools import ToolUse, calculator, schema
-from umbra.services.generator import tasks
 from umbra.services.generator.command import evaluate, make_task
 from umbra.services.generator.tasks import write_task
 from umbra.services.modeling.parsers import TOLD, ResponseTemplateParser
@@ -100,24 +99,6 @@ def test_gym_rows_are_written_and_scored(tmp_path: Path, tiny_model_dir: Path) -
     assert "3 samples)" in said
 
 
-def test_gym_demos_are_the_datasets_own_answers(tmp_path: Path) -> None:
-    """Beside prompts as they are without demos; parameters are the dataset's."""
-    counts = ("--prompts", 5, "--heldout", 3, "--environment", "sums")
-    few = ("--option", "max_terms=2", "--option", 'operators=["+"]', "--option", "max_digits=1")
-    task = ("gym:basic_arithmetic", *counts, *few, "--option", "allow_parentheses=false")
-    assert "2 rows in demos.jsonl" in run(make_task, *task, "--out", tmp_path, "--demos", 2)
-    run(make_task, *task, "--out", tmp_path / "without")
-    assert not (tmp_path / "without" / "demos.jsonl").exists()
-    prompts, held, demos = files(tmp_path)
-    for name, rows in (("prompts", prompts), ("heldout", held)):
-        assert read_jsonl(tmp_path / "without" / f"{name}.jsonl") == rows
-    assert {row["environment"] for row in prompts} == {"sums"}
-    for demo in demos:
-        asked, said = (message["content"] for message in demo["messages"])
-        terms = asked.removeprefix("Calculate ").removesuffix(".").split(" + ")
-        assert (len(terms), str(sum(map(int, terms)))) == (2, said)
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -132,43 +113,6 @@ def test_what_a_task_does_not_take(tmp_path: Path, arguments: tuple[str, ...], s
     made = CliRunner().invoke(make_task, [*arguments, "--out", str(tmp_path)])
     assert isinstance(made.exception, UsageError)
     assert re.search(says, str(made.exception))
-
-
-def test_a_dataset_without_answers_has_no_demos(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = [{"prompt": "any?", "answer": None}] * 2
-    monkeypatch.setattr(tasks, "gym_rows", lambda *_: rows)
-    write_task("gym:some", tmp_path, seed=0, prompts=1, heldout=1, demos=0)
-    with pytest.raises(UsageError, match="leave out --demos"):
-        write_task("gym:some", tmp_path, seed=0, prompts=1, heldout=0, demos=1)
-
-
-def test_the_same_seed_writes_the_same_files(tmp_path: Path) -> None:
-    for folder in ("a", "b"):
-        write_task("sort", tmp_path / folder, seed=3, **COUNTS)
-    assert files(tmp_path / "a") == files(tmp_path / "b")
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ('{"prompt": "a"}\n\n{"prompt": }\n', "line 3: not a JSON object"),
-        ("[1]\n", "line 1: not a JSON object"),
-        (b"\xff\xfe\n", "line 1: not a JSON object"),
-        ("\n\n", "is empty"),
-    ],
-)
-def test_faulty_json_lines_are_named(tmp_path: Path, text: str | bytes, says: str) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(text.encode() if isinstance(text, str) else text)
-    with pytest.raises(UsageError, match=says):
-        read_jsonl(path)
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"rows\.jsonl cannot be read: No such file"):
-        read_jsonl(tmp_path / "rows.jsonl")
 
 
 def test_make_task_and_eval(tmp_path: Path, tiny_model_dir: Path) -> None:
@@ -186,11 +130,6 @@ def test_make_task_and_eval(tmp_path: Path, tiny_model_dir: Path) -> None:
     assert "1.00 turns" in run(
         evaluate, tiny_model_dir, *held, *options, "--set", "environment.options.tries=1"
     )
-
-
-def test_eval_draws_held_out_prompts_of_a_task(tiny_model_dir: Path) -> None:
-    options = ("--samples", 20, "--max-tokens", 8, "--device", "cpu")
-    assert "20 samples" in run(evaluate, tiny_model_dir, "--task", "sort", *options)
 
 
 @pytest.mark.parametrize(

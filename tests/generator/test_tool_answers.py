@@ -184,15 +184,6 @@ def test_what_may_need_several_turns_is_warned_of(
     assert not caplog.records
 
 
-def test_changed_turns_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    check_template(EnvironmentConfig(kind="guess"), Chat(*chat_tokenizer("qwen3")))
-    assert "drops something of the model's earlier turns" in caplog.text
-    caplog.clear()
-    check_template(EnvironmentConfig(kind="tools"), Chat(*chat_tokenizer("qwen3")))
-    assert not caplog.records
-
-
 TWO_TURNS = """
 class Talk:
     def reset(self, row):

@@ -179,16 +179,6 @@ def test_greedy_takes_the_most_likely_token_whatever_the_slots(model: Any) -> No
     assert runs[0]["r0"][0] == best
 
 
-def test_the_same_seed_gives_the_same_tokens(model: Any) -> None:
-    def tokens(seed: int) -> dict[str, list[int]]:
-        engine = TorchEngine(model, stop_ids={STOP}, slots=8, max_context=128, seed=seed)
-        engine.submit(requests(10))
-        return {k: o.token_ids for k, o in finish(engine).items()}
-
-    assert tokens(1) == tokens(1)
-    assert tokens(1) != tokens(2)
-
-
 # -- weights --------------------------------------------------------------------------------------
 
 
@@ -230,34 +220,6 @@ def test_abort_policy_returns_partials_and_keeps_the_queue(model: Any) -> None:
     outputs = finish(engine)
     assert len(outputs) == 8
     assert_logprobs(model, asked[8:], outputs)
-
-
-def test_the_same_weights_change_nothing(model: Any) -> None:
-    same = {name: p.detach().clone() for name, p in model.named_parameters()}
-    results = []
-    for policy in ("keep", "recompute"):
-        asked, engine, _ = start_and_swap(model, policy)
-        load(engine, same.items(), 4, policy)
-        outputs = finish(engine)
-        assert_logprobs(model, asked, outputs)
-        results.append({k: o.token_ids for k, o in outputs.items()})
-    assert results[0] == results[1]
-
-
-def test_a_partial_goes_on_as_if_never_interrupted(model: Any) -> None:
-    greedy = Sampling(temperature=0.0)
-    prompt = requests(1)[0].prompt_ids
-    engine = TorchEngine(model, stop_ids=(), slots=2, max_context=64)
-    engine.submit([EngineRequest("whole", prompt, greedy, 24)])
-    whole = finish(engine)["whole"].token_ids
-    engine.submit([EngineRequest("part", prompt, greedy, 24)])
-    for _ in range(6):
-        engine.poll(0.0)
-    (part,) = engine.abort(["part"])
-    assert not engine.busy
-    rest = 24 - len(part.token_ids)
-    engine.submit([EngineRequest("rest", [*prompt, *part.token_ids], greedy, rest)])
-    assert part.token_ids + finish(engine)["rest"].token_ids == whole
 
 
 def test_aborting_some_leaves_the_others_exact(model: Any) -> None:

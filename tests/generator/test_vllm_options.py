@@ -11,7 +11,6 @@ import torch
 
 from umbra.proto.errors import StartupError, UsageError
 from umbra.services.config import GeneratorConfig, RunConfig
-from umbra.services.config.loader import load_config
 from umbra.services.generator.engines.opening import open_engine
 from umbra.services.generator.vllm.cache import RecentLengths
 from umbra.services.generator.vllm.options import (
@@ -36,7 +35,6 @@ MODEL = SimpleNamespace(
 )
 HF_CONFIG = SimpleNamespace(get_text_config=lambda: MODEL)
 LATENT = SimpleNamespace(**vars(MODEL), kv_lora_rank=512, qk_rope_head_dim=64)
-OF_LATENT = SimpleNamespace(get_text_config=lambda: LATENT)
 
 
 def of(**fields: object) -> SimpleNamespace:
@@ -106,15 +104,6 @@ def test_a_head_size_that_vllm_cannot_serve_on_cpus() -> None:
     check_head_size(HF_CONFIG, [32, 64])
     with pytest.raises(UsageError, match=r"32, 64|this model has"):
         check_head_size(HF_CONFIG, [64])
-
-
-def test_a_latent_cache_has_one_vector_for_all_heads() -> None:
-    check_head_size(OF_LATENT, [576])
-    with pytest.raises(UsageError, match="this model has 576"):
-        check_head_size(OF_LATENT, [32])
-    config = GeneratorConfig(slots=10, max_context=200, tensor_parallel=2)
-    blocks = 1.25 * 10 * 256
-    assert kv_cache_bytes(OF_LATENT, config, torch.bfloat16) == blocks * 2 * (512 + 64) * 2
 
 
 @pytest.mark.parametrize(
@@ -190,20 +179,6 @@ def test_adapters_that_vllm_was_not_seen_to_serve(
     said = r".* set trainer\.lora_publish = merged"
     with pytest.raises(UsageError, match=part + said):
         adapter_arguments(config, of(model_type=model_type), rank, ())
-
-
-def test_room_for_an_adapter() -> None:
-    for rank, room in ((1, 8), (8, 8), (9, 16), (300, 320), (512, 512)):
-        names = [f"model.layers.{i}.self_attn.q_proj.lora_A.weight" for i in range(3)]
-        given = adapter_arguments(GeneratorConfig(), HF_CONFIG, rank, names)
-        assert given["max_lora_rank"] == room
-        assert given["lora_target_modules"] == ["q_proj"]
-
-
-def test_engine_arguments_come_from_file_and_overrides() -> None:
-    overrides = ["generator.engine_args.block_size=32", "generator.engine_args.swap={ a = 1 }"]
-    config = load_config(overrides=overrides, environ={})
-    assert config.generator.engine_args == {"block_size": 32, "swap": {"a": 1}}
 
 
 @pytest.mark.parametrize(

@@ -186,25 +186,6 @@ def test_sub_agents_at_once(world: Make, tiny_model_dir: Path) -> None:
     assert sorted(others) == [f"UsubU{name}A2.UmoreA3." for name in "abc"]
 
 
-def test_one_branch_too_many_is_told_and_the_sample_goes_on(
-    world: Make, tiny_model_dir: Path
-) -> None:
-    tokenizer = load_tokenizer(tiny_model_dir)
-    endpoint = world(counting(tokenizer), branches=2)
-    endpoint.add(sample({"prompt": "x"}))
-    work = endpoint.lease()
-    with client(work) as agent:
-        for name in "ab":
-            agent.chat.completions.create(model="m", messages=[user(name)])
-        with pytest.raises(openai.BadRequestError, match="the 2 that a sample may have") as caught:
-            agent.chat.completions.create(model="m", messages=[user("c")])
-        assert caught.value.code == "branch_limit_reached"
-        answer: Any = {"role": "assistant", "content": "1"}
-        agent.chat.completions.create(model="m", messages=[user("a"), answer, user("on")])
-    assert reward(work, 1.0)[0] == 200
-    assert texts(tokenizer, endpoint.trajectory()) == ["UaA1.UonA2.", "UbA1."]
-
-
 AGENT = '''
 """A loop that forgets: it keeps its first message and the last two."""
 

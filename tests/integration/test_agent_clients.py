@@ -94,19 +94,6 @@ def test_responses_with_a_tool(world: World, tokenizer: Any) -> None:
     assert "<tool_response>3</tool_response>" in response
 
 
-def test_a_response_names_the_one_before(world: World, tokenizer: Any) -> None:
-    endpoint = world("one", "two")
-    work = work_of(endpoint)
-    with client(work) as agent:
-        first = agent.responses.create(model="m", input="go", store=True)
-        second = agent.responses.create(model="m", input="on", previous_response_id=first.id)
-        assert second.output_text == "two"
-        with pytest.raises(Exception, match="previous_response_id"):
-            agent.responses.create(model="m", input="on", previous_response_id=first.id)
-    assert reward(work, 1.0)[0] == 200
-    assert sampled(endpoint, tokenizer)[0] == "one<|end|><|user|>on<|assistant|>two<|end|>"
-
-
 def test_responses_as_events(world: World) -> None:
     endpoint = world("well " + CALL)
     work = work_of(endpoint)
@@ -209,23 +196,6 @@ def test_plain_text_goes_on_after_a_stop_string_of_the_run(world: World, tokeniz
         agent.completions.create(model="m", prompt=prompt)
     assert reward(work, 1.0)[0] == 200
     assert sampled(endpoint, tokenizer)[0].startswith("think. Observation: 42 <|assistant|>")
-
-
-def test_an_agents_sampling_is_overridden_and_counted(world: World) -> None:
-    endpoint = world("yes")
-    work = work_of(endpoint)
-    with client(work) as agent:
-        said = agent.chat.completions.create(
-            model="m",
-            messages=[{"role": "user", "content": "go"}],
-            temperature=0.0,
-            seed=5,
-            frequency_penalty=0.0,
-        )
-        assert said.choices[0].message.content == "yes"
-    assert dict(endpoint.rules.overruled) == {"temperature": 1, "seed": 1}
-    assert reward(work, 1.0)[0] == 200
-    assert endpoint.trajectory().sampling.temperature == 1.0
 
 
 def test_reasoning_is_returned_and_taken_back() -> None:

@@ -19,7 +19,6 @@ from umbra.services.config import (
     RunConfig,
     SamplingConfig,
 )
-from umbra.services.config.rules import check_feasible
 from umbra.services.environments.loading import load_environment
 from umbra.services.generator.checks import check_environment
 from umbra.services.generator.evaluate import evaluate_model
@@ -150,20 +149,6 @@ def test_async_agents_share_a_process(world: World) -> None:
     assert endpoint.trajectory().reward in rewards  # what hung was ended, not its process
 
 
-def test_an_async_agent_that_blocks_loses_its_process(world: World) -> None:
-    endpoint = world("mine:together", timeout_s=seconds(0.5))
-    endpoint.add(task("bad", "block"))
-    assert endpoint.failed().sample_id == "bad"
-    endpoint.add(task("good", ""))
-    assert endpoint.trajectory().turns == 2
-
-
-def test_options_are_arguments_of_the_function(world: World) -> None:
-    endpoint = world("mine:plain", options={"turns": 3})
-    endpoint.add(sample({"do": ""}))
-    assert endpoint.trajectory().turns == 3
-
-
 def test_a_model_is_evaluated_by_its_agent(world: World, tiny_model_dir: Path) -> None:
     del world  # but for the module
     agent = EnvironmentConfig(kind="agent", agent="mine:plain", options={"turns": 1}, workers=1)
@@ -193,22 +178,6 @@ def test_an_agent_that_cannot_be_loaded(
     if agent:
         with pytest.raises(UsageError, match=says):
             world(agent, options=options)
-
-
-@pytest.mark.parametrize(
-    ("environment", "serve", "says"),
-    [
-        (EnvironmentConfig(kind="agent"), "", "has no agent"),
-        (EnvironmentConfig(kind="exact", agent="a:b"), "", "environment.agent = a:b has no effect"),
-        (EnvironmentConfig(kind="exact"), "127.0.0.1:80", "generator.serve = 127.0.0.1:80 has no"),
-    ],
-)
-def test_settings_that_contradict_each_other(
-    environment: EnvironmentConfig, serve: str, says: str
-) -> None:
-    config = RunConfig(environment=environment, generator=GeneratorConfig(serve=serve))
-    with pytest.raises(UsageError, match=says):
-        check_feasible(config)
 
 
 def test_a_check_loads_the_agent_without_running_it(world: World) -> None:

@@ -24,7 +24,6 @@ from umbra.proto.records import Sampling, unpack_int32
 from umbra.services.config import EnvironmentConfig
 from umbra.services.generator.agents import server
 from umbra.services.generator.agents.server import MAX_BODY, bind, url_of
-from umbra.services.generator.rollout import Limits
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
 
@@ -143,57 +142,6 @@ def test_an_answer_comes_as_events_too(
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_plain_completions_continue_each_other(world: World, tokenizer: Any) -> None:
-    endpoint = world("two", "four")
-    endpoint.add(sample({"prompt": "one"}))
-    work = endpoint.lease()
-    with client(work) as agent:
-        # The script answers what follows the assistant's mark.
-        first = agent.completions.create(model="m", prompt="one <|assistant|>", logprobs=0)
-        text = "one <|assistant|>" + first.choices[0].text
-        second = agent.completions.create(model="m", prompt=f"{text} three <|assistant|>")
-        assert [model.id for model in agent.models.list()] == ["tiny"]
-        assert agent.models.retrieve("tiny").owned_by == "umbra"
-    assert (first.choices[0].text, second.choices[0].text) == ("two", "four")
-    assert first.choices[0].logprobs is not None
-    assert first.choices[0].logprobs.tokens == ["t", "w", "o", "<|end|>"]
-    assert reward(work, 0.5)[0] == 200
-    response = tokenizer.decode(unpack_int32(endpoint.trajectory().response_ids))
-    assert response == "two<|end|> three <|assistant|>four<|end|>"
-
-
-def test_a_client_that_lost_the_reply_gets_it_again(world: World) -> None:
-    endpoint = world("yes")
-    endpoint.add(sample({"prompt": "go"}))
-    work = endpoint.lease()
-    body = {"messages": [user("go")]}
-    url = f"{work['base_url']}/chat/completions"
-    first = send(url, body)
-    again = send(url, body, headers={"x-stainless-retry-count": "1"})
-    assert first == again
-    assert first[0] == 200
-    status, refused = send(url, body)  # no repetition: another sample of the same turn
-    assert (status, refused["error"]["code"]) == (400, "history_edited")
-    assert reward(work, 1.0)[0] == 200
-    assert endpoint.trajectory().turns == 1
-
-
-def test_a_reward_counts_once(world: World) -> None:
-    endpoint = world("yes")
-    endpoint.add(sample({"prompt": "go"}))
-    work = endpoint.lease()
-    status, refused = reward(work, 1.0)
-    assert (status, refused["error"]["code"]) == (400, "nothing_to_reward")
-    assert ask(work, user("go"))[0] == 200
-    assert reward(work, 1.0)[0] == 200
-    assert reward(work, 1.0)[0] == 200  # a repetition
-    status, refused = reward(work, 0.0)
-    assert (status, refused["error"]["code"]) in ((400, "rewarded"), (410, "session_over"))
-    assert endpoint.trajectory().reward == 1.0
-    status, refused = ask(work, user("go"))
-    assert (status, refused["error"]["code"]) == (410, "session_over")
-
-
 @pytest.mark.parametrize(
     ("value", "parts"),
     [("much", {}), (None, {}), (True, {}), (1.0, {"a": "b"}), (1e999, {})],
@@ -303,21 +251,6 @@ def test_what_is_too_long_is_refused_and_the_reward_still_counts(world: World) -
     assert (trajectory.reward, trajectory.turns, trajectory.finish_reason) == (0.25, 1, "stop")
 
 
-def test_a_turn_that_is_cut_is_the_last(world: World) -> None:
-    endpoint = world("a long answer", max_tokens=9)
-    endpoint.add(sample({"prompt": "go"}))
-    work = endpoint.lease()
-    status, said = ask(work, user("go"), max_tokens=6)
-    assert (status, said["choices"][0]["finish_reason"]) == (200, "length")
-    assert said["usage"]["completion_tokens"] == 6
-    status, refused = ask(work, user("go"), said["choices"][0]["message"], user("on"))
-    assert (status, refused["error"]["code"]) == (400, "context_length_exceeded")
-    assert "context length" in refused["error"]["message"], "which agents look for"
-    assert reward(work, 0.0)[0] == 200
-    trajectory = endpoint.trajectory()
-    assert (trajectory.response_tokens, trajectory.finish_reason) == (6, "length")
-
-
 def test_an_agent_that_dies_loses_its_sample(world: World) -> None:
     patience_s = seconds(0.5)  # all that the agent does must be done in that
     impatient = EnvironmentConfig(kind="agent", timeout_s=patience_s)
@@ -333,17 +266,6 @@ def test_an_agent_that_dies_loses_its_sample(world: World) -> None:
     status, refused = reward(work, 1.0)
     assert (status, refused["error"]["code"]) == (410, "session_over")
     assert "asked for nothing" in refused["error"]["message"]
-
-
-def test_an_agent_that_says_it_judges_has_the_time_of_a_reward(world: World) -> None:
-    impatient = EnvironmentConfig(kind="agent", timeout_s=0.5)
-    endpoint = world("yes", environment=impatient)
-    endpoint.add(sample({"prompt": "go"}))
-    work = endpoint.lease()
-    assert ask(work, user("go"))[0] == 200
-    assert send(f"{work['url']}/scoring", {}) == (200, {"id": work["id"], "score_s": 0.5})
-    failed = endpoint.failed()
-    assert "its reward took longer than environment.timeout_s = 0.5 s after turn 1" in failed.reason
 
 
 def test_an_agent_can_give_up(world: World) -> None:
@@ -393,15 +315,3 @@ def test_who_may_come_is_decided_before_anything_is_served(tmp_path: Path) -> No
             assert second.getsockname()[1] > port
     with closing(bind("0.0.0.0:0", "key")) as anywhere:
         assert url_of(anywhere).startswith("http://127.0.0.1:")
-
-
-def test_turns_are_limited(world: World) -> None:
-    endpoint = world("one", "two", limits=Limits(turns=1))
-    endpoint.add(sample({"prompt": "go"}))
-    work = endpoint.lease()
-    status, said = ask(work, user("go"))
-    assert status == 200
-    status, refused = ask(work, user("go"), said["choices"][0]["message"], user("on"))
-    assert (status, refused["error"]["code"]) == (400, "turn_limit_reached")
-    assert reward(work, 1.0)[0] == 200
-    assert endpoint.trajectory().reward == 1.0

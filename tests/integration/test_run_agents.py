@@ -147,24 +147,6 @@ def test_an_environment_of_another_library_elsewhere(make: Make) -> None:
     assert trajectory.reward_parts["tool_calls"] == 1.0
 
 
-def test_what_an_agent_does_costs_its_own_sample_only(make: Make) -> None:
-    endpoint = make()
-    faults = {
-        "raise": "agent mine:plain raised KeyError: 'gold'",
-        "exit": "the process of its environment ended (exit code 3)",
-        "nothing": "its agent returned no reward, and has posted none",
-        "text": "agent mine:plain returned '1.0', which is not a finite number",
-        "silent": "the model has said nothing in this session",
-    }
-    for do, reason in faults.items():
-        endpoint.add(sample({"do": do}))
-        assert reason in endpoint.failed().reason
-    endpoint.add(sample({"do": "both"}))
-    assert endpoint.trajectory().reward == 0.75  # the first one counts
-    endpoint.add(sample({"do": "good"}))
-    assert endpoint.trajectory().reward == 0.5
-
-
 def test_a_silent_agent_fails_its_sample_and_is_ended(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,13 +156,6 @@ def test_a_silent_agent_fails_its_sample_and_is_ended(
     assert "asked for nothing for environment.timeout_s" in endpoint.failed().reason
     endpoint.add(sample({"do": "good"}))
     assert endpoint.trajectory().reward == 0.5  # in the only process
-
-
-def test_async_agents_share_a_process(make: Make) -> None:
-    endpoint = make("mine:together")
-    for index in range(8):
-        endpoint.add(sample({"do": ""}, sample_id=f"s{index}"))
-    assert len({endpoint.trajectory().reward for _ in range(8)}) == 1
 
 
 def test_a_lease_that_is_not_renewed_begins_the_sample_again(make: Make) -> None:
@@ -205,20 +180,6 @@ def test_a_lease_that_is_not_renewed_begins_the_sample_again(make: Make) -> None
     assert (trajectory.reward, trajectory.turns) == (0.25, 2)
 
 
-def test_another_agent_need_not_do_the_same_again(make: Make) -> None:
-    endpoint = make(runner=False)
-    endpoint.add(sample({"do": ""}))
-    _, first = lease(endpoint, lease_s=1000.0)
-    ask(first, "go", after=ask(first, "begin"))
-    renew(endpoint, first, 0.0)
-    _, second = lease(endpoint, lease_s=1000.0)
-    said = ask(second, "something else")
-    assert said[-1]["role"] == "assistant"
-    status, _ = send(f"{second['url']}/reward", {"reward": 0.25}, headers=AUTHORIZED)
-    assert status == 200
-    assert endpoint.trajectory().turns == 1
-
-
 def test_a_rewarded_session_needs_no_lease(make: Make) -> None:
     endpoint = make(runner=False)
     endpoint.add(sample({"do": ""}))
@@ -227,15 +188,6 @@ def test_a_rewarded_session_needs_no_lease(make: Make) -> None:
     assert send(f"{work['url']}/reward", {"reward": 1.0}, headers=AUTHORIZED)[0] == 200
     renew(endpoint, work, 0.0)
     assert endpoint.trajectory().reward == 1.0
-
-
-def test_an_agent_without_a_lease_is_waited_for(make: Make) -> None:
-    endpoint = make(runner=False, timeout_s=600.0)
-    endpoint.add(sample({"do": ""}))
-    _, work = lease(endpoint)
-    until(lambda: endpoint.runner.wanting == 0, "an agent that began takes no slot")
-    assert endpoint.runner.active == 1
-    assert renew(endpoint, work, 1000.0) == []
 
 
 def test_a_sample_whose_agents_are_lost_again_and_again_fails(make: Make) -> None:

@@ -5,10 +5,8 @@ takes the first line away and hangs so:
 
     blocks    a step never comes back
     holds     nor does it let other threads of Python run
-    idles     steps come back, without a token
     loads     new weights are never loaded
-    fails     a step raises what nobody foresaw
-    receives  so does the thread that gets new weights
+    receives  the thread that gets new weights raises what nobody foresaw
 """
 
 from __future__ import annotations
@@ -45,15 +43,11 @@ def prepare(file: Path) -> None:
         return engine.decoded_tokens > TOKENS
 
     def polling(self: TorchEngine, timeout_s: float = 0.0) -> Any:
-        match hangs(late(self), "blocks", "holds", "idles", "fails") if self.busy else "":
+        match hangs(late(self), "blocks", "holds") if self.busy else "":
             case "blocks":
                 threading.Event().wait()
             case "holds":
                 ctypes.PyDLL(None).pause()
-            case "idles":
-                return []
-            case "fails":
-                raise KeyError(7)
             case _:
                 pass
         return poll(self, timeout_s)
