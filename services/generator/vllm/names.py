@@ -29,7 +29,7 @@ _TensorPart = tuple[str, int, tuple[int, ...]]
 
 
 class CheckpointNames:
-    """What the tensors of `model`, which may be without weights, are called in its checkpoints.
+    """Names of the tensors of `model`, which may be without weights, in its checkpoints.
 
     Raises:
         UsageError: a checkpoint has them in another layout.
@@ -45,7 +45,7 @@ class CheckpointNames:
             raise _another_layout(model, next(name for name in names if names.count(name) > 1))
 
     def of(self, entry: TensorEntry) -> list[TensorEntry]:
-        """`entry`, which is a whole tensor of the model, as tensors of a checkpoint."""
+        """Return `entry`, a whole tensor of the model, as tensors of a checkpoint."""
         item = entry.nbytes // max(1, prod(entry.shape))
         return [
             msgspec.structs.replace(
@@ -60,7 +60,7 @@ class CheckpointNames:
 
 
 def _parts(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> list[_TensorPart]:
-    """Where Transformers would put the tensor `name` when it writes a checkpoint.
+    """Return where Transformers puts the tensor `name` when it writes a checkpoint.
 
     It converts a tensor that holds numbers of places instead of weights, the first two of each row.
     """
@@ -100,10 +100,7 @@ class ToldRouters:
     experts: int
 
     def routing(self, *chunks: Any) -> Routing:
-        """What vLLM's arrays [rows, all layers, choices] say, one after another; None says nothing.
-
-        In layers without a router they have zeros.
-        """
+        """Join vLLM's arrays [rows, all layers, choices], which may be None."""
         kind = np.uint8 if self.experts <= 256 else np.dtype("<u2")
         told = [chunk[:, list(self.places)] for chunk in chunks if chunk is not None]
         chosen = b"".join(np.ascontiguousarray(rows, dtype=kind).tobytes() for rows in told)
@@ -113,7 +110,7 @@ class ToldRouters:
 
 
 def told_routers(outline: Any, platform: str, max_context: int) -> ToldRouters:
-    """The routers of the model `outline` whose choices vLLM for `platform` tells.
+    """Return the routers of the model `outline` whose choices vLLM for `platform` tells.
 
     Raises:
         UsageError: there are none, it does not, or a sequence of `max_context` tokens has too many.

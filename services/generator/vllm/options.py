@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -67,11 +67,7 @@ def require_vllm(
     find: Callable[[str], object | None] = importlib.util.find_spec,
     version_of: Callable[[str], str] = version,
 ) -> None:
-    """Check that there is a vLLM, and one that can do what we need.
-
-    Raises:
-        UsageError: it is missing or too old.
-    """
+    """Raise UsageError unless there is a vLLM, and one that can do what we need."""
     if find("vllm") is None:
         raise UsageError(
             'generator.engine = "vllm" needs vLLM, which is not installed: with a GPU, install '
@@ -100,9 +96,7 @@ def require_vllm(
 
 
 def set_environment(config: GeneratorConfig) -> None:
-    """Environment variables for vLLM and its processes; what the user has set stays.
-
-    To be called before vLLM is imported.
+    """Set environment variables for vLLM, which is not imported yet; the user's own stay.
 
     Raises:
         UsageError: there is no such device.
@@ -130,13 +124,9 @@ def set_environment(config: GeneratorConfig) -> None:
 
 
 def visible_devices(first: int, count: int, there: int, before: str) -> str:
-    """CUDA_VISIBLE_DEVICES for `count` GPUs from number `first` on.
+    """Return CUDA_VISIBLE_DEVICES for `count` GPUs from `first` on, of those visible now.
 
-    Args:
-        first: counted among those that are visible now.
-        count: GPUs of this engine.
-        there: GPUs that are visible now.
-        before: what the variable says now; empty = all.
+    `there` is how many these are, `before` what the variable says now; empty = all.
 
     Raises:
         UsageError: there are too few.
@@ -151,11 +141,7 @@ def visible_devices(first: int, count: int, there: int, before: str) -> str:
 
 
 def check_device(device: str, platform: str) -> None:
-    """Check that this build of vLLM, for `platform` ("cpu", "cuda", ...), runs on `device`.
-
-    Raises:
-        UsageError: it is a build for something else.
-    """
+    """Raise UsageError unless this build of vLLM, for `platform` ("cpu", "cuda"), runs `device`."""
     wanted = device.partition(":")[0]
     if wanted not in ("auto", platform):
         raise UsageError(
@@ -166,7 +152,7 @@ def check_device(device: str, platform: str) -> None:
 
 
 def kv_cache_bytes(hf_config: Any, config: GeneratorConfig, dtype: torch.dtype) -> int:
-    """Bytes of KV cache in which every slot has room for the longest sequence, and some more."""
+    """Return the bytes of a KV cache with room for the longest sequence in every slot, and more."""
     text = hf_config.get_text_config()
     head = _head_size(text)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -178,10 +164,9 @@ def kv_cache_bytes(hf_config: Any, config: GeneratorConfig, dtype: torch.dtype) 
 
 
 def check_head_size(hf_config: Any, known: Sequence[int]) -> None:
-    """Check that attention on CPUs, which knows the sizes `known`, can serve this model.
+    """Raise UsageError unless attention on CPUs, which knows the sizes `known`, serves this model.
 
-    Raises:
-        UsageError: it can't; vLLM itself notices only at the first request.
+    vLLM itself notices only at the first request.
     """
     text = hf_config.get_text_config()
     size = _latent_size(text) or _head_size(text)
@@ -209,79 +194,77 @@ def check_served(config: GeneratorConfig, hf_config: Any, platform: str) -> None
     Raises:
         UsageError: it would not, and would not say so.
     """
-    engine_args = config.engine_args
-    method = engine_args.get("quantization")
+    if fault := next(_faults(config, hf_config, platform), ""):
+        raise UsageError(fault)
+
+
+def _faults(config: GeneratorConfig, hf_config: Any, platform: str) -> Iterator[str]:
+    given, ours = config.engine_args, 'set generator.engine = "torch"'
     known = _ONLINE_ON_CPUS if platform == "cpu" else _ONLINE
-    if method is not None and method not in known:
+    if (method := given.get("quantization")) is not None and method not in known:
         where = "the build of vLLM for CPUs" if platform == "cpu" else "vLLM"
-        raise UsageError(
+        yield (
             f'generator.engine_args.quantization = "{method}": {where} was not seen to quantize '
             f"new weights that way; it was with {', '.join(known)}, or leave it out"
         )
-    if "quantization_config" in engine_args:
-        raise UsageError(
+    if "quantization_config" in given:
+        yield (
             "generator.engine_args.quantization_config: set generator.engine_args.quantization, "
             f"to one of {', '.join(known)}"
         )
-    stored = getattr(hf_config, "quantization_config", None)
-    if stored is not None:
-        raise UsageError(
+    if getattr(hf_config, "quantization_config", None) is not None:
+        yield (
             "model.path: its weights are quantized, and the trainer publishes full ones: give the "
             "directory of the full weights, and vLLM generator.engine_args.quantization"
         )
-    if engine_args.get("enable_eplb"):
-        raise UsageError(
+    if given.get("enable_eplb"):
+        yield (
             "generator.engine_args.enable_eplb: vLLM moves experts between places and loads new "
             "weights into the places of the start; leave it out"
         )
-    if engine_args.get("all2all_backend") == "moonep":
-        raise UsageError(
+    if given.get("all2all_backend") == "moonep":
+        yield (
             'generator.engine_args.all2all_backend = "moonep" keeps a part of the experts where '
             "new weights don't reach it: choose another"
         )
     text = hf_config.get_text_config()
-    if text.model_type == "gpt_oss":
-        raise UsageError(
+    kind = text.model_type
+    if kind == "gpt_oss":
+        yield (
             "model.path: vLLM loads experts and sinks of a gpt_oss at its start only, so new "
-            'weights would not reach them: set generator.engine = "torch"'
+            f"weights would not reach them: {ours}"
         )
     rope = getattr(text, "rope_parameters", None) or {}
     if platform == "cpu" and _latent_size(text) and rope.get("rope_type") == "default":
-        raise UsageError(
+        yield (
             "model.path: on CPUs vLLM turns parts of queries wrong in latent attention with plain "
-            'rotary positions (rope_type): set generator.engine = "torch"'
+            f"rotary positions (rope_type): {ours}"
         )
-    kinds = set(getattr(text, "layer_types", None) or ())
-    if getattr(text, "use_sliding_window", False) and kinds != {"sliding_attention"}:
-        raise UsageError(
-            f"model.path: vLLM gives all layers of a {text.model_type} a window or none, and this "
-            "model has one in some (use_sliding_window, max_window_layers): set "
-            'generator.engine = "torch"'
+    layers = set(getattr(text, "layer_types", None) or ())
+    if getattr(text, "use_sliding_window", False) and layers != {"sliding_attention"}:
+        yield (
+            f"model.path: vLLM gives all layers of a {kind} a window or none, and this model has "
+            f"one in some (use_sliding_window, max_window_layers): {ours}"
         )
     window = getattr(text, "sliding_window", None) or config.max_context
-    if text.model_type == "cohere2" and window < config.max_context:
-        raise UsageError(
-            f"model.path: in the windows of a cohere2 vLLM has one token more than Transformers: "
-            f"set generator.max_context to {window} at most, or generator.engine = "
-            '"torch"'
+    if kind == "cohere2" and window < config.max_context:
+        yield (
+            "model.path: in the windows of a cohere2 vLLM has one token more than Transformers: "
+            f"set generator.max_context to {window} at most, or {ours.removeprefix('set ')}"
         )
-    if text.model_type in _ALWAYS_TIED and not text.tie_word_embeddings:
-        raise UsageError(
-            f"model.path: vLLM takes the embedding for the output layer of a {text.model_type}, "
-            'and this model has another (tie_word_embeddings): set generator.engine = "torch"'
+    if kind in _ALWAYS_TIED and not text.tie_word_embeddings:
+        yield (
+            f"model.path: vLLM takes the embedding for the output layer of a {kind}, and this "
+            f"model has another (tie_word_embeddings): {ours}"
         )
 
 
 def adapter_arguments(
     config: GeneratorConfig, hf_config: Any, rank: int, factors: Iterable[str]
 ) -> dict[str, Any]:
-    """Engine arguments for versions that are an adapter of `rank` alone.
+    """Return engine arguments for versions that are an adapter of `rank` alone.
 
-    Args:
-        config: of the generator.
-        hf_config: of the model.
-        rank: of the factors.
-        factors: their names; other layers get no room for an adapter.
+    Layers without a name in `factors` get no room for an adapter.
 
     Raises:
         UsageError: vLLM was not seen to serve such an adapter right.
@@ -315,7 +298,7 @@ def adapter_arguments(
 def engine_arguments(
     config: GeneratorConfig, path: Path, hf_config: Any, dtype: str, seed: int, platform: str
 ) -> dict[str, Any]:
-    """Keyword arguments of `AsyncEngineArgs`, those of `generator.engine_args` included.
+    """Return arguments of `AsyncEngineArgs`, those of `generator.engine_args` included.
 
     Raises:
         UsageError: an unknown argument, or one that a key of ours decides.
