@@ -28,10 +28,6 @@ class Activity:
     `reason`: "weights", "work" or "environment". "decode" has `tokens` sampled; `cached_tokens`,
     `preemptions` and the highest `cache_usage` of the engine's `CacheFigures` meanwhile.
     "load_weights" has `version`.
-
-    Args:
-        metrics: receives the rows.
-        clock: seconds since the epoch.
     """
 
     def __init__(self, metrics: MetricsFile, clock: Callable[[], float] = STEADY) -> None:
@@ -93,13 +89,8 @@ class StallWatch:
     """How long the engine has been busy with nothing to show for it.
 
     Told by the loop's thread, looked at by another. Seconds in which nobody looked count little:
-    the whole process was stopped then.
-
-    Args:
-        engine: what the user calls it, for the sentence.
-        pace: seconds without a token that are allowed (10 x `buffer.stall_s`), and how fast weights
-            are loaded at the least.
-        clock: monotonic seconds.
+    the whole process was stopped then. `engine` is its name for the user, `pace` the seconds
+    without a token that are allowed, and the least rate at which weights are loaded.
     """
 
     def __init__(

@@ -108,11 +108,10 @@ def check_devices(config: RunConfig) -> None:
 
 
 def check_chat(config: RunConfig, row: dict[str, Any]) -> str:
-    """Write the first prompt with the model's chat template; a warning, or "".
+    """Write the first prompt with the model's chat template; return a warning, or "".
 
     Raises:
-        UsageError: there is no tokenizer or template for it, or the prompt leaves no room for an
-            answer.
+        UsageError: it can't be written, or leaves no room for an answer.
     """
     chat = open_chat(config)
     check_template(config.environment, chat)
@@ -150,12 +149,10 @@ def check_environment(config: RunConfig, row: dict[str, Any]) -> None:
     """Load the environment and put an empty response to `row` into it, or a whole group of them.
 
     A model can say nothing at all, so every reward must take an empty response. If there are more
-    turns, the model's chat template must be able to write them. Agents are only loaded: they ask a
-    model, and there is none yet.
+    turns, the chat template must be able to write them. Agents are only loaded: they ask a model.
 
     Raises:
-        UsageError: the environment cannot be loaded, fails on that response, or goes on in a way
-            that the chat template can't.
+        UsageError: the environment fails at that.
     """
     environment = config.environment
     if environment.asks and not environment.starts_agents:

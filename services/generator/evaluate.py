@@ -52,8 +52,7 @@ def evaluate_model(
     """Let the model in `path` answer `samples` prompts, going round `rows` as often as it takes.
 
     Environment, sampling and generator are those of `config`; `greedy` takes the most likely token
-    instead of sampling. Where rewards are those of groups, each prompt that is used has as many
-    samples as in training, as far as there are so many (`drawn`).
+    instead of sampling. Where rewards are those of groups, see `drawn`.
 
     Raises:
         UsageError: no model, tokenizer, environment or prompt.
@@ -121,10 +120,10 @@ def evaluate_model(
 
 
 def drawn(rows: Sequence[dict[str, Any]], config: RunConfig, samples: int) -> list[int]:
-    """Which of `rows` each of `samples` samples answers.
+    """Return which of `rows` each of `samples` samples answers, going round them.
 
-    They go round the rows. Environments that reward groups have as many samples by that as others,
-    but of fewer prompts: so few that each has as many samples as in training.
+    Environments that reward groups have as many samples by that as others, but of fewer prompts, so
+    that each has as many samples as in training.
     """
     found = [number % len(rows) for number in range(samples)]
     for one in config.rewarded_by_groups:

@@ -35,15 +35,8 @@ log = logging.getLogger(__name__)
 class GeneratorLoop:
     """Ties engine, rollouts, buffer and weights together.
 
-    Args:
-        session: membership in the run; its `stopping` ends the loop.
-        receiver: brings new weights.
-        buffer: brings samples, takes trajectories.
-        runner: the rollouts; drives its engine but for the weights.
-        config: the section `generator`. With `kv_policy` "drain", samples under way are ended
-            before new weights are loaded, and none are begun.
-        watch: is told what comes of the engine's work.
-        activity: is told what the loop does.
+    With `kv_policy` "drain", samples under way are ended before new weights are loaded, and none
+    are begun.
     """
 
     def __init__(
@@ -79,8 +72,7 @@ class GeneratorLoop:
 
         Raises:
             EngineError: the engine broke, or anything else that nobody foresaw. What was finished
-                before is delivered; the rest goes to others when this process leaves, from where it
-                was flushed last.
+                is delivered; others go on with the rest from where it was flushed last.
             UmbraError: the buffer refused our work, or the weights do not fit.
         """
         try:

@@ -53,15 +53,8 @@ def reward_groups(
 ) -> tuple[list[Trajectory], list[str]]:
     """Return `made` with rewards, all samples of a prompt judged at once; and what failed of them.
 
-    Args:
-        made: their prompts' ids are indices of `rows`; those of environments that do not reward
-            groups stay as they are.
-        rows: the prompts.
-        config: the environments and their stop strings are read.
-        chat: turns tokens into text.
-
-    Raises:
-        UsageError: the reward can't be loaded.
+    Prompts' ids are indices of `rows`. Samples of environments that do not reward groups stay as
+    they are. Raises UsageError if the reward can't be loaded.
     """
     groups: dict[str, list[Trajectory]] = {}
     judged: list[Trajectory] = []
@@ -100,8 +93,7 @@ def settings_for(
 ) -> RolloutSettings:
     """Return the settings of rollouts in the configured environment, or in each of several.
 
-    `generator` is the name of the process, which trajectories have; `greedy` takes the most likely
-    token instead of sampling.
+    `generator` is the name of the process, for trajectories; `greedy` takes the most likely token.
     """
 
     def one(
@@ -132,13 +124,10 @@ def open_environments(
     *,
     wake: Callable[[], None] = lambda: None,
 ) -> EnvironmentPool:
-    """Open the pool for `environment`; agents find an endpoint at `generator.serve`.
+    """Open the pool for `environment`, or for each of `config.environments`.
 
-    Args:
-        config: the run.
-        environment: what its rollouts talk to, if there is one; else those of `config`.
-        chat: knows the tokens that end turns.
-        wake: called, from any thread, whenever there may be something to do.
+    Agents find an endpoint at `generator.serve`. `wake` is called, from any thread, whenever there
+    may be something to do.
 
     Raises:
         UsageError: environment or agent can't be loaded, the model's chat template can't write its

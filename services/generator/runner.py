@@ -37,13 +37,9 @@ ENDS = {"turn_limit_reached": "turns", "context_length_exceeded": "length"}
 
 
 class RolloutRunner:
-    """Runs `Task`s to trajectories.
+    """Runs `Task`s to trajectories: turns by `engine`, environments in `pool`.
 
-    Args:
-        engine: where model turns are made.
-        pool: where environments run.
-        settings: what all rollouts share.
-        flush_tokens: tokens by which a sample grows until `flush` gives a partial of it; 0 = never.
+    `flush` gives a partial of a sample each time that it has grown by `flush_tokens`; 0 = never.
     """
 
     def __init__(
@@ -109,7 +105,6 @@ class RolloutRunner:
             self._collect()
 
     def take(self, outputs: Iterable[EngineOutput]) -> None:
-        """Hand outputs of the engine to their rollouts."""
         for output in outputs:
             rollout = self._rollouts.get(output.request_id)
             if rollout is not None:
@@ -125,10 +120,10 @@ class RolloutRunner:
         return finished, returned
 
     def drop(self, leases: Iterable[tuple[str, int]]) -> None:
-        """Forget these `(sample_id, attempt)`, whose leases were lost."""
+        """Forget these, whose leases were lost."""
         named = dict.fromkeys(leases)  # two answers may name the same
-        found = [self._rollouts.get(sample_id) for sample_id, _ in named]
-        gone = [one for one in found if one is not None and one.lease in named]
+        found = [(self._rollouts.get(sample_id), attempt) for sample_id, attempt in named]
+        gone = [one for one, attempt in found if one is not None and one.task.attempt == attempt]
         if gone:
             self.engine.abort([rollout.task.sample_id for rollout in gone])
         for rollout in gone:
@@ -142,11 +137,8 @@ class RolloutRunner:
         partials: list[Trajectory] = []
         if not self._flush_tokens:
             return partials
-        due = [
-            name
-            for name, tokens in self.engine.new_tokens().items()
-            if (rollout := self._rollouts.get(name)) is not None and len(tokens) >= rollout.due
-        ]
+        live, rollouts = self.engine.new_tokens(), self._rollouts
+        due = [n for n, made in live.items() if n in rollouts and len(made) >= rollouts[n].due]
         for output in self.engine.peek(due) if due else ():
             rollout = self._rollouts[output.request_id]
             rollout.saved = rollout.tokens + len(output.token_ids)
@@ -219,13 +211,9 @@ class RolloutRunner:
 
     def _end_stopped(self) -> None:
         """End the turns in which a stop string was said."""
-        if not self._has_stops:
-            return
-        ended = [
-            name
-            for name, tokens in self.engine.new_tokens().items()
-            if name in self._rollouts and self._rollouts[name].is_stopped(tokens)
-        ]
+        live = self.engine.new_tokens() if self._has_stops else {}
+        rollouts = self._rollouts
+        ended = [n for n, made in live.items() if n in rollouts and rollouts[n].is_stopped(made)]
         if ended:
             self.take(self.engine.abort(ended))
 
@@ -259,11 +247,7 @@ class RolloutRunner:
                 self._advance(rollout)
 
     def _take_in(self, rollout: Rollout, outcome: EpisodeOutcome) -> bool:
-        """Tell `rollout` what its environment or agent says; return whether it can go on.
-
-        Raises:
-            SampleError: the sample has failed.
-        """
+        """Take what an environment or agent says; return whether the sample goes on."""
         match rollout.phase, outcome.value:
             case _, None:
                 raise SampleError(outcome.error)

@@ -30,10 +30,7 @@ def run(
 ) -> int:
     """Generate until the run ends or this process is told to stop; return the exit code.
 
-    `make_engine` makes the engine of a generator; its second argument seeds what is drawn.
-
-    Raises:
-        UmbraError: the session ended because of it.
+    `make_engine` makes the engine; its second argument seeds what is drawn.
     """
     config = unrewarded(ctx.config, ctx.config.rewarded_by_scorers)
     # A process that is started again must not draw what the one before it drew.

@@ -69,11 +69,8 @@ def write_task(
         name: a key of `TASKS`; "verifiers:ID", which has no demos; or "gym:NAME", whose demos are
             the dataset's own answers.
         out: the folder.
-        seed: of the draws.
-        prompts: rows for training.
-        heldout: rows for evaluation.
-        demos: conversations for a warm start.
-        python: the Python that has the library, for verifiers; "" = ours.
+        seed, prompts, heldout, demos: of the draws, and rows of each file.
+        python: the Python that has verifiers; "" = ours.
         options: of the library's environment or dataset.
         environment: what every prompt row names as its environment, if that is not "".
 

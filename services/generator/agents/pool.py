@@ -54,13 +54,9 @@ class AgentSettings:
 
 
 class AgentPool:
-    """An `EnvironmentPool` whose conversations are led by agents.
+    """An `EnvironmentPool` whose conversations are led by agents, who come to `bound`.
 
-    Args:
-        config: the agent, how many processes of it there may be, and how long it may be silent.
-        settings: the rest.
-        bound: where to listen; closed in the end.
-        wake: called, from any thread, whenever an outcome is there.
+    `wake` is called, from any thread, whenever an outcome is there.
 
     Raises:
         UsageError: the agent can't be loaded.

@@ -109,11 +109,7 @@ class Engine(Protocol):
         ...
 
     def poll(self, timeout_s: float) -> list[EngineOutput]:
-        """Make progress (at most until something finished) and return what has finished.
-
-        Raises:
-            EngineError: the engine is broken.
-        """
+        """Make progress, and return what has finished; EngineError if the engine is broken."""
         ...
 
     def load(
@@ -165,11 +161,10 @@ class Engine(Protocol):
 
 
 def check_request(request: EngineRequest, max_context: int, vocabulary: int) -> int:
-    """The most tokens that `request` may get of an engine with these limits.
+    """Return the most tokens that `request` may get of an engine with these limits.
 
     Raises:
-        ValueError: it has no prompt, no room, tokens that the model doesn't know, or sampling out
-            of range; one sentence says which.
+        ValueError: it has no prompt, no room, unknown tokens, or sampling out of range; says which.
     """
     prompt, sampling = request.prompt_ids, request.sampling
     room = max_context - len(prompt)

@@ -41,8 +41,7 @@ def open_engine(config: RunConfig, name: str) -> OpenEngine:
     """Open the configured engine; `name` and the seed of the run seed what is drawn.
 
     Raises:
-        UsageError: a model or tokenizer that can't be used, or settings that the engine does not
-            have.
+        UsageError: no usable model or tokenizer, or settings that the engine does not have.
         StartupError: vLLM's processes did not come up.
     """
     generator = config.generator

@@ -61,13 +61,10 @@ class SlotCache(Cache):
         takers: Sequence[Sequence[int]],
         view: tuple[int, int],
     ) -> None:
-        """Next, rows `[0, len(newest))` get a token each, and then `contexts` are read.
+        """Give rows `[0, len(newest))` a token each next, then read `contexts`.
 
-        Args:
-            newest: int64, the column of each row's token.
-            contexts: sequences that are read.
-            takers: the rows that each of them is written to.
-            view: how many rows and columns attention looks at.
+        `newest` are the columns of the rows' tokens, int64; `takers` the rows that each context is
+        written to; `view` how many rows and columns attention looks at.
         """
         self._view = view
         count, device = len(newest), newest.device

@@ -229,9 +229,7 @@ class TorchEngine:
 
     @torch.inference_mode()
     def poll(self, timeout_s: float = 0.0) -> list[EngineOutput]:
-        """One pass over all live rows, free slots filled before; what finished in it.
-
-        It never waits, so `timeout_s` has no effect.
+        """Make one pass over all live rows, free slots filled before; return what finished in it.
 
         Raises:
             EngineError: torch failed, or the logits are not finite.

@@ -9,11 +9,7 @@ _RECENT = 256
 
 
 class RecentLengths:
-    """Lengths, prompt included, with which sequences left an engine.
-
-    Args:
-        most: what a sequence is taken for until one has ended.
-    """
+    """Lengths, prompt included, with which sequences left an engine; `most` until one has."""
 
     def __init__(self, most: int) -> None:
         self._most = most

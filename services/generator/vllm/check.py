@@ -74,7 +74,6 @@ def vllm_differences(
 
     Raises:
         UsageError: vLLM refuses the model, or is not installed.
-        StartupError: vLLM's processes did not come up.
         EngineError: vLLM could not load what was published.
     """
     require_vllm()
