@@ -13,7 +13,7 @@ from fakes.waiting import until
 
 from umbra.proto.errors import UsageError
 from umbra.services.config import EnvironmentConfig
-from umbra.services.environments.pool import ProcessPool, open_pool
+from umbra.services.environments.pool import ProcessPool
 from umbra.services.environments.protocol import EpisodeOutcome, Opening, StepResult
 
 USER_CODE = """
@@ -136,12 +136,6 @@ def test_a_python_that_is_none_is_named(start: Start, tmp_path: Path) -> None:
         start(python=str(ends))
 
 
-def test_an_instant_environment_runs_in_its_python_too(bare_python: str) -> None:
-    pool = open_pool(EnvironmentConfig(kind="exact", python=bare_python))
-    assert isinstance(pool, ProcessPool)
-    pool.close()
-
-
 def closed(tmp_path: Path) -> str:
     file = tmp_path / "closed"
     return file.read_text() if file.exists() else ""
@@ -160,16 +154,6 @@ def test_environments_are_closed_when_their_samples_are_over(
     until(lambda: closed(tmp_path) == "ab", lambda: closed(tmp_path))
     player.pool.close()
     assert closed(tmp_path) == "abc"
-
-
-def test_one_that_is_overdue_is_closed_if_it_shares_its_process(
-    start: Start, tmp_path: Path
-) -> None:
-    player = start("Waiting", timeout_s=seconds(0.5))
-    assert "took longer" in player.play("a", "hang").error
-    player.pool.forget("a")
-    player.play("b")
-    until(lambda: closed(tmp_path) == "a", lambda: closed(tmp_path))
 
 
 def test_a_close_that_hangs_costs_its_process_and_no_sample(start: Start, tmp_path: Path) -> None:

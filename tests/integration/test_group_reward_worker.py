@@ -178,23 +178,3 @@ def test_a_model_is_evaluated_on_whole_groups(module: None, tiny_model_dir: Path
     rows = [{"prompt": str(number)} for number in range(20)]
     result = evaluate_model(tiny_model_dir, rows, config, samples=8)
     assert (result.accuracy, result.failed) == (4.0, 0)  # each group of four was a group
-
-
-def test_a_model_is_evaluated_where_some_of_several_environments_reward_groups(
-    module: None, tiny_model_dir: Path
-) -> None:
-    names = ("counted", "alone")
-    config = RunConfig(
-        environments=(
-            NamedEnvironment(
-                name="counted", kind="reward", reward="grouped:faulty", reward_scope="group"
-            ),
-            NamedEnvironment(name="alone", kind="reward", reward="grouped:faulty"),
-        ),
-        sampling=SamplingConfig(max_tokens=2),
-        buffer=BufferConfig(group_size=4),
-        generator=GeneratorConfig(slots=8, max_context=64, device="cpu", threads=1),
-    )
-    rows = [{"prompt": str(n), "environment": names[n % 2]} for n in range(20)]
-    result = evaluate_model(tiny_model_dir, rows, config, samples=16)
-    assert (result.accuracy, result.failed) == (2.5, 0)  # half of 4, half of 1
