@@ -78,16 +78,13 @@ def test_what_agrees_with_the_run_is_served() -> None:
     ("fields", "param", "says"),
     [
         ({"temperature": "hot"}, "temperature", "Expected `float | null`"),
-        ({"stop": [""]}, "stop", "empty"),
         ({"n": 2}, "n", "n = 2 is not supported: use 1"),
         ({"best": 1}, "best", "best is not supported here: leave it out"),
         ({"system": "hi"}, "system", "system is not supported here: leave it out"),
         ({"tool_choice": "none"}, "tool_choice", 'use "auto"'),
         ({"response_format": {"type": "json_object"}}, "response_format", "use"),
-        ({"top_logprobs": 3}, "top_logprobs", "use 0"),
         ({"max_tokens": 0}, "max_tokens", "use 1 or more"),
         ({"messages": []}, "messages", "empty"),
-        ({"messages": "hi"}, "messages", "Expected `array"),
         ({"messages": [{"content": "x"}]}, "messages[0]", "no role"),
         ({"messages": [USER, {"role": "user", "content": 3}]}, "messages[1].content", "text"),
         (
@@ -106,7 +103,6 @@ def test_what_agrees_with_the_run_is_served() -> None:
             "not supported",
         ),
         ({"tools": [{"name": "add"}]}, "tools", "function"),
-        ({"tools": {}}, "tools", "Expected"),
     ],
 )
 def test_what_a_chat_refuses(fields: dict[str, Any], param: str, says: str) -> None:
@@ -124,7 +120,6 @@ def test_what_a_chat_refuses(fields: dict[str, Any], param: str, says: str) -> N
         ({"prompt": [1, 2]}, "Expected `str`"),
         ({"logprobs": 2}, "use 0"),
         ({"echo": True}, "echo = true is not supported: use false"),
-        ({"best_of": 4}, "use 1"),
     ],
 )
 def test_what_a_completion_refuses(fields: dict[str, Any], says: str) -> None:

@@ -257,14 +257,6 @@ def worst_by_scorer(config: RunConfig, directory: Path, made: list[Trajectory]) 
     return max(abs(one - other) for one, other in zip(found, asked, strict=True))
 
 
-def test_a_greedy_evaluation_is_greedy_in_all_of_them(tiny_model_dir: Path, tmp_path: Path) -> None:
-    config = loaded(tmp_path, RUN.replace('stop = ["so"]', ""))
-    made = sampled(config, tiny_model_dir, greedy=True)
-    assert {t.sampling.temperature for t in made} == {0.0}
-    for name in ("cool", "plain", "hot"):
-        assert len({t.response_ids for t in of(made, name)}) == 1
-
-
 def test_agents_are_held_to_the_sampling_of_their_environment(
     chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,14 +78,6 @@ class Talk:
         return found
 
 
-def test_one_line_has_no_branches(tokenizer: Any) -> None:
-    talk = Talk(tokenizer)
-    talk.turn("1", None, "2")
-    talk.turn("3", 0, "4")
-    assert not talk.rollout.branched
-    assert talk.texts(talk.end()) == ["U1A[2.]U3A[4.]"]
-
-
 def test_a_branch_has_the_tokens_before_it(tokenizer: Any) -> None:
     talk = Talk(tokenizer)
     talk.turn("1", None, "22", version=3)
@@ -157,14 +149,6 @@ def test_limits_count_what_they_say(tokenizer: Any) -> None:
     with pytest.raises(RefusedError, match="context length"):
         talk.ask("9" * 64, None)
     assert len(talk.texts(talk.end())) == 3
-
-
-def test_nobody_goes_on_with_several_lines(tokenizer: Any) -> None:
-    talk = Talk(tokenizer)
-    talk.turn("1", None, "2")
-    assert talk.rollout.partial() is not None
-    talk.turn("3", None, "4")
-    assert talk.rollout.partial() is None
 
 
 def test_a_resumed_sample_may_branch_once_it_is_where_it_was(tokenizer: Any) -> None:

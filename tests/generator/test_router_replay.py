@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ from umbra.services.modeling.scorer import Scorer
 from umbra.services.scorer.logprobs import LogprobWorker
 from umbra.services.trainer.batch import BatchError, TrainBatch, make_batch
 from umbra.services.trainer.learner import Learner
-from umbra.services.trainer.update import PolicyUpdate
 
 MIXTURES = ("qwen3-moe", "qwen2-moe", "mixtral", "deepseek-v3", "glm4-moe", "gpt-oss", "olmoe")
 SOME = ("qwen3-moe", "deepseek-v3", "gpt-oss")  # one for each kind of router
@@ -287,14 +285,10 @@ ROUTING = Routing(layers=2, choices=2, experts=4, chosen=bytes([0, 1, 2, 3] * 4)
     [
         ({}, None),
         ({"chosen": bytes(12)}, "routing is of 3 tokens, 4 to 4 are needed"),
-        ({"chosen": bytes(20)}, "routing is of 5 tokens, 4 to 4 are needed"),
         ({"chosen": bytes(15)}, "15 bytes, no multiple of 4"),
         ({"chosen": bytes([4] * 16)}, "experts beyond 3"),
-        ({"layers": 0}, "routing of 0 layers"),
-        ({"layers": -1}, "routing of -1 layers"),
         ({"layers": 1 << 62}, "routing of 46"),
         ({"choices": 5}, "to 5 of 4 experts"),
-        ({"experts": 1 << 40}, "of 1099511627776 experts"),
         ({"layers": 4, "choices": 1}, r"are \(4, 1, 4\), those of the trainer's model \(2, 2, 4\)"),
     ],
 )
@@ -361,26 +355,6 @@ def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
         told_routers(ARCHITECTURES[MIXTURE].model(), "cpu", 64)
 
 
-def test_a_copy_of_a_model_has_routers_of_its_own() -> None:
-    model = ARCHITECTURES[MIXTURE].model()
-    routers = Routers.of(model)
-    assert routers is not None and Routers.of(model) is routers
-    routers.replay = torch.zeros(3, 2, 2, dtype=torch.int16)
-    copied = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in copied.parameters():
-            parameter.zero_()
-    ids = torch.tensor([[5, 6, 7]])
-    assert copied(ids).logits.abs().sum() == 0
-    own = Routers.of(copied)
-    assert own is not None and own is not routers
-    own.replay = None
-    told, plain = model(ids).logits, ARCHITECTURES[MIXTURE].model()(ids).logits
-    assert not torch.equal(told, plain)
-    routers.replay = None
-    assert torch.equal(model(ids).logits, plain)
-
-
 def test_a_router_without_topk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = ARCHITECTURES[MIXTURE].model()
     made = recorded(generated(model))
@@ -415,29 +389,3 @@ def test_eval_samples_carry_no_routing() -> None:
         rollout = Rollout(sample({}, pinned_version=pinned), settings)
         made = rollout.trajectory(output)
         assert (made.routing is not None) == kept
-
-
-def test_an_update_says_how_experts_are_used_and_what_was_rerouted(tmp_path: Path) -> None:
-    directory = ARCHITECTURES[MIXTURE].write(tmp_path / "model")
-    made = randomly_routed(recorded(generated(ARCHITECTURES[MIXTURE].model())), 4)
-    rows: dict[str, Any] = {}
-    for replay in ("true", "false"):
-        settings = config(directory, router_replay=replay, share_prompts="false")
-        learner = Learner(ARCHITECTURES[MIXTURE].model(), settings.trainer, 2)
-        update = PolicyUpdate(settings, learner)
-        routed = make_batch(made, 1000, routers=learner.replayed)
-        rows[replay] = update(routed, 0, lambda: True)
-    counts = np.zeros((2, 4))
-    for one in made:
-        for layer in range(2):
-            np.add.at(counts[layer], chosen_experts(one)[:, layer].flatten(), 1)
-    busiest = counts.max(1) / counts.mean(1)
-    assert rows["true"]["experts/load/mean"] == pytest.approx(busiest.mean())
-    assert rows["true"]["experts/load/max"] == pytest.approx(busiest.max())
-    share = counts / counts.sum(1, keepdims=True)
-    entropy = -(share * np.log(share)).sum(1) / np.log(4)
-    assert rows["true"]["experts/entropy/min"] == pytest.approx(entropy.min())
-    assert rows["true"]["experts/dead"] == 0
-    assert 0.1 < rows["true"]["experts/rerouted"] < 0.9
-    assert "experts/rerouted" not in rows["false"]
-    assert rows["false"]["experts/load/mean"] != rows["true"]["experts/load/mean"]

@@ -16,7 +16,8 @@ from umbra.services.modeling.weights import tensors_in
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
 from umbra.services.weights.manifest import build_manifest
 
-NAMES = [name for name in ARCHITECTURES if name not in ("qwen3-tied", "qwen3-vl")]
+# One for each way in which checkpoints name experts and layers.
+NAMES = ("llama", "qwen3-moe", "mixtral", "deepseek-v3", "gpt-oss", "olmoe")
 
 
 def outline(config: PreTrainedConfig) -> PreTrainedModel:

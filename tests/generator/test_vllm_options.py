@@ -133,17 +133,6 @@ def test_what_would_be_wrong_after_new_weights_is_refused(
         check_served(GeneratorConfig(engine_args=given, max_context=129), config, "cpu")
 
 
-def test_what_is_right_after_new_weights_is_taken() -> None:
-    args = {"quantization": "fp8", "enable_eplb": False}
-    check_served(GeneratorConfig(engine_args=args), HF_CONFIG, "cuda")
-    args = {"quantization": "fp8_per_channel"}
-    check_served(GeneratorConfig(engine_args=args), HF_CONFIG, "cpu")
-    cohere = of(model_type="cohere2", sliding_window=128, tie_word_embeddings=True)
-    check_served(GeneratorConfig(max_context=128), cohere, "cpu")
-    latent = of(**vars(LATENT), rope_parameters={"rope_type": "default"})
-    check_served(GeneratorConfig(), latent, "cuda")
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("given", "part"),

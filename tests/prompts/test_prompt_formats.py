@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 
 from umbra.proto.errors import UsageError
-from umbra.services.buffer.prompts import open_prompts
-from umbra.services.config import DataConfig
 from umbra.services.prompts.readers import read_source
 
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -22,7 +20,6 @@ ROWS = [
     {"prompt": f"sort {n}", "answer": str(n), "weight": n / 2, "tags": ["a", "b"][: n % 3]}
     for n in range(5)
 ]
-CHAT = [{"prompt": [{"role": "user", "content": f"row {n}"}], "answer": n} for n in range(3)]
 
 
 @pytest.fixture(autouse=True)
@@ -43,11 +40,10 @@ def write_folder(folder: Path, **splits: list[dict[str, Any]]) -> str:
     return f"datasets:{folder}"
 
 
-@pytest.mark.parametrize("rows", [ROWS, CHAT])
-def test_a_parquet_file(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
-    found = read_source(write_parquet(tmp_path / "p.parquet", rows))
-    assert [prompt.row for prompt in found] == rows
-    assert [prompt.prompt_id for prompt in found] == [str(n + 1) for n in range(len(rows))]
+def test_a_parquet_file(tmp_path: Path) -> None:
+    found = read_source(write_parquet(tmp_path / "p.parquet", ROWS))
+    assert [prompt.row for prompt in found] == ROWS
+    assert [prompt.prompt_id for prompt in found] == ["1", "2", "3", "4", "5"]
 
 
 def test_a_folder_of_json_files_and_its_splits(tmp_path: Path) -> None:
@@ -63,24 +59,6 @@ def test_what_save_to_disk_wrote(tmp_path: Path) -> None:
     assert [p.row for p in read_source(f"datasets:{tmp_path}/one")] == ROWS
     assert [p.row for p in read_source(f"datasets:{tmp_path}/two")] == ROWS
     assert [p.row for p in read_source(f"datasets:{tmp_path}/two:heldout")] == ROWS[1:2]
-
-
-def test_a_mixture_of_formats_takes_up_where_it_was(tmp_path: Path) -> None:
-    lines = tmp_path / "p.jsonl"
-    lines.write_text("\n".join(map(json.dumps, CHAT)))
-    data = DataConfig(prompts={
-        str(lines): 1.0,
-        write_parquet(tmp_path / "p.parquet", ROWS): 2.0,
-        write_folder(tmp_path / "set", train=ROWS): 1.0,
-    })  # fmt: skip
-    feed = open_prompts(data, seed=3)
-    drawn = [next(feed).prompt_id for _ in range(10)]
-    position = feed.position()
-    rest = [next(feed).prompt_id for _ in range(20)]
-    assert {name[0] for name in drawn + rest} == {"0", "1", "2"}
-    again = open_prompts(data, seed=3)
-    again.seek(position)
-    assert [next(again).prompt_id for _ in range(20)] == rest
 
 
 def mistakes(folder: Path) -> dict[str, tuple[str, str]]:

@@ -15,7 +15,7 @@ from umbra.deploy.prepare.preflight import check_run
 from umbra.proto.errors import UsageError
 from umbra.services.buffer.prompts import first_rows, open_prompts
 from umbra.services.config import DataConfig, EvalConfig, ModelConfig, RunConfig
-from umbra.services.prompts.readers import is_elsewhere, pin_source, read_source
+from umbra.services.prompts.readers import pin_source, read_source
 
 ROWS = [{"question": f"{n}+{n}", "answer": str(2 * n), "level": n} for n in range(4)]
 LINES = "".join(f"{json.dumps(row)}\n" for row in ROWS).encode()
@@ -74,12 +74,6 @@ class TestColumns:
         with pytest.raises(UsageError, match=r"eval\.prompts: .*eval\.columns = "):
             check_run(RunConfig(model=config.model, data=data, eval=EvalConfig(prompts=file)))
 
-    def test_from_a_run_file_and_a_flag(self, file: str, tmp_path: Path) -> None:
-        text = f'[data]\nprompts = "{file}"\ncolumns = {{ prompt = "question" }}\n'
-        (tmp_path / "run.toml").write_text(text + '[model]\npath = "/m"\n')
-        config = load_run(tmp_path / "run.toml", ("eval.columns.answer=gold",))
-        assert config.data.columns == COLUMNS and config.eval.columns == {"answer": "gold"}
-
 
 def test_a_url_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text('[data]\nprompts = "https://host/rows.jsonl?key=hidden"\n')
@@ -128,10 +122,6 @@ class TestDataSets:
         with pytest.raises(UsageError, match="acme/sums:main:dev cannot be loaded"):
             rows("datasets:acme/sums:main:dev")
 
-    def test_a_folder_is_not_looked_for(self, hub: Hub, tmp_path: Path) -> None:
-        name = f"datasets:{tmp_path}"
-        assert not is_elsewhere(name) and pin_source(name) == name and hub.requests == []
-
     def test_a_folder_is_named_from_anywhere(
         self, hub: Hub, tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -144,9 +134,3 @@ class TestDataSets:
         assert config.data.prompts == f"datasets:{tmp_path}/mine/rows:train[:3]"
         (tmp_path / "mine" / "rows").rename(tmp_path / "rows")
         assert load_run(run_file, ()).data.prompts == f"datasets:{tmp_path}/rows:train[:3]"
-
-    def test_without_a_network_the_library_decides(
-        self, hub: Hub, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-        assert pin_source("datasets:acme/sums:train") == "datasets:acme/sums:train"

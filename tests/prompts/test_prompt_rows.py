@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
 import decimal
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from umbra.compat.trl import GRPOTrainer
 from umbra.proto.bounds import ROW_KEYS
 from umbra.proto.errors import UsageError
 from umbra.services.prompts.readers import read_source
@@ -27,34 +24,23 @@ ROWS: list[dict[str, Any]] = [{"prompt": "one", "word": "a"}, {"prompt": "two", 
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "NaN": (float("nan"), "nan is no number of JSON"),
-    "infinity": (float("-inf"), "-inf is no number of JSON"),
-    "numpy NaN": (np.float32("nan"), "nan is no number"),
     "NaN in an array": (np.array([1.0, np.nan]), r"\[1\]: nan is no number"),
     "bytes": (b"raw", "a bytes is no JSON value"),
     "Decimal": (decimal.Decimal("1.5"), "a Decimal is no JSON value"),
-    "date": (datetime.datetime(2026, 1, 1), "a datetime is no JSON value"),
-    "numpy date": (np.datetime64("2026-01-01"), "a date is no JSON value"),
-    "missing": (pandas.NA, "a NAType is no JSON value"),
     "huge": (10**30, "more than 64 bits"),
-    "set": ({1}, "a set is no JSON value"),
     "surrogate": ("a\ud800b", "a lone surrogate"),
     "nested": ({"deep": [{"er": b""}]}, r'"odd".deep\[0\].er: a bytes'),
     "key": ({1: 2}, "the key 1 is a int"),
 }
 
 READ: dict[str, tuple[Any, Any]] = {
-    "None": (None, None),
     "numpy number": (np.int64(3), 3),
-    "numpy float": (np.float64(0.5), 0.5),
-    "numpy flag": (np.bool_(True), True),
     "numpy text": (np.str_("x"), "x"),
     "array": (np.array([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
     "array of objects": (np.array([{"a": None, "b": np.int8(1)}], dtype=object), [{"b": 1}]),
-    "tuple": ((1, "a"), [1, "a"]),
     "padded": ({"a": 1, "b": None, "c": {"d": None}}, {"a": 1, "c": {}}),
     "list with null": ([1, None], [1, None]),
     "large": (2**63, 2**63),
-    "empty": ("", ""),
 }
 
 
@@ -78,10 +64,8 @@ def test_what_has_a_json_value_becomes_it(name: str) -> None:
     "prompt, words",
     [
         ("", "got ''"),
-        ([], r"got \[\]"),
         ([{"role": "user"}], r"got \[{'role': 'user'}\]"),
         ([{"role": "user", "content": [{"type": "image"}]}], r"got \[{'role': 'user', "),
-        (3, "got 3"),
         (None, "got None"),
     ],
 )
@@ -105,7 +89,6 @@ def test_a_row_that_no_generator_would_receive_is_refused() -> None:
 
 TABLES: dict[str, Callable[[], Any]] = {
     "rows": lambda: ROWS,
-    "generator": lambda: (row for row in ROWS),
     "pandas": lambda: pandas.DataFrame(ROWS).to_dict("records"),
     "datasets": lambda: datasets.Dataset.from_list(ROWS),
 }
@@ -122,9 +105,6 @@ def test_a_table_is_read_by_rows(name: str) -> None:
         (datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)), "holds splits: give one"),
         ({"prompt": ["one"]}, "not a dict"),
         (pandas.DataFrame(ROWS), r"not a DataFrame; .* frame.to_dict\(.records.\)"),
-        (pyarrow.Table.from_pylist(ROWS), "not a Table"),
-        (7, "not a int"),
-        (b"text", "not a bytes"),
         ([["one"]], "row 1 is a list"),
         (["one", 2], "row 2 is a int"),
     ],
@@ -132,12 +112,6 @@ def test_a_table_is_read_by_rows(name: str) -> None:
 def test_what_has_no_rows_is_refused_by_its_type(table: Any, words: str) -> None:
     with pytest.raises(UsageError, match=f"^prompts.*{words}"):
         rows_of(table, "prompts")
-
-
-def test_trl_data_sets_are_read_alike() -> None:
-    splits = datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS))
-    with pytest.raises(UsageError, match="train_dataset: a DatasetDict holds splits"):
-        GRPOTrainer("model", lambda: 0, train_dataset=splits)
 
 
 PADDED = [
@@ -152,11 +126,6 @@ PADDED = [
 ]
 
 
-def jsonl(folder: Path) -> str:
-    (folder / "rows.jsonl").write_text("\ufeff" + "\n".join(map(json.dumps, PADDED)))
-    return str(folder / "rows.jsonl")
-
-
 def arrow(folder: Path) -> str:
     parquet.write_table(pyarrow.Table.from_pylist(PADDED), folder / "rows.parquet")
     return str(folder / "rows.parquet")
@@ -167,14 +136,6 @@ def saved(folder: Path) -> str:
     return f"datasets:{folder / 'saved'}"
 
 
-def function(folder: Path) -> str:
-    (folder / "padded_rows.py").write_text(
-        "import pandas\n\ndef rows():\n"
-        f"    return pandas.DataFrame({PADDED!r}).to_dict('records')\n"
-    )
-    return "padded_rows:rows"
-
-
 @pytest.fixture
 def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
@@ -182,6 +143,6 @@ def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
 
 
-@pytest.mark.parametrize("write", [jsonl, arrow, saved, function])
+@pytest.mark.parametrize("write", [arrow, saved])
 def test_what_arrow_pads_is_left_out(beside: Path, write: Callable[[Path], str]) -> None:
     assert [prompt.row for prompt in read_source(write(beside))] == PADDED

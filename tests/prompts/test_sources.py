@@ -19,9 +19,6 @@ def seven():
 
 def none():
     return []
-
-def numbers():
-    return [1, 2]
 """
 
 
@@ -104,7 +101,6 @@ def test_a_position_in_other_prompts_is_refused(tmp_path: Path) -> None:
     ("name", "said"),
     [
         ("none", "my_prompts:none has no rows"),
-        ("numbers", "my_prompts:numbers, row 1 is a int"),
         ("missing", "my_prompts:missing gave no prompts: AttributeError"),
     ],
 )

@@ -29,7 +29,7 @@ from umbra.services.environments.protocol import (
     Turn,
 )
 from umbra.services.environments.worker_pool import END_S, NO_REWARD, WorkerPool, offered_name
-from umbra.services.generator.agents.calls import Answer, Call, CallRules
+from umbra.services.generator.agents.calls import Call, CallRules
 from umbra.services.generator.agents.server import MAX_BODY, Edge, host_of, url_of
 from umbra.services.generator.agents.session import AgentSession, News, SessionRegistry
 from umbra.services.http import ApiError, HttpServer
@@ -73,10 +73,9 @@ class AgentPool:
     ) -> None:
         self.url = url_of(bound, settings.advertise)
         self._config = config
-        self._clock = time.monotonic
         self._key = settings.key
         self._outcomes = Outcomes(wake)
-        self._registry = SessionRegistry(
+        self.sessions = SessionRegistry(
             config.timeout_s, self._pass_on, branches=config.branches == "train"
         )
         self._arrivals: set[asyncio.Future[None]] = set()  # agents that wait for a sample
@@ -84,7 +83,7 @@ class AgentPool:
         self._workers: WorkerPool | None = None
         if config.starts_agents:
             self._workers = WorkerPool(config, self._left, self._began, agents=True)
-        self._idle_since = self._clock()
+        self._idle_since = time.monotonic()
         told = self.url if settings.advertise else ""
         edge = Edge(self, settings.rules, settings.model, int(time.time()), told)
         self._server = HttpServer(
@@ -126,9 +125,6 @@ class AgentPool:
 
     # -- sessions, within the event loop ----------------------------------------------------------
 
-    def find(self, session_id: str) -> AgentSession:
-        return self._registry.find(session_id)
-
     async def lease(self, wait_s: float, lease_s: float, environment: str) -> AgentSession | None:
         """Return a session for an agent from outside, as soon as there is one.
 
@@ -144,25 +140,17 @@ class AgentPool:
                 status=404,
                 code="other_environment",
             )
-        deadline = Deadline(wait_s, clock=self._clock)
-        while (session := self._registry.lease(self._clock(), lease_s)) is None:
+        deadline = Deadline(wait_s)
+        while (session := self.sessions.lease(time.monotonic(), lease_s)) is None:
             if deadline.passed or self._stopping:
                 return None
             arrival: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._arrivals.add(arrival)
             await asyncio.wait([arrival], timeout=deadline.left_s)
             self._arrivals.discard(arrival)
-        self._idle_since = self._clock()
+        self._idle_since = time.monotonic()
         self._outcomes.deliver(EpisodeOutcome(session.key, Begun()))
         return session
-
-    def renew(self, session_ids: Sequence[str], lease_s: float) -> list[str]:
-        """Renew the leases of these sessions; return those that are over."""
-        return self._registry.renew(session_ids, self._clock(), lease_s)
-
-    async def ask(self, session: AgentSession, call: Call, *, repeated: bool) -> Answer:
-        """Return the model's answer to `call`; raises ApiError if there is none."""
-        return await asyncio.wrap_future(session.ask(call, repeated=repeated))
 
     def _pass_on(self, session: AgentSession, call: Call, news: News) -> None:
         ask = Ask(
@@ -183,7 +171,7 @@ class AgentPool:
         if self._workers is None:
             self._settle(session)
         elif session.over is None and not session.left:
-            session.wait(self._clock())  # for the end of its program
+            session.wait(time.monotonic())  # for the end of its program
 
     def give_up(self, session: AgentSession, reason: str) -> None:
         if session.over is None and session.reward is not None:
@@ -192,7 +180,7 @@ class AgentPool:
         self._outcomes.deliver(EpisodeOutcome(session.key, error=session.verdict))
 
     def _open(self, key: str, row: Row) -> None:
-        session = self._registry.open(key, row)
+        session = self.sessions.open(key, row)
         if self._workers is not None:
             self._workers.forget(key)  # of the same sample, begun anew
             url = f"{self.url}/sessions/{session.id}"
@@ -205,14 +193,14 @@ class AgentPool:
                 arrival.set_result(None)
 
     def _close(self, key: str) -> None:
-        self._registry.close(key)
+        self.sessions.close(key)
         if self._workers is not None:
             self._workers.forget(key)
 
     def _replied(self, session: AgentSession, said: Turn | UmbraError) -> None:
         if session.over is not None:
             return
-        session.answered(said, self._clock())
+        session.answered(said, time.monotonic())
         if self._workers is None or session.left:
             self._settle(session)
 
@@ -224,16 +212,16 @@ class AgentPool:
     # -- our own agents ---------------------------------------------------------------------------
 
     def _began(self, key: str) -> None:
-        session = self._registry.of(key)
+        session = self.sessions.of(key)
         if session is None:
             return
-        session.begin(self._clock())
+        session.begin(time.monotonic())
         self._outcomes.deliver(EpisodeOutcome(key, Begun()))
 
     def _left(self, outcome: EpisodeOutcome) -> None:
         """Take an agent's result, or that it is lost with its process."""
         key, value = outcome.key, outcome.value
-        session = self._registry.of(key)
+        session = self.sessions.of(key)
         if session is None:
             return
         if isinstance(value, Lost):
@@ -266,7 +254,7 @@ class AgentPool:
             self._watch.cancel()
         self._stopping = True
         self._rouse()
-        self._registry.close_all("the generator stops")
+        self.sessions.close_all("the generator stops")
         if self._workers is not None:
             await self._workers.close()
         await self._server.stop()
@@ -275,7 +263,7 @@ class AgentPool:
         config = self._config
         while True:
             await asyncio.sleep(_LOOK_S)
-            for session in self._registry.overdue(self._clock()):
+            for session in self.sessions.overdue(time.monotonic()):
                 if session.reward is not None:
                     session.leave()
                     self._settle(session)
@@ -288,25 +276,25 @@ class AgentPool:
                         f"{config.timeout_s:g} s after turn {session.turns}{refusal}"
                     )
                     self._outcomes.deliver(EpisodeOutcome(session.key, error=session.verdict))
-            for session in self._registry.expired(self._clock()):
+            for session in self.sessions.expired(time.monotonic()):
                 why = "its agent's lease was not renewed in time"
                 self._lose(session.key, why, Lost(why))
             self._warn_if_lonely()
 
     def _lose(self, key: str, why: str, lost: Lost) -> None:
         """Have the sample begin again, for another agent."""
-        self._registry.close(key, why)
+        self.sessions.close(key, why)
         log.info("sample %s: its agent is lost: %s", key, why)
         self._outcomes.deliver(EpisodeOutcome(key, lost))
 
     def _warn_if_lonely(self) -> None:
-        now = self._clock()
-        if self._workers is not None or not self._registry.waiting:
+        now = time.monotonic()
+        if self._workers is not None or not self.sessions.waiting:
             self._idle_since = now
         elif now - self._idle_since > _LONELY_S:
             log.warning(
                 "%d samples wait for an agent: none has asked %s/sessions for work in %.0f s",
-                self._registry.waiting,
+                self.sessions.waiting,
                 self.url,
                 _LONELY_S,
             )

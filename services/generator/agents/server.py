@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 import math
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from functools import partial
@@ -125,7 +126,8 @@ class Edge:
 
     async def _renew(self, request: Request) -> Response:
         asked = _read(await request.body(), _Renewal)
-        return JSONResponse({"lost": self._pool.renew(asked.ids, asked.lease_s)})
+        lost = self._pool.sessions.renew(asked.ids, time.monotonic(), asked.lease_s)
+        return JSONResponse({"lost": lost})
 
     async def _complete(self, kind: type[Dialect], request: Request) -> Response:
         dialect = kind(request.path_params["session"], self._model, self._created)
@@ -133,7 +135,7 @@ class Edge:
             session = self._session(request)
             call = dialect.call(await request.body(), self._rules)
             repeated = request.headers.get(_REPEATED, "0") != "0"
-            asked = asyncio.ensure_future(self._pool.ask(session, call, repeated=repeated))
+            asked = asyncio.wrap_future(session.ask(call, repeated=repeated))
             asked.add_done_callback(lambda done: done.cancelled() or done.exception())
             # A refusal has its status, unless it comes so late that the stream has begun.
             await asyncio.wait({asked}, timeout=SILENT_S if call.stream else None)
@@ -180,7 +182,7 @@ class Edge:
         )
 
     def _session(self, request: Request) -> AgentSession:
-        return self._pool.find(request.path_params["session"])
+        return self._pool.sessions.find(request.path_params["session"])
 
 
 async def _events(

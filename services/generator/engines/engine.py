@@ -189,3 +189,13 @@ def check_request(request: EngineRequest, max_context: int, vocabulary: int) -> 
         if not fits:
             raise ValueError(f"sampling.{name} = {value:g} is out of range: use {limits}")
     return min(request.max_tokens, room)
+
+
+def spans_of(starts: Sequence[tuple[int, int]], length: int) -> list[VersionSpan]:
+    """Return the spans of `length` tokens: each version in `starts` begins at a token."""
+    ends = [*(start for _, start in starts[1:]), length]
+    return [
+        VersionSpan(version=version, start=start, end=end)
+        for (version, start), end in zip(starts, ends, strict=False)
+        if end > start
+    ]

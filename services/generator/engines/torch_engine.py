@@ -19,7 +19,7 @@ import torch
 from msgspec.structs import replace
 
 from umbra.proto.errors import UsageError
-from umbra.proto.records import Manifest, Routing, Sampling, VersionSpan
+from umbra.proto.records import Manifest, Routing, Sampling
 from umbra.services.generator.engines.engine import (
     CacheFigures,
     EngineError,
@@ -28,6 +28,7 @@ from umbra.services.generator.engines.engine import (
     FinishReason,
     KvPolicy,
     check_request,
+    spans_of,
 )
 from umbra.services.generator.engines.slots import SlotCache
 from umbra.services.modeling.attention import Attention
@@ -101,9 +102,7 @@ class _Row:
     unread: bool = True  # the cache has nothing of it that counts
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    spans: list[VersionSpan] = field(default_factory=list)
-    version: int = -1  # of the tokens from `since` on
-    since: int = 0
+    starts: list[tuple[int, int]] = field(default_factory=list)  # versions, with first tokens
     routing: Routing | None = None  # without its tokens' experts; None: it is not told
     chosen: bytearray = field(default_factory=bytearray)  # of all tokens that were read
 
@@ -122,27 +121,18 @@ class _Row:
 
     def serve(self, version: int) -> None:
         """Attribute tokens from here on to `version`."""
-        self._close_span()
-        self.version, self.since = version, len(self.tokens)
+        self.starts.append((version, len(self.tokens)))
 
     def output(self, reason: FinishReason) -> EngineOutput:
         """Return what there is of the request, which may go on."""
-        self._close_span()
         return EngineOutput(
             self.request.request_id,
             self.tokens[:],
             self.logprobs[:],
-            self.spans[:],
+            spans_of(self.starts, len(self.tokens)),
             reason,
             self.routing and replace(self.routing, chosen=bytes(self.chosen)),
         )
-
-    def _close_span(self) -> None:
-        if len(self.tokens) > self.since:
-            self.spans.append(
-                VersionSpan(version=self.version, start=self.since, end=len(self.tokens))
-            )
-            self.since = len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,12 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from umbra.proto.records import VersionSpan
-from umbra.services.generator.engines.engine import CacheFigures, EngineOutput, FinishReason
+from umbra.services.generator.engines.engine import (
+    CacheFigures,
+    EngineOutput,
+    FinishReason,
+    spans_of,
+)
 from umbra.services.generator.vllm.names import ToldRouters
 from umbra.services.process.child import describe_exit
 
@@ -77,13 +82,12 @@ def tokens_of(record: Any) -> list[int]:
 def under_way(record: Any, name: str, routers: ToldRouters | None) -> EngineOutput:
     """Return what there is of a request, as aborted."""
     tokens = list(tokens_of(record))
-    starts: list[tuple[str, int]] = record.weight_version_starts
-    ends = [start for _, start in starts[1:]] + [len(tokens)] * bool(starts)
+    starts = [(int(version), start) for version, start in record.weight_version_starts]
     return EngineOutput(
         request_id=name,
         token_ids=tokens,
         logprobs=_logprobs(record.logprobs_processor.logprobs),
-        spans=_spans((v, start, end) for (v, start), end in zip(starts, ends, strict=True)),
+        spans=spans_of(starts, len(tokens)),
         finish_reason="abort",
         routing=routers and routers.routing(*record.routed_experts_chunks),
     )
@@ -96,14 +100,14 @@ def finished(output: RequestOutput, name: str, routers: ToldRouters | None) -> E
         request_id=name,
         token_ids=list(completion.token_ids),
         logprobs=_logprobs(completion.logprobs),
-        spans=_spans((s.version, s.start, s.end) for s in completion.weight_versions or ()),
+        spans=[
+            VersionSpan(version=int(span.version), start=span.start, end=span.end)
+            for span in completion.weight_versions or ()
+            if span.end > span.start
+        ],
         finish_reason=_REASONS.get(completion.finish_reason, "abort"),
         routing=routers and routers.routing(completion.routed_experts),
     )
-
-
-def _spans(found: Any) -> list[VersionSpan]:
-    return [VersionSpan(version=int(v), start=s, end=e) for v, s, e in found if e > s]
 
 
 def _logprobs(logprobs: Any) -> list[float]:
