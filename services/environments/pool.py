@@ -6,7 +6,7 @@ A reward that raises, hangs or floods memory costs the sample that it was for.
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Any, Protocol, TypeVar
 
@@ -181,6 +181,28 @@ def open_rewards(config: RunConfig, *, wake: Callable[[], None] = lambda: None) 
         return open_pool(config.environment, wake=wake)
     groups = [one for one in config.environments if one.reward_scope == "group"]
     return EnvironmentSet.opened(groups, lambda one: open_pool(one, wake=wake))
+
+
+def outcomes_of(
+    pool: EnvironmentPool,
+    plays: Mapping[str, tuple[Row, Sequence[Said | str]]],
+    wait: Callable[[], object],
+) -> Iterator[EpisodeOutcome]:
+    """Play each of `plays` once, by sample or group; yield the outcomes as they come.
+
+    `wait` is called while none is there; each play has a deadline of its own.
+    """
+    for key, (row, responses) in plays.items():
+        pool.play(key, row, responses)
+    left = set(plays)
+    while left:
+        for outcome in pool.collect():
+            if outcome.key in left:
+                left.discard(outcome.key)
+                pool.forget(outcome.key)
+                yield outcome
+        if left:
+            wait()
 
 
 def _at_once(play: Coroutine[Any, Any, T]) -> T:

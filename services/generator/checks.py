@@ -21,9 +21,8 @@ import msgspec
 from umbra.proto.errors import UmbraError, UsageError
 from umbra.services.config import EnvironmentConfig, RunConfig
 from umbra.services.config.loader import load_config
-from umbra.services.environments.pool import EnvironmentPool, open_pool
+from umbra.services.environments.pool import open_pool, outcomes_of
 from umbra.services.environments.protocol import (
-    EpisodeOutcome,
     Opening,
     StepResult,
     prompt_messages,
@@ -160,7 +159,11 @@ def check_environment(config: RunConfig, row: dict[str, Any]) -> None:
     key = "environment.reward" if environment.kind == "reward" else "environment.kind"
     size = config.buffer.group_size if environment.reward_scope == "group" else 1
     with closing(open_pool(environment)) as pool:
-        plays = [] if environment.asks else [_played(pool, row, said) for said in ([], [""] * size)]
+        plays = [
+            outcome
+            for said in (() if environment.asks else ([], [""] * size))
+            for outcome in outcomes_of(pool, {"first": (row, said)}, lambda: time.sleep(_LOOK_S))
+        ]
     for outcome in plays:
         if outcome.error:
             raise UsageError(
@@ -178,13 +181,6 @@ def check_environment(config: RunConfig, row: dict[str, Any]) -> None:
             if not answer.done and prompt:
                 last = min(chat.stop_ids)
                 chat.turn_ids(answer.messages, last, answer.tool_calls, opening)
-
-
-def _played(pool: EnvironmentPool, row: dict[str, Any], responses: list[str]) -> EpisodeOutcome:
-    pool.play("first", row, responses)
-    while not (outcomes := pool.collect()):
-        time.sleep(_LOOK_S)
-    return outcomes[0]
 
 
 def main(path: str, rows: str) -> int:

@@ -21,7 +21,9 @@ from umbra.services.environments.pool import (
     EnvironmentSet,
     open_pool,
     open_rewards,
+    outcomes_of,
 )
+from umbra.services.environments.protocol import Row, Said
 from umbra.services.generator.checks import check_template
 from umbra.services.generator.rollout import Limits, RolloutSettings
 from umbra.services.modeling.chat import Chat
@@ -64,27 +66,27 @@ def reward_groups(
         else:
             judged.append(one)
     failures: list[str] = []
-    with closing(open_rewards(config)) as pool:
-        for prompt_id, own in groups.items():
-            row = rows[int(prompt_id)]
-            stops = config.sampling_for(config.environment_of(row)).stop
-            said = [
+    plays: dict[str, tuple[Row, list[Said | str]]] = {}
+    for prompt_id, own in groups.items():
+        row = rows[int(prompt_id)]
+        stops = config.sampling_for(config.environment_of(row)).stop
+        plays[prompt_id] = (
+            row,
+            [
                 chat.said(unpack_int32(one.response_ids), unpack_int32(one.prompt_ids), stops=stops)
                 for one in own
+            ],
+        )
+    with closing(open_rewards(config)) as pool:
+        for outcome in outcomes_of(pool, plays, lambda: time.sleep(_LOOK_S)):
+            own = groups[outcome.key]
+            if not isinstance(outcome.value, list):
+                failures += [outcome.error] * len(own)
+                continue
+            judged += [
+                replace(one, reward=given.reward, reward_parts=given.reward_parts)
+                for one, given in zip(own, outcome.value, strict=True)
             ]
-            pool.play(prompt_id, row, said)
-        while groups:
-            for outcome in pool.collect():
-                own = groups.pop(outcome.key)
-                pool.forget(outcome.key)
-                if not isinstance(outcome.value, list):
-                    failures += [outcome.error] * len(own)
-                    continue
-                judged += [
-                    replace(one, reward=given.reward, reward_parts=given.reward_parts)
-                    for one, given in zip(own, outcome.value, strict=True)
-                ]
-            time.sleep(_LOOK_S)  # each play has a deadline of its own
     return judged, failures
 
 

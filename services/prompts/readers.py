@@ -91,18 +91,17 @@ def pin_source(name: str) -> str:
 def _rows(name: str) -> Iterator[tuple[int, dict[str, Any], str]]:
     """Yield number and content of each row, and what errors call its place."""
     _refuse_url(name)
+    what = "row"
     if name.startswith(DATASETS):
-        rows = _read_dataset(name)
+        rows = enumerate(_read_dataset(name), start=1)
     elif is_parquet(name):
-        rows = _read_parquet(name)
+        rows = enumerate(_read_parquet(name), start=1)
     elif is_function(name):
-        rows = _call(name)
+        rows = enumerate(_call(name), start=1)
     else:
-        for number, row in read_numbered(name):
-            yield number, row, f"{name}, line {number}"
-        return
-    for number, row in enumerate(rows, start=1):
-        yield number, row, f"{name}, row {number}"
+        rows, what = read_numbered(name), "line"
+    for number, row in rows:
+        yield number, row, f"{name}, {what} {number}"
 
 
 def _refuse_url(name: str) -> None:
@@ -160,11 +159,7 @@ def _dataset(name: str) -> tuple[str, str, str, str]:
 
 
 def placed(name: str, place: Callable[[str], str]) -> str:
-    """Return `name`, a source, with its file or folder as the absolute path that `place` gives.
-
-    Raises:
-        UsageError: it is a URL, or a folder's absolute path has a colon.
-    """
+    """Return `name`, a source, with its file or folder as the absolute path that `place` gives."""
     _refuse_url(name)
     if not name or is_function(name):
         return name

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from umbra.proto.records import Score, Task, unpack_int32
-from umbra.services.environments.pool import EnvironmentPool
+from umbra.services.environments.pool import EnvironmentPool, outcomes_of
 from umbra.services.environments.protocol import EpisodeOutcome, Row, Said, StepResult
 from umbra.services.modeling.chat import Chat
 
@@ -41,25 +41,24 @@ class RewardWorker:
 
     def score(self, tasks: Sequence[Task], alive: Callable[[], None]) -> Iterator[list[Score]]:
         """Return a reward for each of `tasks`, as the environments answer."""
-        open_: dict[str, list[Task]] = {}  # by what the environment calls a sample
+        groups: dict[str, list[Task]] = {}  # by what the environment calls a sample
         for task in tasks:
             key = task.group_id if self._whole else task.sample_id
-            open_.setdefault(key, []).append(task)
-        for key, own in open_.items():
+            groups.setdefault(key, []).append(task)
+        plays: dict[str, tuple[Row, list[Said | str]]] = {}
+        for key, own in groups.items():
             said: list[Said | str] = []
             for made, row in [(task.made, task.row) for task in own]:
                 response, prompt = unpack_int32(made.response_ids), unpack_int32(made.prompt_ids)
                 said.append(self._chat.said(response, prompt, stops=self._stops(row)))
-            self._pool.play(key, own[0].row, said)
-        while open_:
-            for outcome in self._pool.collect():
-                own = open_.pop(outcome.key, None)
-                if own is not None:
-                    self._pool.forget(outcome.key)
-                    yield _scores(own, outcome)
+            plays[key] = own[0].row, said
+
+        def wait() -> None:
             alive()
-            if open_:
-                self._wait(WAIT_S)
+            self._wait(WAIT_S)
+
+        for outcome in outcomes_of(self._pool, plays, wait):
+            yield _scores(groups[outcome.key], outcome)
 
     def close(self) -> None:
         self._pool.close()

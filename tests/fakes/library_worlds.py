@@ -116,7 +116,6 @@ class BackgroundRunner:
             self._thread.call(self._stop.set)
             self._ran.result(limit(60.0))
             self._thread.close()
-            self._generators.close()
 
     async def _run(self, environments: list[EnvironmentConfig]) -> None:
         await run_agents(environments, self._generators, self._stop)

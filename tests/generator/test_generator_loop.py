@@ -1,6 +1,5 @@
 """The generator's loop with a fake buffer, receiver and engine: leases, weights, drain."""
 
-import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from fakes.loop_bench import (
 )
 from fakes.trajectories import sample
 
-from umbra.proto.errors import DeadlineError, RejectedError, UsageError
+from umbra.proto.errors import RejectedError, UsageError
 from umbra.proto.messages import (
     LeaseTasks,
     Ok,
@@ -163,17 +162,6 @@ def test_a_lease_lost_and_won_again_is_kept(bench: Bench) -> None:
     bench.turns(15)
     (submitted,) = bench.channel.asked(SubmitResults)
     assert [(t.sample_id, t.attempt) for t in submitted.trajectories] == [("a", 2)]
-
-
-def test_unanswered_questions_for_work_are_repeated(
-    bench: Bench, caplog: pytest.LogCaptureFixture
-) -> None:
-    bench.serve()
-    with caplog.at_level(logging.WARNING):
-        bench.channel.answer(LeaseTasks, DeadlineError("no answer from buffer"))
-        bench.turns(2)
-    assert "no answer from buffer" in caplog.text
-    assert len(bench.channel.asked(LeaseTasks)) == 1
 
 
 def test_a_refusal_ends_the_loop(bench: Bench) -> None:

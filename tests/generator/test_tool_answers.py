@@ -1,7 +1,6 @@
 """Answers of tools on their way into the tokens, and templates refused before a run starts."""
 
 import asyncio
-import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -170,18 +169,6 @@ def test_a_template_that_can_not_go_on_is_refused(name: str, kind: str, why: str
     assert why in str(refused.value)
     one_turn = EnvironmentConfig(kind=kind, max_turns=1)
     assert check_template(one_turn, Chat(*chat_tokenizer(name))) is None
-
-
-@pytest.mark.parametrize("kind", ["agent", "mine:Class"])
-def test_what_may_need_several_turns_is_warned_of(
-    kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    check_template(EnvironmentConfig(kind=kind), Chat(*chat_tokenizer("gptoss")))
-    (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
-    assert "the chat template of gptoss ends an assistant's turn" in record.getMessage()
-    caplog.clear()
-    check_template(EnvironmentConfig(kind=kind), Chat(*chat_tokenizer("qwen2_5")))
-    assert not caplog.records
 
 
 TWO_TURNS = """

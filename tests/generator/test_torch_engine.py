@@ -95,18 +95,6 @@ def test_logprobs_are_those_of_a_full_forward_pass(model: Any, slots: int) -> No
         assert output.spans == [VersionSpan(version=-1, start=0, end=len(output.token_ids))]
 
 
-def test_requests_that_come_later_take_free_slots(model: Any) -> None:
-    asked = requests(30)
-    engine = TorchEngine(model, stop_ids={STOP}, slots=4, max_context=128)
-    outputs: dict[str, EngineOutput] = {}
-    for request in asked:
-        engine.submit([request])
-        outputs |= {o.request_id: o for o in engine.poll(0.0)}
-        assert engine.live <= 4
-    outputs |= finish(engine)
-    assert_logprobs(model, asked, outputs)
-
-
 def test_equal_prompts_are_read_once(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     passes: list[int] = []
     engine = TorchEngine(model, stop_ids={STOP}, slots=16, max_context=128)
@@ -159,21 +147,6 @@ def test_a_request_that_cannot_be_served_is_refused(
     with pytest.raises(ValueError, match=re.escape(sentence)):
         engine.submit([EngineRequest("bad", prompt, Sampling(**changes), new)])
     assert not engine.busy
-
-
-def test_greedy_takes_the_most_likely_token_whatever_the_slots(model: Any) -> None:
-    greedy = Sampling(temperature=0.0)
-    asked = [EngineRequest(r.request_id, r.prompt_ids, greedy, 12) for r in requests(9)]
-    runs = []
-    for slots in (1, 5):
-        engine = TorchEngine(model, stop_ids={STOP}, slots=slots, max_context=64, seed=slots)
-        engine.submit(asked)
-        runs.append({k: o.token_ids for k, o in finish(engine).items()})
-    assert runs[0] == runs[1]
-    first = asked[0]
-    with torch.no_grad():
-        best = model(torch.tensor([first.prompt_ids])).logits[0, -1].argmax()
-    assert runs[0]["r0"][0] == best
 
 
 # -- weights --------------------------------------------------------------------------------------
@@ -285,19 +258,4 @@ def test_broken_weights_end_the_engine_with_a_sentence(model: Any) -> None:
     spoiled = {name: torch.full_like(p, torch.nan) for name, p in model.named_parameters()}
     load(engine, spoiled.items(), 2, "keep")
     with pytest.raises(EngineError, match="the logits of version 2 are not finite"):
-        engine.poll(0.0)
-
-
-def test_what_torch_says_is_passed_on_with_the_engines_state(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = TorchEngine(model, stop_ids={STOP}, slots=2, max_context=64)
-    engine.submit(requests(3))
-
-    def out_of_memory(**_: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
-
-    monkeypatch.setattr(engine, "_model", out_of_memory)
-    sentence = "failed on cpu with 2 of 2 slots in use: OutOfMemoryError: CUDA out of memory"
-    with pytest.raises(EngineError, match=sentence):
         engine.poll(0.0)

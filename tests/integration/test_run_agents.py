@@ -227,11 +227,7 @@ def test_who_gets_sessions(make: Make) -> None:
 
 
 async def run_until(environments: Sequence[EnvironmentConfig], *urls: str, key: str = KEY) -> None:
-    generators = Generators(urls, key)
-    try:
-        await run_agents(environments, generators, asyncio.Event())
-    finally:
-        generators.close()
+    await run_agents(environments, Generators(urls, key), asyncio.Event())
 
 
 def test_a_wrong_key_ends_a_runner(make: Make) -> None:

@@ -303,14 +303,15 @@ def engine_arguments(
     Raises:
         UsageError: an unknown argument, or one that a key of ours decides.
     """
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
-    known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
     for name in config.engine_args:
         if name in _OWN:
             raise UsageError(f"generator.engine_args.{name}: Umbra sets it itself, leave it out")
         if name in _KEYS:
             raise UsageError(f"generator.engine_args.{name}: set {_KEYS[name]} instead")
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
+    for name in config.engine_args:
         if name not in known:
             near = difflib.get_close_matches(name.replace("-", "_"), known, n=1, cutoff=0.0)
             raise UsageError(
