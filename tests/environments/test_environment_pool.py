@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.slowness import limit
+from fakes.slowness import limit, seconds
 
-from umbra.proto.errors import UsageError
-from umbra.services.config import EnvironmentConfig
+from umbra.proto.errors import DeadlineError, UsageError
+from umbra.services.config import EnvironmentConfig, NamedEnvironment
 from umbra.services.environments.pool import ProcessPool, open_pool
 from umbra.services.environments.protocol import EpisodeOutcome, Lost, Opening, StepResult
 
@@ -77,6 +77,32 @@ class Meeting:
         while MEETING["n"] < self.row["size"]:
             await asyncio.sleep(0.001)
         return StepResult(reward=2.0)
+
+class Waiting:
+    async def reset(self, row):
+        if row["hangs"] == "reset":
+            await asyncio.Event().wait()
+        return [{"role": "user", "content": "go"}]
+
+    async def step(self, response):
+        if response == "hang":
+            await asyncio.Event().wait()
+        return self.answer(response)
+
+    def answer(self, response):
+        from umbra.services.environments.protocol import StepResult
+        return StepResult(done=False, messages=[{"role": "user", "content": str(response)}])
+
+class Blocking(Waiting):
+    def reset(self, row):
+        if row["hangs"] == "reset":
+            time.sleep(1000)
+        return [{"role": "user", "content": "go"}]
+
+    def step(self, response):
+        if response == "hang":
+            time.sleep(1000)
+        return self.answer(response)
 """
 
 
@@ -188,6 +214,42 @@ def test_a_module_that_ends_the_process_is_named(tmp_path: Path, module: str) ->
     (tmp_path / f"{module}_exits.py").write_text("import os; os._exit(7)")
     with pytest.raises(UsageError, match=r"ended \(exit code 7\) when it was started"):
         open_pool(EnvironmentConfig(kind="reward", reward=f"{module}_exits:score"))
+
+
+# -- time limits ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["Waiting", "Blocking"])
+def test_opening_and_step_have_a_limit(
+    start: Callable[..., Player], module: str, kind: str
+) -> None:
+    """The sentence names phase, seconds and key."""
+    limit_s = seconds(0.5)  # in which the next one has to be opened
+    player = start(kind, workers=1, timeout_s=limit_s)
+    told = f"took longer than environment.timeout_s = {limit_s:g} s"
+    opened = player.play("a", [], hangs="reset").error
+    assert opened == f"environment {module}:{kind}: the opening (reset) {told}"
+    assert isinstance(player.play("b", [], hangs="").value, Opening)
+    step = player.play("b", ["hang"], hangs="").error
+    assert step == f"environment {module}:{kind}: a step {told}"
+
+
+def test_a_reward_that_hangs_costs_its_sample_only(start: Callable[..., Player]) -> None:
+    limit_s = seconds(1.0)  # in which the good one has to be scored
+    player = start("score", workers=1, timeout_s=limit_s)
+    player.pool.play("bad", {"prompt": "p"}, ["hang"])
+    player.pool.play("good", {"prompt": "p"}, ["fine"])
+    outcomes = player.outcomes(2)
+    assert f"its reward took longer than environment.timeout_s = {limit_s:g} s" in (
+        outcomes["bad"].error
+    )
+    assert isinstance(outcomes["good"].value, StepResult)
+
+
+def test_a_process_that_does_not_start_names_its_key(module: str, tmp_path: Path) -> None:
+    (tmp_path / f"{module}_hangs.py").write_text("import time\ntime.sleep(1000)\n")
+    with pytest.raises(DeadlineError, match=r"after environments\.slow\.setup_s = 0\.5 s"):
+        ProcessPool(NamedEnvironment(name="slow", kind=f"{module}_hangs:A", setup_s=0.5))
 
 
 OWNER = """
