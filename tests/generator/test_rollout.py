@@ -1,5 +1,6 @@
-"""Rollouts through a scripted engine and through the real one: tokens, masks, spans, partials."""
+"""Rollouts, by a scripted engine and the real one: tokens, partials, limits, stop strings."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from fakes.rollouts import STOP, finish, says, settings
 from fakes.trajectories import sample
 
 from umbra.proto.records import (
+    Routing,
     Sampling,
     VersionSpan,
     unpack_float32,
@@ -18,10 +20,21 @@ from umbra.proto.records import (
 )
 from umbra.services.environments.built_in import ExactMatch, Guess
 from umbra.services.environments.pool import InlinePool
-from umbra.services.environments.protocol import Ask, StepResult
+from umbra.services.environments.protocol import (
+    Ask,
+    Message,
+    RefusedError,
+    Response,
+    Row,
+    StepResult,
+    prompt_messages,
+)
+from umbra.services.environments.tools import ToolUse
+from umbra.services.generator.engines.engine import EngineOutput
 from umbra.services.generator.engines.torch_engine import TorchEngine
-from umbra.services.generator.rollout import Rollout
+from umbra.services.generator.rollout import Limits, Rollout
 from umbra.services.generator.runner import RolloutRunner
+from umbra.services.generator.tokens import shortened
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_model, load_tokenizer
 
@@ -144,9 +157,6 @@ def test_model_tokens_are_never_tokenised_again() -> None:
     assert engine.requests[1].prompt_ids == [6, 10, 4, 4, STOP, 6, 9]
 
 
-# -- partials -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("polls", [1, 4, 6, 9])
 def test_a_partial_goes_on_where_it_was_cut_off(chat: Chat, tokenizer: Any, polls: int) -> None:
     """Scenario: drain after any number of steps, resume in another runner. Result: as if whole."""
@@ -245,3 +255,205 @@ def test_short_turns_are_flushed_as_well(chat: Chat) -> None:
         assert all(r.tokens - saved[-1] < 10 + 4 for r in runner._rollouts.values())
     assert len(saved) > 2
     assert saved == sorted(set(saved))
+
+
+# -- rollout limits -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason", "turns", "tokens"),
+    [
+        (Limits(turns=2), "turns", 2, 7),
+        (Limits(tokens=5), "length", 1, 2),
+        (Limits(tokens=6), "length", 2, 6),
+        (Limits(tokens=7), "length", 2, 7),
+        (Limits(), "stop", 3, 12),
+    ],
+)
+def test_limits_end_a_sample(
+    chat: Chat, tokenizer: Any, limits: Limits, reason: str, turns: int, tokens: int
+) -> None:
+    engine = ScriptedEngine(says(tokenizer, "2", "3", "6"))
+    runner = RolloutRunner(engine, InlinePool(Guess), settings(chat, limits=limits))
+    runner.add([sample({"prompt": "g", "answer": "6"})])
+    (trajectory,) = finish(runner)
+    assert (trajectory.finish_reason, trajectory.turns) == (reason, turns)
+    assert trajectory.response_tokens == tokens
+
+
+def test_a_tool_is_used_within_a_rollout(chat: Chat, tokenizer: Any) -> None:
+    call = '<tool_call>{"name": "calculator", "arguments": {"expression": "2*3"}}</tool_call>'
+    engine = ScriptedEngine(says(tokenizer, "<tool_call>{", call, "6"), max_context=1024)
+    wide = settings(chat, sampling=Sampling(max_tokens=128), max_context=1024)
+    runner = RolloutRunner(engine, InlinePool(ToolUse), wide)
+    runner.add([sample({"prompt": "2*3?", "answer": "6"})])
+    (trajectory,) = finish(runner)
+    prompt = tokenizer.decode(unpack_int32(trajectory.prompt_ids))
+    assert '"name": "calculator"' in prompt  # the template knows no tools: a message tells of them
+    assert prompt.endswith("<|user|>2*3?<|assistant|>")
+    response = tokenizer.decode(unpack_int32(trajectory.response_ids))
+    assert (
+        "<|user|><tool_response>error: the tool call cannot be read: it is not closed" in response
+    )
+    assert response.endswith("<|user|><tool_response>6</tool_response><|assistant|>6<|end|>")
+    assert (trajectory.reward, trajectory.turns) == (1.0, 3)
+    assert trajectory.reward_parts == {"tool_calls": 2.0, "malformed_calls": 1.0}
+
+
+LONG = [{"role": "user", "content": [{"type": "text", "text": "x" * 10_000_000}]}]
+
+
+@pytest.fixture
+def untokenized(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> Chat:
+    """A chat that must not be asked for tokens of anything long."""
+
+    def short_only(*given: Any) -> list[int]:
+        assert len(str(given)) < 1000, "a text that cannot fit was tokenized"
+        return [5]
+
+    for name in ("prompt_ids", "turn_ids", "text_ids"):
+        monkeypatch.setattr(chat, name, short_only)
+    return chat
+
+
+@pytest.mark.parametrize("ask", [{"messages": LONG}, {"text": "x" * 10_000_000}, {"tools": LONG}])
+def test_what_an_agent_asks_is_measured_before_it_is_tokenized(
+    untokenized: Chat, ask: dict[str, Any]
+) -> None:
+    """Ten million characters for a context of 64 took 16 s and 2 GB."""
+    rollout = Rollout(sample({"prompt": "g"}), settings(untokenized))
+    answers: list[Any] = []
+    with pytest.raises(RefusedError, match=r"max_context = 64, by its characters") as refused:
+        rollout.asked(Ask(answers.append, **ask))
+    assert refused.value.code == "context_length_exceeded"
+
+
+def test_what_environments_say_is_measured_before_it_is_tokenized(
+    untokenized: Chat,
+) -> None:
+    class Long:
+        def reset(self, row: Row) -> list[Message]:
+            return LONG if row["prompt"] == "long" else prompt_messages(row)
+
+        def step(self, response: str) -> StepResult:
+            return StepResult(done=False, messages=LONG)
+
+    runner = RolloutRunner(
+        ScriptedEngine(lambda ids: [STOP]), InlinePool(Long), settings(untokenized)
+    )
+    runner.add([sample({"prompt": "long"}, sample_id="a"), sample({"prompt": "short"})])
+    for _ in range(3):
+        runner.poll(0.0)
+    (finished,), (failed,) = runner.results()
+    assert "by its characters" in failed.reason
+    assert finished.finish_reason == "length"
+
+
+# -- stop strings ---------------------------------------------------------------------------------
+
+
+class Search:
+    """Answers what was looked for, until the model answers."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, str]] = []
+
+    def reset(self, row: Row) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": row["prompt"]}]
+
+    def step(self, response: str) -> StepResult:
+        assert isinstance(response, Response)
+        self.heard.append((response, response.stop))
+        if response.stop:
+            return StepResult(done=False, messages=[{"role": "user", "content": "found"}])
+        return StepResult(reward=1.0)
+
+
+def test_a_stop_string_of_the_run_ends_turns_of_environments(tokenizer: Any) -> None:
+    engine = ScriptedEngine(says(tokenizer, "look</search> more", "42"))
+    chat = Chat(tokenizer, {STOP})
+    made: list[Search] = []
+
+    def make() -> Search:
+        made.append(Search())
+        return made[-1]
+
+    options = settings(
+        chat, stops=("</search>",), sampling=Sampling(max_tokens=64), max_context=256
+    )
+    runner = RolloutRunner(engine, InlinePool(make), options)
+    runner.add([sample({"prompt": "a"})])
+    (trajectory,) = finish(runner)
+    response = tokenizer.decode(unpack_int32(trajectory.response_ids))
+    assert response == "look</search><|end|><|user|>found<|assistant|>42<|end|>"
+    mask = trajectory.loss_mask
+    assert sum(mask) == len("look</search>") + len("42") + 1
+    assert made[-1].heard == [("look", "</search>"), ("42", "")]
+    assert (trajectory.reward, trajectory.finish_reason) == (1.0, "stop")
+
+
+def spoken(chat: Chat, text: str, reason: Any = "abort") -> EngineOutput:
+    ids = chat.text_ids(text, begins=False)
+    half = len(ids) // 2
+    spans = [
+        VersionSpan(version=0, start=0, end=half),
+        VersionSpan(version=1, start=half, end=len(ids)),
+    ]
+    return EngineOutput("s", ids, [-0.5] * len(ids), spans, reason)
+
+
+def test_what_an_engine_samples_beyond_it_is_dropped(tokenizer: Any) -> None:
+    """Engines hand over several tokens at once, and a turn may be interrupted in between."""
+    chat = Chat(tokenizer, {STOP})
+    options = settings(chat, stops=("b.",), max_context=256, sampling=Sampling(max_tokens=64))
+    task = sample({"prompt": "a"})
+    rollout = Rollout(task, options)
+    rollout.asked(Ask(lambda _: None, [{"role": "user", "content": "a"}]))
+    rollout.generated(spoken(chat, "aab"))  # interrupted within the stop string
+    assert rollout.phase.value == "generate"
+    assert rollout.is_stopped(spoken(chat, ". and so on").token_ids)
+    partial = rollout.trajectory(spoken(chat, ". and so on"))
+    assert tokenizer.decode(unpack_int32(partial.response_ids)) == "aab."
+    assert partial.spans[-1].end == 4
+    rollout.generated(spoken(chat, ". and so on"))
+    assert rollout.phase.value == "step"
+    assert rollout.turn().said.text == "aa"
+
+
+def test_an_output_is_shortened_with_all_that_is_known_of_it(tokenizer: Any) -> None:
+    chat = Chat(tokenizer, {STOP})
+    whole = spoken(chat, "abcdef")
+    routing = Routing(layers=1, choices=2, experts=8, chosen=bytes(range(2 * (4 + 6 - 1))))
+    for count in (2, 3, 5):
+        short = shortened(replace(whole, routing=routing), count, before=4)
+        assert len(short.token_ids) == len(short.logprobs) == count
+        assert short.spans[-1].end == count
+        assert [span.version for span in short.spans] == [0, 1][: 1 + (count > 3)]
+        assert short.routing is not None
+        assert len(short.routing.chosen) == 2 * (4 + count - 1)
+
+
+def test_a_token_costs_the_same_however_long_the_turn_is(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """400 tokens once took 80,200 decodes."""
+    tokens = 400
+    decoded: list[int] = []
+    chat = Chat(tokenizer, {STOP})
+    pieces = chat.pieces
+
+    def counted(token_ids: list[int]) -> str:
+        decoded.append(len(token_ids))
+        return pieces(token_ids)
+
+    monkeypatch.setattr(chat, "pieces", counted)
+    letter = tokenizer("a", add_special_tokens=False)["input_ids"]
+    engine = ScriptedEngine(lambda ids: letter if len(ids) < tokens else [STOP], max_context=512)
+    made = settings(chat, stops=("</search>",), sampling=Sampling(max_tokens=512), max_context=512)
+    runner = RolloutRunner(engine, InlinePool(ExactMatch), made)
+    runner.add([sample({"prompt": "a", "answer": "a"})])
+    finish(runner)
+    assert len(decoded) <= tokens + 10  # one for each step
+    *steps, whole = decoded  # at its end the turn is read once
+    assert whole < tokens
+    assert max(steps) <= 20  # the stop string, and a few for characters of several tokens
