@@ -7,21 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
-import msgspec
 import pytest
 from fakes.loop_bench import Bench, open_bench
 from fakes.slowness import limit
-from fakes.trajectories import trajectory
 
 from umbra.proto.deadline import LEAST_RATE, Pace
 from umbra.proto.errors import UmbraError
-from umbra.proto.records import Trajectory
 from umbra.services.generator import activity as stall
-from umbra.services.generator.activity import EVERY_S, TEXT_CHARS, SampleLog, StallWatch, watching
+from umbra.services.generator.activity import StallWatch, watching
 from umbra.services.generator.engines.engine import EngineError
-from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.models import load_tokenizer
-from umbra.services.process.metrics import MetricsFile
 
 
 @pytest.fixture
@@ -133,45 +127,3 @@ def test_whatever_the_loop_raises_is_said_and_what_is_finished_is_delivered(
     with pytest.raises(EngineError, match="the generator failed: KeyError: 7"):
         bench.loop.run()
     assert delivered
-
-
-# -- sample log -----------------------------------------------------------------------------------
-
-
-LATER = 4e9  # than any generator of a test begins
-
-
-def timed(name: str, prompt: list[int], response: list[int], seconds: float) -> Trajectory:
-    made = trajectory(prompt, response, version=3, sample_id=name, prompt_id="7", reward=0.5)
-    return msgspec.structs.replace(made, started_at=LATER, finished_at=LATER + seconds)
-
-
-def test_one_sample_with_text_and_the_slowest_without(tiny_model_dir: Path) -> None:
-    tokenizer = load_tokenizer(tiny_model_dir)
-    metrics, now = MetricsFile(None, "generator-0"), [50.0]
-    rows: list[tuple[str, dict[str, Any]]] = []
-    metrics.on_row = lambda kind, fields: rows.append((kind, fields))
-    sample_log = SampleLog(metrics, Chat(tokenizer, {0}), clock=lambda: now[0])
-
-    def ids(text: str) -> list[int]:
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    sample_log.finished([])
-    assert rows == []
-    slow = timed("slow", ids("1 2"), ids("3"), seconds=9.0)
-    sample_log.finished([slow, timed("fast", ids("31"), ids("13"), seconds=1.0)])
-    (one, shown), (two, slowest) = rows
-    assert (one, two) == ("sample", "slow_sample")
-    assert (shown["sample"], shown["prompt"], shown["response"]) == ("fast", "31", "13")
-    assert (shown["reward"], shown["tokens"], shown["versions"]) == (0.5, 2, [3, 3])
-    assert (slowest["sample"], slowest["seconds"]) == ("slow", 9.0)
-    assert "response" not in slowest
-    assert (shown["branches"], shown["further"]) == (1, [])
-
-    sample_log.finished([slow])
-    assert len(rows) == 2  # not more often than every few seconds
-    now[0] += EVERY_S
-    sample_log.finished([timed("long", ids("1"), ids("2") * (2 * TEXT_CHARS), seconds=2.0)])
-    assert len(rows) == 4
-    assert len(rows[2][1]["response"]) == TEXT_CHARS + 1
-    assert rows[3][1]["sample"] == "slow"
