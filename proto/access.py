@@ -48,7 +48,6 @@ SENDERS: dict[type[m.Message], tuple[KeyRole, ...]] = {
     m.Ready: RECEIVERS,
     m.Committed: RECEIVERS,
     m.HubStatusRequest: ANYONE,
-    m.FetchBuckets: RECEIVERS,
     m.Event: MEMBERS,
 }
 
@@ -59,7 +58,6 @@ SOCKETS: dict[str, tuple[type[m.Message], ...]] = {
     "control": m.CONTROL,
     "data": m.DATA,
     "weights": (*m.WEIGHTS, m.Ping),
-    "buckets": m.BUCKETS,
     "events_in": m.TELEMETRY,
 }
 WATCHERS: tuple[KeyRole, ...] = ("monitor", "operator")  # may connect to `events_out`
@@ -108,7 +106,6 @@ LARGE: dict[type[m.Message], int] = {
     m.Subscribed: 16 << 20,
     m.Prepare: 1 << 20,
     m.HubStatus: 4 << 20,
-    m.FetchBuckets: 4 << 20,
     m.Event: 256 << 10,
 }
 

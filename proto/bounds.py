@@ -42,8 +42,6 @@ TENSORS = 48 << 10
 BUCKETS = 1 << 15
 OWNERS = 256  # trainer hosts
 DIMENSIONS = 5
-KEY_BYTES = 32  # of a connection for buckets
-COPIES = 4  # of the weights that a receiver has, and asks for differences to
 NO_CONTROL = r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z"
 
 # Marks that order text from right to left, and others that no one sees but that change what is

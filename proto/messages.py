@@ -50,10 +50,8 @@ from umbra.proto.weights import (
     Abort,
     AcquireSlot,
     ArenaReady,
-    BucketPort,
     Commit,
     Committed,
-    FetchBuckets,
     HoldArena,
     HubStatus,
     HubStatusRequest,
@@ -430,10 +428,9 @@ WEIGHTS: tuple[type[Message], ...] = (
     PartState, HoldArena, OfferSlot, Subscribe, Subscribed,
     Prepare, Ready, Commit, Committed, Abort, HubStatusRequest, HubStatus,
 )  # fmt: skip
-BUCKETS: tuple[type[Message], ...] = (FetchBuckets, BucketPort)
 TELEMETRY: tuple[type[Message], ...] = (Event,)
 ANY: tuple[type[Message], ...] = (Ok, Nack)
 
 TYPES: dict[str, type[Message]] = {
-    cls.__name__: cls for cls in (*ANY, *CONTROL, *DATA, *WEIGHTS, *BUCKETS, *TELEMETRY)
+    cls.__name__: cls for cls in (*ANY, *CONTROL, *DATA, *WEIGHTS, *TELEMETRY)
 }

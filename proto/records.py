@@ -341,6 +341,16 @@ class GpuFacts(Record, frozen=True, kw_only=True):
     device: Name = ""  # which of its host
 
 
+class BucketsAt(Record, frozen=True, kw_only=True):
+    """Where buckets are handed out. `key`: to the hub the source's secret, to a receiver a grant.
+
+    The grant follows from the secret, and lets in nobody but the receiver.
+    """
+
+    endpoint: Name
+    key: Blob
+
+
 class NcclRound(Record, frozen=True, kw_only=True):
     """One broadcast over plane `nccl`, as one rank takes part in it; the hub is rank 0 and sends.
 

@@ -1,4 +1,4 @@
-"""The messages about weights: those of the hub's weights socket and of the buckets socket."""
+"""The messages about weights: those of the hub's weights socket."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from msgspec import Meta
 from umbra.proto.bounds import (
     BATCH,
     BUCKETS,
-    COPIES,
-    KEY_BYTES,
     OWNERS,
     Blob,
     Name,
@@ -18,7 +16,7 @@ from umbra.proto.bounds import (
     Size,
     Text,
 )
-from umbra.proto.records import GpuFacts, Manifest, Message, NcclRound
+from umbra.proto.records import BucketsAt, GpuFacts, Manifest, Message, NcclRound
 
 # -- weights socket (hub: ROUTER) ---------------------------------------------------------------
 
@@ -72,7 +70,7 @@ class PartState(Message, frozen=True, kw_only=True):
 
     owner: Size
     host: Name  # names the /dev/shm that it sees
-    buckets: Name  # endpoint of its buckets socket
+    buckets: BucketsAt
     path: Text = ""
     error: Text = ""
 
@@ -111,7 +109,7 @@ class Subscribe(Message, frozen=True, kw_only=True):
     host: Name
     planes: Annotated[list[Name], Meta(max_length=16)]
     serves: Name = ""  # endpoint of its weights socket
-    buckets: Name = ""  # endpoint of its buckets socket
+    buckets: BucketsAt | None = None
     avoid: Name = ""  # endpoint of a relay that did not answer
     gpu: GpuFacts | None = None  # for planes "nccl" and "cuda_ipc"
 
@@ -131,19 +129,17 @@ class Prepare(Message, frozen=True, kw_only=True):
     """To a receiver, unasked: stage `version`, verify it, answer with Ready.
 
     It lies in `slot` of the arena, in `slot` of the hub's device memory that `memory` is a handle
-    of, is broadcast in `round`, or is fetched bucket by bucket from `source`; where that has only a
-    part of them, the buckets of each owner from its endpoint in `sources`.
+    of, is broadcast in `round`, or is fetched bucket by bucket from `sources`: from the only one,
+    or the buckets of each owner from its own.
     """
 
     epoch: int
     version: int
     slot: int
     checksums: Annotated[list[int], Meta(max_length=BUCKETS)]
-    source: Name = ""  # a buckets endpoint, for planes "tcp" and "nccl"
-    relayed: bool = False  # `source` is a relay's, which has the key of that role
     round: NcclRound | None = None  # for plane "nccl", unless it is to be fetched
     memory: Blob | None = None  # a CUDA IPC handle, for plane "cuda_ipc"
-    sources: Annotated[list[Name], Meta(max_length=OWNERS)] = []  # by owner; the first is `source`
+    sources: Annotated[list[BucketsAt], Meta(max_length=OWNERS)] = []  # by owner
 
 
 class Ready(Message, frozen=True, kw_only=True):
@@ -206,30 +202,3 @@ class HubStatus(Message, frozen=True, kw_only=True):
     pushes: int
     receivers: Annotated[dict[Name, int], Meta(max_length=BATCH)]
     subscribed: bool = False
-
-
-# -- buckets socket (hub and relays: ROUTER) -----------------------------------------------------
-
-
-class FetchBuckets(Message, frozen=True, kw_only=True):
-    """A receiver asks for buckets, in this order; it takes the place of what it asked before.
-
-    `contents` names what is wanted of each bucket, `bases` what the receiver already holds of them:
-    one list per copy, 0 for nothing.
-    """
-
-    number: int  # counts up per receiver; pieces carry it
-    wanted: Annotated[list[int], Meta(max_length=BUCKETS)]
-    contents: Annotated[list[int], Meta(max_length=BUCKETS)]
-    bases: Annotated[
-        list[Annotated[list[int], Meta(max_length=BUCKETS)]], Meta(max_length=COPIES)
-    ] = []
-    frame_bytes: int  # at most, in one record
-    key: Annotated[bytes, Meta(max_length=KEY_BYTES)]  # of the connection for this order
-
-
-class BucketPort(Message, frozen=True, kw_only=True):
-    """To a receiver: connect to this port of the same host for what it ordered."""
-
-    number: int
-    port: int

@@ -58,10 +58,8 @@ class Port(IntEnum):
     EVENTS_OUT = 3
     WEIGHTS = 4
     BUCKETS = 5
-    CONNECTIONS = 6  # for buckets, of the hub and of relays
-    PART = 7
-    PART_CONNECTIONS = 8
-    RENDEZVOUS = 9  # where the ranks of a trainer over several nodes meet
+    PART = 6
+    RENDEZVOUS = 7  # where the ranks of a trainer over several nodes meet
 
 
 class SlurmSpec(_Table, frozen=True):
@@ -95,7 +93,7 @@ class ClusterSpec(_Table, frozen=True):
     ratios: list[Annotated[float, Meta(gt=0, le=1)]] = []  # of the groups; empty = equal shares
     unit: Literal["auto", "node", "gpu"] = "auto"  # what ratios count; auto = nodes if enough
     broker: str = ""  # node of the buffer; empty = the first one
-    base_port: Annotated[int, Meta(ge=1024, le=65526)] = 5555  # first of the run's ten ports
+    base_port: Annotated[int, Meta(ge=1024, le=65528)] = 5555  # first of the run's eight ports
     image: Text = "umbra"  # images are called IMAGE-broker:TAG and so on
     tag: Text = "latest"
     user: Annotated[str, Meta(pattern=r"^[0-9]+(:[0-9]+)?$")] = msgspec.field(

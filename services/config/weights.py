@@ -8,7 +8,6 @@ from umbra.proto.deadline import LEAST_RATE, Pace
 from umbra.services.config.keys import Section, key
 
 START_S = 600.0  # for all processes of a run to start, besides what their weights take
-CONNECTIONS = 2
 
 
 class WeightHubConfig(Section):
@@ -16,7 +15,7 @@ class WeightHubConfig(Section):
 
     listen: str = key(
         "tcp://127.0.0.1:*",
-        "address the hub binds, with the next two ports for plane tcp; port * picks free ones",
+        "address the hub binds, with the next port for plane tcp; port * picks free ones",
     )
     plane: Literal["auto", "shm", "tcp", "nccl", "cuda_ipc"] = key(
         "auto", "how weights travel; auto = best that both sides have"
@@ -25,7 +24,7 @@ class WeightHubConfig(Section):
     receive_bucket_bytes: int = key(
         4 << 20, "bytes per message over plane tcp, chosen by the receiver", ge=1024
     )
-    connections: ClassVar[int] = CONNECTIONS  # of a receiver to one source over plane tcp
+    connections: ClassVar[int] = 2  # of a receiver to one source over plane tcp
     delta: Literal["auto", "always", "off"] = key(
         "auto", "plane tcp sends lossless differences: over slow links, over all, never"
     )

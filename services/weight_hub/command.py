@@ -68,7 +68,7 @@ def _run(context: ServiceContext) -> int:
             part = stack.enter_context(
                 closing(PartHub(context.name, owner, upstream, config, security=context.security))
             )
-            context.ready({"buckets": part.buckets})
+            context.ready({"buckets": part.buckets.endpoint})
             if context.broker_given:
                 session = stack.enter_context(context.join(role))
             part.run(context.stopping, wait_s, session)

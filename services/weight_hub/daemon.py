@@ -105,7 +105,7 @@ class Daemon:
                     planes,
                     self._host,
                     serves=self.endpoint,
-                    buckets=hub.planes.open_tcp().endpoint,
+                    buckets=hub.planes.open_tcp().buckets,
                     load=planes.publish,
                 )
                 stack.callback(receiver.close)

@@ -13,7 +13,7 @@ from umbra.proto.errors import RejectedError, UmbraError
 from umbra.proto.messages import Subscribe
 from umbra.proto.net.address import next_port
 from umbra.proto.net.keys import OPEN, Security
-from umbra.proto.records import GpuFacts, Manifest
+from umbra.proto.records import BucketsAt, GpuFacts, Manifest
 from umbra.services.config import WeightHubConfig as WeightHubConfig
 from umbra.services.weight_hub.push import HubPeer
 from umbra.services.weights.arena import Arena
@@ -41,7 +41,6 @@ class HubPlanes:
     Args:
         config: the section `weight_hub`.
         host: names the /dev/shm of this process.
-        token: of this hub, in names.
         security: keys of this process.
     """
 
@@ -49,12 +48,10 @@ class HubPlanes:
         self,
         config: WeightHubConfig,
         host: str,
-        token: str,
         security: Security = OPEN,
     ) -> None:
         self._config = config
         self._side = Side(host)
-        self._token = token
         self._security = security
         self._chosen: dict[str, HubEnd] = {}  # by receiver
         self._ends: dict[str, HubEnd] = {}
@@ -77,7 +74,7 @@ class HubPlanes:
     @property
     def refused(self) -> int:
         """Number of peers refused for lack of the right key."""
-        return 0 if self._tcp is None else self._tcp.server.refused
+        return 0 if self._tcp is None else self._tcp.server.refusals.counts.total()
 
     def of(self, name: str) -> HubEnd:
         return self._chosen[name]
@@ -118,7 +115,7 @@ class HubPlanes:
         """
         if self._tcp is None:
             endpoint = next_port(self._config.listen)
-            self._tcp = TcpHub("weight-hub", self._token, endpoint, self._config, self._security)
+            self._tcp = TcpHub(endpoint, self._config, self._security)
             self._add(self._tcp)
         return self._tcp
 
@@ -155,7 +152,7 @@ class HubPlanes:
             self._side = Side(self._side.host, found)
         return True
 
-    def found(self, parts: Mapping[int, str]) -> None:
+    def found(self, parts: Mapping[int, BucketsAt]) -> None:
         """Set the buckets endpoints of the trainer's other hosts."""
         if self._tcp is not None:
             self._tcp.parts = parts

@@ -67,9 +67,9 @@ class PartHub:
         self._error = ""
         with ExitStack() as stack:
             stack.callback(self._making.close)
-            self._tcp = TcpHub(name, uuid.uuid4().hex[:12], config.listen, config, security, owner)
+            self._tcp = TcpHub(config.listen, config, security, owner)
             stack.callback(self._tcp.close)
-            self.buckets = self._tcp.endpoint
+            self.buckets = self._tcp.buckets
             link = IoThread(name, uuid.uuid4().hex[:12], security=security)
             stack.callback(link.close)
             self._hub = link.channel(upstream, "weight hub", server="weight_hub")

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from umbra.proto.bounds import OWNERS
 from umbra.proto.messages import HoldArena, Nack, OfferSlot, PartState
-from umbra.proto.records import Manifest
+from umbra.proto.records import BucketsAt, Manifest
 from umbra.services.weight_hub.push import HubPeer, Publication
 
 SILENT_S = 6.0  # without a word from a part hub, which says one every second: it is gone
@@ -74,8 +74,8 @@ class Parts:
     # -- what it knows ----------------------------------------------------------------------------
 
     @property
-    def endpoints(self) -> Mapping[int, str]:
-        """Return the buckets endpoint of each owner."""
+    def buckets(self) -> Mapping[int, BucketsAt]:
+        """Return where the buckets of each owner are handed out."""
         return {owner: part.state.buckets for owner, part in self._parts.items()}
 
     @property

@@ -119,12 +119,7 @@ class WeightHub:
         self._parts = Parts(host)
         self._taken_over: Publish | None = None  # what lies in the arena of the hub before us
         self._is_lost = False  # a trainer host came back without the memory of the layout
-        self.planes = HubPlanes(
-            config,
-            host,
-            self._token,
-            server.security,
-        )
+        self.planes = HubPlanes(config, host, server.security)
 
     def step(self, timeout_s: float = POLL_S) -> int:
         """Serve what arrives within `timeout_s` seconds; returns the number of requests."""
@@ -365,7 +360,7 @@ class WeightHub:
         missing = self._parts.missing
         if missing != self.protocol.held_back:
             log.info("pushes %s", f"wait: {missing}" if missing else "go on")
-        self.planes.found(self._parts.endpoints)
+        self.planes.found(self._parts.buckets)
         return effects + self.protocol.hold_back(missing, now)
 
     def _take_over(self, message: RegisterManifest) -> Publish | None:

@@ -31,8 +31,8 @@ from umbra.services.config import WeightHubConfig as WeightHubConfig
 from umbra.services.weight_hub.service import WeightHub
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.manifest import held_whole
-from umbra.services.weights.planes.bucket_records import Piece
 from umbra.services.weights.planes.bucket_store import BucketStore, Delta
+from umbra.services.weights.planes.bucket_wire import Piece
 from umbra.services.weights.planes.nccl import NcclReceiver
 from umbra.services.weights.planes.plane import Receipt, ReceiverEnd, Receiving
 from umbra.services.weights.planes.receiving import GpuReceiving
@@ -63,7 +63,7 @@ class UpstreamPlanes:
         self._gpu = gpu
         self._end: UpstreamEnd | None = None
 
-    def open(self, reply: Subscribed, name: str, security: Security) -> ReceiverEnd:
+    def open(self, reply: Subscribed, security: Security) -> ReceiverEnd:
         """See `ReceiverPlanes.open`; registers the layout with the hub of this daemon.
 
         Raises:
@@ -80,15 +80,8 @@ class UpstreamPlanes:
         def delta_came(piece: Piece, data: bytes) -> None:
             store.encoded(piece.bucket, Delta(piece.base, piece.result, data))
 
-        pull = TcpReceiver(
-            name,
-            manifest,
-            [arena.slot(index) for index in range(made.slots)],
-            self._config.receive_bucket_bytes,
-            delta_came,
-            security,
-            self._config.connections,
-        )
+        slots = [arena.slot(index) for index in range(made.slots)]
+        pull = TcpReceiver(manifest, slots, self._config, delta_came, security)
         end: TcpReceiver | NcclReceiver = pull
         if self._gpu is not None and reply.plane == "nccl":
             end = self._gpu.broadcasts(arena, pull)

@@ -26,7 +26,7 @@ from umbra.proto.messages import (
     Subscribed,
 )
 from umbra.proto.net.channel import Channel
-from umbra.proto.records import Manifest
+from umbra.proto.records import BucketsAt, Manifest
 from umbra.services.weights.arena import shm_host
 from umbra.services.weights.manifest import Part, check_dtype, check_manifest
 from umbra.services.weights.planes.plane import GPU_PLANES, Receipt, ReceiverEnd, Receiving
@@ -64,7 +64,7 @@ class Receiver:
         planes: those that the hub can choose from; closed with this.
         host: names the /dev/shm of this process; empty = find out (`shm_host`).
         serves: endpoint at which a daemon serves others; told to the hub.
-        buckets: endpoint at which it hands out buckets; told to the hub.
+        buckets: where it hands out buckets; told to the hub.
         load: called on the receiver's thread with each version that is committed, in place of
             `poll`; what goes wrong is reported to the hub.
         dtype: required of versions, as `weight_hub.dtype` names it; empty = any.
@@ -79,7 +79,7 @@ class Receiver:
         host: str = "",
         *,
         serves: str = "",
-        buckets: str = "",
+        buckets: BucketsAt | None = None,
         load: Callable[[StagedVersion], None] | None = None,
         dtype: str = "",
         check_s: float = 5.0,
@@ -90,7 +90,7 @@ class Receiver:
         self._planes = planes
         self._host = host or shm_host()
         self._serves = serves
-        self._buckets_endpoint = buckets
+        self._buckets = buckets
         self._load = load
         self._dtype = dtype
         self._avoided = ""  # a relay that was gone
@@ -351,7 +351,7 @@ class Receiver:
             host=self._host,
             planes=self._planes.offered,
             serves=self._serves,
-            buckets=self._buckets_endpoint,
+            buckets=self._buckets,
             avoid=self._avoided,
             gpu=self._planes.facts,
         )
@@ -466,7 +466,7 @@ class Receiver:
             self._end.close()  # first, since it may hold what its successor needs
             self._end = None
         try:
-            end = self._planes.open(reply, self._channel.sender, self._channel.security)
+            end = self._planes.open(reply, self._channel.security)
         except StartupError as error:
             if not self._go_without(reply.plane, str(error)):
                 raise

@@ -8,6 +8,7 @@ import threading
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import zmq
 from fakes.slowness import limit
@@ -34,6 +35,13 @@ LAYOUT = build_manifest(
     [("embed", "F32", [300, 16]), ("layer.0", "BF16", [33, 7]), ("norm", "F32", [16])], 4096
 )
 OTHER_LAYOUT = build_manifest([("embed", "F32", [100, 16])], 4096)
+
+
+class SmallFrames(WeightHubConfig):
+    """A receiver with one connection to each source, and small records."""
+
+    receive_bucket_bytes: int = 8192
+    connections: ClassVar[int] = 1
 
 
 class Bench:

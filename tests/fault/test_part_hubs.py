@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.hub_bench import OTHER_LAYOUT, WAIT_S, Bench, content, publish, take, whole
+from fakes.hub_bench import OTHER_LAYOUT, WAIT_S, Bench, SmallFrames, content, publish, take, whole
 from fakes.keys import keys, of
 from fakes.relays import Relay
 from fakes.slowness import seconds
@@ -43,7 +43,7 @@ def start(bench: Bench, tmp_path: Path) -> Start:
 
 
 def receiver(bench: Bench, name: str, host: str = "", security: Security = OPEN) -> Receiver:
-    planes = StagedPlanes(["shm", "tcp"], frame_bytes=8192)
+    planes = StagedPlanes(["shm", "tcp"], config=SmallFrames())
     channel = bench.channel(name, security)
     made = Receiver(channel, planes, host, check_s=0.05, retry_s=0.02)
     bench.closers.append(made.close)

@@ -16,14 +16,14 @@ from pathlib import Path
 import msgspec
 import pytest
 from fakes.generating import Generating, Policy, publisher_of
-from fakes.hub_bench import PROGRAMS, WAIT_S, Bench
+from fakes.hub_bench import PROGRAMS, WAIT_S, Bench, SmallFrames
 from fakes.slowness import seconds
 
-from umbra.proto.messages import BucketPort, Prepare, Subscribed
+from umbra.proto.messages import Prepare, Subscribed
 from umbra.proto.net.io_thread import IoThread
 from umbra.proto.net.keys import Security
+from umbra.proto.records import BucketsAt
 from umbra.services.weights.arena import SHM, Arena
-from umbra.services.weights.planes.bucket_fetch import BucketConnection, BucketSource
 from umbra.services.weights.planes.plane import Receipt, ReceiverEnd, Receiving
 from umbra.services.weights.planes.receiving import StagedPlanes
 from umbra.services.weights.planes.tcp import TcpReceiver
@@ -101,12 +101,12 @@ class Watched(StagedPlanes):
     """Planes whose ends say when they begin, and go on when they are told."""
 
     def __init__(self, plane: str) -> None:
-        super().__init__([plane], frame_bytes=8192)
+        super().__init__([plane], config=SmallFrames())
         self.begun, self.go = threading.Event(), threading.Event()
         self.go.set()
 
-    def open(self, reply: Subscribed, name: str, security: Security) -> ReceiverEnd:
-        return _WatchedEnd(super().open(reply, name, security), self._arrived)
+    def open(self, reply: Subscribed, security: Security) -> ReceiverEnd:
+        return _WatchedEnd(super().open(reply, security), self._arrived)
 
     def _arrived(self) -> None:
         self.begun.set()
@@ -136,27 +136,23 @@ class Detour(StagedPlanes):
     """A `TcpReceiver` whose buckets come through a proxy which spoils one byte."""
 
     def __init__(self, mode: str, at: int) -> None:
-        super().__init__(["tcp"], frame_bytes=8192, connections=1)
+        super().__init__(["tcp"], config=SmallFrames())
         self._mode, self._at = mode, at
         self.taken: list[Receipt] = []
         self._proxy: subprocess.Popen[str] | None = None
         self._port = 0
 
-    def open(self, reply: Subscribed, name: str, security: Security) -> ReceiverEnd:
-        real = super().open(reply, name, security)
+    def open(self, reply: Subscribed, security: Security) -> ReceiverEnd:
+        real = super().open(reply, security)
         assert isinstance(real, TcpReceiver)
         self._real = real
-        source = self._real._sources[0, 0] = BucketSource(name, security)
-        connect = source.open
-
-        def detour(place: BucketPort, key: bytes) -> BucketConnection:
-            port = self._through(f"127.0.0.1:{place.port}")
-            return connect(msgspec.structs.replace(place, port=port), key)
-
-        source.open = detour  # type: ignore[method-assign]
         return self
 
     def receive(self, message: Prepare) -> Receiving:
+        (at,) = message.sources
+        port = self._through(at.endpoint.removeprefix("tcp://"))
+        at = BucketsAt(endpoint=f"tcp://127.0.0.1:{port}", key=at.key)
+        message = msgspec.structs.replace(message, sources=[at])
         self.taken.append((yield from self._real.receive(message)))
         return self.taken[-1]
 

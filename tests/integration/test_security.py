@@ -297,7 +297,7 @@ def test_only_a_relay_may_serve(
         with pytest.raises(RejectedError, match=f"only relays serve others, not the {role} key"):
             hub(f"evil-{role}", role).call(ask, m.Subscribed, timeout_s=WAIT_S)
     assert bench.hub.stats()["refused"] == 2
-    assert bench.hub.planes.open_tcp().chain.relays == []
+    assert bench.hub.planes.open_tcp().chain == []
     assert bench.hub.planes.open_tcp().relay_at("h") == ""
 
 

@@ -10,6 +10,7 @@ from fakes.hub_bench import (
     OTHER_LAYOUT,
     WAIT_S,
     Bench,
+    SmallFrames,
     content,
     load,
     publish,
@@ -27,8 +28,8 @@ from umbra.proto.messages import Ready
 from umbra.proto.net.keys import OPEN, Security
 from umbra.proto.records import Manifest
 from umbra.services.weights.manifest import build_manifest
-from umbra.services.weights.planes.bucket_records import Seal
-from umbra.services.weights.planes.bucket_server import BucketConnections, BucketOrder, BucketServer
+from umbra.services.weights.planes import tcp
+from umbra.services.weights.planes.bucket_wire import Records
 from umbra.services.weights.planes.receiving import StagedPlanes
 from umbra.services.weights.publisher import Publisher
 from umbra.services.weights.receiver import Receiver
@@ -75,7 +76,7 @@ class Weights:
 def tcp_receiver(bench: Bench, name: str, **options: Any) -> Receiver:
     receiver = Receiver(
         bench.channel(name),
-        StagedPlanes(["tcp"], frame_bytes=8192),
+        StagedPlanes(["tcp"], config=SmallFrames()),
         check_s=0.05,
         retry_s=0.02,
         **options,
@@ -208,26 +209,26 @@ def test_relays_have_a_key_of_their_own(bench: Bench, keys: Path, planes: list[s
         if version:
             publish(publisher, version)
         load(receiver, version)
-    assert bench.hub.planes.open_tcp().chain.relays == ["node-0", "node-1"]
+    assert bench.hub.planes.open_tcp().chain == ["node-0", "node-1"]
     assert bench.hub.stats()["refused"] == 0
 
 
 @pytest.fixture
-def seals(monkeypatch: pytest.MonkeyPatch) -> list[Seal | None]:
-    """Of all orders that are sent on a connection of their own."""
-    found: list[Seal | None] = []
-    expect = BucketConnections.expect
+def sealed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of all connections whether they are sealed."""
+    found: list[bool] = []
+    admit = Records.admit
 
-    def noted(connections: BucketConnections, order: BucketOrder) -> None:
-        found.append(order.seal)
-        expect(connections, order)
+    def noted(records: Records, secret: bytes, *, sealed: bool) -> None:
+        found.append(sealed)
+        admit(records, secret, sealed=sealed)
 
-    monkeypatch.setattr(BucketConnections, "expect", noted)
+    monkeypatch.setattr(Records, "admit", noted)
     return found
 
 
 def test_weights_are_sealed_on_their_way_through_a_relay(
-    bench: Bench, keys: Path, seals: list[Seal | None]
+    bench: Bench, keys: Path, sealed: list[bool]
 ) -> None:
     """Hub, relay and a generator that fetches from it, whole and by deltas."""
     bench.security = of(keys, "weight_hub")
@@ -243,7 +244,7 @@ def test_weights_are_sealed_on_their_way_through_a_relay(
     weights.load(receiver, 0)
     for _ in range(3):
         weights.load(receiver, weights.publish(publisher, 0.01))
-    assert {type(seal) for seal in seals} == {Seal}
+    assert set(sealed) == {True}
     assert bench.hub.stats()["refused"] == 0
     node.stop()
     sizes = wire_bytes(bench, "node-0")
@@ -251,12 +252,12 @@ def test_weights_are_sealed_on_their_way_through_a_relay(
     assert max(sizes[2:]) < LAYOUT.total_bytes / 5
 
 
-def test_without_keys_nothing_is_sealed(bench: Bench, seals: list[Seal | None]) -> None:
+def test_without_keys_nothing_is_sealed(bench: Bench, sealed: list[bool]) -> None:
     bench.start(plane="tcp", delta="off")
     publisher = bench.publisher()
     publish(publisher, 0)
     load(tcp_receiver(bench, "gen-0"), 0)
-    assert set(seals) == {None}
+    assert set(sealed) == {False}
 
 
 @pytest.mark.parametrize("keyed", [True, False])
@@ -270,7 +271,7 @@ def test_a_port_that_is_closed_is_named(
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # nobody listens there
         port = taken.getsockname()[1]
-        monkeypatch.setattr(BucketServer, "port", property(lambda _self: port))
+        monkeypatch.setattr(tcp, "reachable", lambda _endpoint: f"tcp://127.0.0.1:{port}")
 
         def security(role: KeyRole) -> Security:
             return of(keys, role) if keyed else OPEN
@@ -280,7 +281,7 @@ def test_a_port_that_is_closed_is_named(
         publisher = bench.publisher(channel=bench.channel("trainer", security("trainer")))
         receiver = Receiver(
             bench.channel("gen-0", security("generator")),
-            StagedPlanes(["tcp"], connections=1),
+            StagedPlanes(["tcp"]),
             check_s=0.05,
             retry_s=0.02,
         )
@@ -289,7 +290,7 @@ def test_a_port_that_is_closed_is_named(
         publish(publisher, 0)
         counters = bench.hub.protocol.counters
         until(lambda: counters["dropped"] > 0, "the push did not fail")
-    said = f"127.0.0.1:{port} cannot be reached"
+    said = f"127.0.0.1:{port} is gone, or cannot be reached"
     told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert any(said in text and "open that port" in text for text in told)
 
@@ -322,11 +323,11 @@ def test_relays_hand_on_what_they_get(bench: Bench) -> None:
         version = weights.publish(publisher, 0.01)
         for receiver in receivers:
             weights.load(receiver, version)
-    assert bench.hub.planes.open_tcp().chain.relays == ["node-0", "node-1", "node-2"]
+    assert bench.hub.planes.open_tcp().chain == ["node-0", "node-1", "node-2"]
     nodes[0].stop()
     for _ in range(3):
         version = weights.publish(publisher, 0.01)
         for receiver in receivers:
             weights.load(receiver, version)
-    assert sorted(bench.hub.planes.open_tcp().chain.relays) == ["node-1", "node-2"]
+    assert sorted(bench.hub.planes.open_tcp().chain) == ["node-1", "node-2"]
     assert set(bench.hub.protocol.serving) == {"node-1", "node-2", "gen-0"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
 
 import pytest
 from fakes.hub_bench import LAYOUT
@@ -62,7 +61,7 @@ def test_staging_is_refused_before_memory_is_taken(host: Host) -> None:
     host.has(SIZE - KIB)
     planes = StagedPlanes(["tcp"], allocate=lambda _size: pytest.fail("taken"))
     with pytest.raises(StartupError, match=r'are free here: set weight_hub.dtype = "bfloat16"'):
-        planes.open(Subscribed(manifest=LAYOUT, plane="tcp", path=""), "gen-0", OPEN)
+        planes.open(Subscribed(manifest=LAYOUT, plane="tcp", path=""), OPEN)
 
 
 def test_an_arena_is_refused_before_memory_is_taken(
@@ -88,11 +87,11 @@ def test_without_memory_for_a_copy_all_bytes_are_sent(
     host: Host, arena: Arena, caplog: pytest.LogCaptureFixture
 ) -> None:
     host.has(SIZE - KIB)
-    hub = TcpHub("hub", "1", "tcp://127.0.0.1:*", WeightHubConfig(delta="always"))
+    hub = TcpHub("tcp://127.0.0.1:*", WeightHubConfig(delta="always"))
     hub.layout(arena, LAYOUT)
     prepare = Prepare(epoch=1, version=0, slot=0, checksums=checksums(LAYOUT, arena.slot(0)))
     for _ in range(2):
-        assert cast(str, hub.complete("gen-0", prepare).source) == hub.endpoint
+        assert hub.complete("gen-0", prepare).sources[0].endpoint == hub.buckets.endpoint
     hub.close()
     assert caplog.text.count("all bytes are sent: deltas") == 1
     assert 'set weight_hub.delta = "off"' in caplog.text

@@ -32,7 +32,7 @@ from pathlib import Path
 
 import xxhash
 import zmq
-from fakes.hub_bench import PROGRAMS, WAIT_S, Bench, take, whole
+from fakes.hub_bench import PROGRAMS, WAIT_S, Bench, SmallFrames, take, whole
 from fakes.trainer_hosts import Place, Trainer
 from programs.network import ADDRESSES, BRIDGE, Host, make_network, sh
 
@@ -97,7 +97,7 @@ class World:
         self.bench.security = INSECURE
         places = {1: Place(beta.enter, ADDRESSES["beta"])}
         self.trainer = Trainer(self.bench, folder, 2, places=places)
-        planes = StagedPlanes(["tcp"], frame_bytes=8192)
+        planes = StagedPlanes(["tcp"], config=SmallFrames())
         channel = self.bench.channel("near")
         self.near = Receiver(channel, planes, check_s=0.05, retry_s=0.02)
         self.bench.closers.append(self.near.close)

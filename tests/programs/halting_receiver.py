@@ -15,6 +15,7 @@ import xxhash
 from umbra.proto.messages import Prepare, Subscribed
 from umbra.proto.net.io_thread import IoThread
 from umbra.proto.net.keys import Security
+from umbra.services.config import WeightHubConfig
 from umbra.services.weights.planes.plane import ReceiverEnd, Receiving
 from umbra.services.weights.planes.receiving import StagedPlanes
 from umbra.services.weights.receiver import Receiver
@@ -36,9 +37,9 @@ def halt() -> None:
 class Halting(StagedPlanes):
     """Planes whose ends halt before, in, or after their work."""
 
-    def open(self, reply: Subscribed, name: str, security: Security) -> ReceiverEnd:
+    def open(self, reply: Subscribed, security: Security) -> ReceiverEnd:
         """See `ReceiverPlanes.open`."""
-        return HaltingEnd(super().open(reply, name, security))
+        return HaltingEnd(super().open(reply, security))
 
 
 class HaltingEnd:
@@ -67,7 +68,10 @@ class HaltingEnd:
 
 
 link = IoThread(name, "halting")
-receiver = Receiver(link.channel(endpoint, "hub"), Halting([plane], frame_bytes=4096))
+receiver = Receiver(
+    link.channel(endpoint, "hub"),
+    Halting([plane], config=WeightHubConfig(receive_bucket_bytes=4096)),
+)
 receiver.subscribe(600)
 print("subscribed", flush=True)
 never = threading.Event()

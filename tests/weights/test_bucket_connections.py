@@ -1,227 +1,300 @@
-"""Connections for buckets: who gets in, what of a record counts, what strangers cost."""
+"""Connections for buckets: who gets in, what of a record counts, what unknown peers cost."""
 
 from __future__ import annotations
 
 import os
 import socket
-import time
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
+from pathlib import Path
 
+import msgspec
 import pytest
 from fakes.hub_bench import WAIT_S
+from fakes.keys import keys as keys
+from fakes.keys import of
 from fakes.waiting import until
 
 from umbra.proto.deadline import LEAST_RATE, Pace
 from umbra.proto.errors import StartupError, UsageError, WireError
-from umbra.proto.messages import FetchBuckets
-from umbra.proto.net.zap import Refusals
+from umbra.proto.net.keys import OPEN, Security
+from umbra.proto.records import BucketsAt
 from umbra.services.weights.manifest import build_manifest, checksums
-from umbra.services.weights.planes import bucket_server
-from umbra.services.weights.planes.bucket_fetch import BrokenError, BucketConnection, Received
-from umbra.services.weights.planes.bucket_records import (
-    HEAD,
-    TAG_BYTES,
-    TICKET_BYTES,
-    Piece,
-    Seal,
-    pack_head,
-    seal_of,
-    ticket,
-    unpack_head,
-)
-from umbra.services.weights.planes.bucket_server import BucketConnections, BucketOrder
+from umbra.services.weights.planes import bucket_fetch, bucket_server, bucket_wire
+from umbra.services.weights.planes.assembly import Assembly, Holdings
+from umbra.services.weights.planes.bucket_fetch import BucketSource, Transfer
+from umbra.services.weights.planes.bucket_server import BucketServer
 from umbra.services.weights.planes.bucket_store import BucketStore
+from umbra.services.weights.planes.bucket_wire import (
+    HEAD,
+    HELLO_BYTES,
+    ORDER,
+    BucketOrder,
+    Piece,
+    Records,
+    grant,
+)
 
 LAYOUT = build_manifest([("a", "BF16", [300, 1024])], 1 << 18)
 COUNT = len(LAYOUT.buckets)
 DATA = memoryview(os.urandom(LAYOUT.total_bytes))
 SUMS = checksums(LAYOUT, DATA)
 PACE = Pace(WAIT_S, LEAST_RATE)
-KEY = bytes(range(32))
-WAYS = pytest.mark.parametrize("keyed", [True, False])
+KEYED = pytest.mark.parametrize("keyed", [True, False])
+BIND = "tcp://127.0.0.1:*"
 
 
-@pytest.fixture
-def refusals() -> Refusals:
-    return Refusals()
+@contextmanager
+def serving(
+    security: Security = OPEN, pace: Pace = PACE
+) -> Iterator[tuple[BucketServer, BucketStore]]:
+    with closing(BucketServer(BIND, security, pace)) as server:
+        yield server, server.serve(LAYOUT)
 
 
-@pytest.fixture
-def door(refusals: Refusals) -> Iterator[BucketConnections]:
-    door = BucketConnections("tcp://127.0.0.1:*", PACE, refusals)
-    yield door
-    door.close()
-
-
-def ordered(
-    door: BucketConnections,
-    key: bytes = KEY,
-    *,
-    keyed: bool = True,
-    who: bytes = b"me",
-    offered: bool = True,
-    valid_s: float = 60.0,
-) -> BucketStore:
-    """An order for all buckets, of which there are none if they are not `offered`."""
-    store = BucketStore(LAYOUT, door.notify)
-    if offered:
-        store.offer(0, DATA, SUMS)
-    message = FetchBuckets(
-        number=1, wanted=list(range(COUNT)), contents=SUMS, frame_bytes=1 << 17, key=key
-    )
-    seal = seal_of(key, keyed=keyed)
-    valid_until = time.monotonic() + valid_s
-    door.expect(BucketOrder(who, message, store, seal, ticket(key), valid_until))
-    return store
-
-
-def connected(door: BucketConnections, key: bytes = KEY, *, keyed: bool = True) -> BucketConnection:
-    seal = seal_of(key, keyed=keyed)
-    return BucketConnection(("127.0.0.1", door.port), key, seal)
-
-
-def next_of(
-    connection: BucketConnection, room: Callable[[Piece, int], memoryview | None]
-) -> Received:
-    steps = connection.next(room)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value
-
-
-def nowhere(_piece: Piece, _nbytes: int) -> None:
-    return None
-
-
-class Memory:
-    """Where a version is put together."""
-
-    def __init__(self) -> None:
-        self.data = memoryview(bytearray(LAYOUT.total_bytes))
-
-    def room(self, piece: Piece, nbytes: int) -> memoryview:
-        start = LAYOUT.buckets[piece.bucket][0] + piece.offset
-        return self.data[start : start + nbytes]
-
-    def fill(self, connection: BucketConnection) -> None:
-        left = LAYOUT.total_bytes
-        while left:
-            left -= len(next_of(connection, self.room).data)
-
-
-@WAYS
-def test_all_that_was_ordered_comes_and_then_the_end(
-    door: BucketConnections, refusals: Refusals, keyed: bool
-) -> None:
-    ordered(door, keyed=keyed)
-    with closing(connected(door, keyed=keyed)) as connection:
-        memory = Memory()
-        memory.fill(connection)
-        assert memory.data == DATA
-        with pytest.raises(BrokenError, match="was closed"):
-            next_of(connection, memory.room)
-    assert not refusals.counts
-
-
-@WAYS
-def test_what_comes_later_is_sent_then(door: BucketConnections, keyed: bool) -> None:
-    store = ordered(door, keyed=keyed, offered=False)
-    with closing(connected(door, keyed=keyed)) as connection:
-        assert next(connection.next(nowhere)) is None, "nothing came, and nobody waits for ever"
-        store.offer(0, DATA, SUMS, absent=range(1, COUNT))
-        for bucket in range(1, COUNT):
-            store.arrived(0, bucket)
-        memory = Memory()
-        memory.fill(connection)
-    assert memory.data == DATA
-
-
-def test_sealed_bytes_are_seen_by_nobody(door: BucketConnections) -> None:
-    ordered(door)
-    with socket.create_connection(("127.0.0.1", door.port)) as seen:
-        seen.sendall(ticket(KEY))
-        head = seen.recv(HEAD.size, socket.MSG_WAITALL)
-        piece, nbytes = unpack_head(head)
-        sent = seen.recv(nbytes, socket.MSG_WAITALL)
-    assert (piece.bucket, nbytes) == (0, 1 << 17)
-    assert sent != bytes(DATA[:nbytes])
-
-
-def records(count: int = 3) -> list[bytes]:
-    """The first records of a connection, as they are on the wire."""
-    seal = Seal(KEY)
-    found: list[bytes] = []
-    for bucket in range(count):
-        raw = bytes([bucket]) * 100
-        head = pack_head(Piece(bucket, 7, 0, 0), len(raw))
-        sealed = memoryview(bytearray(len(raw) + TAG_BYTES))
-        seal.seal(head, raw, sealed)
-        found.append(head + sealed)
-    return found
-
-
-def opened(sent: Sequence[bytes], key: bytes = KEY) -> list[Received]:
-    """What a receiver takes of what it is sent."""
+def pair() -> tuple[socket.socket, socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        seal = Seal(key)
-        port = listening.getsockname()[1]
-        with closing(BucketConnection(("127.0.0.1", port), key, seal)) as connection:
-            there, _ = listening.accept()
-            with there:
-                assert there.recv(TICKET_BYTES, socket.MSG_WAITALL) == ticket(key)
-                there.sendall(b"".join(sent))
-            return [next_of(connection, nowhere) for _ in sent]
+        ours = socket.create_connection(listening.getsockname())
+        return ours, listening.accept()[0]
+
+
+def at(server: BucketServer, secret: bytes = b"") -> BucketsAt:
+    return BucketsAt(endpoint=server.endpoint, key=grant(secret or server.secret))
+
+
+def raw(server: BucketServer) -> socket.socket:
+    host, _, port = server.endpoint.removeprefix("tcp://").rpartition(":")
+    return socket.create_connection((host, int(port)), WAIT_S)
+
+
+def transfer(source: BucketSource) -> tuple[Transfer, memoryview]:
+    memory = memoryview(bytearray(LAYOUT.total_bytes))
+    return Transfer(
+        source, Assembly(Holdings(LAYOUT, [memory]), 0, SUMS, deltas=False), 1 << 17
+    ), memory
+
+
+def fetch(source: BucketSource) -> list[int]:
+    """Fetch a version; the buckets in the order in which they came."""
+    came: list[int] = []
+    fetching, memory = transfer(source)
+    fetching.run(came.append, threading.Event())
+    assert memory == DATA
+    return came
+
+
+@KEYED
+def test_what_is_ordered_comes_as_soon_as_it_is_there(keys: Path, keyed: bool) -> None:
+    """One connection serves one version after the other."""
+    security = of(keys, "weight_hub") if keyed else OPEN
+    source = BucketSource(sealed=keyed)
+    with serving(security) as (server, store):
+        source.use(at(server))
+        store.offer(0, DATA, SUMS, absent=range(1, COUNT))
+        arrivals = [threading.Timer(0.1 * b, store.arrived, (0, b)) for b in range(1, COUNT)]
+        for arrival in arrivals:
+            arrival.start()
+        assert fetch(source) == list(range(COUNT))
+        connection = source.connected(threading.Event())
+        assert fetch(source) == list(range(COUNT))
+        assert source.connected(threading.Event()) is connection
+        assert not server.refusals.counts
+    source.close()
+
+
+def test_who_gives_up_stops_at_once() -> None:
+    with serving() as (server, store):
+        source, stopping = BucketSource(), threading.Event()
+        source.use(at(server))
+        fetching, _ = transfer(source)
+        threading.Timer(0.2, stopping.set).start()
+        fetching.run(lambda _bucket: None, stopping)
+        until(lambda: not server._peers, "its thread is there still")
+        store.offer(0, DATA, SUMS)
+        assert fetch(source)
+        source.close()
+
+
+def test_a_source_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hangs; or it is well, and has no bucket."""
+    monkeypatch.setattr(bucket_fetch, "STILL_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as hanging:
+        source = BucketSource()
+        endpoint = f"tcp://127.0.0.1:{hanging.getsockname()[1]}"
+        source.use(BucketsAt(endpoint=endpoint, key=grant(bytes(32))))
+        with pytest.raises(bucket_fetch.SourceLostError, match="is silent"):
+            transfer(source)[0].run(lambda _: None, threading.Event())
+    monkeypatch.setattr(bucket_fetch, "STILL_S", WAIT_S)
+    monkeypatch.setattr(bucket_fetch, "SILENT_S", 0.1)
+    monkeypatch.setattr(bucket_server, "BEAT_S", 0.1)
+    with serving() as (server, _):
+        source.use(at(server))
+        with pytest.raises(WireError, match="no bucket came within"):
+            transfer(source)[0].run(lambda _: None, threading.Event())
+    source.close()
+
+
+def test_another_layout_ends_an_order() -> None:
+    with serving() as (server, _):
+        source = BucketSource()
+        source.use(at(server))
+        threading.Timer(0.2, server.serve, (build_manifest([("a", "F32", [16])], 128),)).start()
+        with pytest.raises(WireError, match="there are 1 buckets"):
+            transfer(source)[0].run(lambda _: None, threading.Event())
+        source.close()
+
+
+# -- records --------------------------------------------------------------------------------------
+
+
+SECRET = bytes(range(32))
+
+
+def opened(change: Callable[[list[bytes]], Sequence[bytes]]) -> list[bytes]:
+    """What a receiver takes of three records that were changed on their way."""
+    ours, theirs = pair()
+    taken: list[bytes] = []
+    with ours:
+        receiver = Records(ours, lambda: None)
+        begun = threading.Thread(
+            target=receiver.begin, args=(grant(SECRET),), kwargs={"sealed": True}
+        )
+        begun.start()
+        source = Records(theirs, lambda: None)
+        source.admit(SECRET, sealed=True)
+        begun.join(WAIT_S)
+        for bucket in range(3):
+            source.send(Piece(bucket, 7), bytes([bucket]) * 100)
+        sent, size = bytes(source._waiting), len(source._waiting) // 3
+        with theirs:
+            changed = change([sent[i * size : (i + 1) * size] for i in range(3)])
+            theirs.sendall(b"".join(changed))
+        for _ in changed:
+            piece, data, _ = receiver.next(lambda *_: None)
+            assert bytes(data) == bytes([piece.bucket]) * 100
+            taken.append(bytes(data))
+    return taken
 
 
 def test_records_in_their_order_are_taken() -> None:
-    came = opened(records())
-    assert [bytes(one.data) for one in came] == [bytes([n]) * 100 for n in range(3)]
-    assert [one.piece.bucket for one in came] == [0, 1, 2]
+    assert len(opened(lambda sent: sent)) == 3
 
 
-@pytest.mark.parametrize("chosen", [[0, 0], [1], [0, 2]], ids=["repeated", "late", "left out"])
-def test_no_record_is_repeated_or_left_out_unnoticed(chosen: list[int]) -> None:
-    sent = records()
+def spoiled(place: int) -> Callable[[list[bytes]], Sequence[bytes]]:
+    def change(sent: list[bytes]) -> list[bytes]:
+        first = bytearray(sent[0])
+        first[place] ^= 1
+        return [bytes(first)]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda sent: [sent[0], sent[0]],
+        lambda sent: [sent[1]],
+        lambda sent: [sent[0], sent[2]],
+        *(spoiled(place) for place in (0, 4, 12, 20, HEAD.size, HEAD.size + 99, -1)),
+    ],
+)
+def test_no_record_is_changed_repeated_or_left_out_unnoticed(
+    change: Callable[[list[bytes]], Sequence[bytes]],
+) -> None:
     with pytest.raises(WireError, match="not what was sealed"):
-        opened([sent[index] for index in chosen])
-
-
-@pytest.mark.parametrize("place", [0, 4, 12, 20, HEAD.size, HEAD.size + 99, -1])
-def test_a_spoiled_byte_spoils_its_record(place: int) -> None:
-    (sent,) = records(1)
-    spoiled = bytearray(sent)
-    spoiled[place] ^= 1
-    with pytest.raises(WireError, match="not what was sealed"):
-        opened([bytes(spoiled)])
-
-
-def test_a_record_under_another_key_is_not_taken() -> None:
-    with pytest.raises(WireError, match="not what was sealed"):
-        opened(records(1), key=bytes(32))
+        opened(change)
 
 
 @pytest.mark.parametrize("kept", [1, HEAD.size, HEAD.size + 50, -1])
 def test_a_record_that_ends_early_is_a_broken_connection(kept: int) -> None:
-    (sent,) = records(1)
-    with pytest.raises(BrokenError):
-        opened([sent[:kept]])
+    with pytest.raises(ConnectionError):
+        opened(lambda sent: [sent[0][:kept]])
+
+
+def test_sealed_bytes_are_seen_by_nobody(keys: Path) -> None:
+    """Nor do the bytes that let a receiver in do so again: its records are sealed afresh."""
+    with serving(of(keys, "weight_hub")) as (server, store):
+        store.offer(0, DATA, SUMS)
+        seen: list[bytes] = []
+        with socket.create_server(("127.0.0.1", 0)) as tap:
+            threading.Thread(target=_tap, args=(tap, server, seen)).start()
+            source = BucketSource(sealed=True)
+            port = tap.getsockname()[1]
+            source.use(BucketsAt(endpoint=f"tcp://127.0.0.1:{port}", key=at(server).key))
+            assert fetch(source)
+            source.close()
+        asked, sent = seen
+        assert len(sent) > LAYOUT.total_bytes and bytes(DATA[:64]) not in sent
+        with raw(server) as again:
+            again.sendall(asked)
+            again.shutdown(socket.SHUT_WR)
+            assert len(again.recv(1 << 20, socket.MSG_WAITALL)) == 16, "its nonce, and no bucket"
+
+
+def _tap(tap: socket.socket, server: BucketServer, seen: list[bytes]) -> None:
+    ours, _ = tap.accept()
+    theirs = raw(server)
+
+    def copy(source: socket.socket, sink: socket.socket) -> bytes:
+        said = b""
+        while data := source.recv(1 << 16):
+            said += data
+            sink.sendall(data)
+        sink.shutdown(socket.SHUT_WR)
+        return said
+
+    asked: list[bytes] = []
+    thread = threading.Thread(target=lambda: asked.append(copy(ours, theirs)))
+    thread.start()
+    answer = copy(theirs, ours)
+    thread.join()
+    seen += [asked[0], answer]
 
 
 def test_a_head_cannot_ask_for_more_memory_than_a_record_has() -> None:
-    with pytest.raises(WireError, match="a record of 67108865 bytes"):
-        unpack_head(pack_head(Piece(0, 1, 0, 0), (64 << 20) + 1))
+    ours, theirs = pair()
+    with ours, theirs:
+        theirs.sendall(HEAD.pack(0, 1, 0, 0, (64 << 20) + 1))
+        with pytest.raises(WireError, match="a record of 67108865 bytes"):
+            Records(ours, lambda: None).next(lambda *_: None)
 
 
-def test_a_key_is_as_long_as_keys_are() -> None:
-    with pytest.raises(WireError, match="a key has 32 bytes, not 31"):
-        seal_of(bytes(31), keyed=True)
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"wanted": [COUNT]},
+        {"wanted": [-1]},
+        {"contents": []},
+        {"bases": [[1, 2]]},
+        {"frame_bytes": 0},
+        {"frame_bytes": bucket_wire.SMALLEST_FRAME - 1},
+        {"frame_bytes": 2**63},
+    ],
+)
+def test_orders_that_make_no_sense_are_refused(bad: dict[str, object]) -> None:
+    given = {"wanted": [0], "contents": [1], "frame_bytes": 1024}
+    BucketOrder(**given).check(COUNT)  # type: ignore[arg-type]
+    with pytest.raises(WireError):
+        BucketOrder(**{**given, **bad}).check(COUNT)  # type: ignore[arg-type]
+
+
+def test_bytes_that_are_no_order_end_the_connection() -> None:
+    with serving() as (server, _), raw(server) as connection:
+        records = Records(connection, lambda: None)
+        records.begin(at(server).key, sealed=False)
+        records.send(Piece(ORDER), b"\xc1")
+        records.flush()
+        _, said, _ = records.next(lambda *_: None)
+        assert b"no order" in bytes(said)
+        assert ended(connection)
+
+
+# -- unknown peers --------------------------------------------------------------------------------
 
 
 def ended(connection: socket.socket) -> bool:
-    """Whether the door closes the connection."""
+    """Whether the other end closes the connection."""
     connection.settimeout(WAIT_S)
     try:
         return connection.recv(1) == b""
@@ -229,127 +302,83 @@ def ended(connection: socket.socket) -> bool:
         return True
 
 
-@pytest.mark.parametrize(
-    "shown", [bytes(TICKET_BYTES), ticket(bytes(32)), b"GET / HTTP/1.1\r\n" * 2]
-)
-def test_a_stranger_gets_nothing(door: BucketConnections, refusals: Refusals, shown: bytes) -> None:
-    ordered(door)
-    with socket.create_connection(("127.0.0.1", door.port)) as stranger:
-        stranger.sendall(shown)
-        assert ended(stranger)
-    assert refusals.counts == {
-        "a connection with a ticket of no order, from 127.0.0.1 on buckets": 1
-    }
-    with closing(connected(door)) as connection:
-        Memory().fill(connection)  # whose order it is, is not disturbed
-
-
-def test_a_ticket_opens_one_connection(door: BucketConnections, refusals: Refusals) -> None:
-    ordered(door)
-    with closing(connected(door)) as connection:
-        Memory().fill(connection)
-    with closing(connected(door)) as again, pytest.raises(BrokenError):
-        next_of(again, nowhere)
-    assert refusals.counts.total() == 1
-
-
-def test_a_silent_stranger_is_sent_away(
-    monkeypatch: pytest.MonkeyPatch, refusals: Refusals
-) -> None:
-    monkeypatch.setattr(bucket_server, "SHOW_S", 0.05)
-    monkeypatch.setattr(bucket_server, "LOOK_S", 0.01)
-    with closing(BucketConnections("tcp://127.0.0.1:*", PACE, refusals)) as door:
-        with socket.create_connection(("127.0.0.1", door.port)) as stranger:
-            stranger.sendall(ticket(KEY)[:-1])
+@pytest.mark.parametrize("shown", [bytes(HELLO_BYTES), b"GET / HTTP/1.1\r\n" * 4])
+def test_a_stranger_gets_nothing(shown: bytes) -> None:
+    with serving() as (server, store):
+        store.offer(0, DATA, SUMS)
+        with raw(server) as stranger:
+            stranger.sendall(shown)
             assert ended(stranger)
-    assert refusals.counts == {
-        "a connection that showed no ticket in time, from 127.0.0.1 on buckets": 1
-    }
+        assert server.refusals.counts == {
+            "a connection without a grant, from 127.0.0.1 on buckets": 1
+        }
+        source = BucketSource()
+        source.use(at(server, bytes(32)))  # of another source
+        with pytest.raises(WireError, match=r"was closed|reset"):
+            fetch(source)
+        source.use(at(server))
+        assert fetch(source)
+        source.close()
 
 
-def test_a_ticket_that_nobody_shows_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket_server, "LOOK_S", 0.01)
-    with closing(BucketConnections("tcp://127.0.0.1:*", PACE, Refusals())) as door:
-        ordered(door, valid_s=0.0)
-        until(lambda: not door._orders and not door._expected, "it is still valid")
+def test_a_silent_stranger_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket_server, "SHOW_S", 0.05)
+    with serving() as (server, _), raw(server) as stranger:
+        stranger.sendall(bytes(HELLO_BYTES - 1))
+        assert ended(stranger)
+        until(lambda: server.refusals.counts.total() == 1, "it is not counted")
 
 
-def test_strangers_crowd_out_only_one_another(
-    monkeypatch: pytest.MonkeyPatch, door: BucketConnections, refusals: Refusals
-) -> None:
-    """Of the address with the most connections the oldest goes; who shows its ticket is no more."""
+def test_strangers_crowd_out_only_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the address with the most connections the oldest goes; who shows its grant is no more."""
     monkeypatch.setattr(bucket_server, "UNKNOWN_PEERS", 3)
-    ordered(door)
-    with closing(socket.socket()) as other:
+    with serving() as (server, _), closing(socket.socket()) as other:
         other.bind(("127.0.0.2", 0))
-        other.connect(("127.0.0.1", door.port))
-        crowd = [socket.create_connection(("127.0.0.1", door.port)) for _ in range(6)]
+        host, _, port = server.endpoint.removeprefix("tcp://").rpartition(":")
+        other.connect((host, int(port)))
+        crowd = [raw(server) for _ in range(6)]
         assert all(ended(stranger) for stranger in crowd[:4])
-        other.sendall(ticket(KEY))
-        other.settimeout(WAIT_S)
-        assert len(other.recv(HEAD.size, socket.MSG_WAITALL)) == HEAD.size
+        Records(other, lambda: None).begin(at(server).key, sealed=False)
         for stranger in crowd:
             stranger.close()
-    (what,) = (text for text in refusals.counts if text.startswith("one too many"))
-    assert refusals.counts[what] == 4
 
 
-def test_no_more_connections_than_there_may_be(
-    monkeypatch: pytest.MonkeyPatch, door: BucketConnections
-) -> None:
-    monkeypatch.setattr(bucket_server, "ORDERS", 1)
-    ordered(door)
-    ordered(door, bytes(32))  # of the same receiver: it replaces its order
-    with pytest.raises(WireError, match="1 connections fetch already"):
-        ordered(door, who=b"another")
+def test_no_more_connections_than_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket_server, "CONNECTIONS", 1)
+    with serving() as (server, store):
+        store.offer(0, DATA, SUMS)
+        one, other = BucketSource(), BucketSource()
+        one.use(at(server))
+        other.use(at(server))
+        assert fetch(one)
+        with pytest.raises(WireError):
+            fetch(other)
+        one.close()
+        other.close()
 
 
-def test_a_new_order_ends_the_connection_of_the_one_before(door: BucketConnections) -> None:
-    ordered(door, offered=False)
-    with closing(connected(door)) as before:
-        assert next(before.next(nowhere)) is None
-        until(lambda: door._threads, "nobody was let in")
-        ordered(door, bytes(32))
-        with pytest.raises(BrokenError):
-            next_of(before, nowhere)
-    with closing(connected(door, bytes(32))) as after:
-        Memory().fill(after)
-
-
-def test_who_does_not_read_is_given_up(refusals: Refusals) -> None:
-    """Its thread ends when its time for the bytes is over."""
-    with closing(BucketConnections("tcp://127.0.0.1:*", Pace(0.05, 1e9), refusals)) as door:
+def test_who_does_not_read_or_is_gone_leaves_no_thread() -> None:
+    """The thread ends when the time for the bytes is over."""
+    with closing(BucketServer(BIND, pace=Pace(0.05, 1e9))) as server:
         big = build_manifest([("a", "BF16", [16 << 20])], 16 << 20)
-        data = memoryview(bytes(big.total_bytes))
-        store = BucketStore(big, door.notify)
-        store.offer(0, data, [1, 2])
-        order = FetchBuckets(
-            number=1, wanted=[0, 1], contents=[1, 2], frame_bytes=16 << 20, key=KEY
-        )
-        seal = seal_of(KEY, keyed=False)
-        valid_until = time.monotonic() + WAIT_S
-        door.expect(BucketOrder(b"me", order, store, seal, ticket(KEY), valid_until))
-        with socket.socket() as idle:
+        server.serve(big).offer(0, memoryview(bytes(big.total_bytes)), [1, 2])
+        with raw(server) as idle:
             idle.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            idle.connect(("127.0.0.1", door.port))
-            idle.sendall(ticket(KEY))
-            until(lambda: not door._orders and not door._threads, "it still waits")
+            records = Records(idle, lambda: None)
+            records.begin(at(server).key, sealed=False)
+            transferring = BucketOrder(wanted=[0, 1], contents=[1, 2], frame_bytes=16 << 20)
+            records.send(Piece(ORDER), msgspec.msgpack.encode(transferring))
+            records.flush()
+            until(lambda: not server._peers, "it still waits")
+        with raw(server):
+            until(lambda: server._peers, "nobody was let in")
+        until(lambda: not server._peers, "its thread is there still")
 
 
-def test_who_has_gone_leaves_no_thread(
-    monkeypatch: pytest.MonkeyPatch, door: BucketConnections
-) -> None:
-    monkeypatch.setattr(bucket_server, "LOOK_S", 0.01)
-    ordered(door, offered=False)
-    with closing(connected(door)):
-        until(lambda: door._threads, "nobody was let in")
-    until(lambda: not door._threads, "its thread is there still")
-    assert not door._orders
-
-
-def test_an_address_that_is_taken_or_none(door: BucketConnections, refusals: Refusals) -> None:
-    with pytest.raises(StartupError, match="is in use"):
-        BucketConnections(f"tcp://127.0.0.1:{door.port}", PACE, refusals)
-    for endpoint in ("tcp://192.0.2.1:*", "tcp://127.0.0.1:many"):
-        with pytest.raises(UsageError, match="cannot bind"):
-            BucketConnections(endpoint, PACE, refusals)
+def test_an_address_that_is_taken_or_none() -> None:
+    with serving() as (server, _):
+        with pytest.raises(StartupError, match="is in use"):
+            BucketServer(server.endpoint)
+    for endpoint in ("tcp://127.0.0.1:many", "tcp://192.0.2.1:*"):
+        with pytest.raises(UsageError):
+            BucketServer(endpoint)

@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
+import msgspec
 import pytest
 
 from umbra.proto.errors import WireError
-from umbra.proto.messages import FetchBuckets, Prepare
+from umbra.proto.messages import Prepare, Ready, Subscribe
+from umbra.proto.records import BucketsAt
+from umbra.services.config import WeightHubConfig
 from umbra.services.weights import delta
+from umbra.services.weights.arena import Arena
 from umbra.services.weights.gpu import worker_process
 from umbra.services.weights.manifest import build_manifest, checksums, item_bytes
 from umbra.services.weights.planes import tcp
 from umbra.services.weights.planes.assembly import FAILURES, Assembly, Holdings
-from umbra.services.weights.planes.bucket_records import Piece
-from umbra.services.weights.planes.bucket_server import SMALLEST_FRAME, check_order
 from umbra.services.weights.planes.bucket_store import BucketStore, Delta
-from umbra.services.weights.planes.tcp import RelayChain
+from umbra.services.weights.planes.bucket_wire import Piece
 
 LAYOUT = build_manifest([("a", "BF16", [256, 16]), ("b", "F32", [64, 16])], 4096)
 COUNT = len(LAYOUT.buckets)
-KEY = bytes(32)
 
 
 def version(fill: int) -> tuple[memoryview, list[int]]:
     data = memoryview(bytearray([fill] * LAYOUT.total_bytes))
     return data, checksums(LAYOUT, data)
+
+
+def prepare(slot: int, sums: list[int] | None = None) -> Prepare:
+    return Prepare(epoch=1, version=0, slot=slot, checksums=sums or [1] * COUNT)
 
 
 def store() -> BucketStore:
@@ -55,25 +59,6 @@ def test_a_slot_that_is_written_anew_is_not_handed_out() -> None:
     held.offer(0, data, sums)
     held.withdraw(0)
     assert held.parts(0, sums[0], [], 1024) is None
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"wanted": [COUNT]},
-        {"wanted": [-1]},
-        {"contents": []},
-        {"bases": [[1, 2]]},
-        {"frame_bytes": 0},
-        {"frame_bytes": SMALLEST_FRAME - 1},
-        {"frame_bytes": 2**63},
-    ],
-)
-def test_orders_that_make_no_sense_are_refused(bad: dict[str, object]) -> None:
-    given = {"number": 1, "wanted": [0], "contents": [1], "frame_bytes": 1024, "key": KEY}
-    check_order(FetchBuckets(**given), COUNT)  # type: ignore[arg-type]
-    with pytest.raises(WireError):
-        check_order(FetchBuckets(**{**given, **bad}), COUNT)  # type: ignore[arg-type]
 
 
 def test_deltas_lead_from_what_is_held_to_what_is_wanted() -> None:
@@ -111,17 +96,32 @@ def test_one_who_has_a_base_waits_for_the_delta_and_others_do_not() -> None:
 
 
 def test_the_chain_is_linked_anew() -> None:
-    chain = RelayChain("hub")
+    hub = tcp.TcpHub("tcp://127.0.0.1:*", WeightHubConfig(delta="off"))
+    hub.layout(Arena.anonymous(slot_bytes=LAYOUT.total_bytes, slots=1), LAYOUT)
+
+    def joins(name: str, where: str) -> None:
+        buckets = BucketsAt(endpoint=where, key=bytes(32))
+        hub.subscribed(name, "1", Subscribe(host=name, planes=["tcp"], serves="x", buckets=buckets))
+
+    def sources(names: str) -> list[str]:
+        given = [hub.complete(name, prepare(0)) for name in names]
+        return [one.sources[0].endpoint.replace(hub.buckets.endpoint, "hub") for one in given]
+
+    def lost(name: str) -> None:
+        hub.staged(name, Ready(epoch=1, version=0, wire_s=0, stage_s=0, source_lost=True))
+
     for name in "abc":
-        chain.join(name, f"at-{name}")
-    assert [chain.source(name) for name in "abcx"] == ["hub", "at-a", "at-b", "hub"]
-    chain.leave("b")
-    assert chain.source("c") == "at-a"
-    assert chain.broken("c") == "a"
-    assert [chain.source(name) for name in "c"] == ["hub"]
-    assert chain.broken("c") == ""
-    chain.join("a", "at-a2")
-    assert [chain.source(name) for name in "ca"] == ["hub", "at-c"]
+        joins(name, f"at-{name}")
+    assert sources("abcx") == ["hub", "at-a", "at-b", "hub"]
+    hub.left("b")
+    assert sources("c") == ["at-a"]
+    lost("c")
+    assert (hub.chain, sources("c")) == (["c"], ["hub"])
+    lost("c")
+    assert hub.chain == ["c"], "it has lost the hub"
+    joins("a", "at-a2")
+    assert sources("ca") == ["hub", "at-c"]
+    hub.close()
 
 
 def holdings() -> Holdings:
@@ -137,11 +137,11 @@ def fill(assembly: Assembly, data: memoryview, sums: list[int], buckets: range) 
 def test_what_is_there_already_is_not_ordered() -> None:
     have, (data, sums) = holdings(), version(3)
     broken_off = Assembly(have, 0, sums, deltas=False)
-    assert broken_off.order(KEY, 1024).wanted == list(range(COUNT))
+    assert broken_off.order(1024).wanted == list(range(COUNT))
     fill(broken_off, data, sums, range(2))
     again = Assembly(have, 0, sums, deltas=False)
     assert again.missing == set(range(2, COUNT))
-    again.order(KEY, 1024)
+    again.order(1024)
     fill(again, data, sums, range(2, COUNT))
     other = Assembly(have, 1, sums, deltas=False)  # copied from the first buffer
     assert not other.missing
@@ -151,7 +151,7 @@ def test_what_is_there_already_is_not_ordered() -> None:
 def test_memory_that_somebody_changed_is_noticed() -> None:
     have, (data, sums) = holdings(), version(3)
     assembly = Assembly(have, 0, sums, deltas=False)
-    assembly.order(KEY, 1024)
+    assembly.order(1024)
     fill(assembly, data, sums, range(COUNT))
     have.buffers[0][5] ^= 1
     assert Assembly(have, 0, sums, deltas=False).missing == {0}
@@ -160,19 +160,19 @@ def test_memory_that_somebody_changed_is_noticed() -> None:
 def test_a_wrong_bucket_is_ordered_again_without_deltas_and_then_given_up() -> None:
     have, (data, sums) = holdings(), version(3)
     first = Assembly(have, 0, sums, deltas=True)
-    first.order(KEY, 1024)
+    first.order(1024)
     fill(first, data, sums, range(COUNT))
     _, wanted = version(4)
     assembly = Assembly(have, 0, wanted, deltas=True)
-    assert assembly.order(KEY, 1024).bases == [sums]
+    assert assembly.order(1024).bases == [sums]
     assert not assembly.take(Piece(0, wanted[0], sums[0], 0), b"no delta")
     assert 0 not in assembly.awaited
-    assert assembly.order(KEY, 1024).bases[0][0] == 0
+    assert assembly.order(1024).bases[0][0] == 0
     start, end = LAYOUT.buckets[0]
     bad = Piece(0, wanted[0], 0, 0)
     for _ in range(FAILURES - 2):
         assert not assembly.take(bad, data[start:end])
-        assembly.order(KEY, 1024)
+        assembly.order(1024)
     with pytest.raises(WireError, match="again and again"):
         assembly.take(bad, data[start:end])
 
@@ -181,7 +181,7 @@ def test_a_delta_of_a_base_that_is_not_held_touches_nothing_and_is_ordered_again
     """A link of a chain: what it leads to is not what is wanted, so no checksum would tell."""
     have, (data, sums) = holdings(), version(3)
     first = Assembly(have, 0, sums, deltas=True)
-    first.order(KEY, 1024)
+    first.order(1024)
     fill(first, data, sums, range(COUNT))
     start, end = LAYOUT.buckets[0]
     later, _ = version(4)
@@ -191,19 +191,19 @@ def test_a_delta_of_a_base_that_is_not_held_touches_nothing_and_is_ordered_again
     assert link is not None
     _, wanted = version(5)
     assembly = Assembly(have, 0, wanted, deltas=True)
-    assembly.order(KEY, 1024)
+    assembly.order(1024)
     unheld = 77
     assert not assembly.take(Piece(0, sums[0] + 1, unheld, 0), link)
     assert assembly.corrupted == 1
     assert 0 not in assembly.awaited
     assert have.buffers[0] == data
-    assert assembly.order(KEY, 1024).bases[0][0] == 0, "ordered with its bytes"
+    assert assembly.order(1024).bases[0][0] == 0, "ordered with its bytes"
 
 
 def test_pieces_out_of_place_are_refused() -> None:
     have, (data, sums) = holdings(), version(3)
     assembly = Assembly(have, 0, sums, deltas=True)
-    assembly.order(KEY, 1024)
+    assembly.order(1024)
     for piece, raw in (
         (Piece(0, sums[0], 0, 8), data[:8]),
         (Piece(0, sums[0], 0, -8), data[:8]),
@@ -232,46 +232,29 @@ def test_each_host_hands_out_its_own_buckets_and_no_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sources", "asked", "error"),
+    ("sources", "fetched", "error"),
     [
-        (
-            ["tcp://hub:1", "tcp://one:1", "tcp://two:1"],
-            [("tcp://hub:1", "weight_hub"), ("tcp://one:1", "part"), ("tcp://two:1", "part")],
-            "",
-        ),
+        (["tcp://hub:1", "tcp://one:1", "tcp://two:1"], [{0}, {1}, {2}], ""),
         (["tcp://hub:1", "tcp://one:1"], [], "nobody hands out the buckets of trainer host 2"),
         (["tcp://hub:1", "", "tcp://two:1"], [], "nobody hands out the buckets of trainer host 1"),
-        ([], [("tcp://hub:1", "weight_hub")], ""),
+        (["tcp://hub:1"], [{0, 2}, {1}], ""),
+        ([], [], "nobody hands out the buckets of trainer host 0"),
     ],
 )
-def test_a_receiver_asks_each_source_for_the_key_of_what_it_is(
-    monkeypatch: pytest.MonkeyPatch, sources: list[str], asked: list[tuple[str, str]], error: str
+def test_a_receiver_fetches_from_each_host_what_that_has(
+    monkeypatch: pytest.MonkeyPatch, sources: list[str], fetched: list[set[int]], error: str
 ) -> None:
-    connected: list[tuple[str, str]] = []
-    fetched: list[set[int]] = []
-
-    class Source:
-        def __init__(self, *_: Any) -> None: ...
-
-        def connect(self, endpoint: str, server: str) -> None:
-            connected.append((endpoint, server))
-
-        def close(self) -> None: ...
+    found: list[set[int]] = []
 
     def run(transfers: list[tcp.Transfer]) -> Iterator[int | None]:
-        fetched.extend(set(transfer.assembly.missing) for transfer in transfers)
+        found.extend(set(transfer.assembly.missing) for transfer in transfers)
         return iter(())
 
-    monkeypatch.setattr(tcp, "BucketSource", Source)
     monkeypatch.setattr(tcp, "run_together", run)
     memory = memoryview(bytearray(SHARED.total_bytes))
-    receiver = tcp.TcpReceiver("gen-0", SHARED, [memory], 1024)
-    sums = [1] * len(SHARED.buckets)
-    prepare = Prepare(
-        epoch=1, version=0, slot=0, checksums=sums, source="tcp://hub:1", sources=sources
-    )
-    receipt = worker_process.result(receiver.receive(prepare, 0))
+    receiver = tcp.TcpReceiver(SHARED, [memory], WeightHubConfig())
+    message = prepare(0, [1] * len(SHARED.buckets))
+    at = [BucketsAt(endpoint=endpoint, key=bytes(48)) for endpoint in sources]
+    receipt = worker_process.result(receiver.receive(msgspec.structs.replace(message, sources=at)))
     assert receipt.error == error
-    if not error:
-        assert connected == asked
-        assert fetched == ([{0}, {1}, {2}] if sources else [{0, 1, 2}])
+    assert error or found == fetched

@@ -12,12 +12,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from umbra.proto.errors import WireError
-from umbra.proto.messages import FetchBuckets
 from umbra.proto.records import Manifest
 from umbra.services.weights import delta
 from umbra.services.weights.manifest import checksum, wrong_checksum
 from umbra.services.weights.memory import copy
-from umbra.services.weights.planes.bucket_records import Piece
+from umbra.services.weights.planes.bucket_wire import BucketOrder, Piece
 
 FAILURES = 3  # of one bucket until a version is given up
 
@@ -69,8 +68,8 @@ class Assembly:
         self.missing = {bucket for bucket in about if not self._have(bucket)}
         self.awaited: set[int] = set()  # ordered and neither complete nor failed
 
-    def order(self, key: bytes, frame_bytes: int) -> FetchBuckets:
-        """Return an order for all that is missing; its sender numbers it."""
+    def order(self, frame_bytes: int) -> BucketOrder:
+        """Return an order for all that is missing."""
         wanted = sorted(self.missing)
         self.awaited = set(wanted)
         for bucket in wanted:
@@ -80,13 +79,11 @@ class Assembly:
             [0 if self._failures[bucket] else contents[bucket] for bucket in wanted]
             for contents in self._contents
         ]
-        return FetchBuckets(
-            number=0,
+        return BucketOrder(
             wanted=wanted,
             contents=[self._wanted[bucket] for bucket in wanted],
             bases=[held for held in bases if self._deltas and any(held)],
             frame_bytes=frame_bytes,
-            key=key,
         )
 
     def room(self, piece: Piece, nbytes: int) -> memoryview | None:

@@ -15,7 +15,7 @@ from umbra.proto.records import Manifest
 from umbra.services.weights import delta
 from umbra.services.weights.manifest import item_bytes
 from umbra.services.weights.memory import copy, private_memory
-from umbra.services.weights.planes.bucket_records import Piece
+from umbra.services.weights.planes.bucket_wire import Piece
 
 ENCODED_TOGETHER = 8  # deltas for which senders are woken
 THREADS = 4  # of the encoder, at most

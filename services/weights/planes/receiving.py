@@ -13,7 +13,6 @@ from umbra.proto.messages import Subscribed
 from umbra.proto.net.keys import Security
 from umbra.proto.records import GpuFacts
 from umbra.services.config import WeightHubConfig
-from umbra.services.config.weights import CONNECTIONS as CONNECTIONS
 from umbra.services.process.host_memory import ask_for
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.gpu.cuda import (
@@ -28,7 +27,6 @@ from umbra.services.weights.planes.shm import ShmReceiver
 from umbra.services.weights.planes.tcp import TcpReceiver
 
 GpuPlane = Literal["nccl", "cuda_ipc"]
-FRAME_BYTES = 4 << 20
 REMEDY = 'set weight_hub.dtype = "bfloat16", or use a host with more memory'
 AUTO_SHARE = 0.1  # of a GPU's memory that plane auto may take for versions
 
@@ -59,9 +57,7 @@ class GpuReceiving:
             raise
         self.facts = msgspec.convert(found, GpuFacts)
 
-    def open(
-        self, reply: Subscribed, name: str, frame_bytes: int, security: Security
-    ) -> ReceiverEnd:
+    def open(self, reply: Subscribed, security: Security) -> ReceiverEnd:
         """Open the end for the layout and plane in `reply`.
 
         Raises:
@@ -72,14 +68,7 @@ class GpuReceiving:
             self._check_share(manifest.total_bytes)
             return IpcReceiver(manifest, self._device)
         arena = Arena.anonymous(slot_bytes=manifest.total_bytes, slots=1)
-        pull = TcpReceiver(
-            name,
-            manifest,
-            [arena.slot(0)],
-            frame_bytes,
-            security=security,
-            connections=self._config.connections,
-        )
+        pull = TcpReceiver(manifest, [arena.slot(0)], self._config, security=security)
         return self.broadcasts(arena, pull)
 
     def _check_share(self, nbytes: int) -> None:
@@ -167,8 +156,7 @@ def open_planes(
     return StagedPlanes(
         host_planes(config.plane),
         gpu=gpu_for(config, device),
-        frame_bytes=config.receive_bucket_bytes,
-        connections=config.connections,
+        config=config,
         allocate=allocate,
     )
 
@@ -181,12 +169,11 @@ class ReceiverPlanes(Protocol):
     facts: GpuFacts | None
     """Of the GPU, where there is a plane for it."""
 
-    def open(self, reply: Subscribed, name: str, security: Security) -> ReceiverEnd:
+    def open(self, reply: Subscribed, security: Security) -> ReceiverEnd:
         """Open the end for the layout and plane in `reply`.
 
         Args:
             reply: of the hub.
-            name: of the receiver.
             security: keys of this process.
 
         Raises:
@@ -203,8 +190,7 @@ class StagedPlanes:
     Args:
         planes: to be offered besides those of `gpu`, which come first.
         gpu: for planes `nccl` and `cuda_ipc`; closed with this.
-        frame_bytes: of one record of plane `tcp`, at most.
-        connections: at a time to each source, there.
+        config: the section `weight_hub`.
         allocate: gives so many writable bytes for a version of plane `tcp`.
     """
 
@@ -213,32 +199,24 @@ class StagedPlanes:
         planes: Sequence[str] = ("shm",),
         *,
         gpu: GpuReceiving | None = None,
-        frame_bytes: int = FRAME_BYTES,
-        connections: int = CONNECTIONS,
+        config: WeightHubConfig | None = None,
         allocate: Callable[[int], memoryview] = private_memory,
     ) -> None:
         self.offered = [*(gpu.planes if gpu else ()), *planes]
         self.facts = gpu.facts if gpu else None
         self._gpu = gpu
-        self._frame_bytes = frame_bytes
-        self._connections = connections
+        self._config = config or WeightHubConfig()
         self._allocate = allocate
 
-    def open(self, reply: Subscribed, name: str, security: Security) -> ReceiverEnd:
+    def open(self, reply: Subscribed, security: Security) -> ReceiverEnd:
         if self._gpu is not None and reply.plane in self._gpu.planes:
-            return self._gpu.open(reply, name, self._frame_bytes, security)
+            return self._gpu.open(reply, security)
         if reply.plane == "shm":
             return ShmReceiver(reply)
         size = reply.manifest.total_bytes
         ask_for(size, "a version that is fetched until it is loaded", REMEDY)
-        return TcpReceiver(
-            name,
-            reply.manifest,
-            [self._allocate(size)],
-            self._frame_bytes,
-            security=security,
-            connections=self._connections,
-        )
+        memory = [self._allocate(size)]
+        return TcpReceiver(reply.manifest, memory, self._config, security=security)
 
     def close(self) -> None:
         if self._gpu is not None:

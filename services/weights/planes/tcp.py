@@ -1,19 +1,19 @@
-"""Plane `tcp`: a receiver pulls buckets over a socket of its own, within the credit it grants."""
+"""Plane `tcp`: a receiver fetches the buckets that it lacks from the hub, a relay or part hubs."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from umbra.proto.errors import StartupError, UsageError, WireError
-from umbra.proto.messages import Prepare, Ready, Role, Subscribe
-from umbra.proto.net.address import next_port, reachable
+from umbra.proto.errors import StartupError, WireError
+from umbra.proto.messages import Prepare, Ready, Subscribe
+from umbra.proto.net.address import reachable
 from umbra.proto.net.keys import OPEN, Security
-from umbra.proto.records import Manifest
+from umbra.proto.records import BucketsAt, Manifest
 from umbra.services.config import WeightHubConfig as WeightHubConfig
 from umbra.services.process.host_memory import ask_for
 from umbra.services.weights import delta
@@ -29,6 +29,7 @@ from umbra.services.weights.planes.bucket_fetch import (
 )
 from umbra.services.weights.planes.bucket_server import BucketServer
 from umbra.services.weights.planes.bucket_store import BucketStore, DeltaEncoder
+from umbra.services.weights.planes.bucket_wire import grant
 from umbra.services.weights.planes.plane import HubEnd, Receipt, Receiving, Settled
 
 COPY = 'set weight_hub.delta = "off", or use a host with more memory'
@@ -37,64 +38,14 @@ FAST_LINK = 1e9  # bytes per second; encoding on two cores is hardly faster
 log = logging.getLogger(__name__)
 
 
-class RelayChain:
-    """From whom each receiver fetches: relays from one another, in a chain.
-
-    The first relay fetches from the hub, every other one from the relay before it, so that the hub
-    sends each byte once, however many nodes there are. Receivers that are no relays fetch from the
-    hub. The order is that in which the relays subscribed.
-
-    Args:
-        hub: the hub's own buckets endpoint.
-    """
-
-    def __init__(self, hub: str) -> None:
-        self._hub = hub
-        self._relays: dict[str, str] = {}  # name -> buckets endpoint
-        self._told: dict[str, str] = {}  # receiver -> the relay it was last sent to
-
-    @property
-    def relays(self) -> list[str]:
-        return list(self._relays)
-
-    def join(self, name: str, endpoint: str) -> None:
-        """Add a relay at the end of the chain."""
-        self._relays.pop(name, None)
-        self._relays[name] = endpoint
-
-    def leave(self, name: str) -> None:
-        """Remove a receiver: the next in the chain takes its place."""
-        self._relays.pop(name, None)
-        self._told.pop(name, None)
-
-    def source(self, name: str) -> str:
-        """Return the endpoint from which `name` is to fetch its next version."""
-        before = ""
-        for relay in self._relays:
-            if relay == name:
-                break
-            before = relay
-        else:
-            before = ""  # not a relay
-        self._told[name] = before
-        return self._relays[before] if before else self._hub
-
-    def broken(self, name: str) -> str:
-        """`name` has lost its source: that relay leaves the chain until it subscribes again.
-
-        Its name, or "" where the source was the hub.
-        """
-        before = self._told.get(name, "")
-        self._relays.pop(before, None)
-        return before
-
-
 class TcpHub(HubEnd):
     """The hub's end: the buckets, their deltas, and who fetches from whom.
 
+    Relays fetch from one another, in a chain in the order in which they subscribed: the first one
+    from the hub, every other one from the relay before it, so that the hub sends each byte once,
+    however many nodes there are. Receivers that are no relays fetch from the hub.
+
     Args:
-        name: sender name of the hub.
-        incarnation: of the hub.
         endpoint: to bind; port * picks a free one.
         config: the section `weight_hub`.
         security: keys of the hub.
@@ -109,26 +60,22 @@ class TcpHub(HubEnd):
 
     def __init__(
         self,
-        name: str,
-        incarnation: str,
         endpoint: str,
         config: WeightHubConfig,
         security: Security = OPEN,
         owner: int = 0,
     ) -> None:
-        self.parts: Mapping[int, str] = {}  # endpoints of the other owners of buckets
+        self.parts: Mapping[int, BucketsAt] = {}  # of the other owners of buckets
         self._owner = owner
         self._own: frozenset[int] = frozenset()  # buckets
         self._config = config
-        self._is_relay = security.keys is not None and security.keys.role == "relay"
-        self.server = BucketServer(
-            name, incarnation, endpoint, security, next_port(endpoint), config.pace
-        )
-        self.endpoint = reachable(self.server.endpoint)
-        self.chain = RelayChain(self.endpoint)
+        self.server = BucketServer(endpoint, security, config.pace)
+        self.buckets = BucketsAt(endpoint=reachable(self.server.endpoint), key=self.server.secret)
         self._lock = threading.Lock()  # guards the layout: a relay sets it from another thread
-        self._relays: dict[str, Subscribe] = {}
-        self._chained: set[str] = set()  # receivers that get every version by this plane
+        self._relays: dict[str, Subscribe] = {}  # receivers of their hosts may be sent to them
+        self._chain: dict[str, BucketsAt] = {}  # of them those that get versions by this plane
+        self._told: dict[str, str] = {}  # receiver -> the relay that it was last sent to
+        self._subscribed: set[str] = set()  # receivers that get every version by this plane
         self._arena: Arena | None = None
         self._manifest: Manifest | None = None
         self._store: BucketStore | None = None
@@ -142,6 +89,11 @@ class TcpHub(HubEnd):
     def layout(self, arena: Arena, manifest: Manifest) -> None:
         self._arena = arena
         self.store_of(manifest)
+
+    @property
+    def chain(self) -> list[str]:
+        """Return the relays that fetch from one another, in order."""
+        return list(self._chain)
 
     def relay_at(self, host: str) -> str:
         """Return the weights endpoint of the relay on `host`, or ""."""
@@ -160,31 +112,36 @@ class TcpHub(HubEnd):
             return self._store
 
     def subscribed(self, name: str, incarnation: str, message: Subscribe) -> None:
-        self._chained.add(name)
+        self._subscribed.add(name)
         self.serves_beside(name, message)
-        if message.buckets:
-            self.chain.join(name, message.buckets)
-            log.info("chain of relays: %s", ", ".join(self.chain.relays))
+        if message.buckets is not None:
+            self._chain.pop(name, None)
+            self._chain[name] = message.buckets
+            log.info("chain of relays: %s", ", ".join(self._chain))
 
     def serves_beside(self, name: str, message: Subscribe) -> None:
         """Note a relay whose receivers other planes may send here."""
-        if message.buckets:
+        if message.buckets is not None:
             self._relays[name] = message
 
-    def prepare(self, name: str, prepare: Prepare, now: float) -> Iterable[Settled]:
+    def prepare(self, name: str, prepare: Prepare, now: float) -> Sequence[Settled]:
         return (Settled(name, self.complete(name, prepare)),)
 
     def complete(self, name: str, message: Prepare) -> Prepare:
         """Return `message` with the sources from which `name` fetches the version."""
         assert self._manifest is not None
         self.offer(message.slot, message.checksums, deltas=self.links_are_slow)
-        source = self.chain.source(name)
-        relayed = self._is_relay or source != self.endpoint
-        sources: list[str] = []
-        if source == self.endpoint and self._manifest.owners:
+        before, nowhere = "", BucketsAt(endpoint="", key=b"")
+        if name in self._chain:
+            names = list(self._chain)
+            before = names[names.index(name) - 1] if name != names[0] else ""
+        self._told[name] = before
+        sources = [self._chain[before] if before else self.buckets]
+        if not before and self._manifest.owners:
             others = range(1, max(self._manifest.owners) + 1)
-            sources = [source, *(self.parts.get(owner, "") for owner in others)]
-        return msgspec.structs.replace(message, source=source, relayed=relayed, sources=sources)
+            sources += [self.parts.get(owner, nowhere) for owner in others]
+        granted = [BucketsAt(endpoint=s.endpoint, key=grant(s.key)) for s in sources]
+        return msgspec.structs.replace(message, sources=granted)
 
     def offer(self, slot: int, checksums: Sequence[int], *, deltas: bool) -> None:
         """Hand out our buckets of the version in `slot`, with deltas to the one before."""
@@ -216,11 +173,13 @@ class TcpHub(HubEnd):
     def staged(self, name: str, message: Ready) -> None:
         """Measure the rate of a link over which all bytes of a version travelled."""
         if message.source_lost:
-            if relay := self.chain.broken(name):
+            # Until it subscribes again; the one who has lost the hub has lost no relay.
+            if relay := self._told.get(name, ""):
+                self._chain.pop(relay, None)
                 self._relays.pop(relay, None)
                 log.warning("%s has lost %s, which leaves the chain", name, relay)
         nbytes = self._manifest.total_bytes if self._manifest is not None else 0
-        if name in self._chained and message.wire_s > 0 and message.wire_bytes >= nbytes:
+        if name in self._subscribed and message.wire_s > 0 and message.wire_bytes >= nbytes:
             self._rates[name] = message.wire_bytes / message.wire_s
 
     @property
@@ -230,10 +189,9 @@ class TcpHub(HubEnd):
         return slow or self._config.delta == "always"
 
     def left(self, name: str) -> None:
-        self.chain.leave(name)
-        self._chained.discard(name)
-        self._relays.pop(name, None)
-        self._rates.pop(name, None)
+        self._subscribed.discard(name)
+        for known in (self._chain, self._told, self._relays, self._rates):
+            known.pop(name, None)
 
     def granted(self, slot: int) -> None:
         if self._encoder is not None and self._encoded is not None and self._encoded[0] == slot:
@@ -255,54 +213,48 @@ class TcpReceiver:
     """Fetches versions bucket by bucket, and goes on where it was when a connection breaks.
 
     Args:
-        name: of this receiver.
         manifest: the layout.
         buffers: to be filled, `[manifest.total_bytes]` each.
-        frame_bytes: in one message, at most.
+        config: the section `weight_hub`.
         delta_came: called with each delta that led to a bucket, before that is yielded.
         security: keys of this process.
-        connections: at a time to each source.
     """
 
     def __init__(
         self,
-        name: str,
         manifest: Manifest,
         buffers: Sequence[memoryview],
-        frame_bytes: int,
+        config: WeightHubConfig,
         delta_came: DeltaCame | None = None,
         security: Security = OPEN,
-        connections: int = 1,
     ) -> None:
         self.manifest = manifest
         self._holdings = Holdings(manifest, buffers)
-        self._frame_bytes = frame_bytes
+        self._config = config
         self._delta_came = delta_came
         self._deltas = delta.available()
-        self._security = security
-        self._name = name
-        self._connections = connections
-        self._sources: dict[tuple[int, int], BucketSource] = {}  # by owner of the buckets, and lane
+        self._sealed = security.keys is not None
+        self._sources: dict[tuple[int, int], BucketSource] = {}  # by owner, and connection
 
     def receive(self, message: Prepare, target: int = 0) -> Receiving:
         """Fetch what is missing of a version into buffer `target`, of each owner from its source.
 
-        Each lane to an owner has every so manieth of its buckets, and a transfer of its own.
+        Connection i of n to a source fetches buckets i, i+n, i+2n, ... of it.
         """
-        began = time.perf_counter()
-        everything = {0: range(len(self.manifest.buckets))}
-        owned = owned_buckets(self.manifest) if message.sources else everything
-        lanes = range(self._connections)
+        began, count = time.perf_counter(), self._config.connections
+        owned = owned_buckets(self.manifest)
+        if len(message.sources) < 2:
+            owned = {0: range(len(self.manifest.buckets))}
         assemblies = {
             (owner, lane): Assembly(
                 self._holdings,
                 target,
                 message.checksums,
                 deltas=self._deltas,
-                buckets=buckets[lane :: self._connections],
+                buckets=buckets[lane::count],
             )
             for owner, buckets in owned.items()
-            for lane in lanes
+            for lane in range(count)
         }
         held_s = time.perf_counter() - began
         transfers: list[Transfer] = []
@@ -314,15 +266,19 @@ class TcpReceiver:
                     yield bucket
             for (owner, lane), assembly in assemblies.items():
                 if assembly.missing:
-                    source = self._connected(owner, lane, message)
-                    transfers.append(
-                        Transfer(source, assembly, self._frame_bytes, self._delta_came)
+                    at = message.sources[owner] if owner < len(message.sources) else None
+                    if at is None or not at.endpoint:
+                        raise WireError(f"nobody hands out the buckets of trainer host {owner}")
+                    source = self._sources.setdefault(
+                        (owner, lane), BucketSource(sealed=self._sealed)
                     )
-            if transfers:
-                yield from run_together(transfers)
+                    source.use(at)
+                    frame_bytes = self._config.receive_bucket_bytes
+                    transfers.append(Transfer(source, assembly, frame_bytes, self._delta_came))
+            yield from run_together(transfers)
         except SourceLostError as problem:
             error, lost = str(problem), True
-        except (WireError, UsageError) as problem:
+        except WireError as problem:
             error = str(problem)
         if corrupted := sum(assembly.corrupted for assembly in assemblies.values()):
             log.warning("%d buckets of version %d came wrong", corrupted, message.version)
@@ -332,20 +288,6 @@ class TcpReceiver:
         wire_bytes = sum(transfer.wire_bytes for transfer in transfers)
         data = self._holdings.buffers[target]
         return Receipt(wire_s, stage_s, wire_bytes, error, lost, data=data)
-
-    def _connected(self, owner: int, lane: int, message: Prepare) -> BucketSource:
-        """The source of the buckets of `owner`, connected or about to be."""
-        if (owner, lane) not in self._sources:
-            name = self._name if owner == lane == 0 else f"{self._name}/{owner}.{lane}"
-            self._sources[owner, lane] = BucketSource(name, self._security)
-        source = self._sources[owner, lane]
-        if owner == 0:
-            source.connect(message.source, _server(message))
-        elif owner < len(message.sources) and message.sources[owner]:
-            source.connect(message.sources[owner], "part")
-        else:
-            raise UsageError(f"nobody hands out the buckets of trainer host {owner}")
-        return source
 
     def overwritten(self, target: int) -> None:
         """Forget the contents of buffer `target`: a broadcast fills it."""
@@ -363,8 +305,3 @@ class TcpReceiver:
     def close(self) -> None:
         for source in self._sources.values():
             source.close()
-
-
-def _server(message: Prepare) -> Role:
-    """Return the role whose key the source has."""
-    return "relay" if message.relayed else "weight_hub"

@@ -1,0 +1,230 @@
+"""The connection on which a receiver asks for buckets and gets them.
+
+Who hands out buckets makes up a secret and tells it the hub, which gives each receiver a grant of
+its own: an identity, and the key that follows from it and the secret. A connection begins with
+
+    receiver    16 bytes of the grant | 16 random bytes | HMAC-SHA256 of both under its key
+    source      16 random bytes
+
+Where the run has keys, all that follows is sealed under keys of this one connection, by which the
+source proves that it has the secret as well. Then come records, in both directions:
+
+    head    u32 bucket | u64 result | u64 base | u64 offset | u32 bytes     little-endian
+    sealed  head | AES-256-GCM(bytes), with the head as associated data, and its tag
+    open    head | bytes
+
+The nonce is the number of the record in its direction, so that none can be left out, repeated or
+moved unnoticed. The receiver sends orders (`ORDER`), one after the other; the source answers with a
+record for each piece of what was ordered, with one that only says that it is there (`WAIT`) for
+each second in which it has nothing, or with one that says why it refuses (`REFUSED`).
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from umbra.proto.errors import WireError
+
+HEAD = struct.Struct("<IQQQI")
+TAG_BYTES = 16
+RECORD_BYTES = 64 << 20  # at most
+SEALED_BYTES = 1 << 20  # sealed at once: they are still in the cache when they are sent
+SMALLEST_FRAME = 1 << 10
+TOGETHER_BYTES = 64 << 10  # smaller records are sent together
+NONCE_BYTES = 16
+HELLO_BYTES = 2 * NONCE_BYTES + 32
+ORDER, WAIT, REFUSED = 0xFFFFFFFF, 0xFFFFFFFE, 0xFFFFFFFD  # in place of a bucket
+BEAT_S = 1.0  # of a source that has nothing to send
+LOOK_S = 0.05  # that a receiver waits without a look at what else there is
+
+
+class Piece(NamedTuple):
+    """Bytes of a bucket: those from `offset` of content `result`, or a delta to it from `base`."""
+
+    bucket: int
+    result: int = 0
+    base: int = 0
+    offset: int = 0
+
+
+class BucketOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """The buckets that a receiver asks for, in this order.
+
+    `contents` names what is wanted of each, `bases` what the receiver already holds of them: one
+    list per copy, 0 for nothing.
+    """
+
+    wanted: list[int]
+    contents: list[int]
+    bases: list[list[int]] = []
+    frame_bytes: int  # at most, in one record
+
+    def check(self, buckets: int) -> None:
+        """Check an order for a layout of so many `buckets`.
+
+        Raises:
+            WireError: it makes no sense.
+        """
+        count = len(self.wanted)
+        if any(len(values) != count for values in (self.contents, *self.bases)):
+            raise WireError("contents and bases must be as many as wanted", path="contents")
+        if not all(0 <= bucket < buckets for bucket in self.wanted):
+            raise WireError(f"there are {buckets} buckets", path="wanted")
+        if not SMALLEST_FRAME <= self.frame_bytes <= RECORD_BYTES:
+            raise WireError(
+                f"from {SMALLEST_FRAME} to {RECORD_BYTES} bytes, not {self.frame_bytes}",
+                path="frame_bytes",
+            )
+
+
+def grant(secret: bytes, identity: bytes = b"") -> bytes:
+    """Return a grant for the source with this secret, a fresh one if no `identity` is given."""
+    identity = identity or secrets.token_bytes(NONCE_BYTES)
+    return identity + hmac.digest(secret, identity, "sha256")
+
+
+class Records:
+    """One end of a connection, whose socket waits without a bound of Python's. For one thread.
+
+    Args:
+        connection: to the other end.
+        idle: called again and again while nothing comes; its errors pass.
+    """
+
+    def __init__(self, connection: socket.socket, idle: Callable[[], object]) -> None:
+        self.connection = connection
+        self.heard_at = time.monotonic()  # when bytes came
+        self._idle = idle
+        self._seals: tuple[AESGCM, AESGCM] | None = None  # of what is sent, and of what comes
+        self._sent = self._came = 0
+        self._waiting = bytearray()
+        self._block = memoryview(bytearray(0))
+        bound = struct.pack("ll", int(LOOK_S), round(LOOK_S % 1 * 1e6))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, bound)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def begin(self, granted: bytes, *, sealed: bool) -> None:
+        """Begin as the receiver with this grant.
+
+        Raises:
+            OSError: the source is gone, or does not know the grant.
+        """
+        said = granted[:NONCE_BYTES] + secrets.token_bytes(NONCE_BYTES)
+        self.connection.sendall(said + hmac.digest(granted[NONCE_BYTES:], said, "sha256"))
+        said += self._fill(memoryview(bytearray(NONCE_BYTES)))
+        if sealed:
+            self._seals = _seal(granted, b"orders", said), _seal(granted, b"pieces", said)
+
+    def admit(self, secret: bytes, *, sealed: bool) -> None:
+        """Begin as the source with this secret.
+
+        Raises:
+            WireError: the receiver has no grant.
+            OSError: it is gone.
+        """
+        shown = bytes(self._fill(memoryview(bytearray(HELLO_BYTES))))
+        said, proof = shown[: 2 * NONCE_BYTES], shown[2 * NONCE_BYTES :]
+        granted = grant(secret, said[:NONCE_BYTES])
+        if not hmac.compare_digest(hmac.digest(granted[NONCE_BYTES:], said, "sha256"), proof):
+            raise WireError("a connection without a grant")
+        answer = secrets.token_bytes(NONCE_BYTES)
+        self.connection.sendall(answer)
+        if sealed:
+            said += answer
+            self._seals = _seal(granted, b"pieces", said), _seal(granted, b"orders", said)
+
+    def send(self, piece: Piece, raw: bytes | memoryview, timeout_s: float | None = None) -> None:
+        """Send a record, or keep it until there are more, or until `flush`.
+
+        Raises:
+            OSError: the other end is gone, or takes longer than `timeout_s` for a record.
+        """
+        head = HEAD.pack(*piece, len(raw))
+        if self._seals is not None:
+            self._sent += 1
+            sealed = self._room(len(raw) + TAG_BYTES)
+            self._seals[0].encrypt_into(self._sent.to_bytes(12, "little"), raw, head, sealed)
+            raw = sealed
+        self._waiting += head
+        if len(raw) < TOGETHER_BYTES:
+            self._waiting += raw
+        if len(raw) >= TOGETHER_BYTES or len(self._waiting) >= TOGETHER_BYTES:
+            self.flush(timeout_s)
+        if len(raw) >= TOGETHER_BYTES:
+            self.connection.settimeout(timeout_s)  # of all of it
+            self.connection.sendall(raw)
+            self.connection.settimeout(None)
+
+    def flush(self, timeout_s: float | None = None) -> None:
+        """Send what waits; raises as `send`."""
+        if self._waiting:
+            self.connection.settimeout(timeout_s)
+            self.connection.sendall(self._waiting)
+            self.connection.settimeout(None)
+            self._waiting.clear()
+
+    def next(
+        self, room: Callable[[Piece, int], memoryview | None], most: int = RECORD_BYTES
+    ) -> tuple[Piece, memoryview, bool]:
+        """Receive a record: its piece, its bytes, and whether they are where `room` said.
+
+        Args:
+            room: gives the memory for a piece of so many bytes, or None if it has none; its
+                errors pass.
+            most: bytes that it may have.
+
+        Raises:
+            WireError: it is not what the other end sealed, or too large.
+            OSError: the connection broke.
+        """
+        head = bytes(self._fill(memoryview(bytearray(HEAD.size))))
+        *fields, nbytes = HEAD.unpack(head)
+        if nbytes > most:
+            raise WireError(f"a record of {nbytes} bytes", code="too_large")
+        piece = Piece(*fields)
+        given = room(piece, nbytes)
+        place = memoryview(bytearray(nbytes)) if given is None else given
+        if self._seals is None:
+            self._fill(place)
+            return piece, place, given is not None
+        sealed = self._fill(self._room(nbytes + TAG_BYTES))
+        self._came += 1
+        try:
+            self._seals[1].decrypt_into(self._came.to_bytes(12, "little"), sealed, head, place)
+        except InvalidTag:
+            raise WireError("a record is not what was sealed for this connection") from None
+        return piece, place, given is not None
+
+    def _room(self, size: int) -> memoryview:
+        if len(self._block) < size:
+            self._block = memoryview(bytearray(size))
+        return self._block[:size]
+
+    def _fill(self, memory: memoryview) -> memoryview:
+        """Receive bytes until `memory` is full, as many as come with each call of the kernel."""
+        done = 0
+        while done < len(memory):
+            try:
+                count = self.connection.recv_into(memory[done:], 0, socket.MSG_WAITALL)
+            except BlockingIOError:
+                self._idle()
+                continue
+            if count == 0:
+                raise ConnectionError("the connection was closed")
+            self.heard_at = time.monotonic()
+            done += count
+        return memory
+
+
+def _seal(granted: bytes, what: bytes, said: bytes) -> AESGCM:
+    return AESGCM(hmac.digest(granted[NONCE_BYTES:], what + said, "sha256"))
