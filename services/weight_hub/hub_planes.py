@@ -84,14 +84,19 @@ class HubPlanes:
 
         Raises:
             RejectedError: there is no plane that both ends have.
-            StartupError: the address of plane `tcp` is taken.
-            UsageError: it is not ours, or other machines can reach it and there are no keys.
+            StartupError, UsageError: as `open_tcp`.
         """
         offered = message.planes
         if self._is_divided:
             if relay := self._relay_beside(message):
                 return relay
-            check_offer(message)
+            if "tcp" not in offered:
+                raise RejectedError(
+                    "no way to push weights to this receiver: they lie on several trainer hosts, "
+                    "and it offers no plane tcp; start a relay on its host (`umbra weight-hub "
+                    "--upstream HUB`)",
+                    code="no_plane",
+                )
             offered = ["tcp"]
         theirs = Side(message.host, message.gpu)
         broken = self._broken | {name: end.broken for name, end in self._ends.items() if end.broken}
@@ -107,12 +112,7 @@ class HubPlanes:
         return ""
 
     def open_tcp(self) -> TcpHub:
-        """The end of plane `tcp`, from now on.
-
-        Raises:
-            StartupError: its address is taken.
-            UsageError: it is not ours, or other machines can reach it and there are no keys.
-        """
+        """The end of plane `tcp`, from now on; raises as `BucketServer`."""
         if self._tcp is None:
             endpoint = next_port(self._config.listen)
             self._tcp = TcpHub(endpoint, self._config, self._security)
@@ -129,7 +129,7 @@ class HubPlanes:
         """Return whether our own GPU must be known to choose a plane; starts the look-up."""
         if message.gpu is None or self._side.gpu is not None or self._broken or self._is_divided:
             return False
-        if all(unavailable(name) for name in self._gpu_planes):
+        if all(unavailable(n) for n in GPU_PLANES if self._config.plane in (AUTO, n)):
             return False
         if not self._looking.busy:
             self._looking.start(self._facts)
@@ -146,7 +146,7 @@ class HubPlanes:
         if found is None:
             return False
         if isinstance(found, UmbraError):
-            self._broken = {name: f"the hub's GPU worker: {found}" for name in self._gpu_planes}
+            self._broken = dict.fromkeys(GPU_PLANES, f"the hub's GPU worker: {found}")
             log.warning("no GPU planes: %s", found)
         else:
             self._side = Side(self._side.host, found)
@@ -162,12 +162,12 @@ class HubPlanes:
 
         Raises:
             RejectedError: they lie on several hosts, and it is not one that fetches from all.
-            StartupError: the address of plane `tcp`, which they need, is taken.
-            UsageError: it is not ours, or other machines can reach it and there are no keys.
+            StartupError, UsageError: as `open_tcp`, which they need then.
         """
-        if manifest.owners:
-            self.open_tcp()
-        if manifest.owners and self._config.plane not in (AUTO, "tcp"):
+        if not manifest.owners:
+            return
+        self.open_tcp()
+        if self._config.plane not in (AUTO, "tcp"):
             raise RejectedError(
                 f'weight_hub.plane = "{self._config.plane}" cannot be used with trainer.nodes > 1: '
                 "it takes weights from one host only. Set "
@@ -185,10 +185,6 @@ class HubPlanes:
     def _is_divided(self) -> bool:
         """Return whether versions lie on several hosts, so that receivers need plane `tcp`."""
         return self._layout is not None and bool(self._layout[1].owners)
-
-    @property
-    def _gpu_planes(self) -> list[str]:
-        return [name for name in GPU_PLANES if self._config.plane in (AUTO, name)]
 
     def _relay_beside(self, message: Subscribe) -> str:
         """Return the weights endpoint of the relay on a receiver's host, or ""."""
@@ -233,18 +229,3 @@ class HubPlanes:
         self._ends[end.plane] = end
         if self._layout is not None:
             end.layout(*self._layout)
-
-
-def check_offer(message: Subscribe) -> None:
-    """Check that a receiver can take weights that lie on several trainer hosts.
-
-    Raises:
-        RejectedError: it cannot.
-    """
-    if "tcp" in message.planes:
-        return
-    raise RejectedError(
-        "no way to push weights to this receiver: they lie on several trainer hosts, and it offers "
-        "no plane tcp; start a relay on its host (`umbra weight-hub --upstream HUB`)",
-        code="no_plane",
-    )

@@ -45,9 +45,7 @@ class PartHub:
         host: names the /dev/shm of this process; empty = find out.
         security: keys of role `part`.
 
-    Raises:
-        StartupError: the address is taken.
-        UsageError: it is not ours, or other machines can reach it and there are no keys.
+    Raises as `BucketServer`.
     """
 
     def __init__(

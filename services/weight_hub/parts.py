@@ -51,14 +51,6 @@ class _HeldLayout:
     made: set[int]  # owners that have, or had, the arena at `path`
 
 
-@dataclass(frozen=True, slots=True)
-class Tell:
-    """A message for the part hub of this name."""
-
-    name: str
-    message: HoldArena | OfferSlot
-
-
 class Parts:
     """The part hubs of one hub.
 
@@ -158,9 +150,11 @@ class Parts:
             self.lost(name)
         return gone
 
-    def tell(self, held: Mapping[int, Publication], *, deltas: bool) -> list[Tell]:
-        """Return what part hubs do not know yet, where slots hold `held`."""
-        messages: list[Tell] = []
+    def tell(
+        self, held: Mapping[int, Publication], *, deltas: bool
+    ) -> list[tuple[str, HoldArena | OfferSlot]]:
+        """Return what part hubs do not know yet, by name, where slots hold `held`."""
+        messages: list[tuple[str, HoldArena | OfferSlot]] = []
         if self._layout is None:
             return []  # a trainer may still come back to what they hold
         for owner, part in self._parts.items():
@@ -168,19 +162,19 @@ class Parts:
             if part.held != order.path:
                 part.held = order.path
                 part.offered.clear()
-                messages.append(Tell(part.peer.name, order))
+                messages.append((part.peer.name, order))
             if not self._holds(part):
                 continue
             for slot in [slot for slot in part.offered if slot not in held]:
                 del part.offered[slot]
                 nothing = OfferSlot(path=order.path, slot=slot, checksums=[])
-                messages.append(Tell(part.peer.name, nothing))
+                messages.append((part.peer.name, nothing))
             for slot, publication in sorted(held.items(), key=lambda pair: pair[1].number):
                 if part.offered.get(slot) != publication.number:
                     part.offered[slot] = publication.number
                     sums = publication.checksums
                     offer = OfferSlot(path=order.path, slot=slot, checksums=sums, deltas=deltas)
-                    messages.append(Tell(part.peer.name, offer))
+                    messages.append((part.peer.name, offer))
         return messages
 
     # -- inside -----------------------------------------------------------------------------------

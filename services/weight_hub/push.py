@@ -91,14 +91,6 @@ class HubReply:
 
 
 @dataclass(frozen=True, slots=True)
-class Admit:
-    """Effect: tell a subscriber the layout; its first PREPARE comes after this."""
-
-    ticket: Ticket
-    receiver: str
-
-
-@dataclass(frozen=True, slots=True)
 class Send:
     """Effect: push a message to a receiver."""
 
@@ -135,7 +127,7 @@ class Failed:
     dropped: bool
 
 
-Effect = HubReply | Admit | Send | Pushed | Failed
+Effect = HubReply | Send | Pushed | Failed
 
 
 @dataclass(slots=True)
@@ -217,17 +209,17 @@ class PushProtocol:
         receiver = self._receivers.get(peer.name)
         return peer == self._publisher or (receiver is not None and receiver.peer == peer)
 
-    def readers(self, slot: int) -> list[str]:
-        """Return the receivers that read `slot`."""
-        return [name for name, r in self._receivers.items() if r.reads(slot)]
+    def readers(self, slot: int, phase: str = "staging") -> list[str]:
+        """Return the receivers that read `slot` in a phase."""
+        return [name for name, r in self._receivers.items() if r.reads(slot, phase)]
 
     def next_deadline(self) -> float | None:
         """Return when `tick` must be called at the latest; None while nothing is under way."""
         due = [r.push.deadline for r in self._receivers.values() if r.push]
         if self._parked is not None and self._loads_awaited:
             due.append(self._parked[2] + self._load_patience_s)
-        if self._holding_up():
-            due.append(self._patient_until())
+        if self._parked is not None and self._holding_up():
+            due.append(self._parked[2] + self._patience_s)
         return min(due, default=None)
 
     # -- the trainer ------------------------------------------------------------------------------
@@ -288,11 +280,8 @@ class PushProtocol:
         if not self._may_write(ticket, publisher):
             return self._settle(now)
         if self._grant != (message.slot, message.version):
-            self._nack(
-                ticket,
-                "not_granted",
-                f"slot {message.slot} was not granted for version {message.version}",
-            )
+            reason = f"slot {message.slot} was not granted for version {message.version}"
+            self._nack(ticket, "not_granted", reason)
             return self._settle(now)
         if self.held_back:  # the slot stays granted: it can be published later
             self._nack(ticket, "part_missing", self.held_back)
@@ -305,10 +294,9 @@ class PushProtocol:
 
     # -- receivers --------------------------------------------------------------------------------
 
-    def subscribe(self, ticket: Ticket, peer: HubPeer, now: float) -> list[Effect]:
+    def subscribe(self, peer: HubPeer, now: float) -> list[Effect]:
         """Push every new version of the layout to a receiver; a second call starts it afresh."""
         self._receivers[peer.name] = ReceiverState(peer, now)
-        self._effects.append(Admit(ticket, peer.name))
         return self._settle(now)
 
     def ready(self, peer: HubPeer, message: Ready, now: float) -> list[Effect]:
@@ -318,8 +306,7 @@ class PushProtocol:
             if message.error:
                 self._failed(receiver, push, message.error, now)
             else:
-                began = push.deadline - self._deadline_s
-                self._longest_s = max(self._longest_s, now - began)
+                self._longest_s = max(self._longest_s, now - push.deadline + self._deadline_s)
                 push.phase, push.ready = "committing", message
                 push.deadline = now + self._deadline_s
                 self._send(receiver, Commit(epoch=push.epoch, version=push.publication.version))
@@ -350,10 +337,11 @@ class PushProtocol:
         while self._impatience and now >= self._halved_at + RECOVERS_S:
             self._impatience -= 1
             self._halved_at += RECOVERS_S
-        if self._parked is not None and now >= self._parked[2] + self._load_patience_s:
+        since = self._parked[2] if self._parked is not None else now
+        if now >= since + self._load_patience_s:
             self._loads_awaited = False
         holding_up = self._holding_up()
-        impatient = bool(holding_up) and now >= self._patient_until()
+        impatient = bool(holding_up) and now >= since + self._patience_s
         late = [r for r in self._receivers.values() if r.push and now >= r.push.deadline]
         for receiver in late:
             assert receiver.push is not None
@@ -381,24 +369,16 @@ class PushProtocol:
     def _add(self, version: int, slot: int, sums: list[int], snapshot_s: float, now: float) -> None:
         """Make the version in `slot` the newest."""
         self._publications += 1
-        self.newest = self.held[slot] = Publication(
-            number=self._publications,
-            version=version,
-            slot=slot,
-            checksums=sums,
-            snapshot_s=snapshot_s,
-            at=now,
-        )
+        made = Publication(self._publications, version, slot, sums, snapshot_s, now)
+        self.newest = self.held[slot] = made
 
     def _may_write(self, ticket: Ticket, publisher: HubPeer) -> bool:
         if publisher == self._publisher:
             return True
-        if self._publisher is None:
-            reason = f"{publisher.name} has not registered its manifest"
-            self._nack(ticket, "not_registered", reason)
-        else:
-            reason = f"{self._publisher.name} has registered since {publisher.name} did"
-            self._nack(ticket, "superseded", reason)
+        code, reason = "not_registered", f"{publisher.name} has not registered its manifest"
+        if (other := self._publisher) is not None:
+            code, reason = "superseded", f"{other.name} has registered since {publisher.name} did"
+        self._nack(ticket, code, reason)
         return False
 
     def _under_way(
@@ -449,9 +429,8 @@ class PushProtocol:
         self._send(receiver, Abort(epoch=push.epoch, version=version, reason=reason))
         self._effects.append(Failed(name, version, push.phase, reason, dropped=False))
         receiver.push = None
-        if (
-            push.publication is self.newest and not self.held_back
-        ):  # else `_settle` starts with what is newer
+        # Else `_settle` starts with what is newer.
+        if push.publication is self.newest and not self.held_back:
             self._start(receiver, push.publication, push.attempt + 1, now)
 
     def _drop(self, receiver: ReceiverState, reason: str, *, tell: bool = True) -> None:
@@ -473,15 +452,8 @@ class PushProtocol:
         receiver.offered = publication.number
         self._epoch += 1
         receiver.push = PushInProgress(self._epoch, publication, attempt, now + self._deadline_s)
-        self._send(
-            receiver,
-            Prepare(
-                epoch=self._epoch,
-                version=publication.version,
-                slot=publication.slot,
-                checksums=publication.checksums,
-            ),
-        )
+        version, slot, sums = publication.version, publication.slot, publication.checksums
+        self._send(receiver, Prepare(epoch=self._epoch, version=version, slot=slot, checksums=sums))
 
     def _settle(self, now: float) -> list[Effect]:
         """Start what can start now; returns the effects of this event."""
@@ -505,8 +477,7 @@ class PushProtocol:
         """Return an empty slot, else the one with the oldest version, of those nobody needs."""
         free = [slot for slot in range(self.slots) if not self.readers(slot)]
         if self._loads_awaited:
-            receivers = self._receivers.values()
-            free = [s for s in free if not any(r.reads(s, "committing") for r in receivers)]
+            free = [slot for slot in free if not self.readers(slot, "committing")]
         if self.newest is not None and self.newest.slot in free:
             free.remove(self.newest.slot)
         ages = {slot: publication.number for slot, publication in self.held.items()}
@@ -532,11 +503,6 @@ class PushProtocol:
     def _load_patience_s(self) -> float:
         """Return how long the trainer waits for a slot that is loaded in place."""
         return max(LOAD_S, LOADS * self._longest_load_s)
-
-    def _patient_until(self) -> float:
-        """Return when receivers that block the trainer are dropped."""
-        assert self._parked is not None
-        return self._parked[2] + self._patience_s
 
     def _refuse_parked(self, reason: str) -> None:
         if self._parked is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 import uuid
@@ -40,7 +41,6 @@ from umbra.services.weight_hub.bindings import Bindings
 from umbra.services.weight_hub.hub_planes import HubPlanes
 from umbra.services.weight_hub.parts import Parts
 from umbra.services.weight_hub.push import (
-    Admit,
     Effect,
     Failed,
     HubPeer,
@@ -304,9 +304,8 @@ class WeightHub:
         assert self._arena is not None
         is_new = manifest.digest != self.protocol.digest
         published, self._taken_over = self._taken_over, None
-        effects += self.protocol.register(
-            peer, manifest.digest, now, published, manifest.total_bytes
-        )
+        nbytes = manifest.total_bytes
+        effects += self.protocol.register(peer, manifest.digest, now, published, nbytes)
         if is_new:
             self._remove_leftovers()  # now that what is still needed is ours
         effects += self._subscribe_waiting(now)
@@ -328,12 +327,8 @@ class WeightHub:
         effects: list[Effect] = []
         if self.protocol.digest:
             effects = self.protocol.withdraw("the trainer registered another layout", now)
-        self._parts.begin(
-            manifest,
-            str(self._arena.path),
-            self._config.slots,
-            made=self._taken_over is not None,
-        )
+        made, path = self._taken_over is not None, str(self._arena.path)
+        self._parts.begin(manifest, path, self._config.slots, made=made)
         return effects
 
     def _not_whole(self) -> Nack:
@@ -353,10 +348,9 @@ class WeightHub:
             self._is_lost, self._taken_over = True, None
             effects = self.protocol.withdraw(f"a part of every version is lost: {gone}", now)
         held = self.protocol.held
-        for tell in self._parts.tell(held, deltas=self.planes.deltas):
-            identity = self._identities[tell.name]
-            if not self._server.push(CHANNEL, identity, tell.message):
-                self._parts.lost(tell.name)
+        for name, message in self._parts.tell(held, deltas=self.planes.deltas):
+            if not self._server.push(CHANNEL, self._identities[name], message):
+                self._parts.lost(name)
         missing = self._parts.missing
         if missing != self.protocol.held_back:
             log.info("pushes %s", f"wait: {missing}" if missing else "go on")
@@ -445,7 +439,11 @@ class WeightHub:
             return []
         self._identities[peer.name] = request.identity
         self._peers[peer.name] = peer
-        return self.protocol.subscribe(request, peer, now)
+        assert self._manifest is not None and self._arena is not None
+        plane, path = self.planes.of(peer.name).plane, str(self._arena.path)
+        self._server.reply(request, Subscribed(manifest=self._manifest, plane=plane, path=path))
+        log.info("%s subscribed by %s", peer.name, plane)
+        return self.protocol.subscribe(peer, now)
 
     def _subscribe_waiting(self, now: float) -> list[Effect]:
         """Subscribe those who waited; each plane is chosen again, by what is known now."""
@@ -482,8 +480,6 @@ class WeightHub:
                         assert self._arena is not None
                         self._arena.begin(message.slot)
                     self._reply(ticket, message)
-                case Admit(ticket=ticket, receiver=name):
-                    self._admit(ticket, name)
                 case Send(receiver=name, message=Prepare() as message):
                     assert self._arena is not None
                     self._arena.end(message.slot)
@@ -496,14 +492,14 @@ class WeightHub:
                     todo.extend(self._push(name, message))
                 case Pushed() as pushed:
                     self._record(pushed)
-                case Failed() as failed:
+                case Failed(receiver=name, phase=phase, reason=reason) as failed:
                     if failed.dropped:
-                        self._left(failed.receiver)
+                        self._left(name)
+                    end = f"{phase}, dropped" if failed.dropped else phase
                     log.warning(
-                        "push of version %s to %s failed while %s%s: %s", failed.version,
-                        failed.receiver, failed.phase, ", dropped" if failed.dropped else "",
-                        failed.reason,
-                    )  # fmt: skip
+                        "push of version %s to %s failed while %s: %s",
+                        *(failed.version, name, end, reason),
+                    )
 
     def _push(self, name: str, message: Message) -> list[Effect]:
         if self._server.push(CHANNEL, self._identities[name], message):
@@ -521,31 +517,11 @@ class WeightHub:
         failed = Ready(epoch=epoch, version=version, wire_s=0.0, stage_s=0.0, error=settled.error)
         return self.protocol.ready(self._peers[settled.receiver], failed, self._clock())
 
-    def _admit(self, ticket: Ticket, name: str) -> None:
-        assert self._manifest is not None and self._arena is not None
-        reply = Subscribed(
-            manifest=self._manifest, plane=self.planes.of(name).plane, path=str(self._arena.path)
-        )
-        self._reply(ticket, reply)
-        log.info("%s subscribed by %s", name, reply.plane)
-
     def _record(self, pushed: Pushed) -> None:
         assert self._manifest is not None
         plane = self.planes.of(pushed.receiver).plane
-        self._metrics.write(
-            "push",
-            version=pushed.version,
-            receiver=pushed.receiver,
-            epoch=pushed.epoch,
-            plane=plane,
-            bytes=self._manifest.total_bytes,
-            snapshot_s=pushed.snapshot_s,
-            wire_bytes=pushed.wire_bytes,
-            wire_s=pushed.wire_s,
-            stage_s=pushed.stage_s,
-            commit_s=pushed.commit_s,
-            total_s=pushed.total_s,
-        )
+        row = dataclasses.asdict(pushed)
+        self._metrics.write("push", plane=plane, bytes=self._manifest.total_bytes, **row)
         log.debug(
             "%s serves version %d after %.3f s", pushed.receiver, pushed.version, pushed.total_s
         )

@@ -56,24 +56,17 @@ def shm_host() -> str:
     path = SHM / f".umbra-host-{os.geteuid()}"
     token = secrets.token_hex(TOKEN_CHARS // 2)
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except OSError as error:
-        log.warning("no shared memory with other processes: %s: %s", path, error.strerror)
-        return token
-    try:
-        if os.fstat(fd).st_uid != os.geteuid():
-            log.warning("no shared memory with other processes: %s is another user's", path)
-            return token
-        fcntl.flock(fd, fcntl.LOCK_EX)  # two may be the first at once
-        if len(written := os.pread(fd, TOKEN_CHARS, 0)) == TOKEN_CHARS:
-            return written.decode("ascii")
-        os.pwrite(fd, token.encode("ascii"), 0)
-        return token
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        with open(os.open(path, flags, 0o600), "rb+", buffering=0) as file:
+            if os.fstat(file.fileno()).st_uid != os.geteuid():
+                raise PermissionError("it is another user's")
+            fcntl.flock(file, fcntl.LOCK_EX)  # two may be the first at once
+            if len(written := os.pread(file.fileno(), TOKEN_CHARS, 0)) == TOKEN_CHARS:
+                return written.decode("ascii")
+            os.pwrite(file.fileno(), token.encode("ascii"), 0)
     except (OSError, UnicodeDecodeError) as error:
         log.warning("no shared memory with other processes: %s: %s", path, error)
-        return token
-    finally:
-        os.close(fd)
+    return token
 
 
 class Arena:
@@ -165,11 +158,10 @@ class Arena:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return cls(path, fd, slot_bytes, slots)
-        except OSError as error:
+        except BaseException as error:
             os.close(fd)
-            raise StartupError(f"another weight hub holds {path}") from error
-        except BaseException:
-            os.close(fd)
+            if isinstance(error, OSError):
+                raise StartupError(f"another weight hub holds {path}") from error
             raise
 
     @classmethod
@@ -226,8 +218,7 @@ class Arena:
         Raises:
             IndexError: there is no such slot.
         """
-        if not 0 <= index < self.slots:
-            raise IndexError(f"slot {index} of an arena with {self.slots} slots")
+        self._check_slot(index)
         start = index * _stride(self.slot_bytes)
         return self._view[start : start + self.slot_bytes]
 
@@ -237,9 +228,12 @@ class Arena:
         Raises:
             IndexError: there is no such slot.
         """
+        self._check_slot(index)
+        return self._sequences[index : index + 1]
+
+    def _check_slot(self, index: int) -> None:
         if not 0 <= index < self.slots:
             raise IndexError(f"slot {index} of an arena with {self.slots} slots")
-        return self._sequences[index : index + 1]
 
     def begin(self, index: int) -> None:
         """Make the sequence number of slot `index` odd: it is about to be written."""
@@ -332,19 +326,17 @@ def _size(slot_bytes: int, slots: int) -> int:
 
 def _pages(own: Ranges, slots: int, stride: int) -> Iterator[tuple[int, int]]:
     """Yield the page ranges of the bytes `own` of every slot, in order."""
-    begun: tuple[int, int] | None = None
+    begun, until = 0, 0
     for slot in range(slots):
         for start, end in own:
             first = slot * stride + start // PAGE_BYTES * PAGE_BYTES
-            last = slot * stride + _stride(end)
-            if begun is not None and first <= begun[1]:
-                begun = begun[0], last
-                continue
-            if begun is not None:
-                yield begun
-            begun = first, last
-    if begun is not None:
-        yield begun
+            if first > until:
+                if begun < until:
+                    yield begun, until
+                begun = first
+            until = slot * stride + _stride(end)
+    if begun < until:
+        yield begun, until
 
 
 def _extents(fd: int, size: int) -> Iterator[tuple[int, int]]:

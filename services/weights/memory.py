@@ -74,8 +74,6 @@ def _place(memory: memoryview) -> Any:
     return ctypes.byref(ctypes.c_char.from_buffer(memory))
 
 
-# -- shared with worker processes -----------------------------------------------------------------
-
 # Of each block: its mapping, address, size and path.
 _blocks: list[tuple[weakref.ref[mmap.mmap], int, int, str]] = []
 

@@ -8,6 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
+import msgspec
+
 from umbra.proto.deadline import LEAST_RATE, Deadline, Pace
 from umbra.proto.errors import (
     DeadlineError,
@@ -86,7 +88,7 @@ class Publisher:
     ) -> None:
         self.manifest = manifest
         self._pace = pace
-        self._stopping = stopping
+        self._stopping = stopping or threading.Event()
         self._channel = channel
         self._arena: Arena | None = None
         self._granted: _ArenaVersion | None = None
@@ -98,17 +100,6 @@ class Publisher:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="umbra-publish")
         self._publishing: Future[None] | None = None
         self._thread = service_thread(self._follow, "umbra-publisher")
-
-    @property
-    def arena(self) -> tuple[str, int]:
-        """Path of the arena and number of its slots.
-
-        Raises:
-            ValueError: `register` comes first.
-        """
-        if self._arena is None:
-            raise ValueError("not registered")
-        return str(self._arena.path), self._arena.slots
 
     @property
     def place(self) -> tuple[str, int]:
@@ -127,16 +118,8 @@ class Publisher:
         slots = self._arena.slots if self._arena is not None else 1
         return self._pace.limit_s(slots * self.manifest.total_bytes)
 
-    @property
-    def _parts_back_s(self) -> float:
-        return PARTS_BACK_S + self._answer_s
-
     def check(self) -> None:
-        """See whether what was published last can still be pushed.
-
-        Raises:
-            PeerLostError: it is lost: see above.
-        """
+        """Raise PeerLostError if what was published last is lost: see above."""
         if self._failure is not None:
             raise self._failure
 
@@ -174,8 +157,7 @@ class Publisher:
             except RejectedError as error:
                 if error.code != "not_registered":
                     raise
-                # The hub has been restarted and knows nothing of us.
-                self._register(deadline.left_s)
+                self._register(deadline.left_s)  # with a hub that has been restarted
                 slot = self._acquire(version, deadline.left_s)
             assert self._arena is not None
             self._granted = _ArenaVersion(self._arena, slot, version)
@@ -204,7 +186,7 @@ class Publisher:
                 version=version, slot=place.slot, checksums=sums, snapshot_s=snapshot_s
             )
             try:
-                self._insist(message, Ok, self._answer_s, Deadline(self._parts_back_s))
+                self._insist(message, Ok, self._answer_s, Deadline(PARTS_BACK_S + self._answer_s))
             except RejectedError as error:
                 if error.code not in FORGOTTEN:
                     raise
@@ -300,9 +282,7 @@ class Publisher:
         there = _ArenaVersion(self._arena, slot, place.version)
         if there != place:
             copy(place.data, there.data)
-        message = Publish(
-            version=place.version, slot=slot, checksums=message.checksums, snapshot_s=0.0
-        )
+        message = msgspec.structs.replace(message, slot=slot, snapshot_s=0.0)
         self._call(message, Ok, self._answer_s)
         return there, message
 
@@ -320,7 +300,7 @@ class Publisher:
         try:
             return self._call(message, SlotGranted, timeout_s).slot
         except DeadlineError as error:
-            if self._is_stopping:
+            if self._stopping.is_set():
                 raise
             raise DeadlineError(
                 f"no free slot for version {version} within {timeout_s:g} s: receivers are still "
@@ -334,17 +314,13 @@ class Publisher:
             try:
                 return self._call(message, reply, min(timeout_s, PARTS_S + deadline.left_s))
             except RejectedError as error:
-                stopping = self._is_stopping or self._closing.is_set()
+                stopping = self._stopping.is_set() or self._closing.is_set()
                 if error.code != "part_missing" or deadline.passed or stopping:
                     raise
                 if str(error) != told:
                     told = str(error)
                     log.warning("%s", told)
             self._closing.wait(PARTS_S)
-
-    @property
-    def _is_stopping(self) -> bool:
-        return self._stopping is not None and self._stopping.is_set()
 
     def _call(self, message: Message, reply: type[M], timeout_s: float) -> M:
         return self._channel.call(message, reply, timeout_s=timeout_s, stopping=self._stopping)

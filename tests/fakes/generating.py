@@ -143,7 +143,7 @@ class Generating:
         self._loading()
 
         def apply(staged: StagedVersion) -> None:
-            self.engine.load(staged.manifest, staged.data, staged.version, "keep", staged.read)
+            self.engine.load(staged.manifest, staged.data, staged.version, "keep", staged.guard)
 
         self._receiver.load(staged, apply, WAIT_S, threading.Event())
         if self.engine.version >= 0:

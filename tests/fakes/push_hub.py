@@ -41,7 +41,7 @@ class Hub:
         return [effect for effect in effects if not isinstance(effect, HubReply)]
 
     def subscribe(self, peer: HubPeer) -> list[Effect]:
-        return self.protocol.subscribe(f"subscribe {peer.name}", peer, self.now)
+        return self.protocol.subscribe(peer, self.now)
 
     def ready(self, peer: HubPeer, epoch: int, version: int, error: str = "") -> list[Effect]:
         message = m.Ready(epoch=epoch, version=version, wire_s=1.0, stage_s=2.0, error=error)

@@ -48,7 +48,7 @@ class Relay:
     def buckets(self) -> str:
         """Where it hands buckets on."""
         assert self.daemon.hub is not None
-        return self.daemon.hub.planes.open_tcp().endpoint
+        return self.daemon.hub.planes.open_tcp().buckets.endpoint
 
     def stop(self) -> None:
         self._stopping.set()

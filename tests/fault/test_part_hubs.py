@@ -74,7 +74,7 @@ def test_every_bit_of_every_host_arrives_as_deltas_too(start: Start) -> None:
     for host in trainer.hosts:
         own = sum(end - start for start, end in owned_ranges(trainer.manifest, host.owner))
         assert own < host.memory / 2 < total / 2, "memory of two slots is for its own alone"
-    here = Path(trainer.publisher.arena[0]).stat().st_blocks * 512
+    here = Path(trainer.publisher._arena.path).stat().st_blocks * 512
     assert here < total, "nor has the hub read what others have"
     trainer.bench.finish()
     rows = [row for row in trainer.bench.rows() if row["receiver"] == "gen-0"]
@@ -96,7 +96,7 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], int]:
     class Noted(Transfer):
         def __init__(self, source: BucketSource, *args: Any, **named: Any) -> None:
             super().__init__(source, *args, **named)
-            made.append((source.endpoint, self))
+            made.append((source.at.endpoint, self))
 
     monkeypatch.setattr(tcp, "Transfer", Noted)
     return lambda endpoint: sum(one.wire_bytes for source, one in made if source == endpoint)
@@ -114,11 +114,11 @@ def test_each_host_sends_its_bytes_once_for_a_chain_of_relays(
     for one in near:
         load(trainer, one, 0)
     total = trainer.manifest.total_bytes
-    hosts = {0: bench.hub.planes.open_tcp().endpoint, **bench.hub._parts.endpoints}
+    hosts = {0: bench.hub.planes.open_tcp().buckets, **bench.hub._parts.buckets}
     assert len(hosts) == 3
-    for owner, endpoint in hosts.items():
+    for owner, at in hosts.items():
         own = sum(end - start for start, end in owned_ranges(trainer.manifest, owner))
-        assert fetched(endpoint) == own > 0
+        assert fetched(at.endpoint) == own > 0
     assert [fetched(one.buckets) for one in chain] == [total, total, 0]
     trainer.publish(1)
     for one in near:
@@ -242,7 +242,7 @@ def test_a_restarted_hub_goes_on_with_what_the_hosts_hold(start: Start) -> None:
         link.move(bench.endpoint)
     late = receiver(bench, "late")
     load(trainer, late, 0)
-    assert trainer.publisher.arena[0] == str(path)
+    assert trainer.publisher._arena.path == str(path)
     trainer.publish(1)
     load(trainer, late, 1)
     load(trainer, one, 1)

@@ -17,7 +17,7 @@ from umbra.proto.net.server import Server
 from umbra.services.config import WeightHubConfig as WeightHubConfig
 from umbra.services.process.metrics import MetricsFile
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
-from umbra.services.weights.arena import SHM, Arena, remove_leftovers
+from umbra.services.weights.arena import Arena, remove_leftovers
 from umbra.services.weights.manifest import build_manifest
 from umbra.services.weights.planes.receiving import StagedPlanes
 from umbra.services.weights.publisher import Publisher
@@ -117,21 +117,6 @@ def load(receiver: Receiver, version: int) -> None:
     assert staged is not None
     assert (staged.version, whole(staged)) == (version, content(version))
     receiver.committed(staged, 0.0)
-
-
-def test_the_arena_is_taken_over_and_everybody_served_again(hubs: Hubs) -> None:
-    publisher = hubs.publisher()
-    receiver = hubs.receiver("a")
-    for version in (0, 1):
-        publish(publisher, version)
-        load(receiver, version)
-    path = hubs.die()
-    hubs.replace()
-    load(receiver, 1)  # without a word from the trainer's main thread
-    assert [str(p) for p in SHM.glob(f"umbra-{hubs.run_id}-*")] == [str(path)]
-    load(hubs.receiver("late"), 1)
-    publish(publisher, 2)
-    load(receiver, 2)
 
 
 @pytest.mark.parametrize("slots", [2, 3])

@@ -21,6 +21,7 @@ from umbra.proto.net.channel import Channel
 from umbra.proto.net.io_thread import IoThread
 from umbra.proto.net.keys import OPEN, Security, load_keys
 from umbra.proto.net.server import Server
+from umbra.proto.records import BucketsAt
 from umbra.services.weights.planes.receiving import StagedPlanes
 from umbra.services.weights.receiver import Receiver
 
@@ -263,24 +264,6 @@ def test_the_hub_refuses_what_a_key_does_not_allow(
     assert bench.hub.stats()["refused"] == 1
 
 
-def test_buckets_are_for_receivers(
-    bench: Bench, hub: Callable[[str, KeyRole], Channel], keys: Path
-) -> None:
-    publisher = bench.publisher(channel=hub("trainer", "trainer"))
-    receiver = subscribed(bench, hub("gen-0", "generator"))
-    publish(publisher, 0)
-    load(receiver, 0)
-    endpoint = bench.hub.planes.open_tcp().server.endpoint
-    for security in (of(keys, "monitor"), OPEN):
-        link = IoThread("thief", "t1", security=security)
-        bench.closers.append(link.close)
-        with pytest.raises(RejectedError):
-            link.channel(endpoint, "hub", server="weight_hub").call(
-                m.Ping(), m.Pong, timeout_s=refused_s()
-            )
-    until(lambda: bench.hub.stats()["refused"] >= 2, "both are counted")
-
-
 @pytest.mark.parametrize("where", ["serves", "buckets"])
 def test_only_a_relay_may_serve(
     bench: Bench, hub: Callable[[str, KeyRole], Channel], where: str
@@ -291,7 +274,7 @@ def test_only_a_relay_may_serve(
         host="h",
         planes=["tcp"],
         serves=endpoint if where == "serves" else "",
-        buckets=endpoint if where == "buckets" else "",
+        buckets=BucketsAt(endpoint=endpoint, key=b"k") if where == "buckets" else None,
     )
     for role in ("generator", "scorer"):
         with pytest.raises(RejectedError, match=f"only relays serve others, not the {role} key"):

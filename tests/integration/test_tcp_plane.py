@@ -7,12 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes.hub_bench import (
-    OTHER_LAYOUT,
     WAIT_S,
     Bench,
     SmallFrames,
-    content,
-    load,
     publish,
     publish_slot,
     take,
@@ -100,18 +97,6 @@ def wire_bytes(bench: Bench, name: str) -> list[int]:
     return [int(str(r["wire_bytes"])) for r in bench.rows() if r["receiver"] == name]
 
 
-def test_every_receiver_gets_every_byte(bench: Bench) -> None:
-    bench.start(plane="tcp", delta="off")
-    publisher = bench.publisher()
-    receivers = [tcp_receiver(bench, name) for name in ("gen-0", "gen-1")]
-    for version in range(4):
-        publish(publisher, version)
-        for receiver in receivers:
-            load(receiver, version)
-    bench.finish()
-    assert all(row["plane"] == "tcp" for row in bench.rows())
-
-
 def test_small_changes_travel_as_deltas_and_large_ones_whole(bench: Bench) -> None:
     bench.start(plane="tcp", delta="always")
     publisher = bench.publisher(LAYOUT)
@@ -180,39 +165,6 @@ def test_over_a_fast_link_everything_is_sent(bench: Bench) -> None:
     assert whole == [True, True, True, True, False]
 
 
-def test_another_layout_reaches_those_who_had_the_old(bench: Bench) -> None:
-    bench.start(plane="tcp", delta="always")
-    publisher = bench.publisher(LAYOUT)
-    receiver = tcp_receiver(bench, "gen-0")
-    weights = Weights(LAYOUT)
-    weights.load(receiver, weights.publish(publisher, 0.0))
-    other = bench.publisher(OTHER_LAYOUT, "trainer-2")
-    publish(other, 7)
-    staged = take(receiver)
-    assert whole(staged) == content(7, OTHER_LAYOUT.total_bytes)
-
-
-@pytest.mark.parametrize("planes", [["shm", "tcp"], ["tcp"]])
-def test_relays_have_a_key_of_their_own(bench: Bench, keys: Path, planes: list[str]) -> None:
-    """Hub, two relays in a chain and a generator of the second, each with the key of its role."""
-    bench.security = of(keys, "weight_hub")
-    bench.start(plane="tcp", delta="off")
-    publisher = bench.publisher(channel=bench.channel("trainer", of(keys, "trainer")))
-    publish(publisher, 0)
-    for index in range(2):
-        Relay(bench, f"node-{index}", security=of(keys, "relay"))
-    channel = bench.channel("gen", of(keys, "generator"))
-    receiver = Receiver(channel, StagedPlanes(planes), "node-1", check_s=0.05, retry_s=0.02)
-    bench.closers.append(receiver.close)
-    receiver.subscribe(WAIT_S)
-    for version in range(3):
-        if version:
-            publish(publisher, version)
-        load(receiver, version)
-    assert bench.hub.planes.open_tcp().chain == ["node-0", "node-1"]
-    assert bench.hub.stats()["refused"] == 0
-
-
 @pytest.fixture
 def sealed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of all connections whether they are sealed."""
@@ -250,14 +202,6 @@ def test_weights_are_sealed_on_their_way_through_a_relay(
     sizes = wire_bytes(bench, "node-0")
     assert sizes[0] == LAYOUT.total_bytes
     assert max(sizes[2:]) < LAYOUT.total_bytes / 5
-
-
-def test_without_keys_nothing_is_sealed(bench: Bench, sealed: list[bool]) -> None:
-    bench.start(plane="tcp", delta="off")
-    publisher = bench.publisher()
-    publish(publisher, 0)
-    load(tcp_receiver(bench, "gen-0"), 0)
-    assert set(sealed) == {False}
 
 
 @pytest.mark.parametrize("keyed", [True, False])

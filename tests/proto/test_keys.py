@@ -226,7 +226,7 @@ def test_every_request_has_its_senders() -> None:
     for name in TYPES:
         text = SPEC.partition(f"\n### {name}\n")[2].partition("\n#")[0]
         assert ("Answer: `" in text) <= (name in known), name
-    one_way = {"Ready", "Committed", "FetchBuckets", "Event"}
+    one_way = {"Ready", "Committed", "Event"}
     assert one_way <= known
     answers = {answer for answer in re.findall(r"Answer:\s`(\w+)`", SPEC)} - {"Ok"}
     assert not answers & known
@@ -234,7 +234,7 @@ def test_every_request_has_its_senders() -> None:
 
 READS = {"Ok", "Nack", "Ping", "StatusRequest", "HubStatusRequest"}
 MEMBER = READS | {"Join", "Heartbeat", "Leave", "Event"}
-RECEIVER = MEMBER | {"Subscribe", "Ready", "Committed", "FetchBuckets"}
+RECEIVER = MEMBER | {"Subscribe", "Ready", "Committed"}
 
 
 @pytest.mark.parametrize(
@@ -260,18 +260,18 @@ def test_what_a_key_allows_to_send(role: KeyRole, allowed: set[str]) -> None:
 @pytest.mark.parametrize(
     ("role", "sockets"),
     [
-        ("generator", {"control", "data", "weights", "buckets", "events_in"}),
+        ("generator", {"control", "data", "weights", "events_in"}),
         ("trainer", {"control", "data", "weights", "events_in"}),
         ("weight_hub", {"control", "weights", "events_in"}),
         ("part", {"control", "weights", "events_in"}),
-        ("relay", {"control", "weights", "buckets", "events_in"}),
+        ("relay", {"control", "weights", "events_in"}),
         ("monitor", {"control", "weights", "events_in", "events_out"}),
         ("operator", {"control", "weights", "events_out"}),
         ("buffer", set[str]()),
     ],
 )
 def test_which_sockets_a_key_opens(role: KeyRole, sockets: set[str]) -> None:
-    names = ("control", "data", "weights", "buckets", "events_in", "events_out", "", "other")
+    names = ("control", "data", "weights", "events_in", "events_out", "", "other")
     # Ok and Nack are no reason to connect.
     assert {name for name in names if may_connect(role, name)} == sockets
 

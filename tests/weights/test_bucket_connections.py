@@ -218,12 +218,14 @@ def test_sealed_bytes_are_seen_by_nobody(keys: Path) -> None:
         store.offer(0, DATA, SUMS)
         seen: list[bytes] = []
         with socket.create_server(("127.0.0.1", 0)) as tap:
-            threading.Thread(target=_tap, args=(tap, server, seen)).start()
+            tapping = threading.Thread(target=_tap, args=(tap, server, seen))
+            tapping.start()
             source = BucketSource(sealed=True)
             port = tap.getsockname()[1]
             source.use(BucketsAt(endpoint=f"tcp://127.0.0.1:{port}", key=at(server).key))
             assert fetch(source)
             source.close()
+            tapping.join(WAIT_S)
         asked, sent = seen
         assert len(sent) > LAYOUT.total_bytes and bytes(DATA[:64]) not in sent
         with raw(server) as again:
@@ -233,9 +235,6 @@ def test_sealed_bytes_are_seen_by_nobody(keys: Path) -> None:
 
 
 def _tap(tap: socket.socket, server: BucketServer, seen: list[bytes]) -> None:
-    ours, _ = tap.accept()
-    theirs = raw(server)
-
     def copy(source: socket.socket, sink: socket.socket) -> bytes:
         said = b""
         while data := source.recv(1 << 16):
@@ -244,11 +243,13 @@ def _tap(tap: socket.socket, server: BucketServer, seen: list[bytes]) -> None:
         sink.shutdown(socket.SHUT_WR)
         return said
 
-    asked: list[bytes] = []
-    thread = threading.Thread(target=lambda: asked.append(copy(ours, theirs)))
-    thread.start()
-    answer = copy(theirs, ours)
-    thread.join()
+    ours, _ = tap.accept()
+    with ours, raw(server) as theirs:
+        asked: list[bytes] = []
+        thread = threading.Thread(target=lambda: asked.append(copy(ours, theirs)))
+        thread.start()
+        answer = copy(theirs, ours)
+        thread.join()
     seen += [asked[0], answer]
 
 

@@ -153,7 +153,7 @@ def test_a_publisher_waits_for_a_hub_that_allocates(arena: Arena) -> None:
 
 def _prepare(**values: Any) -> Prepare:
     sums = [0] * len(LAYOUT.buckets)
-    return Prepare(epoch=1, version=0, slot=0, checksums=sums, source="tcp://there:1", **values)
+    return Prepare(epoch=1, version=0, slot=0, checksums=sums, **values)
 
 
 class Worker:
@@ -217,7 +217,7 @@ def _after(hub: nccl.NcclHub) -> list[nccl.Settled]:
 
 def test_a_receiver_of_broadcasts_waits_as_long(arena: Arena) -> None:
     worker = Worker()
-    pull = TcpReceiver("gen-0", LAYOUT, [arena.slot(0), arena.slot(1)], 1024)
+    pull = TcpReceiver(LAYOUT, [arena.slot(0), arena.slot(1)], WeightHubConfig())
     end = nccl.NcclReceiver(cast(GpuWorkerProcess, worker), arena, 1024, pull, PACE)
     group = NcclRound(epoch=1, uid=b"0", rank=1, size=2, chunk_bytes=1024, deadline_s=8.0)
     result(end.receive(_prepare(round=group), 0))

@@ -6,6 +6,7 @@ import pytest
 
 from umbra.proto.bounds import OWNERS
 from umbra.proto.messages import HoldArena, OfferSlot, PartState
+from umbra.proto.records import BucketsAt
 from umbra.services.weight_hub.parts import SILENT_S, Parts
 from umbra.services.weight_hub.push import HubPeer, Publication
 from umbra.services.weights.manifest import build_manifest
@@ -18,7 +19,7 @@ TWO = HubPeer("part-2", "first")
 
 
 def state(owner: int, path: str = "", error: str = "", host: str = "") -> PartState:
-    buckets = f"tcp://10.0.0.{owner}:5558"
+    buckets = BucketsAt(endpoint=f"tcp://10.0.0.{owner}:5558", key=b"secret")
     return PartState(owner=owner, host=host or f"h{owner}", buckets=buckets, path=path, error=error)
 
 
@@ -42,8 +43,8 @@ class World:
 
     def told(self) -> dict[str, list[HoldArena | OfferSlot]]:
         found: dict[str, list[HoldArena | OfferSlot]] = {}
-        for tell in self.parts.tell(self.held, deltas=True):
-            found.setdefault(tell.name, []).append(tell.message)
+        for name, message in self.parts.tell(self.held, deltas=True):
+            found.setdefault(name, []).append(message)
         return found
 
     def begin(self) -> None:
@@ -79,7 +80,10 @@ def test_a_layout_is_whole_when_all_part_hubs_hold_theirs(world: World) -> None:
     assert world.told() == {"part-2": [hold(fresh=True)]}
     assert not world.says(TWO, state(2, PATH))
     assert world.parts.missing == ""
-    assert world.parts.endpoints == {1: "tcp://10.0.0.1:5558", 2: "tcp://10.0.0.2:5558"}
+    assert {o: at.endpoint for o, at in world.parts.buckets.items()} == {
+        1: "tcp://10.0.0.1:5558",
+        2: "tcp://10.0.0.2:5558",
+    }
 
 
 def test_no_part_hub_is_needed_where_one_host_holds_all(world: World) -> None:

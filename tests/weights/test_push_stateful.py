@@ -11,7 +11,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from umbra.proto.deadline import Pace
 from umbra.proto.messages import Abort, Commit, Committed, Ok, Prepare, Publish, Ready, SlotGranted
 from umbra.services.weight_hub.push import (
-    Admit,
     Effect,
     Failed,
     HubPeer,
@@ -88,8 +87,6 @@ class PushMachine(RuleBasedStateMachine):
                 case Failed(receiver=name, dropped=True):
                     self.stops_reading(name)
                     self.receivers[name].subscribed = False
-                case Admit(receiver=name):
-                    self.receivers[name].subscribed = True
                 case Pushed(receiver=name, epoch=epoch):
                     assert epoch in self.receivers[name].staged
                 case _:
@@ -192,8 +189,8 @@ class PushMachine(RuleBasedStateMachine):
         if self.hub.digest:
             self.stops_reading(name)
         model.serves = None
-        self.tickets += 1
-        self.apply(self.hub.subscribe(self.tickets, model.peer, self.now))
+        model.subscribed = True
+        self.apply(self.hub.subscribe(model.peer, self.now))
 
     @rule(name=st.sampled_from(NAMES), fails=st.lists(st.booleans(), min_size=1, max_size=4))
     def act(self, name: str, fails: list[bool]) -> None:

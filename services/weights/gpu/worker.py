@@ -39,6 +39,8 @@ from umbra.services.weights.arena import Arena
 from umbra.services.weights.gpu import cuda
 
 POLL_S = 0.0002  # between two looks at an event
+ORDERS = ("facts", "unique_id", "attach", "join", "transfer", "export", "upload")
+LANES = 2  # device buffers
 
 
 def chunks(total: int, chunk_bytes: int) -> list[tuple[int, int]]:
@@ -111,9 +113,6 @@ def broadcast(
         raise
 
 
-LANES = 2  # device buffers
-
-
 class GpuWorker:
     """One GPU's end of the communicators, one at a time, or the hub's device memory.
 
@@ -123,33 +122,23 @@ class GpuWorker:
 
     def __init__(self, device: int) -> None:
         self._index = device
-        self._device: cuda.Device | None = None
+        self._opened: cuda.Device | None = None
         self._communicator: cuda.NcclCommunicator | None = None
         self._epoch = 0
         self._rank = 0
-        self._arena: Arena | None = None
+        self._attached: Arena | None = None
         self._chunk_bytes = 0
         self._pinned: list[int] = []
         self._ring: list[int] = []
         self._exported = 0
-        self._orders: dict[str, Callable[..., dict[str, Any]]] = {
-            "facts": self.facts,
-            "unique_id": self.unique_id,
-            "attach": self.attach,
-            "join": self.join,
-            "transfer": self.transfer,
-            "export": self.export,
-            "upload": self.upload,
-        }
 
     def carry_out(self, order: dict[str, Any], fd: int = -1) -> dict[str, Any]:
         """Execute one command; errors are in the answer."""
         arguments = dict(order) if fd < 0 else {**order, "fd": fd}
         try:
-            act = self._orders.get(str(arguments.pop("op", "")))
-            if act is None:
+            if (op := arguments.pop("op", "")) not in ORDERS:
                 raise UsageError(f"no such order: {order}")
-            return act(**arguments)
+            return getattr(self, op)(**arguments)
         except cuda.GpuError as error:
             return {"error": str(error), "broken": True}
         except UmbraError as error:
@@ -160,7 +149,7 @@ class GpuWorker:
     def facts(self) -> dict[str, Any]:
         """Return what must agree between all workers; makes the CUDA context."""
         found = cuda.facts(self._index)
-        self._open()
+        _ = self._device
         return {"facts": msgspec.to_builtins(found)}
 
     def unique_id(self) -> dict[str, Any]:
@@ -168,18 +157,18 @@ class GpuWorker:
 
     def attach(self, slot_bytes: int, chunk_bytes: int, fd: int) -> dict[str, Any]:
         """Pin the slots of the arena in `fd`."""
-        device = self._open()
-        self._arena = Arena.inherited(fd, slot_bytes=slot_bytes)
+        device = self._device
+        arena = self._attached = Arena.inherited(fd, slot_bytes=slot_bytes)
         self._chunk_bytes = chunk_bytes
-        self._pinned = [device.pin(self._arena.slot(i)) for i in range(self._arena.slots)]
+        self._pinned = [device.pin(arena.slot(index)) for index in range(arena.slots)]
         return {}
 
     def join(self, epoch: int, uid: str, rank: int, size: int) -> dict[str, Any]:
         """Enter the communicator of `epoch`; blocks until all its ranks do."""
         self.abort()
-        device = self._open()
+        device = self._device
         if not self._ring:
-            largest = min(self._chunk_bytes, self._attached().slot_bytes)
+            largest = min(self._chunk_bytes, self._arena.slot_bytes)
             self._ring = [device.allocate(largest) for _ in range(LANES)]
         self._communicator = cuda.NcclCommunicator(device, size, bytes.fromhex(uid), rank)
         self._epoch, self._rank = epoch, rank
@@ -191,8 +180,8 @@ class GpuWorker:
         if communicator is None or epoch != self._epoch:
             raise UsageError(f"this worker is not in the communicator of epoch {epoch}")
         broadcast(
-            chunks(self._attached().slot_bytes, self._chunk_bytes),
-            self._open(),
+            chunks(self._arena.slot_bytes, self._chunk_bytes),
+            self._device,
             communicator,
             host=self._pinned[slot],
             ring=self._ring,
@@ -203,7 +192,7 @@ class GpuWorker:
 
     def export(self) -> dict[str, Any]:
         """Allocate device memory with a place for each slot of the arena."""
-        device, arena = self._open(), self._attached()
+        device, arena = self._device, self._arena
         self._exported = device.allocate(arena.slots * cuda.device_stride(arena.slot_bytes))
         return {"handle": device.export(self._exported).hex()}
 
@@ -213,7 +202,7 @@ class GpuWorker:
         Raises:
             DeadlineError: the copy was not done in time.
         """
-        device, size = self._open(), self._attached().slot_bytes
+        device, size = self._device, self._arena.slot_bytes
         target = self._exported + slot * cuda.device_stride(size)
         device.to_device(target, self._pinned[slot], size)
         mark = device.mark_copies()
@@ -229,15 +218,16 @@ class GpuWorker:
         if communicator is not None and not communicator.abort():
             os._exit(UmbraError.exit_code)
 
-    def _open(self) -> cuda.Device:
-        if self._device is None:
-            self._device = cuda.Device(self._index)
-        return self._device
+    @property
+    def _device(self) -> cuda.Device:
+        self._opened = self._opened or cuda.Device(self._index)
+        return self._opened
 
-    def _attached(self) -> Arena:
-        if self._arena is None:
+    @property
+    def _arena(self) -> Arena:
+        if self._attached is None:
             raise UsageError("no arena is attached")
-        return self._arena
+        return self._attached
 
 
 def serve(worker: GpuWorker, owner: Pipe[dict[str, Any]]) -> None:

@@ -83,9 +83,8 @@ class GpuWorkerProcess:
         """Start the worker if it does not run, without waiting for it."""
         if self._state == "none" and self._arena is not None:
             self._state = "attaching"
-            size = self._arena.slot_bytes
-            fd = self._arena.fileno()
-            self._send({"op": "attach", "slot_bytes": size, "chunk_bytes": self._chunk_bytes}, fd)
+            size, fd = self._arena.slot_bytes, self._arena.fileno()
+            self.order("attach", fd, slot_bytes=size, chunk_bytes=self._chunk_bytes)
 
     def attached(self) -> Generator[None, None, None]:
         """Wait, step by step, until the worker runs and has pinned the arena.
@@ -102,13 +101,22 @@ class GpuWorkerProcess:
                 raise
             self._state = "attached"
 
-    def order(self, op: str, **arguments: Any) -> None:
+    def order(self, op: str, fd: int = -1, **arguments: Any) -> None:
         """Give an order; starts the worker if none runs. The answer is for `answer`.
 
         Raises:
             PeerLostError: the worker has ended.
         """
-        self._send({"op": op, **arguments})
+        if self._pipe is None:
+            self.starts += 1
+            self._process, end = start_worker(self._argv, self._environ)
+            self._pipe = Pipe(end, dict[str, Any])
+        try:
+            self._pipe.send({"op": op, **arguments}, fd)
+        except OSError as error:
+            self.kill()
+            raise PeerLostError(f"the GPU worker ended before the order {op!r}") from error
+        self._pending += 1
 
     def answer(
         self, timeout_s: float, *, abortable: bool = True
@@ -172,21 +180,6 @@ class GpuWorkerProcess:
                 pass
         if self._pending:
             self.kill()
-
-    def _send(self, order: dict[str, Any], fd: int = -1) -> None:
-        pipe = self._pipe or self._start()
-        try:
-            pipe.send(order, fd)
-        except OSError as error:
-            self.kill()
-            raise PeerLostError(f"the GPU worker ended before the order {order['op']!r}") from error
-        self._pending += 1
-
-    def _start(self) -> Pipe[dict[str, Any]]:
-        self.starts += 1
-        self._process, end = start_worker(self._argv, self._environ)
-        self._pipe = Pipe(end, dict[str, Any])
-        return self._pipe
 
     def _receive(self, timeout_s: float) -> dict[str, Any] | None:
         """The next answer; None if none came in time."""

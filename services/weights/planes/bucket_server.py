@@ -145,7 +145,9 @@ class BucketServer:
                 if len(unknown) > UNKNOWN_PEERS:
                     # Of the address that has the most, so that nobody crowds out the others.
                     most = Counter(p.address for p in unknown).most_common(1)[0][0]
-                    next(p for p in unknown if p.address == most).end()
+                    oldest = next(p for p in unknown if p.address == most)
+                    del self._peers[oldest]
+                    oldest.end()
 
     def _serve(self, peer: _Peer) -> None:
         """Answer one order after the other; the thread of a connection."""

@@ -147,8 +147,11 @@ class NcclHub(HubEnd):
 
     def _step_done(self, done: bytes | UmbraError, now: float) -> None:
         current = self._rounds.current
-        if self._rounds.ready_at is None:
-            self._attached(done, now)
+        if self._rounds.ready_at is None and isinstance(done, UmbraError):
+            self.broken = f"the hub's GPU worker does not work: {done}"
+            log.error("plane nccl: %s; everyone fetches", self.broken)
+        elif self._rounds.ready_at is None:
+            self._rounds.ready_at = now
         elif current is None:
             log.debug("the hub's worker has left a broadcast: %s", done)
         elif self._announced is current and isinstance(done, UmbraError):
@@ -160,13 +163,6 @@ class NcclHub(HubEnd):
         else:
             self._uid = done
             self._announce(current)
-
-    def _attached(self, done: bytes | UmbraError, now: float) -> None:
-        if isinstance(done, UmbraError):
-            self.broken = f"the hub's GPU worker does not work: {done}"
-            log.error("plane nccl: %s; everyone fetches", self.broken)
-        else:
-            self._rounds.ready_at = now
 
     def _announce(self, current: Round) -> None:
         self._announced = current
@@ -181,8 +177,7 @@ class NcclHub(HubEnd):
                     chunk_bytes=self._chunk_bytes,
                     deadline_s=self._wait_s,
                 )
-                held = msgspec.structs.replace(prepare, round=group)
-                self._outcomes.append(Settled(name, held))
+                self._outcomes.append(Settled(name, msgspec.structs.replace(prepare, round=group)))
         self._thread.start(lambda: self._send(current, self._uid))
 
     def _give_up(self, current: Round | None, names: Sequence[str], reason: str) -> None:

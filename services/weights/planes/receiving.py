@@ -15,9 +15,7 @@ from umbra.proto.records import GpuFacts
 from umbra.services.config import WeightHubConfig
 from umbra.services.process.host_memory import ask_for
 from umbra.services.weights.arena import Arena
-from umbra.services.weights.gpu.cuda import (
-    Device,
-)
+from umbra.services.weights.gpu.cuda import Device
 from umbra.services.weights.gpu.worker_process import START_S, GpuWorkerProcess
 from umbra.services.weights.memory import private_memory
 from umbra.services.weights.planes.cuda_ipc import IpcReceiver
@@ -38,7 +36,7 @@ class GpuReceiving:
 
     Args:
         device: index of the GPU.
-        planes: to be offered to the hub, out of "nccl" and "cuda_ipc".
+        planes: to be offered to the hub.
         config: the section `weight_hub`.
 
     Raises:
@@ -65,22 +63,18 @@ class GpuReceiving:
         """
         manifest = reply.manifest
         if reply.plane == "cuda_ipc":
-            self._check_share(manifest.total_bytes)
+            versions = self._config.slots + 1  # the hub's, and what is verified here
+            nbytes, total = versions * manifest.total_bytes, Device(self._device).total_bytes
+            if self._config.plane == "auto" and nbytes > AUTO_SHARE * total:
+                raise StartupError(
+                    f"{versions} versions on GPU {self._device} would take {nbytes} of its {total} "
+                    f"bytes, and plane auto takes at most {AUTO_SHARE:.0%}: set weight_hub.plane "
+                    '= "cuda_ipc" if they are to spare'
+                )
             return IpcReceiver(manifest, self._device)
         arena = Arena.anonymous(slot_bytes=manifest.total_bytes, slots=1)
         pull = TcpReceiver(manifest, [arena.slot(0)], self._config, security=security)
         return self.broadcasts(arena, pull)
-
-    def _check_share(self, nbytes: int) -> None:
-        """See that versions of `nbytes` take little of a GPU that nobody has promised them."""
-        versions = self._config.slots + 1  # the hub's, and what is verified here
-        total = Device(self._device).total_bytes
-        if self._config.plane == "auto" and versions * nbytes > AUTO_SHARE * total:
-            raise StartupError(
-                f"{versions} versions on GPU {self._device} would take {versions * nbytes} of its "
-                f"{total} bytes, and plane auto takes at most {AUTO_SHARE:.0%}: set "
-                'weight_hub.plane = "cuda_ipc" if they are to spare'
-            )
 
     def broadcasts(self, arena: Arena, pull: TcpReceiver) -> NcclReceiver:
         """Open an end of plane `nccl` that fills `arena`, whose slots `pull` fills too."""

@@ -50,10 +50,7 @@ class TcpHub(HubEnd):
         config: the section `weight_hub`.
         security: keys of the hub.
         owner: trainer host whose buckets lie in its arena, where there are several.
-
-    Raises:
-        StartupError: the address is taken.
-        UsageError: it is not ours, or other machines can reach it and there are no keys.
+    Raises as `BucketServer`.
     """
 
     plane = "tcp"
