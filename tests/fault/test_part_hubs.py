@@ -242,7 +242,7 @@ def test_a_restarted_hub_goes_on_with_what_the_hosts_hold(start: Start) -> None:
         link.move(bench.endpoint)
     late = receiver(bench, "late")
     load(trainer, late, 0)
-    assert trainer.publisher._arena.path == str(path)
+    assert trainer.publisher._arena.path == path
     trainer.publish(1)
     load(trainer, late, 1)
     load(trainer, one, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from fakes.broker_world import World
 
 from umbra.proto.access import KeyRole
@@ -9,11 +10,11 @@ from umbra.proto.messages import (
     Header,
     Heartbeat,
     Message,
-    Nack,
     Ready,
     Subscribe,
 )
 from umbra.proto.net.server import Request
+from umbra.services.buffer.effects import NackError
 from umbra.services.weight_hub.bindings import KEPT, Bindings
 
 SUBSCRIBE = Subscribe(host="h", planes=["tcp"])
@@ -73,7 +74,6 @@ def test_the_store_holds_nothing_that_opens_a_connection() -> None:
     beat = Heartbeat(state="ready", activity="x", progress=1, idle_s=0.0)
     header = Header(major=1, minor=0, type="x", id=1, sender="a", incarnation="a-1")
     for identity in (record["seal"], b"", b"b"):
-        nack = run.broker.members.hear(Request("any", identity, header, beat), 0.0)
-        assert isinstance(nack, Nack) and nack.code == "not_allowed"
-    peer = run.broker.members.hear(Request("any", b"a", header, beat), 0.0)
-    assert not isinstance(peer, Nack) and peer.identity == b"a"
+        with pytest.raises(NackError, match="joined over another connection"):
+            run.broker.members.hear(Request("any", identity, header, beat), 0.0)
+    assert run.broker.members.hear(Request("any", b"a", header, beat), 0.0).identity == b"a"
