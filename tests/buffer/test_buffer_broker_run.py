@@ -106,25 +106,6 @@ def test_a_batch_is_handed_out_as_soon_as_it_is_full() -> None:
     assert isinstance(batch, BatchLease) and len(batch.trajectories) == 4
 
 
-def test_a_batch_that_is_not_full_says_what_it_waits_for() -> None:
-    run = world(run_ahead=0)
-    assert "0 of 2 groups complete; no generator has asked" in run.batch(1).waiting_for
-    run.produce("a", 0, capacity=2)
-    run.lease("b", 1, 0)
-    run.ask("trainer", LeaseBatch(step=1, wait_s=3.25))
-    run.pass_time(3.25)
-    (reply,) = run.late["trainer"]
-    assert reply == BatchLease(
-        step=1,
-        trajectories=[],
-        waiting_for="1 of 2 groups complete; waiting for sample s-2 held by b for 3.2 s",
-    )
-    run.ask("b", Leave(reason=""))
-    assert "sample s-2 is queued for a generator" in run.batch(1).waiting_for
-    run.ask("a", Leave(reason=""))
-    assert "no generator has joined" in run.batch(1).waiting_for
-
-
 def test_a_restarted_trainer_gets_the_identical_batch() -> None:
     run = world(run_ahead=1)
     run.produce("a", 0)
@@ -211,13 +192,6 @@ def test_an_older_incarnation_is_refused_for_ever() -> None:
     for old in (LeaseTasks(capacity=1, version=0, wait_s=0), body):
         reply = run.ask("a", old, incarnation="a-1")
         assert isinstance(reply, Nack) and reply.code == "stale_incarnation"
-
-
-def test_the_same_incarnation_may_join_again_and_keeps_its_leases() -> None:
-    run = world()
-    run.lease("a", 3, 0)
-    assert isinstance(run.join("generator", "a"), Welcome)
-    assert len(run.broker.run.leases.held["a"]) == 3
 
 
 @pytest.mark.parametrize("role", ["trainer", "weight_hub", "generator"])

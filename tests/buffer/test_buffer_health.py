@@ -173,29 +173,6 @@ def test_updates_that_are_left_out() -> None:
     assert not held(watcher)
 
 
-@pytest.mark.parametrize(
-    ("objective", "warned"), [("tis_opsm", True), ("grpo", True), ("reinforce_pp", False)]
-)
-def test_groups_of_one(objective: Any, warned: bool) -> None:
-    trainer = TrainerConfig(objective=objective)
-    assert ("lone_groups" in held(health(group_size=1, trainer=trainer))) == warned
-    assert "lone_groups" not in held(health(group_size=2, trainer=trainer))
-
-
-def test_only_the_counts_of_the_whole_run_survive_the_buffer() -> None:
-    """A run that was ended for its failures goes on with a clean sheet, once they are mended."""
-    watcher = health()
-    for number in range(16):
-        watcher.failed(failure(number))
-    again = health()
-    again.counts = watcher.counts
-    assert not again.verdict and again.figures()["failed_samples"] == 0.0
-    assert again.figures()["failed_samples/run"] == 1.0
-    fresh = health()
-    fresh.counts = {}  # the store of a buffer that kept none
-    assert not any(fresh.figures().values())
-
-
 # -- in the broker ---------------------------------------------------------------------------------
 
 
@@ -239,18 +216,6 @@ def test_samples_that_nobody_can_finish_end_no_run() -> None:
     assert status.health["failed_samples/run"] == 0.0
 
 
-def test_answers_that_are_malformed_to_the_last_are_failures_of_their_own() -> None:
-    run = World(group_size=4, batch_groups=4, max_attempts=1)
-    run.join("generator", "a")
-    (task,) = run.lease("a", 1, 0)
-    run.ask("a", SubmitResults(trajectories=[trajectory(task, 0)]))
-    for _ in range(16):
-        (task,) = run.lease("a", 1, 0)
-        bad = trajectory(task, 0, logprobs=b"")
-        run.ask("a", SubmitResults(trajectories=[bad]))
-    assert "malformed answer: " in run.broker.failure
-
-
 @pytest.mark.parametrize("own", [True, False])
 def test_scores_that_fail(own: bool) -> None:
     """A reward that raises is of the sample's own; a scorer that dies is not."""
@@ -275,23 +240,6 @@ def test_scores_that_fail(own: bool) -> None:
     assert run.broker.status(run.now).ledger.ended["failed"] == 64
     assert ("reward: it raised" in run.broker.failure) == own
     assert (run.broker.status(run.now).health["failed_samples/run"] == 1.0) == own
-
-
-def test_the_survivors_of_a_group_are_no_failures() -> None:
-    run = World(
-        group_size=4,
-        batch_groups=4,
-        straggler_s=60.0,
-        run_ahead=9,
-        max_staleness=9,
-    )
-    run.join("generator", "a")
-    for _ in range(16):
-        first, *others = run.lease("a", 4, 0)
-        fail(run, first, "it raised")
-        run.ask("a", SubmitResults(trajectories=[trajectory(one, 0) for one in others]))
-    status = run.broker.status(run.now)
-    assert status.health["failed_samples"] == 0.25 and not run.broker.failure
 
 
 def test_the_status_has_figures_and_warnings_and_the_metrics_a_row() -> None:

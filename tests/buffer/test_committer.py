@@ -34,19 +34,3 @@ def test_an_end_is_told_and_errors_of_the_disk_are_handed_over() -> None:
     for _ in range(3):
         assert woken.acquire(timeout=limit(30))
     committer.close()
-
-
-def test_the_commit_under_way_is_written_before_the_thread_ends() -> None:
-    may_write, written = threading.Event(), threading.Event()
-
-    def write() -> None:
-        may_write.wait(30)
-        written.set()
-
-    committer = Committer(lambda: None)
-    committer.begin(write)
-    assert not committer.is_idle
-    threading.Timer(0.05, may_write.set).start()
-    committer.close()
-    assert written.is_set()
-    assert not any(thread.name == "commit" for thread in threading.enumerate())

@@ -1,11 +1,8 @@
 """Link, channel, session and server over real sockets, against a small broker in a thread."""
 
-import queue
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 
 import pytest
 import zmq
@@ -19,7 +16,6 @@ from umbra.proto.errors import DeadlineError, RejectedError
 from umbra.proto.net.io_thread import IoThread
 from umbra.proto.net.server import Request, Server
 from umbra.proto.net.session import Session
-from umbra.services.process.metrics import MetricsFile
 
 WAIT_S = limit(20.0)
 WAIT_MS = round(1000 * WAIT_S)
@@ -206,28 +202,6 @@ def test_a_session_the_broker_does_not_know_fails(broker: Broker) -> None:
         broker.answer = lambda _request: m.Nack(code="not_member", reason="who are you?")
         assert session.stopping.wait(WAIT_S)
         assert isinstance(session.failure, RejectedError)
-
-
-def test_those_who_watch_get_rows_and_spans(broker: Broker, link: IoThread) -> None:
-    heard: queue.SimpleQueue[tuple[str, m.Event]] = queue.SimpleQueue()
-    link.subscribe(
-        broker.events_out,
-        [b"spans", b"push"],
-        lambda header, event: heard.put((header.sender, event)),
-    )
-    metrics = MetricsFile(None, "m")
-    seen: dict[str, m.Event] = {}
-    with Session.join(role="monitor", name="m", broker=broker.endpoint, metrics=metrics):
-        until = time.monotonic() + WAIT_S
-        while set(seen) != {"spans", "push"} and time.monotonic() < until:
-            metrics.write("span", name="work", start=1.0, end=2.0)
-            metrics.write("push", version=3)  # PUB drops until the subscription has reached it
-            with suppress(queue.Empty):
-                sender, event = heard.get(timeout=0.05)
-                assert sender == "m"
-                seen[event.kind] = event
-    assert seen["push"].fields == {"version": 3}
-    assert seen["spans"].fields["spans"][0][0] == "work"
 
 
 def test_status_is_not_a_request_of_another_socket(

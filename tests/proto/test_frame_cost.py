@@ -14,7 +14,7 @@ from umbra.proto.errors import WireError
 from umbra.proto.messages import Message
 from umbra.proto.records import PROTOCOL_MAJOR, PROTOCOL_MINOR
 
-SPARE = 4 << 20
+SPARE = 8 << 20
 TIMES = 3  # and the frame itself, which makes four
 MOST = 2 << 20  # of a body here: a larger one only has more bytes in its arrays
 
