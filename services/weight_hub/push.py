@@ -375,10 +375,11 @@ class PushProtocol:
     def _may_write(self, ticket: Ticket, publisher: HubPeer) -> bool:
         if publisher == self._publisher:
             return True
-        code, reason = "not_registered", f"{publisher.name} has not registered its manifest"
-        if (other := self._publisher) is not None:
-            code, reason = "superseded", f"{other.name} has registered since {publisher.name} did"
-        self._nack(ticket, code, reason)
+        name, other = publisher.name, self._publisher
+        if other is None:
+            self._nack(ticket, "not_registered", f"{name} has not registered its manifest")
+        else:
+            self._nack(ticket, "superseded", f"{other.name} has registered since {name} did")
         return False
 
     def _under_way(

@@ -17,7 +17,6 @@ from umbra.proto import access, bounds, errors, messages, records, sockets
 from umbra.proto.access import KEY_ROLES, SENDERS, may_send
 from umbra.proto.messages import (
     ANY,
-    BUCKETS,
     CONTROL,
     DATA,
     TELEMETRY,
@@ -38,7 +37,6 @@ CHAPTERS: dict[str, tuple[type[Message], ...]] = {
     "Control socket": CONTROL,
     "Data socket": DATA,
     "Weights socket": WEIGHTS,
-    "Buckets socket": BUCKETS,
     "Events": TELEMETRY,
 }
 TEXTS: dict[tuple[int | None, str | None], str] = {
