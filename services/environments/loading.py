@@ -76,11 +76,7 @@ def name_of(config: EnvironmentConfig) -> str:
 
 
 def load_environment(config: EnvironmentConfig) -> EnvironmentFactory:
-    """Return the factory of the configured environment.
-
-    Raises:
-        UsageError: unknown kind, module or name, or options the constructor does not take.
-    """
+    """Return the factory of the configured environment; UsageError names what is wrong with it."""
     kind, options = config.kind, dict(config.options)
     sandbox: Callable[[], Any] | None = None
     if config.sandbox:

@@ -72,9 +72,7 @@ def open_pool(
 ) -> EnvironmentPool:
     """Return the pool for an environment; `wake` is called from any thread at each outcome.
 
-    Raises:
-        UsageError: the environment can't be loaded.
-        DeadlineError: loading it took too long.
+    Raises UsageError if it can't be loaded, DeadlineError if that took too long.
     """
     if runs_inline(config):
         return InlinePool(load_environment(config), f"environment {config.kind}")

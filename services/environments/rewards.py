@@ -58,11 +58,7 @@ class RewardFunction:
         return [self._function(**given, **columns, **extra)]
 
     def values(self, returned: Sequence[Any], count: int) -> list[float | None]:
-        """Return the numbers in what `call` returned for `count` samples.
-
-        Raises:
-            SampleError: one is missing, or is none.
-        """
+        """Return the numbers in what `call` returned for `count` samples, or raise SampleError."""
         try:  # arrays and tensors have items too
             numbers = list(returned[0] if self.batched else returned)
         except TypeError:
@@ -100,10 +96,8 @@ class Rewards:
     ) -> list[StepResult] | Awaitable[list[StepResult]]:
         """Return for each sample the weighted sum of the functions' values.
 
-        Arguments as of `RewardFunction.call`.
-
-        Raises:
-            SampleError: a value is no number, or no function has one for a sample.
+        Arguments as of `RewardFunction.call`. Raises SampleError for a value that is no number, or
+        if no function has one for a sample.
         """
         metrics: dict[str, float] = {}
         # TRL's `log_extra` fills a table of completions, which is not kept.

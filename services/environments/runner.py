@@ -53,10 +53,8 @@ class Generators:
     async def ask(self, url: str, body: Any, method: str = "POST", *, repeat: bool = False) -> Any:
         """Return the answer; a request that may be sent twice is sent again after `_RETRY_S`.
 
-        Raises:
-            UsageError: the generator refuses the key.
-            RejectedError: it refuses the request.
-            PeerLostError: it cannot be reached.
+        Raises UsageError if the generator refuses the key, RejectedError if it refuses the request,
+        PeerLostError if it cannot be reached.
         """
         for pause_s in (*(_RETRY_S if repeat else ()), None):
             try:
@@ -188,10 +186,8 @@ async def run_agents(
 ) -> None:
     """Play sessions until `stop` is set, or no generator has answered for `GONE_S` seconds.
 
-    An environment that cannot be loaded is left out, unless it is the only one.
-
-    Raises:
-        UsageError: no environment can be loaded, or a generator refuses the key.
+    An environment that cannot be loaded is left out, unless it is the only one. Raises UsageError
+    if none can be loaded, or a generator refuses the key.
     """
     runners: list[AgentRunner] = []
     tasks: list[asyncio.Task[Any]] = []

@@ -123,7 +123,6 @@ class Container:
         self._name = ""
 
     async def run(self, command: Sequence[str], stdin: str = "") -> CommandOutcome:
-        """As of `Sandbox`."""
         if not self._name:
             await self._start()
         inside = ["exec", "--interactive", self._name, *command]
@@ -141,7 +140,6 @@ class Container:
         return done
 
     async def close(self) -> None:
-        """As of `Sandbox`."""
         name, self._name = self._name, ""
         if name:
             with contextlib.suppress(asyncio.TimeoutError):
@@ -175,10 +173,8 @@ async def run_process(
 ) -> CommandOutcome:
     """Run `command` as a process group in `folder`; keep its output up to `OUTPUT_BYTES`.
 
-    `environ` are all of its environment variables.
-
-    Raises:
-        asyncio.TimeoutError: it took longer than `limit_s`; the group was killed.
+    `environ` are all of its environment variables. Raises asyncio.TimeoutError after `limit_s`
+    seconds, when the group is killed.
     """
     process = await asyncio.create_subprocess_exec(
         *command,
@@ -224,11 +220,7 @@ async def _feed(writer: asyncio.StreamWriter, data: bytes) -> None:
 def sandbox_factory(
     kind: str, options: Mapping[str, Any], load: Callable[[str, str], Callable[..., Any]]
 ) -> Callable[[], Sandbox]:
-    """Return what makes the sandbox of a sample; `load` finds "module:Class" for a key.
-
-    Raises:
-        UsageError: no such runtime here, or options that it does not know.
-    """
+    """Return what makes the sandbox of a sample; `load` finds "module:Class" for a key."""
     if ":" in kind:
         make = load(kind, "environment.sandbox")
         missing = [name for name in ("run", "close") if not callable(getattr(make, name, None))]

@@ -42,11 +42,7 @@ _HIGHEST_POWER = 64
 
 
 def calculator(expression: str) -> str:
-    """Evaluate an arithmetic expression with + - * / // % ** and parentheses.
-
-    Raises:
-        ValueError: it is something else, or too large.
-    """
+    """Evaluate an arithmetic expression with + - * / // % ** and parentheses, or ValueError."""
     if len(expression) > _LONGEST:
         raise ValueError(f"the expression is longer than {_LONGEST} characters")
     try:

@@ -50,12 +50,7 @@ def waits(environment: Environment) -> bool:
 
 
 class EnvironmentHost:
-    """Holds an environment per sample, from its opening until it is forgotten.
-
-    Args:
-        make: a fresh environment.
-        name: what the user calls it, for errors.
-    """
+    """Holds an environment per sample, from its opening until it is forgotten."""
 
     def __init__(self, make: EnvironmentFactory, name: str) -> None:
         self._make = make
@@ -201,11 +196,7 @@ class Worker:
         self._closing: set[asyncio.Task[None]] = set()
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Send a message.
-
-        Raises:
-            TypeError, ValueError, OverflowError: it has what MessagePack cannot say.
-        """
+        """Send a message; raises if it has what MessagePack cannot say."""
         body = msgpack.packb({"type": kind, **fields}, use_bin_type=True, default=_plain)
         self._writer.write(FRAME_HEAD.pack(len(body), False) + body)
 

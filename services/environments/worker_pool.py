@@ -190,12 +190,7 @@ class WorkerPool:
         return self._config.workers * self._workers[0].room
 
     async def start(self) -> None:
-        """Start the first process.
-
-        Raises:
-            UsageError: the environment can't be loaded.
-            DeadlineError: it took too long.
-        """
+        """Start the first process; UsageError or DeadlineError if the environment does not load."""
         self._workers.append(await self._hire())
 
     def play(self, key: str, row: Row, responses: Sequence[Said | str]) -> None:
@@ -432,10 +427,8 @@ class WorkerPool:
 def apart(python: str, module: str, *arguments: str) -> tuple[list[str], dict[str, str]]:
     """Return the command line that runs `module`, and its environment, as if `python` were active.
 
-    `module` needs the standard library and msgpack only; "" is our own Python.
-
-    Raises:
-        UsageError: there is no such program.
+    `module` needs the standard library and msgpack only; "" is our own Python. Raises UsageError
+    if there is no such program.
     """
     environ = child_environ()
     found = shutil.which(python or sys.executable)

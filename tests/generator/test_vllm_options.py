@@ -1,7 +1,5 @@
 """From our configuration to vLLM's, as far as it can be told without vLLM; shared memory."""
 
-import subprocess
-import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
@@ -162,28 +160,6 @@ def test_adapters_that_vllm_was_not_seen_to_serve(
 def test_what_only_vllm_has_is_refused_by_the_torch_engine(generator: GeneratorConfig) -> None:
     with pytest.raises(UsageError, match=r"is for vLLM"):
         open_engine(RunConfig(generator=generator), "generator-0")
-
-
-def test_another_process_sees_what_is_written_into_shared_memory() -> None:
-    block = shared_memory(10_000)
-    tensor = torch.frombuffer(block, dtype=torch.float32, count=10, offset=64)
-    place = locate(block[64:104])
-    assert place is not None
-    path, offset = place
-    view = MappedBlocks().view(path)
-    tensor.fill_(3.0)  # after it was mapped
-    assert (
-        torch.frombuffer(view, dtype=torch.float32, count=10, offset=offset).tolist() == [3.0] * 10
-    )
-    program = (
-        "import sys; from umbra.services.weights.memory import MappedBlocks; "
-        "print(bytes(MappedBlocks().view(sys.argv[1])[64:68]).hex())"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, path], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "00004040"
-    assert locate(memoryview(bytearray(10))) is None
 
 
 def test_a_block_of_shared_memory_ends_with_its_last_view() -> None:

@@ -25,10 +25,7 @@ class NoTurnError(Exception):
 class Conversation:
     """Messages, to which the model's turns are added as they come.
 
-    Args:
-        endpoint: `base_url` and `api_key` of the session.
-        messages: how it begins.
-        tools: JSON schemas of what the model may call.
+    `endpoint` has `base_url` and `api_key` of the session; `tools` are JSON schemas.
     """
 
     def __init__(
@@ -42,9 +39,7 @@ class Conversation:
     async def ask(self) -> Message:
         """Return the model's next turn, which is among `messages` now.
 
-        Raises:
-            NoTurnError: a limit is reached; also after a turn that was cut by it.
-            SampleError: the endpoint refuses the messages.
+        Raises NoTurnError at a limit, also after a turn that was cut by it.
         """
         body: dict[str, Any] = {"model": "policy", "messages": self.messages}
         if self._tools:
@@ -101,9 +96,7 @@ async def request(
 ) -> tuple[int, Any]:
     """Send `body` as JSON to `url`, past any proxy; return status and JSON of the answer.
 
-    Raises:
-        OSError: the server cannot be reached, does not answer within `limit_s` seconds, or ends
-            the connection without an answer.
+    Raises OSError if there is none within `limit_s` seconds.
     """
     where = urlsplit(url)
     data = json.dumps(body).encode()

@@ -51,12 +51,8 @@ def openenv_program(
 ) -> Program:
     """Return the program of the server at URL `where`, or of "module:app", which is started.
 
-    Args:
-        text: the action's field that gets the model's words; empty = the model calls tools.
-        observation: the field that the model is shown; empty = all of them, as JSON.
-        message_s: seconds that an answer of the server may take.
-
-    Raises UsageError if there is no openenv, server or field.
+    `text` is the action's field for the model's words, "" if it calls tools; `observation` the
+    field that it is shown, "" for all as JSON; `message_s` how long the server may take to answer.
     """
     try:
         client_class = importlib.import_module("openenv").GenericEnvClient

@@ -45,12 +45,8 @@ def trl_program(
 ) -> Program:
     """Return the program of TRL's `environment_factory`, which users call `name`.
 
-    Args:
-        rewards: functions whose rewards are added to that of `get_reward`.
-        tool_rounds: turns with tool calls after which the sample ends; 0 = any number (TRL's
-            `max_tool_calling_iterations`).
-
-    Raises UsageError if it has no `reset`, no reward, or a method that makes no tool.
+    Values of `rewards` are added to that of `get_reward`. After `tool_rounds` turns with calls the
+    sample ends; 0 = never (TRL's `max_tool_calling_iterations`).
     """
     probe = make()
     methods = [m for m, _ in inspect.getmembers(type(probe), predicate=inspect.isfunction)]

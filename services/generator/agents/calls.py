@@ -196,11 +196,7 @@ class Dialect(ABC):
 
     @classmethod
     def call(cls, body: bytes, rules: CallRules) -> Call:
-        """Return the call in the body of a request.
-
-        Raises:
-            ApiError: it is none, or not one that this run can serve; names the field.
-        """
+        """Return the call in the body of a request; ApiError names a field that is not served."""
         asked = _decoded(body, cls.reads, rules)
         call = cls.read(asked, rules)
         if call.text is None and not call.messages:

@@ -218,13 +218,10 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 def bind(address: str, key: str) -> socket.socket:
-    """A listening socket at HOST:PORT, or at the first port after it that is free.
+    """Return a listening socket at HOST:PORT, or at the first port after it that is free.
 
     Several generators on one host can so be given the same address. "" is any port of this host.
-
-    Raises:
-        UsageError: not an address, or one that others reach while there is no key.
-        StartupError: no port is free.
+    Raises UsageError for no address, or one that others reach while there is no key.
     """
     bound = listen(address or _ANY_PORT, "generator.serve =", ports=_PORTS_TRIED)
     if not key and not is_local(bound):

@@ -235,10 +235,9 @@ class AgentSession:
                 self._refuse(waiting, error)
 
     def rewarded(self, result: StepResult) -> None:
-        """The agent says what the conversation was worth.
+        """Take what the conversation was worth.
 
-        Raises:
-            ApiError: the model has said nothing, or there was another reward.
+        Raises ApiError if the model has said nothing, or there was another reward.
         """
         if self.reward == result:
             return  # said twice
