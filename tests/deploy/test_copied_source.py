@@ -86,16 +86,6 @@ def test_a_class_is_copied_with_its_base_and_what_its_methods_use(tmp_path: Path
     assert again.limit == 2
 
 
-def test_functions_that_call_each_other_are_copied_once(tmp_path: Path) -> None:
-    def even(n: int) -> bool:
-        return n == 0 or odd(n - 1)
-
-    def odd(n: int) -> bool:
-        return n != 0 and even(n - 1)
-
-    assert copied(even, tmp_path)(10) is True
-
-
 def test_another_name_for_a_function_is_kept(tmp_path: Path) -> None:
     def worth(text: str) -> int:
         return len(text)
@@ -118,13 +108,6 @@ def test_what_cannot_be_copied_is_refused_with_its_name() -> None:
         CopiedSource().target(lambda completion: 0.0, "reward")
     with pytest.raises(UsageError, match="is a int; give a function or a class"):
         CopiedSource().target(3, "reward")  # pyright: ignore[reportArgumentType]
-
-
-def test_code_without_a_file_is_refused() -> None:
-    space: dict[str, Any] = {"__name__": "__main__"}
-    exec("def score(completion): return 0.0", space)
-    with pytest.raises(UsageError, match="the source of 'score' cannot be read"):
-        CopiedSource().target(space["score"], "reward")
 
 
 def test_two_things_of_one_name_are_refused() -> None:

@@ -14,7 +14,6 @@ from fakes.slowness import limit
 from umbra import cli
 from umbra.deploy.check.choose import choose
 from umbra.deploy.check.hardware import Machine
-from umbra.deploy.commands import init as init_command
 from umbra.deploy.commands.init import REWARDS, command, run_file
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import given_keys, load_config, load_tree
@@ -97,20 +96,6 @@ def test_a_folder_elsewhere_and_prompts_of_ones_own(capsys: pytest.CaptureFixtur
     config = load_config("fourth/run.toml", environ={})
     assert config.model.path == "an-org/a-model"
     assert config.data.prompts == "datasets:an-org/rows"
-
-
-@pytest.mark.parametrize(
-    ("files", "ranks"),
-    [(["nvidiactl", "nvidia-uvm"], 1), (["nvidia0"], 1), ([f"nvidia{n}" for n in range(8)], 4)],
-)
-def test_gpus_are_counted(
-    files: list[str], ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "dev").mkdir()
-    for name in files:
-        (tmp_path / "dev" / name).touch()
-    monkeypatch.setattr(init_command, "DEVICES", tmp_path / "dev")
-    assert written().trainer.ranks == ranks
 
 
 def test_three_questions_on_a_terminal() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from umbra import cli
 from umbra.deploy.commands.runs import RECENT, command
 from umbra.deploy.files.run_folder import RunFolder
 
@@ -74,14 +73,6 @@ def test_a_table_for_people() -> None:
     assert heading.split() == ["id", "state", "steps", "reward", "accuracy", "begun", "size"]
     assert first.split()[:5] == ["well", "ended", "25/100", "0.205", "0.750"]
     assert second.split()[:5] == ["spoiled", "interrupted", "0", "-", "-"]
-
-
-def test_no_run_at_all(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["runs"]) == 2
-    assert (
-        "no run is in runs: name the folder that runs are in (run.dir)" in capsys.readouterr().err
-    )
-    assert cli.main(["runs", "--json"]) == 0
 
 
 @pytest.mark.timeout(30)

@@ -57,17 +57,6 @@ def test_a_full_disk_costs_rows_and_is_told_once(
     file.close()
 
 
-def test_watchers_get_what_the_disk_does_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file, seen = MetricsFile(tmp_path / "metrics.jsonl", "hub"), list[str]()
-    file.on_row = lambda kind, _fields: seen.append(kind)
-    Disk(monkeypatch).room = 0
-    file.write("push")
-    assert seen == ["push"]
-    file.close()
-
-
 def test_it_is_for_its_user_alone(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl", "hub")
     assert (tmp_path / "metrics.jsonl").stat().st_mode & 0o777 == 0o600

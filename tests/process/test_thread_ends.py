@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from fakes.hub_bench import LAYOUT, WAIT_S, Bench, publish
+from fakes.hub_bench import WAIT_S, Bench, publish
 from fakes.slowness import limit
 from starlette.responses import Response
 
 from umbra.proto import errors
 from umbra.proto.errors import UmbraError
 from umbra.proto.net.io_thread import IoThread
-from umbra.services.buffer.service import Committer
 from umbra.services.config import EnvironmentConfig
 from umbra.services.environments.worker_pool import WorkerPool
 from umbra.services.http import HttpServer, listen
@@ -26,8 +25,6 @@ from umbra.services.process.command import service_command
 from umbra.services.process.loop_thread import LoopThread
 from umbra.services.process.metrics import MetricsFile
 from umbra.services.weight_hub.daemon import Daemon
-from umbra.services.weights.planes.bucket_server import BucketServer
-from umbra.services.weights.planes.bucket_store import BucketStore, DeltaEncoder
 from umbra.services.weights.receiver import Receiver
 
 Ends = Callable[[], str]
@@ -90,38 +87,6 @@ def test_the_links_thread(ends: Ends) -> None:
     assert ends() == "the thread umbra-link failed: KeyError: 7"
     link._thread.join()
     link._shut()
-
-
-def test_the_publishers_thread(bench: Bench, ends: Ends) -> None:
-    bench.start()
-    publisher = bench.publisher()
-    publisher._restore = breaks  # pyright: ignore[reportAttributeAccessIssue]
-    publisher._moved.set()
-    assert ends() == "the thread umbra-publisher failed: KeyError: 7"
-
-
-def test_the_thread_that_serves_buckets(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = BucketServer("hub", "one", "tcp://127.0.0.1:*")
-    monkeypatch.setattr(server._server, "poll", breaks)
-    server._wake()
-    assert ends() == "the thread umbra-buckets failed: KeyError: 7"
-    server._thread.join()
-    server._server.close()
-    server._context.destroy(linger=0)
-
-
-def test_the_encoder_of_deltas(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    encoder = DeltaEncoder(BucketStore(LAYOUT, lambda: None), LAYOUT)
-    monkeypatch.setattr(encoder, "_encode", breaks)
-    encoder.start(memoryview(bytes(LAYOUT.total_bytes)), [1] * len(LAYOUT.buckets))
-    assert ends() == "the encoder of deltas failed: KeyError: 7"
-    encoder.close()
-
-
-def test_the_thread_of_commits(ends: Ends) -> None:
-    committer = Committer(wake=breaks)
-    committer.begin(lambda: None)
-    assert ends() == "the thread commit failed: KeyError: 7"
 
 
 def test_what_is_called_in_an_event_loop(ends: Ends) -> None:

@@ -1,6 +1,7 @@
 """Rules about the source text that no linter option expresses."""
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,3 +69,22 @@ def test_no_class_name_means_two_things() -> None:
                     places[node.name].append(str(where))
     assert len(places) > 400
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+# Threads that see to their own failures; all others end their process by `service_thread`.
+BARE_THREADS = {
+    "proto/errors.py", "services/environments/kinds/trl.py", "services/generator/vllm/engine.py",
+    "services/modeling/chat_template.py", "services/process/parent.py",
+    "services/trainer/distributed/heartbeat.py", "services/weights/gpu/cuda.py",
+    "services/weights/planes/bucket_fetch.py", "services/weights/receiver.py",
+}  # fmt: skip
+
+
+def test_a_thread_that_fails_ends_its_process() -> None:
+    found = {
+        str(path.relative_to(ROOT))
+        for path in source_files()
+        if path.relative_to(ROOT).parts[0] in ("proto", "services")
+        and re.search(r"\bThread\(", path.read_text(encoding="utf-8"))
+    }
+    assert found == BARE_THREADS
