@@ -213,21 +213,13 @@ class Arena:
         return self._fd
 
     def slot(self, index: int) -> memoryview:
-        """The bytes of slot `index`, `[slot_bytes]`, writable.
-
-        Raises:
-            IndexError: there is no such slot.
-        """
+        """Return the bytes of slot `index`, `[slot_bytes]`, writable; raises IndexError."""
         self._check_slot(index)
         start = index * _stride(self.slot_bytes)
         return self._view[start : start + self.slot_bytes]
 
     def sequence(self, index: int) -> memoryview:
-        """The sequence number of slot `index`, as a view of one u64 that outlives `close`.
-
-        Raises:
-            IndexError: there is no such slot.
-        """
+        """Return the sequence number of a slot, as a view of one u64 that outlives `close`."""
         self._check_slot(index)
         return self._sequences[index : index + 1]
 

@@ -56,10 +56,6 @@ def copy(source: bytes | memoryview, target: memoryview) -> None:
 
     `target[:] = source` holds the lock; copying that way in a thread slowed a decoding engine down
     to a tenth of its speed.
-
-    Raises:
-        ValueError: the lengths differ.
-        TypeError: `target` cannot be written.
     """
     size = len(target)
     if len(source) != size:

@@ -103,11 +103,7 @@ class Publisher:
 
     @property
     def place(self) -> tuple[str, int]:
-        """Path of the arena and number of the slot that was acquired last.
-
-        Raises:
-            ValueError: none is acquired.
-        """
+        """Return path of the arena and number of the slot that was acquired last."""
         if self._granted is None:
             raise ValueError("no slot is acquired")
         return str(self._granted.arena.path), self._granted.slot

@@ -145,22 +145,13 @@ class Receiver:
             executor.shutdown(wait=False)
 
     def check(self) -> None:
-        """Check that new versions can still come.
-
-        Raises:
-            UmbraError: they cannot: the hub is gone, no longer has weights for us, or the thread
-                that stages them has failed.
-        """
+        """Raise an error if no more versions can come: the hub is gone, or our thread failed."""
         with self._changed:
             if self.failure is not None:
                 raise self.failure
 
     def poll(self) -> StagedVersion | None:
-        """Return the version that the engine should load now; to be followed by `committed`.
-
-        Raises:
-            UmbraError: as `check`.
-        """
+        """Return the version to load now, to be followed by `committed`; raises as `check`."""
         self.check()
         with self._changed:
             if self._loading is not None or not self._committed:

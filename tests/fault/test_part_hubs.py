@@ -15,7 +15,6 @@ import pytest
 from fakes.hub_bench import OTHER_LAYOUT, WAIT_S, Bench, SmallFrames, content, publish, take, whole
 from fakes.keys import keys, of
 from fakes.relays import Relay
-from fakes.slowness import seconds
 from fakes.trainer_hosts import Trainer, layout, skip_without_namespaces
 from fakes.waiting import until
 
@@ -26,7 +25,6 @@ from umbra.services.weights.manifest import owned_ranges
 from umbra.services.weights.planes import tcp
 from umbra.services.weights.planes.bucket_fetch import BucketSource, Transfer
 from umbra.services.weights.planes.receiving import StagedPlanes
-from umbra.services.weights.publisher import Publisher
 from umbra.services.weights.receiver import Receiver
 
 __all__ = ["keys"]  # a fixture
@@ -201,19 +199,6 @@ def test_a_part_hub_dies_while_receivers_fetch(start: Start) -> None:
     load(trainer, one, 2)
 
 
-def test_a_part_hub_that_dies_after_a_push_is_needed_by_those_who_come(start: Start) -> None:
-    trainer = start()
-    trainer.publish(0)
-    load(trainer, receiver(trainer.bench, "gen-0"), 0)
-    (host,) = trainer.hosts
-    host.signal_part(signal.SIGKILL)
-    trainer.until_held_back()
-    late = receiver(trainer.bench, "late")
-    assert late.poll() is None
-    host.start_part()
-    load(trainer, late, 0)
-
-
 def test_a_part_hub_that_was_cut_off_comes_back(start: Start) -> None:
     """It hears of what was published meanwhile, and hands it out."""
     trainer = start()
@@ -284,15 +269,6 @@ def test_a_plane_that_takes_weights_from_one_host_is_refused(bench: Bench, plane
         bench.publisher(layout(2))
 
 
-def test_a_trainer_hears_who_is_missing(bench: Bench) -> None:
-    bench.start()
-    publisher = Publisher(bench.channel("trainer"), layout(2))
-    bench.closers.append(publisher.close)
-    with pytest.raises(RejectedError, match="trainer host 1 has no part hub") as refused:
-        publisher.register(seconds(1.0))
-    assert refused.value.code == "part_missing"
-
-
 def test_with_keys_a_part_hub_needs_its_own(start: Start, bench: Bench, keys: Path) -> None:
     bench.security = of(keys, "weight_hub")
     trainer = start(keys=keys)
@@ -332,14 +308,6 @@ def test_a_host_that_lost_its_memory_takes_the_version_with_it(start: Start) -> 
     trainer.publisher = trainer.bench.publisher(trainer.manifest, "trainer-again")
     trainer.publish(0)
     load(trainer, one, 0)
-
-
-def test_a_part_hub_needs_a_host_of_its_own(start: Start) -> None:
-    trainer = start()
-    config = trainer.bench.config()
-    part = PartHub("part-2", 2, trainer.bench.endpoint, config)
-    with closing(part), pytest.raises(RejectedError, match="trainer hosts 0 and 2 share /dev/shm"):
-        part.run(threading.Event(), WAIT_S)
 
 
 def test_what_takes_weights_from_one_host_is_refused(start: Start) -> None:

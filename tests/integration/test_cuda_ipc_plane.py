@@ -10,7 +10,7 @@ from fakes.gpu_world import TOTAL, GpuWorld
 from fakes.hub_bench import WAIT_S, content, load, publish, take, whole
 from fakes.slowness import seconds
 
-from umbra.proto.errors import RejectedError, UsageError
+from umbra.proto.errors import UsageError
 from umbra.proto.records import GpuFacts
 from umbra.services.weight_hub.hub_planes import HubPlanes
 from umbra.services.weights.gpu.cuda import DeviceMemory
@@ -186,13 +186,6 @@ def test_planes_are_chosen_by_gpu_and_host(gpu_world: GpuWorld) -> None:
         "other-host": "nccl",
         "other-nccl": "tcp",
     }
-
-
-def test_a_receiver_on_another_gpu_is_told_so(gpu_world: GpuWorld) -> None:
-    gpu_world.start("cuda_ipc")
-    gpu_world.bench.publisher()
-    with pytest.raises(RejectedError, match="the receiver is on another GPU"):
-        gpu_world.receiver("gen-0", "cuda_ipc", device=1)
 
 
 def test_a_gpu_that_is_not_there_is_the_users_mistake(gpu_world: GpuWorld) -> None:

@@ -9,7 +9,6 @@ from fakes.hub_bench import OTHER_LAYOUT, WAIT_S, content, load, publish, take, 
 from fakes.relays import Relay
 from fakes.slowness import seconds
 
-from umbra.proto.errors import RejectedError
 from umbra.services.weights.planes.receiving import StagedPlanes
 from umbra.services.weights.receiver import Receiver
 
@@ -115,21 +114,6 @@ def test_an_agent_that_is_killed_in_a_broadcast(
     assert "the GPU worker has ended" in caplog.text
 
 
-def test_an_asynchronous_error_is_reported_before_any_deadline(
-    gpu_world: GpuWorld, caplog: pytest.LogCaptureFixture
-) -> None:
-    gpu_world.start("nccl", deadline_s=seconds(60.0))
-    publisher = gpu_world.bench.publisher()
-    receivers = [gpu_world.receiver(name, "nccl") for name in NAMES]
-    gpu_world.fault("error-bcast-gen-0")
-    for version in range(2):
-        publish(publisher, version)
-        for receiver in receivers:
-            load(receiver, version)
-    assert "to gen-0 failed while staging: GPU worker: NCCL: NCCL_ERROR_REMOTE" in caplog.text
-    assert gpu_world.bench.hub.protocol.counters["deadline"] == 0
-
-
 def test_the_hubs_own_agent_is_killed_in_a_broadcast(gpu_world: GpuWorld) -> None:
     gpu_world.start("nccl", deadline_s=seconds(60.0))
     publisher = gpu_world.bench.publisher()
@@ -194,27 +178,6 @@ def test_bytes_that_a_broadcast_spoils_are_never_loaded(
     assert gpu_world.bench.hub.protocol.counters["failed"] == 1
     (row,) = gpu_world.rows(1)
     assert row["wire_bytes"] != TOTAL, "only the bucket that was wrong was fetched"
-
-
-@pytest.mark.parametrize(
-    ("environ", "reason"),
-    [
-        ({"FAKE_NCCL_VERSION": "23007"}, "nccl: NCCL 23007 there, 22809 here: install the same"),
-        ({"FAKE_CUDA_VERSION": "12080"}, "nccl: CUDA 12 there, 13 here"),
-        ({"NCCL_PROTO": "LL"}, "nccl: other environment variables: NCCL_PROTO"),
-    ],
-)
-def test_who_would_hang_the_others_is_refused_at_its_join(
-    gpu_world: GpuWorld, environ: dict[str, str], reason: str
-) -> None:
-    gpu_world.start("nccl")
-    publisher = gpu_world.bench.publisher()
-    with pytest.raises(RejectedError, match=reason) as caught:
-        gpu_world.receiver("gen-0", "nccl", (), **environ)
-    assert caught.value.code == "no_plane"
-    receiver = gpu_world.receiver("gen-1", "nccl")
-    publish(publisher, 0)
-    load(receiver, 0)
 
 
 def test_another_layout_and_another_hub(gpu_world: GpuWorld) -> None:

@@ -108,24 +108,6 @@ def test_corrupted_bytes_are_never_loaded(bench: Bench, run_id: str) -> None:
     load(receiver, 1)
 
 
-def test_a_killed_receiver_does_not_stop_the_others(bench: Bench) -> None:
-    bench.start(deadline_s=seconds(0.5))
-    publisher = bench.publisher()
-    receiver = bench.receiver("gen-0")
-    command = [sys.executable, str(PROGRAMS / "stuck_receiver.py"), bench.endpoint, "gen-stuck"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as stuck:
-        assert stuck.stdout is not None
-        assert stuck.stdout.readline() == "subscribed\n"
-        publish(publisher, 0)
-        assert stuck.stdout.readline() == "staging\n"
-        stuck.kill()
-    for version in range(1, 4):
-        publish(publisher, version)
-        load(receiver, version)
-    serving = bench.hub.protocol.serving
-    until(lambda: list(serving) == ["gen-0"], lambda: list(serving))  # it may be late itself
-
-
 def test_a_dropped_receiver_comes_back(bench: Bench) -> None:
     bench.start(deadline_s=seconds(0.2))
     publisher = bench.publisher()

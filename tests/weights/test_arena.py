@@ -194,13 +194,6 @@ def test_who_cannot_have_the_token_shares_with_nobody(
     assert "no shared memory with other processes" in caplog.text
 
 
-def test_the_token_is_no_leftover_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena_module, "SHM", tmp_path)
-    name = shm_host()
-    assert remove_leftovers("host") == []
-    assert shm_host() == name
-
-
 OWN = [(0, 100), (3 * PAGE_BYTES - 10, 3 * PAGE_BYTES + 10), (9 * PAGE_BYTES, 10 * PAGE_BYTES)]
 PARTS = 4  # pages of OWN: the middle one is on two
 

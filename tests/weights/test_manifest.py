@@ -109,19 +109,6 @@ def test_every_row_is_in_buckets_of_its_owner(
     assert all(holders[b] == owner for owner, owned in by_owner.items() for b in owned)
 
 
-def test_a_bucket_ends_where_another_host_begins_and_goes_on_from_tensor_to_tensor() -> None:
-    tensors: Tensors = [("a", "F32", [16, 4]), ("b", "F32", [16, 4]), ("c", "F32", [16, 4])]
-    halves = {"a": [(8, 0), (16, 1)], "b": [(16, 1)], "c": [(5, 1), (5, 3), (16, 0)]}
-    manifest = build_manifest(tensors, 1024, halves)
-    assert manifest.buckets == [(0, 128), (128, 592), (592, 768)]
-    assert manifest.owners == [0, 1, 0]
-    all_ours = build_manifest(tensors, 1024, {"a": [(16, 0)]})
-    assert all_ours == build_manifest(tensors, 1024)
-    other = build_manifest(tensors, 1024, {**halves, "c": [(5, 1), (16, 2)]})
-    assert other.buckets == manifest.buckets
-    assert other.digest != manifest.digest
-
-
 @pytest.mark.parametrize(
     ("owners", "reason"),
     [
@@ -148,14 +135,6 @@ def test_owners_from_the_wire_are_checked() -> None:
     for owners in ([0], [0, 1, 1], [0, OWNERS], [0, 0], [1, 0], []):
         with pytest.raises(WireError, match="manifest"):
             check_manifest(_changed(good, owners=owners))
-
-
-def test_small_tensors_share_a_bucket_and_large_ones_are_split() -> None:
-    small = build_manifest([(f"w{i}", "F32", [4]) for i in range(16)], 512)
-    assert small.buckets == [(0, 512), (512, 1024)]
-    large = build_manifest([("embedding", "BF16", [100, 32])], 1024)
-    assert large.buckets[:2] == [(0, 960), (960, 1920)]
-    assert large.total_bytes == 6400
 
 
 def test_the_digest_names_the_layout() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,13 +15,11 @@ from umbra.proto.messages import (
     ArenaReady,
     Message,
     Ok,
-    Prepare,
     Publish,
     RegisterManifest,
     SlotGranted,
 )
 from umbra.proto.net.channel import Channel
-from umbra.proto.records import NcclRound
 from umbra.services.config import WeightHubConfig
 from umbra.services.config.loader import load_config
 from umbra.services.generator import service as generator_service
@@ -29,17 +27,12 @@ from umbra.services.generator.engines.opening import OpenEngine
 from umbra.services.modeling.model_directory import weights_bytes
 from umbra.services.scorer import service as scorer_service
 from umbra.services.weights.arena import Arena
-from umbra.services.weights.gpu.worker_process import START_S, GpuWorkerProcess, result
 from umbra.services.weights.manifest import build_manifest
-from umbra.services.weights.planes import nccl
-from umbra.services.weights.planes.cuda_ipc import IpcHub
-from umbra.services.weights.planes.tcp import TcpHub, TcpReceiver
 from umbra.services.weights.publisher import Publisher
 
 LAYOUT = build_manifest([("w", "F32", [100, 32])], 4096)
 SIZE = LAYOUT.total_bytes
 PACE = Pace(30.0, least_rate=SIZE / 100)  # a version takes 100 s more
-FAKE = str(Path(__file__).parents[1] / "programs" / "fake_gpu_worker.py")
 
 
 def test_seconds_grow_with_bytes() -> None:
@@ -149,108 +142,3 @@ def test_a_publisher_waits_for_a_hub_that_allocates(arena: Arena) -> None:
     publisher.close()
     assert hub.limits[RegisterManifest] == 1.0, "as its caller says"
     assert hub.limits[Publish] == 230.0, "it may have been restarted, and allocates all slots"
-
-
-def _prepare(**values: Any) -> Prepare:
-    sums = [0] * len(LAYOUT.buckets)
-    return Prepare(epoch=1, version=0, slot=0, checksums=sums, **values)
-
-
-class Worker:
-    """Stands in for `GpuWorkerProcess`: every order works; notes how long each could have taken."""
-
-    starts = 1
-
-    def __init__(self) -> None:
-        self.used: list[Pace] = []
-        self.limits: list[float] = []
-
-    def use(self, arena: Arena, chunk_bytes: int, pace: Pace) -> None:
-        self.used.append(pace)
-
-    def attached(self) -> Generator[None, None, None]:
-        yield
-
-    def order(self, op: str, **arguments: Any) -> None:
-        if "deadline_s" in arguments:
-            self.limits.append(arguments["deadline_s"])
-
-    def answer(self, timeout_s: float, *, abortable: bool = True) -> Generator[None, None, Any]:
-        self.limits.append(timeout_s)
-        yield
-        return {"uid": "00", "handle": "00"}
-
-    def call(self, op: str, timeout_s: float, **arguments: Any) -> dict[str, Any]:
-        self.order(op, **arguments)
-        return result(self.answer(timeout_s))
-
-    def begin(self) -> None: ...
-    def kill(self) -> None: ...
-
-
-def _settled(poll: Callable[[], Any], busy: Callable[[], bool]) -> None:
-    while busy():
-        poll()
-
-
-def test_the_hubs_broadcasts_grow_with_the_version(arena: Arena) -> None:
-    worker = Worker()
-    hub = nccl.NcclHub(cast(GpuWorkerProcess, worker), SIZE // 10, PACE, 0, cast(TcpHub, None))
-    hub.layout(arena, LAYOUT)
-    _settled(lambda: hub.poll(0.0), lambda: hub.busy)
-    hub.group.join("a", "1")
-    list(hub.prepare("a", _prepare(), 0.0))
-    (deliver,) = [outcome for _ in range(3) for outcome in _after(hub)]
-    assert isinstance(deliver, nccl.Settled) and deliver.prepare.round is not None
-    assert deliver.prepare.round.deadline_s == 10.0, "a quarter, for a chunk"
-    hub.close()
-    assert worker.used == [PACE]
-    assert worker.limits[-1] == 97.5, "three quarters of a phase for all of them"
-
-
-def _after(hub: nccl.NcclHub) -> list[nccl.Settled]:
-    outcomes = hub.poll(0.0)
-    while hub._thread.busy and not outcomes:
-        outcomes = hub.poll(0.0)
-    return outcomes
-
-
-def test_a_receiver_of_broadcasts_waits_as_long(arena: Arena) -> None:
-    worker = Worker()
-    pull = TcpReceiver(LAYOUT, [arena.slot(0), arena.slot(1)], WeightHubConfig())
-    end = nccl.NcclReceiver(cast(GpuWorkerProcess, worker), arena, 1024, pull, PACE)
-    group = NcclRound(epoch=1, uid=b"0", rank=1, size=2, chunk_bytes=1024, deadline_s=8.0)
-    result(end.receive(_prepare(round=group), 0))
-    pull.close()
-    assert worker.used == [PACE]
-    assert worker.limits == [8.0, 8.0, 3 * 8.0 + 100.0]
-
-
-def test_an_upload_may_take_half_of_a_phase(arena: Arena) -> None:
-    worker = Worker()
-    hub = IpcHub(cast(GpuWorkerProcess, worker), PACE)
-    hub.layout(arena, LAYOUT)
-    hub._upload(0)
-    hub.close()
-    assert worker.used == [PACE]
-    assert worker.limits[-2:] == [65.0, 130.0]
-
-
-def test_pinning_an_arena_may_take_its_bytes_time(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worker = GpuWorkerProcess(0, program=(FAKE,))
-    limits: list[float] = []
-    answer = worker.answer
-
-    def noted(timeout_s: float, *, abortable: bool = True) -> Generator[None, None, Any]:
-        limits.append(timeout_s)
-        return answer(timeout_s, abortable=abortable)
-
-    monkeypatch.setattr(worker, "answer", noted)
-    worker.use(arena, 1024, PACE)
-    try:
-        result(worker.attached())
-    finally:
-        worker.kill()
-    assert limits == [START_S + 200.0]

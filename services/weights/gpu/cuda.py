@@ -175,11 +175,7 @@ class CudaEvent:
 
     @property
     def done(self) -> bool:
-        """Whether the stream has come to it.
-
-        Raises:
-            GpuError: it never will.
-        """
+        """Return whether the stream has come to it; raises GpuError if it never will."""
         with _cuda("what was begun on the GPU has failed"):
             if self.event.done:
                 return True
@@ -220,11 +216,7 @@ class Device:
             self._device.use()
 
     def allocate(self, size: int) -> int:
-        """The address of `size` bytes of device memory.
-
-        Raises:
-            StartupError: there is too little.
-        """
+        """Return the address of `size` bytes of memory; raises StartupError if there is less."""
         free = 0
         try:
             free, _ = self._runtime.memGetInfo()
@@ -321,9 +313,6 @@ class DeviceMemory:
     """`size` bytes on a GPU, given back when nobody refers to them any more.
 
     Torch and CuPy take it as an array of bytes without a copy (`__cuda_array_interface__`).
-
-    Raises:
-        StartupError: there is too little memory.
     """
 
     def __init__(self, device: Device, size: int) -> None:
@@ -409,11 +398,7 @@ class NcclCommunicator:
             comm.bcast(address, size, self._nccl.NCCL_UINT8, 0, self._stream.ptr)
 
     def check(self) -> None:
-        """See whether NCCL has noticed that something is wrong.
-
-        Raises:
-            PeerLostError: it has.
-        """
+        """Raise PeerLostError if NCCL has noticed that something is wrong."""
         with self._entering, _nccl("NCCL"):
             comm = self._working_comm()
             try:

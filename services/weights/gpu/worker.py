@@ -197,11 +197,7 @@ class GpuWorker:
         return {"handle": device.export(self._exported).hex()}
 
     def upload(self, slot: int, deadline_s: float) -> dict[str, Any]:
-        """Copy a slot of the arena to its place in device memory.
-
-        Raises:
-            DeadlineError: the copy was not done in time.
-        """
+        """Copy a slot of the arena to its place in device memory."""
         device, size = self._device, self._arena.slot_bytes
         target = self._exported + slot * cuda.device_stride(size)
         device.to_device(target, self._pinned[slot], size)
