@@ -157,7 +157,7 @@ def command(
 
 def closing_words(run: Path) -> Iterator[str]:
     """Yield where the figures are explained, and the next commands."""
-    yield "\nwhat the figures mean: docs/monitor.md; next: open the report in a browser, or"
+    yield "\nwhat the figures mean: docs/operate.md; next: open the report in a browser, or"
     for what, line in (
         ("read rollouts that earned little", command_line("runs", run, "--worst")),
         ("begin with a model and prompts of your own", f"{shown_command()} init my-run"),
