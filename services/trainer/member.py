@@ -85,6 +85,7 @@ class RunMember:
         self._rollouts = rollouts
         self._grace_s = context.config.run.broker_grace_s  # what the buffer may be away for
         self._told = time.monotonic()  # when the last batch came, or was said to be late
+        self._resumed = -1  # the step of the checkpoint, which may be on other hosts alone
         self._compared = 0.0  # tokens of generators and trainer in all steps
 
     @property
@@ -167,6 +168,7 @@ class RunMember:
         Raises:
             UsageError: the checkpoint of `step` is not of the buffer's run.
         """
+        self._resumed = step
         try:
             self.tell_covered()
         except RejectedError as error:
@@ -178,7 +180,7 @@ class RunMember:
 
     def tell_covered(self, error: str = "") -> None:
         """Have the buffer let go of what checkpoints cover; `error` is why none is newer."""
-        newest = max(self._folder.steps(), default=-1)
+        newest = max(*self._folder.steps(), self._resumed, -1)
         covered = CheckpointSaved(step=self._folder.covered, newest=newest, error=error)
         self.session.data.call(covered, Ok, timeout_s=self._grace_s)
 
