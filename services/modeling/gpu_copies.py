@@ -14,7 +14,7 @@ from umbra.services.weights.memory import Mapping
 from umbra.services.weights.verify import Checksums
 
 UNFINISHED_BYTES = 64 << 20  # of copies that were begun, before they are waited for
-BLOCK_BYTES = 512 << 10  # a quarter of a core's cache
+BLOCK_BYTES = 1 << 20  # half of a core's cache, and enough to be written past it
 HOST_REGISTER_PORTABLE = 1  # for all GPUs of the process
 
 log = logging.getLogger(__name__)
@@ -79,9 +79,9 @@ class GpuCopies:
 
 
 class HashedCopies:
-    """Copies in host memory by way of a block in the cache, of which the checksums are computed.
+    """Copies to shared memory by way of a private block in the cache, which is hashed.
 
-    So they are those of what was read and of what is written, whoever changes shared memory.
+    So the checksums are those of what was meant to be written, whoever changes that memory.
     """
 
     def __init__(self, sums: Checksums) -> None:
@@ -92,18 +92,18 @@ class HashedCopies:
         self, target: torch.Tensor, source: torch.Tensor, dtype: torch.dtype, start: int
     ) -> None:
         """Copy `source` to `target`, in `dtype` between them, as from byte `start` of a version."""
-        if not target.is_contiguous():
-            whole = torch.empty(target.shape, dtype=dtype)
-            self.copy(whole, source, dtype, start)
-            target.copy_(whole)
-            return
         block, read, written = self._block.view(dtype), source.reshape(-1), target.view(-1)
         for at in range(0, len(read), len(block)):
             some = read[at : at + len(block)]
             part = block[: len(some)]
             fill(part, some)
-            self._sums.copied(start + at * dtype.itemsize, part.view(torch.uint8).numpy().data)
+            self._sums.copied(start + at * dtype.itemsize, bytes_of(part))
             fill(written[at : at + len(some)], part)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor in host memory."""
+    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 def fill(place: torch.Tensor, piece: torch.Tensor) -> None:

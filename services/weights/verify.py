@@ -49,6 +49,8 @@ class Checksums:
 
     def copied(self, start: int, block: memoryview) -> None:
         """Add the bytes that are copied from, or to, byte `start` on."""
+        if not len(block):
+            return
         if 0 < start - self._at < ALIGN_BYTES:
             self._add(self._data[self._at : start])  # padding, which nobody loads
         if start != self._at:
