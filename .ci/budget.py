@@ -20,25 +20,25 @@ PRODUCTION = ("deploy", "proto", "services", "src")
 
 # folder: lines, public names
 BUDGETS: dict[str, tuple[int, int]] = {
-    "proto": (4_100, 160),
+    "proto": (4_000, 155),
     "services": (260, 8),
-    "services/buffer": (5_700, 85),
-    "services/config": (2_500, 50),
-    "services/environments": (3_900, 95),
-    "services/generator": (7_300, 115),
-    "services/modeling": (4_900, 100),
-    "services/monitor": (1_480, 50),
-    "services/process": (1_820, 54),
+    "services/buffer": (5_450, 83),
+    "services/config": (2_450, 50),
+    "services/environments": (3_660, 90),
+    "services/generator": (6_800, 112),
+    "services/modeling": (4_850, 100),
+    "services/monitor": (1_420, 50),
+    "services/process": (1_720, 52),
     "services/prompts": (420, 12),
     "services/reporting": (190, 16),
     "services/scorer": (460, 8),
-    "services/trainer": (7_300, 168),
-    "services/weight_hub": (2_310, 22),
-    "services/weights": (6_200, 104),
-    "deploy": (7_950, 202),
+    "services/trainer": (6_760, 160),
+    "services/weight_hub": (2_200, 20),
+    "services/weights": (5_680, 98),
+    "deploy": (7_500, 195),
     "src": (740, 10),
     "benchmarks": (5_500, 165),
-    "tests": (61_500, 3450),
+    "tests": (54_000, 2900),
 }
 
 

@@ -1,8 +1,7 @@
 """Write the figures of README.md and docs/*.md from the files in `benchmarks/results/`.
 
     python benchmarks/figures.py            after a file there has changed
-    python benchmarks/figures.py --check    exit code 1 if a document or a plot is out of date,
-                                            or a release has newer code than what was measured
+    python benchmarks/figures.py --check    exit code 1 if a document, plot or result is outdated
 
 A document has a template in a comment, and behind it the text that follows from the template:
 
@@ -148,8 +147,7 @@ def main() -> int:
         print(f"{'outdated' if check else 'written'}: {path.relative_to(ROOT)}")
         if not check:
             path.write_text(content, encoding="utf-8")
-    late = behind()
-    for name, reason in late.items():
+    for name, reason in (late := behind()).items():
         print(f"measure again: results/{name}.json {reason}")
     return int(check and bool(changed or late))
 

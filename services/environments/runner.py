@@ -56,16 +56,17 @@ class Generators:
         Raises UsageError if the generator refuses the key, RejectedError if it refuses the request,
         PeerLostError if it cannot be reached.
         """
-        for pause_s in (*(_RETRY_S if repeat else ()), None):
+        pauses = list(_RETRY_S) if repeat else []
+        while True:
             try:
                 status, answer = await request(
                     url, self.key, body, method=method, limit_s=_ANSWER_S
                 )
                 break
             except OSError as error:
-                if pause_s is None:
+                if not pauses:
                     raise PeerLostError(f"{url}: {error}") from error
-                await asyncio.sleep(pause_s)
+                await asyncio.sleep(pauses.pop(0))
         self._heard_at[url.partition("/sessions")[0]] = time.monotonic()
         if status == 401:
             raise UsageError(f"{url} refuses the key: give both sides the same UMBRA_AGENT_KEY")

@@ -32,7 +32,11 @@ def flags(plan: Plan, name: str) -> dict[str, str]:
     words = launched(plan, process).command
     start = next(index for index, word in enumerate(words) if word.startswith("--"))
     pairs = zip(words[start::2], words[start + 1 :: 2], strict=True)
-    return dict(v.split("=", 1) if flag == "--set" else (flag, v) for flag, v in pairs)
+    return dict(
+        (key, word) if flag == "--set" else (flag, value)
+        for flag, value in pairs
+        for key, _, word in [value.partition("=")]
+    )
 
 
 # -- who gets what --------------------------------------------------------------------------------

@@ -181,6 +181,12 @@ class Trainer:
         channel = bench.channel("trainer", security)
         self.publisher = bench.publisher(self.manifest, channel=channel)
 
+    @property
+    def arena_path(self) -> str:
+        """Where the memory of rank 0's versions is mapped."""
+        assert self.publisher._arena is not None
+        return self.publisher._arena.path
+
     def write(self, version: int, *, anew: bool = False) -> list[int]:
         """Write `version` on all hosts, `anew` with other bytes everywhere; its checksums."""
         if anew:

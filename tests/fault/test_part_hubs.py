@@ -72,7 +72,7 @@ def test_every_bit_of_every_host_arrives_as_deltas_too(start: Start) -> None:
     for host in trainer.hosts:
         own = sum(end - start for start, end in owned_ranges(trainer.manifest, host.owner))
         assert own < host.memory / 2 < total / 2, "memory of two slots is for its own alone"
-    here = Path(trainer.publisher._arena.path).stat().st_blocks * 512
+    here = Path(trainer.arena_path).stat().st_blocks * 512
     assert here < total, "nor has the hub read what others have"
     trainer.bench.finish()
     rows = [row for row in trainer.bench.rows() if row["receiver"] == "gen-0"]
@@ -227,7 +227,7 @@ def test_a_restarted_hub_goes_on_with_what_the_hosts_hold(start: Start) -> None:
         link.move(bench.endpoint)
     late = receiver(bench, "late")
     load(trainer, late, 0)
-    assert trainer.publisher._arena.path == path
+    assert trainer.arena_path == path
     trainer.publish(1)
     load(trainer, late, 1)
     load(trainer, one, 1)

@@ -236,11 +236,11 @@ def test_a_look_at_requests_does_not_disturb_them(served: Engine) -> None:
 
 def test_a_bad_request_is_refused_in_one_sentence(served: Engine) -> None:
     for ids, sampling, part in (
-        ([5, 101], {}, "token 101"),
-        ([5], {"temperature": 0.001}, "sampling.temperature = 0.001"),
+        ([5, 101], Sampling(), "token 101"),
+        ([5], Sampling(temperature=0.001), "sampling.temperature = 0.001"),
     ):
         with pytest.raises(ValueError, match=part):
-            served.submit([EngineRequest("bad", ids, Sampling(**sampling), 4)])
+            served.submit([EngineRequest("bad", ids, sampling, 4)])
         assert not served.busy
 
 

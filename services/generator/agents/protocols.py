@@ -407,7 +407,7 @@ def _read_blocks(message: dict[str, Any], where: str) -> list[Message]:
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise ApiError(f"{where}.role must be user or assistant", param=where)
-    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    blocks: Any = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
         raise ApiError(f"{where}.content must be text or blocks", param=f"{where}.content")
     is_said = role == "assistant"
