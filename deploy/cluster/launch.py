@@ -180,7 +180,8 @@ def _command(plan: Plan, process: Process, paths: Paths) -> list[str]:
             if process.task == "part":
                 more += ["--owner", str(process.node_rank)]
         case "train":
-            section, keys = "trainer", {"ranks": trainer.ranks}
+            section = "trainer"
+            keys["ranks"] = trainer.ranks
             if trainer.nodes > 1:
                 meet = f"{plan.the('train').node.address}:{port(Port.RENDEZVOUS)}"
                 keys |= {"nodes": trainer.nodes, "rendezvous": meet}

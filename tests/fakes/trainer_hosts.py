@@ -182,7 +182,7 @@ class Trainer:
         self.publisher = bench.publisher(self.manifest, channel=channel)
 
     @property
-    def arena_path(self) -> str:
+    def arena_path(self) -> Path:
         """Where the memory of rank 0's versions is mapped."""
         assert self.publisher._arena is not None
         return self.publisher._arena.path
