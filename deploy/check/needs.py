@@ -98,7 +98,7 @@ def _trainer(config: RunConfig, sizes: ModelSizes, gpu: int, host_memory: int | 
     rows = rows_within(trainer, fits, kind, config.longest_turn)
     tokens, width = fullest(*rows, config.generator.max_context)
     device, host = _rank(trainer, sizes, kind, tokens, width)
-    if trainer.pieces.advantage == "gae":
+    if trainer.pieces.needs_critic:
         # Its passes and the policy's may be under way at the same time. It is float32, and on the
         # host only where FSDP puts it there.
         offload = trainer.offload if ranks > 1 and trainer.offload != "optimizer" else "none"

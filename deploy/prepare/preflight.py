@@ -56,7 +56,7 @@ def check_run(config: RunConfig, *, download: bool = True) -> None:
         directory = _model_dir(config.scorer.model, "scorer.model", download=download)
         check_architecture(directory, "scorer.model", config.model.checked)
     critic = config.critic
-    if config.trainer.pieces.advantage == "gae" and critic.path:
+    if config.trainer.pieces.needs_critic and critic.path:
         directory = _model_dir(critic.path, "critic.path", tokenizer=False, download=download)
         check_architecture(directory, "critic.path", config.model.checked)
     folder = Path(config.run.dir)

@@ -103,7 +103,7 @@ class Health:
         samples = max(self._batch, LEAST_SAMPLES)
         self.verdict = ""  # why the run must end, if so
         self._config = config
-        self._has_critic = config.trainer.pieces.advantage == "gae"
+        self._has_critic = config.trainer.pieces.needs_critic
         self._groups = Share(max(buffer.batch_groups, LEAST_SAMPLES // buffer.group_size))
         self._answers, self._samples, self._stale = Share(samples), Share(samples), Share(samples)
         self._shares = dict(zip(SHARES, (self._groups, self._answers, self._samples), strict=True))

@@ -70,6 +70,11 @@ class ObjectiveSpec(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     @property
+    def needs_critic(self) -> bool:
+        """Whether advantages are made of a value model's values."""
+        return self.advantage == "gae"
+
+    @property
     def regularised(self) -> bool:
         """Whether a sample without advantage has a gradient nevertheless."""
         return self.entropy_coef > 0 or (self.kl_coef > 0 and self.kl_in == "loss")

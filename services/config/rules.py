@@ -99,7 +99,7 @@ def _run_faults(config: RunConfig) -> Iterator[str]:
 def objective_faults(config: RunConfig) -> Iterator[str]:
     """What an objective needs of other sections, and does not have."""
     pieces, stages = config.trainer.pieces, config.buffer.stages
-    if pieces.advantage != "gae" and config.critic != CriticConfig():
+    if not pieces.needs_critic and config.critic != CriticConfig():
         yield (
             f"[critic] is for trainer.advantage = gae, and it is {pieces.advantage}: set "
             "trainer.objective = ppo_critic, or leave [critic] out"

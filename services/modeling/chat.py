@@ -137,10 +137,6 @@ class Chat:
         calls = roles.count("tool") if self._needs_template().writes_calls else 0
         return self._find(tuple(roles), calls, opening)
 
-    @property
-    def has_template(self) -> bool:
-        return self._template is not None
-
     @functools.cached_property
     def parser(self) -> Parser:
         """Choose the parser of turns; raises UsageError for an unknown `model.parser`."""

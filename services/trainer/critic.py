@@ -194,4 +194,4 @@ def worker(device: torch.device) -> ThreadPoolExecutor:
 
 def open_critic(config: RunConfig, learner: Learner) -> Critic | None:
     """Return the configured critic, if the advantages need one."""
-    return Critic(config, learner) if config.trainer.pieces.advantage == "gae" else None
+    return Critic(config, learner) if config.trainer.pieces.needs_critic else None

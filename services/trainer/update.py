@@ -42,7 +42,7 @@ class PolicyUpdate:
         self._config = config.trainer
         self._seed = config.run.seed
         self._pieces = config.trainer.pieces
-        if self._pieces.advantage == "gae" and critic is None:
+        if self._pieces.needs_critic and critic is None:
             raise UsageError("trainer.advantage = gae needs a value model")
         self._limit = config.longest_turn
         self._has_reference = "ref_logp" in config.buffer.stages

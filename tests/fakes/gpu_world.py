@@ -101,12 +101,6 @@ class GpuWorld:
         """Process id of the hub's worker for a plane."""
         return hub_worker(self.bench, plane)
 
-    def await_subscriber(self, name: str) -> None:
-        """Wait until the hub knows a receiver."""
-        look = threading.Event()
-        while name not in self.bench.hub.protocol.serving:
-            look.wait(0.01)
-
     def leave(self, name: str) -> None:
         """The link of a receiver that was closed goes as well."""
         self.bench.links[name].close()

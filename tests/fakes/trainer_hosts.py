@@ -102,11 +102,6 @@ class TrainerHost:
         if number == signal.SIGKILL:
             self._part.wait(WAIT_S)
 
-    def wait_part(self) -> tuple[int, str]:
-        """The exit code of its part hub, once that has ended, and what it logged."""
-        assert self._part is not None
-        return self._part.wait(WAIT_S), self._log.read_text()
-
     def lose_memory(self) -> None:
         """As a machine that starts again: nothing is in /dev/shm any more."""
         self.sh("rm -f /dev/shm/umbra-*-*")

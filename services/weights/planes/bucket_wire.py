@@ -156,22 +156,24 @@ class Records:
             self._seals[0].encrypt_into(self._sent.to_bytes(12, "little"), raw, head, sealed)
             raw = sealed
         self._waiting += head
-        if len(raw) < TOGETHER_BYTES:
-            self._waiting += raw
-        if len(raw) >= TOGETHER_BYTES or len(self._waiting) >= TOGETHER_BYTES:
-            self.flush(timeout_s)
         if len(raw) >= TOGETHER_BYTES:
-            self.connection.settimeout(timeout_s)  # of all of it
-            self.connection.sendall(raw)
-            self.connection.settimeout(None)
+            self.flush(timeout_s)
+            self._send_now(raw, timeout_s)
+            return
+        self._waiting += raw
+        if len(self._waiting) >= TOGETHER_BYTES:
+            self.flush(timeout_s)
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Send what waits; raises as `send`."""
         if self._waiting:
-            self.connection.settimeout(timeout_s)
-            self.connection.sendall(self._waiting)
-            self.connection.settimeout(None)
+            self._send_now(self._waiting, timeout_s)
             self._waiting.clear()
+
+    def _send_now(self, data: bytes | bytearray | memoryview, timeout_s: float | None) -> None:
+        self.connection.settimeout(timeout_s)  # of all of it
+        self.connection.sendall(data)
+        self.connection.settimeout(None)
 
     def next(
         self, room: Callable[[Piece, int], memoryview | None], most: int = RECORD_BYTES
