@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from umbra.proto.errors import EXIT_DONE
 from umbra.services.config.loader import as_dict, load_config
 from umbra.services.generator.tasks import write_task
 from umbra.services.process.child import child_environ
+from umbra.services.process.fork_server import ForkServer
 from umbra.services.process.signals import SignalCounter
 
 DEMOS = Path(__file__).parents[1] / "demos"
@@ -54,6 +55,7 @@ def run_demo(
     view: View,
     interrupts: SignalCounter,
     overrides: tuple[str, ...],
+    server: ForkServer | None = None,
 ) -> dict[str, Any]:
     """Make model and data in `folder`, then run like any other run; return its summary."""
     began, recipe, data = time.monotonic(), RECIPES[task], folder.path / "task"
@@ -78,6 +80,7 @@ def run_demo(
                 folder=folder,
                 environ=child_environ(),
                 interrupts=interrupts,
+                server=server,
                 waiting=waiting,
             )
 
@@ -104,7 +107,8 @@ def run_demo(
     run_file.write_text(to_toml(as_dict(config)), encoding="utf-8")
     config = located(config, run_file)
     check_run(config)
-    return Up(config, folder, view=view, interrupts=interrupts, started=began).run()
+    up = Up(config, folder, view=view, interrupts=interrupts, server=server, started=began)
+    return up.run()
 
 
 @click.command()
@@ -137,12 +141,15 @@ def command(
     the asynchronous loop. sort: sort a list of digits. guess: find a digit in four tries.
     """
     load_config(DEMOS / f"{task}.toml", overrides=overrides)  # a typo should show at once
-    with best_effort_output(), SignalCounter() as interrupts:
+    with best_effort_output(), SignalCounter() as interrupts, ExitStack() as stack:
+        server = ForkServer.where_useful(child_environ())
+        if server is not None:
+            stack.callback(server.close)
         view = choose_view(quiet=quiet, as_json=as_json)
         folder = RunFolder.create(parent, f"demo-{task}")
         view.say(f"everything goes to {folder.path}")
         try:
-            summary = run_demo(task, seed, folder, view, interrupts, overrides)
+            summary = run_demo(task, seed, folder, view, interrupts, overrides, server)
         except StageInterrupted:
             click.echo("umbra: interrupted", err=True)
             return interrupts.exit_code

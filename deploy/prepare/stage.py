@@ -27,6 +27,7 @@ from umbra.services.process.child import (
     python_argv,
 )
 from umbra.services.process.files import DISK, READABLE_MODE
+from umbra.services.process.fork_server import ForkServer
 from umbra.services.process.signals import SignalCounter
 
 POLL_S = 0.02
@@ -46,9 +47,12 @@ def run_stages(
     environ: Mapping[str, str],
     interrupts: SignalCounter | None = None,
     module: str = UMBRA,
+    server: ForkServer | None = None,
     waiting: Waiting | None = None,
 ) -> dict[str, str]:
     """Run `umbra <arguments>` of several stages at once, logging to `logs/<name>.log`.
+
+    `server` forks them, if it is given.
 
     Returns:
         What each printed on standard output, by name.
@@ -59,13 +63,27 @@ def run_stages(
             KeyboardInterrupt does the same.
     """
     running: dict[str, ChildProcess] = {}
+
+    def turn() -> None:
+        if waiting is not None:
+            waiting()
+        if interrupts is None:
+            time.sleep(POLL_S)
+        elif interrupts.count:
+            raise StageInterrupted
+        else:
+            interrupts.wait(POLL_S)
+
     try:
+        while server is not None and not server.ready():
+            turn()
         for name, arguments in stages.items():
             running[name] = ChildProcess(
                 python_argv(module, *arguments),
                 environ=environ,
                 stdout=_output(folder, name),
                 stderr=folder.log(name),
+                server=server,
             )
         while (codes := {name: stage.poll() for name, stage in running.items()}) != dict.fromkeys(
             running, 0
@@ -73,14 +91,7 @@ def run_stages(
             for name, code in codes.items():
                 if code:
                     raise _failed(folder, name, code)
-            if waiting is not None:
-                waiting()
-            if interrupts is None:
-                time.sleep(POLL_S)
-                continue
-            if interrupts.count:
-                raise StageInterrupted
-            interrupts.wait(POLL_S)
+            turn()
     finally:
         for stage in running.values():
             stage.kill()

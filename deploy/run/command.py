@@ -30,6 +30,8 @@ from umbra.services.config.loader import load_config
 from umbra.services.config.rules import cautions
 from umbra.services.config.training import after_extension
 from umbra.services.modeling.hub import is_hub_name, missing_bytes
+from umbra.services.process.child import child_environ
+from umbra.services.process.fork_server import ForkServer
 from umbra.services.process.signals import SignalCounter
 from umbra.services.reporting.tables import size
 
@@ -88,6 +90,9 @@ def up(
             view.say(f"warning: {name}: {text}")
         if told:
             view.say(f"note: extended: {told}")
+        server = ForkServer.where_useful(child_environ(search))
+        if server is not None:
+            stack.callback(server.close)
         try:
             run = Up(
                 config,
@@ -96,6 +101,7 @@ def up(
                 interrupts=interrupts,
                 search=search,
                 evaluate=not no_eval,
+                server=server,
             )
             summary = run.run()
         finally:

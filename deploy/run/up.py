@@ -37,6 +37,7 @@ from umbra.services.config import RunConfig
 from umbra.services.monitor.run_address import RunAddress
 from umbra.services.process.child import ChildError, ChildProcess, child_environ, umbra_argv
 from umbra.services.process.files import DISK, READABLE_MODE
+from umbra.services.process.fork_server import ForkServer
 from umbra.services.process.signals import SignalCounter
 from umbra.services.process.supervisor import Program, Supervisor
 from umbra.services.weights.arena import remove_leftovers
@@ -57,6 +58,7 @@ class Up:
         config: resolved, with absolute paths.
         search: where the user's modules are looked for.
         evaluate: measure the model before and after, if `eval.prompts` is set.
+        server: forks the processes that need PyTorch, if it is given.
         started: when what the user waits for began (`time.monotonic`); now, if not given.
     """
 
@@ -69,6 +71,7 @@ class Up:
         interrupts: SignalCounter,
         search: Sequence[Path] = (),
         evaluate: bool = True,
+        server: ForkServer | None = None,
         started: float | None = None,
     ) -> None:
         self.config = config
@@ -77,6 +80,7 @@ class Up:
         self._search = search
         self._view = view
         self._interrupts = interrupts
+        self._server = server
         self._evaluate = evaluate and bool(config.eval.prompts)
         self._started = time.monotonic() if started is None else started
         self._outcome: dict[str, Any] = {}
@@ -162,6 +166,7 @@ class Up:
             folder=self.folder,
             environ=self.environ,
             interrupts=self._interrupts,
+            server=self._server,
             waiting=partial(self._view.doing, f"{when} training: {what}"),
         )
         results = {
@@ -217,7 +222,8 @@ class Up:
         argv = program.argv
         if program.name == BUFFER and not self._addressed:
             argv = (*argv, NEW_ADDRESS)  # another process may have the port that a former life had
-        return ChildProcess(argv, environ=environ, stdout=log, stderr=log)
+        server = self._server if program.forked else None
+        return ChildProcess(argv, environ=environ, stdout=log, stderr=log, server=server)
 
     def _start(self, supervisor: Supervisor, progress: Progress) -> None:
         """Start the buffer, and the others once it has said where it is."""
@@ -234,6 +240,10 @@ class Up:
         RunAddress(broker, self.config.security.keys).write(self.folder.path)
         self._view.say(f"run {self.folder.id}, its buffer at {broker}")
         self._view.say(f"to watch it:\n  {command_line('monitor', self.folder.path)}")
+        while self._server is not None and not self._server.ready():
+            if not supervisor.poll() or supervisor.draining:
+                return
+            self._turn(supervisor, progress)
         for program in other_programs(self.config, self.folder, broker):
             supervisor.start(program)
 
@@ -299,9 +309,17 @@ def other_programs(config: RunConfig, folder: RunFolder, broker: str) -> list[Pr
             recovers=config.buffer.store != "memory",  # its steps can be repeated
             restarts=TRAINER_RESTARTS,
             window_s=math.inf,
+            forked=True,
         ),
         *(
-            Program(name, _argv(command, name, folder, *connect, *more), wave=0, elastic=True)
+            Program(
+                name,
+                _argv(command, name, folder, *connect, *more),
+                wave=0,
+                elastic=True,
+                # vLLM settles much while it is imported.
+                forked=command != "generator" or config.generator.engine != "vllm",
+            )
             for command, name, more in _elastic(config)
         ),
     ]

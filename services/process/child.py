@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import PeerLostError, UmbraError
 from umbra.services.config.loader import ENV_PREFIX
+from umbra.services.process.fork_server import ForkServer, Order
 from umbra.services.process.parent import (
     PARENT_PID_VARIABLE,
     READY_FD_VARIABLE,
@@ -65,6 +66,7 @@ class ChildProcess:
             is up. Its stdout is our stderr, because libraries print there.
         session: whether it leads a session of its own: Ctrl-C in the terminal does not reach it,
             and all that it started ends with it. Otherwise what ends our process group ends it too.
+        server: forks it, if it can; for programs of Python without a `channel`.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class ChildProcess:
         stderr: Output = None,
         channel: socket.socket | None = None,
         session: bool = True,
+        server: ForkServer | None = None,
     ) -> None:
         self.returncode: int | None = None
         self.usage = Usage()
@@ -96,7 +99,8 @@ class ChildProcess:
         os.set_blocking(self._ready_fd, False)
         variables[READY_FD_VARIABLE] = str(child_end)
         try:
-            self.pid = self._spawn(list(argv), variables, stdout, stderr, ready_fd=child_end)
+            how = list(argv), variables, stdout, stderr, subprocess.DEVNULL, child_end
+            self.pid = self._spawn(*how, server)
         except BaseException:
             os.close(self._ready_fd)
             raise
@@ -109,14 +113,23 @@ class ChildProcess:
         environ: dict[str, str],
         stdout: Output,
         stderr: Output,
-        stdin: int = subprocess.DEVNULL,
+        stdin: int,
         ready_fd: int | None = None,
+        server: ForkServer | None = None,
     ) -> int:
         with ExitStack() as files:
             out, err = (
                 files.enter_context(where.open("ab")) if isinstance(where, Path) else where
                 for where in (stdout, stderr)
             )
+            if server is not None and ready_fd is not None:
+                nothing = files.enter_context(open(os.devnull, "rb"))
+                fds = [nothing, 1 if out is None else out, 2 if err is None else err, ready_fd]
+                variables = {**environ, READY_FD_VARIABLE: str(len(fds) - 1)}
+                order = Order(argv, variables, str(Path.cwd()), self._leads)
+                numbers = [one if isinstance(one, int) else one.fileno() for one in fds]
+                if (pid := server.spawn(order, numbers)) is not None:
+                    return pid
             self._popen = subprocess.Popen(
                 argv,
                 stdin=stdin,

@@ -41,7 +41,8 @@ class Program:
     One that `recovers` is started again when it fails, and can take up its work: after a pause that
     doubles from `FIRST_S`, `restarts` times within `window_s`; one more failure is final. The run
     can do without an `elastic` one, while there is another; the loss of any other ends it.
-    `environ` is added to its environment.
+    `environ` is added to its environment. One that needs PyTorch may be `forked` by a process that
+    has it (`fork_server.py`).
     """
 
     name: str
@@ -52,6 +53,7 @@ class Program:
     restarts: int = 5
     window_s: float = 60.0
     environ: Mapping[str, str] = field(default_factory=dict)
+    forked: bool = False
 
 
 @dataclass(frozen=True, slots=True)

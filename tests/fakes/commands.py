@@ -5,8 +5,8 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+from fakes.forks import SEARCH, Popen
 from fakes.slowness import limit
 
 UMBRA = (sys.executable, "-m", "umbra")
@@ -18,15 +18,23 @@ def call(
     env: Mapping[str, str] | None = None,
     quiet_s: float = 60.0,
     check: bool = False,
-    **options: Any,
+    cwd: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a program with our modules in its path; return what it printed and its exit code."""
-    return subprocess.run(
+    with Popen(
         argv,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **(env or {})},
-        capture_output=True,
+        env={**os.environ, "PYTHONPATH": SEARCH, **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=limit(quiet_s),
-        check=check,
-        **options,
-    )
+        cwd=cwd,
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=limit(quiet_s))
+        except BaseException:
+            process.kill()
+            raise
+    done = subprocess.CompletedProcess(argv, process.returncode, out, err)
+    if check:
+        done.check_returncode()
+    return done

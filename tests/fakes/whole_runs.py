@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, TypeAlias
 import psutil
 import pytest
 from fakes.commands import UMBRA
+from fakes.forks import SEARCH, Popen
 from fakes.slowness import limit
 from fakes.waiting import until
 
@@ -123,13 +123,13 @@ def up(project: Path) -> Iterator[Up]:
         quiet_s: float = QUIET_S,
         **variables: str,
     ) -> UpProcess:
-        popen = subprocess.Popen(
+        popen = Popen(
             [*UMBRA, "up", str(run), *sets(*settings), *flags],
             cwd=project,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **variables},
+            env={**os.environ, "PYTHONPATH": SEARCH, **variables},
         )
         started.append(UpProcess(popen, project, quiet_s))
         return started[-1]

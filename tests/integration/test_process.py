@@ -3,6 +3,7 @@
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fakes import forks
 from fakes.commands import call
 from fakes.slowness import limit
 
@@ -21,6 +23,7 @@ from umbra.services.process.child import (
     child_environ,
     python_argv,
 )
+from umbra.services.process.fork_server import ForkServer
 from umbra.services.process.signals import SignalCounter
 from umbra.services.process.supervisor import Program, Supervisor
 
@@ -52,21 +55,31 @@ def folder(tmp_path: Path) -> RunFolder:
     return RunFolder.create(tmp_path, "run")
 
 
-def start(folder: RunFolder, name: str = "child", **environ: str) -> ChildProcess:
+@pytest.fixture(params=["executed", "forked"])
+def server(request: pytest.FixtureRequest) -> ForkServer | None:
+    return forks.server() if request.param == "forked" else None
+
+
+def start(
+    folder: RunFolder, server: ForkServer | None, name: str = "child", **environ: str
+) -> ChildProcess:
     """A `child.py` that is up."""
     process = ChildProcess(
         CHILD,
         stdout=folder.log(name),
         stderr=folder.log(name),
         environ={**os.environ, "CHILD_READY": "tcp://127.0.0.1:5", **environ},
+        server=server,
     )
     until(process.ready, "the child's ready line")
     return process
 
 
-def test_a_deaf_child_is_killed_with_its_children(folder: RunFolder, tmp_path: Path) -> None:
+def test_a_deaf_child_is_killed_with_its_children(
+    folder: RunFolder, server: ForkServer | None, tmp_path: Path
+) -> None:
     pid_file = tmp_path / "pid"
-    process = start(folder, CHILD_DEAF="1", CHILD_GRANDCHILD=str(pid_file))
+    process = start(folder, server, CHILD_DEAF="1", CHILD_GRANDCHILD=str(pid_file))
     grandchild = int(pid_file.read_text())
     process.kill()
     until(lambda: process.poll() is not None, "the child's end")
@@ -74,9 +87,10 @@ def test_a_deaf_child_is_killed_with_its_children(folder: RunFolder, tmp_path: P
     until(lambda: not is_alive(grandchild), "the grandchild's end")
 
 
-def test_children_die_with_a_killed_supervisor(folder: RunFolder) -> None:
+@pytest.mark.parametrize("how", ["executed", "forked"])
+def test_children_die_with_a_killed_supervisor(folder: RunFolder, how: str) -> None:
     parent = subprocess.Popen(
-        [sys.executable, str(PROGRAMS / "parent.py"), str(folder.log("child"))],
+        [sys.executable, str(PROGRAMS / "parent.py"), str(folder.log("child")), how],
         stdout=subprocess.PIPE,
         env={**os.environ, "CHILD_READY": "x", "CHILD_PARENT": "1"},
         text=True,
@@ -93,7 +107,9 @@ def test_children_die_with_a_killed_supervisor(folder: RunFolder) -> None:
     assert folder.log("child").read_text() == "draining\n"  # it had the time to end in order
 
 
-def test_a_supervised_generator_is_restarted(folder: RunFolder, tmp_path: Path) -> None:
+def test_a_supervised_generator_is_restarted(
+    folder: RunFolder, server: ForkServer | None, tmp_path: Path
+) -> None:
     """1. A generator crashes. 2. It is started again. 3. All are drained; nobody is left."""
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
@@ -103,7 +119,7 @@ def test_a_supervised_generator_is_restarted(folder: RunFolder, tmp_path: Path) 
     def spawn(program: Program) -> ChildProcess:
         again = program.name in pids
         elastic = {"CHILD_EXIT_FIFO": str(fifo)} if program.elastic and not again else {}
-        process = start(folder, program.name, **elastic)
+        process = start(folder, server, program.name, **elastic)
         pids.setdefault(program.name, []).append(process.pid)
         return process
 
@@ -123,6 +139,45 @@ def test_a_supervised_generator_is_restarted(folder: RunFolder, tmp_path: Path) 
     assert said[1:] == []
     assert not any(is_alive(pid) for each in pids.values() for pid in each)
     assert all(usage.cpu_s > 0 for usage in supervisor.usage().values())
+
+
+DRAW = """
+import random, torch
+line = open("/proc/self/cmdline").read()
+print([word for word in line.split("\\0") if word])
+print(random.random(), torch.rand(1).item())
+raise ValueError("why")
+"""
+
+
+def test_forks_differ_as_programs_do(folder: RunFolder) -> None:
+    """Their command lines, sessions and random numbers; one that ends by an error says which."""
+    assert forks.server().ready()
+    (folder.path / "draw.py").write_text(DRAW)
+    drawn = set[str]()
+    for name in ("a", "b"):
+        argv = (sys.executable, str(folder.path / "draw.py"), name)
+        log = folder.log(name)
+        child = ChildProcess(argv, stdout=log, stderr=log, server=forks.server())
+        assert child._popen is None, "it was not forked"
+        assert os.getsid(child.pid) == child.pid
+        until(lambda child=child: child.poll() is not None, "its end")
+        assert child.returncode == 1
+        line, numbers, *_, last = log.read_text().splitlines()
+        assert line == str(list(argv))
+        assert last == "ValueError: why"
+        drawn.update(numbers.split())
+    assert len(drawn) == 4
+
+
+def test_where_the_server_has_ended_programs_are_executed(folder: RunFolder) -> None:
+    server = ForkServer(child_environ())
+    server._end.shutdown(socket.SHUT_WR)
+    process = start(folder, server)
+    assert process._popen is not None
+    process.terminate()
+    until(lambda: process.poll() is not None, "its end")
+    server.close()
 
 
 def test_a_failed_stage_says_why(folder: RunFolder) -> None:

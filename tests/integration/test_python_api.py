@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from fakes.slowness import limit
+from fakes.waiting import until
 
 import umbra
 from umbra.deploy.python.run import RunChild
@@ -51,7 +52,8 @@ def test_a_run_is_watched_operated_stopped_and_goes_on(
         steps = iter(run)
         assert [next(steps).number for _ in range(3)] == [1, 2, 3]
         again = umbra.attach(run.id)
-        assert again.under_way and again.status()["version"] >= 3
+        assert again.under_way
+        until(lambda: again.status()["version"] >= 3, "the third version", quiet_s=30.0)
         with pytest.raises(umbra.UsageError, match="has no trained model yet"):
             run.evaluate()
         run.stop(DEADLINE_S)

@@ -1,0 +1,253 @@
+"""Starts programs of this machine as forks of a process that has imported PyTorch already.
+
+The import takes seconds of a core, in each process again. Here it is done once: the server imports,
+and forks for each program, which gets its own environment, files and command line and is a child of
+whoever asked. Where a server can't be used (a GPU, whose driver does not outlive a fork), or has
+ended, programs are executed instead.
+
+    python -P -m umbra.services.process.fork_server FD
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import importlib
+import os
+import random
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from umbra.services.process.parent import SEARCH_VARIABLE
+from umbra.services.process.signals import HANDLED
+
+MODULES = (
+    "umbra.services.trainer.service",
+    "umbra.services.generator.service",
+    "umbra.services.generator.evaluate",
+)
+"""What most programs of a run import, and with it PyTorch and Transformers."""
+GPUS = ("nvidia[0-9]*", "kfd")  # in /dev
+SPAWN_S = 60.0  # for a server that has imported to fork, on any machine
+ROOM = "-" * 4096  # in the server's command line, for those of its forks
+UP = b"\1"
+_HEAD_BYTES = 4
+_MOST_FDS = 4
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class Order(msgspec.Struct, frozen=True):
+    """A program to start: `argv` is (python, [-P], FILE or -m and MODULE, arguments ...)."""
+
+    argv: Sequence[str]
+    environ: Mapping[str, str]
+    folder: str
+    session: bool
+
+
+class ForkServer:
+    """The client's end of a server, which imports at once; `ready` says when it is done.
+
+    Where PyTorch is imported already the server is a fork of this process, which must not have
+    begun to compute.
+
+    Args:
+        environ: of the server: what libraries read while they are imported is the same in all its
+            forks.
+    """
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._end, theirs = socket.socketpair()
+        self._end.settimeout(SPAWN_S)
+        self._known = False
+        self._await_end: Callable[[], object]
+        with theirs:
+            if MODULES[0] in sys.modules:
+                pid = _fork(lambda: _serve(theirs.detach()))
+                self._await_end = partial(os.waitpid, pid, 0)
+                return
+            self._await_end = subprocess.Popen(
+                (sys.executable, "-P", "-m", __name__, str(theirs.fileno()), ROOM),
+                env={**environ, "PYTHONUNBUFFERED": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+            ).wait
+
+    @classmethod
+    def where_useful(cls, environ: Mapping[str, str]) -> ForkServer | None:
+        """A server, if this machine has no GPU."""
+        return None if any(any(Path("/dev").glob(gpu)) for gpu in GPUS) else cls(environ)
+
+    def ready(self) -> bool:
+        """Whether `spawn` returns at once: the server has imported everything, or it has ended."""
+        return self._known or bool(select.select([self._end], [], [], 0)[0])
+
+    def spawn(self, order: Order, fds: Sequence[int]) -> int | None:
+        """Start a program with copies of `fds` as its file descriptors 0, 1, 2 and 3.
+
+        Returns:
+            Its pid: it is a child of this process. None if the server has ended.
+        """
+        body = msgspec.msgpack.encode(order)
+        head = len(body).to_bytes(_HEAD_BYTES, "big")
+        # The fork's parent is the server's own fork, which ends at once: we inherit it.
+        _inherit_orphans(True)
+        try:
+            if not self._known and self._end.recv(1) != UP:
+                return None
+            self._known = True
+            socket.send_fds(self._end, [head], list(fds))
+            self._end.sendall(body)
+            answer = self._end.recv(_HEAD_BYTES)
+        except OSError:
+            return None
+        finally:
+            _inherit_orphans(False)
+        return int.from_bytes(answer, "big") or None
+
+    def close(self) -> None:
+        """End the server; its forks go on."""
+        self._end.close()
+        self._await_end()
+
+
+def _serve(fd: int) -> NoReturn:
+    """Fork for each order that comes on this socket, until its other end is closed."""
+    os.closerange(3, fd)
+    os.closerange(fd + 1, os.sysconf("SC_OPEN_MAX"))
+    ignored = {number for number in HANDLED if signal.getsignal(number) == signal.SIG_IGN}
+    for number in HANDLED:
+        # Ctrl-C is for those that we start.
+        signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
+    for module in MODULES:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()
+    end = socket.socket(fileno=fd)
+    end.sendall(UP)
+    while True:
+        head, fds, *_ = socket.recv_fds(end, _HEAD_BYTES, _MOST_FDS)
+        if not head:
+            os._exit(0)
+        body = end.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL)
+        order = msgspec.msgpack.decode(body, type=Order)
+        pid = _start(order, fds, ignored)
+        for one in fds:
+            os.close(one)
+        end.sendall(pid.to_bytes(_HEAD_BYTES, "big"))
+
+
+def _start(order: Order, fds: Sequence[int], ignored: set[signal.Signals]) -> int:
+    """Return the pid of the program, once it is one; 0 if it can't be.
+
+    It is the fork of a fork that has ended: its parent is the client, which inherits it.
+    """
+    reads, writes = os.pipe()
+
+    def run(middle: int) -> None:
+        while os.getppid() == middle:
+            time.sleep(0.001)
+        _settle(order, fds, ignored)
+        os.write(writes, b"%d" % os.getpid())
+        os.closerange(len(fds), os.sysconf("SC_OPEN_MAX"))
+        _run(order.argv[1:])
+
+    middle = _fork(lambda: _fork(partial(run, os.getpid())))
+    os.close(writes)
+    os.waitpid(middle, 0)
+    with open(reads, "rb") as told:
+        return int(told.read() or 0)
+
+
+def _settle(order: Order, fds: Sequence[int], ignored: set[signal.Signals]) -> None:
+    """Be as new as a program that was executed; `ignored` is what the server's parent ignores."""
+    if order.session:
+        os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+    for target, fd in enumerate(fds):
+        os.dup2(fd, target)
+    os.environ.clear()
+    os.environ.update(order.environ)
+    os.chdir(order.folder)
+    found = [one for one in order.environ.get(SEARCH_VARIABLE, "").split(os.pathsep) if one]
+    sys.path += [one for one in found if one not in sys.path]
+    random.seed()
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.seed()
+    _show(order.argv)
+
+
+def _show(argv: Sequence[str]) -> None:
+    """Write `argv` where the kernel reads the command line of this process (proc(5), stat)."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    line = b"".join(word.encode() + b"\0" for word in argv)[: end - start - 1]
+    ctypes.memmove(start, line.ljust(end - start, b"\0"), end - start)
+
+
+def _fork(work: Callable[[], object]) -> int:
+    """Return the pid of a fork that does `work` and ends without a word."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of threads: those that there are only wait
+        if pid := os.fork():
+            return pid
+    try:
+        work()
+    finally:
+        os._exit(0)
+
+
+def _run(words: Sequence[str]) -> NoReturn:
+    """Run `[-P] -m MODULE` or a file with arguments, and end as Python does."""
+    sys.argv = list(words[words[0] == "-P" :])
+    code: object = 0
+    try:
+        if sys.argv[0] == "-m":
+            sys.argv.pop(0)
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(sys.argv[0]).parent))
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        code = end.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+    except BaseException:  # noqa: BLE001 - as the interpreter does it
+        traceback.print_exc()
+        code = 1
+    with suppress(Exception):
+        threading._shutdown()  # waits for threads
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    os._exit(code if isinstance(code, int) else code is not None)
+
+
+def _inherit_orphans(whether: bool) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(whether), 0, 0, 0)
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]))
