@@ -34,6 +34,7 @@ from typing import NoReturn
 
 import msgspec
 
+from umbra.proto.errors import StartupError
 from umbra.services.process.parent import SEARCH_VARIABLE
 from umbra.services.process.signals import HANDLED
 
@@ -105,6 +106,9 @@ class ForkServer:
 
         Returns:
             Its pid: it is a child of this process. None if the server has ended.
+
+        Raises:
+            StartupError: it may have been started or not.
         """
         body = msgspec.msgpack.encode(order)
         head = len(body).to_bytes(_HEAD_BYTES, "big")
@@ -116,12 +120,16 @@ class ForkServer:
             self._known = True
             socket.send_fds(self._end, [head], list(fds))
             self._end.sendall(body)
-            answer = self._end.recv(_HEAD_BYTES)
+            with suppress(TimeoutError):
+                if answer := self._end.recv(_HEAD_BYTES):
+                    return int.from_bytes(answer, "big") or None
         except OSError:
             return None
         finally:
             _inherit_orphans(False)
-        return int.from_bytes(answer, "big") or None
+        raise StartupError(
+            f"no word of {' '.join(order.argv)} within {SPAWN_S:g} s: start it again"
+        )
 
     def close(self) -> None:
         """End the server; its forks go on."""
