@@ -97,6 +97,11 @@ class ForkServer:
         """A server, if this machine has no GPU."""
         return None if any(any(Path("/dev").glob(gpu)) for gpu in GPUS) else cls(environ)
 
+    @classmethod
+    def where_imported(cls, environ: Mapping[str, str]) -> ForkServer | None:
+        """A server that is a fork of this process, if this one was forked by a server."""
+        return cls(environ) if MODULES[0] in sys.modules else None
+
     def ready(self) -> bool:
         """Whether `spawn` returns at once: the server has imported everything, or it has ended."""
         return self._known or bool(select.select([self._end], [], [], 0)[0])
@@ -246,7 +251,7 @@ def _run(words: Sequence[str]) -> NoReturn:
         traceback.print_exc()
         code = 1
     with suppress(Exception):
-        threading._shutdown()  # waits for threads
+        threading._shutdown()  # pyright: ignore - waits for threads
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

