@@ -2,6 +2,7 @@
 
 import json
 import signal
+from typing import Any
 
 import pytest
 from fakes.commands import call
@@ -36,7 +37,7 @@ def test_a_run_with_own_model_prompts_and_reward(up: Up) -> None:
 def generates(model_dir: str) -> bool:
     """Whether plain Transformers can load the model and generate with it."""
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir)
     ids = tokenizer("say a", return_tensors="pt").input_ids
     out = model.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=None)
     return out.shape[1] - ids.shape[1] == 3
