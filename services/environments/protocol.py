@@ -109,6 +109,21 @@ class Response(str):
         return response
 
 
+def tool_schema(
+    name: str, description: str = "", parameters: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return a tool as chat templates take it; `parameters` is a JSON schema."""
+    given = {"name": name, "description": description, "parameters": parameters}
+    function = {key: value for key, value in given.items() if value not in (None, "")}
+    return {"type": "function", "function": function}
+
+
+def tool_call(name: str, arguments: dict[str, Any], call_id: str = "") -> dict[str, Any]:
+    """Return a tool call as chat templates take it."""
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"id": call_id, **call} if call_id else call
+
+
 def content_of(response: str) -> str:
     """Return the words of a turn without reasoning and calls; all of a plain `str`."""
     return response.content if isinstance(response, Response) else response
@@ -191,17 +206,16 @@ class Ask:
     """An agent's wish for one turn of the model.
 
     `messages` are those since the model's last turn, in the first ask all of them, and `calls` the
-    tools that this turn called, as the agent was told; with `text` the model goes on from plain
-    text instead. `after` is the turn that they follow, counted from 0 in the order of the asks that
-    got one; None where they begin a conversation. `reply` is called once, from any thread.
-    `stops` are texts that end the turn, besides those of the run.
+    tools that this turn called, as the agent was told. `after` is the turn that they follow,
+    counted from 0 in the order of the asks that got one; None where they begin a conversation.
+    `reply` is called once, from any thread. `stops` are texts that end the turn, besides those of
+    the run.
     """
 
     reply: Callable[[Turn | UmbraError], None]
     messages: list[Message] = field(default_factory=list)
     tools: list[dict[str, Any]] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
-    text: str | None = None
     after: int | None = None
     max_tokens: int = 0  # of the turn, at most; 0 = as configured
     pieces: bool = False

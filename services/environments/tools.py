@@ -22,6 +22,7 @@ from umbra.services.environments.protocol import (
     content_of,
     expected_answer,
     prompt_messages,
+    tool_schema,
 )
 from umbra.services.environments.sandbox import SandboxTools
 
@@ -88,14 +89,9 @@ def schema(function: Tool) -> dict[str, Any]:
         properties[name] = {"type": _TYPES.get(type_name, "string")}
         if parameter.default is parameter.empty:
             required.append(name)
-    return {
-        "type": "function",
-        "function": {
-            "name": function.__name__,
-            "description": (inspect.getdoc(function) or "").partition("\n")[0],
-            "parameters": {"type": "object", "properties": properties, "required": required},
-        },
-    }
+    parameters = {"type": "object", "properties": properties, "required": required}
+    described = (inspect.getdoc(function) or "").partition("\n")[0]
+    return tool_schema(function.__name__, described, parameters)
 
 
 class ToolUse:

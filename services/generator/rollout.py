@@ -201,10 +201,8 @@ class Rollout:
         assert ask is not None
         ids, chat = tokens.ids[start:end], self._settings.chat
         before = [*self._line.prompt, *tokens.ids[:start]]
-        is_text = ask.text is not None  # which an agent continues
-        said = chat.said(ids, before, self._line.opening.tools, self.stops, words=is_text)
         return Turn(
-            said=said,
+            said=chat.said(ids, before, self._line.opening.tools, self.stops),
             token_ids=ids,
             logprobs=tokens.logprobs[start:end],
             pieces=[chat.piece(token) for token in ids] if ask.pieces else [],
@@ -375,19 +373,14 @@ class Rollout:
         )
 
     def _encoded(self, ask: Ask, templated: Callable[[], list[int]], *, begins: bool) -> list[int]:
-        """Return the tokens of plain text that is asked, or of messages as `templated`.
-
-        `begins` is whether a sequence begins with it.
-        """
-        chat, limit = self._settings.chat, self._settings.max_context
-        if chat.cannot_fit((ask.text, ask.messages, ask.tools), limit):
+        """Return the tokens of an ask; `begins` is whether a sequence begins with them."""
+        limit = self._settings.max_context
+        if self._settings.chat.cannot_fit((ask.messages, ask.tools), limit):
             raise RefusedError(
                 f"the request exceeds the context length, generator.max_context = {limit}, by its "
                 "characters",
                 "context_length_exceeded",
             )
-        if ask.text is not None:
-            return chat.text_ids(ask.text, begins=begins)
         try:
             return templated()
         except UsageError as error:

@@ -20,7 +20,7 @@ from umbra.services.modeling.chat_template import (
     end_of_turn,
 )
 from umbra.services.modeling.parser_choice import choose_parser
-from umbra.services.modeling.parsers import PLAIN, Parser, Tools
+from umbra.services.modeling.parsers import Parser, Tools
 
 _PLAIN = Opening([])  # no system message, no tools
 _CACHED_CHARS = 16_384  # what tools read out may be long, and is not read twice
@@ -172,8 +172,6 @@ class Chat:
         before: Sequence[int] = (),
         tools: Tools = (),
         stops: Sequence[str] = (),
-        *,
-        words: bool = False,
     ) -> Said:
         """Read one turn of the model.
 
@@ -182,13 +180,11 @@ class Chat:
             before: the tokens before it, of which the last few matter.
             tools: those that the model was told of.
             stops: texts that end a turn; they are no part of what was said.
-            words: whether all of it is words, as in a conversation without a chat template.
         """
         ended = bool(token_ids) and token_ids[-1] in self.stop_ids
         ids, stop = (token_ids[:-1], self.piece(token_ids[-1])) if ended else (token_ids, "")
         text, found = _cut(self.pieces(ids), stops)
-        parser = PLAIN if words else self.parser
-        said = parser.read(self._ending(tuple(before[-_CUE_TOKENS:])), text, tools, stop)
+        said = self.parser.read(self._ending(tuple(before[-_CUE_TOKENS:])), text, tools, stop)
         return replace(said, stop=found) if found else said
 
     def pieces(self, token_ids: Sequence[int]) -> str:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from umbra.proto.errors import UsageError
-from umbra.services.environments.protocol import Message, Said
-from umbra.services.modeling.chat_template import TOOL, ChatTemplate, TurnsError, tool_schema
+from umbra.services.environments.protocol import Message, Said, tool_call
+from umbra.services.modeling.chat_template import TOOL, ChatTemplate, TurnsError, trial_tool
 from umbra.services.modeling.parsers import PLAIN, TOLD, Parser, ResponseTemplateParser, Tools
 
 VLLM = "vllm/"  # begins the names of vLLM's parsers
@@ -32,8 +32,8 @@ FAMILIES = (
 )
 """A text in the chat templates of a family of models, and the name of its parser."""
 _WORDS = "Well, f(x) is 1 (or 2), and so on."  # which some take for a call
-_CALLED = {"name": TOOL, "arguments": {"place": "Lund 4", "days": 3}}
-_SCHEMA = tool_schema(place="string", days="integer")
+_CALL = tool_call(TOOL, {"place": "Lund 4", "days": 3}, "call00000")
+_SCHEMA = trial_tool(place="string", days="integer")
 
 log = logging.getLogger(__name__)
 
@@ -110,12 +110,11 @@ def _named(wanted: str, tokenizer: Any) -> Parser:
 
 def _reads_back(parser: Parser, template: ChatTemplate) -> bool:
     """Whether `parser` reads a call and plain words as `template` writes them."""
-    call = {"id": "call00000", "type": "function", "function": _CALLED}
-    called = _read(parser, template, {"role": "assistant", "content": "", "tool_calls": [call]})
+    called = _read(parser, template, {"role": "assistant", "content": "", "tool_calls": [_CALL]})
     words = _read(parser, template, {"role": "assistant", "content": _WORDS})
     return (
         called is not None
-        and [each["function"] for each in called.tool_calls] == [_CALLED]
+        and [each["function"] for each in called.tool_calls] == [_CALL["function"]]
         and words is not None
         and not words.tool_calls
         and words.content.strip() == _WORDS
@@ -201,7 +200,4 @@ def _calls(found: Any) -> Iterator[dict[str, Any]]:
         arguments = json.loads(call.function.arguments or "{}")
         if not isinstance(arguments, dict):
             raise TypeError(f"{call.function.arguments!r}")
-        yield {
-            "type": "function",
-            "function": {"name": str(call.function.name), "arguments": arguments},
-        }
+        yield tool_call(str(call.function.name), arguments)

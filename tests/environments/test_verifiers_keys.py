@@ -19,11 +19,11 @@ ROW = {"prompt": "p", TASK_DATA: {}}
 
 
 class Client:
-    """Of either generation; asks with the key that its variable has by then."""
+    """Asks with the key that its variable has by then."""
 
     def __init__(self, **options: Any) -> None:
         self.key_variable: str = options["api_key_var"]
-        self.url: str = options.get("base_url") or options["api_base_url"]
+        self.url: str = options["base_url"]
 
     async def ask(self) -> float:
         """The number of the endpoint that takes the key, once others were heard."""
@@ -32,22 +32,9 @@ class Client:
         assert self.url.endswith(os.environ[self.key_variable]), "the key of another generator"
         return float(self.url[-1])
 
-    async def close(self) -> None:
-        """Nothing is open."""
-
-
-class Old:
-    """An environment of v0."""
-
-    requires_group_rollouts = False
-
-    async def run_rollout(self, _task: Any, client: Client, *_more: Any) -> dict[str, Any]:
-        """One sample."""
-        return {"reward": await client.ask()}
-
 
 class Task:
-    """A task of v1, and its data."""
+    """A task, and its data."""
 
     def __init__(self, *_: Any) -> None:
         """Nothing of it matters."""
@@ -62,15 +49,15 @@ class Task:
 
 
 class Tasks:
-    """A taskset of v1."""
+    """A taskset."""
 
     @classmethod
     def task_type(cls) -> type[Task]:
         return Task
 
 
-class New:
-    """An environment of v1."""
+class OneOfTheirs:
+    """An environment."""
 
     def __init__(self) -> None:
         self.config = SimpleNamespace(taskset=SimpleNamespace(task=None))
@@ -92,27 +79,21 @@ class New:
 
 
 LIBRARY = {
-    "verifiers": SimpleNamespace(load_environment=lambda name: Old()),
-    "old": SimpleNamespace(load_environment=None),
-    "new": SimpleNamespace(),
-    "verifiers.types": SimpleNamespace(ClientConfig=dict),
-    "verifiers.clients": SimpleNamespace(resolve_client=lambda config: Client(**config)),
     "verifiers.v1": SimpleNamespace(
         env_config_type=lambda *_: SimpleNamespace(model_validate=lambda tree: tree),
-        load_environment=lambda config: New(),
+        load_environment=lambda config: OneOfTheirs(),
         EvalClientConfig=Client,
         ModelContext=lambda model, client: SimpleNamespace(client=client),
     ),
 }
 
 
-@pytest.mark.parametrize("generation", ["old", "new"])
 def test_samples_of_several_generators_in_one_process_keep_their_keys(
-    generation: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(importlib, "import_module", LIBRARY.__getitem__)
-    play: Callable[..., Awaitable[StepResult]] = verifiers_program(generation, {}, "theirs")
+    play: Callable[..., Awaitable[StepResult]] = verifiers_program("theirs", {}, "theirs")
 
     async def together() -> list[StepResult]:
         endpoints = [{"base_url": f"http://g/key-{n}", "api_key": f"key-{n}"} for n in (1, 2)]

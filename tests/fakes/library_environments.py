@@ -41,40 +41,8 @@ class Bare:
         return None
 '''
 
-# verifiers 0.3.1: a package with load_environment().
-VERIFIERS_V0 = '''
-import verifiers as vf
-from datasets import Dataset
-
-
-def double(number: int) -> int:
-    """Double a number.
-
-    Args:
-        number: The number.
-    """
-    return 2 * number
-
-
-def load_environment(rows=8, bonus=0.0):
-    dataset = Dataset.from_list(
-        [{"question": f"double {n}", "answer": str(2 * n)} for n in range(rows)]
-    )
-
-    def right(completion, answer, **kwargs):
-        last = completion[-1]
-        text = last["content"] if isinstance(last, dict) else last.content
-        return float((text or "").strip() == answer)
-
-    def polite(completion, **kwargs):
-        return bonus
-
-    rubric = vf.Rubric(funcs=[right, polite], weights=[1.0, 0.5])
-    return vf.ToolEnv(dataset=dataset, tools=[double], rubric=rubric, max_turns=4)
-'''
-
 # verifiers 0.4.0: a taskset.
-VERIFIERS_V1 = """
+VERIFIERS = """
 import verifiers.v1 as vf
 
 

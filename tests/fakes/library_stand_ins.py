@@ -18,74 +18,6 @@ def chat(base_url, key, messages):
 """
 
 # Environments end with what their one turn says: "error", "group" and so on are for tests.
-_V0 = """
-import importlib
-
-__version__ = "0.3.1"
-
-
-def load_environment(name, **arguments):
-    return importlib.import_module(name).load_environment(**arguments)
-"""
-_V0_TYPES = """
-class ClientConfig:
-    def __init__(self, client_type, api_base_url, api_key_var, connect_timeout, max_retries):
-        self.url, self.variable = api_base_url, api_key_var
-"""
-_V0_CLIENTS = """
-def resolve_client(config):
-    return Client(config)
-
-
-class Client:
-    def __init__(self, config):
-        self.config, self.closed = config, False
-
-    async def close(self):
-        self.closed = True
-"""
-_V0_MODULE = (
-    _CHAT
-    + """
-
-class Rows(list):
-    def to_list(self):
-        return list(self)
-
-
-class Environment:
-    def __init__(self, group):
-        self.requires_group_rollouts = group
-        self.clients = []
-
-    def get_dataset(self, n, seed):
-        rows = [{"prompt": [{"role": "user", "content": f"{i}"}], "example_id": i, "info": None}
-                for i in range(16)]
-        return Rows(rows[:n])
-
-    async def run_rollout(self, task, client, model, sampling):
-        assert all(earlier.closed for earlier in self.clients), "an earlier client is open"
-        self.clients.append(client)
-        assert set(task) == {"prompt", "example_id"}
-        config = client.config
-        said = await asyncio.to_thread(
-            chat, config.url, os.environ[config.variable], task["prompt"]
-        )
-        if said == "error":
-            return {"error": {"error": "ModelError", "error_chain_str": "ModelError -> no luck"}}
-        return {
-            "reward": float("nan") if said == "nan" else 0.25,
-            "metrics": {"length": len(said), "broken": None},
-            "is_truncated": said == "cut",
-            "stop_condition": "max_turns_reached" if said == "turns" else None,
-            "error": None if said else {"error": "EmptyModelResponseError"},
-        }
-
-
-def load_environment(group=False):
-    return Environment(group)
-"""
-)
 _V1 = (
     _CHAT
     + """
@@ -142,7 +74,7 @@ class Taskset:
         return Task
 
     def shuffle(self, seed):
-        return [Task(Data({"prompt": f"say {n}", "n": n}), None) for n in range(4)]
+        return [Task(Data({"prompt": f"say {n}", "n": n}), None) for n in range(16)]
 
 
 class Environment:
@@ -230,20 +162,13 @@ def app():
 """
 
 
-def write_verifiers(folder: Path, *, v1: bool = False) -> str:
-    """Put verifiers and an environment of the name that is returned into `folder`."""
+def write_verifiers(folder: Path) -> str:
+    """Put verifiers into `folder`; return the name of its taskset."""
     package = folder / "verifiers"
     package.mkdir()
-    if v1:
-        (package / "__init__.py").write_text('__version__ = "0.4.0"\n')
-        (package / "v1.py").write_text(_V1)
-        (folder / "tasks_there.py").write_text("")
-        return "tasks-there"
-    (package / "__init__.py").write_text(_V0)
-    (package / "types.py").write_text(_V0_TYPES)
-    (package / "clients.py").write_text(_V0_CLIENTS)
-    (folder / "tasks_there.py").write_text(_V0_MODULE)
-    return "tasks_there"
+    (package / "__init__.py").write_text('__version__ = "0.4.0"\n')
+    (package / "v1.py").write_text(_V1)
+    return "tasks-there"
 
 
 def write_openenv(folder: Path) -> None:

@@ -26,8 +26,7 @@ from umbra.services.modeling.models import load_tokenizer
 from umbra.services.process.loop_thread import LoopThread
 
 REQUIREMENTS = {
-    "verifiers-v0": ("verifiers==0.3.1", "mcp<2"),
-    "verifiers-v1": ("verifiers==0.4.0", "uv"),
+    "verifiers": ("verifiers==0.4.0", "uv"),
     "openenv": ("openenv==0.10.0",),
     # Later versions of litellm import a package for tools that they don't ask for.
     "mini-swe-agent": ("mini-swe-agent==2.4.6", "litellm==1.81.10"),

@@ -12,7 +12,6 @@ from umbra.services.generator.agents.calls import Answer, Call, CallRules
 from umbra.services.generator.agents.protocols import (
     Completions,
     Responses,
-    TextCompletions,
 )
 from umbra.services.http import ApiError
 from umbra.services.modeling.parsers import TOLD, ResponseTemplateParser
@@ -25,12 +24,6 @@ USER = {"role": "user", "content": "hi"}
 def chat(**fields: Any) -> Call:
     return Completions.call(
         json.dumps({"model": "m", "messages": [USER], **fields}).encode(), RULES
-    )
-
-
-def text(**fields: Any) -> Call:
-    return TextCompletions.call(
-        json.dumps({"model": "m", "prompt": "hi", **fields}).encode(), RULES
     )
 
 
@@ -69,8 +62,6 @@ def test_what_agrees_with_the_run_is_served() -> None:
         stream=True,
         stream_usage=True,
     )
-    assert text(logprobs=0, stop="<|end|>") == Call(text="hi", logprobs=True)
-    assert text(prompt=["one"]).text == "one"
 
 
 @pytest.mark.parametrize(
@@ -110,20 +101,6 @@ def test_what_a_chat_refuses(fields: dict[str, Any], param: str, says: str) -> N
     assert says in str(caught.value)
     assert caught.value.status == 400
     assert caught.value.body()["error"]["param"] == param
-
-
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ({"prompt": ["a", "b"]}, "prompt has 2 texts"),
-        ({"prompt": [1, 2]}, "Expected `str`"),
-        ({"logprobs": 2}, "use 0"),
-        ({"echo": True}, "echo = true is not supported: use false"),
-    ],
-)
-def test_what_a_completion_refuses(fields: dict[str, Any], says: str) -> None:
-    with pytest.raises(ApiError, match=says):
-        text(**fields)
 
 
 def test_messages_are_brought_into_the_form_of_templates() -> None:
@@ -190,15 +167,6 @@ def test_usage_and_logprobs_are_those_of_the_tokens() -> None:
         ("a", -0.5, [97]),
         ("b", -0.5, [98]),
     ]
-    call = text(logprobs=0)
-    whole = TextCompletions("session", "m", 5).whole(call, Answer.of(turn("ab"), call, 0))
-    assert whole["choices"][0]["text"] == "ab"
-    assert whole["choices"][0]["logprobs"] == {
-        "tokens": ["a", "b"],
-        "token_logprobs": [-0.5, -0.5],
-        "text_offset": [0, 1],
-        "top_logprobs": None,
-    }
 
 
 def test_a_sampling_of_its_own_is_overruled(

@@ -114,18 +114,6 @@ def test_a_tools_answer_comes_with_the_calls_that_it_answers(agent: Agent) -> No
     assert news == News([answer], [call], after=0)
 
 
-def test_plain_text_goes_on_where_it_ended(agent: Agent) -> None:
-    assert agent.ask(text="one") == News(text="one")
-    agent.hear(" two")
-    assert agent.ask(text="one two three") == News(text=" three", after=0)
-    agent.hear("!")
-    for text in ("one two", "one two three!"):
-        with pytest.raises(ApiError, match="does not continue"):
-            agent.ask(text=text)
-    with pytest.raises(ApiError, match="the other of chat completions"):
-        agent.ask(user("a"))
-
-
 @pytest.mark.parametrize(
     ("messages", "says"),
     [

@@ -311,12 +311,12 @@ def untokenized(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> Chat:
         assert len(str(given)) < 1000, "a text that cannot fit was tokenized"
         return [5]
 
-    for name in ("prompt_ids", "turn_ids", "text_ids"):
+    for name in ("prompt_ids", "turn_ids"):
         monkeypatch.setattr(chat, name, short_only)
     return chat
 
 
-@pytest.mark.parametrize("ask", [{"messages": LONG}, {"text": "x" * 10_000_000}, {"tools": LONG}])
+@pytest.mark.parametrize("ask", [{"messages": LONG}, {"tools": LONG}])
 def test_what_an_agent_asks_is_measured_before_it_is_tokenized(
     untokenized: Chat, ask: dict[str, Any]
 ) -> None:

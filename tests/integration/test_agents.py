@@ -472,18 +472,6 @@ def test_a_stop_string_ends_the_turn_and_stays_in_its_tokens(world: World, token
     assert response.startswith("think. Observation:<|end|><|user|>Observation: 42")
 
 
-def test_plain_text_goes_on_after_a_stop_string_of_the_run(world: World, tokenizer: Any) -> None:
-    endpoint = world("think. Observation: made up", "x", stops=("Observation:",))
-    work = work_of(endpoint)
-    with client(work) as agent:
-        first = agent.completions.create(model="m", prompt="Go <|assistant|>")
-        assert (first.choices[0].text, first.choices[0].finish_reason) == ("think. ", "stop")
-        prompt = "Go <|assistant|>think. Observation: 42 <|assistant|>"
-        agent.completions.create(model="m", prompt=prompt)
-    assert reward(work, 1.0)[0] == 200
-    assert sampled(endpoint, tokenizer)[0].startswith("think. Observation: 42 <|assistant|>")
-
-
 def test_reasoning_is_returned_and_taken_back() -> None:
     """With or without it, the history is the same: the tokens are those that were sampled."""
     tokenizer, stops = chat_tokenizer("qwen3")

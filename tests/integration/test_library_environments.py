@@ -95,26 +95,9 @@ def test_what_is_no_environment_of_trl_is_refused(
 
 # -- with stand-ins for the packages ---------------------------------------------------------------
 
-V0_ROW = {"prompt": [{"role": "user", "content": "go"}], "example_id": 1, "environment": "mine"}
 
-
-def test_rollouts_of_verifiers_v0_end_as_it_says(tmp_path: Path, library_play: LibraryPlay) -> None:
+def test_episodes_of_verifiers_end_as_it_says(tmp_path: Path, library_play: LibraryPlay) -> None:
     name = write_verifiers(tmp_path)
-    ends = {"fine": "stop", "cut": "length", "turns": "turns", "": "stop"}
-    for said, reason in ends.items():
-        world = library_play("verifiers", "", said, id=name)
-        world.add(sample(V0_ROW))
-        trajectory = world.trajectory()
-        assert (trajectory.reward, trajectory.finish_reason) == (0.25, reason)
-        assert trajectory.reward_parts == {"length": float(len(said))}
-    for said, reason in {"error": "ModelError -> no luck", "nan": "returned nan"}.items():
-        world = library_play("verifiers", "", said, id=name)
-        world.add(sample(V0_ROW))
-        assert reason in world.failed().reason
-
-
-def test_episodes_of_verifiers_v1_end_as_it_says(tmp_path: Path, library_play: LibraryPlay) -> None:
-    name = write_verifiers(tmp_path, v1=True)
     row = {"prompt": "go", "task_data": {"prompt": "say"}}
     world = library_play("verifiers", "", "fine", id=name)
     world.add(*(sample(row, sample_id=f"s{n}") for n in range(3)))
@@ -137,11 +120,8 @@ def test_episodes_of_verifiers_v1_end_as_it_says(tmp_path: Path, library_play: L
         assert reason in world.failed().reason
 
 
-@pytest.mark.parametrize("v1", [False, True])
-def test_tasks_of_verifiers_become_prompts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, v1: bool
-) -> None:
-    name = write_verifiers(tmp_path, v1=v1)
+def test_tasks_of_verifiers_become_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = write_verifiers(tmp_path)
     monkeypatch.chdir(tmp_path)
     made = CliRunner().invoke(
         make_task,
@@ -151,18 +131,17 @@ def test_tasks_of_verifiers_become_prompts(
     assert made.exit_code == 0
     rows = [prompt.row for prompt in read_source("data/prompts.jsonl")]
     held = (tmp_path / "data" / "heldout.jsonl").read_text().splitlines()
-    assert (len(rows), len(held)) == ((4, 0) if v1 else (14, 2))
+    assert (len(rows), len(held)) == (14, 2)
     first = {"environment": "mine", "prompt": "say 0", "task_data": {"prompt": "say 0", "n": 0}}
-    v0_first = {"prompt": [{"role": "user", "content": "0"}], "example_id": 0}
-    assert rows[0] == (first if v1 else {"environment": "mine", **v0_first})
+    assert rows[0] == first
     assert not list((tmp_path / "data").glob("demos*"))
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["verifiers:tasks_there", "--option", "groups=1"], "verifiers:tasks_there: "),
-        (["verifiers:tasks_there", "--python", "no/python"], "no/python is no program"),
+        (["verifiers:tasks-there", "--option", "agent.harness.id=x"], "no such harness"),
+        (["verifiers:tasks-there", "--python", "no/python"], "no/python is no program"),
         (["sort", "--python", "python3"], "is for verifiers:ID, not for sort"),
     ],
 )
@@ -175,24 +154,14 @@ def test_tasks_that_cannot_be_made_are_refused(
         CliRunner().invoke(make_task, [*arguments, "--out", "data"], catch_exceptions=False)
 
 
-@pytest.mark.parametrize(
-    ("v1", "changes", "says"),
-    [
-        (False, {"options": {"group": True}}, "has rewards over whole groups"),
-        (False, {"options": {"groups": 1}}, "unexpected keyword argument 'groups'"),
-        (True, {"options": {"agent": {"harness": {"id": "x"}}}}, "no such harness"),
-        (True, {"id": "mine"}, 'verifiers 0.4.0 does not know: install "verifiers<0.4"'),
-    ],
-)
-def test_environments_of_verifiers_that_cannot_run_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, v1: bool, changes: dict[str, Any], says: str
+def test_an_environment_of_verifiers_that_cannot_run_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = write_verifiers(tmp_path, v1=v1)
-    (tmp_path / "mine.py").write_text("def load_environment(): ...")
+    name = write_verifiers(tmp_path)
     monkeypatch.chdir(tmp_path)
-    config = EnvironmentConfig(kind="verifiers", **{"id": name, **changes})
-    with pytest.raises(UsageError, match=says):
-        open_pool(config)
+    options = {"agent": {"harness": {"id": "x"}}}
+    with pytest.raises(UsageError, match="no such harness"):
+        open_pool(EnvironmentConfig(kind="verifiers", id=name, options=options))
 
 
 def test_a_game_of_openenv_is_played_by_calls(tmp_path: Path, library_play: LibraryPlay) -> None:

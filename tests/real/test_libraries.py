@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
-from fakes.library_environments import OPENENV, VERIFIERS_V0, VERIFIERS_V1
+from fakes.library_environments import OPENENV, VERIFIERS
 from fakes.library_worlds import LibraryPlay, call, library_python
 from fakes.trajectories import sample
 
@@ -21,9 +21,9 @@ pytestmark = [
 ]
 
 
-def written(tmp_path: Path, source: str, library: str) -> list[dict[str, object]]:
-    (tmp_path / "theirs.py").write_text(source)
-    python = library_python(library)
+def written(tmp_path: Path) -> list[dict[str, object]]:
+    (tmp_path / "theirs.py").write_text(VERIFIERS)
+    python = library_python("verifiers")
     counts = write_task(
         "verifiers:theirs",
         tmp_path / "data",
@@ -41,37 +41,11 @@ def written(tmp_path: Path, source: str, library: str) -> list[dict[str, object]
     return rows
 
 
-def test_a_package_for_verifiers_v0(tmp_path: Path, library_play: LibraryPlay) -> None:
-    python = library_python("verifiers-v0")
-    rows = written(tmp_path, VERIFIERS_V0, "verifiers-v0")
-    (row,) = [row for row in rows if row["answer"] == "6"]
-    turns = (call("double", '{"number": 3}'), " 6")
-    world = library_play(
-        "verifiers", VERIFIERS_V0, *turns, id="theirs", python=python, options={"bonus": 0.5}
-    )
-    world.add(sample(row))
-    trajectory = world.trajectory()
-    assert trajectory.reward == pytest.approx(1.25)
-    assert (trajectory.turns, trajectory.finish_reason) == (2, "stop")
-    parts = trajectory.reward_parts
-    assert (parts["right"], parts["polite"], parts["double_calls"]) == (1.0, 0.5, 1.0)
-
-
-def test_turns_that_verifiers_v0_ends_are_told(library_play: LibraryPlay) -> None:
-    python = library_python("verifiers-v0")
-    turns = [call("double", '{"number": 3}')] * 9
-    world = library_play("verifiers", VERIFIERS_V0, *turns, id="theirs", python=python)
-    row = {"prompt": [{"role": "user", "content": "go"}], "answer": "6", "example_id": 0}
-    world.add(sample(row))
-    trajectory = world.trajectory()
-    assert (trajectory.reward, trajectory.turns, trajectory.finish_reason) == (0.0, 4, "turns")
-
-
-def test_a_taskset_for_verifiers_v1(tmp_path: Path, library_play: LibraryPlay) -> None:
-    python = library_python("verifiers-v1")
-    rows = written(tmp_path, VERIFIERS_V1, "verifiers-v1")
+def test_a_taskset_for_verifiers(tmp_path: Path, library_play: LibraryPlay) -> None:
+    python = library_python("verifiers")
+    rows = written(tmp_path)
     (row,) = [row for row in rows if row["prompt"] == "say 3"]
-    world = library_play("verifiers", VERIFIERS_V1, "3", id="theirs", python=python)
+    world = library_play("verifiers", VERIFIERS, "3", id="theirs", python=python)
     world.add(sample(row))
     trajectory = world.trajectory()
     assert (trajectory.reward, trajectory.turns) == (1.0, 1)

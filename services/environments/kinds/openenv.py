@@ -34,6 +34,7 @@ from umbra.services.environments.protocol import (
     StepResult,
     finite_number,
     prompt_messages,
+    tool_schema,
 )
 from umbra.services.environments.run_module import command_line
 from umbra.services.process.parent import PARENT_PID_VARIABLE, die_with_parent
@@ -151,9 +152,7 @@ async def _step(server: Any, action: dict[str, Any] | str) -> tuple[str, Any]:
 def _tool(name: str, schema: dict[str, Any], description: str = "") -> dict[str, Any]:
     properties = {k: v for k, v in schema.get("properties", {}).items() if k not in _HIDDEN}
     parameters = {**schema, "type": "object", "properties": properties}
-    described = description or schema.get("description", "")
-    function = {"name": name, "description": described, "parameters": parameters}
-    return {"type": "function", "function": function}
+    return tool_schema(name, description or schema.get("description", ""), parameters)
 
 
 def _shown(observation: Any, field: str) -> str:

@@ -17,7 +17,7 @@ import msgspec
 
 from umbra.proto.errors import UNREADABLE
 from umbra.proto.records import Sampling
-from umbra.services.environments.protocol import Message, Turn
+from umbra.services.environments.protocol import Message, Turn, tool_call
 from umbra.services.generator.checks import REMEDY, UNREAD
 from umbra.services.http import ApiError
 
@@ -31,12 +31,9 @@ _IGNORED = {
 """Fields that say how to answer, not what: they have no meaning here, and change no token."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
-    "best_of": (1,),
     "tool_choice": ("auto", {"type": "auto"}),
     "response_format": ({"type": "text"},),
     "top_logprobs": (0,),
-    "echo": (False,),
-    "suffix": ("",),
     "background": (False,),
 }
 """Fields that are served with these values only."""
@@ -83,12 +80,11 @@ class CallRules:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request for one completion: of a chat, or of plain `text`."""
+    """A request for one completion."""
 
     messages: list[Message] = field(default_factory=list)
     tools: list[dict[str, Any]] = field(default_factory=list)
     namespaces: dict[str, tuple[str, str]] = field(default_factory=dict)  # of tools that have one
-    text: str | None = None
     max_tokens: int = 0  # 0 = as configured
     stops: tuple[str, ...] = ()
     logprobs: bool = False
@@ -122,24 +118,14 @@ class Body(msgspec.Struct, kw_only=True):
     # What is asked: `Dialect.reads` names those of each protocol.
     messages: list[dict[str, Any]] | None = None
     input: str | list[dict[str, Any]] | None = None
-    prompt: str | list[str] | None = None
     system: str | list[dict[str, Any]] | None = None
     instructions: str | None = None
     tools: list[dict[str, Any]] | None = None
-    logprobs: bool | int | None = None
+    logprobs: bool | None = None
     previous_response_id: str | None = None
 
 
 _ASKED = Body.__struct_fields__[Body.__struct_fields__.index("messages") :]
-
-
-def tool_call(name: str, arguments: dict[str, Any], call_id: str) -> dict[str, Any]:
-    """Return a tool call as chat templates take it."""
-    return {
-        "id": call_id,
-        "type": "function",
-        "function": {"name": name, "arguments": arguments},
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,14 +178,14 @@ class Dialect(ABC):
     @classmethod
     @abstractmethod
     def read(cls, asked: Body, rules: CallRules) -> Call:
-        """Return messages, tools or text of a request; raises ApiError, which names the field."""
+        """Return messages and tools of a request; raises ApiError, which names the field."""
 
     @classmethod
     def call(cls, body: bytes, rules: CallRules) -> Call:
         """Return the call in the body of a request; ApiError names a field that is not served."""
         asked = _decoded(body, cls.reads, rules)
         call = cls.read(asked, rules)
-        if call.text is None and not call.messages:
+        if not call.messages:
             raise ApiError(f"{cls.reads[0]} is empty", param=cls.reads[0])
         if call.tools and not rules.reads_calls:
             raise ApiError(f"{UNREAD}: {REMEDY}", code="tools_unread", param="tools")
@@ -354,11 +340,3 @@ def read_call(made: dict[str, Any], id_name: str, function: Any, where: str) -> 
 def response_id(session: str, number: int) -> str:
     """Return the id of the response that is turn `number` of a session."""
     return f"resp_{session[:12]}_{number}"
-
-
-def function_tool(name: str, description: Any, parameters: Any) -> dict[str, Any]:
-    """Return a tool as chat templates take it."""
-    more = {"description": description} if description else {}
-    if parameters is not None:
-        more["parameters"] = parameters
-    return {"type": "function", "function": {"name": name, **more}}

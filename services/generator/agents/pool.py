@@ -158,7 +158,6 @@ class AgentPool:
             messages=news.messages,
             tools=call.tools,
             calls=news.calls,
-            text=news.text,
             after=news.after,
             max_tokens=call.max_tokens,
             pieces=call.logprobs,

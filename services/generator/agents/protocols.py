@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from itertools import accumulate
 from typing import Any, ClassVar
 
 import msgspec
 
-from umbra.services.environments.protocol import Message
+from umbra.services.environments.protocol import Message, tool_call, tool_schema
 from umbra.services.generator.agents.calls import (
     Answer,
     Body,
@@ -16,20 +15,18 @@ from umbra.services.generator.agents.calls import (
     CallRules,
     Dialect,
     event,
-    function_tool,
     read_call,
     read_content,
     read_message,
     response_id,
-    tool_call,
 )
 from umbra.services.http import ApiError
 
-# -- /v1/chat/completions and /v1/completions -----------------------------------------------------
+# -- /v1/chat/completions -------------------------------------------------------------------------
 
 
 class Completions(Dialect):
-    """Chat completions, and the base of plain ones."""
+    """Chat completions."""
 
     reads: ClassVar = ("messages", "tools", "logprobs")
 
@@ -42,27 +39,24 @@ class Completions(Dialect):
         return Call(messages, tools, logprobs=bool(asked.logprobs))
 
     def whole(self, call: Call, answer: Answer) -> dict[str, Any]:
-        kind = "text_completion" if call.text is not None else "chat.completion"
         choice = {"index": 0, "finish_reason": answer.finish_reason, **_choice(call, answer)}
-        head = self._head(call, answer, kind)
+        head = self._head(answer, "chat.completion")
         return {**head, "choices": [choice], "usage": _openai_usage(answer)}
 
     def events(self, call: Call, answer: Answer) -> bytes:
-        kind = "text_completion" if call.text is not None else "chat.completion.chunk"
-        head = self._head(call, answer, kind)
+        head = self._head(answer, "chat.completion.chunk")
         if call.stream_usage:
             head["usage"] = None
-        first, last = _choice(call, answer), {"text": ""}
-        if call.text is None:
-            delta = first.pop("message")
-            delta["content"] = delta["content"] or ""
-            if "tool_calls" in delta:
-                calls = [{"index": i, **tool} for i, tool in enumerate(delta["tool_calls"])]
-                delta["tool_calls"] = calls
-            first["delta"], last = delta, {"delta": {}}
-        ends = {**last, "logprobs": None, "finish_reason": answer.finish_reason}
-        chunks = [{"index": 0, "finish_reason": None, **choice} for choice in (first, ends)]
-        events = [_data({**head, "choices": [chunk]}) for chunk in chunks]
+        first = _choice(call, answer)
+        delta = first.pop("message")
+        delta["content"] = delta["content"] or ""
+        if "tool_calls" in delta:
+            delta["tool_calls"] = [
+                {"index": i, **made} for i, made in enumerate(delta["tool_calls"])
+            ]
+        ends = {"delta": {}, "logprobs": None, "finish_reason": answer.finish_reason}
+        choices = [{"finish_reason": None, **first, "delta": delta}, ends]
+        events = [_data({**head, "choices": [{"index": 0, **choice}]}) for choice in choices]
         if call.stream_usage:
             events.append(_data({**head, "choices": [], "usage": _openai_usage(answer)}))
         return b"".join([*events, b"data: [DONE]\n\n"])
@@ -70,33 +64,14 @@ class Completions(Dialect):
     def broken(self, error: ApiError) -> bytes:
         return _data(error.body())
 
-    def _head(self, call: Call, answer: Answer, kind: str) -> dict[str, Any]:
-        prefix = "cmpl" if call.text is not None else "chatcmpl"
+    def _head(self, answer: Answer, kind: str) -> dict[str, Any]:
         return {
-            "id": f"{prefix}-{self.session[:12]}-{answer.number}",
+            "id": f"chatcmpl-{self.session[:12]}-{answer.number}",
             "object": kind,
             "created": self.created,
             "model": self.model,
             "system_fingerprint": f"version-{answer.turn.version}",
         }
-
-
-class TextCompletions(Completions):
-    """Plain completions."""
-
-    reads: ClassVar = ("prompt", "logprobs")
-
-    @classmethod
-    def read(cls, asked: Body, rules: CallRules) -> Call:
-        prompts = [asked.prompt] if isinstance(asked.prompt, str) else asked.prompt or []
-        if len(prompts) != 1:
-            raise ApiError(f"prompt has {len(prompts)} texts: a session is one", param="prompt")
-        if asked.logprobs:
-            raise ApiError(
-                f"logprobs = {asked.logprobs} asks for other tokens than the sampled ones: use 0",
-                param="logprobs",
-            )
-        return Call(text=prompts[0], logprobs=asked.logprobs is not None)
 
 
 def _data(fields: dict[str, Any]) -> bytes:
@@ -111,15 +86,6 @@ def _openai_usage(answer: Answer) -> dict[str, int]:
 def _choice(call: Call, answer: Answer) -> dict[str, Any]:
     """Return the part of a choice that the model said."""
     turn, logprobs = answer.turn, None
-    if call.text is not None:
-        if call.logprobs:
-            logprobs = {
-                "tokens": turn.pieces,
-                "token_logprobs": turn.logprobs,
-                "text_offset": list(accumulate(map(len, turn.pieces[:-1]), initial=0)),
-                "top_logprobs": None,
-            }
-        return {"text": turn.said.text, "logprobs": logprobs}
     message = dict(answer.message)
     if calls := message.get("tool_calls"):
         message["content"] = message["content"] or None
@@ -175,7 +141,7 @@ class Responses(Dialect):
                 if space:  # chat templates have none
                     call.namespaces[name] = (space, each["name"])
                 given = each.get("parameters") or None
-                call.tools.append(function_tool(name, each.get("description"), given))
+                call.tools.append(tool_schema(name, each.get("description") or "", given))
         return call
 
     def whole(self, call: Call, answer: Answer) -> dict[str, Any]:
@@ -355,7 +321,7 @@ class Messages(Dialect):
             name, kind = tool.get("name"), tool.get("type")
             if kind in (None, "custom") and isinstance(name, str):
                 schema = tool.get("input_schema") or {}
-                tools.append(function_tool(name, tool.get("description"), schema))
+                tools.append(tool_schema(name, tool.get("description") or "", schema))
             else:  # no function of the client's
                 rules.overrule("tools", f"one of type {kind!r}")
         return Call(messages, tools)

@@ -25,12 +25,7 @@ from umbra.proto.bounds import LEASES, Name
 from umbra.proto.errors import UNREADABLE, UsageError
 from umbra.services.environments.protocol import StepResult
 from umbra.services.generator.agents.calls import Answer, Call, CallRules, Dialect
-from umbra.services.generator.agents.protocols import (
-    Completions,
-    Messages,
-    Responses,
-    TextCompletions,
-)
+from umbra.services.generator.agents.protocols import Completions, Messages, Responses
 from umbra.services.generator.agents.session import AgentSession
 from umbra.services.http import KEY_VARIABLE, ApiError, is_local, listen, url_at
 
@@ -49,7 +44,6 @@ LeaseSeconds = Annotated[float, Meta(ge=0, le=3600)]
 Handler = Callable[[Request], Awaitable[Response]]
 _DIALECTS: dict[str, type[Dialect]] = {
     "/v1/chat/completions": Completions,
-    "/v1/completions": TextCompletions,
     "/v1/responses": Responses,
     "/v1/messages": Messages,
 }

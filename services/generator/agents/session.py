@@ -35,14 +35,13 @@ _ANSWERS = 16  # the newest, kept for calls that come again: so many may have co
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What a call adds: messages after the tools that were called, or text.
+    """What a call adds: messages after the tools that were called.
 
     `after` is the turn of the model that they follow, counted from 0; None where nothing is before.
     """
 
     messages: list[Message] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
-    text: str | None = None
     after: int | None = None
 
 
@@ -53,27 +52,14 @@ class _Place:
     number: int
     tools: list[dict[str, Any]]
     history: list[Message]  # the turn included
-    text: str | None  # the same of a plain text
     stop: str  # the text that stopped the turn
 
     @property
-    def length(self) -> tuple[int, int, int]:
-        return len(self.history), len(self.text or ""), self.number
-
-    def added(self, call: Call) -> str:
-        """Return the text of `call` after that of here, which it begins with."""
-        text = (call.text or "").removeprefix(self.text or "")
-        # What stopped the model stands in its tokens already, and in most prompts again.
-        return text.removeprefix(self.stop)
+    def length(self) -> tuple[int, int]:
+        return len(self.history), self.number
 
     def gap(self, call: Call) -> str:
         """Return why `call` does not go on from here; empty if it does."""
-        if (call.text is None) != (self.text is None):
-            return "it began with the other of chat completions and completions"
-        if call.text is not None:
-            if not call.text.startswith(self.text or ""):
-                return "prompt does not begin with the last prompt and its completion"
-            return "" if self.added(call) else "prompt adds nothing to the last completion"
         if call.tools != self.tools:
             return "tools are not those of the first request"
         for index, (old, new) in enumerate(zip(self.history, call.messages, strict=False)):
@@ -88,8 +74,6 @@ class _Place:
 
     def news(self, call: Call) -> tuple[Call, News]:
         """Return `call`, which goes on from here, with our messages for its own, and its news."""
-        if call.text is not None:
-            return call, News(text=self.added(call), after=self.number)
         known, new = self.history, call.messages[len(self.history) :]
         last = call.messages[len(known) - 1]
         if not continues(known[-1], last):  # the stop string is written behind it
@@ -213,9 +197,8 @@ class AgentSession:
         self.wait(now)
         if isinstance(said, Turn):
             call, answer = asked.call, Answer.of(said, asked.call, self.turns)
-            text = None if call.text is None else call.text + said.said.text
             history = [*call.messages, answer.message]
-            place = _Place(self.turns, call.tools, history, text, said.said.stop)
+            place = _Place(self.turns, call.tools, history, said.said.stop)
             self._places = [*self._places, place] if self._branches else [place]
             self.turns += 1
             asked.answer.set_result(answer)
@@ -318,7 +301,7 @@ class AgentSession:
                     return place.news(call)
             places = []
         if not places:
-            return call, News(call.messages, text=call.text)
+            return call, News(call.messages)
         if gap := places[0].gap(call):
             raise _edited(gap)
         return places[0].news(call)
