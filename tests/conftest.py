@@ -12,10 +12,16 @@ from fakes.slowness import limit
 # Before anything imports a library that would look for a hub: tests never use the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Else each of many processes compiles all modules, the workers also the tests: 10 s of a core each.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 import pytest
 import zmq
+from fakes import forks
 from hypothesis import HealthCheck, settings
+
+from umbra.services.process import fork_server
 
 # On a busy machine any example may take long.
 settings.register_profile("umbra", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -38,6 +44,12 @@ pytest_plugins = [
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the folders of long tests: none keeps the other workers waiting at the end."""
     items.sort(key=lambda item: item.path.parent.name not in LONG)
+
+
+def pytest_collection_finish() -> None:
+    """Start this worker's fork server as its fork, before it computes anything."""
+    if fork_server.MODULES[0] in sys.modules:
+        forks.server()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,16 +1,17 @@
 """Runs from Python: a script of a few lines, a run that is watched and operated, mistakes."""
 
-import os
-import subprocess
-import sys
+import runpy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes import forks
 from fakes.slowness import limit
 from fakes.waiting import until
 
 import umbra
+from umbra.deploy.python import run as run_module
 from umbra.deploy.python.run import RunChild
 from umbra.services.monitor.run_address import find_address
 
@@ -23,20 +24,19 @@ SMALL: dict[str, Any] = {
 }
 
 
-def python(project: Path, script: str) -> subprocess.CompletedProcess[str]:
-    (project / "script.py").write_text(script)
-    return subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=project, capture_output=True, text=True, timeout=2 * DEADLINE_S,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
+@pytest.fixture(autouse=True)
+def forked(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the project's folder, all processes of its runs are forks."""
+    monkeypatch.chdir(project)
+    for name in ("ChildProcess", "run_stage"):
+        start = getattr(run_module, name)
+        monkeypatch.setattr(run_module, name, partial(start, server=forks.server()))
 
 
 @pytest.mark.timeout(4 * DEADLINE_S)
 def test_a_run_is_watched_operated_stopped_and_goes_on(
-    project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(project)
     worth = {"a": 1.0}
 
     class Vowels:
@@ -76,10 +76,7 @@ def test_a_run_is_watched_operated_stopped_and_goes_on(
 
 
 @pytest.mark.timeout(3 * DEADLINE_S)
-def test_mistakes_are_sentences_and_leave_no_folder(
-    project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(project)
+def test_mistakes_are_sentences_and_leave_no_folder(project: Path) -> None:
     for given, named in (
         ({"model": "nowhere"}, "nowhere"),
         ({"prompts": []}, "prompts has no rows"),
@@ -109,10 +106,12 @@ def test_mistakes_are_sentences_and_leave_no_folder(
 
 
 @pytest.mark.timeout(3 * DEADLINE_S)
-def test_trls_quick_start_runs_with_another_import(project: Path) -> None:
-    done = python(project, QUICK_START)
-    assert done.returncode == 0, done
-    assert "trained 2 steps" in done.stdout
+def test_trls_quick_start_runs_with_another_import(
+    project: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (project / "script.py").write_text(QUICK_START)
+    runpy.run_path("script.py", run_name="__main__")
+    assert "trained 2 steps" in capfd.readouterr().out
     assert (project / "trained" / "config.json").is_file()
 
 
