@@ -14,7 +14,7 @@ import sys
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -28,8 +28,10 @@ from umbra.services.environments.protocol import (
     prompt_messages,
 )
 from umbra.services.environments.tools import calculator, schema
-from umbra.services.modeling.chat import Chat
 from umbra.services.process.parent import die_with_parent
+
+if TYPE_CHECKING:
+    from umbra.services.modeling.chat import Chat
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ def open_chat(config: RunConfig, model: Any = None, source: str = "model.path") 
     Raises:
         UsageError: no model or tokenizer, or settings that don't fit it; names `source`.
     """
+    from umbra.services.modeling.chat import Chat  # brings Transformers, as the next does
     from umbra.services.modeling.models import (
         load_tokenizer,
         named_tokens,

@@ -6,15 +6,17 @@ service or a signal to go wrong is in tests/integration/test_refusals.py and tes
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from fakes.commands import UMBRA
+from fakes.forks import SEARCH, Popen
 from fakes.slowness import limit
 from fakes.waiting import until
 
@@ -29,6 +31,7 @@ from umbra.services.config.loader import load_config, to_json
 from umbra.services.config.rules import cautions
 from umbra.services.generator.checks import check_chat, check_devices
 from umbra.services.process.child import ChildError
+from umbra.services.trainer import service  # noqa: F401 - so that what is started is forked
 
 REWARDS = """
 import os, time
@@ -222,8 +225,9 @@ def test_a_package_that_is_not_installed(setting: str, told: str) -> None:
 def test_ctrl_c_before_anything_has_begun(here: Path) -> None:
     """1. The reward blocks. 2. Ctrl-C. Result: a sentence, exit code 130, no folder."""
     words = ["up", "run.toml", "--set", "environment.reward=user_rewards:blocks"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "umbra", *words],
+    process = Popen(
+        [*UMBRA, *words],
+        env={**os.environ, "PYTHONPATH": SEARCH},
         stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
     )  # fmt: skip
     try:
