@@ -14,7 +14,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Else each of many processes compiles all modules, the workers also the tests: 10 s of a core each.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
 
 import pytest
 import zmq
@@ -22,6 +21,8 @@ from fakes import forks
 from hypothesis import HealthCheck, settings
 
 from umbra.services.process import fork_server
+
+sys.dont_write_bytecode = False
 
 # On a busy machine any example may take long.
 settings.register_profile("umbra", deadline=None, suppress_health_check=[HealthCheck.too_slow])
