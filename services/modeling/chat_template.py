@@ -9,11 +9,11 @@ tail that comes up (`Kind`) a conversation of marked words is rendered whole and
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import json
 import re
-import sys
-import time
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -315,22 +315,24 @@ class _TooLongError(BaseException):
 
 @contextmanager
 def _time_limit() -> Iterator[None]:
-    """Raise _TooLongError in the block after `RENDER_S` seconds: a template is a program.
+    """Raise _TooLongError in the block after `RENDER_S` seconds: a template is a program."""
+    lock, inside = threading.Lock(), True
 
-    Looks at every call that it makes. A sandboxed template has no loop of more than 100,000 rounds
-    without one.
-    """
-    end, before = time.monotonic() + RENDER_S, sys.getprofile()
+    def interrupt(thread: int) -> None:
+        with lock:
+            if inside:
+                raised = ctypes.py_object(_TooLongError)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
 
-    def look(*_: object) -> None:
-        if time.monotonic() > end:
-            raise _TooLongError
-
-    sys.setprofile(look)
+    timer = threading.Timer(RENDER_S, interrupt, [threading.get_ident()])
+    timer.daemon = True
+    timer.start()
     try:
         yield
     finally:
-        sys.setprofile(before)
+        with lock:
+            inside = False
+        timer.cancel()
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
