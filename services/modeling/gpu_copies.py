@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from umbra.services.weights.memory import Mapping
-from umbra.services.weights.verify import Checksums
+from umbra.services.weights.verify import Copied
 
 UNFINISHED_BYTES = 64 << 20  # of copies that were begun, before they are waited for
 BLOCK_BYTES = 1 << 20  # half of a core's cache, and enough to be written past it
@@ -84,7 +84,7 @@ class HashedCopies:
     So the checksums are those of what was meant to be written, whoever changes that memory.
     """
 
-    def __init__(self, sums: Checksums) -> None:
+    def __init__(self, sums: Copied) -> None:
         self._sums = sums
         self._block = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
 

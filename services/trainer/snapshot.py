@@ -24,7 +24,7 @@ from umbra.services.modeling.gpu_copies import GpuCopies, HashedCopies, page_loc
 from umbra.services.modeling.lora import BASE, LowRank, factors, is_adapter, low_rank
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.distributed.sharding import reshard
-from umbra.services.weights.verify import Checksums
+from umbra.services.weights.verify import Copied
 
 # Configuration's names, torch's types and safetensors' names.
 DTYPES: dict[str, tuple[torch.dtype, str]] = {
@@ -73,7 +73,7 @@ def write_shards(
     slot: memoryview,
     rank: int = 0,
     world: int = 1,
-    sums: Checksums | None = None,
+    sums: Copied | None = None,
 ) -> int:
     """Cast what `rank` holds of `model` into `slot`; the bytes written.
 
@@ -84,7 +84,7 @@ def write_shards(
         model: as given to `tensor_layout` when `manifest` was built. Facts of an adapter in
             `manifest` say that its tensors are the factors.
         slot: `[manifest.total_bytes]`, the same memory in all ranks of a host.
-        sums: gets the bytes that this rank, if it is alone, means to write.
+        sums: gets the bytes that this rank means to write.
 
     Raises:
         ValueError: a parameter is sharded other than by rows.

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
+from typing import Protocol
 
 import xxhash
 
@@ -26,6 +27,13 @@ OVERWRITTEN = "its slot was written again"
 
 class ChangedError(UmbraError):
     """A version changed while it was loaded: what was loaded is neither it nor another one."""
+
+
+class Copied(Protocol):
+    """What takes note of a version's bytes while they are copied."""
+
+    def copied(self, start: int, block: memoryview) -> None: ...
+    def until(self, end: int) -> None: ...
 
 
 class Checksums:

@@ -18,11 +18,17 @@ from umbra.services.config import WeightHubConfig as WeightHubConfig
 from umbra.services.modeling.weights import tensors_in
 from umbra.services.process.metrics import MetricsFile
 from umbra.services.trainer.distributed.rendezvous import RankPlace
-from umbra.services.trainer.distributed.shards import own_buckets, owners_of
+from umbra.services.trainer.distributed.shards import (
+    Piece,
+    PieceSums,
+    checked,
+    own_buckets,
+    owners_of,
+)
 from umbra.services.trainer.snapshot import chunk
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
 from umbra.services.weights.arena import remove_leftovers
-from umbra.services.weights.manifest import build_manifest
+from umbra.services.weights.manifest import build_manifest, checksum
 from umbra.services.weights.planes.receiving import StagedPlanes
 from umbra.services.weights.receiver import Receiver
 
@@ -124,3 +130,25 @@ def test_rows_of_a_host_need_not_lie_together() -> None:
     """Of eight rows two ranks of the first host have the first and the last ones."""
     written = [{"x": (0, 2)}, {"x": (6, 8)}, {"x": (2, 4)}, {"x": (4, 6)}]
     assert owners_of(written, RankPlace(0, 4, 2)) == {"x": [(2, 0), (6, 1), (8, 0)]}
+
+
+def test_what_another_process_wrote_between_ranks_gets_no_valid_checksum() -> None:
+    """A bucket of two ranks' rows is changed after they wrote it and before it is hashed."""
+    manifest = build_manifest([("x", "F32", (8, 64)), ("y", "F32", (3, 5))], 1024)
+    slot = memoryview(bytearray(manifest.total_bytes))
+    pieces = list[Piece]()
+    for first, last in ((0, 1500), (1500, manifest.total_bytes)):
+        meant = PieceSums(manifest)
+        for start in range(first, last, 100):
+            block = bytes([start % 251]) * min(100, last - start)
+            slot[start : start + len(block)] = block
+            meant.copied(start, memoryview(block))
+        pieces += meant.result()
+    assert len(pieces) == len(manifest.buckets) + 1  # one bucket has rows of both
+    for start, end in manifest.buckets:
+        right = checksum(slot[start:end])
+        assert checked(slot, start, end, pieces) == right
+        for at in (start, end - 1):
+            slot[at] ^= 1
+            assert checked(slot, start, end, pieces) not in (right, checksum(slot[start:end]))
+            slot[at] ^= 1

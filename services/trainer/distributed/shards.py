@@ -2,17 +2,21 @@
 
 Rank 0 has a slot of the arena and says where it is, and all write their rows. When all have, each
 computes the checksums of an equal share of its host's buckets (which may hold rows of several
-ranks), and all get those of all. On several hosts each has an arena of its own under the same path,
+ranks), and compares them with those of what the ranks meant to write, piece by piece; all get those
+of all. On several hosts each has an arena of its own under the same path,
 in which the rows of its ranks are. No bucket holds rows of two hosts.
 """
 
 from __future__ import annotations
 
+import logging
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
 import torch
+import xxhash
 from torch import nn
 
 from umbra.proto.records import Manifest
@@ -22,6 +26,11 @@ from umbra.services.trainer.snapshot import write_shards, written_rows
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.manifest import checksum, owned_buckets
 from umbra.services.weights.verify import Checksums
+
+log = logging.getLogger(__name__)
+
+Piece = tuple[int, int, int]
+"""Bytes `[start, end)` of a version, all of one bucket, and their checksum."""
 
 
 def own_buckets(manifest: Manifest, place: RankPlace) -> list[int]:
@@ -64,6 +73,57 @@ def owners_of(
     return owners
 
 
+class PieceSums:
+    """The checksums of what a rank writes, from the bytes that it means to write.
+
+    What a GPU copies is not seen on its way.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._ends = [end for _, end in manifest.buckets]
+        self._pieces: list[Piece] = []
+        self._start = self._at = self._end = 0
+        self._hash = xxhash.xxh3_64()
+
+    def copied(self, start: int, block: memoryview) -> None:
+        """Add bytes that are written from byte `start` on."""
+        while len(block):
+            if start != self._at or start == self._end:
+                self._close()
+                self._start = self._at = start
+                self._end = self._ends[bisect_right(self._ends, start)]
+            part = block[: self._end - start]
+            self._hash.update(part)
+            self._at = start = start + len(part)
+            block = block[len(part) :]
+
+    def until(self, end: int) -> None:
+        """Nothing: what was not added is not compared."""
+
+    def result(self) -> list[Piece]:
+        """Return all pieces, in order."""
+        self._close()
+        return sorted(self._pieces)
+
+    def _close(self) -> None:
+        if self._at > self._start:
+            self._pieces.append((self._start, self._at, self._hash.intdigest()))
+        self._hash, self._start = xxhash.xxh3_64(), self._at
+
+
+def checked(slot: memoryview, start: int, end: int, pieces: Sequence[Piece]) -> int:
+    """The checksum of bucket `[start, end)`; one that no receiver accepts if a piece has changed.
+
+    `pieces` are those of all its writers, in order.
+    """
+    data = memoryview(bytes(slot[start:end]))
+    own = pieces[bisect_left(pieces, (start,)) : bisect_left(pieces, (end,))]
+    changed = [at for at, stop, meant in own if checksum(data[at - start : stop - start]) != meant]
+    if changed:
+        log.error("another process changed a version in shared memory, at byte %d", changed[0])
+    return checksum(data) ^ bool(changed)
+
+
 class Snapshots:
     """Writes versions of `model`, on every rank of `ranks` its own rows."""
 
@@ -87,12 +147,16 @@ class Snapshots:
             computed = Checksums(manifest, slot)
             write_shards(self._model, manifest, slot, sums=computed)
             return computed.result()
-        write_shards(self._model, manifest, slot, ranks.rank, ranks.world)
-        ranks.sum_ranks(torch.zeros(1))  # all have written
+        meant = PieceSums(manifest)
+        write_shards(self._model, manifest, slot, ranks.rank, ranks.world, meant)
+        decode = msgspec.msgpack.Decoder(list[Piece]).decode
+        # When all have told theirs, all have written.
+        told = [decode(some) for some in ranks.collect(msgspec.msgpack.encode(meant.result()))]
+        pieces = sorted(piece for some in told for piece in some)
         sums = np.zeros(len(manifest.buckets), np.uint64)
         for bucket in own_buckets(manifest, ranks.place):
             start, end = manifest.buckets[bucket]
-            sums[bucket] = checksum(slot[start:end])
+            sums[bucket] = checked(slot, start, end, pieces)
         ranks.sum_ranks(torch.from_numpy(sums.view(np.int64)))
         return sums.tolist()
 
