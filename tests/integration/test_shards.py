@@ -145,10 +145,10 @@ def test_what_another_process_wrote_between_ranks_gets_no_valid_checksum() -> No
             meant.copied(start, memoryview(block))
         pieces += meant.result()
     assert len(pieces) == len(manifest.buckets) + 1  # one bucket has rows of both
-    for start, end in manifest.buckets:
-        right = checksum(slot[start:end])
-        assert checked(slot, start, end, pieces) == right
-        for at in (start, end - 1):
+    for start, stop in manifest.buckets:
+        right = checksum(slot[start:stop])
+        assert checked(slot, start, stop, pieces) == right
+        for at in (start, stop - 1):
             slot[at] ^= 1
-            assert checked(slot, start, end, pieces) not in (right, checksum(slot[start:end]))
+            assert checked(slot, start, stop, pieces) not in (right, checksum(slot[start:stop]))
             slot[at] ^= 1
