@@ -11,7 +11,7 @@ import pytest
 from umbra import cli
 from umbra.deploy.check import machine
 from umbra.deploy.check.hardware import GIB, Gpu, GpusSeen
-from umbra.deploy.check.machine import Finding, as_text, has_problem
+from umbra.deploy.check.machine import Finding
 from umbra.proto.errors import UmbraError
 from umbra.proto.net.keys import make_keys
 
@@ -90,16 +90,6 @@ def test_a_disk_is_measured_where_the_folder_will_be(tmp_path: Path) -> None:
     found = machine.disk(tmp_path / "runs" / "new")
     assert str(tmp_path) in found.text
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_page_says_what_to_do_worst_first() -> None:
-    fine = [Finding("a", "ok", "1"), Finding("c", "warning", "2", "do that")]
-    assert not has_problem(fine)
-    assert as_text(fine)[-2:] == ["What to do:", "- c: do that"]
-    bad = [*fine, Finding("d", "problem", "3", "do this first")]
-    assert has_problem(bad)
-    assert as_text(bad)[-2:] == ["- d: do this first", "- c: do that"]
-    assert as_text(fine[:1])[-1] == "Nothing to do."
 
 
 @pytest.mark.parametrize("words", [["--show"], ["--gpu", "l4-24"], ["nowhere.toml"]])

@@ -7,13 +7,11 @@ from typing import Any, NoReturn
 
 import msgspec
 import pytest
-from click.testing import CliRunner
 from transformers import Qwen3Config
 
-from umbra.cli import cli
 from umbra.deploy.check import choose as choosing
 from umbra.deploy.check import hardware
-from umbra.deploy.check.choose import choose, for_hardware, for_this_machine, in_one_line, positions
+from umbra.deploy.check.choose import choose, for_hardware, for_this_machine, in_one_line
 from umbra.deploy.check.estimate import MARGIN, divide
 from umbra.deploy.check.hardware import GIB, GpusSeen, Machine, this_machine
 from umbra.deploy.files.run_folder import RunFolder
@@ -172,19 +170,3 @@ def test_only_a_run_for_cpus_begins_where_torch_sees_none_of_the_gpus(
     run, told = for_this_machine(config, {})
     assert not told
     assert in_one_line(run).startswith("trainer on cpu (float32), engine torch on cpu (float")
-
-
-def test_an_estimate_tells_what_is_chosen_and_what_does_not_fit(
-    model: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "run.toml").write_text(f'[model]\npath = "{model}"\n', encoding="utf-8")
-    result = CliRunner().invoke(cli, ["check", str(tmp_path / "run.toml"), "--gpu", "l4-24"])
-    assert "chosen:    generator.engine = vllm" in result.output, result.output
-    assert "gpu_memory_utilization" in result.output
-
-
-def test_positions_of_models(model: Path, tmp_path: Path) -> None:
-    assert positions(str(model)) == 40_960
-    (tmp_path / "config.json").write_text('{"text_config": {"max_position_embeddings": 99}}')
-    assert positions(str(tmp_path)) == 99
-    assert positions(str(tmp_path / "nowhere")) == 0

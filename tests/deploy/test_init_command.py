@@ -1,15 +1,10 @@
 """`umbra init`: what it writes can be run, and it overwrites nothing."""
 
 import os
-import pty
-import subprocess
-import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from fakes.slowness import limit
 
 from umbra import cli
 from umbra.deploy.check.choose import choose
@@ -96,24 +91,3 @@ def test_a_folder_elsewhere_and_prompts_of_ones_own(capsys: pytest.CaptureFixtur
     config = load_config("fourth/run.toml", environ={})
     assert config.model.path == "an-org/a-model"
     assert config.data.prompts == "datasets:an-org/rows"
-
-
-def test_three_questions_on_a_terminal() -> None:
-    ours, theirs = pty.openpty()
-    asked = subprocess.Popen(
-        [sys.executable, "-m", "umbra", "init", "--reward", "exact"],
-        stdin=theirs, stdout=theirs, stderr=theirs,
-    )  # fmt: skip
-    os.write(ours, b"a-model\n\n")
-    assert asked.wait(limit(60.0)) == 0
-    os.close(theirs)
-    shown = b""
-    with suppress(OSError):  # its end; the kernel hands over what was said in parts
-        while part := os.read(ours, 4096):
-            shown += part
-    os.close(ours)
-    said = shown.decode()
-    assert "model: its directory, or ORG/NAME on the hub [model]" in said
-    assert "reward: your own" not in said
-    config = load_config("run.toml", environ={})
-    assert (config.model.path, config.environment.kind) == ("a-model", "exact")

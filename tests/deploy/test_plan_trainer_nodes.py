@@ -9,7 +9,6 @@ import pytest
 from fakes.clusters import PLANS, launched, plan_of, render
 
 from umbra import cli
-from umbra.deploy.cluster.command import as_json, table
 from umbra.deploy.cluster.launch import ports
 from umbra.deploy.cluster.plan import Plan
 from umbra.proto.errors import UsageError
@@ -84,19 +83,6 @@ def test_a_group_that_shares_the_trainer_s_nodes() -> None:
     assert on_b == ["relay", "part", "train", *["logp"] * 4]
     used = [port for p in SHARED.on(SHARED.nodes[1]) for port in ports(SHARED, p)]
     assert used == [5559, 5560, 5561]
-
-
-def test_the_table_and_json_show_it() -> None:
-    text = table(TWO)
-    assert (
-        "trainer: 16 ranks on a, b, which meet at 10.0.0.1:5562; they connect with each other at "
-        "any port" in text
-    )
-    assert "meet at" not in table(plan_of(8, 8))
-    told = as_json(TWO)
-    assert told["trainer"] == {"nodes": ["a", "b"], "ranks": 16, "rendezvous": "10.0.0.1:5562"}
-    (rank,) = (p["node_rank"] for p in told["nodes"][1]["processes"] if p["name"] == "trainer-b")
-    assert rank == 1
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,11 @@ from accelerate.state import AcceleratorState
 from fakes.full_rows import RowShape, full_rows
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
-from umbra.deploy.check.estimate import Estimate, judge, taken, vllm_room
+from umbra.deploy.check.estimate import Estimate, judge
 from umbra.deploy.check.hardware import GIB, Machine
 from umbra.deploy.check.model_sizes import sizes_of
-from umbra.deploy.check.needs import peak
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import load_config
-from umbra.services.reporting.tables import markdown
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.make_model import make_tokenizer
 
@@ -133,41 +131,6 @@ def test_each_fits(estimates: dict[str, Estimate]) -> None:
         assert not found.faults, (name, found.faults)
         last = max(found.loads)
         assert last == (0 if name.endswith("-1gpu") else 7)
-
-
-@pytest.mark.timeout(300)
-def test_the_table_of_the_documentation(estimates: dict[str, Estimate]) -> None:
-    text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
-    assert table(estimates) in text, table(estimates)
-
-
-def table(estimates: dict[str, Estimate]) -> str:
-    """What `docs/training.md` has of the recipes."""
-    rows: list[list[str]] = []
-    for name, found in estimates.items():
-        config = recipe(name)
-        trainer, generator = found.needs
-        machine, slots = found.machine, config.generator.slots
-        room, _ = vllm_room(config, list(found.needs), machine)
-        what = f"adapter of rank {rank}" if (rank := config.trainer.lora_rank) else "all weights"
-        rows.append(
-            [
-                f"[`{name}`](../examples/recipes/{name}.toml)",
-                what,
-                f"{config.trainer.ranks} x {gib(peak(trainer.device))}",
-                f"{config.generator.tensor_parallel} x {gib(taken(config, generator, machine))}",
-                f"{min(int(room or 0), slots)} of {slots}",
-                gib(found.host),
-                gib(found.arena.bytes),
-            ]
-        )
-    gpus = ("trainer's GPUs, GiB", "generator's GPUs, GiB")
-    columns = ("run file", "trains", *gpus, "whole contexts", "host, GiB", "/dev/shm, GiB")
-    return markdown(columns, rows)
-
-
-def gib(count: int) -> str:
-    return f"{count / GIB:.0f}" if count >= 10 * GIB else f"{count / GIB:.1f}"
 
 
 @pytest.mark.parametrize("name", MODELS)

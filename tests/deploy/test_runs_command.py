@@ -62,19 +62,6 @@ def test_what_became_of_each_oldest_first() -> None:
     assert well["bytes"] == size
 
 
-def test_a_table_for_people() -> None:
-    made("well", 1.7e9, steps=25, code=0)
-    spoiled = made("spoiled", 1.8e9)
-    spoiled.config.write_text("[")
-    spoiled.summary.write_text("[]")
-    os.utime(spoiled.config, (1.8e9, 1.8e9))
-    done = CliRunner().invoke(command, [])
-    heading, first, second = done.output.splitlines()
-    assert heading.split() == ["id", "state", "steps", "reward", "accuracy", "begun", "size"]
-    assert first.split()[:5] == ["well", "ended", "25/100", "0.205", "0.750"]
-    assert second.split()[:5] == ["spoiled", "interrupted", "0", "-", "-"]
-
-
 @pytest.mark.timeout(30)
 def test_what_others_put_there_neither_ends_nor_hangs_the_list() -> None:
     """Damaged files, pipes in the place of files, and names that steer a terminal."""

@@ -1,8 +1,6 @@
 """Watching a run over real sockets, with keys and without, while it is not disturbed."""
 
 import os
-import pty
-import select
 import signal
 import subprocess
 import sys
@@ -136,41 +134,6 @@ def test_any_number_watch_and_see_the_same(buffer: Buffer, security: SecurityOf)
                 assert look.pushes[0].wire_s == PUSH["wire_s"]
     senders = {key[1].partition(b".")[0] for key in buffer.server.resends._known}
     assert senders == {b"generator-0"}, "of the watchers nothing stays"
-
-
-def test_the_screen(zmq_context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    """On a terminal: the run is shown, and Ctrl-C leaves with code 0."""
-    buffer = Buffer(zmq_context, OPEN)
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "umbra", "monitor", "--broker", buffer.endpoint],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm",
-             "COLUMNS": "150", "LINES": "60"},
-    )  # fmt: skip
-    os.close(theirs)
-    shown = b""
-
-    def read_until(text: bytes) -> None:
-        nonlocal shown
-        deadline = time.monotonic() + WAIT_S
-        while text not in shown:
-            assert time.monotonic() < deadline, shown
-            if select.select([ours], [], [], 0.5)[0]:
-                shown += os.read(ours, 65536)
-
-    try:
-        read_until(b"100 issued = 80 trained")
-        process.send_signal(signal.SIGINT)
-        read_until(b"left run run-1 at step 40")
-        assert process.wait(WAIT_S) == 0
-    finally:
-        process.kill()
-        process.wait()
-        os.close(ours)
-        buffer.close()
 
 
 def test_the_page_and_the_figures(zmq_context: zmq.Context[zmq.Socket[bytes]]) -> None:

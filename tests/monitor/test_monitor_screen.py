@@ -4,7 +4,7 @@ import io
 from typing import Any
 
 import pytest
-from fakes.looks import PUSH, ROLLOUT, header, heard, look, member, status
+from fakes.looks import PUSH, ROLLOUT, header, heard, look, status
 from rich.console import Console
 
 from umbra.proto.messages import Event
@@ -15,7 +15,6 @@ from umbra.services.monitor.feed import (
     PushSeen,
 )
 from umbra.services.monitor.screen import screen
-from umbra.services.monitor.view import left_text
 
 
 def shown(what: Look, width: int = 140) -> str:
@@ -96,29 +95,3 @@ def test_what_is_kept_is_bounded() -> None:
 
 
 # -- small windows --------------------------------------------------------------------------------
-
-
-def test_at_80_columns_members_fit() -> None:
-    members = [
-        member("generator-0", activity="waiting for environments",
-               stats={"decoded_per_s": 123456.0, "version": 39.0, "live": 128.0},
-               shares={"decode": 0.7, "idle: environment": 0.3}),
-        member("trainer", role="trainer", stats={"step": 40.0, "reward": 0.5}),
-    ]  # fmt: skip
-    run_id = "demo-sort-20261123-065808-963a"
-    text = shown(look(members=members, run_id=run_id), width=80)
-    assert max(map(len, text.splitlines())) <= 80
-    for expected in (run_id, "123,456", "30% (environment)", "tokens/s", "staleness 1.12"):
-        assert expected in text, expected
-    assert "waiting for environments" not in text
-
-
-def test_a_run_that_ends_well_does_not_look_like_a_failure() -> None:
-    done = look(version=300, finished=True, ending="run finished: steps reached", state="draining")
-    assert "all steps are done, the run ends: run finished" in shown(done)
-    assert "ENDING" not in shown(done)
-    assert left_text(done.status, lost=True) == "run run-1 has done all its 300 steps and has ended"
-    assert "ENDING: by hand" in shown(look(ending="by hand"))
-    midway = left_text(look().status, lost=True)
-    assert midway.startswith("run run-1 has ended, or cannot be reached: seen at step 40/300")
-    assert left_text(look().status, lost=False) == "left run run-1 at step 40/300; it goes on"

@@ -4,14 +4,13 @@ import io
 import json
 from typing import Any
 
-import msgspec
 import pytest
 from rich.console import Console
 
 from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.run.live import PlainView, Progress
 from umbra.proto.messages import Member, Rates, RunWarning, Status, Stuck
-from umbra.proto.records import EvalReport, Ledger
+from umbra.proto.records import Ledger
 from umbra.services.monitor.feed import Look
 from umbra.services.monitor.screen import plain, screen
 from umbra.services.monitor.view import (
@@ -20,8 +19,6 @@ from umbra.services.monitor.view import (
     idle_text,
     ledger_text,
     member_rows,
-    most_telling,
-    sparkline,
     status_dict,
 )
 
@@ -143,15 +140,6 @@ def test_members_gone_and_processes_without_membership_are_shown() -> None:
     ]
 
 
-def test_of_many_members_those_in_trouble_are_shown() -> None:
-    many = [member(f"generator-{i:03}", state="failed" if i == 77 else "ready") for i in range(90)]
-    rows = most_telling(member_rows(status(members=many)), 10)
-    assert len(rows) == 10
-    assert "generator-077" in [row.name for row in rows]
-    assert rows[-1].name == "and 81 more"
-    assert [row.name for row in rows[:-1]] == sorted(row.name for row in rows[:-1])
-
-
 @pytest.mark.parametrize(
     ("shares", "text"),
     [
@@ -163,49 +151,3 @@ def test_of_many_members_those_in_trouble_are_shown() -> None:
 )
 def test_idleness_has_a_cause(shares: dict[str, float], text: str) -> None:
     assert idle_text(member(shares=shares)) == text
-
-
-@pytest.mark.parametrize(
-    ("values", "line"),
-    [([], ""), ([1.0], "▁"), ([0.0, 1.0], "▁█"), ([2.0, 2.0], "▁▁")],
-)
-def test_sparkline(values: list[float], line: str) -> None:
-    assert sparkline(values) == line
-
-
-def test_the_plain_view_speaks_now_and_then_and_at_the_last_step(
-    tmp_path: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    now = 0.0
-    view = PlainView(every_s=5.0, clock=lambda: now)
-    progress = Progress(RunFolder(tmp_path))
-    view.update(progress, {})
-    assert capsys.readouterr().out == ""
-    progress.status = status()
-    view.update(progress, {})
-    assert capsys.readouterr().out == ""
-    now = 5.0
-    view.update(progress, {})
-    view.update(progress, {})
-    assert capsys.readouterr().out.count("step 40/300") == 1
-    progress.status = msgspec.structs.replace(status(), version=300)
-    view.update(progress, {})
-    view.update(progress, {})
-    assert capsys.readouterr().out.count("step 300/300") == 1
-
-
-def test_evaluations_are_shown_while_they_are_under_way() -> None:
-    done = EvalReport(version=20, done=True, samples=128, answered=128, accuracy=0.75)
-    open_ = EvalReport(
-        version=40, done=False, samples=128, answered=31, ended={"failed": 1}, accuracy=0.5
-    )
-    both = status(evals=[done, open_])
-    assert "eval of version 40: 31/128 answered (1 failed), accuracy 0.500" in headline(both)
-    text = plain(Look(both))
-    assert text.count("evals: ") == 1 and "eval of version 20: accuracy 0.750" in text
-    console = Console(file=io.StringIO(), width=160)
-    console.print(screen(Look(both), 160))
-    assert "31/128" in console.file.getvalue()  # type: ignore[attr-defined]
-    assert "eval" not in headline(status(evals=[done]))
-    nothing = EvalReport(version=40, done=False, samples=8)
-    assert "0/8 answered, no accuracy yet" in plain(Look(status(evals=[nothing])))

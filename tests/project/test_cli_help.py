@@ -1,13 +1,10 @@
 """What the command line does for people who type: completion, near names, precedence."""
 
-import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import pytest
-from fakes.commands import call
 
 from umbra import cli
 from umbra.services.config import RunConfig
@@ -82,26 +79,6 @@ def test_a_ping_to_nobody(
     monkeypatch.chdir(tmp_path)
     assert cli.main(["status", *words]) == 2
     assert told in capsys.readouterr().err
-
-
-def complete(words: str) -> list[str]:
-    """What bash would be offered after `words`, whose last is unfinished."""
-    environ = {
-        **os.environ,
-        "_UMBRA_COMPLETE": "bash_complete",
-        "COMP_WORDS": f"umbra {words}",
-        "COMP_CWORD": str(len(words.split())),
-    }
-    code = "import sys; sys.argv[0] = 'umbra'; from umbra.cli import main; main()"
-    done = call([sys.executable, "-c", code], env=environ)
-    assert not done.stderr
-    return [line.partition(",")[2] for line in done.stdout.splitlines()]
-
-
-def test_commands_and_flags_are_completed() -> None:
-    assert complete("repo") == ["report"]
-    assert "weight-hub" in complete("weig")
-    assert "--upstream" in complete("weight-hub --up")
 
 
 def test_there_are_few_commands() -> None:
