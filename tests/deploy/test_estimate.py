@@ -15,6 +15,7 @@ import torch
 from accelerate.state import AcceleratorState
 from fakes.architectures import ARCHITECTURES
 from fakes.constants import constants
+from fakes.forks import SEARCH, Popen
 from fakes.full_rows import RowShape, full_rows
 from fakes.slowness import limit
 from programs.memory_peak import Case
@@ -58,11 +59,11 @@ EXPERTS = {
 CASES = {
     "short rows": Case("Qwen3", SMALL, 4, 256),
     "a long row": Case("Qwen3", SMALL, 1, 1024),
-    "recomputed": Case("Qwen3", SMALL, 4, 512, {"activation_checkpointing": True}),
+    "recomputed": Case("Qwen3", SMALL, 4, 256, {"activation_checkpointing": True}),
     "bf16": Case("Qwen3", SMALL, 4, 256, {"precision": "bf16"}),
     "an adapter": Case("Qwen3", SMALL, 4, 256, {"lora_rank": 8}),
     "all logits": Case("Qwen3", LARGE_VOCABULARY, 2, 256),
-    "logits in chunks": Case("Qwen3", LARGE_VOCABULARY, 4, 256, {"logits_mib": 16.0}),
+    "logits in chunks": Case("Qwen3", LARGE_VOCABULARY, 2, 256, {"logits_mib": 16.0}),
     "experts": Case("Qwen3Moe", EXPERTS, 4, 256),
     "windows": Case("Gemma2", {**SMALL, "sliding_window": 128}, 2, 256),
 }
@@ -72,17 +73,17 @@ CASES = {
 def measured() -> dict[str, int]:
     """What each case really takes, in bytes: measured by the kernel, in another process."""
     lines = [json.dumps(dataclasses.asdict(case)) for case in CASES.values()]
-    done = subprocess.run(
+    program = Popen(
         [sys.executable, str(PROGRAM)],
-        input="\n".join(lines),
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=limit(300),
-        check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={**os.environ, "PYTHONPATH": SEARCH},
     )
-    assert done.returncode == 0, done.stderr
-    found = [json.loads(line)["bytes"] for line in done.stdout.splitlines()]
+    out, said = program.communicate("\n".join(lines), timeout=limit(300))
+    assert program.returncode == 0, said
+    found = [json.loads(line)["bytes"] for line in out.splitlines()]
     return dict(zip(CASES, found, strict=True))
 
 
