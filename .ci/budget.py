@@ -32,7 +32,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "services/prompts": (420, 12),
     "services/reporting": (190, 16),
     "services/scorer": (460, 8),
-    "services/trainer": (6_760, 160),
+    "services/trainer": (6_800, 160),
     "services/weight_hub": (2_200, 20),
     "services/weights": (5_680, 98),
     "deploy": (7_530, 195),
