@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -113,7 +114,7 @@ Up: TypeAlias = Callable[..., UpProcess]
 
 @pytest.fixture
 def up(project: Path) -> Iterator[Up]:
-    """Start `umbra up RUN` with settings, flags and variables."""
+    """Start `umbra up RUN` with settings and flags; `program` is another one than `umbra`."""
     started: list[UpProcess] = []
 
     def start(
@@ -121,15 +122,15 @@ def up(project: Path) -> Iterator[Up]:
         flags: tuple[str, ...] = (),
         run: str | Path = "run.toml",
         quiet_s: float = QUIET_S,
-        **variables: str,
+        program: Sequence[str | Path] = UMBRA[1:],
     ) -> UpProcess:
         popen = Popen(
-            [*UMBRA, "up", str(run), *sets(*settings), *flags],
+            [sys.executable, *program, "up", str(run), *sets(*settings), *flags],
             cwd=project,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": SEARCH, **variables},
+            env={**os.environ, "PYTHONPATH": SEARCH},
         )
         started.append(UpProcess(popen, project, quiet_s))
         return started[-1]

@@ -1,7 +1,6 @@
 """An engine that hangs in the middle of a run, in each way there is: it is named, and ends."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,28 +9,18 @@ from fakes.whole_runs import Up, UpProcess
 
 from umbra.services.monitor.client import StatusClient
 
-HANGING = Path(__file__).parents[1] / "programs" / "hanging"
+HANGING = Path(__file__).parents[1] / "programs/hanging_up.py"
 STEPS = 16  # so that every life of the generator has something to do
 QUIET_S = 240.0  # the generator starts three times
+STALL_S = 3.0
 
 
-@pytest.fixture
-def hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Has the engine hang in the given ways, once in each; the file has those to come."""
-
-    def plan(*kinds: str) -> Path:
-        file = tmp_path / "hang-plan"
-        file.write_text("\n".join(kinds))
-        monkeypatch.setenv("HANG_PLAN", str(file))
-        monkeypatch.syspath_prepend(str(HANGING))
-        return file
-
-    return plan
-
-
-def start(up: Up, stall_s: float) -> UpProcess:
-    """A run whose generator ends itself after `stall_s` seconds without progress."""
-    return up(f"run.steps={STEPS}", f"buffer.stall_s={stall_s / 10:g}", quiet_s=QUIET_S)
+def start(up: Up, plan: Path, *ways: str) -> tuple[UpProcess, float]:
+    """A run whose generator hangs in these ways; its seconds without progress until it ends."""
+    plan.write_text("\n".join(ways))
+    stall_s = seconds(STALL_S)
+    settings = (f"run.steps={STEPS}", f"buffer.stall_s={stall_s / 10:g}")
+    return up(*settings, quiet_s=QUIET_S, program=("-P", HANGING, plan)), stall_s
 
 
 def told(process: UpProcess, client: StatusClient) -> str:
@@ -61,15 +50,14 @@ def ended(process: UpProcess, *codes: int) -> str:
 
 
 @pytest.mark.timeout(360)
-def test_a_stuck_engine_is_named_and_then_ends(hang: Callable[..., Path], up: Up) -> None:
+def test_a_stuck_engine_is_named_and_then_ends(tmp_path: Path, up: Up) -> None:
     """1. An engine hangs. 2. The status names it; it ends. 3. The next one hangs in another way.
 
     Result: exit code 6 each time, and nothing is lost.
     """
     kinds = {"blocks": "decoding", "loads": "loading version"}
-    plan = hang(*kinds)
-    stall_s = seconds(6.0)
-    process = start(up, stall_s)
+    plan = tmp_path / "plan"
+    process, stall_s = start(up, plan, *kinds)
     with StatusClient(process.broker()) as client:
         for left in reversed(range(len(kinds))):
             process.until(lambda n=left: len(plan.read_text().splitlines()) == n, "a hang")
@@ -83,9 +71,9 @@ def test_a_stuck_engine_is_named_and_then_ends(hang: Callable[..., Path], up: Up
 
 
 @pytest.mark.timeout(360)
-def test_what_nobody_foresaw_ends_as_well(hang: Callable[..., Path], up: Up) -> None:
+def test_what_nobody_foresaw_ends_as_well(tmp_path: Path, up: Up) -> None:
     """1. What receives weights raises. 2. Nobody gets the interpreter."""
-    hang("receives", "holds")
-    text = ended(start(up, seconds(6.0)), 6, 1)
+    process, _ = start(up, tmp_path / "plan", "receives", "holds")
+    text = ended(process, 6, 1)
     assert "umbra: error: the receiver of weights failed: KeyError: 7" in text
     assert "Timeout (0:" in text

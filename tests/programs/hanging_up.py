@@ -1,7 +1,9 @@
-"""Python imports this at its start, where it is on the path: a generator's engine hangs, once.
+"""`umbra` whose generator's engine hangs.
 
-The file that the variable `HANG_PLAN` names has a way per line. Each life of the generator
-takes the first line away and hangs so:
+    python -P hanging_up.py PLAN up RUN ...
+
+PLAN is a file with a way per line. Each life of the generator takes the first line away and hangs
+so, once:
 
     blocks    a step never comes back
     holds     nor does it let other threads of Python run
@@ -12,21 +14,22 @@ takes the first line away and hangs so:
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 import threading
 from pathlib import Path
 from typing import Any
+
+from fakes.injected import run
+
+from umbra.proto.messages import Prepare
+from umbra.services.generator.engines.torch_engine import TorchEngine
+from umbra.services.weights.receiver import Receiver
 
 TOKENS = 200  # before it hangs
 
 
 def prepare(file: Path) -> None:
     """Have the engine of this process hang."""
-    from umbra.proto.messages import Prepare
-    from umbra.services.generator.engines.torch_engine import TorchEngine
-    from umbra.services.weights.receiver import Receiver
-
     poll, load = TorchEngine.poll, TorchEngine.load
     hanging: list[str] = []  # one way at most
     lock = threading.Lock()
@@ -69,5 +72,6 @@ def prepare(file: Path) -> None:
     TorchEngine.load = loading  # pyright: ignore[reportAttributeAccessIssue]
 
 
-if "HANG_PLAN" in os.environ and "generator" in sys.orig_argv:
-    prepare(Path(os.environ["HANG_PLAN"]))
+if __name__ == "__main__":
+    plan = Path(sys.argv.pop(1))
+    run("generator", lambda: prepare(plan))

@@ -1,7 +1,9 @@
-"""Python imports this at its start, where it is on the path: ends a trainer at chosen moments.
+"""`umbra` whose trainer is killed at chosen moments.
 
-The file that the variable `KILL_PLAN` names has a moment and a step per line. Each life of the
-trainer takes the first line away and ends by SIGKILL there:
+    python -P killed_up.py PLAN up RUN ...
+
+PLAN is a file with a moment and a step per line. Each life of the trainer takes the first line away
+and ends by SIGKILL there:
 
     trained 5      step 5 has been trained, and is not committed
     committed 8    step 8 is committed, and its checkpoint is not begun
@@ -21,24 +23,31 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from fakes.injected import run
+
+from umbra.deploy.run import up
+from umbra.proto.messages import CheckpointSaved, CommitBatch
+from umbra.proto.net.channel import Channel
+from umbra.services.process.files import Disk
+from umbra.services.trainer.checkpoints.saver import Saver
+
 
 def die() -> None:
     """As by `kill -9`."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def plan(file: str) -> tuple[str, int] | None:
-    """When this life ends."""
-    first, *rest = Path(file).read_text().splitlines() or [""]
-    Path(file).write_text("\n".join(rest))
-    moment, _, step = first.partition(" ")
-    return (moment, int(step)) if moment else None
+def prepare(plan: Path) -> None:
+    """Have this life end where the plan says."""
+    put_none_off()
+    if lines := plan.read_text().splitlines():
+        plan.write_text("\n".join(lines[1:]))
+        moment, step = lines[0].split()
+        end_at(moment, int(step))
 
 
 def put_none_off() -> None:
     """Have checkpoints be made at the steps that they are due at."""
-    from umbra.services.trainer.checkpoints.saver import Saver
-
     after = Saver.after
 
     def waiting(self: Saver, step: int, row: Any) -> None:
@@ -49,12 +58,8 @@ def put_none_off() -> None:
     Saver.after = waiting
 
 
-def prepare(moment: str, at: int) -> None:
+def end_at(moment: str, at: int) -> None:
     """Have this process end there."""
-    from umbra.proto.messages import CheckpointSaved, CommitBatch
-    from umbra.proto.net.channel import Channel
-    from umbra.services.process.files import Disk
-
     call, rename, opened = Channel.call, Path.rename, Disk.open
 
     def calling(self: Channel, body: Any, *args: Any, **kwargs: Any) -> Any:
@@ -85,7 +90,7 @@ def prepare(moment: str, at: int) -> None:
     Disk.open = opening
 
 
-if "KILL_PLAN" in os.environ and "trainer" in sys.orig_argv:
-    if (chosen := plan(os.environ["KILL_PLAN"])) is not None:
-        prepare(*chosen)
-    put_none_off()
+if __name__ == "__main__":
+    plan = Path(sys.argv.pop(1))
+    up.TRAINER_RESTARTS = len(plan.read_text().splitlines())
+    run("trainer", lambda: prepare(plan))
