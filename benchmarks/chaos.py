@@ -50,6 +50,7 @@ COUNTED = ("acknowledged", "trained", "untrained", "lost", "twice", "repeated", 
 # batches are kept, so that they can be looked through. An attempt that was cut off is not a
 # sample's fault here.
 SETTINGS = (
+    "eval.prompts=",
     "buffer.stages=[\"reward\"]",
     "buffer.dead_after_s=5",
     "buffer.lease_s=8",

@@ -165,7 +165,7 @@ class DemoRun:
         self.lives += 1
         with (self.home / "up.log").open("ab") as log:
             self._up = subprocess.Popen(
-                [*AUDITED, "up", what, "--no-eval", *more],
+                [*AUDITED, "up", what, *more],
                 cwd=self.home,
                 env=self._environ(),
                 stdin=subprocess.DEVNULL,

@@ -50,7 +50,7 @@ def run(task: str, seed: int, steps: int) -> dict[str, Any]:
         "task": task,
         "seed": seed,
         **{name: summary[name] for name in ("accuracy_before", "accuracy_after")},
-        **{name: summary[name] for name in ("greedy_after", "steps", "samples", "pushes")},
+        **{name: summary[name] for name in ("steps", "samples", "pushes")},
         "loop_s": times[-1],
         "demo_s": seconds,
         "staleness": summary["staleness"]["mean"],

@@ -122,11 +122,12 @@ def run_cell(cell: Cell, work: Path) -> dict[str, Any]:
         f"model.path={folder / 'base'}",
         f"data.prompts={folder / 'prompts.jsonl'}",
         f"eval.prompts={folder / 'heldout.jsonl'}",
+        "eval.at_ends=false",
     )
     chosen = [item for one in (*paths, *cell.overrides()) for item in ("--set", one)]
     began = time.monotonic()
     run_file = str(DEMOS / f"{cell.task}.toml")
-    summary = json.loads(umbra("up", run_file, *chosen, "--no-eval", "--json"))
+    summary = json.loads(umbra("up", run_file, *chosen, "--json"))
     run = work / "runs" / summary["run_id"]
     accuracy = measure(summary["model"], run / "config.json", folder)
     before = measure(str(folder / "base"), run / "config.json", folder)

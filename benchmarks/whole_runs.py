@@ -64,7 +64,7 @@ def run(config: RunConfig) -> tuple[Any, RunFolder]:
     """
     folder = RunFolder.create(config.run.dir, config.run.name)
     with SignalCounter() as interrupts:
-        up = Up(config, folder, view=View(), interrupts=interrupts, evaluate=False)
+        up = Up(config, folder, view=View(), interrupts=interrupts)
         summary = up.run()
     if interrupts.count:
         raise KeyboardInterrupt

@@ -186,7 +186,7 @@ class Stuck(Told, frozen=True, kw_only=True):
     holder: Name
     age_s: Number
     action: Text
-    disk_full: bool = False  # the store waits for room; `umbra up` ends such a run in time
+    disk_full: Text = ""  # why the store waits for room; `umbra up` ends such a run in time
 
 
 class Curves(Record, frozen=True, kw_only=True):

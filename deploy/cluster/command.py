@@ -1,12 +1,10 @@
-"""`umbra plan`: a plan as a table, as JSON, and as the files that start it; and `umbra keys`."""
+"""`umbra plan`: a plan as a table, and as the files that start it; and `umbra keys`."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import click
 import msgspec
@@ -45,7 +43,6 @@ HEADINGS = ("node", "address", "GPUs", "process", "task", "ports")
     show_default=True, help="What to render; may be given several times.",
 )  # fmt: skip
 @click.option("--run-id", help="Id of the run.  [default: <run.name>-<date>-<time>-<4 digits>]")
-@click.option("--json", "as_json_wanted", is_flag=True, help="Print the plan as JSON.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 def command(
     cluster_file: Path,
@@ -54,7 +51,6 @@ def command(
     out: Path,
     formats: tuple[str, ...],
     run_id: str | None,
-    as_json_wanted: bool,
     dry_run: bool,
 ) -> int:
     """Plan the run of RUN_FILE on the nodes of CLUSTER_FILE, and render what starts it there.
@@ -70,8 +66,7 @@ def command(
     if given or not config.security.insecure:
         folder = Path(given) if given else out.resolve() / FOLDER
     files = render(plan, formats, modules, out.resolve(), folder)
-    shown = json.dumps(as_json(plan), indent=2) if as_json_wanted else table(plan)
-    click.echo(shown, nl=as_json_wanted)
+    click.echo(table(plan), nl=False)
     if dry_run:
         return EXIT_DONE
     write(files, out.resolve())
@@ -80,9 +75,9 @@ def command(
             make_keys(folder)
         if "compose" in formats:
             copy_keys(plan, folder, out.resolve())
-    click.echo(f"{len(files)} files written to {out}", err=as_json_wanted)
+    click.echo(f"{len(files)} files written to {out}")
     if folder and "kubernetes" in formats:
-        click.echo(f"the keys: {keys_command(plan, str(folder))}", err=as_json_wanted)
+        click.echo(f"the keys: {keys_command(plan, str(folder))}")
     if folder and modules and set(formats) != {"slurm"}:
         seen = [place for place in (folder, out.resolve()) if place.is_relative_to(modules)]
         if seen:
@@ -224,39 +219,6 @@ def table(plan: Plan) -> str:
             "connect with each other at any port"  # which firewalls have to know
         )
     return "\n".join(lines) + "\n"
-
-
-def as_json(plan: Plan) -> dict[str, Any]:
-    """Return the plan for programs."""
-    trainer, nodes = plan.config.trainer, list[dict[str, Any]]()
-    for node in plan.nodes:
-        processes: list[dict[str, Any]] = [
-            {
-                **{key: getattr(one, key) for key in ("name", "task", "node_rank")},
-                "gpus": list(one.gpus),
-                "ports": ports(plan, one),
-            }
-            for one in plan.on(node)
-        ]
-        facts = {key: getattr(node, key) for key in ("name", "address", "gpus")}
-        nodes.append({**facts, "idle_gpus": plan.idle(node), "processes": processes})
-    return {
-        "run": plan.run_id,
-        "trainer": {
-            "nodes": [process.node.name for process in plan.trainers()],
-            "ranks": trainer.ranks,
-            "rendezvous": trainer.rendezvous,
-        },
-        "groups": [
-            {
-                "tasks": list(group.tasks),
-                "nodes": [node.name for node in group.nodes],
-                "arithmetic": group.arithmetic,
-            }
-            for group in plan.groups
-        ],
-        "nodes": nodes,
-    }
 
 
 def _ports(plan: Plan, process: Process) -> str:

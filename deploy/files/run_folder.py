@@ -46,7 +46,7 @@ class RunFolder:
     path: Path
 
     config = _Below("config.json")
-    origin = _Below("origin.json")  # `search`, where modules are looked for; `before`: accuracies
+    origin = _Below("origin.json")  # `search`: where modules are looked for
     metrics = _Below("metrics.jsonl")  # rows of all services
     samples = _Below("samples.jsonl")  # rollouts that were trained on (`log.samples`)
     summary = _Below("summary.json")
@@ -111,7 +111,7 @@ class RunFolder:
         return read_object(self.summary, remedy).get("exit_code") == 0
 
     def read_origin(self) -> dict[str, Any]:
-        remedy = "remove it, and the accuracy before training is measured again"
+        remedy = "remove it, and modules are looked for in this folder alone"
         return read_object(self.origin, remedy)
 
     def discard(self) -> None:

@@ -1,4 +1,4 @@
-"""Steps around a run (trying the environment, eval, warm start): children that run to their end."""
+"""Steps around a run (trying the environment, warm start, eval): children that run to their end."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ class StageInterrupted(Exception):  # noqa: N818 - it is no error
     """The user asked to stop."""
 
 
-def run_stages(
-    stages: Mapping[str, tuple[str, ...]],
+def run_stage(
+    name: str,
+    arguments: tuple[str, ...],
     *,
     folder: RunFolder,
     environ: Mapping[str, str],
@@ -49,20 +50,16 @@ def run_stages(
     module: str = UMBRA,
     server: ForkServer | None = None,
     waiting: Waiting | None = None,
-) -> dict[str, str]:
-    """Run `umbra <arguments>` of several stages at once, logging to `logs/<name>.log`.
+) -> str:
+    """Run `umbra <arguments>`, logging to `logs/<name>.log`; return what it printed.
 
-    `server` forks them, if it is given.
-
-    Returns:
-        What each printed on standard output, by name.
+    `server` forks it, if it is given.
 
     Raises:
-        ChildError: one failed, which ends them all; the sentence is the last line that it said.
-        StageInterrupted: a signal came; the children are dead. Without `interrupts` a
+        ChildError: it failed; the sentence is the last line that it said.
+        StageInterrupted: a signal came; the child is dead. Without `interrupts` a
             KeyboardInterrupt does the same.
     """
-    running: dict[str, ChildProcess] = {}
 
     def turn() -> None:
         if waiting is not None:
@@ -74,40 +71,25 @@ def run_stages(
         else:
             interrupts.wait(POLL_S)
 
+    while server is not None and not server.ready():
+        turn()
+    output = folder.logs / f"{name}.out"
+    stage = ChildProcess(
+        python_argv(module, *arguments),
+        environ=environ,
+        stdout=output,
+        stderr=folder.log(name),
+        server=server,
+    )
     try:
-        while server is not None and not server.ready():
-            turn()
-        for name, arguments in stages.items():
-            running[name] = ChildProcess(
-                python_argv(module, *arguments),
-                environ=environ,
-                stdout=_output(folder, name),
-                stderr=folder.log(name),
-                server=server,
-            )
-        while (codes := {name: stage.poll() for name, stage in running.items()}) != dict.fromkeys(
-            running, 0
-        ):
-            for name, code in codes.items():
-                if code:
-                    raise _failed(folder, name, code)
+        while (code := stage.poll()) is None:
             turn()
     finally:
-        for stage in running.values():
-            stage.kill()
-            stage.wait(math.inf)
-    return {
-        name: _output(folder, name).read_text(encoding="utf-8", errors="replace") for name in stages
-    }
-
-
-def run_stage(name: str, arguments: tuple[str, ...], **how: Any) -> str:
-    """Return `run_stages` of one."""
-    return run_stages({name: arguments}, **how)[name]
-
-
-def _output(folder: RunFolder, name: str) -> Path:
-    return folder.logs / f"{name}.out"
+        stage.kill()
+        stage.wait(math.inf)
+    if code:
+        raise _failed(folder, name, code)
+    return output.read_text(encoding="utf-8", errors="replace")
 
 
 def _failed(folder: RunFolder, name: str, code: int) -> ChildError:

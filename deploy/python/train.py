@@ -48,7 +48,6 @@ def train(
     config: str | Path | Mapping[str, Mapping[str, Any]] | None = None,
     wait: bool = True,
     show: bool = True,
-    evaluate: bool = True,
     **sections: Mapping[str, Any],
 ) -> Run:
     """Train `model` on `prompts` with reinforcement learning, on this machine.
@@ -65,13 +64,12 @@ def train(
         environment: instead of `reward`: "exact", "guess", ... or a class of your own.
         tools: functions that the model may call, or names of tools that there are ("calculator");
             an answer is worth 1 if it is the row's "answer".
-        eval_prompts: held-out prompts; the model is measured on them before and after.
+        eval_prompts: held-out prompts; the policy is evaluated on them before and after.
         steps: optimizer steps (`run.steps`).
         name: of the run; its id begins with it (`run.name`).
         config: a run file, or its sections as mappings; the other arguments go before it.
         wait: return at the end of the run; else at once, and it goes on while this program does.
         show: a live screen on a terminal, lines and a curve in a notebook.
-        evaluate: measure the model before and after, if there are held-out prompts.
         **sections: keys of the run file by section, as `trainer={"learning_rate": 1e-6}`.
 
     Raises:
@@ -112,7 +110,7 @@ def train(
     if source.text:
         module = shown_path(folder.inputs / f"{MODULE}.py")
         say(f"{', '.join(source.copied)}: copied as source to {module}")
-    run = Run(folder.path, RunChild(folder.path, *(() if evaluate else ("--no-eval",)), show=show))
+    run = Run(folder.path, RunChild(folder.path, show=show))
     if wait:
         _see_through(run, folder, show)
     return run

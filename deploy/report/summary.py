@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from statistics import median
@@ -26,14 +27,14 @@ class RunOutcome:
     total_s: float
     usage: Mapping[str, Usage] = field(default_factory=dict)
     restarts: Mapping[str, int] = field(default_factory=dict)
-    before: Mapping[str, float] = field(default_factory=dict)  # evals: accuracy, greedy
-    after: Mapping[str, float] = field(default_factory=dict)
     seen: Mapping[str, Any] = field(default_factory=dict)  # the last status that the buffer told
 
 
 def summarise(folder: RunFolder, outcome: RunOutcome) -> dict[str, Any]:
     """Return the summary of the run in `folder`; unknown values are None."""
-    measured = measure(gather(recorded([folder.path]) if folder.metrics.exists() else []))
+    figures = gather(recorded([folder.path]) if folder.metrics.exists() else [])
+    accuracy = {row["version"]: row["accuracy"] for row in figures.evals}
+    steps = (read_object(folder.config).get("run") or {}).get("steps")
     status = read_object(folder.buffer)  # empty if the buffer was killed before it could write it
     last_seen = status.get("ledger") is None and "ledger" in outcome.seen
     ledger = balanced(outcome.seen["ledger"] if last_seen else status.get("ledger"))
@@ -41,11 +42,9 @@ def summarise(folder: RunFolder, outcome: RunOutcome) -> dict[str, Any]:
         "run_id": folder.id,
         "exit_reason": outcome.exit_reason,
         "exit_code": outcome.exit_code,
-        "accuracy_before": outcome.before.get("accuracy"),
-        "accuracy_after": outcome.after.get("accuracy"),
-        "greedy_before": outcome.before.get("greedy"),
-        "greedy_after": outcome.after.get("greedy"),
-        **measured,
+        "accuracy_before": accuracy.get(0),
+        "accuracy_after": accuracy.get(steps),
+        **measure(figures),
         "staleness": status.get("staleness"),
         "health": status.get("health"),
         "warnings": status.get("warnings", []),
@@ -79,10 +78,13 @@ def measure(figures: Figures) -> dict[str, Any]:
     """Return the figures of the run as a whole.
 
     Rates and shares are over the time from the first decoding to the end of the last train step, in
-    which all of the samples were made and trained; so they hold for a run of one step, too.
+    which all of the samples were made and trained; so they hold for a run of one step, too. Time
+    for which training waited for an evaluation of the first weights does not count.
     """
     steps, pushes = figures.steps, figures.pushes
-    window = (figures.first_decode, figures.last_train)
+    first = [row["time"] for row in figures.evals if row["version"] == 0]
+    before = [end for end in first if steps and end < steps[0].get("time", math.inf)]
+    window = (max([figures.first_decode, *before]), figures.last_train)
     together = None
     if window[0] < window[1] < float("inf"):
         running = [span for spans in figures.spans.values() for span in spans]
@@ -127,10 +129,9 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
     add("run", summary["run_id"])
     add("ended", summary["exit_reason"])
-    for name in ("accuracy", "greedy"):
-        before, after = summary[f"{name}_before"], summary[f"{name}_after"]
-        if before is not None or after is not None:
-            add(name, f"{_share(before)} -> {_share(after)}")
+    before, after = summary["accuracy_before"], summary["accuracy_after"]
+    if before is not None or after is not None:
+        add("accuracy", f"{_share(before)} -> {_share(after)}")
     if evals := summary["evals"]:
         shown = ", ".join(f"{one['version']}: {_share(one['accuracy'])}" for one in evals)
         add("accuracy by version", shown)

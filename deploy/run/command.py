@@ -41,13 +41,11 @@ SIGNALLED = 128  # exit codes above it are of signals
 @click.command()
 @run_file_argument
 @set_option
-@click.option("--no-eval", is_flag=True, help="Don't measure the model before and after.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 @click.option("--quiet", is_flag=True, help="Show only the outcome.")
 def up(
     run_file: Path,
     overrides: tuple[str, ...],
-    no_eval: bool,
     as_json: bool,
     quiet: bool,
 ) -> int:
@@ -100,7 +98,6 @@ def up(
                 view=view,
                 interrupts=interrupts,
                 search=search,
-                evaluate=not no_eval,
                 server=server,
             )
             summary = run.run()

@@ -1,4 +1,4 @@
-"""A whole run on this machine: eval, the supervised loop, eval again, summary.
+"""A whole run on this machine: the supervised loop, and its summary.
 
 Its processes start in the order of `Up._start`, and stop in waves.
 """
@@ -21,9 +21,7 @@ from umbra.deploy.files.shown import command_line, shown_path
 from umbra.deploy.prepare.stage import (
     FORESEEN_CODES,
     StageInterrupted,
-    last_object,
     last_said,
-    run_stages,
     try_environment,
 )
 from umbra.deploy.report.page import write_report
@@ -57,7 +55,6 @@ class Up:
     Args:
         config: resolved, with absolute paths.
         search: where the user's modules are looked for.
-        evaluate: measure the model before and after, if `eval.prompts` is set.
         server: forks the processes that need PyTorch, if it is given.
         started: when what the user waits for began (`time.monotonic`); now, if not given.
     """
@@ -70,7 +67,6 @@ class Up:
         view: View,
         interrupts: SignalCounter,
         search: Sequence[Path] = (),
-        evaluate: bool = True,
         server: ForkServer | None = None,
         started: float | None = None,
     ) -> None:
@@ -81,7 +77,6 @@ class Up:
         self._view = view
         self._interrupts = interrupts
         self._server = server
-        self._evaluate = evaluate and bool(config.eval.prompts)
         self._started = time.monotonic() if started is None else started
         self._outcome: dict[str, Any] = {}
         self._addressed = False  # somebody was told where the buffer is
@@ -137,44 +132,9 @@ class Up:
     def _phases(self) -> tuple[str, int]:
         remove_leftovers(self.folder.id)  # of a life of this run that was killed
         self.folder.forget_end()
-        origin = self.folder.read_origin()
-        if self._evaluate:
-            known = origin.get("before")
-            self._outcome["before"] = known or self._eval("before", self.config.model.name)
-        search = [str(path) for path in self._search]
-        found = {"search": search, "before": self._outcome.get("before")}
-        origin = json.dumps(found).encode() + b"\n"
+        origin = json.dumps({"search": [str(path) for path in self._search]}).encode() + b"\n"
         DISK.replace(self.folder.origin, origin, mode=READABLE_MODE)
-        reason, code = self._supervise()
-        if code == EXIT_DONE and self._evaluate:
-            self._outcome["after"] = self._eval("after", str(self.folder.model))
-        return reason, code
-
-    # -- evaluation -------------------------------------------------------------------------------
-
-    def _eval(self, when: str, model: str) -> dict[str, float]:
-        """Accuracy of `model` on the held-out prompts, sampled and greedy at the same time."""
-        heldout, config = self.config.eval, str(self.folder.config)
-        common = ("eval", model, "--json", "--config", config, "--samples", str(heldout.samples))
-        stages: dict[str, tuple[str, ...]] = {"accuracy": common}
-        if heldout.greedy:
-            stages["greedy"] = (*common, "--greedy")
-        kinds = "sampled and greedy" if heldout.greedy else "sampled"
-        what = f"{heldout.samples:,} answers to held-out prompts, {kinds}"
-        texts = run_stages(
-            {f"eval-{when}-{kind}": arguments for kind, arguments in stages.items()},
-            folder=self.folder,
-            environ=self.environ,
-            interrupts=self._interrupts,
-            server=self._server,
-            waiting=partial(self._view.doing, f"{when} training: {what}"),
-        )
-        results = {
-            kind: float(last_object(texts[f"eval-{when}-{kind}"])["accuracy"]) for kind in stages
-        }
-        shown = ", ".join(f"{name} {value:.3f}" for name, value in results.items())
-        self._view.say(f"{when} training: {shown}")
-        return results
+        return self._supervise()
 
     # -- the loop ---------------------------------------------------------------------------------
 
@@ -200,8 +160,8 @@ class Up:
                 for one in progress.status.stuck if progress.status is not None else ():
                     if one.disk_full and one.age_s > FULL_S:
                         raise UmbraError(
-                            f"{one.what.removeprefix('new groups: ')} for {FULL_S:g} s: free some, "
-                            f"and resume with `umbra up {shown_path(self.folder.path)}`"
+                            f"{one.disk_full} for {FULL_S:g} s: free some, and resume with "
+                            f"`umbra up {shown_path(self.folder.path)}`"
                         )
         finally:
             progress.poll()

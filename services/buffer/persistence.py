@@ -222,5 +222,5 @@ class DiskQuota:
             return []
         what = f"new groups: {self._pool.blocked}"
         action = "none are issued until there is room; what is under way goes on"
-        age_s, full = now - self._since, bool(self._disk)
+        age_s, full = now - self._since, self._pool.blocked if self._disk else ""
         return [Stuck(what=what, holder="buffer", age_s=age_s, action=action, disk_full=full)]

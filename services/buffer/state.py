@@ -75,6 +75,7 @@ class RunState:
             eval_pool,
             Journal(store, eval_pool),
             config.eval,
+            config.run.steps,
             eval_prompts,
             self.batches,
             self.members,

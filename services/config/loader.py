@@ -65,6 +65,8 @@ DROPPED: dict[str, str] = {
     "environment.rewards": "write the table as environment.reward",
     "scorer.stage": "use --stage of `umbra scorer`",
     "eval.run_samples": "set eval.samples",
+    "eval.greedy": "use `umbra eval MODEL --greedy`",
+    "eval.at_start": "set eval.at_ends",
     "metrics.wandb_project": "set the variable WANDB_PROJECT",
     "weight_hub.advertise": "set run.advertise",
     "buffer.advertise": "set run.advertise",

@@ -200,7 +200,7 @@ def _group_faults(config: RunConfig, one: EnvironmentConfig) -> Iterator[str]:
             f"{buffer.straggler_s:g} goes on without some: set it to 0"
         )
     each = config.eval.samples_per_prompt
-    if config.eval.within and not 2 <= each <= SUBMITTED:
+    if config.eval.prompts and not 2 <= each <= SUBMITTED:
         yield (
             f"{scope} compares the samples of a prompt in evaluations too: "
             f"eval.samples_per_prompt = {each} must be from 2 to {SUBMITTED}"

@@ -212,33 +212,23 @@ class MetricsConfig(Section):
 
 
 class EvalConfig(Section):
-    """Accuracy on held-out prompts: before and after the run (`umbra up`), and within it."""
+    """Accuracy on held-out prompts: before the first step, every so many, and after the last."""
 
     prompts: str = key("", "held-out prompts, as data.prompts; empty = no eval")
     columns: dict[str, str] = key({}, "columns of held-out prompts, as data.columns")
     samples: int = key(256, "samples drawn in each evaluation", ge=1)
-    greedy: bool = key(False, "also evaluate greedy decoding")
-    every: int = key(0, "steps between evaluations within the run; 0 = none", ge=0)
-    at_start: bool = key(False, "evaluate the weights that the run begins with in the same way")
+    every: int = key(0, "steps between evaluations; 0 = no more than at_ends says", ge=0)
+    at_ends: bool = key(True, "evaluate the weights that the run begins with, and its last ones")
     mode: Literal["pause", "concurrent"] = key(
-        "pause", "training waits for such an evaluation, or goes on beside it"
+        "pause", "training waits for an evaluation, or goes on beside it"
     )
-    samples_per_prompt: int = key(
-        1, "of them, within the run, those of one prompt: k of pass@k and mean@k", ge=1
-    )
-    timeout_s: ClassVar[float] = 1800.0  # until such an evaluation ends unfinished
-
-    @property
-    def within(self) -> bool:
-        return self.every > 0 or self.at_start
+    samples_per_prompt: int = key(1, "of them, those of one prompt: k of pass@k and mean@k", ge=1)
+    timeout_s: ClassVar[float] = 1800.0  # until an evaluation ends unfinished
 
     def faults(self) -> Iterator[str]:
-        if not self.within:
-            return
-        if not self.prompts:
-            name = "every" if self.every else "at_start"
-            yield f"eval.{name} needs eval.prompts: name a file of held-out prompts"
-        if self.samples % self.samples_per_prompt:
+        if self.every and not self.prompts:
+            yield "eval.every needs eval.prompts: name a file of held-out prompts"
+        if self.prompts and self.samples % self.samples_per_prompt:
             yield (
                 f"eval.samples = {self.samples} is no multiple of eval.samples_per_prompt = "
                 f"{self.samples_per_prompt}: change one of them"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 import uuid
 from contextlib import closing
 from dataclasses import asdict
@@ -17,9 +16,8 @@ from umbra.proto.messages import Ok, Order
 from umbra.proto.net.io_thread import IoThread
 from umbra.proto.net.keys import Security
 from umbra.services.config.loader import load_config
-from umbra.services.generator.tasks import GYM, VERIFIERS, environment_of, write_task
+from umbra.services.generator.tasks import GYM, VERIFIERS, write_task
 from umbra.services.process.command import ServiceContext, keys_of, service_command
-from umbra.services.process.files import read_jsonl
 from umbra.services.prompts.readers import placed, read_source
 from umbra.services.reporting.figures import telling
 
@@ -79,7 +77,7 @@ def make_task(
     """Write the data of TASK: prompts.jsonl, heldout.jsonl and demos.jsonl.
 
     sort: sort a list of digits. guess: find a digit in four tries, told only higher or lower.
-    calculator: arithmetic with a tool. gym:NAME: a dataset of reasoning-gym; its demos are the
+    gym:NAME: a dataset of reasoning-gym; its demos are the
     dataset's own answers. verifiers:ID: tasks of an environment or taskset of verifiers, without
     demos.
     """
@@ -109,33 +107,24 @@ def make_task(
     "--prompts",
     help="Prompts, as eval.prompts; columns as eval.columns.  [default: those of --config]",
 )
-@click.option("--task", help="Held-out prompts of a task of `umbra make-task` instead.")
 @click.option(
     "--config",
     help="Run file whose environment, sampling and generator are used; the engine is torch's.",
 )
 @click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Override a key.")
-@click.option("--environment", help="The environment, as environment.kind.")
-@click.option("--reward", help='Reward function "module:function", for "reward".')
 @click.option("--samples", type=click.IntRange(1), help="Samples drawn.  [default: one per prompt]")
 @click.option("--greedy", is_flag=True, help="Take the most likely token instead of sampling.")
-@click.option("--temperature", help="Softmax temperature.")
-@click.option("--max-tokens", help="Tokens per turn.")
-@click.option("--device", help="cpu, cuda, cuda:1 or auto.")
-@click.option("--seed", help="Seed of the sampling.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def evaluate(
     model: Path | None,
     broker: str | None,
     security: Security,
     prompts: str | None,
-    task: str | None,
     config: str | None,
     sets: tuple[str, ...],
     samples: int | None,
     greedy: bool,
     as_json: bool,
-    **flags: str | None,
 ) -> None:
     """Measure the accuracy (mean reward) of MODEL on held-out prompts.
 
@@ -152,36 +141,19 @@ def evaluate(
             begun = buffer.call(Order(kind="evaluate"), Ok, timeout_s=ANSWER_S)
         click.echo(f"evaluation of version {begun.version} begins: {begun.samples} samples")
         return
-    if prompts is not None and task is not None:
-        raise UsageError("give either --prompts FILE or --task NAME")
-    if flags["environment"] is None and task is not None:
-        flags["environment"] = environment_of(task)
-    elif flags["environment"] is None and flags["reward"] is not None:
-        flags["environment"] = "reward"
-    given = [f"{_KEYS[flag]}={value}" for flag, value in flags.items() if value is not None]
-    settings = load_config(config, overrides=[*sets, *given])
-    seed = settings.run.seed
+    settings = load_config(config, overrides=sets)
 
     def beside(path: str) -> str:
         """Resolve a path of the run file."""
         found = Path(config or "").parent / path
         return str((found if found.exists() else Path(path)).absolute())
 
-    if task is not None:
-        with tempfile.TemporaryDirectory(prefix="umbra-eval-") as folder:
-            count = samples or HELD_OUT
-            write_task(task, Path(folder), seed=seed, prompts=0, heldout=count, demos=0)
-            rows = read_jsonl(Path(folder) / "heldout.jsonl")
-    else:
-        columns = settings.eval.columns
-        if prompts is None and not settings.eval.prompts:
-            raise UsageError(
-                "give either --prompts FILE or --task NAME, or a --config with eval.prompts"
-            )
-        if prompts is None:
-            prompts = placed(settings.eval.prompts, beside)
-        found = read_source(prompts, columns=columns, section="eval")
-        rows = [prompt.row for prompt in found]
+    if prompts is None:
+        if not settings.eval.prompts:
+            raise UsageError("give --prompts FILE, or a --config with eval.prompts")
+        prompts = placed(settings.eval.prompts, beside)
+    found = read_source(prompts, columns=settings.eval.columns, section="eval")
+    rows = [prompt.row for prompt in found]
     from umbra.services.generator.evaluate import evaluate_model  # brings torch
 
     result = evaluate_model(model, rows, settings, samples=samples or len(rows), greedy=greedy)
@@ -190,17 +162,6 @@ def evaluate(
     else:
         decoding = "greedy" if greedy else f"temperature {settings.sampling.temperature:g}"
         click.echo(_sentence(result, decoding))
-
-
-# Which key of the configuration a flag of `umbra eval` sets.
-_KEYS = {
-    "environment": "environment.kind",
-    "reward": "environment.reward",
-    "temperature": "sampling.temperature",
-    "max_tokens": "sampling.max_tokens",
-    "device": "generator.device",
-    "seed": "run.seed",
-}
 
 
 def _sentence(result: EvalResult, decoding: str) -> str:

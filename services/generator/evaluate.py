@@ -15,12 +15,7 @@ from umbra.proto.errors import UmbraError, UsageError
 from umbra.proto.records import Task, Trajectory
 from umbra.services.config import EnvironmentConfig, RunConfig, TrainerConfig
 from umbra.services.generator.engines.opening import open_torch
-from umbra.services.generator.pools import (
-    open_environments,
-    reward_groups,
-    settings_for,
-    unrewarded,
-)
+from umbra.services.generator.pools import open_environments, settings_for
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.reporting.figures import eval_scores
 
@@ -52,21 +47,26 @@ def evaluate_model(
     """Let the model in `path` answer `samples` prompts, going round `rows` as often as it takes.
 
     Environment, sampling and generator are those of `config`; `greedy` takes the most likely token
-    instead of sampling. Where rewards are those of groups, see `drawn`.
+    instead of sampling.
 
     Raises:
-        UsageError: no model, tokenizer, environment or prompt.
+        UsageError: no model, tokenizer, environment or prompt, or one that rewards groups.
         UmbraError: every single sample failed.
     """
     if not rows:
         raise UsageError("there are no prompts to evaluate on")
+    if groups := config.rewarded_by_groups:
+        raise UsageError(
+            f"{groups[0].where}.reward_scope = group is for the scorers of a run, which evaluates "
+            "its own policy: set eval.prompts there, or ask it by `umbra eval --broker`"
+        )
     model = replace(config.model, path=str(path), revision="")
     settings = replace(config, model=model, trainer=TrainerConfig())  # all of it is in `path`
     opened = open_torch(settings, config.run.seed, "MODEL")
     engine, chat = opened.engine, opened.chat
     engine.version = 0
-    prompts = drawn(rows, config, samples)
-    played = _with_processes(unrewarded(config, config.rewarded_by_groups))
+    prompts = [number % len(rows) for number in range(samples)]  # of each sample
+    played = _with_processes(config)
     # Agents may name the run's sampling, however their answers are drawn here.
     pool = open_environments(played, played.environment, chat)
     runner = RolloutRunner(engine, pool, settings_for(config, chat, greedy=greedy))
@@ -95,9 +95,6 @@ def evaluate_model(
     finally:
         pool.close()
         engine.close()
-    if config.rewarded_by_groups:
-        finished, unjudged = reward_groups(finished, rows, config, chat)
-        failures += unjudged
     seconds = time.perf_counter() - start
     if not finished:
         raise UmbraError(f"all {samples} samples failed; the first: {failures[0]}")
@@ -117,22 +114,6 @@ def evaluate_model(
         seconds=seconds,
         scores=eval_scores(rewards, min(asked.values())),
     )
-
-
-def drawn(rows: Sequence[dict[str, Any]], config: RunConfig, samples: int) -> list[int]:
-    """Return which of `rows` each of `samples` samples answers, going round them.
-
-    Environments that reward groups have as many samples by that as others, but of fewer prompts, so
-    that each has as many samples as in training.
-    """
-    found = [number % len(rows) for number in range(samples)]
-    for one in config.rewarded_by_groups:
-        own = [at for at, row in enumerate(found) if config.environment_of(rows[row]) == one]
-        kept = list(dict.fromkeys(found[at] for at in own))
-        kept = kept[: max(1, len(own) // config.buffer.group_size)]
-        for number, at in enumerate(own):
-            found[at] = kept[number % len(kept)]
-    return found
 
 
 def _with_processes(config: RunConfig) -> RunConfig:

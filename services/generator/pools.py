@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from msgspec.structs import replace
 
-from umbra.proto.records import Trajectory, unpack_int32
 from umbra.services.config import EnvironmentConfig, NamedEnvironment, RunConfig
 from umbra.services.config.trajectory_rules import sampling_of
 from umbra.services.environments.loading import UNREWARDED
@@ -20,10 +17,7 @@ from umbra.services.environments.pool import (
     EnvironmentPool,
     EnvironmentSet,
     open_pool,
-    open_rewards,
-    outcomes_of,
 )
-from umbra.services.environments.protocol import Row, Said
 from umbra.services.generator.checks import check_template
 from umbra.services.generator.rollout import Limits, RolloutSettings
 from umbra.services.modeling.chat import Chat
@@ -35,11 +29,11 @@ _LOOK_S = 0.01
 T = TypeVar("T", bound=EnvironmentConfig)
 
 
-def unrewarded(config: RunConfig, which: Sequence[EnvironmentConfig]) -> RunConfig:
-    """Return `config` without the rewards of `which` environments, which come later."""
+def unrewarded(config: RunConfig) -> RunConfig:
+    """Return `config` without the rewards that scorers give."""
 
     def bare(one: T) -> T:
-        if one not in which:
+        if one not in config.rewarded_by_scorers:
             return one
         return replace(one, kind=UNREWARDED, options={}, python="", reward_scope="sample")
 
@@ -48,46 +42,6 @@ def unrewarded(config: RunConfig, which: Sequence[EnvironmentConfig]) -> RunConf
         environment=bare(config.environment),
         environments=tuple(bare(one) for one in config.environments),
     )
-
-
-def reward_groups(
-    made: Sequence[Trajectory], rows: Sequence[dict[str, Any]], config: RunConfig, chat: Chat
-) -> tuple[list[Trajectory], list[str]]:
-    """Return `made` with rewards, all samples of a prompt judged at once; and what failed of them.
-
-    Prompts' ids are indices of `rows`. Samples of environments that do not reward groups stay as
-    they are. Raises UsageError if the reward can't be loaded.
-    """
-    groups: dict[str, list[Trajectory]] = {}
-    judged: list[Trajectory] = []
-    for one in made:
-        if config.environment_of(rows[int(one.prompt_id)]).reward_scope == "group":
-            groups.setdefault(one.prompt_id, []).append(one)
-        else:
-            judged.append(one)
-    failures: list[str] = []
-    plays: dict[str, tuple[Row, list[Said | str]]] = {}
-    for prompt_id, own in groups.items():
-        row = rows[int(prompt_id)]
-        stops = config.sampling_for(config.environment_of(row)).stop
-        plays[prompt_id] = (
-            row,
-            [
-                chat.said(unpack_int32(one.response_ids), unpack_int32(one.prompt_ids), stops=stops)
-                for one in own
-            ],
-        )
-    with closing(open_rewards(config)) as pool:
-        for outcome in outcomes_of(pool, plays, lambda: time.sleep(_LOOK_S)):
-            own = groups[outcome.key]
-            if not isinstance(outcome.value, list):
-                failures += [outcome.error] * len(own)
-                continue
-            judged += [
-                replace(one, reward=given.reward, reward_parts=given.reward_parts)
-                for one, given in zip(own, outcome.value, strict=True)
-            ]
-    return judged, failures
 
 
 def settings_for(

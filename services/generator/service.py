@@ -32,7 +32,7 @@ def run(
 
     `make_engine` makes the engine; its second argument seeds what is drawn.
     """
-    config = unrewarded(ctx.config, ctx.config.rewarded_by_scorers)
+    config = unrewarded(ctx.config)
     # A process that is started again must not draw what the one before it drew.
     opened = make_engine(config, f"{ctx.name}/{uuid.uuid4().hex}")
     wake = threading.Event()

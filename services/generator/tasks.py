@@ -1,9 +1,8 @@
 """Built-in tasks as data: prompts, held-out prompts and worked examples of a poor teacher.
 
-SORT: sort a list of digits (one turn). GUESS: find a digit in four tries (several turns).
-CALCULATOR: arithmetic with a tool (turns with tool calls). gym:NAME: what reasoning-gym generates.
-verifiers:ID: rows of a library's environment. Warm-starting on the teacher gives a model that is
-right now and then, which is what RL needs.
+SORT: sort a list of digits (one turn). GUESS: find a digit in four tries (several turns). gym:NAME:
+what reasoning-gym generates. verifiers:ID: rows of a library's environment. Warm-starting on the
+teacher gives a model that is right now and then, which is what RL needs.
 """
 
 from __future__ import annotations
@@ -22,9 +21,7 @@ import msgspec
 
 from umbra.proto.errors import UsageError
 from umbra.services.environments.built_in import gym_rows
-from umbra.services.environments.tools import calculator, schema
 from umbra.services.environments.worker_pool import apart
-from umbra.services.modeling.chat_template import as_text, with_tools
 from umbra.services.process.child import own_exit_code
 from umbra.services.process.files import read_jsonl
 
@@ -38,14 +35,12 @@ _SHORTEST, _LONGEST, _MEAN_EXTRA = 2, 16, 5.0
 _HEEDFUL = 0.25  # guesses of the poor player that fit the hints so far
 _SLOPPY = 0.88  # share of SORT examples with a mistake; some mistakes leave the answer right
 _TRIES = 4
-_CAREFUL = 0.6  # share of CALCULATOR examples that type what was asked, and of those well formed
 _GUESS_PROMPT = "guess"
 
 
 class BuiltInTask(NamedTuple):
-    """A built-in task: the environment that rewards it, and how its data is drawn."""
+    """A built-in task: how its data is drawn."""
 
-    environment: str
     prompt: Callable[[random.Random], Row]
     demo: Callable[[random.Random], Row]
     distinct: bool  # held-out prompts never occur among prompts and demos, whatever the seed
@@ -109,16 +104,6 @@ def write_task(
             rows = [{"environment": environment, **row} for row in rows]
         (out / file).write_bytes(msgspec.json.Encoder().encode_lines(rows))
     return {file: len(rows) for file, rows in files.items()}
-
-
-def environment_of(name: str) -> str:
-    """Return the environment that rewards a task; raises UsageError if its run has to name one."""
-    if name.startswith(VERIFIERS):
-        raise UsageError(
-            f"task {name!r} is played by a run's environment: write it by umbra make-task, and "
-            "give umbra eval --prompts and --config"
-        )
-    return "reasoning-gym" if name.startswith(GYM) else _built_in(name).environment
 
 
 def _built_in(name: str) -> BuiltInTask:
@@ -221,38 +206,6 @@ def _guess_demo(source: random.Random) -> Row:
     return _conversation(turns if len(turns) % 2 == 0 else turns[:-1])
 
 
-def _expression(source: random.Random) -> str:
-    terms = [str(source.randrange(1, 100)) for _ in range(source.randint(2, 4))]
-    signs = [source.choice("+-*") for _ in terms[1:]]
-    return terms[0] + "".join(f"{sign}{term}" for sign, term in zip(signs, terms[1:], strict=True))
-
-
-def _calculator_prompt(source: random.Random) -> Row:
-    expression = _expression(source)
-    return {"prompt": f"{expression}?", "answer": calculator(expression)}
-
-
-def _calculator_demo(source: random.Random) -> Row:
-    """Call the tool, now and then with a wrong expression or a malformed call."""
-    asked = _expression(source)
-    typed = asked if source.random() < _CAREFUL else _expression(source)
-    call = json.dumps({"name": "calculator", "arguments": {"expression": typed}})
-    heard = answer = calculator(typed)
-    if source.random() > _CAREFUL:
-        call, answer = call[:-1], "0"
-        try:
-            json.loads(call)
-        except ValueError as error:
-            heard = f"error: the tool call cannot be read: {error}"
-    messages = [
-        {"role": "user", "content": f"{asked}?"},
-        {"role": "assistant", "content": f"<tool_call>{call}</tool_call>"},
-        *as_text([{"role": "tool", "content": heard}]),
-        {"role": "assistant", "content": answer},
-    ]
-    return {"messages": with_tools(messages, [schema(calculator)])}
-
-
 def _conversation(turns: list[str]) -> Row:
     roles = ("user", "assistant")
     return {"messages": [{"role": roles[i % 2], "content": t} for i, t in enumerate(turns)]}
@@ -263,7 +216,6 @@ def _text(digits: list[int]) -> str:
 
 
 TASKS: dict[str, BuiltInTask] = {
-    "sort": BuiltInTask("exact", _sort_prompt, _sort_demo, distinct=True),
-    "guess": BuiltInTask("guess", _guess_prompt, _guess_demo, distinct=False),
-    "calculator": BuiltInTask("tools", _calculator_prompt, _calculator_demo, distinct=False),
+    "sort": BuiltInTask(_sort_prompt, _sort_demo, distinct=True),
+    "guess": BuiltInTask(_guess_prompt, _guess_demo, distinct=False),
 }

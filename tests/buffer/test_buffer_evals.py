@@ -34,7 +34,7 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> None:
 def evaluated(mode: Any, **options: Any) -> World:
     """Version 2 is reached, whose evaluation of three samples is due."""
     prompts = PROMPTS
-    config = EvalConfig(every=2, mode=mode, samples=SAMPLES, prompts="x")
+    config = EvalConfig(every=2, at_ends=False, mode=mode, samples=SAMPLES, prompts="x")
     fixed = {"dead_after_s": 1000, "lease_s": 1000, **options}
     run = World(eval_config=config, eval_prompts=prompts, durable=True, **fixed)
     for name in "ab":
@@ -161,7 +161,7 @@ def test_an_evaluation_that_nobody_can_finish_begins_again_with_newer_weights() 
 
 def test_an_evaluation_is_scored_by_the_reward_stage_alone() -> None:
     prompts = [Prompt("1", {"prompt": "held out"})]
-    config = EvalConfig(every=1, samples=1, prompts="x")
+    config = EvalConfig(every=1, at_ends=False, samples=1, prompts="x")
     run = World(eval_config=config, eval_prompts=prompts, stages=["ref_logp"], durable=True)
     assert not run.broker.run.evals.pool.unscored
     run = World(eval_config=config, eval_prompts=prompts, stages=["reward"], durable=True,
@@ -232,7 +232,7 @@ def test_an_evaluation_of_a_version_that_is_taken_back_is_cancelled() -> None:
 @pytest.mark.parametrize("mode", ["pause", "concurrent"])
 def test_the_weights_of_the_beginning_are_evaluated_first(mode: Any) -> None:
     """It begins when a generator asks for work, not when the buffer starts."""
-    config = EvalConfig(at_start=True, mode=mode, samples=2, prompts="x")
+    config = EvalConfig(mode=mode, samples=2, prompts="x")
     run = World(eval_config=config, eval_prompts=PROMPTS, durable=True, dead_after_s=1000)
     run.join("generator", "a")
     run.join("trainer", "trainer")
@@ -253,7 +253,7 @@ def test_the_weights_of_the_beginning_are_evaluated_first(mode: Any) -> None:
 def test_several_answers_to_each_prompt() -> None:
     """Of four each: 3 solve the first prompt; of the second one solves, one failed, two are wrong.
     1 - C(n - c, k) / C(n, k) by hand."""
-    config = EvalConfig(at_start=True, mode="pause", samples=8, samples_per_prompt=4, prompts="x")
+    config = EvalConfig(mode="pause", samples=8, samples_per_prompt=4, prompts="x")
     run = World(eval_config=config, eval_prompts=PROMPTS, durable=True, dead_after_s=1000)
     run.join("generator", "a")
     run.join("trainer", "trainer")

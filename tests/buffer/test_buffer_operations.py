@@ -134,7 +134,7 @@ def test_the_whole_run_is_drained_and_can_go_on() -> None:
 
 def test_an_evaluation_on_request() -> None:
     rows = [Prompt("1", {"prompt": "a"}), Prompt("2", {"prompt": "b"})]
-    run = world(eval_config=EvalConfig(prompts="x", samples=3), eval_prompts=rows)
+    run = world(eval_config=EvalConfig(at_ends=False, prompts="x", samples=3), eval_prompts=rows)
     assert run.ask("op", Order(kind="evaluate")) == Ok(version=0, samples=3)
     refused = run.ask("op", Order(kind="evaluate"))
     assert isinstance(refused, Nack)

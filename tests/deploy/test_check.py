@@ -19,19 +19,6 @@ H200 = Gpu("H200", 140 * GIB, 139 * GIB)
 NONE = GpusSeen([], "this torch is built without CUDA")
 
 
-def test_packages_that_do_not_fit() -> None:
-    there = {"vllm": "0.32.0", "torch": "2.12.1+cu129"}
-    assert list(machine.misfits(there, {"vllm": ["torch==2.12.1", "numpy<3"]})) == []
-    (found,) = machine.misfits(there, {"vllm": ["torch==2.11.0"]})
-    assert found.level == "problem"
-    assert found.text == "vllm 0.32.0 needs torch==2.11.0, 2.12.1+cu129 is installed"
-    assert "torch==2.11.0" in found.remedy
-    (found,) = machine.misfits({"cupy-cuda12x": "14", "cupy-cuda13x": "14"}, {})
-    assert (found.level, found.remedy[:36]) == ("problem", "pip uninstall cupy-cuda12x cupy-cuda")
-    (found,) = machine.packages()
-    assert found.level == "ok" and "pyzmq" in found.text
-
-
 def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     two = GpusSeen([H200, H200])
     assert machine.judge_gpus(two, "580.1", 2).level == "ok"

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from umbra.deploy.cluster.cluster_file import load_cluster
-from umbra.deploy.cluster.command import as_json, table
+from umbra.deploy.cluster.command import table
 from umbra.deploy.cluster.placement import check_ratios, divide
 from umbra.deploy.cluster.plan import Plan
 from umbra.proto.errors import UsageError
@@ -135,8 +135,8 @@ def test_names_are_unique_and_gpus_exist() -> None:
         assert len(names) == len(set(names))
         for process in plan.processes:
             assert set(process.gpus) <= set(range(process.node.gpus))
-        listed = as_json(plan)["nodes"]
-        assert sum(len(node["processes"]) for node in listed) == len(names)
+        listed = [process for node in plan.nodes for process in plan.on(node)]
+        assert len(listed) == len(names)
 
 
 # -- what is refused ------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 import sys
@@ -147,10 +146,8 @@ def test_kubernetes_is_told_how_to_get_the_keys(
 
 
 def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan_command(tmp_path, "--dry-run", "--json", "--run-id", "r") == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert plan["run"] == "r"
-    assert [node["name"] for node in plan["nodes"]] == ["a", "b"]
+    assert plan_command(tmp_path, "--dry-run", "--run-id", "r") == 0
+    assert "weight-hub" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
 
 

@@ -181,7 +181,7 @@ def test_what_is_read_is_mounted_where_it_is_read() -> None:
         overrides=(
             "scorer.model=/models/reference",
             "critic.path=/models/critic",
-            "eval.prompts=/data/heldout.jsonl",  # which the buffer reads also without eval.every
+            "eval.prompts=/data/heldout.jsonl",  # which the buffer reads
             'data.prompts={"/data/a.jsonl" = 1, "datasets:name:train" = 2}',
         ),
     )

@@ -17,7 +17,7 @@ from umbra.services.config.loader import to_json
 def folder(tmp_path: Path) -> RunFolder:
     made = RunFolder.create(tmp_path, "run")
     made.config.write_bytes(to_json(RunConfig()))
-    made.origin.write_text(json.dumps({"search": [], "before": {"accuracy": 0.5}}))
+    made.origin.write_text(json.dumps({"search": []}))
     made.summary.write_text(json.dumps({"exit_code": 5}))
     made.buffer.write_text(json.dumps({"ledger": {}}))
     made.metrics.write_text('{"kind": "step"}\n')
@@ -29,7 +29,7 @@ def folder(tmp_path: Path) -> RunFolder:
 @pytest.mark.parametrize("left", [b"", b'{"search"', b"[]", b"[" * 10_000])
 def test_an_origin_that_was_cut_off_is_refused_by_name(folder: RunFolder, left: bytes) -> None:
     folder.origin.write_bytes(left)
-    with pytest.raises(UsageError, match=r"origin\.json .*remove it, and the accuracy"):
+    with pytest.raises(UsageError, match=r"origin\.json .*remove it, and modules"):
         folder.read_origin()
 
 

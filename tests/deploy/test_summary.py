@@ -63,6 +63,16 @@ def fill(folder: RunFolder, rows: list[dict[str, Any]] = ROWS) -> None:
     (folder.model / "config.json").write_text("{}")
 
 
+def eval_row(version: int, accuracy: float, end: float) -> dict[str, Any]:
+    row = {"kind": "eval", "service": "buffer", "time": end, "seconds": 0.1}
+    return {**row, "version": version, "accuracy": accuracy}
+
+
+def test_an_evaluation_before_the_first_step_is_no_part_of_the_speed() -> None:
+    result = measure(gather([*ROWS, eval_row(0, 0.25, 0.5)]))
+    assert result["samples_per_s"] == pytest.approx(24 / 6.5)
+
+
 def test_measures() -> None:
     result = measure(gather(ROWS))
     assert result["steps"] == 3
@@ -102,15 +112,16 @@ def test_the_speed_of_two_steps_is_that_of_the_run() -> None:
 
 
 def test_summary_of_a_good_run(folder: RunFolder) -> None:
-    fill(folder)
+    ends = ((0, 0.25), (2, 0.5), (3, 0.75))
+    evals = [eval_row(version, accuracy, 0.5 + version) for version, accuracy in ends]
+    fill(folder, [*ROWS, *evals])
+    folder.config.write_text('{"run": {"steps": 3}}')
     outcome = RunOutcome(
         exit_reason="finished",
         exit_code=0,
         total_s=12.5,
         usage={"trainer": Usage(10.0, 8.0)},
         restarts={"generator-0": 1},
-        before={"accuracy": 0.25},
-        after={"accuracy": 0.75},
     )
     summary = summarise(folder, outcome)
     assert summary["run_id"] == folder.id
@@ -121,14 +132,12 @@ def test_summary_of_a_good_run(folder: RunFolder) -> None:
         "services": {"trainer": {"wall": 10.0, "cpu": 8.0}},
     }
     assert summary["model"] == str(folder.model)
-    assert summary["greedy_after"] is None
     write_summary(folder, summary)
     assert json.loads(folder.summary.read_text()) == summary
     rows = dict(summary_rows(summary))
     assert rows["accuracy"] == "0.250 -> 0.750"
     assert rows["ledger"] == "30 issued = 24 trained + 2 stale, 4 cancelled, balanced"
     assert rows["restarts"] == "generator-0 1"
-    assert "greedy" not in rows
     assert rows["health"] == (
         "50.0% of groups with equal rewards, 12.5% of answers cut off, 0.0% of samples failed"
     )

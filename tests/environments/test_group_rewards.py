@@ -235,7 +235,7 @@ def test_groups_are_gathered_again_after_a_restart() -> None:
 
 def test_all_samples_of_a_prompt_are_rewarded_at_once_in_evaluations() -> None:
     prompts = [Prompt(str(n), {"prompt": f"held out {n}"}) for n in range(2)]
-    config = EvalConfig(every=1, samples=4, samples_per_prompt=2, prompts="x")
+    config = EvalConfig(every=1, at_ends=False, samples=4, samples_per_prompt=2, prompts="x")
     run = world(batch_groups=1, eval_config=config, eval_prompts=prompts)
     answer(run, *run.lease("a", 3, 0))
     give(run, "x", to_score(run), 1.0, 2.0, 3.0)

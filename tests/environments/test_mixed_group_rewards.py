@@ -25,7 +25,6 @@ from umbra.services.config import (
 )
 from umbra.services.config.rules import check_feasible
 from umbra.services.environments.loading import UNREWARDED
-from umbra.services.generator.evaluate import drawn
 from umbra.services.generator.pools import unrewarded
 from umbra.services.prompts.rows import Prompt
 
@@ -133,7 +132,7 @@ def others(name: str) -> tuple[NamedEnvironment, NamedEnvironment]:
 
 def test_a_failure_in_an_evaluation_costs_a_group_only_where_groups_are_rewarded() -> None:
     prompts = [Prompt(str(n), {"prompt": "p", "environment": n}) for n in ("ranked", "alone")]
-    config = EvalConfig(every=1, samples=4, samples_per_prompt=2, prompts="x")
+    config = EvalConfig(every=1, at_ends=False, samples=4, samples_per_prompt=2, prompts="x")
     run = world(batch_groups=2, run_ahead=0, eval_config=config, eval_prompts=prompts)
     answer(run, *run.lease("a", 6, 0))
     give(run, to_score(run))
@@ -164,29 +163,13 @@ def mixed(*environments: NamedEnvironment, stages: Any = ("reward",), **buffer: 
 
 def test_generators_leave_the_rewards_of_groups_to_scorers() -> None:
     config = mixed()
-    ranked, alone = unrewarded(config, config.rewarded_by_scorers).environments
+    ranked, alone = unrewarded(config).environments
     assert (ranked.name, ranked.kind, ranked.python) == ("ranked", UNREWARDED, "")
     assert alone == ALONE
     one = RunConfig(environment=EnvironmentConfig(), buffer=BufferConfig(stages=["reward"]))
-    assert unrewarded(one, one.rewarded_by_scorers).environment.kind == UNREWARDED
-    assert unrewarded(one, one.rewarded_by_groups) == one
+    assert unrewarded(one).environment.kind == UNREWARDED
+    assert unrewarded(RunConfig()) == RunConfig()
     assert RunConfig().rewarded_by_scorers == ()
-
-
-def test_prompts_of_groups_have_as_many_samples_as_in_training() -> None:
-    """The others are asked as ever, and each environment has as many samples as before."""
-    rows = [{"environment": name} for name in ("ranked", "ranked", "ranked", "alone", "alone")]
-    asked = drawn(rows, mixed(group_size=4), 20)
-    assert [asked.count(n) for n in range(5)] == [4, 4, 4, 4, 4]
-    assert asked == [n % 5 for n in range(20)]
-    asked = drawn(rows, mixed(group_size=6), 20)
-    assert [asked.count(n) for n in range(5)] == [6, 6, 0, 4, 4]
-    asked = drawn(rows[:3], mixed(group_size=6), 5)  # fewer than one group
-    assert asked == [0] * 5
-    assert drawn(rows, mixed(ALONE, RANKED, group_size=6), 2) == [0, 0]
-    one = RunConfig(environment=EnvironmentConfig(kind="reward", reward_scope="group"))
-    assert drawn(rows, one, 19) == [n % 2 for n in range(19)]
-    assert drawn(rows, RunConfig(), 7) == [0, 1, 2, 3, 4, 0, 1]
 
 
 # -- configurations --------------------------------------------------------------------------------

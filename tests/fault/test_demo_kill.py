@@ -36,8 +36,8 @@ def project(tmp_path: Path, sort: Path) -> Path:
 
 
 def test_the_demo_outlives_its_buffer_and_so_do_its_evaluations(up: Up) -> None:
-    evals = ("eval.every=10", "eval.mode=concurrent", "eval.samples=64")
-    process = up(f"run.steps={STEPS}", *evals, flags=("--no-eval",))
+    evals = ("eval.every=10", "eval.at_ends=false", "eval.mode=concurrent", "eval.samples=64")
+    process = up(f"run.steps={STEPS}", *evals)
     process.broker()
     for killed_at in (4, 13):
         process.until_step(killed_at)
@@ -55,7 +55,7 @@ def test_the_demo_outlives_its_buffer_and_so_do_its_evaluations(up: Up) -> None:
 
 def test_the_demos_trainer_gets_the_same_batches_again(up: Up) -> None:
     """Its bytes are told by their checksum, which the buffer notes whenever it hands one out."""
-    process = up(f"run.steps={STEPS}", "checkpoint.every=0", flags=("--no-eval",))
+    process = up(f"run.steps={STEPS}", "checkpoint.every=0", "eval.at_ends=false")
     process.broker()
     process.until_step(8)
     process.kill("trainer")

@@ -79,7 +79,7 @@ def test_a_run_outlives_its_runners(project: Path, up: Up, monkeypatch: pytest.M
     run = run.replace("[generator]\n", '[generator]\nserve = "127.0.0.1:0"\n')
     (project / "run.toml").write_text(run)
     monkeypatch.setenv("UMBRA_AGENT_KEY", "of the runners")
-    process = up(flags=("--no-eval",), quiet_s=200.0)
+    process = up(quiet_s=200.0)
     process.broker()
     process.until(lambda: len(endpoints(process.run_dir)) == 2, "two endpoints")
     urls = [part for url in endpoints(process.run_dir) for part in ("--generator", url)]

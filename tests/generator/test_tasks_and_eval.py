@@ -1,6 +1,5 @@
 """Built-in tasks as files, reading JSON lines, and `umbra eval` / `umbra make-task`."""
 
-import asyncio
 import json
 import re
 from pathlib import Path
@@ -11,11 +10,8 @@ from click.testing import CliRunner
 
 from umbra.proto.errors import UsageError
 from umbra.services.environments.built_in import ExactMatch, Guess
-from umbra.services.environments.protocol import Response
-from umbra.services.environments.tools import ToolUse, calculator, schema
 from umbra.services.generator.command import evaluate, make_task
 from umbra.services.generator.tasks import write_task
-from umbra.services.modeling.parsers import TOLD, ResponseTemplateParser
 from umbra.services.process.files import read_jsonl
 
 COUNTS: dict[str, Any] = {"prompts": 300, "heldout": 100, "demos": 300}
@@ -73,29 +69,11 @@ def test_guess_demos_are_conversations_with_the_environment(tmp_path: Path) -> N
     assert hits > 0
 
 
-def test_calculator_demos_are_conversations_with_the_environment(tmp_path: Path) -> None:
-    write_task("calculator", tmp_path, seed=0, **COUNTS)
-    prompts, _, demos = files(tmp_path)
-    assert all(calculator(row["prompt"][:-1]) == row["answer"] for row in prompts)
-    rewards = []
-    for demo in demos:
-        _, asked, called, heard, said = (m["content"] for m in demo["messages"])
-        environment = ToolUse()
-        environment.reset({"prompt": asked, "answer": calculator(asked[:-1])})
-        parser = ResponseTemplateParser("told", TOLD, told=True)
-        read = parser.read("", called, [schema(calculator)])
-        (message,) = asyncio.run(environment.step(Response.of(read))).messages
-        assert heard == f"<tool_response>{message['content']}</tool_response>"
-        rewards.append(asyncio.run(environment.step(Response.of(said))).reward)
-    assert 0.1 < sum(rewards) / len(rewards) < 0.9
-
-
 def test_gym_rows_are_written_and_scored(tmp_path: Path, tiny_model_dir: Path) -> None:
     out = run(make_task, "gym:chain_sum", "--out", tmp_path, "--prompts", 5, "--heldout", 3)
     assert "5 rows in prompts.jsonl, 3 rows in heldout.jsonl" in out
-    said = run(
-        evaluate, tiny_model_dir, "--task", "gym:chain_sum", "--samples", 3, "--max-tokens", 4
-    )
+    sets = ("--set", "environment.kind=reasoning-gym", "--set", "sampling.max_tokens=4")
+    said = run(evaluate, tiny_model_dir, "--prompts", tmp_path / "heldout.jsonl", *sets)
     assert "3 samples)" in said
 
 
@@ -107,6 +85,7 @@ def test_gym_rows_are_written_and_scored(tmp_path: Path, tiny_model_dir: Path) -
         (("gym:chain_sum", "--python", "/bin/python"), "--python is for verifiers:ID"),
         (("sort", "--option", "a=1"), "--option is for verifiers:ID and gym:NAME, not for sort"),
         (("verifiers:one", "--demos", "3"), "--demos: verifiers:one has none"),
+        (("sorts",), "task 'sorts' is unknown; use sort, guess"),
     ],
 )
 def test_what_a_task_does_not_take(tmp_path: Path, arguments: tuple[str, ...], says: str) -> None:
@@ -118,7 +97,8 @@ def test_what_a_task_does_not_take(tmp_path: Path, arguments: tuple[str, ...], s
 def test_make_task_and_eval(tmp_path: Path, tiny_model_dir: Path) -> None:
     out = tmp_path / "task"
     assert "100 rows in heldout.jsonl" in run(make_task, "guess", "--out", out, "--heldout", "100")
-    options = ("--samples", 64, "--max-tokens", 4, "--device", "cpu", "--environment", "guess")
+    sets = ("sampling.max_tokens=4", "generator.device=cpu", "environment.kind=guess")
+    options = ("--samples", 64, *(word for one in sets for word in ("--set", one)))
     held = ("--prompts", out / "heldout.jsonl")
     text = run(evaluate, tiny_model_dir, *held, *options, "--json")
     result = json.loads(text)
@@ -132,18 +112,20 @@ def test_make_task_and_eval(tmp_path: Path, tiny_model_dir: Path) -> None:
     )
 
 
+GROUPS = ("--set", "environment.kind=reward", "--set", "environment.reward_scope=group")
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["MODEL"], "give either --prompts FILE or --task NAME"),
-        (["MODEL", "--task", "sort", "--prompts", "x"], "give either"),
-        (["nowhere", "--task", "sort"], "MODEL: nowhere is no directory"),
-        (["BARE", "--task", "sort"], "has no tokenizer"),
+        (["MODEL"], "give --prompts FILE, or a --config"),
+        (["nowhere", "--prompts", "ROWS"], "MODEL: nowhere is no directory"),
+        (["BARE", "--prompts", "ROWS"], "has no tokenizer"),
         (["MODEL", "--prompts", "EMPTY"], "is empty"),
-        (["MODEL", "--task", "sorts"], "task 'sorts' is unknown; use sort, guess"),
-        (["MODEL", "--task", "sort", "--set", "x"], "write it as section.key=value"),
-        (["MODEL", "--task", "sort", "--device", "tpu9"], "device 'tpu9'"),
-        (["MODEL", "--task", "sort", "--environment", "exat"], "did you mean 'exact'"),
+        (["MODEL", "--prompts", "ROWS", "--set", "x"], "write it as section.key=value"),
+        (["MODEL", "--prompts", "ROWS", "--set", "generator.device=tpu9"], "device 'tpu9'"),
+        (["MODEL", "--prompts", "ROWS", "--set", "environment.kind=exat"], "did you mean 'exact'"),
+        (["MODEL", "--prompts", "ROWS", *GROUPS], "umbra eval --broker"),
     ],
 )
 def test_usage_errors(tmp_path: Path, tiny_model_dir: Path, args: list[str], says: str) -> None:
@@ -151,6 +133,8 @@ def test_usage_errors(tmp_path: Path, tiny_model_dir: Path, args: list[str], say
     bare.mkdir()
     (bare / "config.json").write_text("{}")
     empty.write_text("")
-    names = {"MODEL": tiny_model_dir, "BARE": bare, "EMPTY": empty}
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "answer": "b"}\n')
+    names = {"MODEL": tiny_model_dir, "BARE": bare, "EMPTY": empty, "ROWS": rows}
     with pytest.raises(UsageError, match=says):
         run(evaluate, *[names.get(arg, arg) for arg in args])

@@ -17,15 +17,12 @@ from umbra.proto.records import Score, Task, pack_int32
 from umbra.services.config import (
     BufferConfig,
     EnvironmentConfig,
-    GeneratorConfig,
     ModelConfig,
     NamedEnvironment,
     RunConfig,
-    SamplingConfig,
 )
 from umbra.services.environments.pool import open_rewards
 from umbra.services.generator.checks import check_environment
-from umbra.services.generator.evaluate import evaluate_model
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
 from umbra.services.scorer.reward import RewardWorker
@@ -166,15 +163,3 @@ def test_a_reward_that_cannot_take_a_group_is_told_before_the_run(module: None) 
     told = r"returned \[1.0\] instead of a list with one number for each of 8 completions"
     with pytest.raises(UsageError, match=told):
         check_environment(RunConfig(environment=rewards("few")), row)
-
-
-def test_a_model_is_evaluated_on_whole_groups(module: None, tiny_model_dir: Path) -> None:
-    config = RunConfig(
-        environment=rewards("faulty"),
-        sampling=SamplingConfig(max_tokens=2),
-        buffer=BufferConfig(group_size=4),
-        generator=GeneratorConfig(slots=8, max_context=64, device="cpu", threads=1),
-    )
-    rows = [{"prompt": str(number)} for number in range(20)]
-    result = evaluate_model(tiny_model_dir, rows, config, samples=8)
-    assert (result.accuracy, result.failed) == (4.0, 0)  # each group of four was a group

@@ -49,7 +49,5 @@ def test_from_a_name_to_a_name(hub: Hub, project: Path) -> None:
 
     # What the run needs is in the caches now, and it began from a commit: the branch may move on.
     hub.add("models/acme/tiny", {"config.json": b"{}"})
-    more = umbra(
-        "up", str(folder), "--set", "run.steps=3", "--no-eval", "--quiet", HF_HUB_OFFLINE="1"
-    )
+    more = umbra("up", str(folder), "--set", "run.steps=3", "--quiet", HF_HUB_OFFLINE="1")
     assert more.returncode == 0, more

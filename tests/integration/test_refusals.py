@@ -34,7 +34,7 @@ def test_a_run_that_may_not_go_on_is_left_as_it_was(project: Path) -> None:
         (folder / "buffer.json").write_text(json.dumps({**before, "ending": "drained"}))
         (folder / "summary.json").write_text(json.dumps({**before, "exit_code": 143}))
         files = contents(folder)
-        done = umbra(project, "up", str(folder), "--no-eval", "--json")
+        done = umbra(project, "up", str(folder), "--json")
         bad = umbra(project, "up", str(folder), "--set", "environment.reward=tiny_reward:raises")
     assert done.returncode == 3, done
     assert f"{address} is in use by another process" in done.stderr

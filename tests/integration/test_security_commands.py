@@ -94,5 +94,5 @@ def test_the_monitor_commands_use_keys(buffer: str, keys: Path, tmp_path: Path) 
 def test_a_whole_run_with_keys(project: Path, up: Up) -> None:
     """`umbra up` takes the keys in its `run.dir`; the weights go over plane `tcp`."""
     assert umbra("keys", cwd=project).returncode == 0
-    process = up("weight_hub.plane=tcp", flags=("--no-eval",), quiet_s=170.0)
+    process = up("weight_hub.plane=tcp", quiet_s=170.0)
     assert process.finish()["exit_reason"] == "finished"

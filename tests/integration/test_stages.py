@@ -17,9 +17,9 @@ def test_a_run_with_all_stages_and_evaluations(project: Path, up: Up) -> None:
         "generator.partial_flush_tokens=4",
         "data.shuffle=false",
         "eval.every=2",
+        "eval.at_ends=false",
         "eval.prompts=heldout.jsonl",
         "eval.samples=8",
-        flags=("--no-eval",),
         quiet_s=150.0,
     )
     summary = process.finish()

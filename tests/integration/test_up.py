@@ -66,8 +66,8 @@ def test_nothing_outlives_a_killed_supervisor(up: Up) -> None:
 @pytest.mark.timeout(300)
 def test_a_run_is_seen_paused_goes_on_and_is_drained(up: Up) -> None:
     """An operator's commands; the run ends in order, and as one that can go on."""
-    evals = ("eval.prompts=prompts.jsonl", "eval.samples=4")
-    process = up("run.steps=100000", "buffer.store=memory", *evals, flags=("--no-eval",))
+    evals = ("eval.prompts=prompts.jsonl", "eval.samples=4", "eval.at_ends=false")
+    process = up("run.steps=100000", "buffer.store=memory", *evals)
     broker = process.broker()
 
     def umbra(*command: str) -> str:

@@ -2,10 +2,10 @@
 
 They have a pool and a ledger of their own, and go before training samples. A group is one sample,
 or all of a prompt where these are scored at once. An evaluation is due every `eval.every` versions,
-and with `eval.at_start` when a generator first asks for work. It is pinned to the version of the
-first generator that asks for work and serves at least that. In mode "pause" that is the version
-that is due, since no training samples are leased until it is done; in mode "concurrent" it may be
-a later one.
+and with `eval.at_ends` when a generator first asks for work and when the last step is done. It is
+pinned to the version of the first generator that asks for work and serves at least that. In mode
+"pause" that is the version that is due, since no training samples are leased until it is done; in
+mode "concurrent" it may be a later one.
 
 In mode "concurrent" a generator defers newer weights while it has pinned samples, or more of them
 wait for it, at most for `eval.timeout_s`; the trainer never waits. If every generator serves newer
@@ -65,6 +65,7 @@ class Evaluations:
         pool: SamplePool,
         journal: Journal,
         config: EvalConfig,
+        steps: int,
         prompts: Sequence[Prompt],
         batches: Batches,
         members: Membership,
@@ -75,6 +76,7 @@ class Evaluations:
         self.reports: list[EvalReport] = []
         self.done = -1  # newest version whose evaluation is over
         self._config = config
+        self._steps = steps  # of the run
         self._prompts = prompts
         self._batches = batches
         self._members = members
@@ -176,9 +178,12 @@ class Evaluations:
         return version == pinned if pinned >= 0 else version >= due
 
     def _is_due(self, version: int) -> bool:
-        every, at_start = self._config.every, self._config.at_start and bool(self._serving)
-        is_due = at_start if version == 0 else every > 0 and version % every == 0
-        return is_due and version > self.done
+        if not self._prompts or version <= self.done:
+            return False
+        every, at_ends = self._config.every, self._config.at_ends
+        if not version:
+            return at_ends and bool(self._serving)
+        return (at_ends and version == self._steps) or (every > 0 and version % every == 0)
 
     def failed(self, failure: SampleFailure) -> None:
         if self.open is not None:
