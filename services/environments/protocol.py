@@ -167,6 +167,10 @@ class RefusedError(UmbraError):
         self.code = code
 
 
+ENDS = {"turn_limit_reached": "turns", "context_length_exceeded": "length"}
+"""Finish reasons of samples that get no more turn, by the code of the refusal."""
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One turn of the model, T tokens, as it was sampled.

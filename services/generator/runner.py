@@ -16,6 +16,7 @@ from umbra.proto.messages import ReturnedSample
 from umbra.proto.records import Task, Trajectory
 from umbra.services.environments.pool import EnvironmentPool
 from umbra.services.environments.protocol import (
+    ENDS,
     Ask,
     Begun,
     EpisodeOutcome,
@@ -32,8 +33,6 @@ from umbra.services.generator.rollout import Phase, Rollout, RolloutSettings
 
 MOST_LOSSES = 5  # agents of one sample, after which it fails: it may be what ends them
 _NEVER = sys.maxsize
-ENDS = {"turn_limit_reached": "turns", "context_length_exceeded": "length"}
-"""Finish reasons of samples whose environment gets no more turn, by the code of the refusal."""
 
 
 class RolloutRunner:

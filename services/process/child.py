@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import PeerLostError, UmbraError
 from umbra.services.config.loader import ENV_PREFIX
-from umbra.services.process.fork_server import ForkServer, Order
+from umbra.services.process.fork_server import ForkOrder, ForkServer
 from umbra.services.process.parent import (
     PARENT_PID_VARIABLE,
     READY_FD_VARIABLE,
@@ -126,7 +126,7 @@ class ChildProcess:
                 nothing = files.enter_context(open(os.devnull, "rb"))
                 fds = [nothing, 1 if out is None else out, 2 if err is None else err, ready_fd]
                 variables = {**environ, READY_FD_VARIABLE: str(len(fds) - 1)}
-                order = Order(argv, variables, str(Path.cwd()), self._leads)
+                order = ForkOrder(argv, variables, str(Path.cwd()), self._leads)
                 numbers = [one if isinstance(one, int) else one.fileno() for one in fds]
                 if (pid := server.spawn(order, numbers)) is not None:
                     return pid

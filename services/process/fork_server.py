@@ -53,7 +53,7 @@ _MOST_FDS = 4
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-class Order(msgspec.Struct, frozen=True):
+class ForkOrder(msgspec.Struct, frozen=True):
     """A program to start: `argv` is (python, [-P], FILE or -m and MODULE, arguments ...)."""
 
     argv: Sequence[str]
@@ -106,7 +106,7 @@ class ForkServer:
         """Whether `spawn` returns at once: the server has imported everything, or it has ended."""
         return self._known or bool(select.select([self._end], [], [], 0)[0])
 
-    def spawn(self, order: Order, fds: Sequence[int]) -> int | None:
+    def spawn(self, order: ForkOrder, fds: Sequence[int]) -> int | None:
         """Start a program with copies of `fds` as its file descriptors 0, 1, 2 and 3.
 
         Returns:
@@ -161,14 +161,14 @@ def _serve(fd: int) -> NoReturn:
         if not head:
             os._exit(0)
         body = end.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL)
-        order = msgspec.msgpack.decode(body, type=Order)
+        order = msgspec.msgpack.decode(body, type=ForkOrder)
         pid = _start(order, fds, ignored)
         for one in fds:
             os.close(one)
         end.sendall(pid.to_bytes(_HEAD_BYTES, "big"))
 
 
-def _start(order: Order, fds: Sequence[int], ignored: set[signal.Signals]) -> int:
+def _start(order: ForkOrder, fds: Sequence[int], ignored: set[signal.Signals]) -> int:
     """Return the pid of the program, once it is one; 0 if it can't be.
 
     It is the fork of a fork that has ended: its parent is the client, which inherits it.
@@ -190,7 +190,7 @@ def _start(order: Order, fds: Sequence[int], ignored: set[signal.Signals]) -> in
         return int(told.read() or 0)
 
 
-def _settle(order: Order, fds: Sequence[int], ignored: set[signal.Signals]) -> None:
+def _settle(order: ForkOrder, fds: Sequence[int], ignored: set[signal.Signals]) -> None:
     """Be as new as a program that was executed; `ignored` is what the server's parent ignores."""
     if order.session:
         os.setsid()

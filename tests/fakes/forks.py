@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from umbra.services.process.child import child_environ
-from umbra.services.process.fork_server import ForkServer, Order
+from umbra.services.process.fork_server import ForkOrder, ForkServer
 
 SEARCH = os.pathsep.join(sys.path)
 """PYTHONPATH of a program that is to find our modules."""
@@ -48,7 +48,7 @@ class Popen(subprocess.Popen[Any]):
             return execute(*given, **named)
         pipes = [how[one] for one in ("p2cread", "c2pwrite", "errwrite")]
         fds = [own if fd == -1 else fd for own, fd in enumerate(pipes)]
-        order = Order(argv, how["env"], str(how["cwd"] or Path.cwd()), how["start_new_session"])
+        order = ForkOrder(argv, how["env"], str(how["cwd"] or Path.cwd()), how["start_new_session"])
         pid = server().spawn(order, fds)
         if pid is None:
             return execute(*given, **named)

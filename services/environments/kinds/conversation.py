@@ -8,10 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from umbra.services.environments.protocol import Message, SampleError
-
-# Why the endpoint gives no more turns, by the code of its error, as a finish reason.
-_ENDS = {"turn_limit_reached": "turns", "context_length_exceeded": "length"}
+from umbra.services.environments.protocol import ENDS, Message, SampleError
 
 
 class NoTurnError(Exception):
@@ -51,8 +48,8 @@ class Conversation:
             raise SampleError(f"the model's endpoint failed: {error}") from error
         if status != 200:
             error = answer.get("error", {})
-            if error.get("code") in _ENDS and self._turns:
-                raise NoTurnError(_ENDS[error["code"]])
+            if error.get("code") in ENDS and self._turns:
+                raise NoTurnError(ENDS[error["code"]])
             raise SampleError(f"the model gave no turn: {error.get('message', answer)}")
         self._turns += 1
         choice = answer["choices"][0]
