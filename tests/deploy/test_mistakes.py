@@ -31,7 +31,7 @@ from umbra.services.config.loader import load_config, to_json
 from umbra.services.config.rules import cautions
 from umbra.services.generator.checks import check_chat, check_devices
 from umbra.services.process.child import ChildError
-from umbra.services.trainer import service  # noqa: F401 - so that what is started is forked
+from umbra.services.process.fork_server import ForkServer
 
 REWARDS = """
 import os, time
@@ -183,6 +183,7 @@ MISTAKES = {
 def here(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (project / "user_rewards.py").write_text(REWARDS)
     monkeypatch.chdir(project)
+    monkeypatch.setattr(ForkServer, "where_useful", lambda _environ: None)  # nothing gets that far
     return project
 
 

@@ -8,10 +8,18 @@ import subprocess
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 
+import pytest
+
 from umbra import cli
 from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.prepare.load import load_run
 from umbra.services.config.loader import to_json
+from umbra.services.process.fork_server import ForkServer
+
+
+@pytest.fixture(autouse=True)
+def _nothing_gets_that_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ForkServer, "where_useful", lambda _environ: None)
 
 
 def umbra(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -16,7 +16,7 @@ from umbra.services.modeling.attention_backends import attend
 from umbra.services.modeling.micro_batch import MicroBatch
 from umbra.services.modeling.packing import pack
 
-BATCHES = 30
+BATCHES = 16
 MOST = 4  # of each kind
 
 
