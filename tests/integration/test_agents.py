@@ -8,11 +8,10 @@ from contextlib import closing, suppress
 from itertools import repeat
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
-from anthropic import Anthropic, BadRequestError
 from fakes.agents import WAIT_S, AgentWorld, client, reward, send
 from fakes.chat_templates import chat_tokenizer
 from fakes.engine import ScriptedEngine
@@ -28,6 +27,9 @@ from umbra.services.generator.agents import server
 from umbra.services.generator.agents.server import MAX_BODY, bind, url_of
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
+
+if TYPE_CHECKING:
+    from anthropic import Anthropic
 
 OUTSIDE = EnvironmentConfig(kind="agent")
 
@@ -395,7 +397,9 @@ def test_responses_as_events(world: World) -> None:
     assert call.arguments == '{"a": 1}'
 
 
-def anthropic(work: Any, key: str = "none") -> Anthropic:
+def anthropic(work: Any, key: str = "none") -> "Anthropic":
+    from anthropic import Anthropic  # seconds of a core, here for those who need it
+
     return Anthropic(base_url=work["url"], api_key=key, max_retries=0)
 
 
@@ -431,6 +435,8 @@ def test_messages_with_a_tool(world: World, tokenizer: Any) -> None:
 
 
 def test_messages_as_events(world: World) -> None:
+    from anthropic import BadRequestError
+
     endpoint = world("well " + CALL)
     work = work_of(endpoint)
     with anthropic(work) as agent:
