@@ -17,10 +17,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest
 import zmq
-from fakes import forks
 from hypothesis import HealthCheck, settings
-
-from umbra.services.process import fork_server
 
 sys.dont_write_bytecode = False
 
@@ -45,12 +42,6 @@ pytest_plugins = [
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the folders of long tests: none keeps the other workers waiting at the end."""
     items.sort(key=lambda item: item.path.parent.name not in LONG)
-
-
-def pytest_collection_finish() -> None:
-    """Start this worker's fork server as its fork, before it computes anything."""
-    if fork_server.MODULES[0] in sys.modules:
-        forks.server()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

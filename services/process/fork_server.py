@@ -51,6 +51,7 @@ UP = b"\1"
 _HEAD_BYTES = 4
 _MOST_FDS = 4
 _PR_SET_CHILD_SUBREAPER = 36
+_FORKED: list[int] = []  # this process, if a server has forked it
 
 
 class ForkOrder(msgspec.Struct, frozen=True):
@@ -65,8 +66,7 @@ class ForkOrder(msgspec.Struct, frozen=True):
 class ForkServer:
     """The client's end of a server, which imports at once; `ready` says when it is done.
 
-    Where PyTorch is imported already the server is a fork of this process, which must not have
-    begun to compute.
+    In a process that a server has forked it is a fork of that process, which has imported all.
 
     Args:
         environ: of the server: what libraries read while they are imported is the same in all its
@@ -79,7 +79,7 @@ class ForkServer:
         self._known = False
         self._await_end: Callable[[], object]
         with theirs:
-            if MODULES[0] in sys.modules:
+            if _FORKED:
                 pid = _fork(lambda: _serve(theirs.detach()))
                 self._await_end = partial(os.waitpid, pid, 0)
                 return
@@ -98,9 +98,9 @@ class ForkServer:
         return None if any(any(Path("/dev").glob(gpu)) for gpu in GPUS) else cls(environ)
 
     @classmethod
-    def where_imported(cls, environ: Mapping[str, str]) -> ForkServer | None:
-        """A server that is a fork of this process, if this one was forked by a server."""
-        return cls(environ) if MODULES[0] in sys.modules else None
+    def of_fork(cls, environ: Mapping[str, str]) -> ForkServer | None:
+        """A server, if this process was forked by one."""
+        return cls(environ) if _FORKED else None
 
     def ready(self) -> bool:
         """Whether `spawn` returns at once: the server has imported everything, or it has ended."""
@@ -192,6 +192,7 @@ def _start(order: ForkOrder, fds: Sequence[int], ignored: set[signal.Signals]) -
 
 def _settle(order: ForkOrder, fds: Sequence[int], ignored: set[signal.Signals]) -> None:
     """Be as new as a program that was executed; `ignored` is what the server's parent ignores."""
+    _FORKED.append(os.getpid())
     if order.session:
         os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -67,7 +67,7 @@ def launch(context: ServiceContext) -> Iterator[socket.socket | None]:
     # The resolved file holds what the variables said, and what flags said after them.
     resolved = context.run_dir / f".{context.name}-ranks-{node}.json"
     resolved.write_bytes(to_json(context.config))
-    server = ForkServer.where_imported(child_environ())
+    server = ForkServer.of_fork(child_environ())
     supervisor = Supervisor(
         lambda program: ChildProcess(
             program.argv,
