@@ -21,6 +21,6 @@ def run(service: str, prepare: Callable[[], object]) -> NoReturn:
         started(words)
 
     fork_server._run = prepared
-    ForkServer.where_useful = classmethod(lambda cls, environ: cls(environ))
+    setattr(ForkServer, "where_useful", ForkServer)  # noqa: B010 - on a machine with a GPU as well
     supervisor.FIRST_S = 0.1
     raise SystemExit(cli.main(sys.argv[1:]))
