@@ -126,8 +126,7 @@ def run_cell(cell: Cell, work: Path) -> dict[str, Any]:
     )
     chosen = [item for one in (*paths, *cell.overrides()) for item in ("--set", one)]
     began = time.monotonic()
-    run_file = str(DEMOS / f"{cell.task}.toml")
-    summary = json.loads(umbra("up", run_file, *chosen, "--json"))
+    summary = json.loads(umbra("up", str(DEMOS / f"{cell.task}.toml"), *chosen, "--json"))
     run = work / "runs" / summary["run_id"]
     accuracy = measure(summary["model"], run / "config.json", folder)
     before = measure(str(folder / "base"), run / "config.json", folder)
