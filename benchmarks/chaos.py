@@ -46,7 +46,7 @@ POLL_S = 0.1
 ENOUGH_S = 5.0  # what is left to disturb and not worth a run
 CALM = "undisturbed"
 COUNTED = ("acknowledged", "trained", "untrained", "lost", "twice", "repeated", "changed")
-# Signs of life often enough to time a recovery by them, limits that the stops go beyond, all batches
+# Signs of life often enough to time a recovery, limits that the stops go beyond, and all batches
 # to look through. An attempt that was cut off is not a sample's fault here.
 SETTINGS = (
     "eval.prompts=",
