@@ -24,8 +24,8 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "services": (260, 8),
     "services/buffer": (5_450, 83),
     "services/config": (2_450, 50),
-    "services/environments": (3_660, 90),
-    "services/generator": (6_800, 112),
+    "services/environments": (3_560, 90),
+    "services/generator": (6_560, 112),
     "services/modeling": (4_850, 100),
     "services/monitor": (1_420, 50),
     "services/process": (2_000, 55),
@@ -35,10 +35,10 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "services/trainer": (6_800, 160),
     "services/weight_hub": (2_200, 20),
     "services/weights": (5_680, 98),
-    "deploy": (7_530, 195),
+    "deploy": (7_420, 195),
     "src": (740, 10),
     "benchmarks": (5_500, 165),
-    "tests": (54_000, 2900),
+    "tests": (52_500, 2900),
 }
 
 
