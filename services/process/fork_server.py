@@ -80,7 +80,7 @@ class ForkServer:
         self._await_end: Callable[[], object]
         with theirs:
             if _FORKED:
-                pid = _fork(lambda: _serve(theirs.detach()))
+                pid = _fork(lambda: serve(theirs.detach()))
                 self._await_end = partial(os.waitpid, pid, 0)
                 return
             self._await_end = subprocess.Popen(
@@ -142,7 +142,7 @@ class ForkServer:
         self._await_end()
 
 
-def _serve(fd: int) -> NoReturn:
+def serve(fd: int) -> NoReturn:
     """Fork for each order that comes on this socket, until its other end is closed."""
     os.closerange(3, fd)
     os.closerange(fd + 1, os.sysconf("SC_OPEN_MAX"))
@@ -264,4 +264,5 @@ def _inherit_orphans(whether: bool) -> None:
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]))
+    # As the module that the forks import, not as a second one beside it.
+    importlib.import_module("umbra.services.process.fork_server").serve(int(sys.argv[1]))
