@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from fakes.commands import call
 from fakes.trajectories import trajectory
 
 from umbra.proto.messages import TaskLeases
@@ -37,6 +38,34 @@ def test_published_figures_are_of_the_newest_release() -> None:
     assert importlib.import_module("figures").behind() == {}, "measure them again"
 
 
+def test_figures_that_a_release_has_left_behind_are_named(tmp_path: Path) -> None:
+    """1. Measured before and at a release. 2. Code changes. 3. Another release."""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+
+    def commit(text: str, tag: str = "") -> str:
+        (tmp_path / "services").mkdir(exist_ok=True)
+        (tmp_path / "services" / "code.py").write_text(text)
+        call([*git, "add", "."], check=True)
+        call([*git, "commit", "-qm", text, "--allow-empty"], check=True)
+        if tag:
+            call([*git, "tag", tag], check=True)
+        return call([*git, "rev-parse", "HEAD"], check=True).stdout.strip()
+
+    call([*git, "init", "-q"], check=True)
+    first, same = commit("one"), commit("two")
+    results = tmp_path / "benchmarks" / "results"
+    results.mkdir(parents=True)
+    for name, at in {"old": first, "new": same, "none": ""}.items():
+        (results / f"{name}.json").write_text(json.dumps({"commit": at}))
+    behind = importlib.import_module("figures").behind
+    assert set(behind(tmp_path)) == {"none"}, "there is no release yet"
+    commit("two", tag="v0.2.0")  # the code that was measured
+    assert set(behind(tmp_path)) == {"none", "old"}
+    commit("three", tag="v0.3.0")
+    assert set(behind(tmp_path)) == {"none", "old", "new"}
+    assert "v0.3.0 has other code" in behind(tmp_path)["new"]
+
+
 @pytest.mark.parametrize("file", PUBLISHED, ids=lambda file: file.stem)
 def test_figures_follow_from_the_rows(file: Path) -> None:
     report = importlib.import_module("report").Report.read(file)
@@ -49,6 +78,26 @@ def test_figures_follow_from_the_rows(file: Path) -> None:
     assert [(g["name"], g["met"]) for g in report.goals] == [
         (g["name"], g["met"]) for g in content["goals"]
     ]
+
+
+def test_a_template_gives_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = importlib.import_module("figures")
+    goals = [{"name": "fast", "value": 0.5, "op": ">=", "goal": 1.0, "met": False}]
+    tables = {"t": {"columns": ["a", "b"], "rows": [["x", "1.5"]]}}
+    content = {"figures": {"ratio": 4.5678, "share": 0.58}, "tables": tables, "goals": goals}
+    monkeypatch.setattr(figures, "results", lambda name: {"one": content}[name])
+    inline = "it is <!-- = one: {ratio} times -->9 times<!-- / -->, {ratio}"
+    assert figures.render(inline) == inline.replace("9 times", "4.57 times")
+    block = "<!-- = one\n{table:t}\n\n{share:.0%}\n\n{goals}\n-->\nold\n<!-- / -->\n"
+    made = figures.render(block)
+    assert "| a | b |\n|---|---|\n| x | 1.5 |\n\n58%\n" in made
+    assert "| fast | >= 1 | 0.5 | **missed** |" in made
+    assert "old" not in made and figures.render(made) == made
+    assert "0 of 1 goals are met; missed:\n\n| goal" in figures.render(
+        block.replace("goals", "missed")
+    )
+    with pytest.raises(LookupError, match=r"results/one\.json has no 'speed'"):
+        figures.render("<!-- = one: {speed} --><!-- / -->")
 
 
 # -- runs -----------------------------------------------------------------------------------------
