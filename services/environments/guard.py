@@ -7,7 +7,6 @@ process that started it dies. The standard library only, of Python 3.10 or newer
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
 import select
@@ -16,12 +15,15 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 
-from umbra.services.process.parent import PARENT_PID_VARIABLE, signal_at_death_of
+from umbra.services.process.parent import (
+    PARENT_PID_VARIABLE,
+    inherit_orphans,
+    signal_at_death_of,
+)
 
 BURST_BYTES = 1 << 20
 BYTES_PER_S = 1 << 10
 """Output that is passed on: so much at once, and so much each second after that."""
-_PR_SET_CHILD_SUBREAPER = 36
 _END_S = 5.0  # for all processes to be gone
 _LOOK_S = 0.001
 _PIECE = 1 << 16
@@ -30,7 +32,7 @@ _PIECE = 1 << 16
 def enter_guarded() -> None:
     """Return in a child, whose stdout and stderr go through this process, which ends with it."""
     os.setpgid(0, 0)  # what ends our parent's group must not end us before all else
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    inherit_orphans(True)
     signal.signal(signal.SIGTERM, lambda *_: _end_tree(-signal.SIGKILL))
     signal_at_death_of(int(os.environ.get(PARENT_PID_VARIABLE, os.getppid())), signal.SIGTERM)
     reads, writes = os.pipe()

@@ -35,13 +35,12 @@ from typing import NoReturn
 import msgspec
 
 from umbra.proto.errors import StartupError
-from umbra.services.process.parent import SEARCH_VARIABLE
+from umbra.services.process.parent import SEARCH_VARIABLE, inherit_orphans
 from umbra.services.process.signals import HANDLED
 
 MODULES = (
     "umbra.services.trainer.service",
     "umbra.services.generator.service",
-    "umbra.services.generator.evaluate",
 )
 """What most programs of a run import, and with it PyTorch and Transformers."""
 GPUS = ("nvidia[0-9]*", "kfd")  # in /dev
@@ -50,7 +49,6 @@ ROOM = "-" * 4096  # in the server's command line, for those of its forks
 UP = b"\1"
 _HEAD_BYTES = 4
 _MOST_FDS = 4
-_PR_SET_CHILD_SUBREAPER = 36
 _FORKED: list[int] = []  # this process, if a server has forked it
 
 
@@ -77,20 +75,23 @@ class ForkServer:
         self._end, theirs = socket.socketpair()
         self._end.settimeout(SPAWN_S)
         self._known = False
+        self._kill: Callable[[], object]
         self._await_end: Callable[[], object]
         with theirs:
             if _FORKED:
                 pid = _fork(lambda: serve(theirs.detach()))
+                self._kill = partial(os.kill, pid, signal.SIGKILL)
                 self._await_end = partial(os.waitpid, pid, 0)
                 return
-            self._await_end = subprocess.Popen(
+            server = subprocess.Popen(
                 (sys.executable, "-P", "-m", __name__, str(theirs.fileno()), ROOM),
                 env={**environ, "PYTHONUNBUFFERED": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-            ).wait
+            )
+            self._kill, self._await_end = server.kill, server.wait
 
     @classmethod
     def where_useful(cls, environ: Mapping[str, str]) -> ForkServer | None:
@@ -118,7 +119,7 @@ class ForkServer:
         body = msgspec.msgpack.encode(order)
         head = len(body).to_bytes(_HEAD_BYTES, "big")
         # The fork's parent is the server's own fork, which ends at once: we inherit it.
-        _inherit_orphans(True)
+        inherit_orphans(True)
         try:
             if not self._known and self._end.recv(1) != UP:
                 return None
@@ -131,14 +132,15 @@ class ForkServer:
         except OSError:
             return None
         finally:
-            _inherit_orphans(False)
+            inherit_orphans(False)
         raise StartupError(
             f"no word of {' '.join(order.argv)} within {SPAWN_S:g} s: start it again"
         )
 
     def close(self) -> None:
-        """End the server; its forks go on."""
+        """End the server, which may still be importing; its forks go on."""
         self._end.close()
+        self._kill()
         self._await_end()
 
 
@@ -257,10 +259,6 @@ def _run(words: Sequence[str]) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
     os._exit(code if isinstance(code, int) else code is not None)
-
-
-def _inherit_orphans(whether: bool) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(whether), 0, 0, 0)
 
 
 if __name__ == "__main__":

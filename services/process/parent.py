@@ -24,6 +24,7 @@ GRACE_S = 15.0  # to drain and to remove shared memory before the hard end
 FRAME_HEAD = struct.Struct("<I?")
 """Before each message of a pipe: its bytes, and whether a file descriptor is with it."""
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def parents_end() -> socket.socket:
@@ -79,6 +80,11 @@ def signal_at_death_of(parent: int, number: signal.Signals) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:  # it died before prctl took effect
         os.kill(os.getpid(), number)
+
+
+def inherit_orphans(whether: bool) -> None:
+    """Become the parent of what descends from this process when its own parent dies, or no more."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(whether), 0, 0, 0)
 
 
 def _watch(parent: int) -> None:
