@@ -18,6 +18,7 @@ from umbra.deploy.check.needs import LOADING, PASS, Item, needs
 from umbra.services.config.loader import load_config
 
 MOST = 1.3  # times what is measured
+OBJECTS = 3 << 20  # Python's, of the model and FSDP; they are of the item `process`
 NARROW: dict[str, Any] = {
     "vocab_size": 4000,
     "hidden_size": 512,
@@ -128,4 +129,5 @@ def test_a_rank_takes_what_it_is_told_to_need(world: int, name: str, folder: Pat
     expected = told(folder, world, CASES[world][name])
     found = measured(folder, world, name)
     for when in ("training", "loading"):
-        assert 0.95 * found[when] <= expected[when] <= MOST * found[when], when
+        least = 0.95 * (found[when] - OBJECTS)
+        assert least <= expected[when] <= MOST * found[when], when
