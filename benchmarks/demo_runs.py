@@ -2,8 +2,9 @@
 
     python benchmarks/demo_runs.py --json FILE [--tasks sort guess] [--seeds 0 1 2]
 
-The loop is the asynchronous part alone, from the first decoded token to the last commit; the demo
-adds model, task, warm start, imports and two evaluations of 1,024 held-out samples. Runs that are
+The loop is from the first decoded token, of the evaluation of 1,024 held-out samples before
+training, to the last commit; the demo adds model, task, warm start, imports and another evaluation.
+samples/s are those of training alone. Runs that are
 in FILE are skipped. Nothing else should run meanwhile.
 """
 
@@ -53,6 +54,7 @@ def run(task: str, seed: int, steps: int) -> dict[str, Any]:
         **{name: summary[name] for name in ("steps", "samples", "pushes")},
         "loop_s": times[-1],
         "demo_s": seconds,
+        "samples_s": found.samples / found.seconds,
         "staleness": summary["staleness"]["mean"],
         "staleness_max": summary["staleness"]["max"],
         "generator_idle": found.generator_idle,
@@ -75,10 +77,9 @@ def summarise(report: Report) -> None:
     )  # fmt: skip
     for task in tasks:
         some = [row for row in report.rows if row["task"] == task]
-        report.figure(f"{task}_before", mean(row["accuracy_before"] for row in some))
-        report.figure(f"{task}_after", mean(row["accuracy_after"] for row in some))
-        report.figure(f"{task}_loop_s", mean(row["loop_s"] for row in some))
-        report.figure(f"{task}_demo_s", mean(row["demo_s"] for row in some))
+        for name in ("accuracy_before", "accuracy_after", "loop_s", "demo_s", "samples_s"):
+            figure = f"{task}_{name.removeprefix('accuracy_')}"
+            report.figure(figure, mean(row[name] for row in some))
         for name in ("samples", "steps", "pushes"):
             report.figure(f"{task}_{name}", some[0][name])
     report.figure("k3_most", max(row["k3"] for row in report.rows))

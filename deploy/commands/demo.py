@@ -142,9 +142,7 @@ def command(
     """
     load_config(DEMOS / f"{task}.toml", overrides=overrides)  # a typo should show at once
     with best_effort_output(), SignalCounter() as interrupts, ExitStack() as stack:
-        server = ForkServer.where_useful(child_environ())
-        if server is not None:
-            stack.callback(server.close)
+        server = stack.enter_context(ForkServer.where_useful(child_environ()))
         view = choose_view(quiet=quiet, as_json=as_json)
         folder = RunFolder.create(parent, f"demo-{task}")
         view.say(f"everything goes to {folder.path}")

@@ -88,9 +88,7 @@ def up(
             view.say(f"warning: {name}: {text}")
         if told:
             view.say(f"note: extended: {told}")
-        server = ForkServer.where_useful(child_environ(search))
-        if server is not None:
-            stack.callback(server.close)
+        server = stack.enter_context(ForkServer.where_useful(child_environ(search)))
         try:
             run = Up(
                 config,

@@ -108,7 +108,8 @@ class Health:
         self._answers, self._samples, self._stale = Share(samples), Share(samples), Share(samples)
         self._shares = dict(zip(SHARES, (self._groups, self._answers, self._samples), strict=True))
         self._tokens = {name: deque[int](maxlen=LENGTHS_KEPT) for name in ("trained", "stale")}
-        self._rewards: deque[float] = deque(maxlen=BATCHES * samples)
+        self._window = BATCHES * samples
+        self._reward, self._alike, self._rewarded = 0.0, 0, 0  # newest, in a row, all
         self._failures: deque[SampleFailure] = deque(maxlen=REASONS_KEPT)
         self._still = 0  # steps in a row without a gradient
         self._skipped: deque[float] = deque(maxlen=BATCHES)  # share of updates left out, by step
@@ -123,7 +124,10 @@ class Health:
         """Count a complete group, also if it is filtered."""
         self._groups.add(len(rewards) > 1 and len(set(rewards)) == 1, 1)
         self._samples.add(0, len(rewards))
-        self._rewards += rewards
+        self._rewarded += len(rewards)
+        for reward in rewards:
+            self._alike = self._alike + 1 if reward == self._reward else 1
+            self._reward = reward
 
     def failed(self, failure: SampleFailure) -> None:
         if failure.own:
@@ -198,12 +202,11 @@ class Health:
         buffer = self._config.buffer
         if text := lone_groups(self._config):
             yield "lone_groups", text, {"group_size": 1.0}
-        reward = self._rewards[0] if self._rewards else 0.0
-        is_full = len(self._rewards) >= max(self._batch, LEAST_SAMPLES)
-        if is_full and all(one == reward for one in self._rewards):
-            text = f"every sample of the last batches earned the same reward, {reward:g}: nothing "
-            text += "can be learned from that; look at the reward and at a few answers"
-            yield "constant_reward", text, {"reward": reward}
+        is_full = self._rewarded >= max(self._batch, LEAST_SAMPLES)
+        if is_full and self._alike >= min(self._rewarded, self._window):
+            text = f"every sample of the last batches earned the same reward, {self._reward:g}: "
+            text += "nothing can be learned from that; look at the reward and at a few answers"
+            yield "constant_reward", text, {"reward": self._reward}
         if (share := self._groups.known) >= EQUAL_REWARDS:
             text = f"{share:.0%} of recent groups have equal rewards: "
             text += (

@@ -26,8 +26,8 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -94,9 +94,12 @@ class ForkServer:
             self._kill, self._await_end = server.kill, server.wait
 
     @classmethod
-    def where_useful(cls, environ: Mapping[str, str]) -> ForkServer | None:
-        """A server, if this machine has no GPU."""
-        return None if any(any(Path("/dev").glob(gpu)) for gpu in GPUS) else cls(environ)
+    @contextmanager
+    def where_useful(cls, environ: Mapping[str, str]) -> Iterator[ForkServer | None]:
+        """Have a server inside, if this machine has no GPU."""
+        has_gpu = any(any(Path("/dev").glob(gpu)) for gpu in GPUS)
+        with nullcontext() if has_gpu else closing(cls(environ)) as server:
+            yield server
 
     @classmethod
     def of_fork(cls, environ: Mapping[str, str]) -> ForkServer | None:

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -183,7 +184,7 @@ MISTAKES = {
 def here(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (project / "user_rewards.py").write_text(REWARDS)
     monkeypatch.chdir(project)
-    monkeypatch.setattr(ForkServer, "where_useful", lambda _environ: None)  # nothing gets that far
+    monkeypatch.setattr(ForkServer, "where_useful", lambda _environ: nullcontext())
     return project
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import NoReturn
 
 from umbra import cli
@@ -21,6 +22,7 @@ def run(service: str, prepare: Callable[[], object]) -> NoReturn:
         started(words)
 
     fork_server._run = prepared
-    setattr(ForkServer, "where_useful", ForkServer)  # noqa: B010 - on a machine with a GPU as well
+    # On a machine with a GPU as well.
+    setattr(ForkServer, "where_useful", lambda environ: closing(ForkServer(environ)))  # noqa: B010
     supervisor.FIRST_S = 0.1
     raise SystemExit(cli.main(sys.argv[1:]))

@@ -5,7 +5,7 @@ import json
 import os
 import socket
 import subprocess
-from contextlib import chdir, redirect_stderr, redirect_stdout
+from contextlib import chdir, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ from umbra.services.process.fork_server import ForkServer
 
 @pytest.fixture(autouse=True)
 def _nothing_gets_that_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ForkServer, "where_useful", lambda _environ: None)
+    monkeypatch.setattr(ForkServer, "where_useful", lambda _environ: nullcontext())
 
 
 def umbra(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
