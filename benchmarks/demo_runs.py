@@ -3,8 +3,8 @@
     python benchmarks/demo_runs.py --json FILE [--tasks sort guess] [--seeds 0 1 2]
 
 The loop is from the first decoded token, of the evaluation of 1,024 held-out samples before
-training, to the last commit; the demo adds model, task, warm start, imports, another evaluation. Runs that
-are in FILE are skipped. Nothing else should run meanwhile.
+training, to the last commit; the demo adds model, task, warm start, imports and an evaluation. Runs
+that are in FILE are skipped. Nothing else should run meanwhile.
 """
 
 from __future__ import annotations
