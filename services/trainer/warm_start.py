@@ -6,9 +6,9 @@ What the assistant says in them is learned.
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from umbra.services.modeling.micro_batch import Tokens
 
 Message = dict[str, str]
-SHOW_S = 0.1  # between two lines on a terminal
 
 
 class WarmStartResult(NamedTuple):
@@ -189,23 +188,10 @@ def warm_start(
     return WarmStartResult(losses[0], losses[-1], time.perf_counter() - begin)
 
 
-def _display(steps: int) -> Callable[[int, float], None]:
-    """Show progress on standard error: a line rewritten on a terminal, ten plain ones elsewhere."""
-    terminal, shown_at = sys.stderr.isatty(), 0.0
-
-    def show(step: int, loss: float) -> None:
-        nonlocal shown_at
-        due = step * 10 // steps != (step - 1) * 10 // steps
-        if terminal:
-            due = step == steps or time.monotonic() - shown_at > SHOW_S
-        if due:
-            shown_at = time.monotonic()
-            text = f"step {step}/{steps}  loss {loss:.3f}"
-            click.echo(
-                f"\r{text}" if terminal else text, err=True, nl=not terminal or step == steps
-            )
-
-    return show
+def _show(steps: int, step: int, loss: float) -> None:
+    """Write ten lines of progress to standard error."""
+    if step * 10 // steps != (step - 1) * 10 // steps:
+        click.echo(f"step {step}/{steps}  loss {loss:.3f}", err=True)
 
 
 @click.command("sft", context_settings={"show_default": True})
@@ -256,7 +242,7 @@ def command(
         batch=batch,
         seed=seed,
         config=config,
-        report=_display(steps),
+        report=partial(_show, steps),
         checked=checked,
     )
     if as_json:

