@@ -1,6 +1,7 @@
 """Advantages, rewards and value targets against values worked out by hand."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from umbra.services.trainer.objectives.advantages import (
     gae,
     grpo,
     overlong,
+    rewarded,
     rloo,
     token_advantages,
     value_loss,
@@ -64,6 +66,19 @@ def by_token(**keys: Any) -> tuple[Tensor, Tensor]:
         values=values,
     )
     return token_advantages(earned, TrainerConfig(**keys).pieces)
+
+
+def test_a_kl_in_the_reward_is_taken_off_token_by_token() -> None:
+    batch: Any = SimpleNamespace(
+        rewards=torch.tensor([1.0], dtype=torch.float64),
+        groups=torch.tensor([0]),
+        sample=torch.tensor([0]),
+        tokens=SimpleNamespace(owner=torch.tensor([0, 0])),
+        behaviour=torch.tensor([-1.0, -2.0]),
+    )
+    pieces = TrainerConfig(objective="reinforce_pp", kl_coef=0.5, kl_estimator="k1").pieces
+    found = rewarded(batch, pieces, torch.tensor([-1.5, -1.0]), None).penalties
+    torch.testing.assert_close(found, torch.tensor([0.25, -0.5], dtype=torch.float64))
 
 
 def test_group_advantages_are_of_the_reward_less_all_penalties() -> None:
