@@ -31,6 +31,9 @@ TOKENS = 1 << 20  # in one trajectory, all lines of a sample together
 SPANS = 128  # versions that wrote one trajectory
 BRANCHES = 64  # lines of tokens of one sample
 ROUTING_BYTES = 24 << 20  # experts that were chosen in one trajectory; the rest of it fits beside
+SUPPORT_BYTES = (
+    12 << 20
+)  # ids that could have been drawn in one trajectory; as many of their logprobs
 PARTS = 64  # of a reward
 STAGES = 16
 ROW_KEYS = 4096
@@ -75,6 +78,8 @@ Int32s = Annotated[bytes, Meta(max_length=4 * TOKENS)]
 Float32s = Annotated[bytes, Meta(max_length=4 * TOKENS)]
 Mask = Annotated[bytes, Meta(max_length=TOKENS)]
 Experts = Annotated[bytes, Meta(max_length=ROUTING_BYTES)]
+Sizes = Annotated[bytes, Meta(max_length=2 * TOKENS)]
+Supported = Annotated[bytes, Meta(max_length=SUPPORT_BYTES)]
 Blob = Annotated[bytes, Meta(max_length=1024)]
 Size = Annotated[int, Meta(ge=0, le=(1 << 53) - 1)]  # bytes or elements
 Row = Annotated[dict[str, Any], Meta(max_length=ROW_KEYS)]  # free-form: decoded by clients only

@@ -35,11 +35,13 @@ from umbra.proto.bounds import (
     Number,
     Row,
     Size,
+    Sizes,
+    Supported,
     Text,
     keep_to_bounds,
 )
 
-PROTOCOL_MAJOR = 6
+PROTOCOL_MAJOR = 7
 PROTOCOL_MINOR = 0
 
 
@@ -77,6 +79,11 @@ class Sampling(Kept, frozen=True, kw_only=True):
         """What decides of which distribution logprobs are."""
         return self.temperature, self.top_p, self.top_k, self.min_p
 
+    @property
+    def cuts_off(self) -> bool:
+        """True if some tokens cannot be drawn."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
 
 class VersionSpan(Kept, frozen=True, kw_only=True):
     """Response tokens `[start, end)` were sampled by policy version `version`."""
@@ -107,6 +114,33 @@ def routing_bytes(layers: int, choices: int, experts: int) -> int:
     return layers * choices * (1 if experts <= 256 else 2)
 
 
+class Support(Kept, frozen=True, kw_only=True):
+    """What could have been drawn in the place of each of T response tokens: K ids in all.
+
+    Of a distribution that cuts off tokens these are all that it left in. Of any other they are its
+    likeliest, the head that score centering asks for, in which the drawn one need not be.
+    """
+
+    sizes: Sizes  # uint16 [T], how many of the ids are a token's; 0 where its mask is 0
+    ids: Supported  # int32 [K], the likeliest of each token first
+    logprobs: Supported | None = None  # float32 [K] by the sampler, if anybody asks for them
+
+    def part(self, start: int, end: int) -> Support:
+        """Return that of tokens `[start, end)`."""
+        sizes = memoryview(self.sizes).cast("H")
+        first = 4 * sum(sizes[:start])
+        last = first + 4 * sum(sizes[start:end])
+        return Support(
+            sizes=self.sizes[2 * start : 2 * end],
+            ids=self.ids[first:last],
+            logprobs=self.logprobs and self.logprobs[first:last],
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.sizes) + len(self.ids) + len(self.logprobs or b"")
+
+
 class Branch(Kept, frozen=True, kw_only=True):
     """One more line of tokens of a sample whose conversation has several; fields of `Trajectory`.
 
@@ -118,6 +152,7 @@ class Branch(Kept, frozen=True, kw_only=True):
     loss_mask: Mask  # uint8 [T]
     logprobs: Float32s  # float32 [T], behaviour logprobs
     spans: Annotated[list[VersionSpan], Meta(max_length=SPANS)]
+    support: Support | None = None
 
 
 class Trajectory(Kept, frozen=True, kw_only=True):
@@ -148,6 +183,7 @@ class Trajectory(Kept, frozen=True, kw_only=True):
     proximal_logprobs: Float32s | None = None  # the same
     proximal_version: int = -1  # of the policy that gave proximal_logprobs
     routing: Routing | None = None  # of all tokens, at most P + T - 1, that a learned one follows
+    support: Support | None = None  # of the first line
     scored: Annotated[
         list[Id], Meta(max_length=STAGES)
     ] = []  # scoring stages that are done, in order
@@ -184,6 +220,7 @@ class Trajectory(Kept, frozen=True, kw_only=True):
                     loss_mask=one.loss_mask,
                     logprobs=one.logprobs,
                     spans=one.spans,
+                    support=one.support,
                     ref_logprobs=self.ref_logprobs and self.ref_logprobs[start:end],
                     proximal_logprobs=self.proximal_logprobs and self.proximal_logprobs[start:end],
                     branches=[],
@@ -224,7 +261,8 @@ def array_bytes(trajectory: Trajectory | None) -> int:
         for one in trajectory.branches
         for array in (one.prompt_ids, one.response_ids, one.loss_mask, one.logprobs)
     )
-    return sum(map(len, arrays)) + sum(lines)
+    supports = (one.support for one in (trajectory, *trajectory.branches))
+    return sum(map(len, arrays)) + sum(lines) + sum(one.nbytes for one in supports if one)
 
 
 SAMPLE = "sample"  # kind of a task to generate; the others are scoring stages

@@ -303,7 +303,7 @@ def _scorers(
         logits = 4 * min(4 * tokens * sizes.vocabulary, int(config.trainer.logits_mib * 2**20))
         work = _forward(sizes, tokens, width, each, kind) + logits
         device = [
-            Item("weights", version),
+            Item("weights", version * (max(1, len(scorer.models)) if stage == "ref_logp" else 1)),
             Item("forward pass", work, remedy="lower trainer.micro_tokens"),
         ]
         host: list[Item] = []

@@ -242,7 +242,7 @@ def _read_by(config: RunConfig, task: Task) -> list[str]:
         "train": [config.model.path, config.critic.path],
         "generate": chat,
         "reward": chat,
-        "ref_logp": [config.model.path, config.scorer.model],
+        "ref_logp": [config.model.path, *config.scorer.models.values()],
     }
     return found.get(task, [config.model.path])
 

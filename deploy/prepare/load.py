@@ -125,6 +125,7 @@ def located(config: RunConfig, run_file: Path, say: Say = lambda text: None) -> 
         return replace(own, path=name.repo, revision=name.revision)
 
     usual, prompts = Path(config.run.dir).absolute() / FOLDER, config.data.prompts
+    scored = config.scorer.model
     keys = config.security.keys or (str(usual) if usual.is_dir() else "")
     return replace(
         config,
@@ -140,7 +141,12 @@ def located(config: RunConfig, run_file: Path, say: Say = lambda text: None) -> 
             if isinstance(prompts, str)
             else {source(name): weight for name, weight in prompts.items()},
         ),
-        scorer=replace(config.scorer, model=model(config.scorer.model, "scorer.model")),
+        scorer=replace(
+            config.scorer,
+            model=model(scored, "scorer.model")
+            if isinstance(scored, str)
+            else {name: model(own, "scorer.model") for name, own in scored.items()},
+        ),
         critic=replace(config.critic, path=model(config.critic.path, "critic.path")),
         eval=replace(config.eval, prompts=source(config.eval.prompts)),
         security=replace(config.security, keys=file(keys)),

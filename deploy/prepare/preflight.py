@@ -52,8 +52,8 @@ def check_run(config: RunConfig, *, download: bool = True) -> None:
     open_prompts(config.data, seed=config.run.seed, environments=config.environments)
     if config.eval.prompts:
         _check_eval(config)
-    if "ref_logp" in config.buffer.stages and config.scorer.model:
-        directory = _model_dir(config.scorer.model, "scorer.model", download=download)
+    for name in config.scorer.models.values() if "ref_logp" in config.buffer.stages else ():
+        directory = _model_dir(name, "scorer.model", download=download)
         check_architecture(directory, "scorer.model", config.model.checked)
     critic = config.critic
     if config.trainer.pieces.needs_critic and critic.path:

@@ -202,12 +202,13 @@ class Health:
         buffer = self._config.buffer
         if text := lone_groups(self._config):
             yield "lone_groups", text, {"group_size": 1.0}
-        is_full = self._rewarded >= max(self._batch, LEAST_SAMPLES)
+        taught = self._config.trainer.pieces.advantage == "teacher"  # who reads no rewards
+        is_full = not taught and self._rewarded >= max(self._batch, LEAST_SAMPLES)
         if is_full and self._alike >= min(self._rewarded, self._window):
             text = f"every sample of the last batches earned the same reward, {self._reward:g}: "
             text += "nothing can be learned from that; look at the reward and at a few answers"
             yield "constant_reward", text, {"reward": self._reward}
-        if (share := self._groups.known) >= EQUAL_REWARDS:
+        if not taught and (share := self._groups.known) >= EQUAL_REWARDS:
             text = f"{share:.0%} of recent groups have equal rewards: "
             text += (
                 "they are replaced (buffer.dynamic_sampling), which costs as much generation"

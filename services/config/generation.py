@@ -294,11 +294,20 @@ class ScorerConfig(Section):
     count: dict[Literal["reward", "ref_logp", "logp"], int] = key(
         {}, "processes of a stage that `umbra up` starts, such as { reward = 4 }; else one", ge=0
     )
-    model: str = key(
-        "", "reference model, a directory or ORG/NAME[@REVISION] on the hub; empty = model.path"
+    model: str | dict[str, str] = key(
+        "",
+        "reference model or teacher, a directory or ORG/NAME[@REVISION] on the hub; empty = "
+        "model.path. Or one for each of [[environments]], by name",
     )
     capacity: ClassVar[int] = 32  # trajectories leased at once
     device: str = key("auto", "cpu, cuda, cuda:1, ... or auto")
+
+    @property
+    def models(self) -> dict[str, str]:
+        """The reference models by environment; "" stands for any of them."""
+        return (
+            self.model if isinstance(self.model, dict) else {"": self.model} if self.model else {}
+        )
 
     def processes(self, stage: str) -> int:
         counts: dict[str, int] = {**self.count}

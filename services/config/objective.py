@@ -63,7 +63,8 @@ class ObjectiveKeys(Section):
     advantage: Advantage | None = key(
         None,
         "reward - group mean; that over the std; reward - mean of the others; return or reward "
-        "- group mean, whitened over the batch; or by a value model (gae)",
+        "- group mean, whitened over the batch; by a value model (gae); or what a teacher says "
+        "(teacher, of objective opd)",
     )
     gamma: float | None = key(None, "discount per token (reinforce_pp, gae)", ge=0, le=1)
     gae_lambda: float | None = key(None, "lambda of generalised advantage estimation", ge=0, le=1)
@@ -118,6 +119,13 @@ class ObjectiveKeys(Section):
     kl_to: KlPolicy | None = key(None, "KL to the reference model, or to what sampled")
     kl_unbiased: bool | None = key(None, "multiply the KL by pi / mu of the token (DeepSeek-V3.2)")
     entropy_coef: float | None = key(None, "weight of the entropy bonus; 0 = off", ge=0)
+    score_centering: int = key(
+        0,
+        "center the scores (arXiv 2609.20807) by so many of the sampler's likeliest tokens, which "
+        "generators tell of each; 0 = off, 128 in the paper",
+        ge=0,
+        le=1024,
+    )
 
     @property
     def chosen(self) -> dict[str, object]:
@@ -154,6 +162,11 @@ class ObjectiveKeys(Section):
                 "second time, which is in the ratio already: set trainer.anchor to proximal, or "
                 "the correction to none"
             )
+        if self.score_centering and pieces.ratio_level == "sequence":
+            yield (
+                "trainer.score_centering centers the scores of tokens, and objective "
+                f"{objective} has one ratio for a response: set it to 0, or choose another"
+            )
         if pieces.correction != "none" and 0 < pieces.is_cap <= pieces.is_floor:
             yield (
                 f"trainer.is_floor = {pieces.is_floor:g} must be less than trainer.is_cap = "
@@ -173,6 +186,11 @@ class ObjectiveKeys(Section):
             yield (
                 f"trainer.dual_clip = {pieces.dual_clip:g} must be more than 1 + clip_high = "
                 f"{1 + pieces.clip_high:g}"
+            )
+        if pieces.advantage == "teacher" and not (pieces.kl_coef and pieces.kl_in == "reward"):
+            yield (
+                "trainer.advantage = teacher takes the KL to a teacher for the reward: set "
+                "trainer.objective = opd, and trainer.kl_coef above 0"
             )
         if not pieces.kl_coef or pieces.kl_in == "loss":
             return

@@ -12,9 +12,11 @@ import msgspec
 Preset = Literal[
     "ppo", "naive", "tis", "tis_opsm", "decoupled", "icepop", "sequence_mask", "m2po", "prime_rl",
     "grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gspo", "cispo",
-    "sapo", "dppo", "ppo_critic",
+    "sapo", "dppo", "ppo_critic", "opd",
 ]  # fmt: skip
-Advantage = Literal["dr_grpo", "grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"]
+Advantage = Literal[
+    "dr_grpo", "grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae", "teacher"
+]  # fmt: skip
 Level = Literal["token", "sequence"]
 Anchor = Literal["behaviour", "proximal"]
 Proximal = Literal["recompute", "stage", "interpolate"]
@@ -151,5 +153,14 @@ PRESETS: dict[Preset, ObjectiveSpec] = {
     ),
     "ppo_critic": ObjectiveSpec(
         advantage="gae", gae_lambda=0.95, kl_in="reward", kl_estimator="k1", denominator="all"
+    ),
+    "opd": ObjectiveSpec(
+        advantage="teacher",
+        clip="none",
+        mask="probability",
+        kl_coef=1.0,
+        kl_in="reward",
+        kl_estimator="k1",
+        denominator="all",
     ),
 }

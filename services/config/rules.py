@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from umbra.proto.bounds import SUBMITTED
+from umbra.proto.bounds import SUBMITTED, SUPPORT_BYTES
 from umbra.proto.errors import UsageError
 from umbra.services.config import CriticConfig, EnvironmentConfig, RunConfig, Section
 from umbra.services.config.generation import LIBRARIES
 from umbra.services.config.presets import ObjectiveSpec
 
 VLLM_COOLEST = 0.01  # it raises lower temperatures to this, but for 0
+MOST_SUPPORT = 1 << 15  # tokens that could have been drawn in the place of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ def check_feasible(config: RunConfig) -> None:
         *_environment_faults(config),
         *branch_faults(config),
         *objective_faults(config),
+        *_support_faults(config),
         *_run_faults(config),
     ]
     if faults:
@@ -109,6 +111,17 @@ def objective_faults(config: RunConfig) -> Iterator[str]:
             "trainer.advantage = rloo compares with the others of a group: set buffer.group_size "
             "to 2 or more"
         )
+    if pieces.advantage == "teacher" and config.buffer.dynamic_sampling:
+        yield (
+            "buffer.dynamic_sampling chooses groups by their rewards, which trainer.objective = "
+            "opd does not read: set it to false"
+        )
+    named = {one.name for one in config.environments}
+    if isinstance(config.scorer.model, dict) and config.scorer.model.keys() != named:
+        yield (
+            "scorer.model names a model for each of [[environments]], which are "
+            f"{', '.join(sorted(named)) or 'none'}: name these, or one model for all"
+        )
     if pieces.kl_coef and pieces.kl_to == "reference" and "ref_logp" not in stages:
         yield (
             f"trainer.kl_coef = {pieces.kl_coef:g} needs logprobs of the reference model: add "
@@ -128,10 +141,30 @@ def objective_faults(config: RunConfig) -> Iterator[str]:
             )
 
 
+def _support_faults(config: RunConfig) -> Iterator[str]:
+    """Where trajectories would tell too many of the tokens that could have been drawn."""
+    trainer, context = config.trainer, config.generator.max_context
+    most = SUPPORT_BYTES // 4 // context // (6 if trainer.router_replay else 1)
+    for one in config.all_environments:
+        sampling, key = config.sampling_for(one), one.sampling_key("top_k")
+        if sampling.cuts_off and not sampling.top_k:
+            yield (
+                f"{key} = 0: with top_p or min_p a trajectory tells of each token which could have "
+                f"been drawn in its place, and top_k bounds how many: set {key} to 64, say"
+            )
+        told = max(sampling.top_k, 0 if sampling.cuts_off else trainer.score_centering)
+        if told > min(most, MOST_SUPPORT):
+            which = key if sampling.cuts_off else "trainer.score_centering"
+            yield (
+                f"{which} = {told}: a trajectory of generator.max_context = {context:,} tokens can "
+                f"tell {min(most, MOST_SUPPORT):,} others of each at most: lower one of them"
+            )
+
+
 def lone_groups(config: RunConfig) -> str:
     """What to know of groups of one sample; empty if nothing, and for rloo, which refuses them."""
     advantage = config.trainer.pieces.advantage
-    if config.buffer.group_size > 1 or advantage in ("rloo", "reinforce_pp", "gae"):
+    if config.buffer.group_size > 1 or advantage in ("rloo", "reinforce_pp", "gae", "teacher"):
         return ""
     return (
         f"buffer.group_size = 1 leaves trainer.advantage = {advantage} nothing to compare a sample "

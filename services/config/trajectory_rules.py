@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from umbra.proto.bounds import TOKENS
-from umbra.proto.records import Routing, Sampling, Trajectory, unpack_int32
+from umbra.proto.bounds import SUPPORT_BYTES, TOKENS
+from umbra.proto.records import Routing, Sampling, Support, Trajectory, unpack_int32
 from umbra.services.config import NamedEnvironment, RunConfig, SamplingConfig
 
 MOST_VOCABULARY = 1 << 24  # tokens of any model, until that of the run's is known
@@ -57,6 +57,7 @@ class RunFacts:
     samplings: Mapping[str, Sampling] = field(default_factory=dict[str, Sampling])
     routing: bool | None = None  # whether samples to train on have one; None = either
     routers: RouterKind | None = None  # of the trainer's model; None = unknown
+    centered: bool = False  # whether samples to train on say what the sampler's likeliest were
 
     @classmethod
     def of(cls, config: RunConfig, vocabulary: int = MOST_VOCABULARY) -> RunFacts:
@@ -65,7 +66,9 @@ class RunFacts:
         An environment may say more after the last turn than fits the context, hence the factor.
         """
         tokens = min(MOST_TOKENS, 2 * config.generator.max_context)
-        return cls(vocabulary, tokens, routing=config.trainer.router_replay)
+        trainer = config.trainer
+        centered = trainer.score_centering > 0
+        return cls(vocabulary, tokens, routing=trainer.router_replay, centered=centered)
 
     def sampling_of(self, prompt_id: str) -> Sampling | None:
         """What samples of that prompt are drawn by; None = anything."""
@@ -124,6 +127,7 @@ def find_fault(
         or _span_fault(trajectory, version)
         or _token_fault(trajectory, facts)
         or _value_fault(trajectory, logprobs)
+        or _support_fault(trajectory, facts, trained)
         or reward_fault(trajectory.reward, trajectory.reward_parts)
         or _sampling_fault(trajectory.sampling, wanted, trained)
         or _plain_fault(trajectory)
@@ -139,6 +143,8 @@ def _branches_fault(
         return f"its {len(lines)} branches have {tokens} response tokens, {TOKENS} at most"
     if trajectory.routing is not None:
         return f"it has {len(lines)} branches and routing, which is that of one"
+    if sum(len(line.support.ids) for line in lines if line.support is not None) > SUPPORT_BYTES:
+        return f"the support of its {len(lines)} branches has more than {SUPPORT_BYTES} bytes"
     scored = (trajectory.ref_logprobs, trajectory.proximal_logprobs)
     if any(data is not None and len(data) != 4 * tokens for data in scored):
         return f"ref_logprobs or proximal_logprobs are not those of {len(lines)} branches"
@@ -347,6 +353,39 @@ def _covered_fault(trajectory: Trajectory, routing: Routing) -> str | None:
     if least <= covered <= most:
         return None
     return f"routing is of {covered} tokens, {least} to {most} are needed"
+
+
+def _support_fault(trajectory: Trajectory, facts: RunFacts, trained: bool) -> str | None:
+    support, cut = trajectory.support, trajectory.sampling.cuts_off
+    if support is None:
+        if trained and (cut or facts.centered):
+            return "it does not say which tokens could have been drawn (top_p, top_k, min_p)"
+        return None
+    if len(support.sizes) != 2 * trajectory.response_tokens:
+        return f"support has {len(support.sizes)} bytes of sizes for its response tokens"
+    sizes = memoryview(support.sizes).cast("H")
+    if len(support.ids) != 4 * sum(sizes) or bytes(map(bool, sizes)) != trajectory.loss_mask:
+        return "support has other tokens than its sizes say, or than loss_mask has"
+    if not _all_below(support.ids, facts.vocabulary):
+        return f"support has ids beyond the {facts.vocabulary} tokens of the model"
+    if support.logprobs and len(support.logprobs) != len(support.ids):
+        return "support has logprobs of some of its tokens"
+    if trained and facts.centered and not support.logprobs:
+        return "support has no logprobs, which trainer.score_centering needs"
+    fault = _logprob_fault("support.logprobs", support.logprobs or b"", _SCORED)
+    return fault or (_drawn_fault(trajectory, support) if cut else None)
+
+
+def _drawn_fault(trajectory: Trajectory, support: Support) -> str | None:
+    kept, start = memoryview(support.ids).cast("i"), 0
+    sizes = memoryview(support.sizes).cast("H")
+    for at, (token, size) in enumerate(
+        zip(unpack_int32(trajectory.response_ids), sizes, strict=True)
+    ):
+        if size and token not in kept[start : start + size].tolist():
+            return f"token {at} of its response is outside of its support"
+        start += size
+    return None
 
 
 def _is_name(text: str) -> bool:

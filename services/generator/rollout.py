@@ -256,7 +256,7 @@ class Rollout:
 
         `under_way` is what the engine has of the turn that goes on.
         """
-        task = self.task
+        task, trained = self.task, self.task.pinned_version < 0
         line, *further = [one for one in self._lines if one.spoken] or [self._line]
         tokens = line.tokens
         if under_way is not None:
@@ -268,17 +268,17 @@ class Rollout:
             group_id=task.group_id,
             prompt_id=task.prompt_id,
             attempt=task.attempt,
-            **tokens.packed(line.prompt),
+            **tokens.packed(line.prompt, trained),
             finish_reason=self._reason,
             reward=self._reward,
             reward_parts=self._parts,
             turns=self.turns,
-            routing=tokens.routing if task.pinned_version < 0 else None,  # nobody learns from those
+            routing=tokens.routing if trained else None,  # nobody learns from others
             sampling=self._settings.sampling,
             generator=self._settings.generator,
             started_at=self._started,
             finished_at=self._settings.clock(),
-            branches=[Branch(**one.tokens.packed(one.prompt)) for one in further],
+            branches=[Branch(**one.tokens.packed(one.prompt, trained)) for one in further],
         )
 
     def partial(self) -> Trajectory | None:

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from umbra.proto.records import (
     Routing,
     Sampling,
+    Support,
     Trajectory,
     VersionSpan,
     pack_float32,
@@ -21,7 +22,7 @@ from umbra.proto.records import (
 )
 from umbra.services.config.trajectory_rules import RunFacts, find_fault
 from umbra.services.environments.protocol import Opening
-from umbra.services.generator.engines.engine import EngineOutput
+from umbra.services.generator.engines.engine import EngineOutput, joined
 
 
 @dataclass
@@ -33,9 +34,12 @@ class ResponseTokens:
     logprobs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
     routing: Routing | None = None  # of the prompt's tokens, and of these but the last
+    support: Support | None = None
 
     def add_model(self, output: EngineOutput) -> None:
         offset = len(self.ids)
+        if output.token_ids:
+            self.support = joined([self.support, output.support]) if self.ids else output.support
         self.ids += output.token_ids
         self.mask += b"\x01" * len(output.token_ids)
         self.logprobs += output.logprobs
@@ -44,6 +48,8 @@ class ResponseTokens:
         self._add_routing(output.routing)
 
     def add_environment(self, ids: list[int]) -> None:
+        if self.support is not None:
+            self.support = joined([self.support, Support(sizes=bytes(2 * len(ids)), ids=b"")])
         # They were sampled by nobody: counted to the span before them, they change no staleness.
         self.ids += ids
         self.mask += bytes(len(ids))
@@ -71,23 +77,23 @@ class ResponseTokens:
         self.routing = found
 
     def copy(self) -> ResponseTokens:
-        return ResponseTokens(
-            self.ids[:], self.mask[:], self.logprobs[:], self.spans[:], self.routing
-        )
+        lists = self.ids[:], self.mask[:], self.logprobs[:], self.spans[:]
+        return ResponseTokens(*lists, self.routing, self.support)
 
     def first(self, count: int) -> ResponseTokens:
         """Return the first `count` of them, without routing."""
         spans = [
             replace(span, end=min(span.end, count)) for span in self.spans if span.start < count
         ]
-        return ResponseTokens(self.ids[:count], self.mask[:count], self.logprobs[:count], spans)
+        lists = self.ids[:count], self.mask[:count], self.logprobs[:count], spans
+        return ResponseTokens(*lists, support=self.support and self.support.part(0, count))
 
     def turn_ends(self) -> list[int]:
         """Return where model turn, environment turn, model turn, ... end, in order."""
         runs = (len(list(run)) for _, run in itertools.groupby(self.mask))
         return list(itertools.accumulate(runs))
 
-    def packed(self, prompt: list[int]) -> dict[str, Any]:
+    def packed(self, prompt: list[int], trained: bool) -> dict[str, Any]:
         """Return the fields that a `Trajectory` or `Branch` after `prompt` has of them."""
         return {
             "prompt_ids": pack_int32(prompt),
@@ -95,6 +101,7 @@ class ResponseTokens:
             "loss_mask": bytes(self.mask),
             "logprobs": pack_float32(self.logprobs),
             "spans": list(self.spans),
+            "support": self.support if trained else None,
         }
 
 
@@ -112,6 +119,7 @@ def shortened(output: EngineOutput, count: int, before: int) -> EngineOutput:
             replace(span, end=min(span.end, count)) for span in output.spans if span.start < count
         ],
         routing=routing,
+        support=output.support and output.support.part(0, count),
     )
 
 
@@ -137,6 +145,7 @@ def tokens_of(partial: Trajectory, sampling: Sampling) -> ResponseTokens | None:
         unpack_float32(partial.logprobs),
         list(partial.spans),
         partial.routing,
+        partial.support,
     )
 
 

@@ -134,6 +134,50 @@ def _listed(seen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
+class Supports:
+    """Which ids could have been drawn in the place of each of M learned tokens, K in all."""
+
+    sizes: Tensor  # int64 [M]
+    ids: Tensor  # int64 [K], token by token
+    logprobs: Tensor  # float32 [K] by the sampler; [0] where they were not told
+    whole: Tensor  # bool [M], where these are all that could; else they are the likeliest
+
+    @classmethod
+    def of(cls, trajectories: Sequence[Trajectory], counts: Tensor) -> Supports | None:
+        """Return those of the `counts` learned tokens of each trajectory; None if none tells."""
+        if all(t.support is None for t in trajectories):
+            return None
+        sizes: list[NDArray[Any]] = []
+        ids, logprobs = bytearray(), bytearray()
+        for trajectory, count in zip(trajectories, counts.tolist(), strict=True):
+            if (support := trajectory.support) is None:
+                sizes.append(np.zeros(count, "<u2"))
+                continue
+            own = np.frombuffer(support.sizes, "<u2")
+            sizes.append(own[own > 0])
+            ids += support.ids
+            logprobs += support.logprobs or b""
+        whole = torch.tensor([t.support is not None and t.sampling.cuts_off for t in trajectories])
+        return cls(
+            torch.from_numpy(np.concatenate(sizes).astype(np.int64)),
+            torch.from_numpy(np.frombuffer(ids, "<i4").astype(np.int64)),
+            torch.from_numpy(np.frombuffer(logprobs, "<f4").copy()),
+            whole.repeat_interleave(counts),
+        )
+
+    def rows(self, source: Tensor) -> tuple[Tensor, Tensor]:
+        """Return where in `ids` those of the tokens `source` are, [N, k], and which of them exist.
+
+        k is the most that any of these tokens has, 1 at least.
+        """
+        sizes = self.sizes[source]
+        column = torch.arange(max(1, int(sizes.max())) if len(sizes) else 1)
+        starts = (self.sizes.cumsum(0) - self.sizes)[source]
+        there = column < sizes[:, None]
+        return torch.where(there, starts[:, None] + column, 0), there
+
+
+@dataclass(frozen=True, slots=True)
 class Tokens:
     """S sequences laid end to end, and the M tokens of them that are learned.
 
@@ -150,6 +194,7 @@ class Tokens:
     routing: Sequence[NDArray[np.integer[Any]]] | None = None
     """Of each sequence, the experts that its first R tokens met, [R, layers, choices]; the same for
     the prompts of a family."""
+    support: Supports | None = None
 
     @classmethod
     def of(cls, trajectories: Sequence[Trajectory], *, replay: bool = False) -> Tokens:
@@ -186,6 +231,7 @@ class Tokens:
             prompts=torch.tensor(prompts),
             family=torch.tensor(families),
             routing=[chosen_experts(t) for t in trajectories] if replay else None,
+            support=Supports.of(trajectories, counts),
         )
 
 
@@ -216,6 +262,8 @@ class MicroBatch:
     tokens: int = 0  # of R * L, those that are not padding
     fed: Tensor | None = None  # bool [R * L], which these are
     routing: Tensor | None = None  # int16 [R * L, layers, choices], as `Routers.replay`
+    support: Tensor | None = None  # int64 [N, k], ids that could have been drawn; -1 = none
+    whole: Tensor | None = None  # bool [N], where these are all that could
     cost: float = 0.0  # of what is fed, as `pack` was told to price it
 
     @property
@@ -278,6 +326,13 @@ def lay_out(tokens: Tokens, rows: list[list[Unit]]) -> MicroBatch:
     before = learned - 1 - start[owner]  # position that predicts, in its sequence
     prompt_cell, own_cell, prompt = home_of[owner].unbind(1)
     index = torch.where(before < prompt, prompt_cell + before, own_cell + before - prompt)
+    support = whole = None
+    if tokens.support is not None:
+        at, there = tokens.support.rows(source)
+        support, whole = (
+            torch.where(there, tokens.support.ids[at], -1),
+            tokens.support.whole[source],
+        )
     return MicroBatch(
         input_ids=input_ids.view(count, width),
         position_ids=position_ids.view(count, width),
@@ -289,6 +344,8 @@ def lay_out(tokens: Tokens, rows: list[list[Unit]]) -> MicroBatch:
         tokens=len(place),
         fed=torch.zeros(count * width, dtype=torch.bool).index_fill_(0, place, True),
         routing=_routing(tokens, pieces, count * width),
+        support=support,
+        whole=whole,
         cost=sum(unit.cost for row in rows for unit in row),
     )
 

@@ -20,6 +20,8 @@ from umbra.services.modeling.sequence_parallel import (
     SequenceShare,
 )
 
+_NOTHING = -1e4  # log of a probability of 0, times which it is 0
+
 
 @dataclass(frozen=True, slots=True)
 class _Request:
@@ -29,7 +31,7 @@ class _Request:
     temperature: Tensor
     with_entropy: bool
     entropy_gradient: bool
-    sampling: Tensor | None
+    with_support: bool
     balance: float
 
 
@@ -87,33 +89,32 @@ class Scorer(nn.Module):
         *,
         with_entropy: bool = True,
         entropy_gradient: bool = False,
-        sampling: Tensor | None = None,
+        with_support: bool = False,
         balance: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
         """Logprobs and entropies in nats, float32 [N].
 
         Entropies are zeros unless `with_entropy`, and have a gradient only with `entropy_gradient`.
 
-        `temperature` [N] divides the logits, as it did when the tokens were sampled. With
-        `sampling` (rows as of `restrict`, [N, 4]) logprobs are those of what top-k, top-p and min-p
-        leave in, and finite for a token just outside of it too.
+        `temperature` [N] divides the logits, as it did when the tokens were sampled. Where the
+        batch tells all tokens that could have been drawn, both are of the distribution over these:
+        to find them anew would be wrong at the edge, where rounding exchanges two tokens.
+
+        Logprobs `with_support` are [N, 1 + k]: of the learned token, then of `batch.support`.
 
         The backward pass adds the gradients of the routers' balance loss (`balance_loss`), in which
         each token that is fed weighs `balance`.
         """
-        request = _Request(batch, temperature, with_entropy, entropy_gradient, sampling, balance)
+        request = _Request(
+            batch, temperature, with_entropy, entropy_gradient, with_support, balance
+        )
         if self._parallel is None:
             return self._run(request, batch)
         share = self._parallel.share(batch)
-        own = replace(
-            request,
-            batch=share.own,
-            temperature=temperature[share.learned],
-            sampling=None if sampling is None else sampling[share.learned],
-        )
+        own = replace(request, batch=share.own, temperature=temperature[share.learned])
         logprobs, entropy = self._run(own, share.rows, share)
         logprobs = share.join(logprobs)
-        return logprobs, share.join(entropy) if with_entropy else torch.zeros_like(logprobs)
+        return logprobs, share.join(entropy) if with_entropy else logprobs.new_zeros(len(logprobs))
 
     def _run(self, request: _Request, rows: MicroBatch, share: SequenceShare | None = None) -> Any:
         """Run `request`; attention sees `rows`, of which this rank may have a `share`."""
@@ -160,17 +161,17 @@ class Scorer(nn.Module):
             return None
         if not self._compared and len(hidden):
             self._compare(hidden[:1], output.logits)
-        temperature, sampling = request.temperature, request.sampling
+        batch, temperature = request.batch, request.temperature
         parts: list[tuple[Tensor, Tensor]] = []
         for start in range(0, max(1, len(hidden)), self._rows):
             some = slice(start, start + self._rows)
             arguments = (
                 hidden[some],
-                request.batch.targets[some],
+                batch.targets[some],
                 temperature[some],
-                None if sampling is None else sampling[some],
-                request.with_entropy,
-                request.entropy_gradient,
+                None if batch.support is None else batch.support[some],
+                None if batch.whole is None else batch.whole[some],
+                request,
             )
             if torch.is_grad_enabled() and len(hidden) > self._rows:
                 found: Any = checkpoint(self._score, *arguments, use_reentrant=False)
@@ -185,22 +186,34 @@ class Scorer(nn.Module):
         hidden: Tensor,
         targets: Tensor,
         temperature: Tensor,
-        sampling: Tensor | None,
-        with_entropy: bool,
-        entropy_gradient: bool,
+        support: Tensor | None,
+        whole: Tensor | None,
+        request: _Request,
     ) -> tuple[Tensor, Tensor]:
         head: Any = self.model.get_output_embeddings()
         logits = self._logits(head(hidden)).float() / temperature.unsqueeze(-1)  # [n, V]
         distribution = logits.log_softmax(-1)
-        logprobs = distribution.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-        if sampling is not None:
-            inside = restrict(logits, sampling, torch.zeros_like(sampling[:, :1], dtype=torch.bool))
-            logprobs = logprobs - (inside.logsumexp(-1) - logits.logsumexp(-1))
-        entropy = torch.zeros_like(logprobs)
-        if with_entropy:
-            with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-                entropy = -(distribution.exp() * distribution).sum(-1)
-        return logprobs, entropy
+        asked = targets.unsqueeze(-1)
+        gradient = request.entropy_gradient and torch.is_grad_enabled()
+        if support is None or whole is None:
+            logprobs = distribution.gather(-1, asked)
+            entropy = logprobs.new_zeros(len(logprobs))
+            if request.with_entropy:
+                with torch.set_grad_enabled(gradient):
+                    entropy = _entropy(distribution)
+            return logprobs.squeeze(-1), entropy
+        asked = torch.cat([asked, support.clamp(min=0)], 1)
+        logprobs = distribution.gather(-1, asked)  # [n, 1 + k]
+        # No row is without any: the gradient of its sum would be NaN.
+        outside = (support < 0) & whole.unsqueeze(-1)
+        inside = logprobs[:, 1:].masked_fill(outside, -torch.inf).logsumexp(-1)
+        logprobs = logprobs - torch.where(whole, inside, 0.0).unsqueeze(-1)
+        entropy = torch.zeros_like(inside)
+        if request.with_entropy:
+            with torch.set_grad_enabled(gradient):
+                kept = logprobs[:, 1:].masked_fill(outside, _NOTHING)
+                entropy = torch.where(whole, _entropy(kept), _entropy(distribution))
+        return logprobs if request.with_support else logprobs[:, 0], entropy
 
     @torch.no_grad()
     def _compare(self, hidden: Tensor, logits: Tensor) -> None:
@@ -213,6 +226,11 @@ class Scorer(nn.Module):
                 "does not know of: it can't be trained"
             )
         self._compared = True
+
+
+def _entropy(distribution: Tensor) -> Tensor:
+    """Return the entropies [n] of log probabilities [n, V]."""
+    return -(distribution.exp() * distribution).sum(-1)
 
 
 @dataclass(frozen=True, slots=True)

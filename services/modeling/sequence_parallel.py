@@ -117,6 +117,8 @@ class SequenceParallel:
             routing=_by_row(rows.routing, width, lambda x: x[:, here]),
             index=(row * columns + column - first)[learned],
             targets=rows.targets[learned],
+            support=None if rows.support is None else rows.support[learned],
+            whole=None if rows.whole is None else rows.whole[learned],
             source=rows.source[learned.cpu()],
         )
         return SequenceShare(group, rows, own, learned)

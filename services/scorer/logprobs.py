@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Score, Task, Trajectory
-from umbra.services.config import TrainerConfig
+from umbra.services.config import ModelConfig, TrainerConfig
 from umbra.services.config.trajectory_rules import RunFacts, find_fault
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.experts import NO_ROUTERS
 from umbra.services.modeling.micro_batch import Tokens
+from umbra.services.modeling.models import load_tokenizer
 from umbra.services.modeling.packing import pack
 from umbra.services.modeling.row_sizes import memory_of, scoring_rows
 from umbra.services.modeling.scorer import Scorer
@@ -109,6 +112,46 @@ class LogprobWorker:
 
     def close(self) -> None:
         """Nothing to let go of."""
+
+
+class ReferenceWorker:
+    """Scores each task with the model of its environment; that of "" is for all."""
+
+    def __init__(self, workers: Mapping[str, LogprobWorker]) -> None:
+        self._workers = workers
+
+    def score(self, tasks: Sequence[Task], alive: Callable[[], None]) -> Iterator[list[Score]]:
+        own: dict[str, list[Task]] = {}
+        for task in tasks:
+            name = task.prompt_id.partition("/")[0]  # `environment_prefix`
+            own.setdefault(name if name in self._workers else "", []).append(task)
+        for name, some in own.items():
+            yield from self._workers[name].score(some, alive)
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+def check_tokens(policy: ModelConfig, path: str) -> None:
+    """Refuse a reference model to which the policy's token ids mean something else.
+
+    Raises:
+        UsageError: the hashes of the two vocabularies, ids included, differ.
+    """
+    if path == policy.name:
+        return
+    hashes = [
+        xxhash.xxh3_128_hexdigest(msgspec.json.encode(sorted(tokenizer.get_vocab().items())))
+        for tokenizer in (
+            load_tokenizer(policy.name, trust=policy.trust_remote_code),
+            load_tokenizer(path, "scorer.model", trust=policy.trust_remote_code),
+        )
+    ]
+    if hashes[0] != hashes[1]:
+        raise UsageError(
+            f"scorer.model: the tokens of {path} (hash {hashes[1]}) are not those of model.path "
+            f"({hashes[0]}), which it has to score: choose a model with the same tokenizer"
+        )
 
 
 def _spread(trajectory: Trajectory, logprobs: Tensor) -> bytes:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import closing
+from functools import cache
+from typing import Any
 
 from umbra.proto.net.session import Session
 from umbra.proto.net.task_client import TaskClient
@@ -67,20 +69,31 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
 
     from umbra.services.modeling.models import load_model, pick_device
     from umbra.services.modeling.weights import weight_table
-    from umbra.services.scorer.logprobs import LogprobWorker
+    from umbra.services.scorer.logprobs import LogprobWorker, ReferenceWorker, check_tokens
 
     config, scorer, stage = context.config, context.config.scorer, context.options["stage"]
-    own = stage == "ref_logp" and bool(scorer.model)
-    path, source = (scorer.model, "scorer.model") if own else (config.model.name, "model.path")
     device = pick_device(scorer.device)
     dtype = config.weight_hub.dtype_on(device.type)
-    model = load_model(path, device, getattr(torch, dtype), source, config.model.checked)
     longest = config.longest_turn
+
+    def load(path: str, source: str) -> Any:
+        return load_model(path, device, getattr(torch, dtype), source, config.model.checked)
+
     if stage == "ref_logp":
-        context.ready({"stage": stage, "model": path})
-        worker = LogprobWorker(model, config.trainer, max_tokens=longest)
-        _loop(context, session, worker).run()
+
+        @cache
+        def reference(path: str) -> LogprobWorker:
+            source = "scorer.model" if scorer.models else "model.path"
+            check_tokens(config.model, path)
+            return LogprobWorker(load(path, source), config.trainer, max_tokens=longest)
+
+        models = scorer.models or {"": config.model.name}
+        references = ReferenceWorker({name: reference(path) for name, path in models.items()})
+        context.ready({"stage": stage, "model": ", ".join(dict.fromkeys(models.values()))})
+        _loop(context, session, references).run()
         return
+    path = config.model.name
+    model = load(path, "model.path")
     limit_s = config.weight_hub.first_version_s(weights_bytes(path))
     channel = session.weights(deadline_s=limit_s)
     table = weight_table(model, config)

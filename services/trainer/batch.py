@@ -71,6 +71,8 @@ def make_batch(
     vocab_size: int,
     most_tokens: int = MOST_TOKENS,
     routers: RouterKind | None = None,
+    *,
+    centered: bool = False,
 ) -> TrainBatch:
     """Make the tensors of `samples`.
 
@@ -78,11 +80,13 @@ def make_batch(
         vocab_size: token ids are below it.
         most_tokens: prompt and response tokens of a trajectory, at most.
         routers: those of the model, if their choices are to be replayed.
+        centered: samples say what the sampler's likeliest tokens were.
 
     Raises:
         BatchError: some are not sound (`find_fault`), or there are none.
     """
     facts = RunFacts(vocab_size, most_tokens, routing=routers and True, routers=routers)
+    facts.centered = centered
     if not samples:
         raise BatchError("the batch has no trajectories")
     for sample in samples:

@@ -143,12 +143,12 @@ class Learner:
         *,
         with_entropy: bool = True,
         entropy_gradient: bool = False,
-        sampling: Tensor | None = None,
+        with_support: bool = False,
         balance: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
         """Return logprobs (with gradient) and entropies of the learned tokens, [N] each.
 
-        `sampling` [N, 4] and `balance` are as of `Scorer`.
+        `with_support` and `balance` are as of `Scorer`.
         """
         phase = "forward" if torch.is_grad_enabled() else "score"
         with self.phases(phase), self._accelerator.autocast():
@@ -157,7 +157,7 @@ class Learner:
                 temperature.to(self.device),
                 with_entropy=with_entropy,
                 entropy_gradient=entropy_gradient,
-                sampling=None if sampling is None else sampling.to(self.device),
+                with_support=with_support,
                 balance=balance,
             )
 

@@ -140,7 +140,11 @@ class Loop:
                 if turn.trajectories:
                     facts = self._facts
                     return make_batch(
-                        turn.trajectories, facts.vocabulary, facts.tokens, facts.routers
+                        turn.trajectories,
+                        facts.vocabulary,
+                        facts.tokens,
+                        facts.routers,
+                        centered=facts.centered,
                     )
 
     def _train(self, batch: TrainBatch) -> Row | None:

@@ -187,12 +187,7 @@ class MismatchCheck:
         chosen, batch = now.chosen(wanted, due), now.batch
         for micro in self._learner.pack(batch.tokens, chosen) if len(chosen) else ():
             here = micro.source
-            logprobs, _ = self._learner.score(
-                micro,
-                batch.temperature[here],
-                with_entropy=False,
-                sampling=now.sampling[here] if now.cut else None,
-            )
+            logprobs, _ = self._learner.score(micro, batch.temperature[here], with_entropy=False)
             at = wanted[here].nonzero().squeeze(1)
             now.seen.append((here[at], logprobs[at.to(logprobs.device)]))
 
@@ -214,11 +209,6 @@ class _Comparison:
         names = [t.generator or "?" for t in batch.trajectories]
         self.generators = sorted(set(names))
         self._of_line = torch.tensor([self.generators.index(name) for name in names])
-        drawn = [t.sampling for t in batch.trajectories]
-        settings = torch.tensor([(s.temperature, s.top_k, s.top_p, s.min_p) for s in drawn])
-        cut = (settings[:, 1] > 0) | (settings[:, 2] < 1) | (settings[:, 3] > 0)
-        self.cut = bool(cut.any())
-        self.sampling = settings[batch.tokens.owner]  # [M, 4]
         self.seen: list[tuple[Tensor, Tensor]] = []  # indices [N], logprobs [N] on the device
 
     def chosen(self, tokens: Tensor, generators: list[str]) -> Tensor:

@@ -43,11 +43,6 @@ def run(context: ServiceContext, listener: socket.socket | None = None) -> int:
     if context.run_dir is None:
         raise UsageError("--run-dir is missing: the trained model is written there")
     config = context.config
-    if any(config.sampling_for(one).cuts_off for one in config.all_environments):
-        context.log.warning(
-            "sampling cuts off tokens (top_p, top_k or min_p): behaviour logprobs are those of the "
-            "cut distribution and will differ from the trainer's"
-        )
     lora = config.trainer.lora_rank > 0
     with join_ranks(config.trainer, listener, context.stopping) as ranks, ExitStack() as stack:
         model, tokenizer, files = open_policy(

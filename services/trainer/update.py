@@ -21,6 +21,7 @@ from umbra.services.trainer.metrics import LossMetrics, Row
 from umbra.services.trainer.mismatch import MismatchCheck
 from umbra.services.trainer.objectives.advantages import rewarded, token_advantages
 from umbra.services.trainer.objectives.aggregation import count, token_weights
+from umbra.services.trainer.objectives.centering import Outcomes
 from umbra.services.trainer.objectives.objective import Constants, Objective, TokenInputs
 from umbra.services.trainer.objectives.terms import LOG_RATIO_BOUND, Sequences, interpolated
 
@@ -100,6 +101,7 @@ class PolicyUpdate:
         versions = token_versions(batch) if pieces.proximal == "interpolate" else None
         per_version = self._config.updates_per_batch
         seen = LossMetrics(batch, found, cuts, len(parts), version=version, per_version=per_version)
+        supports, centered = batch.tokens.support, self._config.score_centering > 0
         rows: list[Row] = []
         work = 0.0
         for number, part in enumerate(parts):
@@ -114,12 +116,14 @@ class PolicyUpdate:
                 if not self._ranks.agree(keep_going()):
                     return None
                 here = micro.source
-                logprobs, entropy = self._learner.score(
+                scores, entropy = self._learner.score(
                     micro,
                     batch.temperature[here],
                     entropy_gradient=pieces.entropy_coef > 0,
+                    with_support=centered,
                     balance=balance,
                 )
+                logprobs = scores[:, 0] if centered else scores
                 behaviour = batch.behaviour[here].to(logprobs)
                 sequences = Sequences(batch.tokens.owner[here].to(logprobs.device), len(own))
                 out = guard.outliers(logprobs, behaviour, sequences)
@@ -131,6 +135,9 @@ class PolicyUpdate:
                     sequences=sequences,
                     entropy=torch.where(out, 0.0, entropy),
                     reference=None if reference is None else reference[here].to(logprobs),
+                    outcomes=Outcomes.of(supports, here, scores[:, 1:], out)
+                    if centered and supports is not None
+                    else None,
                 )
                 if fixed is not None:
                     constants = fixed.at(here, logprobs.device)

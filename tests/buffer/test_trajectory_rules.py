@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from array import array
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from umbra.proto.messages import (
 from umbra.proto.records import (
     Sampling,
     Score,
+    Support,
     Task,
     VersionSpan,
     pack_float32,
@@ -31,6 +33,13 @@ from umbra.services.config.trajectory_rules import RunFacts, find_fault
 from umbra.services.trainer.batch import BatchError, make_batch
 
 VOCABULARY = 151_936
+CUT = Sampling(top_k=2)
+
+
+def support(sizes: list[int], ids: list[int], logprobs: list[float] | None = None) -> Support:
+    values = None if logprobs is None else pack_float32(logprobs)
+    return Support(sizes=array("H", sizes).tobytes(), ids=pack_int32(ids), logprobs=values)
+
 
 # What a generator's key may have in mind: what changes, and what is said of it.
 POISON: list[tuple[dict[str, Any], str]] = [
@@ -54,6 +63,14 @@ POISON: list[tuple[dict[str, Any], str]] = [
     ({"sampling": Sampling(temperature=1e-30)}, "temperature is 1e-30"),
     ({"sampling": Sampling(top_k=-5)}, "out of range"),
     ({"turns": 2**63}, "turns is"),
+    ({"sampling": CUT}, "it does not say which tokens could have been drawn"),
+    ({"sampling": CUT, "support": support([1], [7])}, "2 bytes of sizes"),
+    ({"sampling": CUT, "support": support([1, 1], [7])}, "other tokens than its sizes say"),
+    ({"sampling": CUT, "support": support([2, 0], [7, 8])}, "or than loss_mask has"),
+    ({"sampling": CUT, "support": support([1, 1], [7, VOCABULARY])}, "beyond the 151936 tokens"),
+    ({"sampling": CUT, "support": support([1, 1], [1, 1])}, "token 0 of its response is outside"),
+    ({"support": support([1, 1], [7, 8], [-1.0])}, "logprobs of some of its tokens"),
+    ({"support": support([1, 1], [7, 8], [-1.0, 3.0])}, "support.logprobs has values"),
     ({"proximal_version": 2**63}, "proximal_version is"),
     ({"finish_reason": "x\x1b[2J"}, "no short name"),
     ({"generator": "g" * 101}, "no short name"),

@@ -14,7 +14,7 @@ def trainer(*keys: str) -> RunConfig:
     return load_config(overrides=overrides, environ={})
 
 
-@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "ppo_critic"])
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name not in ("ppo_critic", "opd")])
 def test_a_preset_works_by_itself(preset: Preset) -> None:
     config = trainer(f"objective={preset}")
     check_feasible(config)
@@ -60,6 +60,27 @@ def test_a_preset_works_by_itself(preset: Preset) -> None:
         (
             ["objective=ppo", "proximal=stage"],
             "trainer.proximal does nothing with objective ppo: it needs anchor",
+        ),
+        (["objective=opd"], "trainer.kl_coef = 1 needs logprobs of the reference model: add ref_"),
+        (
+            ["objective=opd", "kl_coef=0"],
+            "set trainer.objective = opd, and trainer.kl_coef above 0",
+        ),
+        (["advantage=teacher"], "set trainer.objective = opd"),
+        (
+            ["objective=opd", "buffer.dynamic_sampling=true"],
+            "buffer.dynamic_sampling chooses groups by their rewards",
+        ),
+        (["scorer.model={ math = 'a' }"], "which are none: name these, or one model for all"),
+        (["objective=gspo", "score_centering=8"], "centers the scores of tokens"),
+        (["sampling.top_p=0.9"], "set sampling.top_k to 64, say"),
+        (
+            ["sampling.top_k=500", "generator.max_context=30000"],
+            "sampling.top_k = 500: a trajectory of generator.max_context = 30,000 tokens can",
+        ),
+        (
+            ["score_centering=128", "generator.max_context=30000"],
+            "trainer.score_centering = 128: a trajectory",
         ),
     ],
 )

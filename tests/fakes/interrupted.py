@@ -48,6 +48,7 @@ def roll(
     folder: Path,
     temperature: float,
     cuts: random.Random | None = None,
+    top_k: int = 0,
 ) -> dict[str, Trajectory]:
     """Eight samples on one generator; with `cuts`, on the next one after every few tokens.
 
@@ -56,9 +57,10 @@ def roll(
         folder: of the model.
         temperature: of the sampling.
         cuts: draws after how many tokens samples are handed back.
+        top_k: of the sampling.
     """
     chat = Chat(load_tokenizer(folder), STOPS)
-    sampling = Sampling(temperature=temperature, max_tokens=40)
+    sampling = Sampling(temperature=temperature, top_k=top_k, max_tokens=40)
     settings = RolloutSettings(chat=chat, sampling=sampling, max_context=CONTEXT)
     tasks = [sample({"prompt": "x" * (1 + i)}, sample_id=f"s{i}") for i in range(SAMPLES)]
     done: dict[str, Trajectory] = {}

@@ -8,12 +8,20 @@ import torch
 from fakes.trajectories import trajectory
 from torch import Tensor
 
-from umbra.proto.records import Sampling, Trajectory, VersionSpan, pack_float32
+from umbra.proto.records import (
+    Sampling,
+    Support,
+    Trajectory,
+    VersionSpan,
+    pack_float32,
+    pack_int32,
+)
 from umbra.services.trainer.learner import REASONS, Learner
 from umbra.services.trainer.make_model import END, SPECIAL_TOKENS
 from umbra.services.trainer.metrics import Row
 
 TEMPERATURE = 0.7
+HEAD = 5  # tokens that are told of each
 END_ID = SPECIAL_TOKENS.index(END)
 
 
@@ -40,7 +48,8 @@ def noisy_trajectories(
     """Groups of random responses of 2 to 7 tokens; every third is cut off, without an end token.
 
     Behaviour, proximal and reference logprobs are the model's plus noise of deviation `spread`
-    each. The last token of each is of `version`, the others of the one before.
+    each; of the likeliest tokens the sampler's are less by `spread`. The last token of each is of
+    `version`, the others of the one before.
     """
     generator = torch.Generator().manual_seed(7)
 
@@ -61,6 +70,7 @@ def noisy_trajectories(
             logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
             distribution = (logits.float() / TEMPERATURE).log_softmax(-1)
             logprobs = distribution.gather(1, torch.tensor(response)[:, None])[:, 0]
+            likeliest = distribution.topk(HEAD)
             last = len(response) - 1
             made.append(
                 trajectory(
@@ -79,6 +89,11 @@ def noisy_trajectories(
                     finish_reason="length" if cut else "stop",
                     reward=draw(0, 100, 1)[0] / 7,  # none is its group's mean
                     sampling=Sampling(temperature=TEMPERATURE),
+                    support=Support(
+                        sizes=HEAD.to_bytes(2, "little") * len(response),
+                        ids=pack_int32(likeliest.indices.flatten().tolist()),
+                        logprobs=pack_float32(likeliest.values.flatten().sub(spread).tolist()),
+                    ),
                 )
             )
     return made

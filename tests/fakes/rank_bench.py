@@ -17,7 +17,7 @@ from fakes.trajectories import trajectory
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from umbra.proto.records import Sampling, Trajectory, VersionSpan
+from umbra.proto.records import Sampling, Support, Trajectory, VersionSpan, pack_float32, pack_int32
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import as_dict, load_config
 from umbra.services.modeling.model_directory import weights_checksum
@@ -229,6 +229,11 @@ def make_batches(count: int, *, groups: int = 3, size: int = 4) -> list[list[Tra
                         loss_mask=bytes(mask),
                         reward=float(member % 3) + 0.1 * group,
                         sampling=Sampling(temperature=0.5 + 0.3 * group),
+                        support=Support(
+                            sizes=b"".join(bytes((2 * one, 0)) for one in mask),
+                            ids=pack_int32([5 + group, 50 + member] * sum(mask)),
+                            logprobs=pack_float32([-1.0, -2.0] * sum(mask)),
+                        ),
                     )
                 )
         batches.append(made)

@@ -29,6 +29,9 @@ from umbra.proto.records import Sampling, VersionSpan
 from umbra.services.generator.engines.engine import EngineOutput, EngineRequest
 from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.modeling.models import load_model
+from umbra.services.modeling.packing import pack
+from umbra.services.modeling.scorer import Scorer
+from umbra.services.trainer.batch import make_batch
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +85,33 @@ def test_logprobs_of_interrupted_samples_are_those_of_one_forward_pass(
 ) -> None:
     pieces = roll(engines(model), tiny_model_dir, TEMPERATURE, random.Random(seed))
     check_logprobs(model, pieces)
+
+
+@pytest.mark.parametrize("head", [0, 3])
+def test_the_support_of_interrupted_samples_is_that_of_each_token(
+    model: Any, tiny_model_dir: Path, head: int
+) -> None:
+    """Over the tokens that it tells, the trainer finds the logprobs that were sampled by."""
+
+    def engine(version: int) -> TorchEngine:
+        return TorchEngine(
+            model, stop_ids=STOPS, slots=5, max_context=CONTEXT, seed=version, version=version,
+            tell_head=head,
+        )  # fmt: skip
+
+    made = [*roll(engine, tiny_model_dir, TEMPERATURE, random.Random(0), top_k=4).values()]
+    assert max(len(one.spans) for one in made) > 3
+    batch = make_batch(made, model.config.vocab_size, centered=head > 0)
+    supports = batch.tokens.support
+    assert supports is not None and supports.whole.all() and (supports.sizes == 4).all()
+    scorer = Scorer(model)
+    with torch.no_grad():
+        for micro in pack(batch.tokens, pack_tokens=128, micro_tokens=512, share_prompts=True):
+            found, _ = scorer(micro, batch.temperature[micro.source], with_support=True)
+            assert_same_logprobs(found[:, 0], batch.behaviour[micro.source], model)
+            if head:
+                at, _ = supports.rows(micro.source)
+                assert_same_logprobs(found[:, 1:], supports.logprobs[at], model)
 
 
 # -- weights --------------------------------------------------------------------------------------

@@ -14,7 +14,9 @@ from fakes.trajectories import sample
 from umbra.proto.records import (
     Routing,
     Sampling,
+    Support,
     VersionSpan,
+    pack_int32,
     unpack_float32,
     unpack_int32,
 )
@@ -34,7 +36,7 @@ from umbra.services.generator.engines.engine import EngineOutput
 from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.generator.rollout import Limits, Rollout
 from umbra.services.generator.runner import RolloutRunner
-from umbra.services.generator.tokens import shortened
+from umbra.services.generator.tokens import ResponseTokens, shortened
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_model, load_tokenizer
 
@@ -424,13 +426,37 @@ def test_an_output_is_shortened_with_all_that_is_known_of_it(tokenizer: Any) -> 
     chat = Chat(tokenizer, {STOP})
     whole = spoken(chat, "abcdef")
     routing = Routing(layers=1, choices=2, experts=8, chosen=bytes(range(2 * (4 + 6 - 1))))
+    support = Support(sizes=b"\1\0" * 6, ids=bytes(range(24)))
     for count in (2, 3, 5):
-        short = shortened(replace(whole, routing=routing), count, before=4)
+        short = shortened(replace(whole, routing=routing, support=support), count, before=4)
         assert len(short.token_ids) == len(short.logprobs) == count
         assert short.spans[-1].end == count
         assert [span.version for span in short.spans] == [0, 1][: 1 + (count > 3)]
         assert short.routing is not None
         assert len(short.routing.chosen) == 2 * (4 + count - 1)
+        assert short.support == Support(sizes=b"\1\0" * count, ids=bytes(range(4 * count)))
+
+
+def test_the_support_goes_along_with_its_tokens() -> None:
+    """Through a turn of the environment, an abort before any token, and a branch."""
+
+    def said(ids: list[int]) -> EngineOutput:
+        spans = [VersionSpan(version=0, start=0, end=len(ids))] if ids else []
+        told = Support(sizes=b"\2\0" * len(ids), ids=pack_int32([*ids, *ids])) if ids else None
+        return EngineOutput("r", ids, [-1.0] * len(ids), spans, "stop", support=told)
+
+    tokens = ResponseTokens()
+    for ids in ([5, 6], [], [7]):
+        tokens.add_model(said(ids))
+    tokens.add_environment([1, 2])
+    branch = tokens.first(5)
+    tokens.add_model(said([8]))
+    sizes = b"\2\0\2\0\2\0\0\0\0\0"
+    ids = pack_int32([5, 6, 5, 6, 7, 7])
+    assert branch.support == Support(sizes=sizes, ids=ids)
+    assert tokens.support == Support(sizes=sizes + b"\2\0", ids=ids + pack_int32([8, 8]))
+    assert tokens.copy().support == tokens.support
+    assert tokens.packed([1], trained=False)["support"] is None
 
 
 def test_a_token_costs_the_same_however_long_the_turn_is(

@@ -118,6 +118,7 @@ class Generator:
             finish_reason="length",
             reward=sum(token % 2 for token in tokens) / len(tokens) + 0.01 * tokens[0],
             sampling=self.says or self.sampling,
+            support=output.support,
             generator=self.name,
         )
 
@@ -331,7 +332,7 @@ def test_where_generation_runs_ahead_weights_are_kept_aside(late: bool) -> None:
 
 
 @pytest.mark.parametrize("wrong", [False, True], ids=["agrees", "temperature"])
-@pytest.mark.parametrize("cut", [{"top_p": 0.8}, {"top_k": 20, "min_p": 0.1}])
+@pytest.mark.parametrize("cut", [{"top_k": 40, "top_p": 0.8}, {"top_k": 20, "min_p": 0.1}])
 def test_logprobs_of_a_cut_distribution_are_compared_as_such(
     cut: dict[str, Any], wrong: bool
 ) -> None:

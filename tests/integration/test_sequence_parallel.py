@@ -34,6 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
     "selective": {"activation_checkpointing": "selective"},
     "lora": {"lora_rank": 4, "learning_rate": 1.0},
     "compared": {"lag": 1, "max_mismatch": 1e9, "mismatch_every": 1, "learning_rate": 1.0},
+    "centered": {"objective": "tis", "score_centering": 2, "logits_mib": 0.002},
     "critic": {"objective": "ppo_critic", "critic.learning_rate": 1e-3},
 }
 

@@ -1,6 +1,7 @@
 """Logprobs, entropies and gradients are the same however many logits are computed at a time."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,25 +50,33 @@ def chunked(model: PreTrainedModel, at_a_time: int = AT_A_TIME) -> Scorer:
     return Scorer(model, 4 * at_a_time * model.config.vocab_size)
 
 
-def settings(micro: MicroBatch) -> tuple[Tensor, Tensor]:
-    """A temperature, and top-k and top-p, of each token's own."""
+def temperatures(micro: MicroBatch) -> Tensor:
+    return torch.linspace(0.5, 1.5, len(micro.source))
+
+
+def told(micro: MicroBatch) -> MicroBatch:
+    """With 1 to 4 ids that could have been drawn, which are all that could of every other one."""
     count = len(micro.source)
-    temperature = torch.linspace(0.5, 1.5, count)
-    top_k, top_p = torch.arange(count).float() + 4, torch.linspace(0.7, 1.0, count)
-    return temperature, torch.stack([temperature, top_k, top_p, torch.zeros(count)], -1)
+    column = torch.arange(4)
+    ids = (micro.targets[:, None] + 7 * column) % 60
+    ids[column > torch.arange(count)[:, None] % 4] = -1
+    return replace(micro, support=ids, whole=torch.arange(count) % 2 == 0)
 
 
 @pytest.mark.parametrize("restricted", [False, True])
 def test_chunks_change_nothing(model: PreTrainedModel, micro: MicroBatch, restricted: bool) -> None:
-    temperature, sampling = settings(micro)
-    weights = torch.randn(2, len(micro.source), generator=torch.Generator().manual_seed(2))
+    temperature = temperatures(micro)
+    micro = told(micro) if restricted else micro
+    weights = torch.randn(2, len(micro.source), 5, generator=torch.Generator().manual_seed(2))
     found: list[tuple[Tensor, Tensor, dict[str, Tensor]]] = []
     for scorer in (Scorer(model), chunked(model)):
         model.zero_grad()
         logprobs, entropy = scorer(
-            micro, temperature, entropy_gradient=True, sampling=sampling if restricted else None
+            micro, temperature, entropy_gradient=True, with_support=restricted
         )
-        (logprobs * weights[0] + entropy * weights[1]).sum().backward()
+        wide = logprobs.view(len(entropy), -1)
+        weighted = (wide * weights[0][:, : wide.shape[1]]).sum(1) + entropy * weights[1][:, 0]
+        weighted.sum().backward()
         gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         found.append((logprobs.detach(), entropy.detach(), gradients))
     (plain, plain_entropy, expected), (logprobs, entropy, gradients) = found
@@ -107,11 +116,11 @@ class Largest(TorchDispatchMode):
 def test_no_more_logits_than_a_chunk_exist_at_a_time(
     qwen: PreTrainedModel, micro: MicroBatch
 ) -> None:
-    temperature, sampling = settings(micro)
+    temperature, micro = temperatures(micro), told(micro)
     rows: list[int] = []
     for scorer in (Scorer(qwen), chunked(qwen)):
         with Largest(qwen) as largest:
-            logprobs, entropy = scorer(micro, temperature, entropy_gradient=True, sampling=sampling)
+            logprobs, entropy = scorer(micro, temperature, entropy_gradient=True)
             (logprobs.sum() + entropy.sum()).backward()
         rows.append(largest.rows)
     assert rows == [len(micro.source), AT_A_TIME]
@@ -128,4 +137,4 @@ def test_a_model_that_does_something_else_to_its_logits_is_refused(
 
     qwen.__class__ = Louder
     with pytest.raises(UsageError, match="Louder does something to its logits"):
-        Scorer(qwen)(micro, settings(micro)[0])
+        Scorer(qwen)(micro, temperatures(micro))

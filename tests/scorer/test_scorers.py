@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 from fakes.broker_world import trajectory
 
+from umbra.proto.errors import UsageError
 from umbra.proto.records import (
     Sampling,
     Task,
@@ -22,14 +24,14 @@ from umbra.proto.records import (
     pack_int32,
     unpack_float32,
 )
-from umbra.services.config import TrainerConfig
+from umbra.services.config import ModelConfig, TrainerConfig
 from umbra.services.environments.built_in import ExactMatch
 from umbra.services.environments.pool import InlinePool
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_model, load_tokenizer
 from umbra.services.modeling.packing import pack
 from umbra.services.modeling.scorer import Scorer as ModelScorer
-from umbra.services.scorer.logprobs import LogprobWorker
+from umbra.services.scorer.logprobs import LogprobWorker, ReferenceWorker, check_tokens
 from umbra.services.scorer.reward import RewardWorker
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.metrics import mismatch_row, mismatch_sums
@@ -154,3 +156,41 @@ def test_greedy_samples_are_scored_by_the_plain_softmax(tiny_model_dir: Path) ->
     greedy = replace(task, trajectory=replace(task.made, sampling=Sampling(temperature=0.0)))
     ((plain,),), ((found,),) = (list(worker.score([t], lambda: None)) for t in (task, greedy))
     assert plain.logprobs == found.logprobs
+
+
+def test_each_environment_has_a_teacher_of_its_own(tiny_model_dir: Path) -> None:
+    """Tasks come mixed; a model that is scored by itself finds the same."""
+    models = {
+        name: load_model(tiny_model_dir, torch.device("cpu"), torch.float32)
+        for name in ("math", "code")
+    }
+    with torch.no_grad():
+        for parameter in models["code"].parameters():
+            parameter.mul_(1.5)
+    workers = {name: LogprobWorker(model, TrainerConfig()) for name, model in models.items()}
+    tasks = [
+        msgspec.structs.replace(one, prompt_id=f"{name}/{one.sample_id}")
+        for number, name in enumerate(("math", "code", "math"))
+        for one in [scoring_task(f"s{number}", [7, 8, STOP], b"\1\1\1", {})]
+    ]
+    together = ReferenceWorker(workers).score(tasks, lambda: None)
+    found = {score.sample_id: score.logprobs for [score] in together}
+    alone = {
+        task.sample_id: score.logprobs
+        for task in tasks
+        for [score] in workers[task.prompt_id.partition("/")[0]].score([task], lambda: None)
+    }
+    assert found == alone
+    assert found["s0"] == found["s2"] != found["s1"]
+
+
+def test_a_teacher_with_other_tokens_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
+    policy = ModelConfig(path=str(tiny_model_dir))
+    same = shutil.copytree(tiny_model_dir, tmp_path / "same")
+    check_tokens(policy, str(same))
+    other = shutil.copytree(tiny_model_dir, tmp_path / "other")
+    tokenizer = load_tokenizer(other)
+    tokenizer.add_tokens(["<more>"])
+    tokenizer.save_pretrained(other)
+    with pytest.raises(UsageError, match=r"scorer.model: the tokens of .*/other \(hash"):
+        check_tokens(policy, str(other))

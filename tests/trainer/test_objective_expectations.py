@@ -8,7 +8,7 @@ row 0 for the first token, row 1 + w for the second after the word w.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import pytest
@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 
 from umbra.services.config.presets import PRESETS, ObjectiveSpec, Preset
+from umbra.services.modeling.micro_batch import Supports
+from umbra.services.trainer.objectives.advantages import Rewarded, token_advantages
+from umbra.services.trainer.objectives.centering import Outcomes
 from umbra.services.trainer.objectives.objective import Objective, TokenInputs
 from umbra.services.trainer.objectives.terms import ESTIMATORS, Sequences
 
@@ -37,6 +40,7 @@ class World:
     reference: Tensor
     advantages: Tensor
     chance: Tensor  # mu(sequence) at each of its tokens
+    sampler: Tensor  # log mu of every word [4, 3]
 
 
 def world(seed: int, spread: float) -> World:
@@ -55,7 +59,8 @@ def world(seed: int, spread: float) -> World:
         for name, table in {"pi": pi, "mu": mu, "p": p, "reference": reference}.items()
     }
     each = torch.randn(len(SEQUENCES), generator=generator, dtype=torch.float64)
-    return World(pi, **logs, advantages=each[OWNER], chance=total(logs["mu"]).exp())
+    chance = total(logs["mu"]).exp()
+    return World(pi, **logs, advantages=each[OWNER], chance=chance, sampler=mu.log_softmax(1))
 
 
 def total(values: Tensor) -> Tensor:
@@ -63,18 +68,19 @@ def total(values: Tensor) -> Tensor:
     return values.reshape(-1, LENGTH).sum(1)[OWNER]
 
 
-def losses(pieces: ObjectiveSpec, w: World) -> Tensor:
+def losses(pieces: ObjectiveSpec, w: World, outcomes: Outcomes | None = None) -> Tensor:
     sequences = Sequences(OWNER, len(SEQUENCES))
     objective = Objective(pieces)
-    tokens = TokenInputs(w.pi, w.mu, w.advantages, sequences, torch.zeros_like(w.pi), w.reference)
+    zeros = torch.zeros_like(w.pi)
+    tokens = TokenInputs(w.pi, w.mu, w.advantages, sequences, zeros, w.reference, outcomes)
     return objective(tokens, objective.constants(w.p, w.mu, sequences)).losses
 
 
-def gradient_of(coefficients: Tensor, w: World) -> Tensor:
+def gradient_of(coefficients: Tensor, w: World, tokens: Tensor = TOKENS) -> Tensor:
     """sum of mu(sequence) c grad log pi(token) by softmax's own derivative, [4, 3]."""
     probabilities = w.table.detach().softmax(1)
     found = torch.zeros_like(probabilities)
-    for c, row, token in zip(w.chance * coefficients, ROWS, TOKENS, strict=True):
+    for c, row, token in zip(w.chance * coefficients, ROWS, tokens, strict=True):
         found[row] -= c * probabilities[row]
         found[row, token] += c
     return found
@@ -180,6 +186,7 @@ COEFFICIENTS: dict[Preset, Callable[[World], Tensor]] = {
     "sapo": sapo,
     "dppo": dppo,
     "ppo_critic": ppo,
+    "opd": lambda w: torch.where(moved_far(w), 0.0, -w.advantages * (w.pi - w.mu).exp()),
 }
 
 
@@ -266,3 +273,102 @@ def test_the_unbiased_kl_has_the_value_and_the_gradient_of_the_kl(
     value = (w.chance * losses(pieces, w)).sum()
     torch.testing.assert_close(value, exact_kl(w))
     torch.testing.assert_close(autograd(value, w), autograd(exact_kl(w), w))
+
+
+# -- score centering -------------------------------------------------------------------------------
+
+
+def outcomes(w: World, head: int = WORDS) -> Outcomes:
+    """What the sampler tells: its `head` likeliest words; all of them as of a cut distribution."""
+    likeliest = w.sampler.topk(head, 1)
+    supports = Supports(
+        sizes=torch.full_like(ROWS, head),
+        ids=likeliest.indices[ROWS].flatten(),
+        logprobs=likeliest.values[ROWS].flatten(),
+        whole=torch.full_like(ROWS, head == WORDS, dtype=torch.bool),
+    )
+    found = w.table.log_softmax(1)[ROWS].gather(1, likeliest.indices[ROWS])
+    return Outcomes.of(supports, torch.arange(len(ROWS)), found, torch.zeros(len(ROWS)) > 0)
+
+
+def on_policy_update(seed: int, spread: float) -> World:
+    """The first update of a batch: p is pi."""
+    w = world(seed, spread)
+    return replace(w, p=w.pi.detach())
+
+
+CENTERED: dict[Preset, Callable[[World, World], Tensor]] = {
+    **{
+        name: lambda one, _, name=name: COEFFICIENTS[name](one)
+        for name in ("ppo", "naive", "tis", "decoupled", "icepop", "dapo", "cispo", "sapo", "dppo")
+    },
+    # A response is masked as a whole, by the tokens that were drawn.
+    "tis_opsm": lambda one, w: torch.where(
+        (w.advantages < 0) & (total(w.mu - w.pi) / LENGTH > 0.2), 0.0, tis(one)
+    ),
+}
+
+
+@pytest.mark.parametrize("head", [WORDS, WORDS - 1])  # what is left is one word: no approximation
+@pytest.mark.parametrize("spread", [0.02, 0.3, 1.0])
+@pytest.mark.parametrize("preset", CENTERED)
+def test_a_centered_gradient_has_the_expected_score_taken_off(
+    preset: Preset, spread: float, head: int
+) -> None:
+    """arXiv 2609.20807: sum over a of mu(a) A (c(a) s(a) - sum over v of mu(v) c(v) s(v))."""
+    for seed in range(3):
+        w = on_policy_update(seed, spread)
+        found = autograd((w.chance * losses(PRESETS[preset], w, outcomes(w, head))).sum(), w)
+        expected = gradient_of(CENTERED[preset](w, w).detach(), w)
+        words = w.table.detach().log_softmax(1)[ROWS]
+        for word in range(WORDS):
+            mu = w.sampler[ROWS, word]
+            one = replace(w, pi=words[:, word], p=words[:, word], mu=mu)
+            drawn = mu.exp() * CENTERED[preset](one, w).detach()
+            expected -= gradient_of(drawn, w, torch.full_like(TOKENS, word))
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("preset", ["ppo", "naive", "tis", "icepop", "sapo", "dppo"])
+def test_what_no_advantage_asks_for_moves_nothing_and_is_no_noise(
+    preset: Preset, sign: float
+) -> None:
+    """Equal advantages: uncentered they drift, and the spread of the gradient is never less."""
+    w = on_policy_update(1, 1.0)
+    w = replace(w, advantages=torch.full_like(w.advantages, sign))
+    plain, centered = (losses(PRESETS[preset], w, with_) for with_ in (None, outcomes(w)))
+    drift = autograd((w.chance * centered).sum(), w)
+    torch.testing.assert_close(drift, torch.zeros_like(drift))
+    assert autograd((w.chance * plain).sum(), w).abs().max() > 1e-3
+    square = [
+        sum(c * autograd(loss, w).square().sum() for c, loss in zip(w.chance, each, strict=True))
+        for each in (plain, centered)
+    ]
+    assert square[1] < square[0]
+
+
+def test_without_clip_and_with_the_exact_weight_nothing_is_left_to_center() -> None:
+    w = on_policy_update(0, 1.0)
+    pieces = ObjectiveSpec(clip="none")
+    values = [(w.chance * losses(pieces, w, with_)).sum() for with_ in (None, outcomes(w))]
+    torch.testing.assert_close(autograd(values[0], w), autograd(values[1], w))
+
+
+# -- on-policy distillation ------------------------------------------------------------------------
+
+
+def test_distillation_follows_the_reverse_kl_to_the_teacher() -> None:
+    """On-policy the expected gradient is that of KL(pi || teacher) at each prefix."""
+    w, pieces = world(4, 0.0), PRESETS["opd"]
+    count = len(SEQUENCES)
+    earned = Rewarded(
+        rewards=torch.randn(count),  # which are not read
+        groups=torch.arange(count),
+        owner=OWNER,
+        penalties=pieces.kl_coef * ESTIMATORS[pieces.kl_estimator](w.mu, w.reference),
+    )
+    advantages, _ = token_advantages(earned, pieces)
+    w = replace(w, advantages=advantages.double())
+    found = autograd((w.chance * losses(pieces, w)).sum(), w)
+    torch.testing.assert_close(found, autograd(exact_kl(w), w), rtol=1e-5, atol=1e-6)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 from fakes.closeness import assert_same_sums, rounding, same_sum
-from fakes.noisy_batch import Recorder, noisy_trajectories
+from fakes.noisy_batch import HEAD, Recorder, noisy_trajectories
 from torch import Tensor
 
 from umbra.proto.errors import UsageError
@@ -366,3 +366,40 @@ def test_what_metrics_tell(trajectories: list[Trajectory]) -> None:
     assert (row["tokens"] or 0) > (plain["tokens"] or 0)
     named = [msgspec.structs.replace(one, prompt_id=f"wiki/{one.prompt_id}") for one in made]
     assert environment_metrics(named, ["wiki"])["environment/wiki/samples"] == 12.0
+
+
+@pytest.mark.parametrize("preset", ["tis_opsm", "ppo", "dppo"])
+def test_centered_scores_do_not_depend_on_micro_batches(
+    preset: str, directory: Path, trajectories: list[Trajectory]
+) -> None:
+    plain, _ = update(directory, trajectories, objective=preset)
+    keys = {"objective": preset, "score_centering": HEAD}
+    whole, row = update(directory, trajectories, **keys, pack_tokens=64)
+    cut, _ = update(directory, trajectories, **keys, pack_tokens=8, micro_tokens=8)
+    assert_equal(whole, cut)
+    assert differ(whole, plain)
+    assert row["outliers"] == 0
+
+
+def test_samples_without_the_sampler_s_likeliest_tokens_cannot_be_centered(
+    directory: Path, trajectories: list[Trajectory]
+) -> None:
+    support = trajectories[1].support
+    assert support is not None
+    vocabulary = load_policy(directory)[0].config.vocab_size
+    for changed_to in (None, msgspec.structs.replace(support, logprobs=None)):
+        made = changed(trajectories, 1, support=changed_to)
+        make_batch(made, vocabulary)
+        with pytest.raises(BatchError, match="sample s0-1 of"):
+            make_batch(made, vocabulary, centered=True)
+
+
+def test_a_teacher_s_logprobs_are_the_advantages(
+    directory: Path, trajectories: list[Trajectory]
+) -> None:
+    """Rewards are not read, and groups of one are trained on like any other."""
+    found, row = update(directory, trajectories, "ref_logp", objective="opd")
+    paid = [msgspec.structs.replace(t, reward=0.0, group_id=t.sample_id) for t in trajectories]
+    other, _ = update(directory, paid, "ref_logp", objective="opd")
+    assert_equal(found, other)
+    assert row["trained_samples"] == len(trajectories)

@@ -133,12 +133,19 @@ def test_logprobs_of_what_sampling_leaves_in(model: PreTrainedModel, tokens: Tok
     whole = torch.stack(
         [scorer(replace(micro, targets=token.expand(count)), temperature)[0] for token in every], -1
     )  # [N, V]
-    settings = torch.tensor([0.7, 5.0, 1.0, 0.0]).expand(count, -1)  # the five likeliest
-    inside = torch.log(whole.topk(5).values.exp().sum(-1))
-    for token in (0, 7):  # in or out: one just outside is not impossible either
-        chosen = replace(micro, targets=torch.full((count,), token))
-        found, _ = scorer(chosen, temperature, sampling=settings)
-        assert_same_logprobs(found, whole[:, token] - inside, model)
+    likeliest = whole.topk(5)
+    ids, cut = likeliest.indices.clone(), torch.arange(count) % 3 > 0  # else nothing was cut off
+    ids[::2, 4] = -1  # four of them
+    inside = likeliest.values.exp().masked_fill(ids < 0, 0.0).sum(-1).log()
+    for place in (0, 3):
+        chosen = replace(micro, targets=ids[:, place], support=ids, whole=cut)
+        found, entropy = scorer(chosen, temperature, with_support=True)
+        expected = likeliest.values - torch.where(cut, inside, 0.0)[:, None]
+        assert_same_logprobs(found[:, 0], expected[:, place], model)
+        assert_same_logprobs(found[:, 1:][ids >= 0], expected[ids >= 0], model)
+        parts = torch.where(cut[:, None] & (ids >= 0), -expected.exp() * expected, 0.0).sum(-1)
+        plain = -(whole.exp() * whole).sum(-1)
+        assert_same_sums(entropy, torch.where(cut, parts, plain), terms=model.config.vocab_size)
 
 
 def test_a_rank_with_fewer_micro_batches_splits_its_own() -> None:

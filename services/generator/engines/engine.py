@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from umbra.proto.errors import UmbraError
-from umbra.proto.records import Manifest, Routing, Sampling, VersionSpan
+from umbra.proto.records import Manifest, Routing, Sampling, Support, VersionSpan
 from umbra.services.weights.manifest import Part
 from umbra.services.weights.verify import SlotGuard
 
@@ -55,7 +55,8 @@ class EngineOutput:
     `logprobs` are those of the distribution that was sampled from, after temperature, top-k, top-p
     and min-p; of the plain softmax when `temperature` is 0 (greedy). `spans` cover `[0, T)`.
     `routing` is that of the prompt's tokens and of the new ones but the last, as far as they were
-    read, if the engine was opened to tell it.
+    read, if the engine was opened to tell it. `support` is that of the new tokens, where their
+    distribution is cut off or the engine was opened to tell a head.
     """
 
     request_id: str
@@ -64,6 +65,7 @@ class EngineOutput:
     spans: list[VersionSpan]
     finish_reason: FinishReason
     routing: Routing | None = None
+    support: Support | None = None
 
 
 class Engine(Protocol):
@@ -199,3 +201,25 @@ def spans_of(starts: Sequence[tuple[int, int]], length: int) -> list[VersionSpan
         for (version, start), end in zip(starts, ends, strict=False)
         if end > start
     ]
+
+
+def told_of(sampling: Sampling, head: int) -> int:
+    """Return of how many tokens at most the support of one is that is drawn by `sampling`.
+
+    `head` is how many are told where nothing is cut off; 0 = none.
+    """
+    if sampling.temperature <= 0:
+        return 0
+    return sampling.top_k if sampling.cuts_off else head
+
+
+def joined(supports: Sequence[Support | None]) -> Support | None:
+    """Return the supports of tokens as one; None if they were not told."""
+    told = [one for one in supports if one is not None]
+    if not told or len(told) < len(supports):
+        return None
+    return Support(
+        sizes=b"".join(one.sizes for one in told),
+        ids=b"".join(one.ids for one in told),
+        logprobs=b"".join(one.logprobs or b"" for one in told) or None,
+    )

@@ -83,6 +83,7 @@ def _vllm(config: RunConfig, name: str) -> OpenEngine:
         pace=config.weight_hub.pace.after(config.buffer.engine_stall_s),
         seed=_seed(config, name),
         tell_routing=config.trainer.router_replay,
+        tell_head=config.trainer.score_centering,
         adapter=put_adapter(outline, config),
     )
     expected = config.weight_hub.expected_on(platform())
@@ -108,6 +109,7 @@ def open_torch(config: RunConfig, seed: int, source: str = "model.path") -> Open
         max_context=config.generator.max_context,
         seed=seed,
         tell_routing=config.trainer.router_replay,
+        tell_head=config.trainer.score_centering,
         weights=weight_table(model, config),
     )
     expected = config.weight_hub.expected_on(device.type)

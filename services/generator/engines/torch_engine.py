@@ -19,7 +19,7 @@ import torch
 from msgspec.structs import replace
 
 from umbra.proto.errors import UsageError
-from umbra.proto.records import Manifest, Routing, Sampling
+from umbra.proto.records import Manifest, Routing, Sampling, Support
 from umbra.services.generator.engines.engine import (
     CacheFigures,
     EngineError,
@@ -28,7 +28,9 @@ from umbra.services.generator.engines.engine import (
     FinishReason,
     KvPolicy,
     check_request,
+    joined,
     spans_of,
+    told_of,
 )
 from umbra.services.generator.engines.slots import SlotCache
 from umbra.services.modeling.attention import Attention
@@ -45,9 +47,13 @@ class Sampler:
 
     Order as in Transformers: temperature, top-k, top-p, min-p. Temperature 0 takes the most likely
     token and reports its logprob under the plain softmax. n rows, V tokens.
+
+    `head` is how many of the likeliest tokens to tell where nothing is cut off; 0 = none.
     """
 
-    def __init__(self, device: torch.device, seed: int) -> None:
+    def __init__(self, device: torch.device, seed: int, head: int = 0) -> None:
+        self._head = head
+        self._told: list[int] = []  # of each row of the last call, ids to tell at most
         self._generator = torch.Generator(device=device).manual_seed(seed)
         self._samplings: list[Sampling] = []  # of the last call, as tensor and facts
         self._settings = torch.empty(0, 4, device=device)
@@ -55,13 +61,14 @@ class Sampler:
 
     def sample(
         self, logits: torch.Tensor, samplings: list[Sampling]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return tokens [n] and their logprobs [n] from `logits` [n, V], as `samplings` say."""
+    ) -> tuple[torch.Tensor, torch.Tensor, list[Support | None]]:
+        """Return tokens [n], their logprobs [n] and supports, from `logits` [n, V]."""
         if samplings != self._samplings:
             self._samplings = samplings
             drawn = [s for s in samplings if s.temperature > 0]
             self._some_greedy = len(drawn) < len(samplings)
-            self._some_restricted = any(s.top_k or s.top_p < 1 or s.min_p > 0 for s in drawn)
+            self._some_restricted = any(s.cuts_off for s in drawn)
+            self._told = [told_of(s, self._head) for s in samplings]
             values = [[s.temperature, float(s.top_k), s.top_p, s.min_p] for s in samplings]
             self._settings = torch.tensor(values, device=self._settings.device)
         logits = logits.float()
@@ -76,7 +83,26 @@ class Sampler:
         tokens = self._draw(logprobs)
         if self._some_greedy:
             tokens = torch.where(greedy[:, 0], logits.argmax(dim=-1), tokens)
-        return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+        return tokens, logprobs.gather(1, tokens[:, None])[:, 0], self._supports(logprobs)
+
+    def _supports(self, logprobs: torch.Tensor) -> list[Support | None]:
+        """Return what could have been drawn by `logprobs` [n, V], of the rows that tell it."""
+        most = min(max(self._told, default=0), logprobs.shape[1])
+        if not most:
+            return [None] * len(self._told)
+        values, ids = logprobs.topk(most)  # tokens that are left out have -inf
+        counts = values.isfinite().sum(1).tolist()
+        both = zip(self._told, counts, ids.int().cpu().numpy(), values.cpu().numpy(), strict=True)
+        return [
+            Support(
+                sizes=min(told, count).to_bytes(2, "little"),
+                ids=kept[: min(told, count)].tobytes(),
+                logprobs=likely[: min(told, count)].tobytes() if self._head else None,
+            )
+            if told
+            else None
+            for told, count, kept, likely in both
+        ]
 
     def _draw(self, logprobs: torch.Tensor) -> torch.Tensor:
         """Tokens [n] by inversion: one random number a row, where `multinomial` takes V.
@@ -105,6 +131,7 @@ class _Row:
     starts: list[tuple[int, int]] = field(default_factory=list)  # versions, with first tokens
     routing: Routing | None = None  # without its tokens' experts; None: it is not told
     chosen: bytearray = field(default_factory=bytearray)  # of all tokens that were read
+    supports: list[Support | None] = field(default_factory=list)  # of its tokens
 
     @property
     def context(self) -> tuple[int, ...]:
@@ -132,6 +159,7 @@ class _Row:
             spans_of(self.starts, len(self.tokens)),
             reason,
             self.routing and replace(self.routing, chosen=bytes(self.chosen)),
+            joined(self.supports),
         )
 
 
@@ -146,7 +174,7 @@ class _Reading:
 class TorchEngine:
     """The `Engine` for CPUs, and for GPUs without vLLM. S slots, n live rows, V tokens.
 
-    `weights` says where versions go, if that is not all of `model`.
+    `weights` says where versions go, if that is not all of `model`. `tell_head`: as of `Sampler`.
 
     Raises:
         UsageError: `tell_routing` of a model without routers, or too many of their choices.
@@ -162,6 +190,7 @@ class TorchEngine:
         seed: int = 0,
         version: int = -1,
         tell_routing: bool = False,
+        tell_head: int = 0,
         weights: WeightTable | None = None,
     ) -> None:
         self.version = version
@@ -185,7 +214,7 @@ class TorchEngine:
             self._routing = Routing(layers=layers, choices=choices, experts=experts, chosen=b"")
         self._cache = SlotCache(slots, max_context)
         self._asked_tokens = self._cached_tokens = 0
-        self._sampler = Sampler(self._device, seed)
+        self._sampler = Sampler(self._device, seed, tell_head)
         self._queue: deque[_Row] = deque()
         self._rows: list[_Row] = []  # the live ones, by slot
         self._longest = 0  # tokens of a row, when the last step began
@@ -388,7 +417,9 @@ class TorchEngine:
         for slot, row in enumerate(self._rows[:count]):
             row.chosen += data[slot * size : (slot + 1) * size]
 
-    def _append(self, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
+    def _append(
+        self, tokens: torch.Tensor, logprobs: torch.Tensor, supports: list[Support | None]
+    ) -> None:
         """Note the new tokens of all rows; rows that are done leave."""
         done: list[int] = []
         # One transfer, the only time in a step that a GPU is waited for; double holds both exactly.
@@ -398,11 +429,14 @@ class TorchEngine:
                 f"the logits of version {self.version} are not finite: its weights are broken, or "
                 "its numbers leave the range of their type"
             )
-        for slot, (row, number, logprob) in enumerate(zip(self._rows, *both, strict=True)):
+        for slot, (row, number, logprob, support) in enumerate(
+            zip(self._rows, *both, supports, strict=True)
+        ):
             token = int(number)
             row.unread = False
             row.tokens.append(token)
             row.logprobs.append(logprob)
+            row.supports.append(support)
             stopped = token in self._stop_ids
             if stopped or len(row.tokens) >= row.limit:
                 self._outputs.append(row.output("stop" if stopped else "length"))

@@ -46,6 +46,7 @@ from umbra.services.generator.engines.engine import (
     EngineRequest,
     KvPolicy,
     check_request,
+    told_of,
 )
 from umbra.services.generator.vllm import private
 from umbra.services.generator.vllm.cache import RecentLengths, Salts
@@ -68,6 +69,7 @@ _REPLY_S = 60.0  # of a request's abort
 _CLOSE_S = 5.0
 _LOOK_S = 1.0  # between looks at whether the core still lives
 _KILL_S = 2.0  # until its processes, which hold nothing that is needed any more, are killed
+_TIES = 8  # tokens that are asked for beyond top_k
 
 T = TypeVar("T")
 
@@ -90,6 +92,7 @@ class VllmEngine:
         seed: of the sampling.
         version: of the weights in `path`; -1 = not to be served.
         tell_routing: outputs say which experts their tokens met.
+        tell_head: as `head` of `told_of`.
         adapter: what versions are of; None: whole weights.
 
     Raises:
@@ -109,6 +112,7 @@ class VllmEngine:
         seed: int = 0,
         version: int = -1,
         tell_routing: bool = False,
+        tell_head: int = 0,
         adapter: AdapterFacts | None = None,
     ) -> None:
         check_device(config.device, platform())
@@ -117,6 +121,7 @@ class VllmEngine:
         self.max_context = config.max_context
         self.decoded_tokens = self._finished_tokens = 0
         self._pace = pace
+        self._head = tell_head
         self._fit = WeightTable(outline, adapter)
         self._checkpoint = CheckpointNames(outline) if adapter is None else None
         self._vocabulary: int = outline.config.get_text_config().vocab_size
@@ -316,6 +321,7 @@ class VllmEngine:
                 f"sampling.temperature = {sampling.temperature:g} is out of range: vLLM takes "
                 f"0 (greedy) or at least {VLLM_COOLEST}"
             )
+        told = told_of(sampling, self._head)
         return SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -324,7 +330,8 @@ class VllmEngine:
             max_tokens=limit,
             stop_token_ids=self._stop_ids,
             ignore_eos=True,  # stop_token_ids say it all
-            logprobs=0,  # that of the sampled token
+            # Beside that of the sampled token. vLLM keeps all that tie with the last of top_k.
+            logprobs=min(told + _TIES if told and sampling.cuts_off else told, self._vocabulary),
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -447,7 +454,7 @@ class VllmEngine:
                     break
                 self._restarting.discard(key)
             self._salts.used(request.session, salt)
-            self._done.put((key, private.finished(output, request.request_id, self._routers)))
+            self._done.put((key, private.finished(output, request, self._routers, self._head)))
         except EngineDeadError:
             pass  # `_died` says so, and its tokens can be looked at
         except Exception as error:  # noqa: BLE001 - whatever it is ends the generator, with its name
@@ -472,7 +479,7 @@ class VllmEngine:
     async def _look(self, keys: Sequence[str]) -> dict[str, EngineOutput]:
         found = private.requests(self._llm)
         return {
-            key: private.under_way(found[key], self._open[key].request_id, self._routers)
+            key: private.under_way(found[key], self._open[key], self._routers, self._head)
             for key in keys
             if key in found
         }

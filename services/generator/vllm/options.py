@@ -328,6 +328,7 @@ def engine_arguments(
         "tensor_parallel_size": config.tensor_parallel,
         "skip_tokenizer_init": True,  # it gets tokens and gives tokens
         "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
+        "max_logprobs": -1,  # a request asks for as many as its sampling keeps
         "weight_transfer_config": {"backend": BACKEND},
         "disable_log_stats": True,
     }

@@ -5,6 +5,7 @@ What runs inside of vLLM's workers (`plugin.py`, `weights.py`) names what it nee
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from typing import Any
 
@@ -12,12 +13,15 @@ from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
-from umbra.proto.records import VersionSpan
+from umbra.proto.records import Sampling, Support, VersionSpan, pack_float32, pack_int32
 from umbra.services.generator.engines.engine import (
     CacheFigures,
     EngineOutput,
+    EngineRequest,
     FinishReason,
+    joined,
     spans_of,
+    told_of,
 )
 from umbra.services.generator.vllm.names import ToldRouters
 from umbra.services.process.child import describe_exit
@@ -79,25 +83,30 @@ def tokens_of(record: Any) -> list[int]:
     return record.detokenizer.output_token_ids
 
 
-def under_way(record: Any, name: str, routers: ToldRouters | None) -> EngineOutput:
-    """Return what there is of a request, as aborted."""
+def under_way(
+    record: Any, request: EngineRequest, routers: ToldRouters | None, head: int
+) -> EngineOutput:
+    """Return what there is of a request, as aborted; `head` is as of `told_of`."""
     tokens = list(tokens_of(record))
     starts = [(int(version), start) for version, start in record.weight_version_starts]
     return EngineOutput(
-        request_id=name,
+        request_id=request.request_id,
         token_ids=tokens,
         logprobs=_logprobs(record.logprobs_processor.logprobs),
         spans=spans_of(starts, len(tokens)),
         finish_reason="abort",
         routing=routers and routers.routing(*record.routed_experts_chunks),
+        support=_support(record.logprobs_processor.logprobs, request.sampling, head),
     )
 
 
-def finished(output: RequestOutput, name: str, routers: ToldRouters | None) -> EngineOutput:
-    """Return a whole output of vLLM as one of ours."""
+def finished(
+    output: RequestOutput, request: EngineRequest, routers: ToldRouters | None, head: int
+) -> EngineOutput:
+    """Return a whole output of vLLM as one of ours; `head` is as of `told_of`."""
     completion = output.outputs[0]
     return EngineOutput(
-        request_id=name,
+        request_id=request.request_id,
         token_ids=list(completion.token_ids),
         logprobs=_logprobs(completion.logprobs),
         spans=[
@@ -107,12 +116,31 @@ def finished(output: RequestOutput, name: str, routers: ToldRouters | None) -> E
         ],
         finish_reason=_REASONS.get(completion.finish_reason, "abort"),
         routing=routers and routers.routing(completion.routed_experts),
+        support=_support(completion.logprobs, request.sampling, head),
     )
 
 
 def _logprobs(logprobs: Any) -> list[float]:
-    """Return those of the sampled tokens, of which `FlatLogprobs` has nothing else."""
-    return list(logprobs.logprobs) if logprobs is not None else []
+    """Return those of the sampled tokens, each of which the likeliest ones follow."""
+    return [logprobs.logprobs[at] for at in logprobs.start_indices] if logprobs is not None else []
+
+
+def _support(logprobs: Any, sampling: Sampling, head: int) -> Support | None:
+    """Return what could have been drawn: those of the likeliest whose logprob is finite."""
+    if logprobs is None or not told_of(sampling, head):
+        return None
+    found: list[Support] = []
+    for start, end in zip(logprobs.start_indices, logprobs.end_indices, strict=True):
+        drawn, *likeliest = zip(
+            logprobs.token_ids[start:end], logprobs.logprobs[start:end], strict=True
+        )
+        kept = dict(one for one in likeliest if math.isfinite(one[1]))
+        if sampling.cuts_off:
+            kept.setdefault(*drawn)
+        values = pack_float32([*kept.values()]) if head else None
+        sizes = len(kept).to_bytes(2, "little")
+        found.append(Support(sizes=sizes, ids=pack_int32([*kept]), logprobs=values))
+    return joined(found)
 
 
 async def pause(llm: AsyncLLM, *, clear_cache: bool) -> None:

@@ -64,7 +64,10 @@ def overlong(lengths: Tensor, limits: Tensor, buffer: int) -> Tensor:
 def token_advantages(of: Rewarded, pieces: ObjectiveSpec) -> tuple[Tensor, Tensor]:
     """Return A of each token, float32 [M], and the returns a value model would learn, float64 [M].
 
-    REINFORCE++ takes discounted returns, GAE those of the values; both are whitened.
+    REINFORCE++ takes discounted returns, GAE those of the values; both are whitened. On-policy
+    distillation takes kl_coef (log p_teacher - log mu) of each token alone and no reward: with r A
+    as gain its expected gradient on-policy is that of the reverse KL to the teacher at each prefix
+    (Lu et al., "On-Policy Distillation", Thinking Machines 2025; prime-rl's ref_kl loss).
     """
     penalties = torch.zeros(len(of.owner)) if of.penalties is None else of.penalties
     if pieces.advantage in ("reinforce_pp", "gae"):
@@ -88,6 +91,8 @@ def token_advantages(of: Rewarded, pieces: ObjectiveSpec) -> tuple[Tensor, Tenso
             tokens = grpo(totals, of.groups)[of.owner]
         case "rloo":
             tokens = rloo(totals, of.groups)[of.owner]
+        case "teacher":
+            tokens = -penalties
     return tokens.float(), totals[of.owner]
 
 

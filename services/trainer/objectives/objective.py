@@ -23,11 +23,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
 import torch
 from torch import Tensor
 
 from umbra.services.config.presets import ObjectiveSpec
 from umbra.services.trainer.objectives import terms
+from umbra.services.trainer.objectives.centering import Outcomes
 from umbra.services.trainer.objectives.terms import Sequences
 
 
@@ -41,6 +43,7 @@ class TokenInputs:
     sequences: Sequences
     entropy: Tensor  # H [N], with gradient if it is part of the loss
     reference: Tensor | None = None  # log of the reference policy [N]
+    outcomes: Outcomes | None = None  # by which the scores are centered
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +121,8 @@ class Objective:
         if pieces.mask != "none":
             gain = torch.where(keep, gain, 0.0)
         losses = -gain
+        if tokens.outcomes is not None:
+            losses = losses - self._expected(tokens, tokens.outcomes, constants, keep)
         kl = self._kl(tokens)
         known = None if kl is None else kl.detach()
         if pieces.kl_coef and pieces.kl_in == "loss":
@@ -129,6 +134,39 @@ class Objective:
         if pieces.entropy_coef:
             losses = losses - pieces.entropy_coef * tokens.entropy
         return TokenLosses(losses, free.detach(), clipped.detach() & (advantages != 0), kept, known)
+
+    def _expected(
+        self, tokens: TokenInputs, outcomes: Outcomes, constants: Constants, keep: Tensor
+    ) -> Tensor:
+        """Return sum over v of sg(mu(v) A c(v)) log pi(v) [N].
+
+        A c(v) is the slope of the loss had v been drawn. A weight or a mask of the whole response
+        is that of the one that was. Log pi of another token stands for its log p, which it is in
+        the first update of a batch.
+        """
+        pieces = self.pieces
+        whole = pieces.is_level == "sequence" and pieces.correction != "none"
+        own = pieces.mask in ("token", "probability")
+        single = Objective(
+            msgspec.structs.replace(
+                pieces,
+                correction="none" if whole else pieces.correction,
+                mask=pieces.mask if own else "none",
+                kl_coef=0.0,
+                entropy_coef=0.0,
+            )
+        )
+        now, behaviour = outcomes.logprobs.detach().requires_grad_(), outcomes.behaviour
+        advantages = tokens.advantages.unsqueeze(1).expand_as(now)
+        with torch.enable_grad():
+            drawn = TokenInputs(now, behaviour, advantages, tokens.sequences, now)
+            fixed = single.constants(now.detach(), behaviour, tokens.sequences)
+            slope = torch.autograd.grad(single(drawn, fixed).losses.sum(), now)[0]
+        if whole:
+            slope = slope * constants.weight.unsqueeze(1)
+        if not own:
+            slope = slope * keep.unsqueeze(1)
+        return (outcomes.chance * slope * outcomes.logprobs).sum(1)
 
     def _gain(self, free: Tensor, tokens: TokenInputs) -> tuple[Tensor, Tensor]:
         pieces, advantages = self.pieces, tokens.advantages
