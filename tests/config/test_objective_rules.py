@@ -68,7 +68,7 @@ def test_a_preset_works_by_itself(preset: Preset) -> None:
         ),
         (["advantage=teacher"], "set trainer.objective = opd"),
         (
-            ["objective=opd", "buffer.dynamic_sampling=true"],
+            ["objective=opd", "buffer.dynamic_sampling=true", 'buffer.stages=["ref_logp"]'],
             "buffer.dynamic_sampling chooses groups by their rewards",
         ),
         (["scorer.model={ math = 'a' }"], "which are none: name these, or one model for all"),

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from umbra.deploy.files.formats import to_toml
 from umbra.proto.errors import MismatchError, UsageError
-from umbra.proto.records import Sampling, Task, Trajectory, unpack_float32
+from umbra.proto.records import Sampling, Support, Task, Trajectory, pack_int32, unpack_float32
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import as_dict, load_config, to_json
 from umbra.services.config.rules import cautions, check_feasible
@@ -141,7 +141,8 @@ def test_the_buffer_knows_how_each_environment_samples(tmp_path: Path) -> None:
         ("hot/data/1", hot, True),
         ("hot/data/1", cool, False),
     ):
-        made = trajectory(prompt_id=prompt_id, sampling=sampling)
+        support = Support(sizes=b"\1\0" * 3, ids=pack_int32([3, 4, 5]))
+        made = trajectory(prompt_id=prompt_id, sampling=sampling, support=support)
         fault = find_fault(made, facts)
         assert (fault is None) == sound, fault
         assert sound or "the run samples with" in str(fault)
