@@ -194,25 +194,22 @@ class Scorer(nn.Module):
         logits = self._logits(head(hidden)).float() / temperature.unsqueeze(-1)  # [n, V]
         distribution = logits.log_softmax(-1)
         asked = targets.unsqueeze(-1)
-        gradient = request.entropy_gradient and torch.is_grad_enabled()
-        if support is None or whole is None:
-            logprobs = distribution.gather(-1, asked)
-            entropy = logprobs.new_zeros(len(logprobs))
-            if request.with_entropy:
-                with torch.set_grad_enabled(gradient):
-                    entropy = _entropy(distribution)
-            return logprobs.squeeze(-1), entropy
-        asked = torch.cat([asked, support.clamp(min=0)], 1)
+        if support is not None:
+            asked = torch.cat([asked, support.clamp(min=0)], 1)
         logprobs = distribution.gather(-1, asked)  # [n, 1 + k]
-        # No row is without any: the gradient of its sum would be NaN.
-        outside = (support < 0) & whole.unsqueeze(-1)
-        inside = logprobs[:, 1:].masked_fill(outside, -torch.inf).logsumexp(-1)
-        logprobs = logprobs - torch.where(whole, inside, 0.0).unsqueeze(-1)
-        entropy = torch.zeros_like(inside)
+        outside: Tensor | None = None
+        if support is not None and whole is not None:
+            # No row is without any: the gradient of its sum would be NaN.
+            outside = (support < 0) & whole.unsqueeze(-1)
+            inside = logprobs[:, 1:].masked_fill(outside, -torch.inf).logsumexp(-1)
+            logprobs = logprobs - torch.where(whole, inside, 0.0).unsqueeze(-1)
+        entropy = logprobs.new_zeros(len(logprobs))
         if request.with_entropy:
-            with torch.set_grad_enabled(gradient):
-                kept = logprobs[:, 1:].masked_fill(outside, _NOTHING)
-                entropy = torch.where(whole, _entropy(kept), _entropy(distribution))
+            with torch.set_grad_enabled(request.entropy_gradient and torch.is_grad_enabled()):
+                entropy = -(distribution.exp() * distribution).sum(-1)
+                if outside is not None and whole is not None:
+                    kept = logprobs[:, 1:].masked_fill(outside, _NOTHING)
+                    entropy = torch.where(whole, -(kept.exp() * kept).sum(-1), entropy)
         return logprobs if request.with_support else logprobs[:, 0], entropy
 
     @torch.no_grad()
@@ -226,11 +223,6 @@ class Scorer(nn.Module):
                 "does not know of: it can't be trained"
             )
         self._compared = True
-
-
-def _entropy(distribution: Tensor) -> Tensor:
-    """Return the entropies [n] of log probabilities [n, V]."""
-    return -(distribution.exp() * distribution).sum(-1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from umbra.services.trainer.metrics import LossMetrics, Row
 from umbra.services.trainer.mismatch import MismatchCheck
 from umbra.services.trainer.objectives.advantages import rewarded, token_advantages
 from umbra.services.trainer.objectives.aggregation import count, token_weights
-from umbra.services.trainer.objectives.centering import Outcomes
+from umbra.services.trainer.objectives.centering import Candidates
 from umbra.services.trainer.objectives.objective import Constants, Objective, TokenInputs
 from umbra.services.trainer.objectives.terms import LOG_RATIO_BOUND, Sequences, interpolated
 
@@ -135,7 +135,7 @@ class PolicyUpdate:
                     sequences=sequences,
                     entropy=torch.where(out, 0.0, entropy),
                     reference=None if reference is None else reference[here].to(logprobs),
-                    outcomes=Outcomes.of(supports, here, scores[:, 1:], out)
+                    candidates=Candidates.of(supports, here, scores[:, 1:], out)
                     if centered and supports is not None
                     else None,
                 )

@@ -17,6 +17,9 @@ from umbra.services.generator.rollout import RolloutSettings
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
+from umbra.services.modeling.packing import pack
+from umbra.services.modeling.scorer import Scorer
+from umbra.services.trainer.batch import make_batch
 
 STOPS = range(3, 12)  # so many that turns end
 TURNS = 3
@@ -113,6 +116,21 @@ def check_logprobs(model: Any, pieces: dict[str, Trajectory]) -> None:
         assert float((torch.expm1(ratio) - ratio).mean()) < 1e-5  # k3
         covered = [i for span in trajectory.spans for i in range(span.start, span.end)]
         assert covered == list(range(len(tokens)))
+
+
+@torch.no_grad()
+def check_supports(model: Any, pieces: dict[str, Trajectory], *, centered: bool = False) -> None:
+    """Over the tokens that samples tell, drawn by `top_k` = 4, a trainer finds their logprobs."""
+    assert max(len(t.spans) for t in pieces.values()) > 3
+    batch = make_batch([*pieces.values()], model.config.vocab_size, centered=centered)
+    supports = batch.tokens.support
+    assert supports is not None and supports.whole.all() and (supports.sizes == 4).all()
+    for micro in pack(batch.tokens, pack_tokens=128, micro_tokens=512, share_prompts=True):
+        found, _ = Scorer(model)(micro, batch.temperature[micro.source], with_support=True)
+        assert_same_logprobs(found[:, 0], batch.behaviour[micro.source], model)
+        if centered:
+            at, _ = supports.rows(micro.source)
+            assert_same_logprobs(found[:, 1:], supports.logprobs[at], model)
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from fakes.interrupted import (
     TEMPERATURE,
     check_logprobs,
     check_same,
+    check_supports,
     logprobs_of,
     roll,
     teacher_forced,
@@ -29,9 +30,6 @@ from umbra.proto.records import Sampling, VersionSpan
 from umbra.services.generator.engines.engine import EngineOutput, EngineRequest
 from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.modeling.models import load_model
-from umbra.services.modeling.packing import pack
-from umbra.services.modeling.scorer import Scorer
-from umbra.services.trainer.batch import make_batch
 
 
 @pytest.fixture(autouse=True)
@@ -99,19 +97,8 @@ def test_the_support_of_interrupted_samples_is_that_of_each_token(
             tell_head=head,
         )  # fmt: skip
 
-    made = [*roll(engine, tiny_model_dir, TEMPERATURE, random.Random(0), top_k=4).values()]
-    assert max(len(one.spans) for one in made) > 3
-    batch = make_batch(made, model.config.vocab_size, centered=head > 0)
-    supports = batch.tokens.support
-    assert supports is not None and supports.whole.all() and (supports.sizes == 4).all()
-    scorer = Scorer(model)
-    with torch.no_grad():
-        for micro in pack(batch.tokens, pack_tokens=128, micro_tokens=512, share_prompts=True):
-            found, _ = scorer(micro, batch.temperature[micro.source], with_support=True)
-            assert_same_logprobs(found[:, 0], batch.behaviour[micro.source], model)
-            if head:
-                at, _ = supports.rows(micro.source)
-                assert_same_logprobs(found[:, 1:], supports.logprobs[at], model)
+    pieces = roll(engine, tiny_model_dir, TEMPERATURE, random.Random(0), top_k=4)
+    check_supports(model, pieces, centered=head > 0)
 
 
 # -- weights --------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from fakes.interrupted import (
     TURNS,
     check_logprobs,
     check_same,
+    check_supports,
     roll,
 )
 from fakes.versions import load, weights
@@ -135,6 +136,13 @@ def test_so_they_are_if_engines_of_both_kinds_made_them(
     next_engine: Callable[[int], Engine], models: dict[int, Any], vllm_model_dir: Path
 ) -> None:
     check_logprobs(models[0], roll(next_engine, vllm_model_dir, TEMPERATURE, random.Random(1)))
+
+
+def test_both_kinds_tell_what_could_have_been_drawn(
+    next_engine: Callable[[int], Engine], models: dict[int, Any], vllm_model_dir: Path
+) -> None:
+    pieces = roll(next_engine, vllm_model_dir, TEMPERATURE, random.Random(1), top_k=4)
+    check_supports(models[0], pieces)
 
 
 # -- agents ---------------------------------------------------------------------------------------

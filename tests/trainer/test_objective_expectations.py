@@ -18,7 +18,7 @@ from torch import Tensor
 from umbra.services.config.presets import PRESETS, ObjectiveSpec, Preset
 from umbra.services.modeling.micro_batch import Supports
 from umbra.services.trainer.objectives.advantages import Rewarded, token_advantages
-from umbra.services.trainer.objectives.centering import Outcomes
+from umbra.services.trainer.objectives.centering import Candidates
 from umbra.services.trainer.objectives.objective import Objective, TokenInputs
 from umbra.services.trainer.objectives.terms import ESTIMATORS, Sequences
 
@@ -68,11 +68,11 @@ def total(values: Tensor) -> Tensor:
     return values.reshape(-1, LENGTH).sum(1)[OWNER]
 
 
-def losses(pieces: ObjectiveSpec, w: World, outcomes: Outcomes | None = None) -> Tensor:
+def losses(pieces: ObjectiveSpec, w: World, candidates: Candidates | None = None) -> Tensor:
     sequences = Sequences(OWNER, len(SEQUENCES))
     objective = Objective(pieces)
     zeros = torch.zeros_like(w.pi)
-    tokens = TokenInputs(w.pi, w.mu, w.advantages, sequences, zeros, w.reference, outcomes)
+    tokens = TokenInputs(w.pi, w.mu, w.advantages, sequences, zeros, w.reference, candidates)
     return objective(tokens, objective.constants(w.p, w.mu, sequences)).losses
 
 
@@ -278,7 +278,7 @@ def test_the_unbiased_kl_has_the_value_and_the_gradient_of_the_kl(
 # -- score centering -------------------------------------------------------------------------------
 
 
-def outcomes(w: World, head: int = WORDS) -> Outcomes:
+def candidates(w: World, head: int = WORDS) -> Candidates:
     """What the sampler tells: its `head` likeliest words; all of them as of a cut distribution."""
     likeliest = w.sampler.topk(head, 1)
     supports = Supports(
@@ -288,7 +288,7 @@ def outcomes(w: World, head: int = WORDS) -> Outcomes:
         whole=torch.full_like(ROWS, head == WORDS, dtype=torch.bool),
     )
     found = w.table.log_softmax(1)[ROWS].gather(1, likeliest.indices[ROWS])
-    return Outcomes.of(supports, torch.arange(len(ROWS)), found, torch.zeros(len(ROWS)) > 0)
+    return Candidates.of(supports, torch.arange(len(ROWS)), found, torch.zeros(len(ROWS)) > 0)
 
 
 def on_policy_update(seed: int, spread: float) -> World:
@@ -318,7 +318,7 @@ def test_a_centered_gradient_has_the_expected_score_taken_off(
     """arXiv 2609.20807: sum over a of mu(a) A (c(a) s(a) - sum over v of mu(v) c(v) s(v))."""
     for seed in range(3):
         w = on_policy_update(seed, spread)
-        found = autograd((w.chance * losses(PRESETS[preset], w, outcomes(w, head))).sum(), w)
+        found = autograd((w.chance * losses(PRESETS[preset], w, candidates(w, head))).sum(), w)
         expected = gradient_of(CENTERED[preset](w, w).detach(), w)
         words = w.table.detach().log_softmax(1)[ROWS]
         for word in range(WORDS):
@@ -337,7 +337,7 @@ def test_what_no_advantage_asks_for_moves_nothing_and_is_no_noise(
     """Equal advantages: uncentered they drift, and the spread of the gradient is never less."""
     w = on_policy_update(1, 1.0)
     w = replace(w, advantages=torch.full_like(w.advantages, sign))
-    plain, centered = (losses(PRESETS[preset], w, with_) for with_ in (None, outcomes(w)))
+    plain, centered = (losses(PRESETS[preset], w, with_) for with_ in (None, candidates(w)))
     drift = autograd((w.chance * centered).sum(), w)
     torch.testing.assert_close(drift, torch.zeros_like(drift))
     assert autograd((w.chance * plain).sum(), w).abs().max() > 1e-3
@@ -351,7 +351,7 @@ def test_what_no_advantage_asks_for_moves_nothing_and_is_no_noise(
 def test_without_clip_and_with_the_exact_weight_nothing_is_left_to_center() -> None:
     w = on_policy_update(0, 1.0)
     pieces = ObjectiveSpec(clip="none")
-    values = [(w.chance * losses(pieces, w, with_)).sum() for with_ in (None, outcomes(w))]
+    values = [(w.chance * losses(pieces, w, with_)).sum() for with_ in (None, candidates(w))]
     torch.testing.assert_close(autograd(values[0], w), autograd(values[1], w))
 
 

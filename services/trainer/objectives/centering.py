@@ -7,8 +7,8 @@ c = 1, and elsewhere moves the policy by no reason, always the same way. Centeri
 
     loss -= A sum_v sg(mu(v) c(v)) log pi(v)
 
-The generator tells the k likeliest v; all others are one outcome, with what is left of pi and mu.
-That is the paper's estimator, which takes rho pi(v) for mu(v) outside of the head. Where sampling
+The generator tells the k likeliest v; all others are one more, with what is left of pi and mu. That
+is the paper's estimator, which takes rho pi(v) for mu(v) outside of the head. Where sampling
 cuts off tokens the sum is over all that it left in, and exact.
 """
 
@@ -25,15 +25,15 @@ LEAST = 1e-6  # probability of all others together: below it, what is left is ro
 
 
 @dataclass(frozen=True, slots=True)
-class Outcomes:
+class Candidates:
     """What could have been drawn in the place of each of N tokens: k ids, and all others as one."""
 
     logprobs: Tensor  # log pi [N, k + 1], with gradient
     behaviour: Tensor  # log mu [N, k + 1]
-    chance: Tensor  # mu [N, k + 1]; 0 where there is no such outcome
+    chance: Tensor  # mu [N, k + 1]; 0 where there is none
 
     @classmethod
-    def of(cls, supports: Supports, source: Tensor, logprobs: Tensor, out: Tensor) -> Outcomes:
+    def of(cls, supports: Supports, source: Tensor, logprobs: Tensor, out: Tensor) -> Candidates:
         """Return those of the tokens `source`.
 
         Args:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from umbra.services.config.presets import ObjectiveSpec
 from umbra.services.trainer.objectives import terms
-from umbra.services.trainer.objectives.centering import Outcomes
+from umbra.services.trainer.objectives.centering import Candidates
 from umbra.services.trainer.objectives.terms import Sequences
 
 
@@ -43,7 +43,7 @@ class TokenInputs:
     sequences: Sequences
     entropy: Tensor  # H [N], with gradient if it is part of the loss
     reference: Tensor | None = None  # log of the reference policy [N]
-    outcomes: Outcomes | None = None  # by which the scores are centered
+    candidates: Candidates | None = None  # by which the scores are centered
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +121,8 @@ class Objective:
         if pieces.mask != "none":
             gain = torch.where(keep, gain, 0.0)
         losses = -gain
-        if tokens.outcomes is not None:
-            losses = losses - self._expected(tokens, tokens.outcomes, constants, keep)
+        if tokens.candidates is not None:
+            losses = losses - self._expected(tokens, tokens.candidates, constants, keep)
         kl = self._kl(tokens)
         known = None if kl is None else kl.detach()
         if pieces.kl_coef and pieces.kl_in == "loss":
@@ -136,7 +136,7 @@ class Objective:
         return TokenLosses(losses, free.detach(), clipped.detach() & (advantages != 0), kept, known)
 
     def _expected(
-        self, tokens: TokenInputs, outcomes: Outcomes, constants: Constants, keep: Tensor
+        self, tokens: TokenInputs, candidates: Candidates, constants: Constants, keep: Tensor
     ) -> Tensor:
         """Return sum over v of sg(mu(v) A c(v)) log pi(v) [N].
 
@@ -156,7 +156,7 @@ class Objective:
                 entropy_coef=0.0,
             )
         )
-        now, behaviour = outcomes.logprobs.detach().requires_grad_(), outcomes.behaviour
+        now, behaviour = candidates.logprobs.detach().requires_grad_(), candidates.behaviour
         advantages = tokens.advantages.unsqueeze(1).expand_as(now)
         with torch.enable_grad():
             drawn = TokenInputs(now, behaviour, advantages, tokens.sequences, now)
@@ -166,7 +166,7 @@ class Objective:
             slope = slope * constants.weight.unsqueeze(1)
         if not own:
             slope = slope * keep.unsqueeze(1)
-        return (outcomes.chance * slope * outcomes.logprobs).sum(1)
+        return (candidates.chance * slope * candidates.logprobs).sum(1)
 
     def _gain(self, free: Tensor, tokens: TokenInputs) -> tuple[Tensor, Tensor]:
         pieces, advantages = self.pieces, tokens.advantages
