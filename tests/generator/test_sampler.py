@@ -10,9 +10,8 @@ from umbra.proto.errors import UsageError
 from umbra.proto.records import Sampling, unpack_float32, unpack_int32
 from umbra.services.config import RunConfig
 from umbra.services.generator.engines import opening
-from umbra.services.generator.engines.torch_engine import Sampler
+from umbra.services.generator.engines.torch_engine import Sampler, restrict
 from umbra.services.generator.service import run
-from umbra.services.modeling.scorer import restrict
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -2.0])
 DRAWS = 20_000

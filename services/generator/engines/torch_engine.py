@@ -36,7 +36,6 @@ from umbra.services.generator.engines.slots import SlotCache
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.attention_backends import Context, slot_mask
 from umbra.services.modeling.experts import NO_ROUTERS, Routers, check_routing_fits
-from umbra.services.modeling.scorer import restrict
 from umbra.services.modeling.weights import WeightTable
 from umbra.services.weights.manifest import Part
 from umbra.services.weights.verify import SlotGuard
@@ -114,6 +113,29 @@ class Sampler:
         # A hair below the whole, for a product that rounds up to it would be past the last token.
         tokens = torch.searchsorted(sums, drawn * (1 - 1e-15) * sums[:, -1:], right=True)[:, 0]
         return tokens.clamp_(max=logprobs.shape[1] - 1)  # past it where the logits are NaN
+
+
+def restrict(logits: torch.Tensor, settings: torch.Tensor, greedy: torch.Tensor) -> torch.Tensor:
+    """`logits` [n, V] within top-k, top-p and min-p, in this order; those left out are -inf.
+
+    Args:
+        logits: after temperature.
+        settings: a row (temperature, top_k, top_p, min_p) for each, [n, 4]; the first is not read.
+        greedy: rows that stay as they are, bool [n, 1].
+    """
+    vocabulary = logits.shape[1]
+    top_k, top_p, min_p = settings[:, 1].long(), settings[:, 2], settings[:, 3]
+    ordered, order = torch.sort(logits, dim=-1, descending=True)
+    ranks = torch.arange(vocabulary, device=logits.device)[None]
+    kept = ranks < torch.where(top_k > 0, top_k, vocabulary)[:, None]
+    probs = torch.softmax(ordered.masked_fill(~kept, -torch.inf), dim=-1)
+    # Keep a token while the mass before it is below top_p: the first one that reaches it stays.
+    kept &= (probs.cumsum(dim=-1) - probs < top_p[:, None]) | (top_p >= 1)[:, None]
+    kept &= probs >= min_p[:, None] * probs[:, :1]
+    kept |= greedy
+    kept[:, 0] = True
+    allowed = torch.zeros_like(kept).scatter(1, order, kept)
+    return logits.masked_fill(~allowed, -torch.inf)
 
 
 _PREFILL_TOKENS = 16384  # of contexts in a pass, so that its memory stays bounded
