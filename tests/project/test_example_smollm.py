@@ -1,5 +1,6 @@
 """SmolLM2 on two-digit arithmetic (examples/smollm): its data, its reward, and what it learns."""
 
+import asyncio
 import json
 import runpy
 from pathlib import Path
@@ -8,6 +9,8 @@ from typing import Any
 import pytest
 
 from umbra.cli import main
+from umbra.services.environments.protocol import Response
+from umbra.services.modeling.parsers import TOLD, ResponseTemplateParser
 
 FOLDER = Path(__file__).parents[2] / "examples" / "smollm"
 PROGRAM: dict[str, Any] = runpy.run_path(str(FOLDER / "prepare.py"))
@@ -33,6 +36,24 @@ def test_what_is_held_out_is_asked_nowhere_else(tmp_path: Path) -> None:
     for row in map(json.loads, lines["heldout"]):
         a, sign, b, *_ = row["prompt"][-1]["content"].split()
         assert int(row["answer"]) == (int(a) + int(b) if sign == "+" else int(a) - int(b))
+
+
+def test_a_call_of_the_calculator_is_read_made_and_rewarded(tmp_path: Path) -> None:
+    program = runpy.run_path(str(FOLDER / "calculator.py"))
+    program["write"](tmp_path)
+    row = json.loads((tmp_path / "products.jsonl").read_text(encoding="utf-8").splitlines()[0])
+    world = program["Calculator"]()
+    opening = world.reset(row)
+    parser = ResponseTemplateParser("told", TOLD, told=True)
+    _, example, _, _, asked = opening.messages
+    a, b = asked["content"].removeprefix("What is ").removesuffix("?").split(" * ")
+    call = example["content"].replace("23", a).replace("54", b)
+    turns = [call.replace("multiply", "divide"), call, row["answer"]]
+    results = [
+        asyncio.run(world.step(Response.of(parser.read("", turn, opening.tools)))) for turn in turns
+    ]
+    assert [result.reward for result in results] == [0.0, 0.2, 0.8]
+    assert results[1].messages == [{"role": "tool", "content": row["answer"]}]
 
 
 @pytest.mark.real
