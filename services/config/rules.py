@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from umbra.proto.access import MOST_BYTES
 from umbra.proto.bounds import SUBMITTED, SUPPORT_BYTES
 from umbra.proto.errors import UsageError
 from umbra.services.config import CriticConfig, EnvironmentConfig, RunConfig, Section
@@ -144,7 +145,12 @@ def objective_faults(config: RunConfig) -> Iterator[str]:
 def _support_faults(config: RunConfig) -> Iterator[str]:
     """Where trajectories would tell too many of the tokens that could have been drawn."""
     trainer, context = config.trainer, config.generator.max_context
-    most = SUPPORT_BYTES // 4 // context // (6 if trainer.router_replay else 1)
+    batch = config.buffer.group_size * config.buffer.batch_groups
+    most = min(
+        MOST_SUPPORT,
+        SUPPORT_BYTES // 4 // context // (6 if trainer.router_replay else 1),
+        MOST_BYTES // (8 if trainer.score_centering else 4) // context // batch,
+    )
     for one in config.all_environments:
         sampling, key = config.sampling_for(one), one.sampling_key("top_k")
         if sampling.cuts_off and not sampling.top_k:
@@ -153,11 +159,12 @@ def _support_faults(config: RunConfig) -> Iterator[str]:
                 f"been drawn in its place, and top_k bounds how many: set {key} to 64, say"
             )
         told = max(sampling.top_k, 0 if sampling.cuts_off else trainer.score_centering)
-        if told > min(most, MOST_SUPPORT):
+        if told > most:
             which = key if sampling.cuts_off else "trainer.score_centering"
             yield (
                 f"{which} = {told}: a trajectory of generator.max_context = {context:,} tokens can "
-                f"tell {min(most, MOST_SUPPORT):,} others of each at most: lower one of them"
+                f"tell {most:,} others of each at most, in batches of {batch:,} samples: lower one "
+                "of them"
             )
 
 
