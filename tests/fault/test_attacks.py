@@ -31,7 +31,6 @@ def keys(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path, keys: Path) -> Iterator[CrashRun]:
-    """A buffer process with keys, and honest peers."""
     buffer = BufferProcess(tmp_path)
     run = CrashRun(buffer, seed=3, keys=keys)
     yield run
@@ -54,8 +53,6 @@ def still_works(run: CrashRun) -> m.Status:
 
 
 class Attacker:
-    """Somebody with the key of a role who says what it likes."""
-
     def __init__(
         self, run: CrashRun, keys: Path, role: KeyRole, name: str, incarnation: str
     ) -> None:

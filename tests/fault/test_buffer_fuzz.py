@@ -20,7 +20,6 @@ GROWTH_MB = 30  # allocators need some; 80,000 leaked messages would take far mo
 
 
 def seeds() -> list[list[bytes]]:
-    """Sound messages to start from."""
     encoder = Encoder("stranger", "stranger-1")
     task = Task(sample_id="s-1", group_id="g-0", prompt_id="1", attempt=1, row={}, lease_s=1.0)
     made = trajectory(task, 0, 1)
@@ -39,7 +38,6 @@ def seeds() -> list[list[bytes]]:
 
 
 def mutate(frames: list[bytes], chance: random.Random) -> list[bytes]:
-    """One of the ways in which a message can be wrong."""
     frames = list(frames)
     which = chance.randrange(len(frames))
     frame = bytearray(frames[which])
@@ -107,7 +105,6 @@ def leave(control: zmq.Socket[bytes]) -> None:
 
 
 def rss_mb(pid: int) -> float:
-    """Resident memory."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * 4096 / 1e6
 

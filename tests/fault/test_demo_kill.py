@@ -5,7 +5,6 @@ path.
 """
 
 import shutil
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ STEPS = 20
 
 @pytest.fixture(scope="module")
 def sort(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The task, and a random model as its base."""
     where = tmp_path_factory.mktemp("demo")
     sizes = ("--prompts", "512", "--heldout", "64", "--demos", "1")
     for command in (("make-model", "sort/base"), ("make-task", "sort", "--out", "sort", *sizes)):
@@ -29,7 +27,6 @@ def sort(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def project(tmp_path: Path, sort: Path) -> Path:
-    """A folder with the demo's run file and what it names."""
     shutil.copy(EXAMPLES / "sort.toml", tmp_path / "run.toml")
     (tmp_path / "sort").symlink_to(sort)
     return tmp_path
@@ -51,23 +48,3 @@ def test_the_demo_outlives_its_buffer_and_so_do_its_evaluations(up: Up) -> None:
     found = summary["evals"]
     assert [one["version"] // 10 for one in found] == [1, 2]
     assert all(one["answered"] == one["samples"] == 64 for one in found), found
-
-
-def test_the_demos_trainer_gets_the_same_batches_again(up: Up) -> None:
-    """Its bytes are told by their checksum, which the buffer notes whenever it hands one out."""
-    process = up(f"run.steps={STEPS}", "checkpoint.every=0", "eval.at_ends=false")
-    process.broker()
-    process.until_step(8)
-    process.kill("trainer")
-    summary = process.finish()
-    assert summary["restarts"] == {"trainer": 1}
-    order = [row["step"] for row in process.rows("handed_out")]
-    again = order.index(1, 1)
-    assert order[:again] == list(range(1, again + 1)) and again >= 8
-    assert order[again:] == list(range(1, STEPS + 1))
-    digests: defaultdict[int, set[str]] = defaultdict(set)
-    for row in process.rows("handed_out"):
-        digests[row["step"]].add(row["digest"])
-    assert all(len(found) == 1 for found in digests.values())
-    assert len({next(iter(found)) for found in digests.values()}) == STEPS
-    assert summary["ledger"]["trained"] == STEPS * BATCH

@@ -40,7 +40,6 @@ def weights(directory: Path) -> Weights:
 
 
 def port_of_buffer(folder: Path) -> int:
-    """Where it listened last."""
     log = (folder / "logs" / "buffer.log").read_text()
     return int(re.findall(r"broker tcp://127\.0\.0\.1:(\d+)", log)[-1])
 

@@ -33,7 +33,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(place: Path) -> Path:
-    """A file that takes all that is left."""
     ballast = place / "ballast"
     with ballast.open("wb", buffering=0) as file, suppress(OSError):
         while True:
@@ -42,12 +41,10 @@ def fill(place: Path) -> Path:
 
 
 def is_full(status: Status) -> bool:
-    """Whether the buffer says that its disk is full."""
     return any(item.disk_full for item in status.stuck)
 
 
 def work_until_stuck(run: CrashRun) -> None:
-    """Go on until the buffer says that its disk is full."""
     while not is_full(run.status()):
         run.turn()
     # What was acknowledged before the disk was full may not have been read yet.

@@ -50,7 +50,6 @@ def said(project: Path) -> dict[int, dict[str, list[str]]]:
 
 
 def same(first: Sequence[str], second: Sequence[str]) -> int:
-    """How many turns, or tokens, both begin with."""
     pairs = zip(first, second, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 

@@ -15,7 +15,7 @@ import pytest
 from fakes.hub_bench import OTHER_LAYOUT, WAIT_S, Bench, SmallFrames, content, publish, take, whole
 from fakes.keys import keys, of
 from fakes.relays import Relay
-from fakes.trainer_hosts import Trainer, layout, skip_without_namespaces
+from fakes.trainer_hosts import Trainer, TrainerHost, layout, skip_without_namespaces
 from fakes.waiting import until
 
 from umbra.proto.errors import PeerLostError, RejectedError
@@ -36,7 +36,6 @@ Start = Callable[..., Trainer]
 
 @pytest.fixture
 def start(bench: Bench, tmp_path: Path) -> Start:
-    """Starts a trainer on so many hosts."""
     return lambda hosts=2, **options: Trainer(bench, tmp_path, hosts, **options)
 
 
@@ -47,6 +46,20 @@ def receiver(bench: Bench, name: str, host: str = "", security: Security = OPEN)
     bench.closers.append(made.close)
     made.subscribe(WAIT_S)
     return made
+
+
+Served = tuple[Trainer, Receiver, TrainerHost]
+
+
+@pytest.fixture
+def served(start: Start) -> Served:
+    """A trainer of two hosts, a receiver that has version 0, and the other host."""
+    trainer = start()
+    one = receiver(trainer.bench, "gen-0")
+    trainer.publish(0)
+    load(trainer, one, 0)
+    (host,) = trainer.hosts
+    return trainer, one, host
 
 
 def load(trainer: Trainer, one: Receiver, version: int) -> None:
@@ -160,13 +173,9 @@ def test_who_loses_the_relay_before_it_fetches_from_all_hosts(
     assert fetched(second.buckets) == 0
 
 
-def test_nothing_is_published_while_a_part_hub_is_away(start: Start) -> None:
-    trainer = start()
-    one = receiver(trainer.bench, "gen-0")
-    trainer.publish(0)
-    load(trainer, one, 0)
+def test_nothing_is_published_while_a_part_hub_is_away(served: Served) -> None:
+    trainer, one, host = served
     sums = trainer.write(1)
-    (host,) = trainer.hosts
     host.signal_part(signal.SIGKILL)
     assert "trainer host 1 has no part hub" in trainer.until_held_back()
     assert trainer.bench.hub.stats()["held_back"] == 1
@@ -179,52 +188,42 @@ def test_nothing_is_published_while_a_part_hub_is_away(start: Start) -> None:
     assert not publishing.is_alive()
 
 
-def test_a_part_hub_dies_while_receivers_fetch(start: Start) -> None:
-    """What they have of it is of no use to an engine; the rest comes when it is back."""
-    trainer = start()
-    one = receiver(trainer.bench, "gen-0")
-    trainer.publish(0)
-    load(trainer, one, 0)
-    (host,) = trainer.hosts
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_part_hub_is_gone_while_receivers_fetch(served: Served, dies: bool) -> None:
+    """It dies, or is cut off, and comes back: it hears of what was published, and hands it out."""
+    trainer, one, host = served
     sums = trainer.write(1)
     host.signal_part(signal.SIGSTOP)
     trainer.publisher.publish(1, 0.0, sums)
     assert trainer.bench.hub.protocol.newest is not None
-    host.signal_part(signal.SIGKILL)
+    if dies:
+        host.signal_part(signal.SIGKILL)
     trainer.until_held_back()
     assert one.poll() is None, "a part of a version is none"
-    host.start_part()
+    if dies:
+        host.start_part()
+    else:
+        host.signal_part(signal.SIGCONT)
     load(trainer, one, 1)
     trainer.publish(2)
     load(trainer, one, 2)
 
 
-def test_a_part_hub_that_was_cut_off_comes_back(start: Start) -> None:
-    """It hears of what was published meanwhile, and hands it out."""
-    trainer = start()
-    one = receiver(trainer.bench, "gen-0")
-    trainer.publish(0)
-    load(trainer, one, 0)
-    sums = trainer.write(1)
-    (host,) = trainer.hosts
-    host.signal_part(signal.SIGSTOP)
-    trainer.publisher.publish(1, 0.0, sums)
-    trainer.until_held_back()
-    assert one.poll() is None
-    host.signal_part(signal.SIGCONT)
-    load(trainer, one, 1)
-
-
-def test_a_restarted_hub_goes_on_with_what_the_hosts_hold(start: Start) -> None:
+@pytest.mark.parametrize("together", [False, True], ids=["it dies", "with a part hub"])
+def test_a_restarted_hub_goes_on_with_what_the_hosts_hold(start: Start, together: bool) -> None:
     trainer = start(3)
     bench = trainer.bench
     one = receiver(bench, "gen-0")
     trainer.publish(0)
     load(trainer, one, 0)
+    if together:
+        trainer.hosts[0].signal_part(signal.SIGKILL)
     path = bench.kill()
     bench.start(**trainer.options)
     for link in bench.channels:
         link.move(bench.endpoint)
+    if together:
+        trainer.hosts[0].start_part()
     late = receiver(bench, "late")
     load(trainer, late, 0)
     assert trainer.arena_path == path
@@ -233,27 +232,9 @@ def test_a_restarted_hub_goes_on_with_what_the_hosts_hold(start: Start) -> None:
     load(trainer, one, 1)
 
 
-def test_a_hub_and_a_part_hub_that_die_together(start: Start) -> None:
-    trainer = start()
-    bench = trainer.bench
-    trainer.publish(0)
-    (host,) = trainer.hosts
-    host.signal_part(signal.SIGKILL)
-    bench.kill()
-    bench.start(**trainer.options)
-    for link in bench.channels:
-        link.move(bench.endpoint)
-    host.start_part()
-    load(trainer, receiver(bench, "late"), 0)
-
-
-def test_another_layout_takes_the_place_of_the_one_before(start: Start) -> None:
+def test_another_layout_takes_the_place_of_the_one_before(served: Served) -> None:
     """A trainer that starts again on fewer hosts; the part hub holds nothing any more."""
-    trainer = start()
-    one = receiver(trainer.bench, "gen-0")
-    trainer.publish(0)
-    load(trainer, one, 0)
-    (host,) = trainer.hosts
+    trainer, one, host = served
     assert host.sh("ls /dev/shm").split()
     alone = trainer.bench.publisher(OTHER_LAYOUT, "alone")
     publish(alone, 1)
@@ -284,12 +265,8 @@ def test_with_keys_a_part_hub_needs_its_own(start: Start, bench: Bench, keys: Pa
         posing.run(threading.Event(), WAIT_S)
 
 
-def test_a_host_that_lost_its_memory_takes_the_version_with_it(start: Start) -> None:
-    trainer = start()
-    one = receiver(trainer.bench, "gen-0")
-    trainer.publish(0)
-    load(trainer, one, 0)
-    (host,) = trainer.hosts
+def test_a_host_that_lost_its_memory_takes_the_version_with_it(served: Served) -> None:
+    trainer, one, host = served
     host.signal_part(signal.SIGKILL)
     host.lose_memory()
     host.start_part()

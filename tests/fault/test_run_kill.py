@@ -6,10 +6,8 @@ import signal
 import time
 from pathlib import Path
 
-import pytest
-from fakes.commands import call
 from fakes.slowness import limit
-from fakes.whole_runs import UMBRA, Up
+from fakes.whole_runs import Up
 
 from umbra.proto import sockets
 
@@ -34,22 +32,6 @@ def test_a_run_outlives_a_stop_of_its_processes(up: Up) -> None:
     summary = process.finish()
     assert summary["restarts"] == {}
     assert summary["ledger"]["trained"] == 2 * STEPS * 16
-
-
-@pytest.mark.real
-@pytest.mark.parametrize("service", ["trainer", "weight-hub"])
-def test_a_second_process_of_a_name_is_refused_and_the_run_goes_on(up: Up, service: str) -> None:
-    process = up("run.steps=100000")
-    broker = process.broker()
-    process.until_step(5)
-    config = process.run_dir / "config.json"
-    words = ["--broker", broker, "--config", config, "--run-dir", process.project / "second"]
-    second = call([*UMBRA, service, *words], cwd=process.project, quiet_s=120)
-    assert second.returncode == 4, second.stderr
-    assert "stop it, or give this one another --name" in second.stderr
-    process.until_step(len(process.steps()) + 5)
-    process.popen.send_signal(signal.SIGTERM)
-    assert process.finish(128 + signal.SIGTERM)["restarts"] == {}
 
 
 def test_a_run_outlives_the_removal_of_its_shared_memory(up: Up) -> None:

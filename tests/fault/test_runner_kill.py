@@ -59,7 +59,6 @@ RUNNER = (
 
 
 def endpoints(run_dir: Path) -> set[str]:
-    """The URLs that the generator has logged."""
     return set(re.findall(r"agents are served at (http://\S+)", said_by_generator(run_dir)))
 
 

@@ -99,7 +99,6 @@ def check_export(folder: Path, steps: int) -> None:
 
 
 def metrics(host: Path, kind: str) -> list[dict[str, Any]]:
-    """What was measured on a host."""
     lines = (host / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [row for row in map(json.loads, lines) if row["kind"] == kind]
 

@@ -60,8 +60,6 @@ class Halting:
 
 
 class World:
-    """A hub in a thread, a trainer, and generators with engines."""
-
     def __init__(self, bench: Bench, model_dir: Path, plane: str, **config: object) -> None:
         bench.start(plane=plane, delta="always", **config)
         self.bench = bench
@@ -169,7 +167,6 @@ class Detour(StagedPlanes):
         return self._port
 
     def close(self) -> None:
-        """As the planes of a receiver, and as their end."""
         self._real.close()
         proxy, self._proxy = self._proxy, None
         if proxy is not None:
@@ -263,21 +260,6 @@ def test_one_that_is_slow_once_comes_back_by_itself(
     generator.until(one.publish())
 
 
-@PLANES
-def test_one_that_joins_during_a_push_disturbs_nobody(
-    world: Callable[..., World], plane: str
-) -> None:
-    """It gets the version that others are being pushed, while one of them hangs in the middle."""
-    one = world(plane)
-    victim = one.victim("staging")
-    one.publish()
-    victim.expect("0")
-    version = one.publish()
-    victim.expect("staging")
-    one.generator("gen-0").until(version)
-    assert "gen-dies" in one.bench.hub.protocol.serving  # its push is still under way
-
-
 @pytest.mark.parametrize("mode", ["flip", "cut"])
 def test_what_is_spoiled_on_the_wire_is_fetched_again(
     world: Callable[..., World], mode: str
@@ -294,8 +276,6 @@ def test_what_is_spoiled_on_the_wire_is_fetched_again(
 
 
 class HubProcess:
-    """A hub as a process at an address that stays."""
-
     def __init__(self, endpoint: str, run: str, *options: str) -> None:
         program = PROGRAMS / "lone_hub.py"
         self.process = subprocess.Popen(

@@ -19,13 +19,11 @@ SLEEPER = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); t
 
 
 def on_sigterm(_number: int, _frame: FrameType | None) -> None:
-    """End in order."""
     print("draining", flush=True)
     sys.exit(0)
 
 
 def main() -> int:
-    """Behave."""
     deaf = "CHILD_DEAF" in os.environ
     signal.signal(signal.SIGTERM, signal.SIG_IGN if deaf else on_sigterm)
     if "CHILD_PARENT" in os.environ:

@@ -80,8 +80,6 @@ class Far:
 
 
 class World:
-    """The hosts, and what is on them."""
-
     def __init__(self, folder: Path, phase: str) -> None:
         sh("mount -t tmpfs tmpfs /dev/shm")
         make_network()
@@ -131,7 +129,6 @@ class World:
 
 
 def cut(world: World, who: str, phase: str) -> None:
-    """What this program is for."""
     trainer, far, protocol = world.trainer, world.far, world.bench.hub.protocol
     trainer.publish(0)
     world.load(0)
@@ -166,7 +163,6 @@ def cut(world: World, who: str, phase: str) -> None:
 
 
 def main(folder: Path, who: str, phase: str) -> None:
-    """Build everything, and run the case."""
     world = World(folder, "nowhere" if phase == "granted" else phase)
     try:
         cut(world, who, phase)

@@ -1,8 +1,9 @@
-"""One of several ranks that divide the experts of several models; started as torchrun would.
+"""One of several ranks that divide several models; started as torchrun would.
 
-Argument: a folder with a folder `models`. Ends with 0 if ranks read what Transformers loads and
-nobody holds more than its rows, if they write the bytes of the version that one rank would, if
-adapters of experts are refused, and if experts compute what they do undivided.
+Arguments: how many ranks divide experts, and a folder with a folder `models`. Ends with 0 if ranks
+read, bit for bit, what Transformers loads and nobody holds more than its rows, and if they write
+the bytes of the version that one rank would; where experts are divided, if adapters of them are
+refused, and if they compute what they do undivided.
 """
 
 from __future__ import annotations
@@ -32,17 +33,18 @@ from umbra.services.trainer.snapshot import tensor_layout, write_shards
 from umbra.services.weights.manifest import build_manifest
 
 
-def main(folder: Path) -> int:
+def main(experts: int, folder: Path) -> int:
     """All models, then experts by themselves; the exit code."""
-    config = TrainerConfig(device="cpu", rank_timeout_s=limit(60.0), expert_parallel=2)
+    config = TrainerConfig(device="cpu", rank_timeout_s=limit(60.0), expert_parallel=experts)
     with join_ranks(config) as ranks:
         for directory in sorted((folder / "models").iterdir()):
             compare(directory, config, ranks, folder / f"{directory.name}.slot")
+        if ranks.experts is None:
+            return 0
         adapters = msgspec.structs.replace(config, lora_rank=2, lora_targets=["experts.down_proj"])
         model, _, files = open_policy(folder / "models" / "qwen3-moe")
         with pytest.raises(UsageError, match=r"adapters of experts: name other layers"):
             Learner(model, adapters, 1, ranks, files=files)
-        assert ranks.experts is not None
         for how in ("eager", "grouped_mm", "batched_mm"):
             for name in ("qwen3-moe", "gpt-oss"):
                 compare_experts(name, how, ranks.experts)
@@ -50,7 +52,6 @@ def main(folder: Path) -> int:
 
 
 def compare(directory: Path, config: TrainerConfig, ranks: Ranks, file: Path) -> None:
-    """What is read and what is written of one model."""
     plain, _ = load_policy(directory)
     model, _, files = open_policy(directory)
     assert files is not None, directory.name
@@ -59,7 +60,10 @@ def compare(directory: Path, config: TrainerConfig, ranks: Ranks, file: Path) ->
         assert isinstance(parameter, DTensor), name
         rows = -(-len(parameter) // ranks.world)
         assert len(parameter.to_local()) <= rows, name
-        assert parameter.shape == plain.get_parameter(name).shape, name
+        expected = plain.get_parameter(name)
+        assert (parameter.shape, parameter.dtype) == (expected.shape, expected.dtype), name
+    for name, buffer in learner.model.named_buffers():
+        assert torch.equal(buffer, plain.get_buffer(name)), (directory.name, name)
     weights = learner.weights()
     if ranks.rank == 0:
         for name, expected in plain.named_parameters():
@@ -75,9 +79,9 @@ def compare(directory: Path, config: TrainerConfig, ranks: Ranks, file: Path) ->
         write_shards(learner.model, manifest, view, ranks.rank, ranks.world)
         view.release()
     dist.barrier()
-    expected = bytearray(b"\xaa" * manifest.total_bytes)
-    write_shards(plain, manifest, memoryview(expected))
-    assert file.read_bytes() == expected, directory.name
+    alone = bytearray(b"\xaa" * manifest.total_bytes)
+    write_shards(plain, manifest, memoryview(alone))
+    assert file.read_bytes() == alone, directory.name
 
 
 def compare_experts(name: str, how: str, group: ExpertGroup) -> None:
@@ -118,4 +122,4 @@ def outcome(
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(Path(sys.argv[1])))
+    raise SystemExit(main(int(sys.argv[1]), Path(sys.argv[2])))

@@ -66,7 +66,6 @@ READY_S = 120.0
 
 
 def start(folder: Path, nodes: list[str]) -> None:
-    """Start the machines, and wait for their daemons."""
     sh(
         f"ip link set lo up; ip link add {BRIDGE} type bridge;"
         f"ip addr add {CONTROLLER}/24 dev {BRIDGE}; ip link set {BRIDGE} up; hostname ctl"

@@ -25,7 +25,6 @@ released = threading.Event()
 
 
 def halt() -> None:
-    """Say where, and stay there until told to go on."""
     if released.is_set():
         return
     print(phase, flush=True)
@@ -43,14 +42,11 @@ class Halting(StagedPlanes):
 
 
 class HaltingEnd:
-    """One of them."""
-
     def __init__(self, real: ReceiverEnd) -> None:
         self.close = real.close
         self._real = real
 
     def receive(self, message: Prepare) -> Receiving:
-        """Receive a version."""
         halts = message.version >= int(last)
         if halts and phase == "prepared":
             halt()

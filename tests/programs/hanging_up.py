@@ -8,7 +8,6 @@ so, once:
     blocks    a step never comes back
     holds     nor does it let other threads of Python run
     loads     new weights are never loaded
-    receives  the thread that gets new weights raises what nobody foresaw
 """
 
 from __future__ import annotations
@@ -21,15 +20,12 @@ from typing import Any
 
 from fakes.injected import run
 
-from umbra.proto.messages import Prepare
 from umbra.services.generator.engines.torch_engine import TorchEngine
-from umbra.services.weights.receiver import Receiver
 
 TOKENS = 200  # before it hangs
 
 
 def prepare(file: Path) -> None:
-    """Have the engine of this process hang."""
     poll, load = TorchEngine.poll, TorchEngine.load
     hanging: list[str] = []  # one way at most
     lock = threading.Lock()
@@ -60,14 +56,6 @@ def prepare(file: Path) -> None:
             threading.Event().wait()
         return load(self, *given)
 
-    begin = Receiver._begin
-
-    def staging(self: Receiver, message: Prepare) -> None:
-        if hangs(message.version >= 2, "receives"):
-            raise KeyError(7)
-        begin(self, message)
-
-    Receiver._begin = staging
     TorchEngine.poll = polling
     TorchEngine.load = loading  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -39,8 +39,6 @@ RESTARTS = 20
 
 
 class Service:
-    """A process of a host, started again when it fails."""
-
     def __init__(self, name: str, argv: list[str], log: Path) -> None:
         self.name = name
         self.codes: list[int] = []
@@ -60,7 +58,6 @@ class Service:
             )
 
     def poll(self) -> bool:
-        """Whether it runs, or will."""
         if self._process is not None and (code := self._process.poll()) is not None:
             self.codes.append(code)
             self._process = None
@@ -126,8 +123,6 @@ def services(folder: Path, hosts: dict[str, Host], relays: list[str]) -> dict[st
 
 
 class World:
-    """The hosts and what runs on them."""
-
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         make_network()
         self._folder = folder
@@ -176,7 +171,6 @@ class World:
             service.start()
 
     def _step(self) -> int:
-        """Optimizer steps so far."""
         path = self._folder / "alpha" / "run" / "metrics.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         rows = [json.loads(line) for line in lines if '"kind":"step"' in line and line[-1] == "}"]

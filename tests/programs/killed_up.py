@@ -38,7 +38,6 @@ def die() -> None:
 
 
 def prepare(plan: Path) -> None:
-    """Have this life end where the plan says."""
     put_none_off()
     if lines := plan.read_text().splitlines():
         plan.write_text("\n".join(lines[1:]))
@@ -47,7 +46,6 @@ def prepare(plan: Path) -> None:
 
 
 def put_none_off() -> None:
-    """Have checkpoints be made at the steps that they are due at."""
     after = Saver.after
 
     def waiting(self: Saver, step: int, row: Any) -> None:
@@ -59,7 +57,6 @@ def put_none_off() -> None:
 
 
 def end_at(moment: str, at: int) -> None:
-    """Have this process end there."""
     call, rename, opened = Channel.call, Path.rename, Disk.open
 
     def calling(self: Channel, body: Any, *args: Any, **kwargs: Any) -> Any:

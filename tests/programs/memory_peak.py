@@ -32,8 +32,6 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 @dataclass(frozen=True)
 class Case:
-    """A model, settings of the trainer, and rows."""
-
     kind: str  # of Transformers' config, without "Config"
     model: dict[str, Any]
     rows: int

@@ -31,7 +31,6 @@ from umbra.services.trainer.learner import Learner
 
 
 def measure(directory: Path, trainer: dict[str, Any], rows: RowShape, ranks: Ranks) -> Any:
-    """Bytes that loading and training take at most, weights and all."""
     AcceleratorState._reset_state()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)

@@ -16,7 +16,6 @@ def sh(command: str) -> None:
 
 
 def make_network() -> None:
-    """Make the bridge that all hosts are on."""
     sh(f"ip link add {BRIDGE} type bridge; ip link set {BRIDGE} up; ip link set lo up")
 
 

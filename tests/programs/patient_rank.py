@@ -25,7 +25,7 @@ from umbra.services.trainer.checkpoints.saver import Saver
 from umbra.services.trainer.checkpoints.state import ModelState
 from umbra.services.trainer.distributed.ranks import Ranks, join_ranks
 
-TIMEOUT_S = min(10.0, seconds(4.0))  # it is slept through five times
+TIMEOUT_S = min(10.0, seconds(2.0))  # it is slept through three times
 
 
 def main(case: str, folder: Path) -> int:
@@ -37,7 +37,7 @@ def main(case: str, folder: Path) -> int:
                 number = signal.SIGKILL if case == "leaves" else signal.SIGSTOP
                 os.kill(os.getpid(), number)
             if ranks.rank == 0:
-                time.sleep(3 * TIMEOUT_S)  # the work
+                time.sleep(1.5 * TIMEOUT_S)  # the work
             assert ranks.spread(b"export") == b"export"
             checkpoint(ranks, folder)
     except PeerLostError as error:
@@ -53,7 +53,7 @@ def checkpoint(ranks: Ranks, folder: Path) -> None:
     write = Saver._write
 
     def slow(self: Saver, *args: Any) -> Any:
-        time.sleep(2 * TIMEOUT_S * ranks.rank)
+        time.sleep(1.5 * TIMEOUT_S * ranks.rank)
         return write(self, *args)
 
     setattr(Saver, "_write", slow)  # noqa: B010 - of a class

@@ -72,7 +72,6 @@ class Pod:
         return self._security["fsGroup"]
 
     def connect(self, link: str) -> None:
-        """Make its network namespace."""
         # It ends when we do, because then its input does.
         hold = f"hostname {self.spec['hostname']}; echo up; exec cat"
         self._holder = subprocess.Popen(
@@ -181,7 +180,6 @@ class Container:
         return [*self._pod.enter(), *spaces, script]
 
     def _mounts(self, world: World) -> list[str]:
-        """The commands that make its file system at /mnt."""
         lines = [
             "mount -t tmpfs -o mode=0755 tmpfs /mnt",
             "mkdir -p /mnt/proc /mnt/dev/shm /mnt/etc /mnt/tmp; chmod 1777 /mnt/tmp",
@@ -211,8 +209,6 @@ def _bind(source: Path, target: str, *, read_only: bool) -> str:
 
 
 class World:
-    """All pods of the manifests, and what they refer to."""
-
     def __init__(self, manifests: Path, folder: Path, settings: dict[str, Any]) -> None:
         self._documents: list[dict[str, Any]] = list(
             yaml.safe_load_all(manifests.read_text(encoding="utf-8"))
@@ -241,7 +237,6 @@ class World:
         return found
 
     def names(self) -> list[tuple[str, str]]:
-        """The Services, and the address of the pod that each selects."""
         found: list[tuple[str, str]] = []
         for document in self._documents:
             if document["kind"] == "Service":

@@ -110,7 +110,6 @@ def run(
 
 
 def routing(length: int, routers: Routers) -> NDArray[np.int16]:
-    """Other experts at every position, [length, layers, choices]."""
     layers, choices, experts = routers.kind
     at = np.arange(length)[:, None, None] + np.arange(layers)[:, None] + np.arange(choices)
     return (at % experts).astype(np.int16)

@@ -86,7 +86,6 @@ def configure(folder: Path, nodes: dict[str, int]) -> None:
 
 
 def start(folder: Path, nodes: dict[str, int]) -> None:
-    """Start munged, the controller and the nodes."""
     with (folder / "daemons.log").open("ab") as log:
 
         def daemon(*argv: str) -> subprocess.Popen[bytes]:

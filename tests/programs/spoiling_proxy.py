@@ -15,7 +15,6 @@ spoiled = threading.Event()
 
 
 def forward(source: socket.socket, sink: socket.socket, spoils: bool) -> None:
-    """Copy until one side ends."""
     done = 0
     try:
         while data := source.recv(1 << 16):

@@ -34,8 +34,6 @@ POLL_S = 0.1
 
 @dataclass
 class Service:
-    """A service of a compose file, started again as its policy says."""
-
     name: str
     argv: list[str]
     health: list[str]
@@ -55,7 +53,6 @@ class Service:
             )
 
     def poll(self) -> bool:
-        """Whether it runs, or will."""
         if self.process is not None and (code := self.process.poll()) is not None:
             self.codes.append(code)
             self.process = None
@@ -81,8 +78,6 @@ class Service:
 
 
 class Node(Host):
-    """A host with the volumes and the services of its compose file."""
-
     def __init__(self, folder: Path, name: str, address: str, volumes: Path) -> None:
         super().__init__(name, address)
         file = yaml.safe_load((folder / "compose.yaml").read_text(encoding="utf-8"))
@@ -141,8 +136,6 @@ class Node(Host):
 
 
 class World:
-    """All nodes, and the run on them."""
-
     def __init__(self, plan: Path, settings: dict[str, Any]) -> None:
         make_network()
         self.volumes = plan / "volumes"
@@ -179,7 +172,6 @@ class World:
         }
 
     def step(self) -> int:
-        """Optimizer steps so far."""
         rows = 0
         for path in self.volumes.glob("*/results/*/metrics.jsonl"):
             rows += path.read_text(encoding="utf-8").count('"kind":"step"')

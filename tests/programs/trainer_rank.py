@@ -75,13 +75,11 @@ def main(model: Path, folder: Path) -> int:
 
 
 def own_folder(folder: Path, settings: dict[str, Any], ranks: Ranks) -> Path:
-    """Where the host of this rank has its checkpoints."""
     name, hosts = settings["checkpoints"], settings.pop("hosts", None)
     return folder / (f"{name}-{hosts[ranks.node]}" if hosts else name)
 
 
 def refused(model: Path, batches: Any, ranks: Ranks, settings: dict[str, Any]) -> str:
-    """Why this cannot be trained."""
     try:
         train(model, batches, ranks, **settings)
     except UsageError as error:
