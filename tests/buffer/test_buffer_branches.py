@@ -11,12 +11,7 @@ import torch
 from fakes.broker_world import World, give_back, trajectory, world
 
 from umbra.proto.bounds import BRANCHES
-from umbra.proto.messages import (
-    LeaseTasks,
-    ReturnedSample,
-    SubmitResults,
-    TaskLeases,
-)
+from umbra.proto.messages import ReturnedSample, SubmitResults, TaskLeases
 from umbra.proto.records import (
     Branch,
     Score,
@@ -159,8 +154,7 @@ def test_scorers_find_logprobs_of_every_line(tiny_model_dir: Path) -> None:
     task = run.lease("a", 1, 0)[0]
     further = branch(loss_mask=b"\1\0\1", logprobs=pack_float32([-0.5, 0, -0.5]))
     run.submit("a", trajectory(task, 0, branches=[further]))
-    ask = LeaseTasks(kind="ref_logp", capacity=1, wait_s=0.0)
-    (scoring,) = run.get("r", ask, TaskLeases).tasks
+    (scoring,) = run.to_score("r", "ref_logp", 1)
     model = load_model(tiny_model_dir, torch.device("cpu"), torch.float32)
     worker = LogprobWorker(model, TrainerConfig())
 

@@ -5,36 +5,15 @@ from __future__ import annotations
 import pytest
 from fakes.broker_world import as_sent, give_back, trajectory, world
 
+from umbra.proto import messages as m
 from umbra.proto.access import SENDERS
-from umbra.proto.messages import (
-    ANY,
-    CONTROL,
-    DATA,
-    BatchLease,
-    FinishRun,
-    LeaseBatch,
-    LeaseTasks,
-    Leave,
-    Message,
-    Nack,
-    Ok,
-    RenewLeases,
-    ReturnedSample,
-    RunFinished,
-    SubmitResults,
-    TaskLeases,
-    Welcome,
-)
 from umbra.services.buffer.effects import Reply
 
 
 def test_whatever_may_be_sent_to_the_buffer_is_answered_by_somebody() -> None:
     assert set(world().broker._handlers) == {
-        kind for kind in (*ANY, *CONTROL, *DATA) if kind in SENDERS
+        kind for kind in (*m.ANY, *m.CONTROL, *m.DATA) if kind in SENDERS
     }
-
-
-# -- a whole run ----------------------------------------------------------------------------------
 
 
 def test_a_run_from_the_first_sample_to_the_final_ledger() -> None:
@@ -46,13 +25,10 @@ def test_a_run_from_the_first_sample_to_the_final_ledger() -> None:
             t.group_id for t in batch.trajectories[1::2]
         ]
         assert run.commit(step).version == step
-    reply = run.get("trainer", FinishRun(reason="done"), RunFinished)
+    reply = run.get("trainer", m.FinishRun(reason="done"), m.RunFinished)
     assert (reply.ledger.issued, reply.ledger.trained) == (12, 12)
     assert reply.ledger.balance == 0 and not any(reply.ledger.in_flight.values())
     assert not run.store.keys("t/")
-
-
-# -- admission and leases --------------------------------------------------------------------------
 
 
 def test_without_run_ahead_batches_are_strictly_on_policy() -> None:
@@ -70,7 +46,7 @@ def test_a_bound_below_run_ahead_holds_samples_back_and_never_deadlocks() -> Non
     assert len(run.lease("a", 1000, 0)) == 8  # batches 0 and 1; batch 2 needs version 1
     # A group of the very batch that is due fails: its replacement must still be leasable now.
     first = next(iter(run.pool.samples.values()))
-    failed = ReturnedSample(sample_id=first.sample_id, attempt=1, reason="x", failed=True)
+    failed = m.ReturnedSample(sample_id=first.sample_id, attempt=1, reason="x", failed=True)
     give_back(run, "a", failed)
     assert len(run.lease("a", 1000, 0)) == 2
 
@@ -87,7 +63,7 @@ def test_a_generator_with_old_weights_gets_no_sample_that_they_would_make_stale(
 def test_the_first_to_ask_leaves_a_share_to_those_that_wait() -> None:
     run = world(run_ahead=0)
     run.produce("a", 0)
-    run.ask("b", LeaseTasks(capacity=100, version=0, wait_s=9))
+    run.ask("b", m.LeaseTasks(capacity=100, version=0, wait_s=9))
     run.batch(1)
     run.commit(1)
     assert len(run.lease("a", 100, 1)) == 2  # half of 4; b waits too, if for newer weights
@@ -98,43 +74,40 @@ def test_parked_questions_are_answered_by_a_commit_with_fair_shares() -> None:
     run = world(run_ahead=1, max_staleness=2)
     run.produce("a", 0)
     for name in "ab":
-        assert run.ask(name, LeaseTasks(capacity=100, version=0, wait_s=9)) is None
+        assert run.ask(name, m.LeaseTasks(capacity=100, version=0, wait_s=9)) is None
     run.batch(1)
     run.commit(1)
     for name in "ab":
         (lease,) = run.late[name]
-        assert isinstance(lease, TaskLeases) and len(lease.tasks) == 2
+        assert isinstance(lease, m.TaskLeases) and len(lease.tasks) == 2
 
 
 def test_a_parked_question_ends_empty_when_its_wait_is_over_or_a_newer_one_comes() -> None:
     run = world(run_ahead=0)
     run.produce("a", 0)
-    assert run.ask("b", LeaseTasks(capacity=1, version=0, wait_s=2)) is None
-    assert run.ask("b", LeaseTasks(capacity=1, version=0, wait_s=2)) is None
-    assert run.late["b"] == [TaskLeases(tasks=[])]
+    assert run.ask("b", m.LeaseTasks(capacity=1, version=0, wait_s=2)) is None
+    assert run.ask("b", m.LeaseTasks(capacity=1, version=0, wait_s=2)) is None
+    assert run.late["b"] == [m.TaskLeases(tasks=[])]
     run.pass_time(2)
-    assert run.late["b"] == 2 * [TaskLeases(tasks=[])]
+    assert run.late["b"] == 2 * [m.TaskLeases(tasks=[])]
 
 
 @pytest.mark.parametrize("version", [-1, 1])
 def test_a_version_that_does_not_exist_is_refused(version: int) -> None:
     run = world()
-    reply = run.ask("a", LeaseTasks(capacity=1, version=version, wait_s=0))
-    assert isinstance(reply, Nack) and reply.code == "wrong_version"
-
-
-# -- lost leases -----------------------------------------------------------------------------------
+    reply = run.get("a", m.LeaseTasks(capacity=1, version=version, wait_s=0), m.Nack)
+    assert reply.code == "wrong_version"
 
 
 def test_an_expired_lease_goes_to_the_one_who_waits() -> None:
     run = world(run_ahead=0, lease_s=30, dead_after_s=1000)
     (first, *_) = run.lease("a", 4, 0)
-    run.ask("b", LeaseTasks(capacity=1, version=0, wait_s=99))
+    run.ask("b", m.LeaseTasks(capacity=1, version=0, wait_s=99))
     run.pass_time(29)
     assert run.late["b"] == []
     run.pass_time(1)
     (lease,) = run.late["b"]
-    assert isinstance(lease, TaskLeases)
+    assert isinstance(lease, m.TaskLeases)
     assert [(t.sample_id, t.attempt) for t in lease.tasks] == [(first.sample_id, 2)]
     refused = run.submit("a", trajectory(first, 0)).refused
     assert "lease 1 was lost" in refused[first.sample_id]
@@ -158,7 +131,7 @@ def test_only_the_lease_that_was_answered_counts_as_answered() -> None:
         assert run.submit("a", trajectory(first, 0)).refused
         for attempt, lost in ((2, False), (1, True), (0, True), (3, True)):
             lease = (first.sample_id, attempt)
-            renewed = run.get("a", RenewLeases(leases=[lease]), TaskLeases)
+            renewed = run.get("a", m.RenewLeases(leases=[lease]), m.TaskLeases)
             assert bool(renewed.lost) == lost
     assert run.broker.counters["duplicate_submits"] == 2
 
@@ -167,8 +140,8 @@ def test_a_renewed_lease_does_not_expire_and_lost_ones_are_named() -> None:
     run = world(run_ahead=0, lease_s=30, dead_after_s=1000)
     kept, lost, *_ = run.lease("a", 4, 0)
     run.pass_time(20)
-    renewal = RenewLeases(leases=[(kept.sample_id, 1), (lost.sample_id, 7), ("s-99", 1)])
-    assert run.ask("a", renewal) == TaskLeases(lost=[lost.sample_id, "s-99"])
+    renewal = m.RenewLeases(leases=[(kept.sample_id, 1), (lost.sample_id, 7), ("s-99", 1)])
+    assert run.ask("a", renewal) == m.TaskLeases(lost=[lost.sample_id, "s-99"])
     run.pass_time(20)
     assert run.pool.samples[kept.sample_id].holder == "a"
     assert run.pool.samples[lost.sample_id].holder == ""
@@ -179,10 +152,10 @@ def test_what_a_gone_generator_held_is_leased_first_and_oldest_first(how: str) -
     run = world(run_ahead=1, dead_after_s=5)
     held = run.lease("a", 3, 0)
     if how == "leave":
-        assert run.ask("a", Leave(reason="done")) == Ok()
+        assert run.ask("a", m.Leave(reason="done")) == m.Ok()
         assert run.broker.status(run.now).departed == {"a": "done"}
     elif how == "restart":
-        assert isinstance(run.join("generator", "a", "a-2"), Welcome)
+        assert isinstance(run.join("generator", "a", "a-2"), m.Welcome)
     else:
         run.pass_time(4)
         run.beat("b")
@@ -211,7 +184,7 @@ def test_handing_back_is_no_failure() -> None:
     for attempt in (1, 2, 3):
         (task,) = run.lease("a", 1, 0)
         assert (task.sample_id, task.attempt) == ("s-0", attempt)
-        give_back(run, "a", ReturnedSample(sample_id="s-0", attempt=attempt, reason="drain"))
+        give_back(run, "a", m.ReturnedSample(sample_id="s-0", attempt=attempt, reason="drain"))
 
 
 def test_a_failed_environment_ends_the_group_at_once_and_each_reason_is_logged_once(
@@ -220,7 +193,7 @@ def test_a_failed_environment_ends_the_group_at_once_and_each_reason_is_logged_o
     run = world()
     tasks = run.lease("a", 4, 0)
     for task in tasks[::2]:
-        failed = ReturnedSample(
+        failed = m.ReturnedSample(
             sample_id=task.sample_id, attempt=1, reason="reward timed out", failed=True
         )
         give_back(run, "a", failed)
@@ -230,18 +203,17 @@ def test_a_failed_environment_ends_the_group_at_once_and_each_reason_is_logged_o
     assert "s-0" in record.getMessage() and "a" in record.getMessage()
 
 
-# -- partials --------------------------------------------------------------------------------------
-
-
 def test_a_partial_is_continued_by_any_generator() -> None:
     run = world(run_ahead=1, max_staleness=1)
     (task,) = run.lease("a", 1, 0)
     partial = trajectory(task, 0, finish_reason="partial")
-    give_back(run, "a", ReturnedSample(sample_id="s-0", attempt=1, reason="drain", partial=partial))
+    give_back(
+        run, "a", m.ReturnedSample(sample_id="s-0", attempt=1, reason="drain", partial=partial)
+    )
     (again,) = run.lease("b", 1, 0)
     assert again.trajectory == partial and again.attempt == 2
     # It survives the death of the second holder, who returned nothing.
-    run.ask("b", Leave(reason=""))
+    run.ask("b", m.Leave(reason=""))
     assert run.lease("a", 1, 0)[0].trajectory == partial
 
 
@@ -253,13 +225,10 @@ def test_a_partial_too_old_is_dropped_and_the_sample_starts_from_scratch() -> No
         run.batch(step)
         run.commit(step)
     partial = trajectory(task, 0, finish_reason="partial")
-    give_back(run, "a", ReturnedSample(sample_id="s-0", attempt=1, reason="x", partial=partial))
+    give_back(run, "a", m.ReturnedSample(sample_id="s-0", attempt=1, reason="x", partial=partial))
     (again,) = run.lease("b", 1, 2)
     assert (again.sample_id, again.attempt, again.trajectory) == ("s-0", 2, None)
     assert run.broker.counters["partials_too_old"] == 1
-
-
-# -- answers ---------------------------------------------------------------------------------------
 
 
 def test_a_repeated_answer_is_acknowledged_whatever_became_of_the_sample() -> None:
@@ -295,16 +264,13 @@ def test_answers_to_nothing_are_refused() -> None:
     assert "a has the lease" in run.submit("b", trajectory(first, 0)).refused[first.sample_id]
 
 
-# -- questions that travel with answers, and requests that came together ---------------------------
-
-
 def test_who_delivers_may_ask_for_more_in_the_same_message() -> None:
     run = world(run_ahead=1, max_staleness=1)
     mine = run.lease("a", 2, 0)
     assert run.lease("b", 2, 0)
-    run.ask("a", LeaseTasks(capacity=1, version=0, wait_s=9))
-    done = SubmitResults(trajectories=[trajectory(task, 0) for task in mine], capacity=3)
-    ack = run.get("a", done, TaskLeases)
+    run.ask("a", m.LeaseTasks(capacity=1, version=0, wait_s=9))
+    done = m.SubmitResults(trajectories=[trajectory(task, 0) for task in mine], capacity=3)
+    ack = run.get("a", done, m.TaskLeases)
     assert (ack.accepted, len(ack.tasks)) == (2, 3)
     assert {task.sample_id for task in ack.tasks}.isdisjoint(task.sample_id for task in mine)
     assert run.pool.ledger.count("generating") == 2 + 1 + 3
@@ -313,8 +279,8 @@ def test_who_delivers_may_ask_for_more_in_the_same_message() -> None:
 def test_a_delivery_is_acknowledged_at_once_where_there_is_no_work() -> None:
     run = world(run_ahead=0)
     mine = run.lease("a", 4, 0)
-    done = SubmitResults(trajectories=[trajectory(task, 0) for task in mine], capacity=3)
-    ack = run.get("a", done, TaskLeases)
+    done = m.SubmitResults(trajectories=[trajectory(task, 0) for task in mine], capacity=3)
+    ack = run.get("a", done, m.TaskLeases)
     assert (ack.accepted, ack.tasks) == (4, [])
     run.batch(1)
     run.commit(1)
@@ -324,8 +290,8 @@ def test_a_delivery_is_acknowledged_at_once_where_there_is_no_work() -> None:
 def test_a_delivery_that_names_no_version_there_is_counts_all_the_same() -> None:
     run = world()
     (task, *_) = run.lease("a", 1, 0)
-    done = SubmitResults(trajectories=[trajectory(task, 0)], capacity=1, version=7)
-    ack = run.get("a", done, TaskLeases)
+    done = m.SubmitResults(trajectories=[trajectory(task, 0)], capacity=1, version=7)
+    ack = run.get("a", done, m.TaskLeases)
     assert (ack.accepted, ack.tasks) == (1, [])
     assert run.broker.counters["wrong_version"] == 1
 
@@ -333,11 +299,11 @@ def test_a_delivery_that_names_no_version_there_is_counts_all_the_same() -> None
 def test_a_delivery_sent_again_after_a_restart_is_answered_with_the_same_samples() -> None:
     run = world(durable=True, run_ahead=1, max_staleness=1)
     (task, *_) = run.lease("a", 1, 0)
-    done = SubmitResults(trajectories=[trajectory(task, 0)], capacity=2)
+    done = m.SubmitResults(trajectories=[trajectory(task, 0)], capacity=2)
     first = run.ask("a", done, number=77)
     run.restart_broker()
     again = run.ask("a", done, number=77)
-    assert isinstance(first, TaskLeases) and isinstance(again, TaskLeases)
+    assert isinstance(first, m.TaskLeases) and isinstance(again, m.TaskLeases)
     assert [t.sample_id for t in first.tasks] == [t.sample_id for t in again.tasks]
     assert (again.accepted, len(again.tasks)) == (1, 2)
     assert run.pool.ledger.count("generating") == 2
@@ -349,15 +315,15 @@ def test_what_came_together_is_answered_as_if_one_after_the_other() -> None:
     Result: in one turn as in several; the trainer is answered once, after them.
     """
     apart, together = (world(run_ahead=1, max_staleness=1) for _ in range(2))
-    answers: list[list[Message]] = []
+    answers: list[list[m.Message]] = []
     for run, at_once in ((apart, False), (together, True)):
-        run.ask("trainer", LeaseBatch(step=1, wait_s=9))
+        run.ask("trainer", m.LeaseBatch(step=1, wait_s=9))
         tasks = {name: run.lease(name, 2, 0) for name in "ab"}
         requests = [
-            run.request(name, SubmitResults(trajectories=[trajectory(task, 0) for task in held]))
+            run.request(name, m.SubmitResults(trajectories=[trajectory(task, 0) for task in held]))
             for name, held in tasks.items()
         ]
-        requests += [run.request(n, LeaseTasks(capacity=2, version=0, wait_s=0)) for n in "ba"]
+        requests += [run.request(n, m.LeaseTasks(capacity=2, version=0, wait_s=0)) for n in "ba"]
         broker = run.broker
         effects = (
             broker.handle_all(requests, run.now)
@@ -367,11 +333,11 @@ def test_what_came_together_is_answered_as_if_one_after_the_other() -> None:
         answers.append([as_sent(one.body) for one in effects if isinstance(one, Reply)])
         assert run.pool.ledger.snapshot().balance == 0
 
-    def kinds(bodies: list[Message]) -> list[str]:
+    def kinds(bodies: list[m.Message]) -> list[str]:
         return sorted(type(body).__name__ for body in bodies)
 
     assert kinds(answers[0]) == kinds(answers[1])
-    assert [body for body in answers[1] if not isinstance(body, BatchLease)] == [
-        body for body in answers[0] if not isinstance(body, BatchLease)
+    assert [body for body in answers[1] if not isinstance(body, m.BatchLease)] == [
+        body for body in answers[0] if not isinstance(body, m.BatchLease)
     ]
-    assert isinstance(answers[1][-1], BatchLease) and len(answers[1][-1].trajectories) == 4
+    assert isinstance(answers[1][-1], m.BatchLease) and len(answers[1][-1].trajectories) == 4

@@ -33,8 +33,6 @@ from umbra.proto.messages import (
 from umbra.services.buffer import members
 from umbra.services.buffer.members import BEATS_PER_S, BEATS_UNTIL_DEAD
 
-# -- staleness -------------------------------------------------------------------------------------
-
 
 def test_a_straggler_past_the_bound_ends_its_group_as_stale_and_is_replaced() -> None:
     run = world(run_ahead=1, max_staleness=1)
@@ -93,9 +91,6 @@ def test_staleness_of_trained_samples_is_split_by_where_it_arose() -> None:
     assert second.fields["staleness_in_flight_mean"] == 0.5
 
 
-# -- the trainer -----------------------------------------------------------------------------------
-
-
 def test_a_batch_is_handed_out_as_soon_as_it_is_full() -> None:
     run = world(run_ahead=0)
     assert run.ask("trainer", LeaseBatch(step=1, wait_s=9)) is None
@@ -122,8 +117,8 @@ def test_a_restarted_trainer_gets_the_identical_batch() -> None:
 def test_commits_are_counted_once_and_only_for_what_was_leased() -> None:
     run = world(run_ahead=0)
     run.produce("a", 0)
-    early = run.ask("trainer", CommitBatch(step=1))
-    assert isinstance(early, Nack) and early.code == "not_leased"
+    early = run.get("trainer", CommitBatch(step=1), Nack)
+    assert early.code == "not_leased"
     assert run.broker.counters["not_leased"] == 1
     run.batch(1)
     assert run.commit(1).version == 1
@@ -141,8 +136,8 @@ def test_commits_are_counted_once_and_only_for_what_was_leased() -> None:
 @pytest.mark.parametrize("step", [0, 2, 4])
 def test_only_the_next_step_can_be_leased(step: int) -> None:
     run = world(steps=3)
-    reply = run.ask("trainer", LeaseBatch(step=step, wait_s=0))
-    assert isinstance(reply, Nack) and reply.code == "wrong_step"
+    reply = run.get("trainer", LeaseBatch(step=step, wait_s=0), Nack)
+    assert reply.code == "wrong_step"
     assert run.broker.counters["wrong_step"] == 1
     assert "so the next is 1" in reply.reason
 
@@ -166,9 +161,6 @@ def test_a_trainer_with_a_batch_may_be_silent_for_longer() -> None:
     assert not run.broker.members.peers
 
 
-# -- membership ------------------------------------------------------------------------------------
-
-
 def test_requests_are_only_for_members_of_the_right_role() -> None:
     run = world()
     for name, body, code in [
@@ -179,8 +171,8 @@ def test_requests_are_only_for_members_of_the_right_role() -> None:
         ("trainer", SubmitResults(trajectories=[]), "wrong_role"),
         ("a", TaskLeases(tasks=[]), "unexpected"),
     ]:
-        reply = run.ask(name, body)
-        assert isinstance(reply, Nack) and reply.code == code, body
+        reply = run.get(name, body, Nack)
+        assert reply.code == code, body
         assert run.broker.counters[code] > 0
 
 
@@ -190,8 +182,8 @@ def test_an_older_incarnation_is_refused_for_ever() -> None:
     assert isinstance(run.beat("a"), HeartbeatAck)
     body = Join(role="generator", name="a", pid=1, host="h", package_version="0")
     for old in (LeaseTasks(capacity=1, version=0, wait_s=0), body):
-        reply = run.ask("a", old, incarnation="a-1")
-        assert isinstance(reply, Nack) and reply.code == "stale_incarnation"
+        reply = run.get("a", old, Nack, incarnation="a-1")
+        assert reply.code == "stale_incarnation"
 
 
 @pytest.mark.parametrize("role", ["trainer", "weight_hub", "generator"])
@@ -268,9 +260,6 @@ def test_of_those_that_have_left_the_last_ones_are_remembered(
     assert list(run.broker.status(run.now).departed) == ["m3", "m4"]
 
 
-# -- what is stuck ---------------------------------------------------------------------------------
-
-
 def test_the_status_names_what_is_overdue() -> None:
     run = world(run_ahead=0, lease_s=10, stall_s=30, dead_after_s=1000)
     task, *_ = run.lease("a", 4, 0)
@@ -286,9 +275,6 @@ def test_the_status_names_what_is_overdue() -> None:
     assert {item.holder for item in stuck.values() if item.what == "no heartbeat"} == {"trainer"}
     (batch,) = [item for item in stuck.values() if item.what.startswith("batch of step 1")]
     assert "waiting for sample s-0 held by a for 125.0 s" in batch.what and batch.age_s == 125
-
-
-# -- the end ---------------------------------------------------------------------------------------
 
 
 def test_finishing_cancels_what_is_in_flight_and_asks_everyone_to_leave() -> None:

@@ -11,14 +11,7 @@ from fakes.broker_world import World, trajectory, world
 
 from umbra.proto.codec import Encoder, decode
 from umbra.proto.errors import WireError
-from umbra.proto.messages import (
-    BatchLease,
-    Header,
-    LeaseBatch,
-    LeaseTasks,
-    SubmitResults,
-    TaskLeases,
-)
+from umbra.proto.messages import BatchLease, Header, LeaseBatch, SubmitResults, TaskLeases
 from umbra.proto.net.server import Request
 from umbra.proto.records import Score, Task, pack_float32
 from umbra.services.buffer.effects import Reply
@@ -54,8 +47,7 @@ def message(field: str, packed: list[bytes], **more: Any) -> bytes:
 def submit(run: World, tasks: list[Task], pieces: list[bytes]) -> TaskLeases:
     frame = message("trajectories", pieces)
     body = msgspec.msgpack.decode(frame, type=SubmitResults)
-    reply = run.ask("a", body, frame=frame)
-    assert isinstance(reply, TaskLeases)
+    reply = run.get("a", body, TaskLeases, frame=frame)
     return reply
 
 
@@ -65,23 +57,18 @@ def scored_world() -> World:
     return run
 
 
-def tasks_of(run: World, stage: str) -> list[Task]:
-    body = LeaseTasks(kind=stage, capacity=9, wait_s=0)
-    return run.get("r", body, TaskLeases).tasks
-
-
 def give(run: World, stage: str, scores: list[Score]) -> None:
     frame = message("scores", list(map(unusual, scores)), stage=stage)
     body = msgspec.msgpack.decode(frame, type=SubmitResults)
-    reply = run.ask("r", body, frame=frame)
-    assert isinstance(reply, TaskLeases) and not reply.refused
+    reply = run.get("r", body, TaskLeases, frame=frame)
+    assert not reply.refused
 
 
 def score_all(run: World) -> None:
     for stage, values in FOUND.items():
         scores = [
             Score(sample_id=task.sample_id, attempt=task.attempt, **values)
-            for task in tasks_of(run, stage)
+            for task in run.to_score("r", stage)
         ]
         give(run, stage, scores)
 
@@ -107,7 +94,6 @@ def test_what_came_is_what_is_handed_out(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def ask_batch(run: World) -> tuple[Any, BatchLease]:
-    """The lease as the broker makes it, before it is sent."""
     ask = LeaseBatch(step=1, wait_s=0)
     header = Header(
         major=1, minor=0, type="LeaseBatch", id=77, sender="trainer", incarnation="trainer-1"

@@ -7,16 +7,8 @@ from typing import Any
 import pytest
 from fakes.broker_world import World, trajectory
 
-from umbra.proto.messages import (
-    FinishRun,
-    LeaseTasks,
-    ReturnedSample,
-    ReturnTasks,
-    RunFinished,
-    SubmitResults,
-    TaskLeases,
-)
-from umbra.proto.records import EvalReport, Score, Task
+from umbra.proto.messages import FinishRun, ReturnedSample, ReturnTasks, RunFinished
+from umbra.proto.records import EvalReport, Task
 from umbra.services.config import EvalConfig
 from umbra.services.prompts.rows import Prompt
 
@@ -51,15 +43,6 @@ def step(run: World, number: int) -> None:
     run.commit(number)
 
 
-def answer(run: World, name: str, tasks: list[Task], version: int, *rewards: float) -> None:
-    given = rewards or (1.0,)
-    made = [
-        trajectory(task, version, reward=given[index % len(given)])
-        for index, task in enumerate(tasks)
-    ]
-    assert not run.submit(name, *made).refused
-
-
 def report(run: World) -> EvalReport:
     return run.broker.status(run.now).evals[-1]
 
@@ -78,7 +61,7 @@ def test_training_pauses_for_an_evaluation() -> None:
     reply = run.batch(3)
     assert not reply.trajectories and "evaluation" in reply.waiting_for
     before = run.pool.ledger.issued
-    answer(run, "a", tasks, 2, 1.0, 0.0)
+    run.answer("a", tasks, 2, 1.0, 0.0)
     (found,) = run.broker.status(run.now).evals
     assert (found.version, found.done, found.answered) == (2, True, SAMPLES)
     assert found.accuracy == pytest.approx(2 / 3)
@@ -93,7 +76,7 @@ def test_an_evaluation_goes_on_when_the_buffer_starts_again(mode: str) -> None:
     """One sample is answered, one is held, one waits; nothing of that is lost or done twice."""
     run = evaluated(mode)
     first, second = run.lease("a", 2, 2)
-    answer(run, "a", [first], 2)
+    run.answer("a", [first], 2)
     back = ReturnedSample(sample_id=second.sample_id, attempt=1, reason="x", failed=True)
     run.ask("a", ReturnTasks(samples=[back]))
     before, ledger = report(run), run.broker.status(run.now).eval_ledger
@@ -103,7 +86,7 @@ def test_an_evaluation_goes_on_when_the_buffer_starts_again(mode: str) -> None:
     assert run.broker.status(run.now).eval_ledger == ledger
     (third,) = pinned(run.lease("a", 1, 2))
     run.restart_broker()
-    answer(run, "a", [third], 2)  # its lease has outlived the buffer
+    run.answer("a", [third], 2)  # its lease has outlived the buffer
     assert (report(run).done, report(run).answered) == (True, 2)
     assert run.broker.status(run.now).eval_ledger.balance == 0
     assert not run.store.keys("t/e") and not run.store.keys("g/e")
@@ -118,8 +101,8 @@ def test_training_goes_on_beside_an_evaluation() -> None:
     run.produce("b", 1)
     step(run, 3)
     assert not pinned(run.lease("b", 9, 3))  # newer weights than those it is pinned to
-    answer(run, "a", tasks, 2)
-    answer(run, "a", pinned(run.lease("a", 9, 2)), 2)
+    run.answer("a", tasks, 2)
+    run.answer("a", pinned(run.lease("a", 9, 2)), 2)
     assert (report(run).version, report(run).done, report(run).answered) == (2, True, SAMPLES)
 
 
@@ -134,8 +117,8 @@ def test_an_evaluation_is_pinned_to_the_first_version_that_is_served() -> None:
     assert not pinned(run.lease("b", 9, 2))
     refused = run.submit("a", trajectory(tasks[0], 2, 3)).refused
     assert "of another version" in refused[tasks[0].sample_id]
-    answer(run, "a", tasks[1:], 3)
-    answer(run, "a", pinned(run.lease("a", 9, 3)), 3)
+    run.answer("a", tasks[1:], 3)
+    run.answer("a", pinned(run.lease("a", 9, 3)), 3)
     assert (report(run).version, report(run).done, report(run).ended) == (3, True, {})
 
 
@@ -143,7 +126,7 @@ def test_an_evaluation_that_nobody_can_finish_begins_again_with_newer_weights() 
     """The generator that kept the version dies; the other serves a newer one already."""
     run = evaluated("concurrent")
     tasks = run.lease("a", 2, 2)
-    answer(run, "a", tasks[:1], 2)
+    run.answer("a", tasks[:1], 2)
     run.produce("b", 1)
     step(run, 3)
     run.lease("b", 1, 3)
@@ -153,7 +136,7 @@ def test_an_evaluation_that_nobody_can_finish_begins_again_with_newer_weights() 
     assert run.broker.counters["evaluations_begun_again"] == 1
     assert report(run).answered == 0
     run.restart_broker()
-    answer(run, "a", pinned(run.lease("a", 9, 3)), 3)
+    run.answer("a", pinned(run.lease("a", 9, 3)), 3)
     assert (report(run).version, report(run).done, report(run).answered) == (3, True, SAMPLES)
     ledger = run.broker.status(run.now).eval_ledger
     assert (ledger.ended, ledger.balance) == ({"evaluated": SAMPLES}, 0)
@@ -168,20 +151,13 @@ def test_an_evaluation_is_scored_by_the_reward_stage_alone() -> None:
                 batch_groups=1, group_size=1)  # fmt: skip
     for role, name in (("generator", "a"), ("trainer", "trainer"), ("scorer", "r")):
         run.join(role, name)  # type: ignore[arg-type]
-    answer(run, "a", run.lease("a", 1, 0), 0)
-    score(run)
+    run.answer("a", run.lease("a", 1, 0), 0)
+    run.give("r", run.to_score("r"), 0.5)
     step(run, 1)
-    answer(run, "a", pinned(run.lease("a", 1, 1)), 1)
+    run.answer("a", pinned(run.lease("a", 1, 1)), 1)
     run.restart_broker()  # while it waits for its reward
-    score(run)
+    run.give("r", run.to_score("r"), 0.5)
     assert (report(run).done, report(run).accuracy) == (True, 1.5)
-
-
-def score(run: World) -> None:
-    ask = LeaseTasks(kind="reward", capacity=1, wait_s=0)
-    (task,) = run.get("r", ask, TaskLeases).tasks
-    scores = [Score(sample_id=task.sample_id, attempt=task.attempt, reward=0.5)]
-    run.ask("r", SubmitResults(scores=scores))
 
 
 def test_an_evaluation_that_hangs_ends_as_overdue() -> None:
@@ -197,7 +173,7 @@ def test_a_run_ends_after_its_evaluation_even_if_the_buffer_starts_again() -> No
     tasks = run.lease("a", 9, 2)
     run.restart_broker()
     assert run.ask("trainer", FinishRun(reason="x")) is None  # sent again
-    answer(run, "a", tasks, 2)
+    run.answer("a", tasks, 2)
     (reply,) = [m for m in run.late["trainer"] if isinstance(m, RunFinished)]
     assert reply.ledger.balance == 0
     assert report(run).done
@@ -205,7 +181,7 @@ def test_a_run_ends_after_its_evaluation_even_if_the_buffer_starts_again() -> No
 
 def test_an_evaluation_that_is_open_when_the_buffer_ends_is_cancelled() -> None:
     run = evaluated("concurrent")
-    answer(run, "a", run.lease("a", 1, 2), 2)
+    run.answer("a", run.lease("a", 1, 2), 2)
     assert not report(run).done
     run.take(run.broker.close(run.now))
     status = run.broker.status(run.now)
@@ -218,14 +194,14 @@ def test_an_evaluation_that_is_open_when_the_buffer_ends_is_cancelled() -> None:
 def test_an_evaluation_of_a_version_that_is_taken_back_is_cancelled() -> None:
     """The trainer starts again before it; the version comes once more, and its evaluation too."""
     run = evaluated("concurrent")
-    answer(run, "a", run.lease("a", 1, 2), 2)
+    run.answer("a", run.lease("a", 1, 2), 2)
     run.join("trainer", "trainer", "trainer-2")
     run.batch(1)
     assert run.broker.status(run.now).eval_ledger.ended == {"cancelled": SAMPLES}
     assert not run.broker.run.evals.pool.groups
     for number in (1, 2):
         step(run, number)
-    answer(run, "a", pinned(run.lease("a", 9, 2)), 2)
+    run.answer("a", pinned(run.lease("a", 9, 2)), 2)
     assert (report(run).version, report(run).answered) == (2, SAMPLES)
 
 
@@ -242,7 +218,7 @@ def test_the_weights_of_the_beginning_are_evaluated_first(mode: Any) -> None:
     assert [task.pinned_version for task in tasks[:2]] == [0, 0]
     assert len(tasks) == (2 if mode == "pause" else 9), "and training samples beside them"
     assert not run.batch(1).evals
-    answer(run, "a", pinned(tasks), 0, 1.0, 0.0)
+    run.answer("a", pinned(tasks), 0, 1.0, 0.0)
     (told,) = run.batch(1).evals
     assert (told.version, told.done, told.accuracy) == (0, True, 0.5)
     run.restart_broker()
@@ -262,9 +238,9 @@ def test_several_answers_to_each_prompt() -> None:
     back = ReturnedSample(sample_id=tasks[7].sample_id, attempt=1, reason="x", failed=True)
     run.ask("a", ReturnTasks(samples=[back]))
     run.restart_broker()
-    answer(run, "a", tasks[:4], 0, 1.0, 1.0, 0.5, 1.0)
+    run.answer("a", tasks[:4], 0, 1.0, 1.0, 0.5, 1.0)
     assert set(report(run).scores) == {"pass@1", "pass@2", "pass@4", "mean@4"}, "as far as it is"
-    answer(run, "a", tasks[4:7], 0, 0.0, 1.0, 0.0)
+    run.answer("a", tasks[4:7], 0, 0.0, 1.0, 0.0)
     expected = {
         "pass@1": (3 / 4 + 1 / 4) / 2,
         "pass@2": (1 + (1 - 3 / 6)) / 2,

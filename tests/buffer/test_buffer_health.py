@@ -7,24 +7,10 @@ from typing import Any
 import pytest
 from fakes.broker_world import World, trajectory, world
 
-from umbra.proto.messages import (
-    CommitBatch,
-    LeaseTasks,
-    ReturnedSample,
-    ReturnTasks,
-    RunWarning,
-    SubmitResults,
-    TaskLeases,
-)
-from umbra.proto.records import Score, Task
+from umbra.proto import messages as m
+from umbra.proto.records import Task
 from umbra.services.buffer.health import BATCHES, Health, SampleFailure, Share
-from umbra.services.config import (
-    BufferConfig,
-    CriticConfig,
-    RunConfig,
-    RunSection,
-    TrainerConfig,
-)
+from umbra.services.config import BufferConfig, CriticConfig, RunConfig, RunSection, TrainerConfig
 
 
 def health(
@@ -46,7 +32,7 @@ def failure(number: int = 1, reason: str = "reward raised KeyError: 'x'", *, own
     return SampleFailure(f"s-{number}", f"p{number}", reason, samples, own)
 
 
-def held(watcher: Health, version: int = 1) -> dict[str, RunWarning]:
+def held(watcher: Health, version: int = 1) -> dict[str, m.RunWarning]:
     watcher.look(version)
     return {one.name: one for one in watcher.warnings() if one.until < 0}
 
@@ -173,14 +159,11 @@ def test_updates_that_are_left_out() -> None:
     assert not held(watcher)
 
 
-# -- in the broker ---------------------------------------------------------------------------------
-
-
 def fail(run: World, task: Task, reason: str) -> None:
-    back = ReturnedSample(
+    back = m.ReturnedSample(
         sample_id=task.sample_id, attempt=task.attempt, reason=reason, failed=True
     )
-    run.ask("a", ReturnTasks(samples=[back]))
+    run.ask("a", m.ReturnTasks(samples=[back]))
 
 
 def test_a_run_whose_reward_always_raises_ends_with_a_balanced_ledger() -> None:
@@ -225,13 +208,10 @@ def test_scores_that_fail(own: bool) -> None:
     run.join("scorer", "r")
     for _ in range(16):
         (task,) = run.lease("a", 1, 0)
-        run.ask("a", SubmitResults(trajectories=[trajectory(task, 0)]))
-        taken = run.ask("r", LeaseTasks(kind="reward", capacity=1, wait_s=0.0))
-        assert isinstance(taken, TaskLeases)
-        (scoring,) = taken.tasks
+        run.submit("a", trajectory(task, 0))
+        (scoring,) = run.to_score("r", capacity=1)
         if own:
-            score = Score(sample_id=scoring.sample_id, attempt=scoring.attempt, error="it raised")
-            run.ask("r", SubmitResults(scores=[score]))
+            run.give("r", [scoring], error="it raised")
         else:
             run.now += 6.0
             run.beat("a")
@@ -249,10 +229,10 @@ def test_the_status_has_figures_and_warnings_and_the_metrics_a_row() -> None:
     for _ in range(4):
         tasks = run.lease("a", 4, 0)
         answers = [trajectory(one, 0, finish_reason="length") for one in tasks]
-        run.ask("a", SubmitResults(trajectories=answers))
+        run.submit("a", *answers)
     run.pass_time(0.1)
     assert run.batch(1).trajectories
-    run.ask("trainer", CommitBatch(step=1, metrics={"updates": 0.0}))
+    run.ask("trainer", m.CommitBatch(step=1, metrics={"updates": 0.0}))
     run.pass_time(0.1)
     status = run.broker.status(run.now)
     assert [one.name for one in status.warnings] == [
@@ -283,7 +263,7 @@ def test_answers_that_were_dropped_as_stale_are_compared_with_those_that_were_tr
 def test_the_broker_tells_of_stored_answers_that_became_stale() -> None:
     run = world(group_size=2, batch_groups=1, run_ahead=1, max_staleness=1, lease_s=1000.0)
     first, _second = run.lease("a", 2, 0)  # which holds the other one
-    run.ask("a", SubmitResults(trajectories=[trajectory(first, 0)]))
+    run.submit("a", trajectory(first, 0))
     for step in (1, 2):
         run.produce("b", step - 1)
         run.batch(step)

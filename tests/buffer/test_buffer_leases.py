@@ -9,14 +9,7 @@ import pytest
 from fakes.broker_world import EndlessPrompts, trajectory, world
 
 from umbra.proto.access import LEASE_BYTES
-from umbra.proto.messages import (
-    LeaseTasks,
-    Message,
-    Nack,
-    RenewLeases,
-    SubmitResults,
-    TaskLeases,
-)
+from umbra.proto.messages import LeaseTasks, Message, Nack, RenewLeases, SubmitResults, TaskLeases
 from umbra.proto.records import Score
 from umbra.services.buffer.samples import leases
 from umbra.services.prompts.rows import Prompt
@@ -32,8 +25,7 @@ def test_leases_are_filled_by_bytes_as_well_as_by_count(monkeypatch: pytest.Monk
     monkeypatch.setattr(EndlessPrompts, "__next__", draw)
     run = world(group_size=8, batch_groups=16)
     ask = LeaseTasks(capacity=512, version=0, wait_s=0)
-    reply = run.ask("a", ask)
-    assert isinstance(reply, TaskLeases)
+    reply = run.get("a", ask, TaskLeases)
     assert len(msgspec.msgpack.encode(reply)) <= leases.FILL_BYTES + (4 << 20) < LEASE_BYTES
     assert len(reply.tasks) == 22
     assert len(run.lease("a", 512, 0)) == 22
@@ -49,11 +41,10 @@ def test_scoring_leases_are_filled_by_bytes_too(monkeypatch: pytest.MonkeyPatch)
     run = world(stages=["ref_logp"])
     run.join("scorer", "r")
     run.produce("a", 0)
-    ask = LeaseTasks(kind="ref_logp", capacity=8, wait_s=0)
     monkeypatch.setattr(leases, "FILL_BYTES", 10)
-    assert len(run.get("r", ask, TaskLeases).tasks) == 1
+    assert len(run.to_score("r", "ref_logp", 8)) == 1
     monkeypatch.undo()
-    assert len(run.get("r", ask, TaskLeases).tasks) > 1
+    assert len(run.to_score("r", "ref_logp", 8)) > 1
 
 
 def test_a_role_has_its_own_tasks_and_results() -> None:
@@ -72,8 +63,7 @@ def test_a_role_has_its_own_tasks_and_results() -> None:
         ("r", SubmitResults(capacity=4)),
     ]
     for name, body in refused:
-        reply = run.ask(name, body)
-        assert isinstance(reply, Nack) and reply.code == "wrong_role", body
+        assert run.get(name, body, Nack).code == "wrong_role", body
     assert run.broker.counters["wrong_role"] == len(refused)
     assert run.pool.samples[other.sample_id].holder == "a"
 
@@ -84,8 +74,7 @@ def test_a_scorer_cannot_replace_what_it_scores_nor_gets_samples_with_its_ack() 
     (task,) = run.lease("a", 1, 0)
     made = trajectory(task, 0)
     run.submit("a", made)
-    ask = LeaseTasks(kind="ref_logp", capacity=1, wait_s=0)
-    (scoring,) = run.get("r", ask, TaskLeases).tasks
+    (scoring,) = run.to_score("r", "ref_logp", 1)
     assert scoring.attempt == task.attempt
     other = trajectory(task, 0, 0)
     assert run.get("r", RenewLeases(partials=[other]), TaskLeases).lost == [task.sample_id]

@@ -2,23 +2,7 @@
 
 from fakes.broker_world import World, trajectory, world
 
-from umbra.proto.messages import (
-    BatchLease,
-    CheckpointSaved,
-    Command,
-    HeartbeatAck,
-    Join,
-    LeaseBatch,
-    LeaseTasks,
-    Message,
-    Nack,
-    Ok,
-    Order,
-    Status,
-    StatusRequest,
-    TaskLeases,
-    Welcome,
-)
+from umbra.proto import messages as m
 from umbra.services.buffer.endpoints.trainer import WAIT_S
 from umbra.services.config import EvalConfig
 from umbra.services.prompts.rows import Prompt
@@ -27,42 +11,42 @@ from umbra.services.prompts.rows import Prompt
 def test_a_paused_run_hands_out_nothing_but_takes_in_what_there_is() -> None:
     run = world()
     (task, *_) = run.lease("a", 4, version=0)
-    assert run.ask("op", Order(kind="pause", reason="disk is full")) == Ok()
-    assert run.get("op", StatusRequest(), Status).paused == "disk is full"
+    assert run.ask("op", m.Order(kind="pause", reason="disk is full")) == m.Ok()
+    assert run.get("op", m.StatusRequest(), m.Status).paused == "disk is full"
     assert run.lease("b", 4, version=0) == []
     assert run.submit("a", trajectory(task, 0)).accepted == 1
 
 
 def test_parked_questions_are_answered_when_the_run_goes_on() -> None:
     run = world()
-    run.ask("op", Order(kind="pause"))
-    assert run.ask("a", LeaseTasks(capacity=4, version=0, wait_s=60)) is None
-    assert run.ask("op", Order(kind="resume")) == Ok()
+    run.ask("op", m.Order(kind="pause"))
+    assert run.ask("a", m.LeaseTasks(capacity=4, version=0, wait_s=60)) is None
+    assert run.ask("op", m.Order(kind="resume")) == m.Ok()
     (answer,) = run.late["a"]
-    assert isinstance(answer, TaskLeases)
+    assert isinstance(answer, m.TaskLeases)
     assert len(answer.tasks) == 4
 
 
 def test_the_trainer_is_told_that_the_run_is_paused() -> None:
     run = world()
     run.produce("a", version=0)
-    run.ask("op", Order(kind="pause", reason="maintenance"))
+    run.ask("op", m.Order(kind="pause", reason="maintenance"))
     lease = run.batch(1)
     assert lease.trajectories == []
     assert lease.paused
     assert "paused (maintenance)" in lease.waiting_for
-    assert run.ask("trainer", LeaseBatch(step=1, wait_s=1e6)) is None
+    assert run.ask("trainer", m.LeaseBatch(step=1, wait_s=1e6)) is None
     run.pass_time(3600.0)  # long, but nothing is stuck: somebody wanted it so
     assert "batch" not in " ".join(stuck.what for stuck in run.broker.status(run.now).stuck)
     run.join("trainer", "trainer", "trainer-2")
-    run.ask("op", Order(kind="resume"))
+    run.ask("op", m.Order(kind="resume"))
     assert len(run.batch(1).trajectories) == 4
 
 
 def test_a_pause_outlives_the_buffer() -> None:
     run = World(durable=True)
     run.join("generator", "a")
-    run.ask("op", Order(kind="pause", reason="later"))
+    run.ask("op", m.Order(kind="pause", reason="later"))
     run.restart_broker()
     assert run.broker.status(run.now).paused == "later"
     assert run.lease("a", 4, version=0) == []
@@ -70,9 +54,9 @@ def test_a_pause_outlives_the_buffer() -> None:
 
 def test_a_member_is_asked_to_leave_until_it_does() -> None:
     run = world()
-    assert run.ask("op", Order(kind="drain", member="a", reason="its node is needed")) == Ok()
-    assert run.pushes == [("a", Command(kind="drain", reason="its node is needed"))]
-    assert isinstance(run.beat("a"), HeartbeatAck)  # the command was lost
+    assert run.ask("op", m.Order(kind="drain", member="a", reason="its node is needed")) == m.Ok()
+    assert run.pushes == [("a", m.Command(kind="drain", reason="its node is needed"))]
+    assert isinstance(run.beat("a"), m.HeartbeatAck)  # the command was lost
     assert len(run.pushes) == 2
     run.beat("a", state="draining")
     run.beat("b")
@@ -82,12 +66,10 @@ def test_a_member_is_asked_to_leave_until_it_does() -> None:
 
 def test_who_cannot_be_drained_is_named() -> None:
     run = world()
-    unknown = run.ask("op", Order(kind="drain", member="c"))
-    assert isinstance(unknown, Nack)
+    unknown = run.get("op", m.Order(kind="drain", member="c"), m.Nack)
     assert unknown.code == "not_drainable"
     assert "'c' is not a member: there is a, b, trainer" in unknown.reason
-    trainer = run.ask("op", Order(kind="drain", member="trainer"))
-    assert isinstance(trainer, Nack)
+    trainer = run.get("op", m.Order(kind="drain", member="trainer"), m.Nack)
     assert "drain the run as a whole" in trainer.reason
     assert run.pushes == []
 
@@ -95,36 +77,35 @@ def test_who_cannot_be_drained_is_named() -> None:
 def test_relays_join_beside_the_hub_and_may_be_drained() -> None:
     run = World(durable=True)
 
-    def join(name: str, *, relay: bool) -> Message | None:
+    def join(name: str, *, relay: bool) -> m.Message | None:
         where = {} if relay else {"weights": f"tcp://{name}:1"}
-        body = Join(
+        body = m.Join(
             role="relay" if relay else "weight_hub",
             name=name, pid=1, host="h", package_version="0", endpoints=where,
         )  # fmt: skip
         return run.ask(name, body)
 
-    assert isinstance(join("relay-b", relay=True), Welcome)
-    assert isinstance(join("hub", relay=False), Welcome)
+    assert isinstance(join("relay-b", relay=True), m.Welcome)
+    assert isinstance(join("hub", relay=False), m.Welcome)
     told = join("relay-c", relay=True)
-    assert isinstance(told, Welcome)
+    assert isinstance(told, m.Welcome)
     assert told.weights == "tcp://hub:1"
     other = join("hub-2", relay=False)
-    assert isinstance(other, Nack)
+    assert isinstance(other, m.Nack)
     assert other.code == "duplicate_weight_hub"
-    assert run.ask("op", Order(kind="drain", member="relay-b")) == Ok()
-    assert run.pushes == [("relay-b", Command(kind="drain", reason="drained on request"))]
-    refused = run.ask("op", Order(kind="drain", member="hub"))
-    assert isinstance(refused, Nack)
+    assert run.ask("op", m.Order(kind="drain", member="relay-b")) == m.Ok()
+    assert run.pushes == [("relay-b", m.Command(kind="drain", reason="drained on request"))]
+    refused = run.get("op", m.Order(kind="drain", member="hub"), m.Nack)
     assert refused.code == "not_drainable"
     run.restart_broker()
     assert run.broker.members.hub[0] == "tcp://hub:1"
-    assert run.ask("op", Order(kind="drain", member="relay-c")) == Ok()
+    assert run.ask("op", m.Order(kind="drain", member="relay-c")) == m.Ok()
 
 
 def test_the_whole_run_is_drained_and_can_go_on() -> None:
     run = world(durable=True)
     run.lease("a", 4, version=0)
-    assert run.ask("op", Order(kind="drain", reason="enough for today")) == Ok()
+    assert run.ask("op", m.Order(kind="drain", reason="enough for today")) == m.Ok()
     assert sorted(name for name, _ in run.pushes) == ["a", "b", "trainer"]
     status = run.broker.status(run.now)
     assert (status.state, status.ending, status.finished) == ("draining", "enough for today", False)
@@ -135,25 +116,24 @@ def test_the_whole_run_is_drained_and_can_go_on() -> None:
 def test_an_evaluation_on_request() -> None:
     rows = [Prompt("1", {"prompt": "a"}), Prompt("2", {"prompt": "b"})]
     run = world(eval_config=EvalConfig(at_ends=False, prompts="x", samples=3), eval_prompts=rows)
-    assert run.ask("op", Order(kind="evaluate")) == Ok(version=0, samples=3)
-    refused = run.ask("op", Order(kind="evaluate"))
-    assert isinstance(refused, Nack)
+    assert run.ask("op", m.Order(kind="evaluate")) == m.Ok(version=0, samples=3)
+    refused = run.get("op", m.Order(kind="evaluate"), m.Nack)
     assert "of version 0 is under way" in refused.reason
     tasks = [task for task in run.lease("a", 100, version=0) if task.pinned_version == 0]
     assert len(tasks) == 3
     run.submit("a", *(trajectory(task, 0) for task in tasks))
     (report,) = run.broker.status(run.now).evals
     assert (report.version, report.done, report.accuracy) == (0, True, 1.0)
-    assert isinstance(run.ask("op", Order(kind="evaluate")), Ok)  # as often as one likes
+    assert isinstance(run.ask("op", m.Order(kind="evaluate")), m.Ok)  # as often as one likes
 
 
 def test_many_watchers_cost_one_look() -> None:
     run = world()
-    first = run.get("m1", StatusRequest(), Status)
+    first = run.get("m1", m.StatusRequest(), m.Status)
     run.lease("a", 4, version=0)
-    assert run.get("m2", StatusRequest(), Status).ledger == first.ledger  # of a moment ago
+    assert run.get("m2", m.StatusRequest(), m.Status).ledger == first.ledger  # of a moment ago
     run.pass_time(1.0)
-    assert run.get("m1", StatusRequest(), Status).ledger.issued > first.ledger.issued
+    assert run.get("m1", m.StatusRequest(), m.Status).ledger.issued > first.ledger.issued
 
 
 def test_a_checkpoint_on_request() -> None:
@@ -161,46 +141,46 @@ def test_a_checkpoint_on_request() -> None:
     run = world()
     run.produce("a", version=0)
     assert not run.batch(1).checkpoint
-    assert run.ask("op", Order(kind="checkpoint")) is None
+    assert run.ask("op", m.Order(kind="checkpoint")) is None
     run.commit(1)
-    assert run.ask("other op", Order(kind="checkpoint")) is None
+    assert run.ask("other op", m.Order(kind="checkpoint")) is None
     lease = run.batch(2)
     assert lease.checkpoint
     assert lease.trajectories
-    assert run.ask("trainer", CheckpointSaved(step=0, newest=1)) == Ok()
-    assert run.late["op"] == run.late["other op"] == [Ok(version=1)]
+    assert run.ask("trainer", m.CheckpointSaved(step=0, newest=1)) == m.Ok()
+    assert run.late["op"] == run.late["other op"] == [m.Ok(version=1)]
     assert not run.batch(2).checkpoint
-    assert run.ask("op", Order(kind="checkpoint")) == Ok(version=1)  # there is one already
+    assert run.ask("op", m.Order(kind="checkpoint")) == m.Ok(version=1)  # there is one already
 
 
 def test_a_waiting_trainer_hears_of_it_without_its_batch() -> None:
     run = world()
-    assert run.ask("trainer", LeaseBatch(step=1, wait_s=60)) is None
-    assert run.ask("op", Order(kind="checkpoint")) is None
+    assert run.ask("trainer", m.LeaseBatch(step=1, wait_s=60)) is None
+    assert run.ask("op", m.Order(kind="checkpoint")) is None
     (lease,) = run.late["trainer"]
-    assert isinstance(lease, BatchLease)
+    assert isinstance(lease, m.BatchLease)
     assert (lease.trajectories, lease.checkpoint) == ([], True)
 
 
 def test_nobody_waits_for_a_checkpoint_for_ever() -> None:
     run = world()
-    assert run.ask("op", Order(kind="checkpoint")) is None
+    assert run.ask("op", m.Order(kind="checkpoint")) is None
     run.pass_time(2 * WAIT_S)
     (late,) = run.late["op"]
-    assert isinstance(late, Nack)
+    assert isinstance(late, m.Nack)
     assert "no checkpoint within" in late.reason
-    assert run.ask("op 2", Order(kind="checkpoint")) is None
-    run.ask("op", Order(kind="drain"))
+    assert run.ask("op 2", m.Order(kind="checkpoint")) is None
+    run.ask("op", m.Order(kind="drain"))
     (ending,) = run.late["op 2"]
-    assert isinstance(ending, Nack)
+    assert isinstance(ending, m.Nack)
     assert ending.reason == "the run is ending"
 
 
 def test_a_checkpoint_that_could_not_be_written_is_told() -> None:
     run = world()
-    assert run.ask("op", Order(kind="checkpoint")) is None
-    run.ask("trainer", CheckpointSaved(step=0, error="no space left on device"))
+    assert run.ask("op", m.Order(kind="checkpoint")) is None
+    run.ask("trainer", m.CheckpointSaved(step=0, error="no space left on device"))
     (late,) = run.late["op"]
-    assert isinstance(late, Nack)
+    assert isinstance(late, m.Nack)
     assert late.reason == "the trainer could not save its state: no space left on device"
     assert not run.batch(1).checkpoint  # it is not tried again and again

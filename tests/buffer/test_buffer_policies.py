@@ -5,39 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fakes.broker_world import World, trajectory
+from fakes.broker_world import World, trajectory, world
 
-from umbra.proto.messages import (
-    Interrupt,
-    LeaseTasks,
-    Nack,
-    Ok,
-    RenewLeases,
-    ReturnedSample,
-    ReturnTasks,
-    SubmitResults,
-    TaskLeases,
-)
-from umbra.proto.records import Score, Task, pack_float32
+from umbra.proto import messages as m
+from umbra.proto.records import Task, pack_float32
 from umbra.services.buffer.samples.ledger import REASONS_KEPT
-
-
-def world(**options: Any) -> World:
-    made = World(**options)
-    for name in "ab":
-        made.join("generator", name)
-    made.join("trainer", "trainer")
-    return made
-
-
-def answer(run: World, name: str, tasks: list[Task], version: int, *rewards: float) -> None:
-    """Complete `tasks` with `rewards` in turn (1.0, 0.0 if none are given)."""
-    given = rewards or (1.0, 0.0)
-    made = [
-        trajectory(task, version, reward=given[index % len(given)])
-        for index, task in enumerate(tasks)
-    ]
-    assert not run.submit(name, *made).refused
 
 
 def step(run: World, number: int) -> None:
@@ -45,16 +17,13 @@ def step(run: World, number: int) -> None:
     run.commit(number)
 
 
-# -- partials --------------------------------------------------------------------------------------
-
-
 def test_a_flushed_partial_is_kept_and_its_lease_goes_on() -> None:
     run = world(lease_s=10, dead_after_s=1000)
     (task,) = run.lease("a", 1, 0)
     partial = trajectory(task, 0, finish_reason="partial")
     run.pass_time(8)
-    flushed = RenewLeases(partials=[partial, trajectory(task, 0, sample_id="s-99")])
-    assert run.ask("a", flushed) == TaskLeases(lost=["s-99"])
+    flushed = m.RenewLeases(partials=[partial, trajectory(task, 0, sample_id="s-99")])
+    assert run.ask("a", flushed) == m.TaskLeases(lost=["s-99"])
     run.pass_time(8)
     assert run.pool.samples[task.sample_id].holder == "a"  # the flush counts as a renewal
     run.pass_time(10)
@@ -64,22 +33,19 @@ def test_a_flushed_partial_is_kept_and_its_lease_goes_on() -> None:
 def test_a_full_batch_interrupts_the_rest() -> None:
     run = world(on_batch="interrupt")
     tasks = run.lease("a", 1000, 0)
-    answer(run, "a", tasks[:4], 0)
+    run.answer("a", tasks[:4], 0, 1.0, 0.0)
     run.batch(1)
     ((_, interrupt),) = run.pushes
-    assert isinstance(interrupt, Interrupt)
+    assert isinstance(interrupt, m.Interrupt)
     assert interrupt.leases == [(task.sample_id, 1) for task in tasks[4:]]
-
-
-# -- staleness -------------------------------------------------------------------------------------
 
 
 def overtaken() -> tuple[World, list[Task]]:
     """Version 1 with K = 1; one group has a ready sample of version 0, and one under way."""
     run = world(run_ahead=1, max_staleness=1, stale_policy="wait")
     tasks = run.lease("a", 1000, 0)
-    answer(run, "a", tasks[1:5], 0)  # groups 1 and half of 0 and 2
-    answer(run, "a", tasks[5:8], 0)
+    run.answer("a", tasks[1:5], 0, 1.0, 0.0)  # groups 1 and half of 0 and 2
+    run.answer("a", tasks[5:8], 0, 1.0, 0.0)
     step(run, 1)  # groups 1 and 2 or 3; group 0 lacks its first sample
     return run, tasks
 
@@ -89,23 +55,20 @@ def test_training_waits_for_what_would_be_stale() -> None:
     run.produce("b", 1)
     reply = run.batch(2)
     assert not reply.trajectories and "stale_policy = wait" in reply.waiting_for
-    answer(run, "a", tasks[:1], 0)
+    run.answer("a", tasks[:1], 0, 1.0, 0.0)
     assert tasks[0].sample_id in {t.sample_id for t in run.batch(2).trajectories}
     run.commit(2)
     assert not run.pool.ledger.ended
-
-
-# -- groups ----------------------------------------------------------------------------------------
 
 
 def test_survivors_are_trained_without_their_stragglers() -> None:
     run = world(group_size=3, batch_groups=1, straggler_s=20,
                 lease_s=500, dead_after_s=1000)  # fmt: skip
     tasks = run.lease("a", 3, 0)
-    answer(run, "a", tasks[:1], 0)
+    run.answer("a", tasks[:1], 0, 1.0, 0.0)
     run.pass_time(30)
     assert not run.batch(1).trajectories  # min_survivors = 2
-    answer(run, "a", tasks[1:2], 0)
+    run.answer("a", tasks[1:2], 0, 1.0, 0.0)
     run.pass_time(0.1)
     assert [t.sample_id for t in run.batch(1).trajectories] == ["s-0", "s-1"]
     assert run.commit(1).ledger.ended == {"cancelled": 1}
@@ -115,9 +78,9 @@ def test_survivors_are_trained_without_their_stragglers() -> None:
 def test_a_failed_sample_does_not_end_a_group_that_may_survive() -> None:
     run = world(group_size=3, batch_groups=1, straggler_s=20)
     tasks = run.lease("a", 3, 0)
-    answer(run, "a", tasks[:2], 0)
-    back = ReturnedSample(sample_id="s-2", attempt=1, reason="x", failed=True)
-    run.ask("a", ReturnTasks(samples=[back]))
+    run.answer("a", tasks[:2], 0, 1.0, 0.0)
+    back = m.ReturnedSample(sample_id="s-2", attempt=1, reason="x", failed=True)
+    run.ask("a", m.ReturnTasks(samples=[back]))
     assert len(run.batch(1).trajectories) == 2
     assert run.pool.ledger.ended == {"failed": 1}
 
@@ -125,17 +88,14 @@ def test_a_failed_sample_does_not_end_a_group_that_may_survive() -> None:
 def test_level_groups_are_filtered_and_replaced_but_not_for_ever() -> None:
     run = world(run_ahead=0, batch_groups=1, dynamic_sampling=True, max_filtered=2)
     for _ in range(2):
-        answer(run, "a", run.lease("a", 2, 0), 0, 1.0, 1.0)
+        run.answer("a", run.lease("a", 2, 0), 0, 1.0, 1.0)
         assert not run.batch(1).trajectories
     assert run.pool.ledger.ended == {"filtered": 4}
     assert run.broker.counters["filtered_groups"] == 2
     assert "filtered" in run.batch(1).waiting_for
-    answer(run, "a", run.lease("a", 2, 0), 0, 1.0, 1.0)
+    run.answer("a", run.lease("a", 2, 0), 0, 1.0, 1.0)
     assert run.batch(1).trajectories
     assert run.broker.counters["level_groups_kept"] == 1
-
-
-# -- scoring ---------------------------------------------------------------------------------------
 
 
 def scored(**options: Any) -> World:
@@ -145,29 +105,19 @@ def scored(**options: Any) -> World:
     return run
 
 
-def take(run: World, name: str, stage: str, capacity: int = 100) -> list[Task]:
-    body = LeaseTasks(kind=stage, capacity=capacity, wait_s=0)
-    return run.get(name, body, TaskLeases).tasks
-
-
-def give(run: World, name: str, stage: str, tasks: list[Task], **values: Any) -> TaskLeases:
-    scores = [Score(sample_id=t.sample_id, attempt=t.attempt, **values) for t in tasks]
-    return run.get(name, SubmitResults(scores=scores), TaskLeases)
-
-
 def test_trajectories_go_through_their_stages_in_order() -> None:
     run = scored(batch_groups=1)
-    answer(run, "a", run.lease("a", 2, 0), 0, 0.0)
+    run.answer("a", run.lease("a", 2, 0), 0, 0.0)
     assert run.broker.status(run.now).ledger.in_flight["scoring"] == 2
-    assert not take(run, "r", "logp")
-    rewards = take(run, "r", "reward")
+    assert not run.to_score("r", "logp")
+    rewards = run.to_score("r", "reward")
     assert rewards[0].row == {"prompt": "row 1"}
-    give(run, "r", "reward", rewards[:1], reward=0.5, reward_parts={"p": 0.5})
-    give(run, "r", "reward", rewards[1:], reward=0.25)
+    run.give("r", rewards[:1], reward=0.5, reward_parts={"p": 0.5})
+    run.give("r", rewards[1:], reward=0.25)
     logprobs = pack_float32([-1.0, -2.0])
-    give(run, "r", "ref_logp", take(run, "r", "ref_logp"), logprobs=logprobs)
+    run.give("r", run.to_score("r", "ref_logp"), logprobs=logprobs)
     assert not run.batch(1).trajectories
-    give(run, "r", "logp", take(run, "r", "logp"), logprobs=logprobs, version=0)
+    run.give("r", run.to_score("r", "logp"), logprobs=logprobs, version=0)
     made = run.batch(1).scored()[0]
     assert (made.reward, made.reward_parts) == (0.5, {"p": 0.5})
     assert made.ref_logprobs == made.proximal_logprobs == logprobs
@@ -177,18 +127,18 @@ def test_trajectories_go_through_their_stages_in_order() -> None:
 @pytest.mark.parametrize("how", ["error", "silence", "malformed", "death"])
 def test_a_scorer_that_fails_costs_attempts_and_then_the_group(how: str) -> None:
     run = scored(batch_groups=1, max_attempts=2)
-    answer(run, "a", run.lease("a", 2, 0), 0)
+    run.answer("a", run.lease("a", 2, 0), 0, 1.0, 0.0)
     for attempt in (1, 2):
-        tasks = take(run, "r", "reward", 1)
+        tasks = run.to_score("r", "reward", 1)
         assert [(t.sample_id, t.attempt) for t in tasks] == [("s-0", attempt)]
         match how:
             case "error":
-                give(run, "r", "reward", tasks, error="no such thing")
+                run.give("r", tasks, error="no such thing")
             case "malformed":
-                assert give(run, "r", "reward", tasks, reward=float("nan")).refused
+                assert run.give("r", tasks, reward=float("nan")).refused
             case "silence":
                 run.pass_time(11)
-                assert give(run, "r", "reward", tasks, reward=1.0).refused
+                assert run.give("r", tasks, reward=1.0).refused
             case _:
                 run.join("scorer", "r", f"r-{attempt + 1}")
     assert run.pool.ledger.ended == {"failed": 2}
@@ -197,24 +147,24 @@ def test_a_scorer_that_fails_costs_attempts_and_then_the_group(how: str) -> None
 
 def test_scoring_leases_are_renewed_and_belong_to_one() -> None:
     run = scored(batch_groups=1)
-    answer(run, "a", run.lease("a", 2, 0), 0)
-    (task,) = take(run, "r", "reward", 1)
+    run.answer("a", run.lease("a", 2, 0), 0, 1.0, 0.0)
+    (task,) = run.to_score("r", "reward", 1)
     run.pass_time(8)
-    renewal = RenewLeases(leases=[(task.sample_id, 1), ("s-99", 1)])
-    assert run.ask("r", renewal) == TaskLeases(lost=["s-99"])
+    renewal = m.RenewLeases(leases=[(task.sample_id, 1), ("s-99", 1)])
+    assert run.ask("r", renewal) == m.TaskLeases(lost=["s-99"])
     run.pass_time(8)
-    assert give(run, "q", "reward", [task], reward=1.0).refused
-    assert not give(run, "r", "reward", [task], reward=1.0).refused
+    assert run.give("q", [task], reward=1.0).refused
+    assert not run.give("r", [task], reward=1.0).refused
 
 
 def test_stages_without_a_scorer_of_their_own_and_busy_ones_are_named() -> None:
     run = scored(batch_groups=1, stall_s=5)
-    assert not take(run, "r", "ref_logp") and not take(run, "q", "logp")
-    answer(run, "a", run.lease("a", 2, 0), 0)
+    assert not run.to_score("r", "ref_logp") and not run.to_score("q", "logp")
+    run.answer("a", run.lease("a", 2, 0), 0, 1.0, 0.0)
     run.pass_time(1)
     (found,) = run.broker.status(run.now).stuck
     assert "stage reward" in found.what and "no scorer of it" in found.what
-    assert len(take(run, "q", "reward", 1)) == 1
+    assert len(run.to_score("q", "reward", 1)) == 1
     assert not run.broker.status(run.now).stuck
     run.pass_time(5)
     (found,) = [s for s in run.broker.status(run.now).stuck if "samples wait" in s.what]
@@ -231,13 +181,13 @@ def test_reasons_of_failure_are_counted_by_name_as_far_as_that_is_bounded() -> N
     for number in range(120):
         (task,) = run.lease("a", 1, 0)
         if number % 2:
-            back = ReturnedSample(
+            back = m.ReturnedSample(
                 sample_id=task.sample_id, attempt=task.attempt, reason=f"a {number}", failed=True
             )
-            run.ask("a", ReturnTasks(samples=[back]))
+            run.ask("a", m.ReturnTasks(samples=[back]))
         else:
-            answer(run, "a", [task], 0)
-            give(run, "r", "reward", take(run, "r", "reward"), error=f"b {number}")
+            run.answer("a", [task], 0)
+            run.give("r", run.to_score("r", "reward"), error=f"b {number}")
         if number == 70:
             run.restart_broker()
     counts = {k: n for k, n in run.broker.counters.items() if k.startswith("failed: ")}
@@ -248,23 +198,19 @@ def test_reasons_of_failure_are_counted_by_name_as_far_as_that_is_bounded() -> N
 
 def test_scoring_is_served_as_it_comes_and_unknown_stages_are_refused() -> None:
     run = scored()
-    assert run.ask("r", LeaseTasks(kind="reward", capacity=9, wait_s=9)) is None
-    answer(run, "a", run.lease("a", 1, 0), 0)
+    assert run.ask("r", m.LeaseTasks(kind="reward", capacity=9, wait_s=9)) is None
+    run.answer("a", run.lease("a", 1, 0), 0, 1.0, 0.0)
     (lease,) = run.late["r"]
-    assert isinstance(lease, TaskLeases) and len(lease.tasks) == 1
-    reply = world().ask("a", LeaseTasks(kind="reward", capacity=1, wait_s=0))
-    assert isinstance(reply, Nack) and reply.code == "wrong_role"
+    assert isinstance(lease, m.TaskLeases) and len(lease.tasks) == 1
+    reply = world().ask("a", m.LeaseTasks(kind="reward", capacity=1, wait_s=0))
+    assert isinstance(reply, m.Nack) and reply.code == "wrong_role"
     run = world()
     run.join("scorer", "r")
-    reply = run.ask("r", LeaseTasks(kind="reward", capacity=1, wait_s=0))
-    assert isinstance(reply, Nack) and reply.code == "unknown_stage"
-
-
-# -- the room there is ----------------------------------------------------------------------------
+    reply = run.get("r", m.LeaseTasks(kind="reward", capacity=1, wait_s=0), m.Nack)
+    assert reply.code == "unknown_stage"
 
 
 def counted(run: World) -> dict[str, int]:
-    """Return what was counted since the last call."""
     found = {name: value for name, value in run.broker.counters.items() if value}
     run.broker.counters.clear()
     return found
@@ -298,6 +244,6 @@ def test_a_store_that_is_full() -> None:
     run.pass_time(0.1)
     assert run.lease("a", 4, 0)
     assert counted(run) == {}
-    give_nothing = ReturnTasks(samples=[])
-    assert run.ask("a", give_nothing) == Ok()
+    give_nothing = m.ReturnTasks(samples=[])
+    assert run.ask("a", give_nothing) == m.Ok()
     assert counted(run) == {}

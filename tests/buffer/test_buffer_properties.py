@@ -14,23 +14,7 @@ from fakes.broker_world import World, trajectory
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from umbra.proto.messages import (
-    BatchLease,
-    CheckpointSaved,
-    CommitBatch,
-    FinishRun,
-    LeaseBatch,
-    LeaseTasks,
-    Leave,
-    Message,
-    Nack,
-    RenewLeases,
-    ReturnedSample,
-    ReturnTasks,
-    RunFinished,
-    SubmitResults,
-    TaskLeases,
-)
+from umbra.proto import messages as m
 from umbra.proto.records import Score, Task, Trajectory, pack_float32
 from umbra.services.buffer.endpoints.trainer import interrupt
 from umbra.services.buffer.samples.groups import State
@@ -133,7 +117,7 @@ class BrokerMachine(RuleBasedStateMachine):
         self.sent: list[tuple[str, Trajectory]] = []
         self.scoring: list[tuple[str, str, Task]] = []
         self.judged: list[set[tuple[str, int]]] = []  # samples and attempts, by message
-        self.batch: BatchLease | None = None
+        self.batch: m.BatchLease | None = None
         self.version = 0
         self.uses: dict[int, list[str]] = {}  # by committed step: its samples
         self.forgotten: set[str] = set()  # what was over when the buffer was killed
@@ -157,7 +141,7 @@ class BrokerMachine(RuleBasedStateMachine):
         if name not in self.broker.members.peers:
             self.come(name)
 
-    def tell(self, name: str, body: Message) -> Message | None:
+    def tell(self, name: str, body: m.Message) -> m.Message | None:
         """`name` sends `body`, and all take in what came for parked requests."""
         reply = self.world.ask(name, body)
         self.collect()
@@ -166,14 +150,14 @@ class BrokerMachine(RuleBasedStateMachine):
     def collect(self) -> None:
         for name, messages in self.world.late.items():
             for message in messages:
-                if isinstance(message, TaskLeases):
+                if isinstance(message, m.TaskLeases):
                     self.tasks += [(name, task) for task in message.tasks]
-                elif isinstance(message, BatchLease):
+                elif isinstance(message, m.BatchLease):
                     self.got(message)
-                self.finished |= isinstance(message, RunFinished)
+                self.finished |= isinstance(message, m.RunFinished)
             messages.clear()
 
-    def got(self, batch: BatchLease) -> None:
+    def got(self, batch: m.BatchLease) -> None:
         """An answer to the trainer, in full or not."""
         if not batch.trajectories:
             return
@@ -210,16 +194,15 @@ class BrokerMachine(RuleBasedStateMachine):
                 assert self.judged[number] == {(one.sample_id, one.attempt) for one in group}
 
     def used(self, before: int = STEPS + 1) -> set[str]:
-        """The samples that were trained on in the steps before."""
         return {name for step, all_of in self.uses.items() if step < before for name in all_of}
 
     # -- generators -------------------------------------------------------------------------------
 
     @rule(name=names, capacity=st.integers(1, 8), wait_s=st.sampled_from([0.0, 7.0]))
     def lease(self, name: str, capacity: int, wait_s: float) -> None:
-        body = LeaseTasks(capacity=capacity, version=self.serving[name], wait_s=wait_s)
+        body = m.LeaseTasks(capacity=capacity, version=self.serving[name], wait_s=wait_s)
         reply = self.tell(name, body)
-        if isinstance(reply, TaskLeases):
+        if isinstance(reply, m.TaskLeases):
             self.tasks += [(name, task) for task in reply.tasks]
             assert len(reply.tasks) <= capacity
 
@@ -233,7 +216,7 @@ class BrokerMachine(RuleBasedStateMachine):
         own = [task for holder, task in self.tasks[known:] if holder == name]
         made = [self.answer(name, task, False) for task in own[:8]]
         self.sent += [(name, one) for one in made]
-        self.tell(name, SubmitResults(trajectories=made))
+        self.tell(name, m.SubmitResults(trajectories=made))
 
     @rule(name=names)
     def load_weights(self, name: str) -> None:
@@ -246,13 +229,13 @@ class BrokerMachine(RuleBasedStateMachine):
         name, task = self.tasks[-1 - pick % min(8, len(self.tasks))] if newest else self.pick(pick)
         made = self.answer(name, task, updated, **({} if sound else {"loss_mask": b""}))
         self.sent.append((name, made))
-        self.tell(name, SubmitResults(trajectories=[made]))
+        self.tell(name, m.SubmitResults(trajectories=[made]))
 
     @precondition(lambda self: self.sent)
     @rule(pick=picks)
     def submit_again(self, pick: int) -> None:
         name, made = self.sent[pick % len(self.sent)]
-        self.tell(name, SubmitResults(trajectories=[made]))
+        self.tell(name, m.SubmitResults(trajectories=[made]))
 
     @precondition(lambda self: self.tasks)
     @rule(pick=picks, has_partial=st.booleans(), failed=st.booleans(), flush=st.booleans())
@@ -260,18 +243,18 @@ class BrokerMachine(RuleBasedStateMachine):
         name, task = self.pick(pick)
         partial = trajectory(task, self.serving[name], finish_reason="partial")
         if flush:
-            self.tell(name, RenewLeases(partials=[partial]))
+            self.tell(name, m.RenewLeases(partials=[partial]))
             return
-        returned = ReturnedSample(
+        returned = m.ReturnedSample(
             sample_id=task.sample_id, attempt=task.attempt, reason="x", failed=failed,
             partial=partial if has_partial else None,
         )  # fmt: skip
-        self.tell(name, ReturnTasks(samples=[returned]))
+        self.tell(name, m.ReturnTasks(samples=[returned]))
 
     @rule(name=names)
     def renew(self, name: str) -> None:
         own = [(task.sample_id, task.attempt) for holder, task in self.tasks if holder == name]
-        self.tell(name, RenewLeases(leases=own))
+        self.tell(name, m.RenewLeases(leases=own))
 
     @rule(name=st.sampled_from([*GENERATORS, *SCORERS, "trainer"]))
     def restart(self, name: str) -> None:
@@ -279,7 +262,7 @@ class BrokerMachine(RuleBasedStateMachine):
 
     @rule(name=names)
     def leave(self, name: str) -> None:
-        self.tell(name, Leave(reason="x"))
+        self.tell(name, m.Leave(reason="x"))
 
     @rule()
     def interrupt(self) -> None:
@@ -305,8 +288,8 @@ class BrokerMachine(RuleBasedStateMachine):
     def to_score(self, name: str, stage: int, capacity: int) -> list[Task]:
         stages = self.policies["stages"]
         kind = stages[stage % len(stages)]
-        reply = self.tell(name, LeaseTasks(kind=kind, capacity=capacity, wait_s=0))
-        if not isinstance(reply, TaskLeases):
+        reply = self.tell(name, m.LeaseTasks(kind=kind, capacity=capacity, wait_s=0))
+        if not isinstance(reply, m.TaskLeases):
             return []
         self.scoring += [(name, kind, task) for task in reply.tasks]
         if kind == "reward":
@@ -341,7 +324,7 @@ class BrokerMachine(RuleBasedStateMachine):
         own = [one for n, s, one in self.scoring if (n, s) == (name, stage)]
         for number, is_good in () if is_whole else more:
             scores += self.judge([own[number % len(own)]], number % 2, is_good)
-        self.tell(name, SubmitResults(scores=scores))
+        self.tell(name, m.SubmitResults(scores=scores))
 
     def judge(self, tasks: list[Task], reward: float, good: bool) -> list[Score]:
         """Scores that fit any stage, or errors, which name the message that they come in."""
@@ -364,8 +347,8 @@ class BrokerMachine(RuleBasedStateMachine):
     @rule(wait_s=st.sampled_from([0.0, 7.0]))
     def lease_batch(self, wait_s: float) -> None:
         self.ensure("trainer")
-        reply = self.world.ask("trainer", LeaseBatch(step=self.version + 1, wait_s=wait_s))
-        if isinstance(reply, BatchLease):
+        reply = self.world.ask("trainer", m.LeaseBatch(step=self.version + 1, wait_s=wait_s))
+        if isinstance(reply, m.BatchLease):
             self.got(reply)
         self.collect()
 
@@ -374,15 +357,14 @@ class BrokerMachine(RuleBasedStateMachine):
     def commit(self) -> None:
         assert self.batch is not None
         step, samples = self.batch.step, [made.sample_id for made in self.batch.trajectories]
-        reply = self.world.ask("trainer", CommitBatch(step=step))
-        if not isinstance(reply, Nack):
+        reply = self.world.ask("trainer", m.CommitBatch(step=step))
+        if not isinstance(reply, m.Nack):
             self.version, self.uses[step] = step, samples
         self.collect()
 
     @precondition(lambda self: len(self.broker.pool.complete) > 0)
     @rule()
     def train(self) -> None:
-        """What a sound trainer does."""
         if self.version < STEPS:
             self.lease_batch(0.0)
         if self.batch is not None and self.batch.step == self.version + 1:
@@ -391,11 +373,11 @@ class BrokerMachine(RuleBasedStateMachine):
     @rule(step=st.integers(-1, STEPS + 1))
     def commit_something_else(self, step: int) -> None:
         if self.batch is None or step != self.batch.step or step <= self.version:
-            self.tell("trainer", CommitBatch(step=step))
+            self.tell("trainer", m.CommitBatch(step=step))
 
     @rule()
     def save_a_checkpoint(self) -> None:
-        self.tell("trainer", CheckpointSaved(step=self.version))
+        self.tell("trainer", m.CheckpointSaved(step=self.version))
 
     @precondition(lambda self: self.durable)
     @rule()
@@ -404,8 +386,8 @@ class BrokerMachine(RuleBasedStateMachine):
         step = (self.broker.batches.checkpoint or 0) + 1
         if step > self.version or self.finished:
             return
-        reply = self.world.ask("trainer", LeaseBatch(step=step, wait_s=0))
-        assert isinstance(reply, BatchLease), reply
+        reply = self.world.ask("trainer", m.LeaseBatch(step=step, wait_s=0))
+        assert isinstance(reply, m.BatchLease), reply
         self.version, self.batch = step - 1, None
         self.got(reply)
         self.collect()
@@ -432,8 +414,8 @@ class BrokerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.version >= STEPS - 1)
     @rule()
     def finish(self) -> None:
-        reply = self.tell("trainer", FinishRun(reason="x"))
-        if isinstance(reply, RunFinished):
+        reply = self.tell("trainer", m.FinishRun(reason="x"))
+        if isinstance(reply, m.RunFinished):
             self.finished = True
             assert not any(reply.ledger.in_flight.values())
 
@@ -499,7 +481,6 @@ class BrokerMachine(RuleBasedStateMachine):
 
     @invariant()
     def only_live_samples_take_memory(self) -> None:
-        """Live ones, and those of kept batches."""
         kept = {name for step in self.broker.batches.archive.steps for name in self.uses[step]}
         stored = {key[2:] for key in self.world.store.keys("t/s-")}
         assert stored <= set(self.broker.pool.samples) | kept
@@ -534,19 +515,18 @@ class BrokerMachine(RuleBasedStateMachine):
             self.lease(name, 100, 0.0)
             for holder, task in self.tasks:
                 made = self.answer(holder, task, False, reward=len(self.tasks) % 2)
-                self.world.ask(holder, SubmitResults(trajectories=[made]))
+                self.world.ask(holder, m.SubmitResults(trajectories=[made]))
         for number in range(len(self.policies["stages"])):
             by_group: dict[str, list[Task]] = {}
             for task in self.to_score("x", number, 100):
                 by_group.setdefault(task.group_id, []).append(task)
             for index, tasks in enumerate(by_group.values()):
-                self.world.ask("x", SubmitResults(scores=self.judge(tasks, index % 2, True)))
+                self.world.ask("x", m.SubmitResults(scores=self.judge(tasks, index % 2, True)))
         self.collect()
         self.train()
 
 
 def logprobs_of(made: Trajectory) -> bytes:
-    """What a model says of this very response."""
     return pack_float32([-float(made.attempt)] * made.response_tokens)
 
 

@@ -10,19 +10,7 @@ import msgspec
 import pytest
 from fakes.broker_world import World, trajectory
 
-from umbra.proto.messages import (
-    BatchLease,
-    CheckpointSaved,
-    FinishRun,
-    LeaseBatch,
-    Nack,
-    Ok,
-    RenewLeases,
-    ReturnedSample,
-    ReturnTasks,
-    RunFinished,
-    TaskLeases,
-)
+from umbra.proto import messages as m
 from umbra.proto.records import EvalReport
 from umbra.services.buffer.persistence import PLACES, RunRecord, pack_run, put_back
 from umbra.services.buffer.samples.evaluation import OpenEvaluation
@@ -42,7 +30,7 @@ def test_members_and_leases_outlive_the_buffer() -> None:
     tasks = world.lease("a", 3, 0)
     world.restart_broker()
     held = [(task.sample_id, task.attempt) for task in tasks]
-    renewed = world.get("a", RenewLeases(leases=held), TaskLeases)
+    renewed = world.get("a", m.RenewLeases(leases=held), m.TaskLeases)
     assert renewed.lost == []
     assert world.submit("a", *(trajectory(task, 0) for task in tasks)).accepted == 3
     assert world.submit("a", trajectory(tasks[0], 0)).accepted == 1  # its ack was lost
@@ -86,18 +74,18 @@ def test_a_partial_outlives_the_buffer() -> None:
     world = started()
     (task,) = world.lease("a", 1, 0)
     partial = trajectory(task, 0, finish_reason="partial")
-    given = ReturnedSample(
+    given = m.ReturnedSample(
         sample_id=task.sample_id, attempt=task.attempt, reason="x", partial=partial
     )
-    world.get("a", ReturnTasks(samples=[given]), Ok)
+    world.get("a", m.ReturnTasks(samples=[given]), m.Ok)
     world.restart_broker()
     (again,) = world.lease("a", 1, 0)
     assert (again.sample_id, again.trajectory) == (task.sample_id, partial)
 
 
-def trained(world: World, steps: int) -> list[BatchLease]:
+def trained(world: World, steps: int) -> list[m.BatchLease]:
     """`steps` steps; their batches."""
-    batches: list[BatchLease] = []
+    batches: list[m.BatchLease] = []
     for step in range(1, steps + 1):
         world.produce("a", step - 1)
         batches.append(world.batch(step))
@@ -108,7 +96,7 @@ def trained(world: World, steps: int) -> list[BatchLease]:
 def test_a_trainer_that_starts_again_gets_the_same_batches_in_order() -> None:
     world = started()
     batches = trained(world, 5)
-    world.get("trainer", CheckpointSaved(step=2), Ok)
+    world.get("trainer", m.CheckpointSaved(step=2), m.Ok)
     world.produce("a", 5)
     batches.append(world.batch(6))  # formed, but never committed
     for kill in (False, True):
@@ -130,17 +118,17 @@ def test_a_trainer_that_starts_again_gets_the_same_batches_in_order() -> None:
 def test_the_same_trainer_cannot_go_back() -> None:
     world = started()
     trained(world, 2)
-    assert isinstance(world.ask("trainer", LeaseBatch(step=1, wait_s=0)), Nack)
+    assert isinstance(world.ask("trainer", m.LeaseBatch(step=1, wait_s=0)), m.Nack)
 
 
 def test_what_a_checkpoint_covers_cannot_be_repeated_and_takes_no_room() -> None:
     world = started(run_ahead=0)
     trained(world, 3)
     assert len(world.store.keys("t/")) == 12
-    world.get("trainer", CheckpointSaved(step=2), Ok)
+    world.get("trainer", m.CheckpointSaved(step=2), m.Ok)
     assert len(world.store.keys("t/")) == 4
     world.join("trainer", "trainer", "trainer-2")
-    assert isinstance(world.ask("trainer", LeaseBatch(step=2, wait_s=0)), Nack)
+    assert isinstance(world.ask("trainer", m.LeaseBatch(step=2, wait_s=0)), m.Nack)
     assert len(world.batch(3).trajectories) == 4
 
 
@@ -210,7 +198,7 @@ def test_a_finished_run_goes_on_when_it_gets_more_steps() -> None:
     world.produce("a", 0)
     world.batch(1)
     world.commit(1)
-    world.get("trainer", FinishRun(reason="done"), RunFinished)
+    world.get("trainer", m.FinishRun(reason="done"), m.RunFinished)
     world.restart_broker()
     assert world.broker.state == "draining"
     more = msgspec.structs.replace(world.config.run, steps=2)
@@ -229,7 +217,7 @@ def test_a_finished_run_goes_on_when_it_gets_more_steps() -> None:
 def test_a_finished_run_stays_finished() -> None:
     world = started()
     world.lease("a", 2, 0)
-    world.get("trainer", FinishRun(reason="done"), RunFinished)
+    world.get("trainer", m.FinishRun(reason="done"), m.RunFinished)
     world.restart_broker()
     assert world.broker.state == "draining"
     assert not any(world.pool.ledger.snapshot().in_flight.values())

@@ -36,7 +36,6 @@ def reopen(store: LmdbStore) -> LmdbStore:
 
 
 def filled(folder: Path) -> LmdbStore:
-    """A store with three commits of two keys each."""
     store = LmdbStore(folder)
     for number in range(3):
         store.put(f"a{number}", b"x" * 100)
@@ -47,7 +46,6 @@ def filled(folder: Path) -> LmdbStore:
 
 @pytest.fixture(params=["memory", "lmdb"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    """Each kind of store."""
     made = MemoryStore(durable=True) if request.param == "memory" else LmdbStore(tmp_path)
     yield made
     made.close()

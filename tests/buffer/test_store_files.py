@@ -46,7 +46,6 @@ def filled(folder: Path, *, first: int = 0, commits: int = 30) -> dict[str, byte
 
 
 def found(folder: Path) -> dict[str, bytes] | str:
-    """What is in the store, or why it is refused."""
     try:
         store = LmdbStore(folder)
     except StoreError as error:
@@ -169,9 +168,6 @@ def test_stores_of_other_versions_are_refused(
     filled(tmp_path / "new")
     monkeypatch.undo()
     assert "schema 99" in found(tmp_path / "new")
-
-
-# -- the run that has it --------------------------------------------------------------------------
 
 
 Change = Callable[[Path], None]

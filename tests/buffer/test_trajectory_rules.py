@@ -10,24 +10,8 @@ from typing import Any
 import pytest
 from fakes.broker_world import World, trajectory
 
-from umbra.proto.messages import (
-    BatchLease,
-    LeaseBatch,
-    LeaseTasks,
-    Leave,
-    Nack,
-    SubmitResults,
-    TaskLeases,
-)
-from umbra.proto.records import (
-    Sampling,
-    Score,
-    Support,
-    Task,
-    VersionSpan,
-    pack_float32,
-    pack_int32,
-)
+from umbra.proto import messages as m
+from umbra.proto.records import Sampling, Support, Task, VersionSpan, pack_float32, pack_int32
 from umbra.services.buffer.endpoints.worker import STRIKES
 from umbra.services.config.trajectory_rules import RunFacts, find_fault
 from umbra.services.trainer.batch import BatchError, make_batch
@@ -49,6 +33,11 @@ POISON: list[tuple[dict[str, Any], str]] = [
     ({"prompt_ids": pack_int32([-1, 2])}, "prompt_ids reach from -1"),
     ({"prompt_ids": pack_int32([1] * 2047)}, "2049 tokens, 2048 at most"),
     ({"loss_mask": b"\0\0"}, "no token to learn from"),
+    ({"loss_mask": b"\1"}, "loss_mask has 1 entries for 2 response tokens"),
+    ({"logprobs": b""}, "logprobs has 0 bytes for 2 response tokens"),
+    ({"logprobs": b"abc"}, "logprobs has 3 bytes"),
+    ({"spans": [VersionSpan(version=0, start=0, end=1)]}, "spans end at token 1 of 2"),
+    ({"spans": [VersionSpan(version=0, start=1, end=2)]}, "does not follow token 0"),
     ({"logprobs": pack_float32([-0.5, 0.1])}, "above 0"),
     ({"logprobs": pack_float32([-0.5, -1e30])}, "below -128"),
     ({"logprobs": pack_float32([-0.5, -math.inf])}, "not finite"),
@@ -90,8 +79,8 @@ def world(**changes: Any) -> World:
     return run
 
 
-def ask_batch(run: World, step: int) -> BatchLease:
-    return run.get("trainer", LeaseBatch(step=step, wait_s=0.0), BatchLease)
+def ask_batch(run: World, step: int) -> m.BatchLease:
+    return run.get("trainer", m.LeaseBatch(step=step, wait_s=0.0), m.BatchLease)
 
 
 def answer(run: World, name: str, capacity: int = 4) -> None:
@@ -160,10 +149,10 @@ def test_malformed_answers_cost_a_generator_its_leases_and_no_sample_an_attempt(
     for _ in range(STRIKES):
         (task,) = run.lease("bad", 1, 0)
         poison = trajectory(task, 0, reward=1e308)
-        ack = run.get("bad", SubmitResults(trajectories=[poison]), TaskLeases)
+        ack = run.get("bad", m.SubmitResults(trajectories=[poison]), m.TaskLeases)
         assert ack.refused[task.sample_id].startswith("malformed: ")
-    refused = run.ask("bad", LeaseTasks(capacity=1, version=0, wait_s=0))
-    assert isinstance(refused, Nack) and refused.code == "malformed_answers"
+    refused = run.get("bad", m.LeaseTasks(capacity=1, version=0, wait_s=0), m.Nack)
+    assert refused.code == "malformed_answers"
     assert not run.pool.leases.of("bad")
     for step in range(1, 4):
         while not ask_batch(run, step).trajectories:
@@ -178,7 +167,7 @@ def test_a_sound_answer_forgives_malformed_ones() -> None:
     for _ in range(2):
         for _ in range(STRIKES - 1):
             (task,) = run.lease("bad", 1, 0)
-            run.ask("bad", SubmitResults(trajectories=[trajectory(task, 0, reward=1e308)]))
+            run.ask("bad", m.SubmitResults(trajectories=[trajectory(task, 0, reward=1e308)]))
         answer(run, "bad")
     assert run.lease("bad", 1, 0)
 
@@ -186,10 +175,10 @@ def test_a_sound_answer_forgives_malformed_ones() -> None:
 def test_a_generator_that_comes_back_has_to_show_again_that_its_answers_are_sound() -> None:
     run = world(max_attempts=1)
     answer(run, "bad")
-    run.ask("bad", Leave(reason="done"))
+    run.ask("bad", m.Leave(reason="done"))
     run.join("generator", "bad")
     (task,) = run.lease("bad", 1, 0)
-    run.ask("bad", SubmitResults(trajectories=[trajectory(task, 0, reward=1e308)]))
+    run.ask("bad", m.SubmitResults(trajectories=[trajectory(task, 0, reward=1e308)]))
     assert not run.pool.ledger.ended["failed"]
 
 
@@ -219,9 +208,7 @@ def test_scores_are_judged_by_the_same_rules(
     run = world(stages=[stage])
     run.join("scorer", "r")
     answer(run, "a", 1)
-    ask = LeaseTasks(kind=stage, capacity=1, wait_s=0.0)
-    (task,) = run.get("r", ask, TaskLeases).tasks
-    score = Score(sample_id=task.sample_id, attempt=task.attempt, **changes)
-    ack = run.get("r", SubmitResults(scores=[score]), TaskLeases)
+    (task,) = run.to_score("r", stage, 1)
+    ack = run.give("r", [task], **changes)
     assert words in ack.refused[task.sample_id]
     assert run.broker.counters["malformed_scores"] == 1

@@ -11,7 +11,6 @@ from umbra.services.environments.worker import EnvironmentHost
 
 
 async def later(value: float) -> float:
-    """A value, after another turn of the loop."""
     await asyncio.sleep(0)
     return value
 
@@ -75,7 +74,6 @@ class LibraryLoop:
         return StepResult(reward=asyncio.run(later(self.run_sync(float(response)))))
 
     def run_sync(self, value: float) -> float:
-        """The value, by a loop that others of the thread use too."""
         self.loops.append(asyncio.get_event_loop())
         return self.loops[-1].run_until_complete(later(value))
 

@@ -23,7 +23,6 @@ USER_CODE = """
 import asyncio, os, signal, sys, time
 
 def score(prompt, completion, row):
-    print("hello from a reward")
     if completion == "raise":
         raise KeyError("gold")
     if completion == "hang":
@@ -36,11 +35,7 @@ def score(prompt, completion, row):
         return len(bytearray(8 << 30))
     if completion == "text":
         return "1.0"
-    return float(os.getpid()) if completion == "pid" else 0.5
-
-async def slow_score(prompt, completion, row):
-    await asyncio.sleep(600 if completion == "hang" else 0)
-    return 0.25
+    return 0.5
 
 class Count:
     # Answers with the sum of all turns; which process it is in does not matter.
@@ -107,8 +102,6 @@ class Blocking(Waiting):
 
 
 class Player:
-    """Plays and waits for what comes of it."""
-
     def __init__(self, config: EnvironmentConfig) -> None:
         self._event = threading.Event()
         self.pool = ProcessPool(config, wake=self._event.set)
@@ -214,9 +207,6 @@ def test_a_module_that_ends_the_process_is_named(tmp_path: Path, module: str) ->
     (tmp_path / f"{module}_exits.py").write_text("import os; os._exit(7)")
     with pytest.raises(UsageError, match=r"ended \(exit code 7\) when it was started"):
         open_pool(EnvironmentConfig(kind="reward", reward=f"{module}_exits:score"))
-
-
-# -- time limits ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["Waiting", "Blocking"])

@@ -10,28 +10,15 @@ import pytest
 from fakes.broker_world import World, give_back, trajectory
 
 from umbra.proto.errors import UsageError
-from umbra.proto.messages import (
-    LeaseTasks,
-    ReturnedSample,
-    SubmitResults,
-    TaskLeases,
-)
-from umbra.proto.records import Score, Task
+from umbra.proto.messages import ReturnedSample
+from umbra.proto.records import Task
 from umbra.services.buffer.status import StallReport
-from umbra.services.config import (
-    BufferConfig,
-    EnvironmentConfig,
-    EvalConfig,
-    RunConfig,
-)
-from umbra.services.config.rules import check_feasible
+from umbra.services.config import EvalConfig
 from umbra.services.environments.protocol import SampleError, StepResult
 from umbra.services.environments.rewards import RewardedGroup, RewardFunction, Rewards
 from umbra.services.prompts.rows import Prompt
 
 ROW = {"prompt": "say", "target": "hi"}
-
-# -- functions -------------------------------------------------------------------------------------
 
 
 def rank(prompts: list[Any], completions: list[str], target: list[str], **kwargs: Any) -> Any:
@@ -96,9 +83,6 @@ def test_a_function_that_takes_no_group_is_refused() -> None:
         rewarded(["a"], (alone, 1.0))
 
 
-# -- the buffer ------------------------------------------------------------------------------------
-
-
 def world(**options: Any) -> World:
     """Groups of three, of which two are a batch, with scorers `x` and `y`."""
     fixed = {"stages": ["reward"], "lease_s": 10, "dead_after_s": 1000}
@@ -115,19 +99,6 @@ def answer(run: World, *tasks: Task, version: int = 0) -> None:
     assert not run.submit("a", *(trajectory(task, version, reward=0.0) for task in tasks)).refused
 
 
-def to_score(run: World, name: str = "x", capacity: int = 100, stage: str = "reward") -> Any:
-    ask = LeaseTasks(kind=stage, capacity=capacity, wait_s=0)
-    return run.get(name, ask, TaskLeases).tasks
-
-
-def give(run: World, name: str, tasks: list[Task], *rewards: float, **said: Any) -> Any:
-    scores = [
-        Score(sample_id=task.sample_id, attempt=task.attempt, reward=reward, **said)
-        for task, reward in zip(tasks, rewards, strict=True)
-    ]
-    return run.get(name, SubmitResults(scores=scores), TaskLeases)
-
-
 def ids(tasks: list[Task]) -> list[str]:
     return [task.sample_id for task in tasks]
 
@@ -136,31 +107,31 @@ def test_a_group_is_scored_when_its_last_sample_is_there() -> None:
     run = world()
     tasks = run.lease("a", 100, 0)
     answer(run, *tasks[:2], *tasks[3:5])
-    assert to_score(run) == []
+    assert run.to_score("x") == []
     missing = StallReport(run.broker.run).missing(run.now)
     assert "stage reward waits for all of its group: waiting for sample s-2 held by a" in missing
     assert not [one for one in StallReport(run.broker.run).stuck(run.now) if "stage" in one.what]
     answer(run, tasks[2])
-    given = to_score(run, capacity=1)  # a scorer gets one group at least
+    given = run.to_score("x", capacity=1)  # a scorer gets one group at least
     assert ids(given) == ["s-0", "s-1", "s-2"]
     assert {task.trajectory.group_id for task in given} == {"g-0"}
     answer(run, tasks[5])
-    assert ids(to_score(run, "y")) == ["s-3", "s-4", "s-5"]
+    assert ids(run.to_score("y")) == ["s-3", "s-4", "s-5"]
 
 
 def test_scores_of_a_group_are_taken_all_or_not_at_all() -> None:
     run = world()
     answer(run, *run.lease("a", 3, 0))
-    given = to_score(run)
-    (refused,) = give(run, "x", given[:1], 1.0).refused.values()
+    given = run.to_score("x")
+    (refused,) = run.give("x", given[:1], 1.0).refused.values()
     assert refused == "malformed: 1 scores for the 3 samples of a group"
     assert {sample.state for sample in run.pool.samples.values()} == {"scoring"}
-    again = to_score(run, "y")
+    again = run.to_score("y")
     assert [(task.sample_id, task.attempt) for task in again] == [
         ("s-0", 2), ("s-1", 2), ("s-2", 2),
     ]  # fmt: skip
-    assert len(give(run, "x", given, 1.0, 2.0, 3.0).refused) == 3  # too late
-    assert give(run, "y", again, 1.0, 2.0, 3.0).accepted == 3
+    assert len(run.give("x", given, 1.0, 2.0, 3.0).refused) == 3  # too late
+    assert run.give("y", again, 1.0, 2.0, 3.0).accepted == 3
     assert [sample.reward for sample in run.pool.samples.values()] == [1.0, 2.0, 3.0]
     assert list(run.pool.complete) == ["g-0"]
 
@@ -168,12 +139,12 @@ def test_scores_of_a_group_are_taken_all_or_not_at_all() -> None:
 def test_a_group_goes_to_another_scorer_as_a_whole() -> None:
     run = world()
     answer(run, *run.lease("a", 3, 0))
-    assert len(to_score(run)) == 3
+    assert len(run.to_score("x")) == 3
     run.pass_time(11)
     assert run.broker.counters["expired_leases"] == 1
-    assert ids(to_score(run, "y")) == ["s-0", "s-1", "s-2"]
+    assert ids(run.to_score("y")) == ["s-0", "s-1", "s-2"]
     run.join("scorer", "y", "y-2")  # it was killed
-    assert ids(to_score(run)) == ["s-0", "s-1", "s-2"]
+    assert ids(run.to_score("x")) == ["s-0", "s-1", "s-2"]
 
 
 def test_a_group_that_cannot_be_scored_fails_once_and_is_named(
@@ -182,7 +153,7 @@ def test_a_group_that_cannot_be_scored_fails_once_and_is_named(
     run = world(max_attempts=2)
     answer(run, *run.lease("a", 3, 0))
     for _ in range(2):
-        give(run, "x", to_score(run), 0.0, 0.0, 0.0, error="raised ValueError: no")
+        run.give("x", run.to_score("x"), 0.0, 0.0, 0.0, error="raised ValueError: no")
     assert run.pool.ledger.ended == {"failed": 3}
     assert run.broker.counters["scoring_failures"] == 1
     assert "group g-0, 3 samples failed in stage reward: raised ValueError: no" in caplog.text
@@ -195,7 +166,7 @@ def test_a_sample_that_fails_ends_its_group_which_nobody_scores() -> None:
     answer(run, *tasks[:2])
     back = ReturnedSample(sample_id="s-2", attempt=1, reason="x", failed=True)
     give_back(run, "a", back)
-    assert to_score(run) == []
+    assert run.to_score("x") == []
     assert run.pool.ledger.ended == {"failed": 3}
 
 
@@ -204,15 +175,15 @@ def test_rewards_are_void_when_a_sample_of_the_group_is_made_anew() -> None:
     run = world(batch_groups=1, run_ahead=1, max_staleness=1)
     tasks = run.lease("a", 100, 0)
     answer(run, *tasks)
-    give(run, "x", to_score(run), *(float(n) for n in range(6)))
+    run.give("x", run.to_score("x"), *(float(n) for n in range(6)))
     run.pool.again(run.pool.samples["s-4"])
     assert [run.pool.samples[f"s-{n}"].state for n in (3, 4, 5)] == ["scoring", "queued", "scoring"]
     assert run.pool.samples["s-3"].reward == 0.0
     assert list(run.pool.complete) == ["g-0"]
-    assert to_score(run) == []
+    assert run.to_score("x") == []
     (task,) = run.lease("b", 1, 0)
     assert not run.submit("b", trajectory(task, 0, reward=0.0)).refused
-    give(run, "y", to_score(run, "y"), 7.0, 8.0, 9.0)
+    run.give("y", run.to_score("y"), 7.0, 8.0, 9.0)
     assert [run.pool.samples[f"s-{n}"].reward for n in (3, 4, 5)] == [7.0, 8.0, 9.0]
     run.broker.run.check()
 
@@ -221,16 +192,16 @@ def test_groups_are_gathered_again_after_a_restart() -> None:
     run = world(durable=True)
     tasks = run.lease("a", 100, 0)
     answer(run, *tasks[:5])
-    leased = to_score(run)
+    leased = run.to_score("x")
     assert ids(leased) == ["s-0", "s-1", "s-2"]
     run.restart_broker()
     for name in "xy":
         run.join("scorer", name)
     run.join("generator", "a")
-    assert not to_score(run, "y"), "leases outlive the buffer"
-    assert not give(run, "x", leased, 1.0, 2.0, 3.0).refused
+    assert not run.to_score("y"), "leases outlive the buffer"
+    assert not run.give("x", leased, 1.0, 2.0, 3.0).refused
     answer(run, tasks[5])
-    assert ids(to_score(run, "x")) == ["s-3", "s-4", "s-5"]
+    assert ids(run.to_score("x")) == ["s-3", "s-4", "s-5"]
 
 
 def test_all_samples_of_a_prompt_are_rewarded_at_once_in_evaluations() -> None:
@@ -238,41 +209,16 @@ def test_all_samples_of_a_prompt_are_rewarded_at_once_in_evaluations() -> None:
     config = EvalConfig(every=1, at_ends=False, samples=4, samples_per_prompt=2, prompts="x")
     run = world(batch_groups=1, eval_config=config, eval_prompts=prompts)
     answer(run, *run.lease("a", 3, 0))
-    give(run, "x", to_score(run), 1.0, 2.0, 3.0)
+    run.give("x", run.to_score("x"), 1.0, 2.0, 3.0)
     assert run.batch(1).trajectories
     run.commit(1)
     tasks = run.lease("a", 4, 1)
     assert [task.row["prompt"][-1] for task in tasks] == ["0", "0", "1", "1"]
     answer(run, *tasks[:3], version=1)
-    give(run, "x", to_score(run), 1.0, 0.0)
+    run.give("x", run.to_score("x"), 1.0, 0.0)
     back = ReturnedSample(sample_id=tasks[3].sample_id, attempt=1, reason="x", failed=True)
     give_back(run, "a", back)
     (report,) = run.broker.status(run.now).evals
     assert (report.done, report.answered, report.ended) == (True, 2, {"failed": 2})
     assert report.accuracy == 0.25  # what failed is worth nothing
     run.broker.run.check()
-
-
-# -- configurations --------------------------------------------------------------------------------
-
-
-def config(environment: dict[str, Any] | None = None, **buffer: Any) -> RunConfig:
-    given = {"kind": "reward", "reward": "mine:rank", "reward_scope": "group"}
-    return RunConfig(
-        environment=EnvironmentConfig(**{**given, **(environment or {})}),
-        buffer=BufferConfig(**{"stages": ["reward"], **buffer}),
-    )
-
-
-@pytest.mark.parametrize(
-    ("run", "to_change"),
-    [
-        (config(stages=[]), 'put "reward" into buffer.stages'),
-        (config(group_size=1), "buffer.group_size = 1 must be from 2 to 512"),
-        (config(straggler_s=5.0), "buffer.straggler_s = 5 goes on without some"),
-        (config({"kind": "exact", "reward": ""}), "environment.reward_scope = group has no effect"),
-    ],
-)
-def test_what_does_not_go_with_rewards_of_groups_is_refused(run: RunConfig, to_change: str) -> None:
-    with pytest.raises(UsageError, match=to_change):
-        check_feasible(run)

@@ -8,13 +8,8 @@ import pytest
 from fakes.broker_world import World, give_back, trajectory
 
 from umbra.proto.errors import UsageError
-from umbra.proto.messages import (
-    LeaseTasks,
-    ReturnedSample,
-    SubmitResults,
-    TaskLeases,
-)
-from umbra.proto.records import Score, Task
+from umbra.proto.messages import ReturnedSample
+from umbra.proto.records import Task
 from umbra.services.buffer.status import StallReport
 from umbra.services.config import (
     BufferConfig,
@@ -33,8 +28,6 @@ RANKED = NamedEnvironment(
 )
 ALONE = NamedEnvironment(name="alone", kind="reward", reward="mine:score")
 OWN = 0.25  # what a generator says of a sample of ALONE
-
-# -- the buffer ------------------------------------------------------------------------------------
 
 
 def world(**options: Any) -> World:
@@ -56,19 +49,10 @@ def answer(run: World, *tasks: Task, version: int = 0) -> None:
         assert not run.submit("a", trajectory(task, version, **given)).refused
 
 
-def to_score(run: World, stage: str = "reward") -> list[Task]:
-    ask = LeaseTasks(kind=stage, capacity=100, wait_s=0)
-    return run.get("x", ask, TaskLeases).tasks
-
-
-def give(run: World, tasks: list[Task], stage: str = "reward", **said: Any) -> None:
+def give(run: World, tasks: list[Task], **said: Any) -> None:
     """Scores 1, 2, 3, ... for `tasks`."""
-    scores = [
-        Score(sample_id=task.sample_id, attempt=task.attempt, reward=float(number), **said)
-        for number, task in enumerate(tasks, 1)
-    ]
-    given = run.get("x", SubmitResults(scores=scores), TaskLeases)
-    assert given.accepted == len(scores)
+    scores = (float(number) for number, _ in enumerate(tasks, 1))
+    assert run.give("x", tasks, *scores, **said).accepted == len(tasks)
 
 
 def ids(tasks: list[Task]) -> list[str]:
@@ -84,11 +68,11 @@ def test_only_groups_of_environments_that_ask_for_it_go_to_scorers() -> None:
     tasks = run.lease("a", 6, 0)
     answer(run, *tasks[3:], *tasks[:2])
     assert list(run.pool.complete) == ["g-1"]  # at once, though no scorer has asked
-    assert to_score(run) == []
+    assert run.to_score("x") == []
     missing = StallReport(run.broker.run).missing(run.now)
     assert "stage reward waits for all of its group: waiting for sample s-2" in missing
     answer(run, tasks[2])
-    given = to_score(run)
+    given = run.to_score("x")
     assert ids(given) == ["s-0", "s-1", "s-2"]
     give(run, given, reward_parts={"rank": 1.0})
     made = {one.sample_id: one for one in run.batch(1).scored()}
@@ -108,7 +92,7 @@ def test_what_passed_the_stage_is_ready_after_a_restart() -> None:
     for role, name in (("scorer", "x"), ("generator", "a"), ("trainer", "trainer")):
         run.join(role, name)  # type: ignore[arg-type]
     assert states(run, *range(6)) == ["scoring"] * 3 + ["ready"] * 3
-    give(run, to_score(run))
+    give(run, run.to_score("x"))
     rewards = {one.sample_id: one.reward for one in run.batch(1).scored()}
     assert rewards == {"s-0": 1.0, "s-1": 2.0, "s-2": 3.0, "s-3": OWN, "s-4": OWN, "s-5": OWN}
 
@@ -135,7 +119,7 @@ def test_a_failure_in_an_evaluation_costs_a_group_only_where_groups_are_rewarded
     config = EvalConfig(every=1, at_ends=False, samples=4, samples_per_prompt=2, prompts="x")
     run = world(batch_groups=2, run_ahead=0, eval_config=config, eval_prompts=prompts)
     answer(run, *run.lease("a", 6, 0))
-    give(run, to_score(run))
+    give(run, run.to_score("x"))
     assert run.batch(1).trajectories
     run.commit(1)
     tasks = run.lease("a", 4, 1)
@@ -144,14 +128,11 @@ def test_a_failure_in_an_evaluation_costs_a_group_only_where_groups_are_rewarded
     answer(run, *tasks[:3], version=1)
     back = ReturnedSample(sample_id=tasks[3].sample_id, attempt=1, reason="x", failed=True)
     give_back(run, "a", back)
-    give(run, to_score(run))
+    give(run, run.to_score("x"))
     (report,) = run.broker.status(run.now).evals
     assert (report.done, report.answered, report.ended) == (True, 3, {"failed": 1})
     assert report.accuracy == (1.0 + 2.0 + OWN) / 4
     run.broker.run.check()
-
-
-# -- generators, evaluations -------------------------------------------------------------------
 
 
 def mixed(*environments: NamedEnvironment, stages: Any = ("reward",), **buffer: Any) -> RunConfig:
@@ -170,9 +151,6 @@ def test_generators_leave_the_rewards_of_groups_to_scorers() -> None:
     assert unrewarded(one).environment.kind == UNREWARDED
     assert unrewarded(RunConfig()) == RunConfig()
     assert RunConfig().rewarded_by_scorers == ()
-
-
-# -- configurations --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,6 @@ def called(name: str, **arguments: str) -> Said:
 
 
 async def converse(config: EnvironmentConfig, *responses: Said | str) -> list[Any]:
-    """What the environment answers, and then the sample is over."""
     host = EnvironmentHost(load_environment(config), "tools")
     answers: list[Any] = [await host.play("s", {"prompt": "go", "answer": "3"}, [])]
     answers += [await host.play("s", {}, [response]) for response in responses]

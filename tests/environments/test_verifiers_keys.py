@@ -19,8 +19,6 @@ ROW = {"prompt": "p", TASK_DATA: {}}
 
 
 class Client:
-    """Asks with the key that its variable has by then."""
-
     def __init__(self, **options: Any) -> None:
         self.key_variable: str = options["api_key_var"]
         self.url: str = options["base_url"]
@@ -34,8 +32,6 @@ class Client:
 
 
 class Task:
-    """A task, and its data."""
-
     def __init__(self, *_: Any) -> None:
         """Nothing of it matters."""
 
@@ -49,28 +45,22 @@ class Task:
 
 
 class Tasks:
-    """A taskset."""
-
     @classmethod
     def task_type(cls) -> type[Task]:
         return Task
 
 
 class OneOfTheirs:
-    """An environment."""
-
     def __init__(self) -> None:
         self.config = SimpleNamespace(taskset=SimpleNamespace(task=None))
         self.taskset = Tasks()
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """What all episodes share takes a while."""
         await asyncio.sleep(0)
         yield
 
     async def run_episode(self, _task: Any, context: Any) -> Any:
-        """One sample."""
         trace = SimpleNamespace(
             agent=None, errors=[], rewards={}, metrics={}, is_truncated=False,
             reward=await context.client.ask(),

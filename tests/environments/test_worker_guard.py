@@ -3,11 +3,11 @@
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from fakes.slowness import limit, seconds
+from fakes.waiting import is_alive, until
 
 from umbra.services.config import EnvironmentConfig
 from umbra.services.environments import guard
@@ -42,21 +42,6 @@ def hungry(prompt, completion, row):
         return float(len(bytearray(400 << 20)))
     return float(len(bytearray(50 << 20)) > 0)
 """
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return stat.rpartition(")")[2].split()[0] not in "ZX"
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + limit(20.0)
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import msgspec
 
 from umbra.proto import messages as m
 from umbra.proto.net.server import Request
-from umbra.proto.records import Task, Trajectory, VersionSpan, pack_float32, pack_int32
+from umbra.proto.records import Score, Task, Trajectory, VersionSpan, pack_float32, pack_int32
 from umbra.services.buffer.broker import Broker, Endpoints
 from umbra.services.buffer.effects import Effect, Measure, Notify, Reply
 from umbra.services.buffer.prompts import PromptFeed
@@ -47,11 +47,9 @@ class EndlessPrompts(PromptFeed):
         return Prompt(f"{environment_prefix(name)}{self.drawn}", {**row, ENVIRONMENT: name})
 
     def position(self) -> dict[str, Any]:
-        """How many were drawn."""
         return {"drawn": self.drawn}
 
     def seek(self, position: dict[str, Any]) -> None:
-        """Go on there."""
         self.drawn = position["drawn"]
 
 
@@ -91,8 +89,6 @@ class Sent(TypedDict, total=False):
 
 
 class World:
-    """A broker and whoever talks to it."""
-
     def __init__(
         self,
         *,
@@ -139,7 +135,6 @@ class World:
 
     @property
     def pool(self):  # noqa: ANN201 - a shortcut
-        """The broker's samples."""
         return self.broker.pool
 
     def ask(self, name: str, body: m.Message, **sent: Unpack[Sent]) -> m.Message | None:
@@ -167,20 +162,18 @@ class World:
         )
         return Request("any", name.encode(), header, body, frame=sent.get("frame", b""))
 
-    def get(self, name: str, body: m.Message, kind: type[M]) -> M:
+    def get(self, name: str, body: m.Message, kind: type[M], **sent: Unpack[Sent]) -> M:
         """The reply to `body`, which must be a `kind`."""
-        reply = self.ask(name, body)
+        reply = self.ask(name, body, **sent)
         assert isinstance(reply, kind), reply
         return reply
 
     def pass_time(self, seconds: float) -> None:
-        """Turn the clock and tick."""
         self.now += seconds
         self.take(self.broker.tick(self.now))
         self.broker.save()
 
     def take(self, effects: list[Effect]) -> None:
-        """Keep effects that are nobody's direct answer."""
         for effect in effects:
             self._take(effect)
 
@@ -199,7 +192,6 @@ class World:
         return reply
 
     def beat(self, name: str, state: Any = "ready", idle_s: float = 0.0) -> m.Message | None:
-        """A heartbeat."""
         return self.ask(name, m.Heartbeat(state=state, activity="x", progress=1, idle_s=idle_s))
 
     def lease(self, name: str, capacity: int, version: int) -> list[Task]:
@@ -208,8 +200,29 @@ class World:
         return self.get(name, body, m.TaskLeases).tasks
 
     def submit(self, name: str, *trajectories: Trajectory) -> m.TaskLeases:
-        """Deliver answers."""
         return self.get(name, m.SubmitResults(trajectories=list(trajectories)), m.TaskLeases)
+
+    def answer(self, name: str, tasks: Sequence[Task], version: int, *rewards: float) -> None:
+        """Complete `tasks` with `rewards` in turn, 1.0 if none are given."""
+        given = rewards or (1.0,)
+        made = [
+            trajectory(task, version, reward=given[index % len(given)])
+            for index, task in enumerate(tasks)
+        ]
+        assert not self.submit(name, *made).refused
+
+    def to_score(self, name: str, stage: str = "reward", capacity: int = 100) -> list[Task]:
+        body = m.LeaseTasks(kind=stage, capacity=capacity, wait_s=0)
+        return self.get(name, body, m.TaskLeases).tasks
+
+    def give(self, name: str, tasks: Sequence[Task], *rewards: float, **said: Any) -> m.TaskLeases:
+        """Scores of `tasks`: of each its reward, if any are given, and what all have."""
+        each = [{"reward": reward} for reward in rewards] or [{}] * len(tasks)
+        scores = [
+            Score(sample_id=task.sample_id, attempt=task.attempt, **own, **said)
+            for task, own in zip(tasks, each, strict=True)
+        ]
+        return self.get(name, m.SubmitResults(scores=scores), m.TaskLeases)
 
     def produce(self, name: str, version: int, capacity: int = 1000) -> list[Task]:
         """`name` leases all it can and answers all with tokens of `version`."""
