@@ -40,13 +40,9 @@ def load(
 
 
 def mistake(*overrides: str, **environ: str) -> str:
-    """Return what a person is told about an override or a variable."""
     with pytest.raises(UsageError) as caught:
         load(overrides=overrides, environ=environ)
     return str(caught.value)
-
-
-# -- where values come from -----------------------------------------------------------------------
 
 
 def test_flags_beat_the_environment_which_beats_the_file(tmp_path: Path) -> None:
@@ -87,9 +83,6 @@ def test_an_override_keeps_the_rest_of_a_table(tmp_path: Path) -> None:
     assert config.environment.options == {"tries": 9, "low": 2}
 
 
-# -- what comes out -------------------------------------------------------------------------------
-
-
 def test_json_is_read_back(tmp_path: Path) -> None:
     config = load(
         overrides=("trainer.betas=[0.5, 0.75]", "environment.options.a.b=x", "log.level=debug")
@@ -106,9 +99,6 @@ def test_as_dict_is_the_whole_tree() -> None:
     assert {(section, key) for section, values in tree.items() for key in values} == {
         (section, field.name) for section, field in FIELDS
     }
-
-
-# -- what a person is told ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -241,9 +231,6 @@ def test_a_file_from_an_editor_that_marks_its_encoding(tmp_path: Path) -> None:
     assert load("\ufeff[run]\nsteps = 3", tmp_path).run.steps == 3
 
 
-# -- the tree itself ------------------------------------------------------------------------------
-
-
 def test_every_field_is_described_and_has_a_default() -> None:
     assert all((section.__doc__ or "").strip() for section in SECTION_TYPES.values())
     for section, field in FIELDS:
@@ -270,9 +257,6 @@ def test_every_piece_of_an_objective_has_a_key_of_its_type() -> None:
         spelled = load(overrides=(f"trainer.objective={preset}", *plain)).trainer
         assert spelled.pieces == pieces
         assert spelled.chosen == values
-
-
-# -- what follows from the device -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -136,9 +136,6 @@ def test_all_faults_are_told_at_once() -> None:
         check_feasible(config)
 
 
-# -- names of other systems ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "value", "run_ahead", "max_staleness"),
     [

@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 from trl.trainer.grpo_config import GRPOConfig
 
-from umbra.compat.trl import (
-    DEFAULTS,
-    OURS_TO_DECIDE,
-    GRPOTrainer,
-    sections_of,
-    values_of,
-)
+from umbra.compat.trl import DEFAULTS, OURS_TO_DECIDE, GRPOTrainer, sections_of, values_of
 from umbra.proto.errors import UsageError
 from umbra.services.config.loader import config_of
 from umbra.services.config.rules import check_feasible

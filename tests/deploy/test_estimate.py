@@ -26,7 +26,7 @@ from umbra.deploy.check import needs
 from umbra.deploy.check.estimate import estimate
 from umbra.deploy.check.hardware import GIB, Machine
 from umbra.deploy.check.model_sizes import cache_numbers, sizes_of
-from umbra.deploy.check.needs import LAST, LOGITS, Item, peak
+from umbra.deploy.check.needs import peak
 from umbra.proto.errors import UsageError
 from umbra.services.config import TrainerConfig
 from umbra.services.config.loader import load_config
@@ -165,11 +165,6 @@ def test_an_adapter_is_counted_apart(name: str) -> None:
     assert 0 < sizes.trained < whole
 
 
-def test_a_process_needs_the_most_of_any_phase() -> None:
-    items = [Item("a", 5), Item("b", 3, (LOGITS,)), Item("c", 2, (LAST,))]
-    assert peak(items) == 8
-
-
 @pytest.mark.parametrize(("config", "latent", "numbers"), [
     ("qwen3", True, 2 * 2 * 1 * 32),
     ("deepseek-v3", True, None),
@@ -183,9 +178,6 @@ def test_numbers_in_the_cache(config: str, latent: bool, numbers: int | None) ->
         key = made.qk_nope_head_dim + made.qk_rope_head_dim
         numbers = 2 * made.num_attention_heads * (key + made.v_head_dim)
     assert cache_numbers(made, latent=latent) == numbers
-
-
-# -- commands -------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -78,7 +78,6 @@ HOST = 10**15
 
 
 def amounts(config: RunConfig, *, gpu: bool = True) -> dict[str, int]:
-    """Bytes of the trainer, by purpose, GPU and host together."""
     (trainer, *_) = needs(config, SIZES, gpu=GPU * gpu, host=HOST)
     return {item.name: item.bytes for item in (*trainer.device, *trainer.host)}
 

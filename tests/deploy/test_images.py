@@ -106,8 +106,6 @@ def test_what_is_copied_is_there_and_not_ignored() -> None:
                 assert f"!{source.split('/')[0]}" in ignore
 
 
-# -- one machine ----------------------------------------------------------------------------------
-
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))
 
 

@@ -86,8 +86,6 @@ def reward(name: str, *told: str, limit_s: float = 30.0) -> Mistake:
 
 
 def _without(name: str) -> Callable[[Path], object]:
-    """A model of which a file is missing."""
-
     def make(project: Path) -> None:
         model = (project / "model").resolve()
         (project / "partial").mkdir()
@@ -245,7 +243,6 @@ def test_ctrl_c_before_anything_has_begun(here: Path) -> None:
 
 
 def ended(here: Path, *settings: str) -> RunFolder:
-    """The folder of a run of four steps that has reached its end."""
     folder = RunFolder(here / "runs" / "run-1")
     (folder.checkpoints / "step-4").mkdir(parents=True)
     folder.config.write_bytes(to_json(load_run(here / "run.toml", settings)))

@@ -18,14 +18,10 @@ from umbra.proto.errors import UsageError
 
 
 def by_task(plan: Plan) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
-    """Node and GPUs of every process, by task."""
     found: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
     for process in plan.processes:
         found.setdefault(process.task, []).append((process.node.name, process.gpus))
     return found
-
-
-# -- the rule -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -74,9 +70,6 @@ def test_bad_ratios(ratios: list[float], groups: int, told: str) -> None:
     with pytest.raises(UsageError) as caught:
         check_ratios(ratios, groups)
     assert told in str(caught.value)
-
-
-# -- modes ----------------------------------------------------------------------------------------
 
 
 def test_complete_separation() -> None:
@@ -137,9 +130,6 @@ def test_names_are_unique_and_gpus_exist() -> None:
             assert set(process.gpus) <= set(range(process.node.gpus))
         listed = [process for node in plan.nodes for process in plan.on(node)]
         assert len(listed) == len(names)
-
-
-# -- what is refused ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -217,8 +207,6 @@ def test_hub_and_relays_have_a_gpu_where_they_may_broadcast(
     assert images == {"trainer:latest" if found else "broker:latest"}
 
 
-# -- the file -------------------------------------------------------------------------------------
-
 GOOD = '[cluster]\ngroups = ["train", "generate"]\n[[nodes]]\nname = "a"\naddress = "h"\n'
 
 
@@ -260,30 +248,3 @@ def test_a_bad_cluster_file(text: str, told: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         load_cluster(path)
     assert told in str(caught.value)
-
-
-def test_all_that_a_cluster_file_may_say(tmp_path: Path) -> None:
-    path = tmp_path / "cluster.toml"
-    path.write_text(
-        """
-        [cluster]
-        user = "1000"
-        memory_gib = {train = 200, weight_hub = 0.5}
-        cpus = {generate = 4}
-        [cluster.slurm]
-        time = "1-00:00:00"
-        options = ["--constraint=a100", "--contiguous"]
-        [cluster.kubernetes]
-        namespace = "rl"
-        tolerations = [{key = "nvidia.com/gpu", operator = "Exists", effect = "NoSchedule"}]
-        [[nodes]]
-        name = "gpu-1.example.com"
-        address = "10.0.0.1"
-        """,
-        encoding="utf-8",
-    )
-    spec = load_cluster(path).cluster
-    assert spec.owner == (1000, 1000)
-    assert spec.memory_gib == {"train": 200, "weight_hub": 0.5}
-    assert spec.slurm.options == ["--constraint=a100", "--contiguous"]
-    assert spec.kubernetes.tolerations[0]["effect"] == "NoSchedule"

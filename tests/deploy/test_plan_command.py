@@ -20,8 +20,6 @@ from umbra.deploy.files.formats import to_toml, to_yaml
 from umbra.proto.access import KEY_ROLES
 from umbra.proto.net.keys import load_keys
 
-# -- the command ----------------------------------------------------------------------------------
-
 CLUSTER = """\
 [cluster]
 groups = ["train", "generate"]
@@ -150,8 +148,6 @@ def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "weight-hub" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
 
-
-# -- TOML and YAML --------------------------------------------------------------------------------
 
 KEYS = st.text(max_size=50)
 VALUES = st.recursive(

@@ -31,16 +31,12 @@ from umbra.services.config.loader import load_config
 
 
 def compose_files(plan: Plan) -> dict[str, dict[str, Any]]:
-    """The compose file of each node, read back."""
     files = render(plan, "compose")
     return {
         path.split("/")[0]: yaml.safe_load(text)
         for path, text in files.items()
         if path.endswith("compose.yaml")
     }
-
-
-# -- commands -------------------------------------------------------------------------------------
 
 
 @plans
@@ -70,9 +66,6 @@ def test_ports_are_the_documented_ten() -> None:
     assert environment(moved, container_paths(moved, "", keys=False))["UMBRA_BROKER"] == (
         "tcp://10.0.0.1:7000"
     )
-
-
-# -- compose --------------------------------------------------------------------------------------
 
 
 @plans
@@ -211,9 +204,6 @@ def test_the_configuration_beside_it_is_the_run_file_s(tmp_path: Path) -> None:
     write(render_plan(plan, ["compose"], "", out, None), out)
     read = load_config(tmp_path / "new" / "out" / "b" / "run.toml", environ={})
     assert read == plan.config
-
-
-# -- models and prompts that are elsewhere --------------------------------------------------------
 
 
 def test_what_is_elsewhere_is_fetched_into_a_volume_of_the_node() -> None:

@@ -12,15 +12,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from fakes.clusters import (
-    PLANS,
-    SCHEMAS,
-    parse_planned,
-    plan_of,
-    plans,
-    render,
-    run_config,
-)
+from fakes.clusters import PLANS, SCHEMAS, parse_planned, plan_of, plans, render, run_config
 from fakes.slowness import limit
 
 from umbra.deploy.cluster.cluster_file import (
@@ -36,8 +28,6 @@ from umbra.proto.errors import UsageError
 
 NAME = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")  # RFC 1035
 LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
-
-# -- Kubernetes -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ THIRDS = {"groups": ["train", "ref_logp", "generate"], "ratios": [0.75, 0.125, 0
 
 
 def trainers(plan: Plan) -> list[tuple[str, tuple[int, ...]]]:
-    """Node and GPUs of the trainer's ranks, by node rank."""
     assert [process.node_rank for process in plan.trainers()] == list(range(len(plan.trainers())))
     return [(process.node.name, process.gpus) for process in plan.trainers()]
 
@@ -36,9 +35,6 @@ def flags(plan: Plan, name: str) -> dict[str, str]:
         for flag, value in pairs
         for key, _, word in [value.partition("=")]
     )
-
-
-# -- who gets what --------------------------------------------------------------------------------
 
 
 def test_a_share_of_two_nodes_is_two_nodes() -> None:
@@ -164,9 +160,6 @@ def test_what_cannot_be_is_refused(
     assert "\n" not in str(caught.value)
 
 
-# -- how it is started ----------------------------------------------------------------------------
-
-
 def test_every_node_s_ranks_know_where_they_meet() -> None:
     for rank, name in enumerate(("trainer", "trainer-b")):
         found = flags(TWO, name)
@@ -190,9 +183,6 @@ def test_a_part_finds_the_hub_and_says_where_it_is_found() -> None:
 def test_only_rank_0_is_a_member_whose_health_is_asked() -> None:
     for process in TWO.trainers():
         assert launched(TWO, process).health == ["status", "--member", "trainer"]
-
-
-# -- launchers ------------------------------------------------------------------------------------
 
 
 def test_a_script_for_slurm_ends_with_rank_0_and_meets_on_its_host() -> None:

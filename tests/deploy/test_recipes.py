@@ -109,7 +109,6 @@ def tiny(config: Any, layers: int = 2) -> Any:
 
 @cache
 def recipe(name: str) -> RunConfig:
-    """The run file as it is."""
     return load_config(RECIPES[name], environ={})
 
 

@@ -69,7 +69,6 @@ class AgentWorld:
         self._thread.start()
 
     def add(self, *tasks: Task) -> None:
-        """Have agents work on these samples."""
         with self._changed:
             self._added += tasks
         self._wake.set()
@@ -88,12 +87,10 @@ class AgentWorld:
         return self._finished.pop(0)
 
     def failed(self) -> ReturnedSample:
-        """The next sample that failed."""
         self._until(lambda: bool(self._failed), "a failed sample")
         return self._failed.pop(0)
 
     def lease(self, wait_s: float = WAIT_S, headers: dict[str, str] | None = None) -> Any:
-        """What an agent gets that asks for work."""
         status, work = send(f"{self.url}/sessions", {"wait_s": wait_s}, headers=headers)
         assert status == 201, work
         return work
@@ -158,7 +155,6 @@ def send(
 
 
 def reward(work: Any, value: Any, **parts: float) -> tuple[int, Any]:
-    """Post the reward of a session."""
     return send(f"{work['url']}/reward", {"reward": value, "parts": parts})
 
 
@@ -169,9 +165,6 @@ def client(work: Any, **options: Any) -> Iterator[Any]:
 
     with OpenAI(**{"base_url": work["base_url"], "api_key": "none", **options}) as made:
         yield made
-
-
-# -- samples that one generator after another goes on with ----------------------------------------
 
 
 class Interruption:

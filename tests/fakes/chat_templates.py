@@ -39,7 +39,6 @@ def template_names() -> list[str]:
 
 
 def training_names() -> list[str]:
-    """The variants that TRL trains with."""
     return [name for name in _all() if name.endswith("_training")]
 
 

@@ -78,12 +78,10 @@ plans = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 
 
 def render(plan: Plan, *formats: str, out: Path = Path("/out")) -> dict[str, str]:
-    """The files of a plan with keys."""
     return render_plan(plan, formats, modules_of(plan.config, RUN_FILE), out, KEYS)
 
 
 def launched(plan: Plan, process: Process) -> Launch:
-    """How containers start a process of a plan with keys."""
     return launch(plan, process, container_paths(plan, "", keys=True))
 
 

@@ -49,12 +49,29 @@ def fill(kind: introspect.Type, cap: int) -> Any:
             raise NotImplementedError(kind)
 
 
+def least_bytes(kind: introspect.Type, cap: int) -> int:
+    """A bound below what `fill` takes when it is packed: what is too large is never made."""
+    match kind:
+        case introspect.ListType():
+            return min(kind.max_length or 0, cap) * least_bytes(kind.item_type, cap)
+        case introspect.DictType():
+            return min(kind.max_length or 0, cap) * (2 + least_bytes(kind.value_type, cap))
+        case introspect.StructType():
+            return sum(len(f.encode_name) + least_bytes(f.type, cap) for f in kind.fields)
+        case introspect.TupleType():
+            return sum(least_bytes(item, cap) for item in kind.item_types)
+        case introspect.UnionType():
+            return least_bytes(kind.types[0], cap)
+        case _:
+            return 1
+
+
 def costly_bodies(cls: type[Message], limit: int) -> Iterator[bytes]:
     """Bodies of `cls` of at most `limit` bytes: a sound one, and ones with too much in a field."""
     info = introspect.type_info(cls)
     assert isinstance(info, introspect.StructType)
     for cap in CAPS:
-        if cap > limit:  # so many items alone are too large: don't make them
+        if least_bytes(info, cap) > limit:
             continue
         packed = msgpack.packb(fill(info, cap))
         if len(packed) <= limit:

@@ -55,7 +55,6 @@ class BufferProcess:
         self.start()
 
     def start(self) -> None:
-        """Start it, and wait until it says where it is."""
         read, write = os.pipe()
         control, *others = (port.getsockname()[1] for port in self._ports)
         self.broker = f"tcp://127.0.0.1:{control}"
@@ -83,7 +82,6 @@ class BufferProcess:
         self.popen.wait()
 
     def close(self) -> None:
-        """End it for good."""
         self.popen.kill()
         self.popen.wait()
         for port in self._ports:
@@ -119,7 +117,6 @@ class Peer:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a request is open."""
         return bool(self._open)
 
     def take(self) -> m.Message | None:
@@ -136,16 +133,13 @@ class Peer:
         return None
 
     def call(self, body: m.Message) -> m.Message:
-        """Send a request and wait for its answer."""
         self.ask(body)
         return until(self.take, f"an answer to {body}", lambda: self.data.poll(20))
 
     def status(self) -> m.Message:
-        """The buffer's status."""
         return self._exchange(self.control, m.StatusRequest())
 
     def close(self) -> None:
-        """Close the sockets."""
         self.control.close(linger=0)
         self.data.close(linger=0)
 
@@ -196,14 +190,12 @@ class CrashRun:
             self.turn()
 
     def turn(self) -> None:
-        """One look at every peer."""
         for index, peer in enumerate(self._generators):
             self._generate(index, peer)
         self._train()
 
     @property
     def data_endpoint(self) -> str:
-        """Where the buffer's data socket is."""
         return self._trainer.data_endpoint
 
     def status(self) -> m.Status:
@@ -239,7 +231,6 @@ class CrashRun:
         return answer
 
     def close(self) -> None:
-        """Close all sockets."""
         for peer in (*self._generators, self._trainer):
             peer.close()
         self._context.term()

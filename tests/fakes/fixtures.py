@@ -21,9 +21,6 @@ def score(prompt, completion, row):
 
 def raises(prompt, completion, row):
     raise ValueError("no such thing")
-
-def says_so(prompt, completion, row):
-    return "very good"
 """
 RUN = """
 [run]
@@ -71,6 +68,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
             make_model(part, hidden=16, layers=1, heads=2, kv_heads=1, ff=32)
             part.rename(path)
     return path
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of `rank_bench.narrow_model`: four query heads, two key heads."""
+    from fakes.rank_bench import narrow_model
+
+    return narrow_model(tmp_path_factory)
 
 
 @pytest.fixture

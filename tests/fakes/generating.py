@@ -28,7 +28,6 @@ TOKENS = 8
 
 
 def checksum_of(model: Any, manifest: Manifest) -> int:
-    """Over the bytes of the model's own tensors, as they are served."""
     state = model.state_dict()
     digest = xxhash.xxh3_64()
     for entry in manifest.tensors:
@@ -100,7 +99,6 @@ class Generating:
         self.goes_on()
 
     def goes_on(self) -> None:
-        """Wait until it has decoded some more."""
         goal = self.engine.decoded_tokens + 3 * TOKENS
         self.wait(lambda: self.engine.decoded_tokens >= goal, "tokens")
 
@@ -152,5 +150,4 @@ class Generating:
 
 
 def publisher_of(bench: Bench, policy: Policy) -> Publisher:
-    """A registered publisher of the policy's layout."""
     return bench.publisher(policy.manifest)

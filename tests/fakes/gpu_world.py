@@ -37,7 +37,6 @@ class GpuWorld:
         self.gpus: dict[str, GpuReceiving] = {}
 
     def start(self, plane: str, **config: Any) -> None:
-        """Start the hub."""
         options: dict[str, Any] = {"deadline_s": seconds(8.0), **config}
         self.bench.start(plane=plane, **options)
 
@@ -98,19 +97,15 @@ class GpuWorld:
             look.wait(0.01)
 
     def hub_worker(self, plane: str) -> int:
-        """Process id of the hub's worker for a plane."""
         return hub_worker(self.bench, plane)
 
     def leave(self, name: str) -> None:
-        """The link of a receiver that was closed goes as well."""
         self.bench.links[name].close()
 
     def fault(self, what: str) -> None:
-        """Make a file that the double looks for, such as hang-init-NAME."""
         (self.folder / what).touch()
 
     def await_file(self, name: str) -> None:
-        """Wait until the double has made a file."""
         look = threading.Event()
         while not (self.folder / name).exists():
             look.wait(0.01)
@@ -127,13 +122,11 @@ class GpuWorld:
 
     @property
     def uids(self) -> list[str]:
-        """Ids of the communicators."""
         lines = (self.folder / "communicators").read_text().splitlines()
         return list(dict.fromkeys(line.split()[1] for line in lines))
 
 
 def hub_worker(bench: Bench, plane: str) -> int:
-    """Process id of the hub's worker for a plane."""
     for end in bench.hub.planes.ends:
         if isinstance(end, IpcHub | NcclHub) and end.plane == plane and end.worker.pid:
             return end.worker.pid
@@ -141,7 +134,6 @@ def hub_worker(bench: Bench, plane: str) -> int:
 
 
 def kill_worker(gpu: GpuReceiving) -> None:
-    """Kill a receiver's worker behind its owner's back."""
     pid = gpu.worker.pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
@@ -149,7 +141,6 @@ def kill_worker(gpu: GpuReceiving) -> None:
 
 @pytest.fixture
 def gpu_world(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuWorld]:
-    """A machine with two fake GPUs."""
     folder = tmp_path / "gpu"
     folder.mkdir()
     paths = [str(DOUBLE), str(DOUBLE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]

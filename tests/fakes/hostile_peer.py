@@ -116,7 +116,6 @@ class HostilePeer:
         return None
 
     def close(self) -> None:
-        """Be gone."""
         self.socket.close(linger=0)
 
     def _answer(self, number: int) -> Message:

@@ -19,8 +19,6 @@ import pytest
 
 @dataclass
 class Repo:
-    """Files by commit, and which commit a branch is at."""
-
     commits: dict[str, dict[str, bytes]]
     branches: dict[str, str]
     token: str = ""  # without which files are refused
@@ -33,8 +31,6 @@ class Repo:
 
 @dataclass
 class Hub:
-    """What it has, and what it was asked."""
-
     repos: dict[str, Repo] = field(default_factory=dict)  # "models/ORG/NAME", "datasets/..."
     files: dict[str, bytes] = field(default_factory=dict)  # by path, for anyone
     requests: list[str] = field(default_factory=list)
@@ -181,14 +177,12 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _etag(data: bytes) -> str:
-    """Git's name of it."""
     checksum = hashlib.sha1(b"blob %d\0" % len(data) + data)
     return f'"{checksum.hexdigest()}"'
 
 
 @contextmanager
 def serving() -> Iterator[Hub]:
-    """A hub for the block."""
     hub = Hub()
     handler = type("Handler", (_Handler,), {"hub": hub})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)

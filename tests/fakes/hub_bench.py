@@ -45,8 +45,6 @@ class SmallFrames(WeightHubConfig):
 
 
 class Bench:
-    """A hub in a thread, and whoever connects to it."""
-
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], run_id: str, folder: Path) -> None:
         self.metrics_path = folder / "metrics.jsonl"
         self._metrics = MetricsFile(self.metrics_path, "weight-hub")
@@ -87,7 +85,6 @@ class Bench:
             self.hub.close()
 
     def stop(self) -> None:
-        """Stop the hub."""
         if self._thread is not None:
             self._stop.set()
             self._thread.join(WAIT_S)
@@ -164,14 +161,12 @@ def publish(publisher: Publisher, version: int) -> None:
 
 
 def publish_slot(publisher: Publisher, version: int, snapshot_s: float = 0.0) -> None:
-    """Publish what lies in the slot that was acquired last."""
     assert publisher._granted is not None
     sums = checksums(publisher.manifest, publisher._granted.data)
     publisher.publish(version, snapshot_s, sums)
 
 
 def whole(staged: StagedVersion) -> bytes:
-    """All bytes of a version."""
     return bytes(staged.data)
 
 

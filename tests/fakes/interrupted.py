@@ -30,8 +30,6 @@ TOLERANCE = 1e-4
 
 
 class Talk:
-    """Goes on for three turns, whatever is said."""
-
     def __init__(self) -> None:
         self._turn = 0
 

@@ -19,7 +19,6 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The keys of another run."""
     folder = tmp_path_factory.mktemp("other") / "keys"
     make_keys(folder)
     return folder

@@ -110,7 +110,6 @@ class BackgroundRunner:
         self._ran = asyncio.run_coroutine_threadsafe(self._run(one_each), self._thread._loop)
 
     def close(self) -> None:
-        """Stop it in order."""
         if not self._thread.closed:
             self._thread.call(self._stop.set)
             self._ran.result(limit(60.0))
@@ -169,5 +168,4 @@ def library_play(
 
 
 def call(name: str, arguments: str) -> str:
-    """A tool call as the tiny model's environment reads it."""
     return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'

@@ -15,11 +15,7 @@ from fakes.trajectories import sample
 
 from umbra.proto.deadline import LEAST_RATE, Pace
 from umbra.proto.errors import UmbraError
-from umbra.proto.messages import (
-    LeaseTasks,
-    Message,
-    TaskLeases,
-)
+from umbra.proto.messages import LeaseTasks, Message, TaskLeases
 from umbra.proto.net.task_client import TaskClient
 from umbra.proto.records import Manifest, Sampling, TensorEntry
 from umbra.services.config import GeneratorConfig
@@ -59,7 +55,6 @@ class FakeChannel:
         return future
 
     def answer(self, kind: type[Message], reply: Message | Exception) -> Any:
-        """Answer the oldest open request of this kind, and return it."""
         index = next(i for i, (body, _) in enumerate(self.open) if isinstance(body, kind))
         body, future = self.open.pop(index)
         if isinstance(reply, Exception):
@@ -143,8 +138,6 @@ def version(number: int) -> FakeStaged:
 
 @dataclass
 class Bench:
-    """A loop with everything around it."""
-
     channel: FakeChannel
     session: FakeSession
     receiver: FakeReceiver
@@ -155,7 +148,6 @@ class Bench:
     wake: threading.Event
 
     def serve(self) -> None:
-        """Have the loop load its first weights."""
         self.receiver.staged = version(0)
         self.turns(1)
 

@@ -23,13 +23,10 @@ SECTOR = 512  # bytes that a disk writes as one
 
 @dataclass
 class File:
-    """What the disk has for certain, and what was written since."""
-
     data: bytes = b""
     since: list[tuple[int, bytes | None]] = field(default_factory=list[tuple[int, "bytes | None"]])
 
     def whole(self) -> bytes:
-        """As a program sees it now."""
         data = bytearray(self.data)
         for offset, written in self.since:
             _apply(data, offset, written)
@@ -70,11 +67,9 @@ class Folder:
     since: list[dict[str, Node | None]] = field(default_factory=list[dict[str, "Node | None"]])
 
     def now(self) -> dict[str, Node]:
-        """As a program sees it."""
         return _changed(self.names, self.since)
 
     def survivor(self, chance: random.Random | None) -> dict[str, Node]:
-        """As it may be found."""
         return _changed(self.names, [c for c in self.since if chance and chance.random() < 0.5])
 
 
@@ -167,14 +162,11 @@ class LossyDisk(QuickDisk):
 
 
 class _Tree:
-    """The folders and files that the steps lead to."""
-
     def __init__(self, root: Folder) -> None:
         self.root = root
         self._lost: dict[tuple[str, ...], Node] = {}
 
     def do(self, step: Step) -> None:
-        """One step."""
         what, parts, *more = step
         assert isinstance(parts, tuple)
         match what, more:
@@ -202,7 +194,6 @@ class _Tree:
                 raise AssertionError(step)
 
     def sync_all(self, node: Node) -> None:
-        """All that was done has come to the disk."""
         if isinstance(node, File):
             node.data, node.since = node.whole(), []
             return

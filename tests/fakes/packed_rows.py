@@ -59,7 +59,6 @@ def inputs(micro: MicroBatch, heads: int, groups: int, width: int, values: int) 
 
 
 def gradients(output: Tensor, of: list[Tensor], seen: Tensor) -> list[Tensor]:
-    """Of a weighted sum of what the fed positions [R, L] get."""
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(3))
     weights = weights.to(output) * seen[:, None, :, None]
     return list(torch.autograd.grad((output * weights).sum(), of))

@@ -14,8 +14,6 @@ PACE = Pace(DEADLINE_S, least_rate=100.0)
 
 
 class Hub:
-    """A protocol with a clock that is set by hand."""
-
     def __init__(self, slots: int = 2) -> None:
         self.protocol = PushProtocol(slots, PACE)
         self.now = 100.0
@@ -53,12 +51,29 @@ class Hub:
 
     @property
     def epoch(self) -> int:
-        """Of the push that began last."""
         return self.protocol._epoch
 
     def tick(self, seconds: float) -> list[Effect]:
         self.now += seconds
         return self.protocol.tick(self.now)
+
+
+def pushing(*versions: int, slots: int = 2) -> Hub:
+    """A hub whose receiver A is being pushed the first of these versions."""
+    hub = Hub(slots)
+    hub.registered()
+    hub.subscribe(A)
+    for version in versions:
+        hub.new_version(version)
+    return hub
+
+
+def serving(version: int) -> Hub:
+    """One whose receiver A serves this version."""
+    hub = pushing(version)
+    hub.ready(A, 1, version)
+    hub.committed(A, 1, version)
+    return hub
 
 
 def granted(effects: list[Effect]) -> int | None:

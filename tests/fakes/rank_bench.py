@@ -188,7 +188,6 @@ def save(
     step: int,
     row: Row,
 ) -> None:
-    """A checkpoint of all ranks, seen through to its end."""
     folder = CheckpointFolder(path, config.checkpoint, node=ranks.node)
     with closing(
         Saver(folder, models, ranks, every=1, begun=0, run="test", config=as_dict(config))

@@ -132,7 +132,6 @@ def start(
 
 
 def see_through(ranks: Sequence[RankProcess]) -> None:
-    """Wait until all have ended well."""
     try:
         for rank in ranks:
             errors = rank.communicate(timeout=WAIT_S)
@@ -153,7 +152,6 @@ def see_the_loss(ranks: Sequence[RankProcess], told: str) -> None:
 
 
 def end(ranks: Sequence[RankProcess]) -> None:
-    """Leave none of them."""
     for rank in ranks:
         rank.kill()
         rank.communicate()

@@ -46,7 +46,6 @@ class Relay:
 
     @property
     def buckets(self) -> str:
-        """Where it hands buckets on."""
         assert self.daemon.hub is not None
         return self.daemon.hub.planes.open_tcp().buckets.endpoint
 

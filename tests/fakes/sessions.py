@@ -36,7 +36,6 @@ class Session:
         return EngineRequest(name, list(self.tokens), sampling, max_tokens, session=self.name)
 
     def ended(self, output: EngineOutput) -> None:
-        """Its turn is over."""
         self.turns.append((len(self.tokens), output))
         self.tokens += output.token_ids
 

@@ -57,7 +57,6 @@ class TokenTable:
         self._knows_kl = result.kl is not None
 
     def summary(self, version: int, per_version: int) -> Row:
-        """Means over the trained tokens of all epochs."""
         epochs = self._updates // self._per_epoch
         table = torch.zeros(len(COLUMNS), epochs * len(self._batch.behaviour))
         for source, columns in self._parts:

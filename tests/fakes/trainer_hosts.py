@@ -107,7 +107,6 @@ class TrainerHost:
         self.sh("rm -f /dev/shm/umbra-*-*")
 
     def sh(self, command: str) -> str:
-        """Run a shell command there."""
         argv = [*self._inside, "sh", "-ec", command]
         return subprocess.run(argv, check=True, capture_output=True, text=True).stdout
 
@@ -203,7 +202,6 @@ class Trainer:
         return [sums[bucket] for bucket in range(len(self.manifest.buckets))]
 
     def publish(self, version: int) -> None:
-        """Write and publish."""
         self.publisher.publish(version, 0.0, self.write(version))
 
     def until_held_back(self) -> str:

@@ -46,7 +46,6 @@ def finish(engine: Engine) -> list[EngineOutput]:
 
 
 def decode(engine: Engine, tokens: int) -> list[EngineOutput]:
-    """Go on until so many more tokens were sampled."""
     until, outputs = engine.decoded_tokens + tokens, []
     while engine.decoded_tokens < until:
         outputs += engine.poll(0.002)

@@ -55,7 +55,6 @@ _ENGINE_ARGS: dict[str, dict[str, Any]] = {"deepseek-v3": {"attention_backend": 
 
 
 def write_model(name: str, out: Path) -> Path:
-    """The tiny model of that name, as vLLM takes it."""
     architecture = ARCHITECTURES[name]
     own = {**architecture.own, **_AS_PUBLISHED.get(name, {})}
     return replace(architecture, own=own).write(out)
@@ -103,12 +102,10 @@ def _why(error: UmbraError, directory: Path) -> str:
 
 
 def recorded() -> dict[str, dict[str, Any]]:
-    """The outcome of each model in the record."""
     return json.loads(RECORD.read_text(encoding="utf-8"))["models"]
 
 
 def main() -> None:
-    """Examine models and write what came of it into the record."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(ARCHITECTURES))
     models = recorded() if RECORD.exists() else {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 from fakes.slowness import seconds
@@ -36,3 +37,12 @@ def until(
             limit_s = longer
         turn()
     return found
+
+
+def is_alive(pid: int) -> bool:
+    """Whether `pid` runs; a zombie that nobody has reaped yet does not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"

@@ -37,7 +37,6 @@ class UpProcess:
 
     @property
     def run_dir(self) -> Path:
-        """The folder of its run."""
         (found,) = (path for path in (self.project / "runs").iterdir() if path.name != "keys")
         return found
 
@@ -54,7 +53,6 @@ class UpProcess:
         assert met, f"ended before {what}: {self.popen.communicate()}"
 
     def until_step(self, number: int) -> None:
-        """Wait until it has made so many steps."""
         self.until(lambda: len(self.steps()) >= number, f"step {number}")
 
     def broker(self) -> str:
@@ -66,11 +64,9 @@ class UpProcess:
         raise AssertionError("no address was printed")
 
     def steps(self) -> list[dict[str, Any]]:
-        """The rows of the train steps so far."""
         return self.rows("step")
 
     def rows(self, kind: str) -> list[dict[str, Any]]:
-        """The rows of this kind that were measured so far."""
         path = next(iter((self.project / "runs").glob("*/metrics.jsonl")), None)
         if path is None:
             return []
@@ -79,11 +75,9 @@ class UpProcess:
         return [row for row in rows if row["kind"] == kind]
 
     def log(self, service: str) -> str:
-        """What a service has logged."""
         return (self.run_dir / "logs" / f"{service}.log").read_text()
 
     def pid(self, *words: str) -> int:
-        """The process of this run with these words in its command line."""
         for process in psutil.process_iter(["cmdline"]):
             line = process.info["cmdline"] or ()
             of_run = any(word.startswith(str(self.run_dir)) for word in line)
@@ -92,11 +86,9 @@ class UpProcess:
         raise AssertionError(f"no process with {words} is running")
 
     def signal(self, service: str, number: int) -> None:
-        """Send a signal to one of its services."""
         os.kill(self.pid(service), number)
 
     def kill(self, service: str) -> None:
-        """Kill one of its services."""
         os.kill(self.pid(service), 9)
 
     def finish(self, *codes: int) -> dict[str, Any]:
@@ -147,7 +139,6 @@ def up(project: Path) -> Iterator[Up]:
 
 
 def sets(*settings: str) -> list[str]:
-    """Return the flags of these settings."""
     return [word for one in settings for word in ("--set", one)]
 
 

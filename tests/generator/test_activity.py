@@ -52,8 +52,6 @@ def test_a_process_that_was_stopped_has_not_been_stuck() -> None:
 
 
 class Leaving:
-    """A session that notes what it was left with."""
-
     def __init__(self) -> None:
         self.said: list[str] = []
 

@@ -9,10 +9,7 @@ import pytest
 from umbra.proto.records import Sampling
 from umbra.services.environments.protocol import Turn
 from umbra.services.generator.agents.calls import Answer, Call, CallRules
-from umbra.services.generator.agents.protocols import (
-    Completions,
-    Responses,
-)
+from umbra.services.generator.agents.protocols import Completions, Responses
 from umbra.services.http import ApiError
 from umbra.services.modeling.parsers import TOLD, ResponseTemplateParser
 
@@ -201,8 +198,6 @@ def test_tools_whose_calls_nothing_reads_are_refused() -> None:
             CallRules(Sampling(), reads_calls=False),
         )
 
-
-# -- tools as other protocols declare them --------------------------------------------------------
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
 ADD = {"type": "function", "name": "add", "parameters": PARAMETERS}

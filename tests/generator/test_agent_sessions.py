@@ -187,9 +187,6 @@ def test_only_the_silence_of_the_agent_counts(agent: Agent) -> None:
     assert session.deadline == math.inf
 
 
-# -- branches -------------------------------------------------------------------------------------
-
-
 def test_an_edit_goes_on_from_the_last_turn_before_it(branching: Agent) -> None:
     line = [user("a")]
     for number in range(3):
@@ -276,9 +273,6 @@ def test_the_end_comes_to_all_who_wait(branching: Agent) -> None:
         other.ask(user(name))
     other.session.end(ApiError("over", status=410, code="session_over"))
     assert other.told == ["session_over"] * 3
-
-
-# -- registry -------------------------------------------------------------------------------------
 
 
 def test_samples_are_handed_out_in_order_and_once() -> None:

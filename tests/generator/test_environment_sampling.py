@@ -238,7 +238,6 @@ def updated(config: RunConfig, directory: Path, made: list[Trajectory]) -> Row:
 
 
 def worst_by_scorer(config: RunConfig, directory: Path, made: list[Trajectory]) -> float:
-    """The largest difference of a logprob, by scorer and engine."""
     served = load_model(directory, torch.device("cpu"), torch.float32)
     tasks = [
         Task(

@@ -59,11 +59,7 @@ def with_kept_cache(
     return torch.cat(found)
 
 
-# -- interruptions --------------------------------------------------------------------------------
-
-
 def engines(model: Any) -> Callable[[int], TorchEngine]:
-    """A new engine for each version."""
     return lambda version: TorchEngine(
         model, stop_ids=STOPS, slots=5, max_context=CONTEXT, seed=version, version=version
     )
@@ -99,9 +95,6 @@ def test_the_support_of_interrupted_samples_is_that_of_each_token(
 
     pieces = roll(engine, tiny_model_dir, TEMPERATURE, random.Random(0), top_k=4)
     check_supports(model, pieces, centered=head > 0)
-
-
-# -- weights --------------------------------------------------------------------------------------
 
 
 def generate_with_updates(

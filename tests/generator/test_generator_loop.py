@@ -5,24 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.loop_bench import (
-    LEASE_S,
-    Bench,
-    open_bench,
-    version,
-)
+from fakes.loop_bench import LEASE_S, Bench, open_bench, version
 from fakes.trajectories import sample
 
+from umbra.proto import messages as m
 from umbra.proto.errors import RejectedError, UsageError
-from umbra.proto.messages import (
-    Interrupt,
-    LeaseTasks,
-    Ok,
-    RenewLeases,
-    ReturnTasks,
-    SubmitResults,
-    TaskLeases,
-)
 from umbra.services.environments.built_in import ExactMatch
 from umbra.services.environments.pool import InlinePool
 from umbra.services.environments.protocol import Said
@@ -42,14 +29,12 @@ def test_nothing_is_leased_before_there_are_weights(bench: Bench) -> None:
     bench.serve()
     assert bench.receiver.answers == [(0, "")]
     assert [load[:2] for load in bench.engine.loads] == [(0, "keep")]
-    (asked,) = bench.channel.asked(LeaseTasks)
+    (asked,) = bench.channel.asked(m.LeaseTasks)
     assert (asked.capacity, asked.version) == (6, 0)
     assert bench.session.activities[-1] == "waiting for samples"
 
 
 class NeverAnswers(InlinePool):
-    """Opens conversations, and then waits for a tool for good."""
-
     def play(self, key: str, row: dict[str, Any], responses: Sequence[Said | str]) -> None:
         if not responses:
             super().play(key, row, responses)
@@ -64,8 +49,8 @@ def test_samples_that_wait_for_tools_take_no_slot(
         bench.serve()
         leased = 0
         for _ in range(40):
-            while bench.channel.asked(LeaseTasks):
-                (asked,) = bench.channel.asked(LeaseTasks)
+            while bench.channel.asked(m.LeaseTasks):
+                (asked,) = bench.channel.asked(m.LeaseTasks)
                 assert 0 < asked.capacity <= min(6, most - leased)
                 bench.lease(*(f"s{leased + index}" for index in range(asked.capacity)))
                 leased += asked.capacity
@@ -81,16 +66,16 @@ def test_finished_samples_ask_for_others_in_their_place(bench: Bench) -> None:
     bench.turns(1)
     bench.lease(*names)
     bench.turns(1)
-    assert not bench.channel.asked(LeaseTasks), "there is no room for more"
-    while not bench.channel.asked(SubmitResults):
+    assert not bench.channel.asked(m.LeaseTasks), "there is no room for more"
+    while not bench.channel.asked(m.SubmitResults):
         bench.turns(1)
-    assert not bench.channel.asked(LeaseTasks)
+    assert not bench.channel.asked(m.LeaseTasks)
     row = {"prompt": "1", "answer": "1"}
     more = [sample(row, sample_id="more", group_id="more", prompt_id="more")]
-    done = bench.channel.answer(SubmitResults, TaskLeases(accepted=1, tasks=more))
+    done = bench.channel.answer(m.SubmitResults, m.TaskLeases(accepted=1, tasks=more))
     assert (done.capacity, done.version) == (len(done.trajectories), 0)
     bench.turns(30)
-    submitted = bench.channel.asked(SubmitResults)
+    submitted = bench.channel.asked(m.SubmitResults)
     assert "more" in {t.sample_id for body in submitted for t in body.trajectories}
 
 
@@ -108,35 +93,35 @@ def test_policy_drain_ends_samples_on_the_old_weights(tmp_path: Path, tiny_model
         bench.lease("c")
         bench.turns(3)
         assert bench.engine.version == 0
-        (returned,) = bench.channel.asked(ReturnTasks)
+        (returned,) = bench.channel.asked(m.ReturnTasks)
         assert [(s.sample_id, s.failed) for s in returned.samples] == [("c", False)]
-        assert not bench.channel.asked(LeaseTasks)
+        assert not bench.channel.asked(m.LeaseTasks)
         bench.turns(12)
-        (submitted,) = bench.channel.asked(SubmitResults)
+        (submitted,) = bench.channel.asked(m.SubmitResults)
         assert {span.version for t in submitted.trajectories for span in t.spans} == {0}
         assert (bench.engine.version, bench.receiver.answers[-1]) == (1, (1, ""))
-        assert [question.version for question in bench.channel.asked(LeaseTasks)] == [1]
+        assert [question.version for question in bench.channel.asked(m.LeaseTasks)] == [1]
 
 
 def test_leases_are_renewed_until_the_buffer_has_the_result(bench: Bench) -> None:
     bench.serve()
     bench.lease("a", attempt=4)
     bench.turns(2)
-    assert not bench.channel.asked(RenewLeases)
+    assert not bench.channel.asked(m.RenewLeases)
     bench.now[0] += LEASE_S / 3
     bench.turns(1)
-    assert bench.channel.answer(RenewLeases, TaskLeases(lost=[])).leases == [("a", 4)]
+    assert bench.channel.answer(m.RenewLeases, m.TaskLeases(lost=[])).leases == [("a", 4)]
     bench.turns(15)
-    while bench.channel.asked(RenewLeases):
-        assert bench.channel.answer(RenewLeases, TaskLeases()).partials
-    assert bench.channel.asked(SubmitResults)
+    while bench.channel.asked(m.RenewLeases):
+        assert bench.channel.answer(m.RenewLeases, m.TaskLeases()).partials
+    assert bench.channel.asked(m.SubmitResults)
     bench.now[0] += LEASE_S / 3
     bench.turns(1)
-    assert bench.channel.answer(RenewLeases, TaskLeases(lost=[])).leases == [("a", 4)]
-    bench.channel.answer(SubmitResults, TaskLeases(accepted=1))
+    assert bench.channel.answer(m.RenewLeases, m.TaskLeases(lost=[])).leases == [("a", 4)]
+    bench.channel.answer(m.SubmitResults, m.TaskLeases(accepted=1))
     bench.now[0] += LEASE_S / 3
     bench.turns(2)
-    assert not bench.channel.asked(RenewLeases)
+    assert not bench.channel.asked(m.RenewLeases)
 
 
 def test_a_lost_lease_is_given_up(bench: Bench) -> None:
@@ -145,9 +130,9 @@ def test_a_lost_lease_is_given_up(bench: Bench) -> None:
     bench.turns(2)
     bench.now[0] += LEASE_S
     bench.turns(1)
-    bench.channel.answer(RenewLeases, TaskLeases(lost=["a"]))
+    bench.channel.answer(m.RenewLeases, m.TaskLeases(lost=["a"]))
     bench.turns(15)
-    (submitted,) = bench.channel.asked(SubmitResults)
+    (submitted,) = bench.channel.asked(m.SubmitResults)
     assert [t.sample_id for t in submitted.trajectories] == ["b"]
 
 
@@ -159,15 +144,15 @@ def test_a_lease_lost_and_won_again_is_kept(bench: Bench) -> None:
     bench.now[0] += LEASE_S
     bench.turns(1)
     bench.lease("a", attempt=2)
-    bench.channel.answer(RenewLeases, TaskLeases(lost=["a"]))
+    bench.channel.answer(m.RenewLeases, m.TaskLeases(lost=["a"]))
     bench.turns(15)
-    (submitted,) = bench.channel.asked(SubmitResults)
+    (submitted,) = bench.channel.asked(m.SubmitResults)
     assert [(t.sample_id, t.attempt) for t in submitted.trajectories] == [("a", 2)]
 
 
 def test_a_refusal_ends_the_loop(bench: Bench) -> None:
     bench.serve()
-    bench.channel.answer(LeaseTasks, RejectedError("not a member", code="unknown_member"))
+    bench.channel.answer(m.LeaseTasks, RejectedError("not a member", code="unknown_member"))
     with pytest.raises(RejectedError, match="not a member"):
         bench.turns(1)
 
@@ -178,7 +163,7 @@ def test_weights_change_under_way(bench: Bench) -> None:
     bench.turns(5)
     bench.receiver.staged = version(1)
     bench.turns(12)
-    (submitted,) = bench.channel.asked(SubmitResults)
+    (submitted,) = bench.channel.asked(m.SubmitResults)
     spans = submitted.trajectories[0].spans
     assert [span.version for span in spans] == [0, 1]
     assert [row["version"] for row in bench.spans("load_weights")] == [0, 1]
@@ -199,9 +184,9 @@ def test_weights_that_do_not_fit_are_reported_and_end_the_loop(
 
 def test_a_failed_sample_is_returned_with_its_reason(bench: Bench) -> None:
     bench.serve()
-    bench.channel.answer(LeaseTasks, TaskLeases(tasks=[sample({}, sample_id="a")]))
+    bench.channel.answer(m.LeaseTasks, m.TaskLeases(tasks=[sample({}, sample_id="a")]))
     bench.turns(2)
-    (returned,) = bench.channel.answer(ReturnTasks, Ok()).samples
+    (returned,) = bench.channel.answer(m.ReturnTasks, m.Ok()).samples
     assert returned.failed
     assert (returned.sample_id, bool(returned.reason)) == ("a", True)
     assert "sample_failed" in bench.session.events
@@ -221,10 +206,10 @@ def test_drain_hands_back_partials_and_what_comes_late(
         del timeout
         while bench.channel.open:
             body, _ = bench.channel.open[0]
-            if isinstance(body, ReturnTasks):
-                returned.extend(bench.channel.answer(ReturnTasks, Ok()).samples)
+            if isinstance(body, m.ReturnTasks):
+                returned.extend(bench.channel.answer(m.ReturnTasks, m.Ok()).samples)
             else:
-                bench.channel.answer(type(body), TaskLeases(tasks=[late]))
+                bench.channel.answer(type(body), m.TaskLeases(tasks=[late]))
         return True
 
     monkeypatch.setattr(bench.wake, "wait", buffer)
@@ -258,11 +243,11 @@ def test_a_broken_engine_ends_the_loop_once_all_that_was_finished_is_delivered(
         del timeout
         while bench.channel.open:
             kind = type(bench.channel.open[0][0])
-            if kind is SubmitResults:
-                body = bench.channel.answer(kind, TaskLeases(accepted=1))
+            if kind is m.SubmitResults:
+                body = bench.channel.answer(kind, m.TaskLeases(accepted=1))
                 delivered.extend(t.sample_id for t in body.trajectories)
             else:
-                bench.channel.answer(kind, TaskLeases(tasks=[]))
+                bench.channel.answer(kind, m.TaskLeases(tasks=[]))
         return True
 
     delivered: list[str] = []
@@ -279,10 +264,10 @@ def test_no_more_samples_are_leased_than_there_is_cache_for(bench: Bench) -> Non
     asked = bench.lease("a", "b", "c")
     assert asked.capacity == 1 + 2, "what fits, and generator.prefetch ahead of it"
     bench.turns(3)
-    assert not bench.channel.asked(LeaseTasks), "all of them wait for room"
+    assert not bench.channel.asked(m.LeaseTasks), "all of them wait for room"
     bench.engine.holds = 4
     bench.turns(1)
-    (asked,) = bench.channel.asked(LeaseTasks)
+    (asked,) = bench.channel.asked(m.LeaseTasks)
     assert asked.capacity == 4 + 2 - 3
 
 
@@ -305,19 +290,16 @@ def test_the_figures_of_the_cache_are_told(bench: Bench) -> None:
     assert (told["prefix_asked_tokens"], told["prefix_cached_tokens"]) == (200, 90)
 
 
-# -- generator partials ---------------------------------------------------------------------------
-
-
 def test_what_there_is_of_a_sample_is_flushed_while_it_goes_on(bench: Bench) -> None:
     bench.serve()
     bench.lease("a")
     bench.turns(12)
-    first, second = bench.channel.asked(RenewLeases)
+    first, second = bench.channel.asked(m.RenewLeases)
     assert [t.response_tokens for t in (*first.partials, *second.partials)] == [4, 8]
     assert first.partials[0].finish_reason == "partial"
     assert [(s.version, s.start, s.end) for s in first.partials[0].spans] == [(0, 0, 4)]
     bench.turns(3)
-    (submitted,) = bench.channel.asked(SubmitResults)
+    (submitted,) = bench.channel.asked(m.SubmitResults)
     assert submitted.trajectories[0].response_tokens == 11  # flushing took nothing away
 
 
@@ -325,14 +307,14 @@ def test_interrupted_samples_come_back_as_partials(bench: Bench) -> None:
     bench.serve()
     bench.lease("a", "b")
     bench.turns(4)
-    bench.channel.pushes.put(Interrupt(leases=[("a", 1), ("b", 9), ("x", 1)], reason="why"))
+    bench.channel.pushes.put(m.Interrupt(leases=[("a", 1), ("b", 9), ("x", 1)], reason="why"))
     bench.turns(2)
-    (returned,) = bench.channel.asked(ReturnTasks)
+    (returned,) = bench.channel.asked(m.ReturnTasks)
     (sample,) = returned.samples
     assert (sample.sample_id, sample.reason, sample.failed) == ("a", "why", False)
     assert sample.partial.response_tokens == 4
     bench.turns(12)
-    (submitted,) = bench.channel.asked(SubmitResults)
+    (submitted,) = bench.channel.asked(m.SubmitResults)
     assert [t.sample_id for t in submitted.trajectories] == ["b"]
 
 
@@ -344,14 +326,14 @@ def test_new_weights_wait_for_pinned_samples(bench: Bench) -> None:
     bench.turns(4)
     bench.lease("c", pinned=7)
     bench.turns(1)
-    (returned,) = bench.channel.asked(ReturnTasks)
+    (returned,) = bench.channel.asked(m.ReturnTasks)
     assert [s.sample_id for s in returned.samples] == ["c"]
     bench.turns(12)
-    made = [t for s in bench.channel.asked(SubmitResults) for t in s.trajectories]
+    made = [t for s in bench.channel.asked(m.SubmitResults) for t in s.trajectories]
     assert [(t.sample_id, [span.version for span in t.spans]) for t in made] == [
         ("a", [0]), ("b", [0]),
     ]  # fmt: skip
-    assert not bench.channel.asked(RenewLeases)
+    assert not bench.channel.asked(m.RenewLeases)
     assert bench.engine.version == 1
 
 
@@ -362,7 +344,7 @@ def test_a_lost_evaluation_holds_up_no_weights(bench: Bench) -> None:
     bench.receiver.staged = version(1)
     bench.now[0] += LEASE_S
     bench.turns(1)
-    bench.channel.answer(RenewLeases, TaskLeases(lost=["a"]))
+    bench.channel.answer(m.RenewLeases, m.TaskLeases(lost=["a"]))
     bench.turns(2)
     assert bench.engine.version == 1
 
@@ -371,11 +353,11 @@ def test_no_sample_is_ever_ahead_of_its_partial_by_more_than_is_flushed(bench: B
     bench.serve()
     saved: dict[str, int] = {}
     for turn in range(60):
-        if turn % 3 == 0 and bench.channel.asked(LeaseTasks):
+        if turn % 3 == 0 and bench.channel.asked(m.LeaseTasks):
             bench.lease(f"s{turn}")
         bench.turns(1)
-        while bench.channel.asked(RenewLeases):
-            for t in bench.channel.answer(RenewLeases, TaskLeases(lost=[])).partials:
+        while bench.channel.asked(m.RenewLeases):
+            for t in bench.channel.answer(m.RenewLeases, m.TaskLeases(lost=[])).partials:
                 saved[t.sample_id] = t.response_tokens
         everything = bench.engine.peek(bench.engine._live)
         assert all(len(o.token_ids) - saved.get(o.request_id, 0) < 4 for o in everything)

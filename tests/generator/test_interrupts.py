@@ -181,8 +181,6 @@ def test_what_is_dropped_while_it_waits_to_move_is_gone(chat: Chat) -> None:
 
 
 class HeldAgent(InlinePool):
-    """An agent that the test speaks for."""
-
     def __init__(self) -> None:
         super().__init__(ExactMatch)
         self.said: list[EpisodeOutcome] = []
@@ -208,7 +206,6 @@ def led(chat: Chat) -> tuple[RolloutRunner, HeldAgent, ScriptedEngine]:
 
 
 def turns(runner: RolloutRunner, engine: ScriptedEngine) -> None:
-    """Until the model has said what it was asked for."""
     runner.poll(0.0)
     while engine.live:
         runner.poll(0.0)

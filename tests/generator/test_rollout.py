@@ -31,7 +31,6 @@ from umbra.services.environments.protocol import (
     StepResult,
     prompt_messages,
 )
-from umbra.services.environments.tools import ToolUse
 from umbra.services.generator.engines.engine import EngineOutput
 from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.generator.rollout import Limits, Rollout
@@ -52,7 +51,6 @@ def chat(tokenizer: Any) -> Chat:
 
 
 def opening(prompt: str) -> Ask:
-    """What an environment asks first."""
     return Ask(reply=lambda _: None, messages=[{"role": "user", "content": prompt}])
 
 
@@ -259,9 +257,6 @@ def test_short_turns_are_flushed_as_well(chat: Chat) -> None:
     assert saved == sorted(set(saved))
 
 
-# -- rollout limits -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("limits", "reason", "turns", "tokens"),
     [
@@ -281,25 +276,6 @@ def test_limits_end_a_sample(
     (trajectory,) = finish(runner)
     assert (trajectory.finish_reason, trajectory.turns) == (reason, turns)
     assert trajectory.response_tokens == tokens
-
-
-def test_a_tool_is_used_within_a_rollout(chat: Chat, tokenizer: Any) -> None:
-    call = '<tool_call>{"name": "calculator", "arguments": {"expression": "2*3"}}</tool_call>'
-    engine = ScriptedEngine(says(tokenizer, "<tool_call>{", call, "6"), max_context=1024)
-    wide = settings(chat, sampling=Sampling(max_tokens=128), max_context=1024)
-    runner = RolloutRunner(engine, InlinePool(ToolUse), wide)
-    runner.add([sample({"prompt": "2*3?", "answer": "6"})])
-    (trajectory,) = finish(runner)
-    prompt = tokenizer.decode(unpack_int32(trajectory.prompt_ids))
-    assert '"name": "calculator"' in prompt  # the template knows no tools: a message tells of them
-    assert prompt.endswith("<|user|>2*3?<|assistant|>")
-    response = tokenizer.decode(unpack_int32(trajectory.response_ids))
-    assert (
-        "<|user|><tool_response>error: the tool call cannot be read: it is not closed" in response
-    )
-    assert response.endswith("<|user|><tool_response>6</tool_response><|assistant|>6<|end|>")
-    assert (trajectory.reward, trajectory.turns) == (1.0, 3)
-    assert trajectory.reward_parts == {"tool_calls": 2.0, "malformed_calls": 1.0}
 
 
 LONG = [{"role": "user", "content": [{"type": "text", "text": "x" * 10_000_000}]}]
@@ -351,12 +327,7 @@ def test_what_environments_say_is_measured_before_it_is_tokenized(
     assert finished.finish_reason == "length"
 
 
-# -- stop strings ---------------------------------------------------------------------------------
-
-
 class Search:
-    """Answers what was looked for, until the model answers."""
-
     def __init__(self) -> None:
         self.heard: list[tuple[str, str]] = []
 

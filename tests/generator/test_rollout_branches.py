@@ -24,8 +24,6 @@ def tokenizer(tiny_model_dir: Path) -> Any:
 
 
 class Talk:
-    """A rollout, led by hand."""
-
     def __init__(self, tokenizer: Any, *, partial: Trajectory | None = None, **limits: Any) -> None:
         self.tokenizer = tokenizer
         self.now = 5.0

@@ -59,7 +59,6 @@ def generated(model: Any, *, samples: int = 2, tokens: int = 6) -> list[EngineOu
 
 
 def recorded(outputs: list[EngineOutput]) -> list[Trajectory]:
-    """These answers as trajectories, of rewards that differ."""
     return [
         trajectory(
             PROMPTS[int(output.request_id[0])],

@@ -18,7 +18,6 @@ COUNTS: dict[str, Any] = {"prompts": 300, "heldout": 100, "demos": 300}
 
 
 def run(command: Any, *args: object) -> str:
-    """Run a command that must succeed and return what it printed."""
     result = CliRunner().invoke(command, [str(a) for a in args], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output

@@ -152,9 +152,6 @@ def test_calls_that_are_none_fail_the_sample(calls: Any) -> None:
         asyncio.run(EnvironmentHost(Wrong, "environment").play("s", {"prompt": "a"}, ["x"]))
 
 
-# -- before a run ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "kind", "why"),
     [

@@ -149,9 +149,6 @@ def test_a_request_that_cannot_be_served_is_refused(
     assert not engine.busy
 
 
-# -- weights --------------------------------------------------------------------------------------
-
-
 def start_and_swap(model: Any, policy: Any) -> tuple[list[EngineRequest], TorchEngine, list[int]]:
     """16 requests of which 8 are live when the weights change; also the steps made before."""
     asked = [EngineRequest(r.request_id, r.prompt_ids, PLAIN, 20) for r in requests(16)]

@@ -36,7 +36,6 @@ LATENT = SimpleNamespace(**vars(MODEL), kv_lora_rank=512, qk_rope_head_dim=64)
 
 
 def of(**fields: object) -> SimpleNamespace:
-    """The config of a text model."""
     return SimpleNamespace(get_text_config=lambda: SimpleNamespace(**fields))
 
 

@@ -56,7 +56,6 @@ class Models:
         self.version = -1
 
     def publish(self) -> None:
-        """Change all weights and publish them."""
         self.version += 1
         with torch.no_grad():
             for parameter in self.trained.parameters():

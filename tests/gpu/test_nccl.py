@@ -30,8 +30,6 @@ pytestmark = [
 
 
 class Pair:
-    """A sender and a receiver, each with an arena of its own."""
-
     def __init__(self) -> None:
         run_id = f"test-{uuid.uuid4().hex[:8]}"
         self.workers = [GpuWorkerProcess(0, rank_environment(f"host{rank}")) for rank in range(2)]

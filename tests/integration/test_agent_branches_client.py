@@ -15,7 +15,6 @@ from fakes.interrupted import TEMPERATURE, teacher_forced
 from fakes.rollouts import STOP, settings
 from fakes.trajectories import sample
 from fakes.versions import load, other_weights
-from fakes.whole_runs import Up
 
 from umbra.proto.records import Sampling, Trajectory, unpack_float32, unpack_int32
 from umbra.services.config import EnvironmentConfig
@@ -184,44 +183,3 @@ def test_sub_agents_at_once(world: Make, tiny_model_dir: Path) -> None:
     caller_line, *others = texts(tokenizer, made)
     assert caller_line == "UplanA1.U3 3 3A2."
     assert sorted(others) == [f"UsubU{name}A2.UmoreA3." for name in "abc"]
-
-
-AGENT = '''
-"""A loop that forgets: it keeps its first message and the last two."""
-
-from openai import AsyncOpenAI
-
-
-async def solve(row, endpoint):
-    messages = [{"role": "user", "content": row["prompt"]}]
-    said = ""
-    async with AsyncOpenAI(**endpoint) as client:
-        for turn in range(3):
-            completion = await client.chat.completions.create(model="policy", messages=messages)
-            answer = completion.choices[0].message
-            said += answer.content or ""
-            asked = {"role": "user", "content": f"go on {turn}"}
-            messages = [*messages[:1], {"role": "user", "content": "..."}, asked]
-    return 0.01 * len(set(said)) + (turn == 2)
-'''
-
-
-def test_a_run_trains_on_branches(project: Path, up: Up) -> None:
-    (project / "tiny_agent.py").write_text(AGENT)
-    run = (project / "run.toml").read_text()
-    run = run.replace(
-        'kind = "reward"',
-        'kind = "agent"\nagent = "tiny_agent:solve"\nworkers = 1\nbranches = "train"',
-    )
-    run = run.replace('reward = "tiny_reward:score"\n', "")
-    run = run.replace("max_tokens = 12", f"max_tokens = 24\nstop_tokens = {list('abcdefghijklmn')}")
-    run = run.replace("max_context = 64", "max_context = 512")
-    (project / "run.toml").write_text(run)
-    process = up("run.steps=3", quiet_s=220.0)
-    summary, steps = process.finish(), process.steps()
-    assert [row["step"] for row in steps] == [1, 2, 3]
-    assert summary["mismatch_k3_on_policy"] < 1e-5
-    assert summary["ledger"]["trained"] == 48
-    assert {row["samples"] for row in steps} == {16.0}
-    assert {row["branches/mean"] for row in steps} == {3.0}
-    assert steps[-1]["reward/mean"] > 1.0

@@ -36,7 +36,6 @@ def model(tiny_model_dir: Path) -> Any:
 
 @pytest.fixture
 def world(tiny_model_dir: Path) -> Iterator[Make]:
-    """Makes an endpoint over an engine."""
     made: list[AgentWorld] = []
     chat = Chat(load_tokenizer(tiny_model_dir), STOPS)
 

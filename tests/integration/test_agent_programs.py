@@ -13,12 +13,7 @@ from fakes.trajectories import sample
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Sampling, Task
-from umbra.services.config import (
-    EnvironmentConfig,
-    GeneratorConfig,
-    RunConfig,
-    SamplingConfig,
-)
+from umbra.services.config import EnvironmentConfig, GeneratorConfig, RunConfig, SamplingConfig
 from umbra.services.environments.loading import load_environment
 from umbra.services.generator.checks import check_environment
 from umbra.services.generator.evaluate import evaluate_model

@@ -1,11 +1,9 @@
 """Agents written with the `openai` client, against the real endpoint and engine."""
 
-import http.client
 import json
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
-from itertools import repeat
+from contextlib import closing
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
@@ -16,7 +14,6 @@ from fakes.agents import WAIT_S, AgentWorld, client, reward, send
 from fakes.chat_templates import chat_tokenizer
 from fakes.engine import ScriptedEngine
 from fakes.rollouts import STOP, says, settings
-from fakes.slowness import seconds
 from fakes.trajectories import sample
 from fakes.waiting import until
 
@@ -24,7 +21,7 @@ from umbra.proto.errors import UsageError
 from umbra.proto.records import Sampling, unpack_int32
 from umbra.services.config import EnvironmentConfig
 from umbra.services.generator.agents import server
-from umbra.services.generator.agents.server import MAX_BODY, bind, url_of
+from umbra.services.generator.agents.server import bind, url_of
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_tokenizer
 
@@ -192,41 +189,6 @@ def test_nonsense_costs_nothing(world: World) -> None:
     assert endpoint.trajectory().turns == 1
 
 
-def test_a_body_that_is_too_long_is_refused(world: World) -> None:
-    """By its length before it is read, or when it gets there, if it says none."""
-    endpoint = world("yes")
-    host, port = endpoint.url.removeprefix("http://").split(":")
-
-    def post(*headers: str, body: Iterator[bytes]) -> tuple[int, str]:
-        with closing(http.client.HTTPConnection(host, int(port), timeout=WAIT_S)) as connection:
-            connection.putrequest("POST", "/sessions")
-            for header in ("content-type: application/json", *headers):
-                connection.putheader(*header.split(": "))
-            connection.endheaders()
-            with suppress(ConnectionError):  # nobody reads the rest
-                for piece in body:
-                    connection.send(b"%x\r\n%b\r\n" % (len(piece), piece))
-            answer = connection.getresponse()
-            return answer.status, json.load(answer)["error"]["code"]
-
-    refused = (413, "too_large")
-    assert post(f"content-length: {MAX_BODY + 1}", body=iter(())) == refused
-    pieces = repeat(b" " * 65536, MAX_BODY // 65536 + 1)
-    assert post("transfer-encoding: chunked", body=pieces) == refused
-
-
-def test_the_base_url_is_where_the_endpoint_is_whatever_its_name_in_a_request(world: World) -> None:
-    endpoint = world("yes")
-    endpoint.add(sample({"prompt": "go"}))
-    forwarded = {"x-forwarded-host": "evil.example", "x-forwarded-proto": "https"}
-    work = endpoint.lease(headers={"host": "localhost:1", **forwarded})
-    assert work["base_url"] == f"{endpoint.url}/sessions/{work['id']}/v1"
-    assert work["url"] == f"{endpoint.url}/sessions/{work['id']}"
-    for headers in ({"host": "evil.example"}, {"origin": "http://evil.example"}):
-        status, refused = send(f"{endpoint.url}/sessions", {"wait_s": 0}, headers=headers)
-        assert (status, refused["error"]["code"][:6]) == (403, "wrong_")
-
-
 def test_it_stops_while_agents_wait_for_work(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -261,23 +223,6 @@ def test_what_is_too_long_is_refused_and_the_reward_still_counts(world: World) -
     assert (trajectory.reward, trajectory.turns, trajectory.finish_reason) == (0.25, 1, "stop")
 
 
-def test_an_agent_that_dies_loses_its_sample(world: World) -> None:
-    patience_s = seconds(0.5)  # all that the agent does must be done in that
-    impatient = EnvironmentConfig(kind="agent", timeout_s=patience_s)
-    endpoint = world("yes", environment=impatient)
-    endpoint.add(sample({"prompt": "go"}))
-    work = endpoint.lease()
-    assert ask(work, user("go"))[0] == 200
-    assert ask(work, user("other"))[0] == 400  # nonsense is no sign of life
-    failed = endpoint.failed()
-    assert failed.failed
-    told = f"asked for nothing for environment.timeout_s = {patience_s:g} s after turn 1"
-    assert told in failed.reason
-    status, refused = reward(work, 1.0)
-    assert (status, refused["error"]["code"]) == (410, "session_over")
-    assert "asked for nothing" in refused["error"]["message"]
-
-
 def test_an_agent_can_give_up(world: World) -> None:
     endpoint = world("yes")
     endpoint.add(sample({"prompt": "go"}))
@@ -297,37 +242,11 @@ def test_a_sample_that_is_taken_back_ends_its_session(world: World) -> None:
     assert (status, refused["error"]["code"]) == (410, "session_over")
 
 
-def test_a_key_is_asked_for_everywhere(world: World) -> None:
-    endpoint = world("yes", key="secret")
-    endpoint.add(sample({"prompt": "go"}))
-    right = {"authorization": "Bearer secret"}
-    for headers in ({}, {"authorization": "Bearer wrong"}):
-        status, refused = send(f"{endpoint.url}/sessions", {"wait_s": 0}, headers=headers)
-        assert (status, refused["error"]["code"]) == (401, "invalid_api_key")
-    work = endpoint.lease(headers=right)
-    assert ask(work, user("go"))[0] == 401
-    with client(work, api_key="secret") as agent:
-        agent.chat.completions.create(model="m", messages=[{"role": "user", "content": "go"}])
-    assert reward(work, 1.0)[0] == 401
-    assert send(f"{work['url']}/reward", {"reward": 1.0}, headers=right)[0] == 200
-    assert endpoint.trajectory().reward == 1.0
-
-
-def test_who_may_come_is_decided_before_anything_is_served(tmp_path: Path) -> None:
+def test_what_others_can_reach_needs_a_key() -> None:
     with pytest.raises(UsageError, match="UMBRA_AGENT_KEY"):
         bind("0.0.0.0:0", "")
-    for address in ("8000", "host", "127.0.0.1:99999", ":80"):
-        with pytest.raises(UsageError, match="HOST:PORT"):
-            bind(address, "key")
-    with closing(bind("127.0.0.1:0", "")) as first:
-        port = first.getsockname()[1]
-        with closing(bind(f"127.0.0.1:{port}", "")) as second:  # the next port that is free
-            assert second.getsockname()[1] > port
     with closing(bind("0.0.0.0:0", "key")) as anywhere:
         assert url_of(anywhere).startswith("http://127.0.0.1:")
-
-
-# -- agent clients --------------------------------------------------------------------------------
 
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -516,14 +435,15 @@ def test_reasoning_is_returned_and_taken_back() -> None:
         endpoint.close()
 
 
-def test_agents_in_containers_are_told_an_address_that_they_reach(world: World) -> None:
+def test_agents_are_told_an_address_that_they_reach_whatever_they_say(world: World) -> None:
     endpoint = world("yes", advertise="host.docker.internal")
     port = endpoint.pool._server._bound.getsockname()[1]
     here = f"http://127.0.0.1:{port}"
     told = f"http://host.docker.internal:{port}"
     assert endpoint.url == told
     endpoint.add(sample({"prompt": "go"}))
-    called = {"host": f"host.docker.internal:{port}"}  # as a client there says
+    forwarded = {"x-forwarded-host": "evil.example", "x-forwarded-proto": "https"}
+    called = {"host": f"host.docker.internal:{port}", **forwarded}  # as a client there says
     status, work = send(f"{here}/sessions", {"wait_s": 10.0}, headers=called)
     assert status == 201
     assert work["base_url"] == f"{told}/sessions/{work['id']}/v1"

@@ -5,7 +5,6 @@ one thing is broken at the generator's side.
 """
 
 import copy
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from transformers import MistralConfig, MistralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from umbra.proto.errors import DivergedError, MismatchError
-from umbra.proto.records import Sampling, Trajectory, VersionSpan, pack_float32
+from umbra.proto.records import Sampling, Trajectory, pack_float32
 from umbra.services.config.loader import load_config
 from umbra.services.generator.engines.engine import EngineOutput, EngineRequest
 from umbra.services.generator.engines.torch_engine import TorchEngine
@@ -124,8 +123,6 @@ class Generator:
 
 
 class Trainer:
-    """What learns from the batches, and is asked for its weights."""
-
     def __init__(self, model: Any, **keys: Any) -> None:
         settings = {
             "device": "cpu", "threads": 1, "warmup_steps": 0, "learning_rate": 3e-3,
@@ -350,28 +347,3 @@ def test_logprobs_of_a_cut_distribution_are_compared_as_such(
     assert row["mismatch/compared"] == GROUPS * SIZE * LENGTH
     assert (row["mismatch/judged"] or 0) < 1e-7
     assert (row["mismatch/k3"] or 0) < 1e-7, "the loss is of the same distribution"
-
-
-def test_one_outlier_costs_its_token_and_not_the_run() -> None:
-    model, generator = broken("none")
-    batch = generator.batch(0)
-    logprobs = torch.frombuffer(bytearray(batch[0].logprobs), dtype=torch.float32).clone()
-    logprobs[3] -= 40.0
-    batch[0] = msgspec.structs.replace(batch[0], logprobs=pack_float32(logprobs.tolist()))
-    row = Trainer(model, objective="ppo").train(batch)
-    assert row["outliers"] == 1
-    assert (row["mismatch/judged"] or 0) < 1e-7
-    assert row["skipped"] == 0
-
-
-def test_that_nothing_was_compared_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    model, generator = broken("none")
-    trainer = Trainer(model, mismatch_every=0)
-    trainer.version = 5
-    with caplog.at_level(logging.WARNING):
-        for _ in range(5):
-            row = trainer.train(generator.batch(0))
-            assert row["mismatch/compared"] == 0
-            assert row["mismatch/judged"] is None
-    assert caplog.text.count("could not be compared with the trainer for a long time") == 1
-    assert VersionSpan(version=0, start=0, end=LENGTH) in generator.batch(0)[0].spans

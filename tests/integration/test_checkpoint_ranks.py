@@ -109,7 +109,6 @@ def test_two_ranks_save_and_others_go_on(
 
 
 def sizes(index: Index, file: FileInfo) -> dict[str, int]:
-    """Rows of every matrix in a file."""
     return {rows.name: rows.count for rows in file.rows if len(index.tensors[rows.name].shape) > 1}
 
 

@@ -7,8 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from fakes.gpu_world import TOTAL, GpuWorld
-from fakes.hub_bench import WAIT_S, content, load, publish, take, whole
-from fakes.slowness import seconds
+from fakes.hub_bench import WAIT_S, content, load, publish, take
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import GpuFacts
@@ -35,20 +34,6 @@ def test_on_one_gpu_versions_are_copied_from_the_hubs_device_memory(gpu_world: G
     assert len(opened) == 2 and len(set(opened)) == 1, "each receiver maps the one export once"
 
 
-def test_what_the_engine_loads_from_a_gpu_is_left_alone(gpu_world: GpuWorld) -> None:
-    gpu_world.start("cuda_ipc", deadline_s=seconds(0.5))  # who takes long to load is dropped
-    publisher = gpu_world.bench.publisher()
-    receiver = gpu_world.receiver("gen-0", "cuda_ipc")
-    publish(publisher, 0)
-    loading = take(receiver)
-    for version in range(1, 5):
-        publish(publisher, version)
-        assert receiver.poll() is None
-        assert whole(loading) == content(0)
-    receiver.committed(loading, 0.0)
-    load(receiver, 4)
-
-
 def test_a_killed_agent_of_the_hub_costs_cuda_ipc_one_attempt(gpu_world: GpuWorld) -> None:
     gpu_world.start("cuda_ipc")
     publisher = gpu_world.bench.publisher()
@@ -62,22 +47,6 @@ def test_a_killed_agent_of_the_hub_costs_cuda_ipc_one_attempt(gpu_world: GpuWorl
     assert gpu_world.bench.hub.protocol.counters["dropped"] == 0
     opened = (gpu_world.folder / "ipc-opened").read_text().splitlines()
     assert len(set(opened)) == 2, "another export, mapped instead of the one before"
-
-
-def test_spoiled_device_memory_is_never_loaded(gpu_world: GpuWorld) -> None:
-    gpu_world.start("cuda_ipc")
-    publisher = gpu_world.bench.publisher()
-    publish(publisher, 0)
-    spoiled = gpu_world.receiver("gen-0", "cuda_ipc")
-    load(spoiled, 0)
-    for path in gpu_world.folder.glob("memory-*"):
-        if path.stat().st_size > TOTAL:
-            path.write_bytes(b"\0" * path.stat().st_size)  # the memory that the hub exports
-    late = gpu_world.receiver("gen-1", "cuda_ipc")
-    publish(publisher, 1)
-    load(spoiled, 1)
-    load(late, 1)
-    assert gpu_world.bench.hub.protocol.counters["failed"] >= 1
 
 
 def test_a_gpu_without_room_is_no_reason_to_stop(gpu_world: GpuWorld) -> None:

@@ -57,8 +57,6 @@ Start = Callable[..., "Player"]
 
 
 class Player:
-    """Plays and waits for what comes of it."""
-
     def __init__(self, config: EnvironmentConfig) -> None:
         self._event = threading.Event()
         self.pool = ProcessPool(config, wake=self._event.set)

@@ -44,13 +44,11 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers of four experts, two for a token."""
     return ARCHITECTURES["qwen3-moe"].write(tmp_path_factory.mktemp("models") / "moe")
 
 
 @pytest.fixture(scope="module")
 def batches() -> list[list[Trajectory]]:
-    """With routing, for those who replay it."""
     return [
         [with_routing(made, number) for number, made in enumerate(batch)]
         for batch in make_batches(2)
@@ -75,7 +73,6 @@ def divided(
     batches: list[list[Trajectory]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[int, Path]:
-    """The number of ranks, and the folder with what they left."""
     world, size = request.param
     folder = tmp_path_factory.mktemp("ranks")
     cases = {name: {**case, "expert_parallel": size} for name, case in CASES.items()}
@@ -146,7 +143,6 @@ def six_experts(out: Path) -> Path:
 
 
 def plain_names(model: Path) -> set[str]:
-    """Of the tensors in a model's file."""
     with safe_open(model / "model.safetensors", framework="pt") as file:
         return set(file.keys())
 
@@ -160,8 +156,6 @@ def test_ranks_that_share_rows_divide_experts(
     assert_as_alone(tmp_path, "both", 4, train(directory, batches, Ranks(), **case))
 
 
-# -- architectures ---------------------------------------------------------------------------------
-
 DIVISIBLE = ["qwen3-moe", "qwen2-moe", "mixtral", "deepseek-v3", "glm4-moe", "gpt-oss", "olmoe"]
 
 
@@ -169,13 +163,13 @@ def test_every_architecture_is_read_trained_and_published_as_by_one_rank(
     batches: list[list[Trajectory]], tmp_path: Path
 ) -> None:
     """Two ranks hold what Transformers loads, bit for bit, write the bytes of one rank's version,
-    and learn the same; see `expert_rank.py`, and there what experts make of any routing.
+    and learn the same; see `divided_rank.py`, and there what experts make of any routing.
     """
     models = tmp_path / "models"
     for name in DIVISIBLE:
         ARCHITECTURES[name].write(models / name)
     six_experts(models / "uneven")
-    see_through(launch(tmp_path, 2, [str(TESTS / "programs/expert_rank.py")]))
+    see_through(launch(tmp_path, 2, [str(TESTS / "programs/divided_rank.py"), "2"]))
     cases = {
         name: {"model": str(models / name), "expert_parallel": 2, "max_grad_norm": 0.1}
         for name in ("deepseek-v3", "gpt-oss")

@@ -11,7 +11,6 @@ SESSION = Path(__file__).parents[2] / "benchmarks" / "gpu_session.sh"
 
 
 def gpu_session(out: Path, *arguments: str, **variables: str) -> tuple[int, str]:
-    """Exit code and output of the session, with our own interpreter."""
     done = subprocess.run(
         [str(SESSION), *arguments],
         env={**os.environ, "OUT": str(out), "PYTHON": sys.executable, **variables},

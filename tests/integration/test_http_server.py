@@ -66,7 +66,6 @@ class Served:
         return made
 
     def ask(self, body: bytes = b"{}", **headers: str) -> tuple[int, bytes]:
-        """What a legitimate client gets that is sent its body back."""
         client = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
         with closing(client):
             client.request("POST", "/echo", body, {"content-type": "application/json", **headers})
@@ -79,7 +78,6 @@ class Served:
         return sum(count for what, count in counts.items() if what.endswith(f": {reason}"))
 
     def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for it."""
         until(condition, lambda: (self.calls, self.refusals.counts))
 
     async def _echo(self, request: Request) -> Response:
@@ -108,7 +106,6 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read_to_end(client: socket.socket) -> bytes:
-    """All that comes until the server ends the connection."""
     data = bytearray()
     with suppress(ConnectionError):
         while chunk := client.recv(1 << 16):
@@ -214,9 +211,15 @@ def test_a_wrong_key_costs_nothing(serve: Callable[..., Served]) -> None:
     assert served.ask(authorization="Bearer secret") == (200, b"{}")
 
 
-def test_what_will_be_too_long_is_not_read(serve: Callable[..., Served]) -> None:
+def test_what_is_too_long_is_not_read(serve: Callable[..., Served]) -> None:
     served = serve()
     with served.connect(HEAD + b"content-length: %d\r\n\r\n" % (MAX_BODY + 1)) as client:
+        assert read_to_end(client).startswith(b"HTTP/1.1 413 ")
+    chunk = b"10000\r\n" + bytes(1 << 16) + b"\r\n"
+    with served.connect(HEAD + b"transfer-encoding: chunked\r\n\r\n") as client:
+        with suppress(ConnectionError):
+            for _ in range((MAX_BODY >> 16) + 1):
+                client.sendall(chunk)
         assert read_to_end(client).startswith(b"HTTP/1.1 413 ")
     assert served.calls == 0
     assert served.ask(bytes(MAX_BODY)) == (200, bytes(MAX_BODY))

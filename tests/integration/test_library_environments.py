@@ -23,7 +23,6 @@ ROW = {"prompt": "add numbers", "target": 5}
 
 
 def heard(world: AgentWorld) -> str:
-    """All that the model has read and said, as text."""
     request = world.runner.engine.requests[-1]  # type: ignore[attr-defined]
     return world._settings.chat.text(request.prompt_ids)
 
@@ -91,9 +90,6 @@ def test_what_is_no_environment_of_trl_is_refused(
     with pytest.raises(UsageError, match=says):
         load_environment(EnvironmentConfig(kind="trl", **changes))
     sys.modules.pop("theirs", None)
-
-
-# -- with stand-ins for the packages ---------------------------------------------------------------
 
 
 def test_episodes_of_verifiers_end_as_it_says(tmp_path: Path, library_play: LibraryPlay) -> None:

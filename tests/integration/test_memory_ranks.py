@@ -66,7 +66,6 @@ CASES = {1: ALONE, 2: SHARDED}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a model, and one for which libraries make their buffers."""
     path = tmp_path_factory.mktemp("memory")
     torch.manual_seed(0)
     for name, layers in (("model", NARROW["num_hidden_layers"]), ("warm", 1)):
@@ -76,7 +75,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def measured(folder: Path, world: int, name: str) -> dict[str, int]:
-    """Bytes of the rank that takes most."""
     case = CASES[world][name]
     lines = {name: ("model", case.trainer, case.rows)}
     (folder / "cases.json").write_text(json.dumps(lines), encoding="utf-8")
@@ -87,7 +85,6 @@ def measured(folder: Path, world: int, name: str) -> dict[str, int]:
 
 
 def told(folder: Path, world: int, case: Case) -> dict[str, int]:
-    """What the estimate says of such a rank."""
     count, width = case.rows
     keys = {
         "model.path": str(folder / "model"),

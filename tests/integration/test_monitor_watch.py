@@ -41,7 +41,6 @@ SecurityOf = Callable[[KeyRole], Security]
 
 @pytest.fixture(params=["keys", "no keys"])
 def security(request: pytest.FixtureRequest, tmp_path: Path) -> SecurityOf:
-    """What a process of a role has."""
     if request.param == "no keys":
         return lambda _role: OPEN
     make_keys(tmp_path)
@@ -49,8 +48,6 @@ def security(request: pytest.FixtureRequest, tmp_path: Path) -> SecurityOf:
 
 
 class Buffer:
-    """A thread that serves membership, status and telemetry."""
-
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], security: Security) -> None:
         self.server = Server(context, "buffer", "b1", security)
         self.endpoint = self.server.bind("control", "tcp://127.0.0.1:*", CONTROL)
@@ -108,7 +105,6 @@ def until(watch: Watch, done: Callable[[Look], object], act: Callable[[], None])
 
 
 def did(look: Look) -> set[str]:
-    """What the generator did."""
     return {span.name for span in look.spans.get("generator-0", [])}
 
 

@@ -4,29 +4,26 @@ import os
 import signal
 
 import pytest
-from fakes.gpu_world import TOTAL, GpuWorld, kill_worker
-from fakes.hub_bench import OTHER_LAYOUT, WAIT_S, content, load, publish, take, whole
+from fakes.gpu_world import GpuWorld, kill_worker
+from fakes.hub_bench import WAIT_S, content, load, publish, take, whole
 from fakes.relays import Relay
 from fakes.slowness import seconds
 
 from umbra.services.weights.planes.receiving import StagedPlanes
+from umbra.services.weights.publisher import Publisher
 from umbra.services.weights.receiver import Receiver
 
 NAMES = ("gen-0", "gen-1")
 
 
-def test_a_broadcast_brings_every_version_to_every_receiver(gpu_world: GpuWorld) -> None:
-    gpu_world.start("nccl")
-    publisher = gpu_world.bench.publisher()
-    receivers = [gpu_world.receiver(name, "nccl") for name in NAMES]
-    for version in range(4):
-        publish(publisher, version)
-        for receiver in receivers:
-            load(receiver, version)
-    assert gpu_world.communicators == [("hub", *NAMES)]
-    rows = gpu_world.rows(8)
-    assert {row["plane"] for row in rows} == {"nccl"}
-    assert all(row["wire_bytes"] == row["bytes"] == TOTAL for row in rows)
+def served(world: GpuWorld, *names: str) -> tuple[Publisher, list[Receiver]]:
+    """A publisher, and receivers that have its version 0 by broadcast."""
+    publisher = world.bench.publisher()
+    receivers = [world.receiver(name, "nccl") for name in names]
+    publish(publisher, 0)
+    for receiver in receivers:
+        load(receiver, 0)
+    return publisher, receivers
 
 
 def test_a_late_joiner_fetches_and_is_in_the_next_communicator(gpu_world: GpuWorld) -> None:
@@ -91,11 +88,7 @@ def test_an_agent_that_is_killed_in_a_broadcast(
     if notices:
         monkeypatch.setenv("FAKE_NCCL_NOTICES", "1")  # NCCL reports an asynchronous error
     gpu_world.start("nccl")
-    publisher = gpu_world.bench.publisher()
-    receivers = [gpu_world.receiver(name, "nccl") for name in NAMES]
-    publish(publisher, 0)
-    for receiver in receivers:
-        load(receiver, 0)
+    publisher, receivers = served(gpu_world, *NAMES)
     starts = gpu_world.gpus["gen-0"].worker.starts
     gpu_world.fault("hang-bcast-gen-1")
     publish(publisher, 1)
@@ -116,10 +109,7 @@ def test_an_agent_that_is_killed_in_a_broadcast(
 
 def test_the_hubs_own_agent_is_killed_in_a_broadcast(gpu_world: GpuWorld) -> None:
     gpu_world.start("nccl", deadline_s=seconds(60.0))
-    publisher = gpu_world.bench.publisher()
-    receiver = gpu_world.receiver("gen-0", "nccl")
-    publish(publisher, 0)
-    load(receiver, 0)
+    publisher, (receiver,) = served(gpu_world, "gen-0")
     gpu_world.fault("hang-bcast-hub")
     publish(publisher, 1)
     gpu_world.await_file("hang-bcast-reached-hub")
@@ -129,21 +119,6 @@ def test_the_hubs_own_agent_is_killed_in_a_broadcast(gpu_world: GpuWorld) -> Non
     load(receiver, 2)
     assert gpu_world.communicators == [("hub", "gen-0"), ("hub", "gen-0")]
     assert gpu_world.bench.hub.protocol.counters["deadline"] == 0
-
-
-def test_a_receiver_that_dies_costs_the_others_a_new_communicator(gpu_world: GpuWorld) -> None:
-    gpu_world.start("nccl")
-    publisher = gpu_world.bench.publisher()
-    receivers = {name: gpu_world.receiver(name, "nccl") for name in NAMES}
-    publish(publisher, 0)
-    for receiver in receivers.values():
-        load(receiver, 0)
-    receivers["gen-1"].close()
-    gpu_world.leave("gen-1")
-    for version in (1, 2):
-        publish(publisher, version)
-        load(receivers["gen-0"], version)
-    assert gpu_world.communicators[-1] == ("hub", "gen-0")
 
 
 def test_one_that_loads_slowly_holds_up_nobody(gpu_world: GpuWorld) -> None:
@@ -164,38 +139,6 @@ def test_one_that_loads_slowly_holds_up_nobody(gpu_world: GpuWorld) -> None:
     for receiver in receivers.values():
         load(receiver, 3)
     assert gpu_world.communicators == [("hub", *NAMES)], "nothing was built anew"
-
-
-def test_bytes_that_a_broadcast_spoils_are_never_loaded(
-    gpu_world: GpuWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpu_world.start("nccl")
-    publisher = gpu_world.bench.publisher()
-    gpu_world.fault("spoil-bcast-gen-0")
-    receiver = gpu_world.receiver("gen-0", "nccl")
-    publish(publisher, 0)
-    load(receiver, 0)
-    assert gpu_world.bench.hub.protocol.counters["failed"] == 1
-    (row,) = gpu_world.rows(1)
-    assert row["wire_bytes"] != TOTAL, "only the bucket that was wrong was fetched"
-
-
-def test_another_layout_and_another_hub(gpu_world: GpuWorld) -> None:
-    gpu_world.start("nccl")
-    publisher = gpu_world.bench.publisher()
-    receiver = gpu_world.receiver("gen-0", "nccl")
-    publish(publisher, 0)
-    load(receiver, 0)
-    publisher.close()
-    publisher = gpu_world.bench.publisher(OTHER_LAYOUT, "trainer-2")
-    for version in (1, 2):
-        publish(publisher, version)
-        load(receiver, version)
-    gpu_world.start("nccl")
-    for version in (3, 4):
-        publish(publisher, version)
-        load(receiver, version)
-    assert gpu_world.communicators == [("hub", "gen-0")] * 3
 
 
 def test_a_relay_receives_a_broadcast_and_serves_its_node(gpu_world: GpuWorld) -> None:

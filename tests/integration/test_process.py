@@ -6,23 +6,17 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from fakes import forks
 from fakes.commands import call
 from fakes.slowness import limit
+from fakes.waiting import is_alive, until
 
 from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.prepare.stage import StageInterrupted, run_stage
-from umbra.services.process.child import (
-    ChildError,
-    ChildProcess,
-    child_environ,
-    python_argv,
-)
+from umbra.services.process.child import ChildError, ChildProcess, child_environ, python_argv
 from umbra.services.process.fork_server import ForkServer
 from umbra.services.process.signals import SignalCounter
 from umbra.services.process.supervisor import Program, Supervisor
@@ -30,24 +24,6 @@ from umbra.services.process.supervisor import Program, Supervisor
 PROGRAMS = Path(__file__).parents[1] / "programs"
 CHILD = (sys.executable, str(PROGRAMS / "child.py"))
 DEADLINE_S = limit(20.0)
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    """Wait for `condition`; fail, saying `what`, after a deadline."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        if time.monotonic() > deadline:
-            pytest.fail(f"{what} did not happen within {DEADLINE_S:g} s")
-        time.sleep(0.01)
-
-
-def is_alive(pid: int) -> bool:
-    """Whether `pid` runs; a zombie that nobody has reaped yet does not."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"
 
 
 @pytest.fixture

@@ -26,7 +26,6 @@ SMALL: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def forked(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the project's folder, all processes of its runs are forks."""
     monkeypatch.chdir(project)
     for name in ("ChildProcess", "run_stage"):
         start = getattr(run_module, name)

@@ -38,34 +38,17 @@ def post(endpoint, path, body):
 
 def plain(row, endpoint, turns=2):
     do = row["do"]
-    if do == "silent":
-        return 1.0
     messages = [{"role": "user", "content": "go"}]
     for _ in range(turns):
         said = post(endpoint, "/chat/completions", {"messages": messages})
         messages += [said["choices"][0]["message"], {"role": "user", "content": "more"}]
-    if do == "raise":
-        raise KeyError("gold")
     if do == "hang":
         pathlib.Path("hangs").touch()
         time.sleep(600)
-    if do == "exit":
-        os._exit(3)
-    if do == "nothing":
-        return None
-    if do == "text":
-        return "1.0"
     if do == "post":
         post(endpoint, "/reward", {"reward": 0.75, "parts": {"tidy": 1.0}})
         return None
-    if do == "both":
-        post(endpoint, "/reward", {"reward": 0.75})
-        return 1.0
     return 0.5
-
-async def together(row, endpoint):
-    await asyncio.to_thread(plain, {"do": ""}, endpoint)
-    return float(os.getpid())
 """
 Make = Callable[..., AgentWorld]
 
@@ -105,7 +88,6 @@ def lease(endpoint: AgentWorld, **asked: Any) -> tuple[int, Any]:
 
 
 def ask(work: Any, text: str, *, after: list[Any] | None = None) -> list[Any]:
-    """The conversation with one turn of the model more."""
     messages = [*(after or []), {"role": "user", "content": text}]
     url = work["base_url"] + "/chat/completions"
     status, said = send(url, {"messages": messages}, headers=AUTHORIZED)

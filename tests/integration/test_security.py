@@ -77,9 +77,6 @@ def served(zmq_context: Context, keys: Path) -> Iterator[Served]:
     made.close()
 
 
-# -- who gets in ----------------------------------------------------------------------------------
-
-
 def test_holders_of_a_key_are_let_in(served: Served, keys: Path) -> None:
     for role in MEMBERS:
         channel = served.channel(served.control, of(keys, role))
@@ -154,9 +151,6 @@ def test_telemetry_is_for_members_to_send_and_for_monitors_to_see(
     until(lambda: any(what.endswith(" on events_in") for what in list(counts)), "it is counted")
 
 
-# -- what a key allows ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("role", "body"),
     [
@@ -212,9 +206,6 @@ def test_an_identity_taken_over_does_not_bring_its_role(
 def receive(socket: zmq.Socket[bytes]) -> list[bytes]:
     assert socket.poll(round(1000 * WAIT_S))
     return socket.recv_multipart()
-
-
-# -- the hub --------------------------------------------------------------------------------------
 
 
 @pytest.fixture

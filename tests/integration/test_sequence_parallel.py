@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from fakes.architectures import ARCHITECTURES
-from fakes.rank_bench import Alone, make_batches, narrow_model, train
+from fakes.rank_bench import Alone, make_batches, train
 from fakes.rank_processes import TESTS, launch, see_through, start
 from integration.test_trainer_ranks import assert_as_alone
 
@@ -43,12 +43,6 @@ RIGHT = [name for name, one in ARCHITECTURES.items() if one.config().model_type 
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four query heads and two key heads: four ranks repeat key heads, two do not."""
-    return narrow_model(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
 def batches() -> list[list[Trajectory]]:
     return make_batches(3)
 
@@ -74,7 +68,6 @@ def shared(
     batches: list[list[Trajectory]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[int, Path]:
-    """The number of ranks, and the folder with what they left."""
     world, size = request.param
     folder = tmp_path_factory.mktemp("ranks")
     cases = {name: {**case, "sequence_parallel": size} for name, case in CASES.items()}
@@ -90,9 +83,6 @@ def test_what_is_learned_does_not_depend_on_who_has_the_tokens(
     found = assert_as_alone(folder, case, world, alone[case])
     for row, expected in zip(found[0]["rows"], alone[case].rows, strict=True):
         assert row["operations"] == pytest.approx(expected["operations"]), "counted once"
-
-
-# -- architectures ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

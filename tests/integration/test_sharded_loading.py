@@ -15,4 +15,4 @@ def test_two_ranks_hold_what_transformers_loads(tmp_path: Path) -> None:
     for name, architecture in ARCHITECTURES.items():
         if architecture.config().model_type in PROVEN:
             architecture.write(tmp_path / "models" / name)
-    see_through(launch(tmp_path, 2, [str(TESTS / "programs/loading_rank.py")]))
+    see_through(launch(tmp_path, 2, [str(TESTS / "programs/divided_rank.py"), "1"]))

@@ -1,22 +1,17 @@
 """A sharded trainer (FSDP2 over gloo, several processes), a hub and a receiver: bit for bit."""
 
 import threading
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import zmq
+from fakes.hub_bench import Bench
 from fakes.rank_processes import TESTS, end, launch, see_through
 from fakes.slowness import limit
 from safetensors.torch import load_file
 
-from umbra.proto.net.io_thread import IoThread
-from umbra.proto.net.server import Server
 from umbra.services.config import WeightHubConfig as WeightHubConfig
 from umbra.services.modeling.weights import tensors_in
-from umbra.services.process.metrics import MetricsFile
 from umbra.services.trainer.distributed.rendezvous import RankPlace
 from umbra.services.trainer.distributed.shards import (
     Piece,
@@ -26,8 +21,6 @@ from umbra.services.trainer.distributed.shards import (
     owners_of,
 )
 from umbra.services.trainer.snapshot import chunk
-from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
-from umbra.services.weights.arena import remove_leftovers
 from umbra.services.weights.manifest import build_manifest, checksum
 from umbra.services.weights.planes.receiving import StagedPlanes
 from umbra.services.weights.receiver import Receiver
@@ -35,34 +28,11 @@ from umbra.services.weights.receiver import Receiver
 WAIT_S = limit(50.0)
 
 
-@pytest.fixture
-def hub(zmq_context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[str]:
-    """A hub in a thread; its endpoint."""
-    run_id = f"test-{uuid.uuid4().hex[:8]}"
-    server = Server(zmq_context, "weight-hub", "h1")
-    endpoint = server.bind(CHANNEL, "tcp://127.0.0.1:*", ACCEPTS)
-    hub = WeightHub(server, run_id, WeightHubConfig(), MetricsFile(None, "weight-hub"))
-    stop = threading.Event()
-
-    def main() -> None:
-        while not stop.is_set():
-            hub.step(0.02)
-        hub.close()
-
-    thread = threading.Thread(target=main)
-    thread.start()
-    yield endpoint
-    stop.set()
-    thread.join(WAIT_S)
-    server.close()
-    assert remove_leftovers(run_id) == []
-
-
-def test_receivers_get_the_full_model_bit_for_bit(hub: str, tmp_path: Path) -> None:
+def test_receivers_get_the_full_model_bit_for_bit(bench: Bench, tmp_path: Path) -> None:
+    bench.start()
     world = 3
-    ranks = launch(tmp_path, world, [str(TESTS / "programs/shard_rank.py"), hub])
-    link = IoThread("gen-0", uuid.uuid4().hex)
-    receiver = Receiver(link.channel(hub, "weight hub"), StagedPlanes())
+    ranks = launch(tmp_path, world, [str(TESTS / "programs/shard_rank.py"), bench.endpoint])
+    receiver = Receiver(bench.channel("gen-0"), StagedPlanes())
     got: dict[int, dict[str, torch.Tensor]] = {}
     try:
         receiver.subscribe(WAIT_S)
@@ -77,7 +47,6 @@ def test_receivers_get_the_full_model_bit_for_bit(hub: str, tmp_path: Path) -> N
     finally:
         end(ranks)
         receiver.close()
-        link.close()
     for version, tensors in got.items():
         expected = load_file(tmp_path / f"{version}.safetensors")
         assert tensors.keys() == expected.keys()

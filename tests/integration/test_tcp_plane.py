@@ -6,15 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes.hub_bench import (
-    WAIT_S,
-    Bench,
-    SmallFrames,
-    publish,
-    publish_slot,
-    take,
-    whole,
-)
+from fakes.hub_bench import WAIT_S, Bench, SmallFrames, publish, publish_slot, take, whole
 from fakes.keys import of
 from fakes.relays import Relay
 from fakes.slowness import seconds
@@ -37,8 +29,6 @@ LAYOUT = build_manifest(
 
 
 class Weights:
-    """Versions that differ a little from one another."""
-
     def __init__(self, manifest: Manifest) -> None:
         self._random = np.random.default_rng(0)
         self._now = self._random.integers(0, 1 << 16, manifest.total_bytes // 2, dtype=np.uint16)
@@ -133,19 +123,6 @@ def test_versions_that_were_skipped_and_a_late_joiner(bench: Bench) -> None:
     assert wire_bytes(bench, "gen-1") == [LAYOUT.total_bytes]
 
 
-def test_no_number_of_deltas_asks_for_all_bytes(bench: Bench) -> None:
-    """Each is checked against the checksum of the whole bucket, so that nothing can drift."""
-    bench.start(plane="tcp", delta="always")
-    publisher = bench.publisher(LAYOUT)
-    receiver = tcp_receiver(bench, "gen-0")
-    weights = Weights(LAYOUT)
-    for _ in range(60):
-        weights.load(receiver, weights.publish(publisher, 0.01))
-    bench.finish()
-    # The first version is whole, and so is the one that the encoder begins with.
-    assert max(wire_bytes(bench, "gen-0")[2:]) < LAYOUT.total_bytes / 5
-
-
 def test_over_a_fast_link_everything_is_sent(bench: Bench) -> None:
     """The first version shows what the link can do."""
     bench.start(plane="tcp")
@@ -167,7 +144,6 @@ def test_over_a_fast_link_everything_is_sent(bench: Bench) -> None:
 
 @pytest.fixture
 def sealed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of all connections whether they are sealed."""
     found: list[bool] = []
     admit = Records.admit
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.rank_bench import Alone, make_batches, narrow_model, train
+from fakes.rank_bench import Alone, make_batches, train
 from fakes.rank_processes import see_through, start
 from integration.test_trainer_ranks import CASES, assert_as_alone
 from safetensors.torch import load_file
@@ -25,11 +25,6 @@ STEPS, SAVED = 3, 2
 ADAM = CASES["adamw"]
 LEARNED = ("lora", "critic")
 HERE, SWAPPED, ONE_LOST = [0, 1], [1, 0], [0, 9]
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return narrow_model(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +43,6 @@ def checkpoint_of_one(
 
 
 def saved(name: str, case: dict[str, Any], hosts: list[int], **more: Any) -> dict[str, Any]:
-    """A case with checkpoints, of which each host has a folder."""
     return {**case, "checkpoints": name, "hosts": hosts, **more}
 
 
@@ -66,7 +60,6 @@ def trained(
     checkpoint_of_one: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
-    """The folder with what the ranks left."""
     folder = tmp_path_factory.mktemp("hosts")
     shutil.copytree(checkpoint_of_one, folder / "one-0")
     cases = {
@@ -86,7 +79,6 @@ def trained(
 
 
 def assert_same(folder: Path, case: str, other: str) -> None:
-    """Bit for bit."""
     expected = load_file(folder / f"{other}.safetensors")
     for name, tensor in load_file(folder / f"{case}.safetensors").items():
         assert torch.equal(tensor, expected[name]), (case, name)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 from fakes.architectures import ARCHITECTURES
-from fakes.rank_bench import Alone, Trained, make_batches, narrow_model
+from fakes.rank_bench import Alone, Trained, make_batches
 from fakes.rank_processes import TESTS, WAIT_S, end, launch, see_the_loss, see_through, start
 from safetensors.torch import load_file
 
@@ -62,11 +62,6 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return narrow_model(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
 def batches() -> list[list[Trajectory]]:
     return make_batches(3)
 
@@ -114,7 +109,6 @@ def sharded(
     alone: Alone,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[int, Path]:
-    """The number of ranks, and the folder with what they left."""
     folder = tmp_path_factory.mktemp("ranks")
     see_through(start(directory, folder, request.param, alone.cases, batches))
     return request.param, folder
@@ -166,7 +160,7 @@ def test_the_others_end_when_a_rank_is_gone(
     ],
 )
 def test_a_rank_waits_for_as_long_as_rank_0_lives(case: str, told: str, tmp_path: Path) -> None:
-    """1. Rank 0 is busy for three times `rank_timeout_s`. 2. It gives an order; or is killed, or
+    """1. Rank 0 is busy for longer than `rank_timeout_s`. 2. It gives an order; or is killed, or
     stopped, while the others wait. Result: they get the order; or they end with a sentence.
     """
     ranks = launch(tmp_path, 2, [str(TESTS / "programs/patient_rank.py"), case])

@@ -6,7 +6,6 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from fakes.architectures import ARCHITECTURES
 from fakes.whole_runs import Up
 from safetensors.torch import load_file
 
@@ -58,25 +57,6 @@ def test_two_ranks_learn_what_one_would_have_learned(project: Path, up: Up) -> N
     exported = load_file(folder / "model" / "model.safetensors")
     for name, tensor in learner.weights().items():
         torch.testing.assert_close(exported[name], tensor, atol=1e-4, rtol=1e-3)
-
-
-def test_what_the_engine_chose_is_replayed(project: Path, up: Up) -> None:
-    """A mixture of experts: the generator tells its routing, and two ranks replay it."""
-    model = ARCHITECTURES["qwen3-moe"].write(project / "mixture")
-    settings = ("trainer.router_replay=true", f"model.path={model}", "run.steps=3")
-    process = up(RANKS, *settings, quiet_s=QUIET_S)
-    summary, folder = process.finish(), process.run_dir
-    assert summary["mismatch_k3_on_policy"] < 1e-6
-    for step, row in enumerate(process.steps(), 1):
-        assert 0 <= row["experts/rerouted"] < 0.5
-        assert 1 <= row["experts/load/mean"] <= 4
-        for made in batch(folder, step):
-            assert made.routing is not None
-            assert (made.routing.layers, made.routing.choices, made.routing.experts) == (2, 2, 4)
-            tokens = len(made.prompt_ids) // 4 + made.response_tokens
-            assert len(made.routing.chosen) == 4 * (tokens - 1)
-    before, after = (load_file(at / "model.safetensors") for at in (model, folder / "model"))
-    assert before.keys() == after.keys()
 
 
 @pytest.mark.timeout(300)

@@ -13,10 +13,7 @@ from integration.test_trainer_loop import (
 )
 from trainer.test_sinks import curves
 
-from umbra.proto.messages import (
-    BatchLease,
-    Message,
-)
+from umbra.proto.messages import BatchLease, Message
 from umbra.proto.records import EvalReport
 from umbra.services.trainer.batch import BatchError
 

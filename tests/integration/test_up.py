@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from fakes.commands import call
 from fakes.slowness import limit
-from fakes.waiting import until
-from fakes.whole_runs import ORPHANS_S, QUIET_S, UMBRA, Up, leftovers
+from fakes.whole_runs import QUIET_S, UMBRA, Up
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -52,15 +51,6 @@ def test_a_second_signal_ends_at_once(up: Up) -> None:
     assert process.popen.returncode in (130, 143)  # the kernel may deliver them in either order
     summary = json.loads((process.run_dir / "summary.json").read_text())
     assert summary["exit_reason"] == "interrupted"
-
-
-def test_nothing_outlives_a_killed_supervisor(up: Up) -> None:
-    process = up("run.steps=100000")
-    process.broker()
-    process.until_step(1)
-    process.popen.kill()
-    left = lambda: leftovers(process.project)  # noqa: E731
-    until(lambda: not left(), left, quiet_s=ORPHANS_S)
 
 
 @pytest.mark.timeout(300)

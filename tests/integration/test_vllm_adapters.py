@@ -68,7 +68,6 @@ def opened(config: RunConfig) -> Iterator[Engine]:
 def in_flight(
     engine: Engine, config: RunConfig, learners: dict[int, Learner], policy: str
 ) -> tuple[dict[int, Any], dict[int, EngineOutput]]:
-    """Requests that all versions serve, one after the other."""
     load(engine, config, learners[0], 0, "keep")
     engine.submit([request(i, 100) for i in range(SLOTS + 8)])
     outputs: list[EngineOutput] = []

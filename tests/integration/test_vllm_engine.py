@@ -14,27 +14,13 @@ import torch
 from fakes.installed import needs
 from fakes.mixed_cache import logprobs_keeping_cache, logprobs_recomputing_cache
 from fakes.sessions import Session, differences
-from fakes.versions import (
-    decode,
-    finish,
-    in_memory,
-    load,
-    prompt,
-    request,
-    weights,
-    worst,
-)
+from fakes.versions import decode, finish, in_memory, load, prompt, request, weights, worst
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Sampling, VersionSpan
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import load_config
-from umbra.services.generator.engines.engine import (
-    Engine,
-    EngineError,
-    EngineOutput,
-    EngineRequest,
-)
+from umbra.services.generator.engines.engine import Engine, EngineError, EngineOutput, EngineRequest
 from umbra.services.generator.engines.opening import open_engine
 from umbra.services.modeling.models import load_model
 from umbra.services.weights import memory
@@ -54,7 +40,6 @@ TOLERANCE = 2e-4
 
 @pytest.fixture(scope="module")
 def models(vllm_model_dir: Path) -> dict[int, Any]:
-    """The model under four versions of its weights."""
     torch.set_num_threads(1)  # the engine has the other core
     found: dict[int, Any] = {}
     for version in range(VERSIONS):

@@ -21,7 +21,6 @@ HERE = {
 
 
 def block(language: str) -> str:
-    """The first such block under the heading."""
     text = PAGE.read_text(encoding="utf-8").partition("\n## Warm starts\n")[2]
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)[0]
 
@@ -40,7 +39,6 @@ def python(folder: Path, *words: str) -> str:
 
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Path:
-    """The folder in which the page was followed up to the run."""
     folder = tmp_path_factory.mktemp("warm")
     (folder / "model").symlink_to(tiny_model_dir)
     example = json.loads(block("json"))

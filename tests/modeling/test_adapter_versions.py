@@ -38,7 +38,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sampled(engine: Any) -> dict[int, tuple[list[int], torch.Tensor]]:
-    """Tokens and logprobs of a few samples."""
     engine.submit([request(i, 24, temperature=TEMPERATURE) for i in range(6)])
     return {int(o.request_id[1:]): (o.token_ids, torch.tensor(o.logprobs)) for o in finish(engine)}
 

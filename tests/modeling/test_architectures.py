@@ -23,11 +23,7 @@ from umbra.proto.errors import UsageError
 from umbra.services.config import DataConfig, RunConfig, TrainerConfig
 from umbra.services.config import ModelConfig as ModelSection
 from umbra.services.modeling import attention_backends, models
-from umbra.services.modeling.architectures import (
-    PROVEN,
-    check_architecture,
-    in_the_way,
-)
+from umbra.services.modeling.architectures import PROVEN, check_architecture, in_the_way
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.models import load_model, outline_model
 from umbra.services.trainer.policy import load_policy, open_backbone, open_policy
@@ -56,7 +52,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def model_dir(folder: Path, request: pytest.FixtureRequest) -> Path:
-    """The model of the architecture that the test's parameter names."""
     path = folder / request.param
     return path if path.exists() else ARCHITECTURES[request.param].write(path)
 
@@ -194,9 +189,6 @@ def test_experts_that_ranks_cannot_divide_are_refused_before_a_run(
     check_run(replace(run, trainer=replace(run.trainer, ranks=4, expert_parallel=2)))
 
 
-# -- the comparisons notice ------------------------------------------------------------------------
-
-
 def different(outcome: Outcome) -> dict[str, Row]:
     return {row.name: row for row in outcome.rows if row.outcome == "different"}
 
@@ -263,9 +255,6 @@ def test_weights_that_arrive_damaged_are_noticed(
     assert "experts.down_proj" in found["weights exported"].note
 
 
-# -- copies of large models ------------------------------------------------------------------------
-
-
 def test_as_many_layers_as_the_last_kind_takes() -> None:
     config: Any = ARCHITECTURES["deepseek-v3"].config(6)
     config.first_k_dense_replace = 3
@@ -295,9 +284,6 @@ def test_a_copy_has_few_layers_and_short_windows(
     assert all(f"compared on a copy with {cut}" in outcome.as_text() for cut in cuts)
     monkeypatch.setattr("umbra.deploy.model_check.check.LARGE", 1000)
     assert list(compare(path).cuts) == cuts
-
-
-# -- the command -----------------------------------------------------------------------------------
 
 
 def umbra(*arguments: str) -> Result:

@@ -73,8 +73,6 @@ def test_blocks_are_those_of_the_dense_mask(layout: str, window: int | None) -> 
     assert torch.equal(rule.expand_as(dense), dense)
 
 
-# -- whole models --------------------------------------------------------------------------------
-
 MODELS = ["qwen2.5-window", "mistral-window", "gemma2", "gpt-oss", "deepseek-v3", "cohere2"]
 
 

@@ -52,7 +52,6 @@ def dense(mask: RowMask) -> Any:
 
 
 def wider(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A window of one token too many."""
     attend = attention_probe.attend
 
     def wrong(q: Tensor, k: Tensor, v: Tensor, mask: Any, **how: Any) -> Tensor:
@@ -62,12 +61,10 @@ def wider(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def one_more(mask: Tensor) -> Tensor:
-    """The key before the first that is seen is seen as well."""
     return mask | mask.roll(-1, -1).tril(-1)
 
 
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No gradient flows through the values."""
     attend = attention_probe.attend
 
     def wrong(q: Tensor, k: Tensor, v: Tensor, mask: Any, **how: Any) -> Tensor:

@@ -21,7 +21,6 @@ MOST = 4  # of each kind
 
 
 def micro_batches() -> list[MicroBatch]:
-    """Rows of any number and width, narrow ones among them."""
     drawn, found = random.Random(0), list[MicroBatch]()
     while len(found) < BATCHES:
         sizes = [

@@ -144,8 +144,6 @@ class TestTheCache:
 
 
 class TestRefusals:
-    """One sentence each."""
-
     def refused(self, name: str, kind: type[Exception] = UsageError) -> str:
         with pytest.raises(kind) as caught:
             fetch(str(pin(name, "model.path")), "model.path")

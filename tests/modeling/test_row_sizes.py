@@ -1,7 +1,5 @@
 """Rows and passes of `auto`: by model, memory and the longest response."""
 
-import os
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from umbra.services.config import TrainerConfig
-from umbra.services.modeling.row_sizes import RowSizes, memory_of, scoring_rows
-from umbra.services.process import host_memory
+from umbra.services.modeling.row_sizes import RowSizes, scoring_rows
 from umbra.services.trainer import flops as module
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.distributed.rendezvous import RankPlace
@@ -100,20 +97,6 @@ def test_activations_of_a_small_model_are_about_what_they_say() -> None:
         model(input_ids=torch.zeros(1, 500, dtype=torch.int64), use_cache=False)
     found = sum(kept.values()) / 500 / activation_bytes(TrainerConfig(), model.config)
     assert 0.6 < found < 1.2
-
-
-@pytest.mark.parametrize(("text", "limit_bytes"), [("max\n", 0), ("1048576\n", 1 << 20), (None, 0)])
-def test_a_container_has_what_it_may_take(
-    text: str | None, limit_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limit = tmp_path / "memory.max"
-    if text is not None:
-        limit.write_text(text, encoding="ascii")
-    monkeypatch.setattr(host_memory, "CGROUP_LIMIT", limit)
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    expected = limit_bytes or total
-    assert host_memory.host_bytes() == expected
-    assert memory_of(torch.device("cpu"), 2) == expected // 2
 
 
 def test_a_scorer_keeps_one_layer_at_a_time(model: Any) -> None:

@@ -18,8 +18,6 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Tied(nn.Module):
-    """A model with a tied weight, a free one and a buffer."""
-
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
         torch.manual_seed(seed)

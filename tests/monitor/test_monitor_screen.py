@@ -8,12 +8,7 @@ from fakes.looks import PUSH, ROLLOUT, header, heard, look, status
 from rich.console import Console
 
 from umbra.proto.messages import Event
-from umbra.services.monitor.feed import (
-    PUSHES_KEPT,
-    SPANS_KEPT,
-    Look,
-    PushSeen,
-)
+from umbra.services.monitor.feed import PUSHES_KEPT, SPANS_KEPT, Look, PushSeen
 from umbra.services.monitor.screen import screen
 
 
@@ -42,9 +37,6 @@ def test_the_screen_has_everything() -> None:
 def test_text_of_others_is_never_markup() -> None:
     feed = heard(("rollout", {**ROLLOUT, "response": "[red]x[/nothing]"}))
     assert "[red]x[/nothing]" in shown(feed.look(status()))
-
-
-# -- what is heard --------------------------------------------------------------------------------
 
 
 def test_events_become_what_is_shown() -> None:

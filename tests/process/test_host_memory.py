@@ -22,8 +22,6 @@ KIB, SIZE = 1 << 10, LAYOUT.total_bytes
 
 
 class Host:
-    """Files that say how much memory there is."""
-
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.folder = folder
         for name in ("MEMINFO", "CGROUP_LIMIT", "CGROUP_USED", "CGROUP_STATS"):

@@ -18,8 +18,6 @@ KILL, TERM = -9, -15
 
 
 class FakeChild:
-    """A child that does what the test says."""
-
     def __init__(self, name: str, log: list[str], pid: int) -> None:
         self.pid = pid
         self.usage = Usage(2.0, 1.0)

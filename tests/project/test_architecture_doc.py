@@ -11,7 +11,6 @@ PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 
 
 def walk(title: str) -> list[tuple[str, str]]:
-    """File and function of each hop under a heading."""
     part = PAGE.partition(f"\n### {title}\n")[2].partition("\n##")[0]
     return re.findall(r"^\| `([\w/]+\.py)` \| `(\w+)` \| .+ \|$", part, re.M)
 

@@ -26,9 +26,6 @@ ANSWER = trajectory([1, 2], [3, 4, 5], [-1.0, -2.0, -3.0], sample_id="a", reward
 pytestmark = pytest.mark.usefixtures("benchmarks_importable")
 
 
-# -- figures --------------------------------------------------------------------------------------
-
-
 def test_documents_and_plots_are_what_the_results_give() -> None:
     outdated = importlib.import_module("figures").outdated()
     assert [str(path.relative_to(ROOT)) for path in outdated] == [], "run: make figures"
@@ -80,29 +77,6 @@ def test_figures_follow_from_the_rows(file: Path) -> None:
     ]
 
 
-def test_a_template_gives_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = importlib.import_module("figures")
-    goals = [{"name": "fast", "value": 0.5, "op": ">=", "goal": 1.0, "met": False}]
-    tables = {"t": {"columns": ["a", "b"], "rows": [["x", "1.5"]]}}
-    content = {"figures": {"ratio": 4.5678, "share": 0.58}, "tables": tables, "goals": goals}
-    monkeypatch.setattr(figures, "results", lambda name: {"one": content}[name])
-    inline = "it is <!-- = one: {ratio} times -->9 times<!-- / -->, {ratio}"
-    assert figures.render(inline) == inline.replace("9 times", "4.57 times")
-    block = "<!-- = one\n{table:t}\n\n{share:.0%}\n\n{goals}\n-->\nold\n<!-- / -->\n"
-    made = figures.render(block)
-    assert "| a | b |\n|---|---|\n| x | 1.5 |\n\n58%\n" in made
-    assert "| fast | >= 1 | 0.5 | **missed** |" in made
-    assert "old" not in made and figures.render(made) == made
-    assert "0 of 1 goals are met; missed:\n\n| goal" in figures.render(
-        block.replace("goals", "missed")
-    )
-    with pytest.raises(LookupError, match=r"results/one\.json has no 'speed'"):
-        figures.render("<!-- = one: {speed} --><!-- / -->")
-
-
-# -- runs -----------------------------------------------------------------------------------------
-
-
 def test_an_accuracy_is_reached_by_the_mean_of_ten_batches() -> None:
     from end_to_end import reached
 
@@ -125,9 +99,6 @@ def test_every_objective_of_the_staleness_grid_is_a_possible_run() -> None:
         assert config.buffer.run_ahead == config.buffer.max_staleness == 8
 
 
-# -- the simulated broker -------------------------------------------------------------------------
-
-
 def test_a_simulated_run_is_balanced_and_asynchrony_pays() -> None:
     from scale import MODES, Simulation
 
@@ -143,9 +114,6 @@ def test_a_simulated_run_is_balanced_and_asynchrony_pays() -> None:
         assert 0 < row["slots"] <= 1 and 0 < row["trains"] < 1
     turns, _, one_off, ahead = (row["samples_per_s"] for row in found.values())
     assert ahead > one_off > turns
-
-
-# -- the audit of the chaos benchmark -------------------------------------------------------------
 
 
 def audited(folder: Path, kept: str, batches: list[tuple[int, str]], **ended: int) -> Any:
@@ -218,9 +186,6 @@ def test_a_trainer_records_what_it_has_trained_on(
         update(batch, 4, lambda: True)
     (line,) = (tmp_path / "trained.jsonl").read_text().splitlines()
     assert json.loads(line) == {"step": 5, "samples": [ANSWER.sample_id]}
-
-
-# -- buffer and weights ---------------------------------------------------------------------------
 
 
 def test_a_pushed_model_is_cast_by_the_trainers_code_and_loaded_by_the_engines() -> None:

@@ -7,8 +7,6 @@ import click
 import pytest
 
 from umbra import cli
-from umbra.services.config import RunConfig
-from umbra.services.process import command as service_frame
 
 
 def every_command(
@@ -83,29 +81,3 @@ def test_a_ping_to_nobody(
 
 def test_there_are_few_commands() -> None:
     assert len(cli.COMMANDS) <= 26, sorted(cli.COMMANDS)
-
-
-def test_of_several_settings_the_strongest_counts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Default < file < environment < --set, for a real service's command."""
-    run_file = tmp_path / "run.toml"
-    keys = ("batch_groups", "run_ahead", "max_staleness", "oversample")
-    run_file.write_text("[buffer]\n" + "".join(f"{key} = 2\n" for key in keys))
-    for key in keys[1:]:
-        monkeypatch.setenv(f"UMBRA_BUFFER__{key.upper()}", "3")
-    monkeypatch.setenv("UMBRA_BROKER", "tcp://127.0.0.1:4000")
-    sets = [f"--set=buffer.{key}=4" for key in keys[2:]]
-    words = ["buffer", "--config", str(run_file), *sets]
-    seen: list[RunConfig] = []
-    monkeypatch.setattr(
-        service_frame, "_run_service", lambda _run, _role, config, *_: seen.append(config) or 0
-    )
-    with pytest.raises(SystemExit, match="0"):
-        cli.main(words)
-    (config,) = seen
-    assert config.buffer.group_size == 8
-    assert [getattr(config.buffer, key) for key in keys] == [2, 3, 4, 4]
-    assert config.run.broker == "tcp://127.0.0.1:4000"
-    assert cli.main([*words, "--insecur"]) == 2
-    assert "--insecure" in capsys.readouterr().err

@@ -22,7 +22,6 @@ _BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^\1```$", re.M | re.S)
 
 
 def blocks(language: str) -> list[tuple[str, str]]:
-    """Page and text of each."""
     found: list[tuple[str, str]] = []
     for page in PAGES:
         for indent, named, text in _BLOCK.findall(page.read_text(encoding="utf-8")):
@@ -33,7 +32,6 @@ def blocks(language: str) -> list[tuple[str, str]]:
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """The words of every call of umbra in a shell block."""
     joined = text.replace("\\\n", " ")
     for line in joined.splitlines():
         for part in re.split(r"&&|\||;", line.partition(" #")[0]):

@@ -57,8 +57,6 @@ def test_the_reward_is_the_share_of_tests_passed(said: str, reward: float, runs:
 
 
 class Listening:
-    """A sandbox that keeps what it is given, and says nothing."""
-
     def __init__(self) -> None:
         self.given = ""
         self.closed = 0

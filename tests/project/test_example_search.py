@@ -15,7 +15,6 @@ PROGRAM: dict[str, Any] = runpy.run_path(str(FOLDER / "search.py"))
 
 
 def play(corpus: Path, row: dict[str, Any], *turns: str) -> tuple[list[str], list[float]]:
-    """What the environment says to each turn, and the rewards."""
     world = PROGRAM["Search"](str(corpus))
     said = [world.reset(row)[0]["content"]]
     rewards: list[float] = []

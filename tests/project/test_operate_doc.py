@@ -30,7 +30,6 @@ def spoken(node: ast.AST) -> str | None:
 
 
 def strings(tree: ast.AST) -> Iterator[str]:
-    """Every string of a module, the whole ones before their parts."""
     for node in ast.walk(tree):
         if text := spoken(node):
             yield text
@@ -38,7 +37,6 @@ def strings(tree: ast.AST) -> Iterator[str]:
 
 @cache
 def said() -> str:
-    """Every text in the code, one a line."""
     found: list[str] = []
     for folder in CODE:
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -53,7 +51,6 @@ def section(title: str) -> str:
 
 
 def messages() -> list[str]:
-    """Those in the first column of the section's tables."""
     return re.findall(r"^\| `([^`]+)` \|", section("When something goes wrong"), re.M)
 
 

@@ -15,26 +15,10 @@ from hypothesis import strategies as st
 from zmq.utils import z85
 
 from umbra.deploy.cluster.command import keys as command
-from umbra.proto.access import (
-    ANYONE,
-    KEY_ROLES,
-    MEMBERS,
-    SENDERS,
-    KeyRole,
-    may_connect,
-    may_send,
-)
+from umbra.proto.access import ANYONE, KEY_ROLES, MEMBERS, SENDERS, KeyRole, may_connect, may_send
 from umbra.proto.errors import UsageError
 from umbra.proto.messages import TYPES
-from umbra.proto.net.keys import (
-    OPEN,
-    Keys,
-    Security,
-    is_local,
-    load_keys,
-    make_keys,
-    open_security,
-)
+from umbra.proto.net.keys import OPEN, Keys, Security, is_local, load_keys, make_keys, open_security
 from umbra.proto.net.zap import NAMED, OTHERS, AllowList, Refusals
 from umbra.services.config import SecurityConfig as SecurityConfig
 
@@ -46,9 +30,6 @@ SPEC = (ROOT / "proto" / "README.md").read_text(encoding="utf-8")
 def folder(tmp_path: Path) -> Path:
     make_keys(tmp_path / "keys")
     return tmp_path / "keys"
-
-
-# -- files ----------------------------------------------------------------------------------------
 
 
 def test_keys_are_for_their_owner_only(folder: Path) -> None:
@@ -170,9 +151,6 @@ def test_the_command(tmp_path: Path) -> None:
     assert CliRunner().invoke(command, one).output.splitlines()[0].endswith("keys of scorer")
 
 
-# -- addresses ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("endpoint", "local"),
     [
@@ -203,9 +181,6 @@ def test_what_others_can_reach_is_bound_with_keys_only(
         OPEN.check_bind(endpoint)
     for part in (endpoint, "umbra keys", "--keys", "--insecure"):
         assert part in str(refused.value)
-
-
-# -- who may send what ----------------------------------------------------------------------------
 
 
 def test_the_spec_has_the_same_table() -> None:
@@ -276,11 +251,7 @@ def test_which_sockets_a_key_opens(role: KeyRole, sockets: set[str]) -> None:
     assert {name for name in names if may_connect(role, name)} == sockets
 
 
-# -- the allow-list -------------------------------------------------------------------------------
-
-
 def zap(keys: Keys, socket: str, **changed: bytes) -> list[bytes]:
-    """A request as libzmq makes it."""
     frames = {
         "version": b"1.0", "number": b"1", "domain": socket.encode(), "address": b"192.0.2.7",
         "identity": b"", "mechanism": b"CURVE", "key": z85.decode(keys.public),

@@ -14,29 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Meta
 
+from umbra.proto import messages as m
 from umbra.proto.access import COMMON_BYTES, HEADER_BYTES, body_bytes
-from umbra.proto.bounds import (
-    FIGURES,
-    LEASES,
-    NAME_CHARS,
-    TEXT_CHARS,
-    TOKENS,
-    one_line,
-    printable,
-)
+from umbra.proto.bounds import FIGURES, LEASES, NAME_CHARS, TEXT_CHARS, TOKENS, one_line, printable
 from umbra.proto.codec import REASON_CHARS, Encoder, decode, decode_header, nack
 from umbra.proto.errors import LimitError, WireError
-from umbra.proto.messages import (
-    TYPES,
-    Command,
-    CommitBatch,
-    Event,
-    Nack,
-    Ping,
-    SubmitResults,
-    TaskLeases,
-    Welcome,
-)
 from umbra.proto.records import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
@@ -87,7 +69,6 @@ PLAIN = st.recursive(
 
 
 def values(kind: Any, bounds: Meta | None = None) -> st.SearchStrategy[Any]:
-    """Make values of a field's type."""
     inner = typing.get_args(kind)
     match typing.get_origin(kind):
         case typing.Annotated:
@@ -117,31 +98,25 @@ def values(kind: Any, bounds: Meta | None = None) -> st.SearchStrategy[Any]:
 
 
 def records(cls: type[Record]) -> st.SearchStrategy[Any]:
-    """Make records of a class."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return st.builds(cls, **{name: values(kind) for name, kind in hints.items()})
 
 
 def frames(kind: str, body: Any, **header: Any) -> list[bytes]:
-    """Pack a header with changes and a body of plain values."""
     return [msgpack.packb({**HEADER, "type": kind, **header}), msgpack.packb(body)]
 
 
 def refusal(given_frames: list[bytes]) -> WireError:
-    """Return the error that decoding ends with."""
     with pytest.raises(WireError) as caught:
         decode(given_frames)
     return caught.value
 
 
-# -- what is valid survives -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", m.TYPES)
 @settings(max_examples=10, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_round_trip(name: str, data: st.DataObject) -> None:
-    body = data.draw(records(TYPES[name]))
+    body = data.draw(records(m.TYPES[name]))
     number, encoded = Encoder("trainer", "i7").encode(body, reply_to=3)
     envelope = decode(encoded)
     assert envelope.body == body
@@ -159,8 +134,8 @@ def test_arrays_are_little_endian() -> None:
 
 
 def test_a_trajectory_knows_its_length_and_its_versions() -> None:
-    decoded = decode(Encoder("g", "i").encode(SubmitResults(trajectories=[TRAJECTORY]))[1])
-    assert isinstance(decoded.body, SubmitResults)
+    decoded = decode(Encoder("g", "i").encode(m.SubmitResults(trajectories=[TRAJECTORY]))[1])
+    assert isinstance(decoded.body, m.SubmitResults)
     trajectory = decoded.body.trajectories[0]
     assert trajectory == TRAJECTORY
     assert trajectory.response_tokens == 3
@@ -169,7 +144,7 @@ def test_a_trajectory_knows_its_length_and_its_versions() -> None:
 
 def test_defaults_fill_in_what_a_sender_left_out() -> None:
     body = decode(frames("Command", {"kind": "drain"})).body
-    assert body == Command(kind="drain", reason="")
+    assert body == m.Command(kind="drain", reason="")
 
 
 def test_unknown_fields_are_skipped_at_every_depth() -> None:
@@ -180,14 +155,11 @@ def test_unknown_fields_are_skipped_at_every_depth() -> None:
         frames("TaskLeases", {"tasks": [{**task, "new": [1]}], "new": {"a": 1}}, new="x")
     )
     expected = Task(sample_id="s", group_id="g", prompt_id="p", attempt=1, row={}, lease_s=9.0)
-    assert envelope.body == TaskLeases(tasks=[expected])
+    assert envelope.body == m.TaskLeases(tasks=[expected])
 
 
 def test_a_newer_minor_version_is_understood() -> None:
-    assert decode(frames("Ping", {}, minor=PROTOCOL_MINOR + 1)).body == Ping()
-
-
-# -- what is not valid is refused -----------------------------------------------------------------
+    assert decode(frames("Ping", {}, minor=PROTOCOL_MINOR + 1)).body == m.Ping()
 
 
 @pytest.mark.parametrize(
@@ -303,13 +275,10 @@ def test_what_is_not_messagepack(body: bytes) -> None:
 )
 def test_extension_types_are_refused(extension: bytes) -> None:
     body = b"\x82\xa4kind\xa1x\xa6fields\x81\xa1a" + extension
-    assert decode([frames("Event", {})[0], body.replace(extension, b"\x01")]).body == Event(
+    assert decode([frames("Event", {})[0], body.replace(extension, b"\x01")]).body == m.Event(
         kind="x", fields={"a": 1}
     )
     assert refusal([frames("Event", {})[0], body]).code == "malformed"
-
-
-# -- limits ---------------------------------------------------------------------------------------
 
 
 BEAT: dict[str, Any] = {"state": "ready", "activity": "x", "progress": 1, "idle_s": 0.0}
@@ -386,13 +355,13 @@ def test_control_characters_are_refused(character: str, form: str) -> None:
 
 def test_what_a_process_says_of_itself_keeps_to_the_bounds() -> None:
     """Texts come from exceptions, figures from computations: neither makes a frame that fails."""
-    said = Nack(code="x", reason="a\nb\x1b[1m" + "c" * TEXT_CHARS, path="\ud800")
+    said = m.Nack(code="x", reason="a\nb\x1b[1m" + "c" * TEXT_CHARS, path="\ud800")
     decoded = decode(Encoder("a", "b").encode(said)[1]).body
-    assert isinstance(decoded, Nack)
+    assert isinstance(decoded, m.Nack)
     assert decoded.reason.startswith("a b [1mccc")
     assert len(decoded.reason) == TEXT_CHARS
-    figures = CommitBatch(step=1, metrics={"loss": float("nan"), "reward": 0.5})
-    assert decode(Encoder("a", "b").encode(figures)[1]).body == CommitBatch(
+    figures = m.CommitBatch(step=1, metrics={"loss": float("nan"), "reward": 0.5})
+    assert decode(Encoder("a", "b").encode(figures)[1]).body == m.CommitBatch(
         step=1, metrics={"reward": 0.5}
     )
 
@@ -407,12 +376,14 @@ def test_what_reorders_or_hides_text_is_not_printed(mark: str) -> None:
     assert printable(emoji) == emoji
 
 
-@pytest.mark.parametrize("name", [name for name, cls in TYPES.items() if body_bytes(cls) < 2 << 20])
+@pytest.mark.parametrize(
+    "name", [name for name, cls in m.TYPES.items() if body_bytes(cls) < 2 << 20]
+)
 def test_a_body_above_its_limit(name: str) -> None:
     """Known from the header: nothing of the body is decoded."""
-    error = refusal([frames(name, {})[0], bytes(body_bytes(TYPES[name]) + 1)])
+    error = refusal([frames(name, {})[0], bytes(body_bytes(m.TYPES[name]) + 1)])
     assert isinstance(error, LimitError)
-    assert str(body_bytes(TYPES[name])) in str(error)
+    assert str(body_bytes(m.TYPES[name])) in str(error)
 
 
 def test_a_header_above_its_limit() -> None:
@@ -423,8 +394,8 @@ def test_a_header_above_its_limit() -> None:
 
 def test_the_encoder_refuses_what_nobody_would_take() -> None:
     with pytest.raises(LimitError, match="Header of 5"):
-        Encoder("x" * 5000, "i").encode(Ping())
-    large = Welcome(
+        Encoder("x" * 5000, "i").encode(m.Ping())
+    large = m.Welcome(
         run_id="x" * COMMON_BYTES, heartbeat_s=1.0, data="", events_in="", events_out=""
     )
     with pytest.raises(LimitError, match=rf"Welcome of \d+ bytes, at most {COMMON_BYTES}"):
@@ -434,16 +405,13 @@ def test_the_encoder_refuses_what_nobody_would_take() -> None:
 @pytest.mark.parametrize("value", ["\ud800", 2**64, -(2**63) - 1, object(), {1, 2j}])
 def test_the_encoder_names_what_cannot_be_said(value: object) -> None:
     with pytest.raises(WireError, match="Event cannot be encoded: ") as caught:
-        Encoder("x", "i").encode(Event(kind="x", fields={"a": value}))
+        Encoder("x", "i").encode(m.Event(kind="x", fields={"a": value}))
     assert caught.value.code == "unencodable"
-
-
-# -- refusals travel ------------------------------------------------------------------------------
 
 
 def test_a_refusal_becomes_a_nack() -> None:
     error = refusal(frames("LeaseTasks", {**LEASE, "capacity": "4"}))
-    assert nack(error) == Nack(code="malformed", reason=str(error), path="capacity")
+    assert nack(error) == m.Nack(code="malformed", reason=str(error), path="capacity")
 
 
 def test_a_refusal_quotes_only_the_start_of_what_was_sent() -> None:
@@ -468,4 +436,4 @@ def test_frames_at_their_limits_are_taken() -> None:
     room = COMMON_BYTES - len(msgpack.packb({"new": bytes(1 << 15)}))
     body = msgpack.packb({"new": bytes((1 << 15) + room)})
     assert len(body) == COMMON_BYTES
-    assert decode([frames("Ping", {})[0], body]).body == Ping()
+    assert decode([frames("Ping", {})[0], body]).body == m.Ping()

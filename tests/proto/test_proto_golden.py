@@ -58,7 +58,6 @@ def sample(kind: introspect.Type, name: str) -> Any:
 
 
 def message(name: str) -> Message:
-    """Return the golden message of a type."""
     cls = TYPES[name]
     return msgspec.convert(sample(introspect.type_info(cls), name), cls, builtin_types=(bytes,))
 
@@ -71,7 +70,6 @@ def encode(name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def load() -> dict[str, list[str]]:
-    """Return the golden frames in hex, by message type."""
     return json.loads(GOLDEN.read_text(encoding="utf-8"))
 
 
@@ -95,7 +93,6 @@ def test_the_decoder_reads_it(name: str) -> None:
 
 
 def regenerate() -> None:
-    """Write the file anew."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         frames = {name: encode(name, monkeypatch) for name in sorted(TYPES)}
     GOLDEN.parent.mkdir(exist_ok=True)

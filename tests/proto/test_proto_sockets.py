@@ -24,7 +24,6 @@ WAIT_MS = int(1000 * limit(10.0))
 
 
 def receive(socket: Socket) -> list[bytes]:
-    """Return the next message, or fail the test."""
     assert socket.poll(WAIT_MS), "no message came"
     return socket.recv_multipart()
 
@@ -36,7 +35,6 @@ def close(*opened: Socket) -> None:
 
 
 def all_kinds(context: Context) -> dict[str, Socket]:
-    """Return a socket of each kind."""
     router, endpoint = sockets.router(context, ANY_PORT)
     inward, endpoint_in, outward, endpoint_out = sockets.relay(context, ANY_PORT, ANY_PORT)
     bound, connected = sockets.pair(context, "wake")

@@ -14,17 +14,8 @@ import msgspec.inspect as introspect
 import pytest
 
 from umbra.proto import access, bounds, errors, messages, records, sockets
+from umbra.proto import messages as m
 from umbra.proto.access import KEY_ROLES, SENDERS, may_send
-from umbra.proto.messages import (
-    ANY,
-    CONTROL,
-    DATA,
-    TELEMETRY,
-    TYPES,
-    WEIGHTS,
-    Header,
-    Message,
-)
 from umbra.proto.records import PROTOCOL_MAJOR, PROTOCOL_MINOR
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,12 +23,12 @@ SPEC = "\n".join(
     (ROOT / "proto" / page).read_text(encoding="utf-8") for page in ("README.md", "weights.md")
 )
 ENUMERATIONS = {"Role": get_args(messages.Role), "State": get_args(messages.State)}
-CHAPTERS: dict[str, tuple[type[Message], ...]] = {
-    "Any socket": ANY,
-    "Control socket": CONTROL,
-    "Data socket": DATA,
-    "Weights socket": WEIGHTS,
-    "Events": TELEMETRY,
+CHAPTERS: dict[str, tuple[type[m.Message], ...]] = {
+    "Any socket": m.ANY,
+    "Control socket": m.CONTROL,
+    "Data socket": m.DATA,
+    "Weights socket": m.WEIGHTS,
+    "Events": m.TELEMETRY,
 }
 TEXTS: dict[tuple[int | None, str | None], str] = {
     (bounds.NAME_CHARS, bounds.NO_CONTROL): "name",
@@ -50,13 +41,12 @@ RECORDS = {
     for name, cls in vars(module).items()
     if isinstance(cls, type)
     and issubclass(cls, records.Record)
-    and not issubclass(cls, Message)
-    and cls not in (records.Record, records.Kept, records.Told, Header)
+    and not issubclass(cls, m.Message)
+    and cls not in (records.Record, records.Kept, records.Told, m.Header)
 }
 
 
 def section(title: str, level: int) -> str:
-    """Return the text under a heading, deeper headings included."""
     marks = "#" * level
     parts = re.split(rf"^{marks} {re.escape(title)}$", SPEC, flags=re.MULTILINE)
     assert len(parts) == 2, f"proto's pages have {len(parts) - 1} headings '{marks} {title}'"
@@ -74,12 +64,10 @@ def rows(text: str) -> list[list[str]]:
 
 
 def headings(title: str) -> list[str]:
-    """Return the third-level headings of a chapter."""
     return re.findall(r"^### (\w+)$", section(title, 2), flags=re.MULTILINE)
 
 
 def spell(kind: introspect.Type) -> str:
-    """Write a type the way that the spec does."""
     match kind:
         case introspect.ListType():
             return f"list[{kind.max_length}] of {spell(kind.item_type)}"
@@ -156,27 +144,27 @@ def test_every_message_class_is_known_by_its_name() -> None:
     defined = {
         cls
         for cls in vars(messages).values()
-        if isinstance(cls, type) and issubclass(cls, Message) and cls is not Message
+        if isinstance(cls, type) and issubclass(cls, m.Message) and cls is not m.Message
     }
-    assert {TYPES[cls.__name__] for cls in defined} == defined
-    assert sum(len(group) for group in CHAPTERS.values()) == len(TYPES) == len(defined)
+    assert {m.TYPES[cls.__name__] for cls in defined} == defined
+    assert sum(len(group) for group in CHAPTERS.values()) == len(m.TYPES) == len(defined)
 
 
 def test_every_record_has_a_section() -> None:
     assert sorted(headings("Records") + headings("Records of weights")) == sorted(RECORDS)
 
 
-@pytest.mark.parametrize("cls", [Header, *TYPES.values(), *RECORDS.values()])
+@pytest.mark.parametrize("cls", [m.Header, *m.TYPES.values(), *RECORDS.values()])
 def test_fields(cls: type[records.Record]) -> None:
     text = section(cls.__name__, 3)
     assert declared(text) == fields_of(cls)
     assert text.strip().splitlines()[0][0] not in "`N", "a section says first what it is about"
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", m.TYPES)
 def test_the_answers_it_names_are_messages(name: str) -> None:
     for answer in re.findall(r"Answer: `(\w+)`", section(name, 3)):
-        assert answer in TYPES
+        assert answer in m.TYPES
 
 
 @pytest.mark.parametrize("name", ENUMERATIONS)
@@ -187,7 +175,6 @@ def test_enumerations(name: str) -> None:
 
 
 def parts_of(kind: introspect.Type) -> list[introspect.Type]:
-    """Return the types of which a type is made, itself included."""
     match kind:
         case introspect.ListType():
             inner = [kind.item_type]
@@ -206,21 +193,21 @@ def parts_of(kind: introspect.Type) -> list[introspect.Type]:
     return [kind, *(part for one in inner for part in parts_of(one))]
 
 
-@pytest.mark.parametrize("name", [*TYPES, "Header"])
+@pytest.mark.parametrize("name", [*m.TYPES, "Header"])
 def test_everything_has_a_bound(name: str) -> None:
-    for kind in parts_of(introspect.type_info(TYPES.get(name, Header))):
+    for kind in parts_of(introspect.type_info(m.TYPES.get(name, m.Header))):
         if isinstance(kind, introspect.StrType | introspect.BytesType | introspect.ListType):
             assert kind.max_length is not None, kind
         if isinstance(kind, introspect.DictType):
             is_row = isinstance(kind.value_type, introspect.AnyType)
             assert kind.max_length is not None, kind
-            assert not is_row or TYPES[name] not in SENDERS or name == "Event"
+            assert not is_row or m.TYPES[name] not in SENDERS or name == "Event"
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", m.TYPES)
 def test_unknown_fields(name: str) -> None:
     """What an operator orders is refused with an unknown field; in others it is skipped."""
-    cls = TYPES[name]
+    cls = m.TYPES[name]
     is_order = SENDERS.get(cls) == ("operator",)
     assert cls.__struct_config__.forbid_unknown_fields is is_order
 
@@ -244,7 +231,7 @@ def test_limits() -> None:
 
 @pytest.mark.parametrize("role", KEY_ROLES)
 def test_a_role_may_send_no_byte_of_what_it_must_not(role: Any) -> None:
-    for cls in TYPES.values():
+    for cls in m.TYPES.values():
         allowed = access.allowed_bytes(cls, role)
         assert allowed == (access.body_bytes(cls) if may_send(role, cls) else 0)
         assert bool(access.allowed_bytes(cls, None)) == (cls in SENDERS)

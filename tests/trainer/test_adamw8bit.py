@@ -23,7 +23,6 @@ STEPS = 200
 
 @pytest.fixture(autouse=True)
 def eager() -> Iterator[None]:
-    """Compiling takes longer than these steps."""
     torch.compiler.set_stance("force_eager")
     yield
     torch.compiler.set_stance("default")

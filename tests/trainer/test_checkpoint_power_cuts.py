@@ -44,7 +44,6 @@ class Training:
         assert not outcome.error
 
     def close(self) -> None:
-        """End its thread."""
         self._saver.close()
 
 

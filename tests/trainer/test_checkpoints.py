@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from fakes.rank_bench import as_text, make_batches, narrow_model
+from fakes.rank_bench import as_text, make_batches
 from fakes.slowness import limit
 from safetensors.torch import load_file
 from torch import Tensor
@@ -27,10 +27,7 @@ from umbra.services.modeling.model_directory import weights_checksum
 from umbra.services.process.files import Disk
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.checkpoints.export import export_checkpoint
-from umbra.services.trainer.checkpoints.folder import (
-    CheckpointFolder,
-    read_index,
-)
+from umbra.services.trainer.checkpoints.folder import CheckpointFolder, read_index
 from umbra.services.trainer.checkpoints.loader import resume
 from umbra.services.trainer.checkpoints.saver import Saver
 from umbra.services.trainer.critic import open_critic
@@ -44,14 +41,7 @@ BATCHES = make_batches(4)
 KEYS = {"warmup_steps": 0, "device": "cpu", "threads": 1, "pack_tokens": 48, "learning_rate": 1e-3}
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return narrow_model(tmp_path_factory)
-
-
 class Trainer:
-    """A learner that is at some step, and its checkpoints."""
-
     def __init__(self, directory: Path, path: Path, **keys: Any) -> None:
         trainer = {name: value for name, value in keys.items() if "." not in name}
         overrides = [f"trainer.{key}={as_text(value)}" for key, value in (KEYS | trainer).items()]
@@ -91,7 +81,6 @@ class Trainer:
         return self
 
     def save(self) -> Path:
-        """A checkpoint of now."""
         assert not any(outcome.error for outcome in self.saver.last(self.step, self.row))
         return self.folder.of(self.step)
 

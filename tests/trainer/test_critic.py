@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.rank_bench import make_batches, narrow_model
+from fakes.rank_bench import make_batches
 from torch import Tensor
 
 from umbra.proto.errors import UsageError
@@ -22,11 +22,6 @@ from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.policy import load_policy
 from umbra.services.trainer.update import PolicyUpdate
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return narrow_model(tmp_path_factory)
 
 
 @pytest.fixture

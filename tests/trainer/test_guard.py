@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from fakes.rank_bench import as_text, make_batches, narrow_model
+from fakes.rank_bench import as_text, make_batches
 from torch import Tensor
 
 from umbra.proto.errors import DivergedError
@@ -30,11 +30,6 @@ from umbra.services.trainer.update import Guard, PolicyUpdate
 
 KEYS = {"warmup_steps": 0, "device": "cpu", "threads": 1, "pack_tokens": 48, "learning_rate": 1e-3}
 BATCHES = make_batches(2)
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return narrow_model(tmp_path_factory)
 
 
 def improbable(batch: list[Trajectory], samples: int, tokens: int = 10**6) -> list[Trajectory]:
@@ -74,7 +69,6 @@ def harm(
 
 
 def state(learner: Learner) -> dict[str, Tensor]:
-    """Weights and moments."""
     return {name: t.detach().clone() for name, t in learner.state().tensors().items()}
 
 

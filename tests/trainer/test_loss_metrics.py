@@ -51,7 +51,6 @@ def noisy(model: Path, groups: int) -> TrainBatch:
 def passes(
     batch: TrainBatch, parts: list[Tensor], world: int
 ) -> list[tuple[int, int, Tensor, TokenInputs, TokenLosses, Tensor]]:
-    """Rank, update, tokens and made-up results of each micro-batch."""
     generator = torch.Generator().manual_seed(1)
     made: list[tuple[int, int, Tensor, TokenInputs, TokenLosses, Tensor]] = []
     for update, part in enumerate(parts):

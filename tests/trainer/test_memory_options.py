@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from fakes.rank_bench import Trained, make_batches, narrow_model, train
+from fakes.rank_bench import Trained, make_batches, train
 from torch.autograd import graph
 
 from umbra.proto.errors import UsageError
@@ -28,11 +28,6 @@ def _precision() -> Iterator[None]:
     AcceleratorState._reset_state()  # a process has one, but here
     yield
     AcceleratorState._reset_state()
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return narrow_model(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,6 @@ def test_phases_add_up_to_the_step() -> None:
 
 
 def ranges(path: Path) -> set[str]:
-    """Names of the ranges in a trace."""
     with gzip.open(path, "rt") as file:
         events = json.load(file)["traceEvents"]
     return {event["name"] for event in events if event.get("cat") == "user_annotation"}

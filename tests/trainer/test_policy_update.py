@@ -61,7 +61,6 @@ def settings(directory: Path, *stages: str, **keys: Any) -> RunConfig:
 def update(
     directory: Path, trajectories: list[Trajectory], *stages: str, critic: Any = None, **keys: Any
 ) -> tuple[Gradients, Row]:
-    """The gradients of the last update, and the row."""
     config = settings(directory, *stages, **keys)
     learner = Recorder(load_policy(directory)[0], config.trainer, steps=1)
     batch = make_batch(trajectories, learner.model.config.vocab_size)
@@ -76,7 +75,6 @@ def assert_equal(one: Gradients, other: Gradients) -> None:
 
 
 def differ(one: Gradients, other: Gradients) -> bool:
-    """By far more than rounding explains."""
     return any(
         float((gradient - other[name]).abs().max())
         > 100 * rounding(TERMS) * float(gradient.abs().max())

@@ -46,7 +46,6 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 def come(
     threads: ThreadPoolExecutor, rank: int, timeout_s: float = WAIT_S, asked: Any = None
 ) -> Future[tuple[Any, RankPlace]]:
-    """One of two ranks, each on its host, comes to the meeting."""
     stopping = asked or threading.Event()
     return threads.submit(meet, RankPlace(rank, 2, 1), timeout_s, KEY, stopping=stopping.is_set)
 
@@ -100,8 +99,6 @@ def test_one_that_comes_back_waits_for_the_next_life(
 
 
 class Ends:
-    """What heartbeats would have ended this process with."""
-
     def __init__(self) -> None:
         self.called = threading.Event()
         self.code, self.reason = -1, ""

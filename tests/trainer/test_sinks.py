@@ -36,7 +36,6 @@ def config(*overrides: str) -> RunConfig:
 
 
 def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard itself reads."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder))
@@ -104,8 +103,6 @@ class FakeRun:
 
 
 class FakeWandb(ModuleType):
-    """Stands in for the package, with the calls that we make of it."""
-
     class Error(Exception):
         pass
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from fakes.architectures import ARCHITECTURES
 from fakes.closeness import assert_same_logprobs
-from fakes.rank_bench import Trained, make_batches, narrow_model, train
+from fakes.rank_bench import Trained, make_batches, train
 from transformers import AutoModelForCausalLM
 
 from umbra.proto.errors import UsageError
@@ -27,11 +27,6 @@ from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.policy import export_policy, load_policy
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
 from umbra.services.weights.manifest import build_manifest
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return narrow_model(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -132,9 +127,6 @@ def test_compiled_layers_learn_the_same(
     found = train(directory, batches, Ranks(), **keys)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before, "something was compiled"
     assert_same(found, dense)
-
-
-# -- adapters --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("architecture", ["", "qwen3-moe", "qwen2-moe", "deepseek-v3"])

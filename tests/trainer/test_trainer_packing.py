@@ -184,9 +184,6 @@ def test_first_fit_decreasing_places_each_once_within_capacity(
         assert len(row) == 1 or sum(lengths[item] for item in row) <= capacity
 
 
-# -- several responses to one prompt ---------------------------------------------------------------
-
-
 def family_tokens(seed: int = 2) -> Tokens:
     """Three prompts with 4, 3 and 1 responses; what follows the prompt is learned, in part."""
     generator = torch.Generator().manual_seed(seed)
@@ -251,9 +248,6 @@ def test_a_prompt_is_fed_once_where_its_responses_fit() -> None:
     # With room for two responses each, the first prompt is fed twice.
     tight = pack(tokens, pack_tokens=16, micro_tokens=10_000, share_prompts=True)
     assert sum(m.tokens for m in tight) == fed - 2 * 9 - 2 * 1
-
-
-# -- several ranks ---------------------------------------------------------------------------------
 
 
 @given(
@@ -330,7 +324,6 @@ def test_ranks_are_done_no_later_than_with_equally_many_tokens(
 
 
 def _time(plans: list[list[float]]) -> float:
-    """Each pass is as long as that of the slowest rank."""
     return sum(map(max, zip(*plans, strict=True)))
 
 

@@ -92,19 +92,6 @@ def test_an_index_names_safetensors_files_beside_it_only(
         check_model_dir(copy)
 
 
-def test_a_directory_that_is_no_model_is_named(tmp_path: Path, directory: Path) -> None:
-    with pytest.raises(UsageError, match=r"model\.path"):
-        load_policy(tmp_path / "missing")
-    for file in directory.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "model.safetensors").write_bytes(b"not safetensors")
-    with pytest.raises(UsageError, match="cannot be loaded"):
-        load_policy(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(UsageError, match="weights"):
-        load_policy(tmp_path)
-
-
 def test_an_export_is_whole_and_replaces_an_older_one(tmp_path: Path, directory: Path) -> None:
     model, tokenizer = load_policy(directory)
     out = tmp_path / "new" / "model"

@@ -146,7 +146,6 @@ def trl_side(
 
 
 def our_advantages(directory: Path, trajectories: list[Trajectory], **keys: Any) -> Tensor:
-    """One per sample."""
     config = settings(directory, **keys)
     batch = make_batch(trajectories, vocab_size=1000)
     earned = rewarded(batch, config.trainer.pieces, None, None)

@@ -6,13 +6,7 @@ import pytest
 from fakes.broker_world import World
 
 from umbra.proto.access import KeyRole
-from umbra.proto.messages import (
-    Header,
-    Heartbeat,
-    Message,
-    Ready,
-    Subscribe,
-)
+from umbra.proto.messages import Header, Heartbeat, Message, Ready, Subscribe
 from umbra.proto.net.server import Request
 from umbra.services.buffer.effects import NackError
 from umbra.services.weight_hub.bindings import KEPT, Bindings

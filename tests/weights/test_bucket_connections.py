@@ -145,9 +145,6 @@ def test_another_layout_ends_an_order() -> None:
         source.close()
 
 
-# -- records --------------------------------------------------------------------------------------
-
-
 SECRET = bytes(range(32))
 
 
@@ -291,11 +288,7 @@ def test_bytes_that_are_no_order_end_the_connection() -> None:
         assert ended(connection)
 
 
-# -- unknown peers --------------------------------------------------------------------------------
-
-
 def ended(connection: socket.socket) -> bool:
-    """Whether the other end closes the connection."""
     connection.settimeout(WAIT_S)
     try:
         return connection.recv(1) == b""

@@ -70,7 +70,6 @@ def test_buckets_are_cut_between_rows_or_else_between_elements(
 
 @st.composite
 def owned_layouts(draw: st.DrawFn) -> tuple[Tensors, dict[str, list[tuple[int, int]]]]:
-    """A layout, and who has which rows of some of its tensors."""
     tensors = draw(layouts())
     owners: dict[str, list[tuple[int, int]]] = {}
     for name, _, shape in tensors:

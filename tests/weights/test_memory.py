@@ -10,7 +10,7 @@ from mmap import PAGESIZE
 
 import pytest
 
-from umbra.services.weights.memory import copy, private_memory
+from umbra.services.weights.memory import copy
 
 
 @pytest.mark.parametrize("size", [0, 1, PAGESIZE + 7])
@@ -28,12 +28,6 @@ def test_only_what_fits_is_copied() -> None:
             copy(bytes(size), memoryview(bytearray(4)))
     with pytest.raises(TypeError):
         copy(bytes(4), memoryview(bytes(4)))
-
-
-def test_private_memory_is_writable_and_zero() -> None:
-    memory = private_memory(PAGESIZE + 1)
-    assert bytes(memory) == bytes(PAGESIZE + 1)
-    memory[-1] = 1
 
 
 def test_other_threads_run_during_a_copy() -> None:

@@ -11,14 +11,7 @@ from typing import Any, cast
 import pytest
 
 from umbra.proto.deadline import Pace
-from umbra.proto.messages import (
-    ArenaReady,
-    Message,
-    Ok,
-    Publish,
-    RegisterManifest,
-    SlotGranted,
-)
+from umbra.proto.messages import ArenaReady, Message, Ok, Publish, RegisterManifest, SlotGranted
 from umbra.proto.net.channel import Channel
 from umbra.services.config import WeightHubConfig
 from umbra.services.config.loader import load_config

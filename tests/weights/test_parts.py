@@ -48,7 +48,6 @@ class World:
         return found
 
     def begin(self) -> None:
-        """Both part hubs are there and hold the layout."""
         self.parts.begin(LAYOUT, PATH, 2, made=False)
         for owner, peer in enumerate((ONE, TWO), start=1):
             assert not self.says(peer, state(owner))

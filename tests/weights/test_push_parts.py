@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from fakes.push_hub import DEADLINE_S, TRAINER, A, B, Hub, granted, prepare, sent
+from fakes.push_hub import DEADLINE_S, TRAINER, A, B, Hub, granted, prepare, pushing, sent
 
-from umbra.proto.messages import (
-    Abort,
-    Commit,
-    Nack,
-    Ok,
-)
+from umbra.proto.messages import Abort, Commit, Nack, Ok
 from umbra.services.weight_hub.push import Failed, HubPeer, HubReply, Pushed, Send
 
 
@@ -30,10 +25,7 @@ def test_nothing_is_published_while_a_part_is_missing() -> None:
 
 
 def test_pushes_wait_while_a_part_is_missing_and_go_on_with_the_newest_version() -> None:
-    hub = Hub(slots=3)
-    hub.registered()
-    hub.subscribe(A)
-    hub.new_version(0)
+    hub = pushing(0, slots=3)
     hub.protocol.hold_back("gone", hub.now)
     assert hub.subscribe(B) == []
     failed = hub.ready(A, 1, 0, error="the source is gone")
@@ -47,10 +39,7 @@ def test_pushes_wait_while_a_part_is_missing_and_go_on_with_the_newest_version()
 
 
 def test_what_is_under_way_may_end_well_without_the_part_that_went_away() -> None:
-    hub = Hub()
-    hub.registered()
-    hub.subscribe(A)
-    hub.new_version(0)
+    hub = pushing(0)
     hub.protocol.hold_back("gone", hub.now)
     assert sent(hub.ready(A, 1, 0), "a") == [Commit(epoch=1, version=0)]
     assert isinstance(hub.committed(A, 1, 0)[0], Pushed)
@@ -58,10 +47,7 @@ def test_what_is_under_way_may_end_well_without_the_part_that_went_away() -> Non
 
 
 def test_one_that_fails_its_second_attempt_while_a_part_is_missing_is_not_dropped() -> None:
-    hub = Hub()
-    hub.registered()
-    hub.subscribe(A)
-    hub.new_version(0)
+    hub = pushing(0)
     hub.ready(A, 1, 0, error="gone")  # before the hub has noticed
     hub.protocol.hold_back("gone", hub.now)
     hub.ready(A, 2, 0, error="gone")
@@ -71,10 +57,7 @@ def test_one_that_fails_its_second_attempt_while_a_part_is_missing_is_not_droppe
 
 
 def test_what_is_lost_is_withdrawn_and_has_to_be_registered_again() -> None:
-    hub = Hub()
-    hub.registered()
-    hub.subscribe(A)
-    hub.new_version(0)
+    hub = pushing(0)
     hub.acquire(1)
     assert hub.protocol.knows(TRAINER)
     waiting = hub.acquire(2, HubPeer("trainer", "t1"))
@@ -94,11 +77,7 @@ def test_what_is_lost_is_withdrawn_and_has_to_be_registered_again() -> None:
 
 
 def test_whoever_waits_for_a_slot_hears_that_all_is_withdrawn() -> None:
-    hub = Hub()
-    hub.registered()
-    hub.subscribe(A)
-    hub.new_version(0)
-    hub.new_version(1)
+    hub = pushing(0, 1)
     assert hub.acquire(2) == []
     answers = [e for e in hub.protocol.withdraw("lost", hub.now) if isinstance(e, HubReply)]
     assert [a.ticket for a in answers] == ["acquire 2"]

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import pytest
-from fakes.push_hub import DEADLINE_S, PACE, TRAINER, A, B, Hub, granted, prepare, sent
-
-from umbra.proto.messages import (
-    Abort,
-    Commit,
-    Nack,
-    Ok,
-    Publish,
-    SlotGranted,
+from fakes.push_hub import (
+    DEADLINE_S,
+    PACE,
+    TRAINER,
+    A,
+    B,
+    Hub,
+    granted,
+    prepare,
+    pushing,
+    sent,
+    serving,
 )
+
+from umbra.proto.messages import Abort, Commit, Nack, Ok, Publish, SlotGranted
 from umbra.services.weight_hub.push import (
     RECOVERS_S,
     Effect,
@@ -82,22 +87,14 @@ def test_a_slow_receiver_stalls_nobody_and_skips_what_was_overtaken() -> None:
 
 
 def test_acquire_waits_while_the_other_slot_is_read() -> None:
-    hub = Hub()
-    hub.registered()
-    hub.subscribe(A)
-    hub.new_version(0)
-    hub.new_version(1)
+    hub = pushing(0, 1)
     assert hub.acquire(2) == []
     effects = hub.ready(A, 1, 0)
     assert granted(effects) == 0  # slot 1 is the newest
 
 
 def test_a_receiver_that_misses_its_deadline_frees_the_slot_and_may_come_back() -> None:
-    hub = Hub()
-    hub.registered()
-    hub.subscribe(A)
-    hub.new_version(0)
-    hub.new_version(1)
+    hub = pushing(0, 1)
     assert hub.acquire(2) == []
     assert hub.tick(DEADLINE_S - 1) == []
     effects = hub.tick(1)
@@ -140,12 +137,7 @@ def held_up(hub: Hub, mute: HubPeer, version: int) -> float:
 def test_whoever_holds_the_trainer_up_under_one_name_after_the_other_is_waited_for_ever_less() -> (
     None
 ):
-    hub = Hub()
-    hub.registered()
-    hub.subscribe(A)
-    hub.new_version(0)
-    hub.ready(A, 1, 0)
-    hub.committed(A, 1, 0)
+    hub = serving(0)
     waits = [held_up(hub, HubPeer(f"mute{n}", "m"), 2 * n) for n in range(6)]
     assert waits == [5.0, 2.5, 1.25, 1.0, 1.0, 1.0]
     assert hub.protocol.counters["held_up"] == 6
@@ -154,10 +146,7 @@ def test_whoever_holds_the_trainer_up_under_one_name_after_the_other_is_waited_f
 
 
 def test_where_stagings_take_long_the_trainer_waits_for_longer() -> None:
-    hub = Hub()
-    hub.registered()
-    hub.subscribe(A)
-    hub.new_version(0)
+    hub = pushing(0)
     hub.tick(0.75)
     hub.ready(A, 1, 0)
     hub.committed(A, 1, 0)
@@ -171,12 +160,7 @@ def test_where_stagings_take_long_the_trainer_waits_for_longer() -> None:
 
 
 def test_where_nobody_has_the_newest_version_the_deadline_alone_counts() -> None:
-    hub = Hub()
-    hub.registered()
-    hub.subscribe(A)
-    hub.new_version(0)
-    hub.ready(A, 1, 0)
-    hub.committed(A, 1, 0)
+    hub = serving(0)
     for n in range(3):
         held_up(hub, HubPeer(f"mute{n}", "m"), 2 * n)
     hub.subscribe(B)
@@ -187,10 +171,7 @@ def test_where_nobody_has_the_newest_version_the_deadline_alone_counts() -> None
 
 
 def test_the_deadline_of_a_commit_is_its_own() -> None:
-    hub = Hub()
-    hub.registered()
-    hub.subscribe(A)
-    hub.new_version(0)
+    hub = pushing(0)
     hub.tick(9)
     hub.ready(A, 1, 0)
     assert hub.tick(9) == []
@@ -199,10 +180,7 @@ def test_the_deadline_of_a_commit_is_its_own() -> None:
 
 @pytest.mark.parametrize("phase", ["ready", "committed"])
 def test_a_failed_push_is_tried_once_more(phase: str) -> None:
-    hub = Hub()
-    hub.registered()
-    hub.subscribe(A)
-    hub.new_version(0)
+    hub = pushing(0)
 
     def fail(epoch: int) -> list[Effect]:
         if phase == "ready":
@@ -222,21 +200,14 @@ def test_a_failed_push_is_tried_once_more(phase: str) -> None:
 
 
 def test_after_a_failure_the_newest_version_is_tried() -> None:
-    hub = Hub()
-    hub.registered()
-    hub.subscribe(A)
-    hub.new_version(0)
-    hub.new_version(1)
+    hub = pushing(0, 1)
     assert sent(hub.ready(A, 1, 0, error="broken"), "a")[1] == prepare(2, 1, 1)
     # A new version, so it has two attempts of its own.
     assert sent(hub.ready(A, 2, 1, error="broken"), "a")[1] == prepare(3, 1, 1)
 
 
 def test_an_unreachable_receiver_is_dropped_without_a_word() -> None:
-    hub = Hub()
-    hub.registered()
-    hub.subscribe(A)
-    hub.new_version(0)
+    hub = pushing(0)
     assert hub.protocol.lost("a", "gone", hub.now) == [
         Failed("a", 0, "staging", "gone", dropped=True)
     ]
@@ -244,10 +215,7 @@ def test_an_unreachable_receiver_is_dropped_without_a_word() -> None:
 
 
 def test_a_new_incarnation_supersedes_the_old() -> None:
-    hub = Hub()
-    hub.registered()
-    hub.subscribe(A)
-    hub.new_version(0)
+    hub = pushing(0)
     again = HubPeer("a", "a2")
     assert sent(hub.subscribe(again), "a") == [prepare(2, 0, 0)]
     assert hub.ready(A, 1, 0) == []
@@ -257,10 +225,7 @@ def test_a_new_incarnation_supersedes_the_old() -> None:
 
 
 def test_answers_out_of_turn_are_ignored() -> None:
-    hub = Hub()
-    hub.registered()
-    hub.subscribe(A)
-    hub.new_version(0)
+    hub = pushing(0)
     assert hub.committed(A, 1, 0) == []
     assert hub.ready(A, 7, 0) == []
     hub.ready(A, 1, 0)
@@ -281,11 +246,7 @@ def test_a_repeated_acquire_gets_the_same_slot() -> None:
 
 
 def test_asking_again_refuses_the_request_that_waits() -> None:
-    hub = Hub()
-    hub.registered()
-    hub.subscribe(A)
-    hub.new_version(0)
-    hub.new_version(1)
+    hub = pushing(0, 1)
     hub.acquire(2)
     (refused,) = hub.acquire(3)
     assert isinstance(refused, HubReply)
@@ -310,10 +271,7 @@ def test_only_the_trainer_that_registered_last_may_write() -> None:
 
 
 def test_a_restarted_trainer_keeps_the_pushes_under_way() -> None:
-    hub = Hub()
-    hub.registered()
-    hub.subscribe(A)
-    hub.new_version(4)
+    hub = pushing(4)
     restarted = HubPeer("trainer", "t2")
     assert hub.registered(publisher=restarted) == []
     assert sent(hub.ready(A, 1, 4), "a") == [Commit(epoch=1, version=4)]
@@ -338,10 +296,7 @@ def test_what_the_hub_before_had_is_pushed_to_whoever_subscribes() -> None:
 
 
 def test_another_layout_drops_everyone() -> None:
-    hub = Hub()
-    hub.registered()
-    hub.subscribe(A)
-    hub.new_version(0)
+    hub = pushing(0)
     hub.subscribe(B)
     hub.ready(B, 2, 0)
     hub.committed(B, 2, 0)
@@ -376,10 +331,7 @@ def test_the_slot_with_the_oldest_content_is_written_next() -> None:
 
 def test_a_push_is_timed_from_the_version_or_from_the_subscription() -> None:
     """Whichever came later; and what was skipped and dropped is counted."""
-    hub = Hub()
-    hub.registered()
-    hub.subscribe(A)
-    hub.new_version(1)
+    hub = pushing(1)
     for peer, epoch, expected in ((A, 1, 4.0), (B, 2, 3.0)):
         if peer is B:
             hub.now += 50.0
@@ -410,10 +362,7 @@ def test_versions_that_a_receiver_never_saw_are_counted() -> None:
 
 
 def test_what_happens_is_counted() -> None:
-    hub = Hub()
-    hub.registered()
-    hub.subscribe(A)
-    hub.new_version(1)
+    hub = pushing(1)
     hub.ready(A, 1, 1)
     hub.ready(A, 1, 1)
     hub.committed(A, 1, 1)

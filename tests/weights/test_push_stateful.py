@@ -194,7 +194,6 @@ class PushMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES), fails=st.lists(st.booleans(), min_size=1, max_size=4))
     def act(self, name: str, fails: list[bool]) -> None:
-        """The receiver handles its next messages, and fails sometimes."""
         model = self.receivers[name]
         for broken in fails:
             if model.alive and model.inbox:
@@ -258,7 +257,6 @@ class PushMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_slots_hold_is_known(self) -> None:
-        """Nothing of a slot that is written."""
         if hasattr(self, "hub"):
             held = self.hub.held.items()
             assert self.held == {slot: (p.version, *p.checksums) for slot, p in held}

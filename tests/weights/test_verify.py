@@ -46,7 +46,6 @@ def arena(run_id: str) -> Iterator[Arena]:
 
 
 def version_at(number: int) -> bytes:
-    """The version that is in the slot under an even sequence number."""
     return (number // 2).to_bytes(8, "little") * (TINY.total_bytes // 8)
 
 
