@@ -4,12 +4,13 @@ import os
 import select
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.fixtures import Closes
+from fakes.players import Player
 from fakes.slowness import limit, seconds
 
 from umbra.proto.errors import DeadlineError, UsageError
@@ -101,24 +102,6 @@ class Blocking(Waiting):
 """
 
 
-class Player:
-    def __init__(self, config: EnvironmentConfig) -> None:
-        self._event = threading.Event()
-        self.pool = ProcessPool(config, wake=self._event.set)
-
-    def outcomes(self, count: int) -> dict[str, EpisodeOutcome]:
-        found: dict[str, EpisodeOutcome] = {}
-        while len(found) < count:
-            assert self._event.wait(limit(30))
-            self._event.clear()
-            found |= {outcome.key: outcome for outcome in self.pool.collect()}
-        return found
-
-    def play(self, key: str, responses: list[str], **row: Any) -> EpisodeOutcome:
-        self.pool.play(key, {"prompt": "p", **row}, responses)
-        return self.outcomes(1)[key]
-
-
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     name = f"user_{tmp_path.name.replace('-', '_')}"
@@ -128,8 +111,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture
-def start(module: str) -> Iterator[Callable[..., Player]]:
-    players: list[Player] = []
+def start(module: str, closes: Closes) -> Callable[..., Player]:
 
     def make(kind: str, **changes: Any) -> Player:
         values: dict[str, Any] = {"timeout_s": 20.0, "workers": 2, **changes}
@@ -137,12 +119,9 @@ def start(module: str) -> Iterator[Callable[..., Player]]:
             config = EnvironmentConfig(kind="reward", reward=f"{module}:{kind}", **values)
         else:
             config = EnvironmentConfig(kind=f"{module}:{kind}", **values)
-        players.append(Player(config))
-        return players[-1]
+        return closes(Player(config))
 
-    yield make
-    for player in players:
-        player.pool.close()
+    return make
 
 
 def text(outcome: EpisodeOutcome) -> str:
@@ -191,16 +170,16 @@ def test_one_of_many_in_a_process_kills_it(start: Callable[..., Player], tmp_pat
 
 def test_conversations_are_lost_with_their_process(start: Callable[..., Player]) -> None:
     player = start("Count", workers=1)
-    player.play("a", [])
-    assert text(player.play("a", ["1"])) == "1"
+    player.play("a")
+    assert text(player.play("a", "1")) == "1"
     player.pool.play("b", {"prompt": "p"}, ["die"])
     outcomes = player.outcomes(2)
     assert "killed by SIGKILL" in outcomes["b"].error
     assert outcomes["a"].value == Lost()
     player.pool.play("a", {"prompt": "p"}, ["2"])  # was on its way
-    assert isinstance(player.play("a", []).value, Opening)
-    assert text(player.play("a", ["5"])) == "5"
-    assert text(player.play("a", ["2"])) == "7"
+    assert isinstance(player.play("a").value, Opening)
+    assert text(player.play("a", "5")) == "5"
+    assert text(player.play("a", "2")) == "7"
 
 
 def test_a_module_that_ends_the_process_is_named(tmp_path: Path, module: str) -> None:
@@ -217,10 +196,10 @@ def test_opening_and_step_have_a_limit(
     limit_s = seconds(0.5)  # in which the next one has to be opened
     player = start(kind, workers=1, timeout_s=limit_s)
     told = f"took longer than environment.timeout_s = {limit_s:g} s"
-    opened = player.play("a", [], hangs="reset").error
+    opened = player.play("a", hangs="reset").error
     assert opened == f"environment {module}:{kind}: the opening (reset) {told}"
-    assert isinstance(player.play("b", [], hangs="").value, Opening)
-    step = player.play("b", ["hang"], hangs="").error
+    assert isinstance(player.play("b", hangs="").value, Opening)
+    step = player.play("b", "hang", hangs="").error
     assert step == f"environment {module}:{kind}: a step {told}"
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 import uuid
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import zmq
 from fakes.broker_world import trajectory
+from fakes.forks import SEARCH, Popen
 from fakes.ports import reserved_port
 from fakes.slowness import limit
 from fakes.waiting import until
@@ -61,10 +61,10 @@ class BufferProcess:
         own = ("--broker", self.broker, "--set", f"buffer.ports={others}", "--run-dir", "run")
         argv = [sys.executable, "-m", "umbra", "buffer", "--config", "run.toml", *own]
         with (self.folder / "buffer.log").open("ab") as log:
-            self.popen = subprocess.Popen(
+            self.popen = Popen(
                 argv,
                 cwd=self.folder,
-                env={**os.environ, "UMBRA_READY_FD": str(write)},
+                env={**os.environ, "PYTHONPATH": SEARCH, "UMBRA_READY_FD": str(write)},
                 pass_fds=(write,),
                 stdout=log,
                 stderr=log,

@@ -1,19 +1,27 @@
 """Fixtures: a project folder to run `umbra` on, a Python without packages, a hub in a thread."""
 
+from __future__ import annotations
+
 import fcntl
 import json
 import os
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import zmq
 from fakes.hub_bench import Bench
 from fakes.slowness import seconds
 
+from umbra.proto.records import Trajectory
 from umbra.services.weights.arena import remove_leftovers
+
+if TYPE_CHECKING:
+    from fakes.rank_bench import Alone
 
 REWARD = """
 def score(prompt, completion, row):
@@ -76,6 +84,37 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from fakes.rank_bench import narrow_model
 
     return narrow_model(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def batches(request: pytest.FixtureRequest) -> list[list[Trajectory]]:
+    """A batch for each of the STEPS of the module, or three."""
+    from fakes.rank_bench import make_batches
+
+    return make_batches(getattr(request.module, "STEPS", 3))
+
+
+@pytest.fixture(scope="module")
+def alone(
+    request: pytest.FixtureRequest,
+    directory: Path,
+    batches: list[list[Trajectory]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Alone:
+    """What one rank learns in each of the CASES of the module."""
+    from fakes.rank_bench import Alone
+
+    return Alone(directory, batches, request.module.CASES, tmp_path_factory.mktemp("alone"))
+
+
+Closes = Callable[[Any], Any]
+
+
+@pytest.fixture
+def closes() -> Iterator[Closes]:
+    """What is given to it is closed after the test, the last first."""
+    with ExitStack() as stack:
+        yield lambda one: stack.enter_context(closing(one))
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from typing import Any
 
 from umbra.services.process.child import child_environ
 from umbra.services.process.fork_server import ForkOrder, ForkServer
+from umbra.services.process.parent import READY_FD_VARIABLE
 
 SEARCH = os.pathsep.join(sys.path)
 """PYTHONPATH of a program that is to find our modules."""
@@ -42,13 +43,16 @@ class Popen(subprocess.Popen[Any]):
         execute: Any = getattr(super(), "_execute_child")  # noqa: B009 - it is private
         how = inspect.signature(execute).bind(*given, **named).arguments
         argv = [str(word) for word in how["args"]]
-        if how["shell"] or how["preexec_fn"] or how["pass_fds"]:
+        environ, passed = how["env"], list(how["pass_fds"])
+        if how["shell"] or how["preexec_fn"] or len(passed) > 1:
             return execute(*given, **named)
-        if not can_be_forked(argv, how["env"]):
+        if not can_be_forked(argv, environ):
             return execute(*given, **named)
         pipes = [how[one] for one in ("p2cread", "c2pwrite", "errwrite")]
-        fds = [own if fd == -1 else fd for own, fd in enumerate(pipes)]
-        order = ForkOrder(argv, how["env"], str(how["cwd"] or Path.cwd()), how["start_new_session"])
+        fds = [own if fd == -1 else fd for own, fd in enumerate(pipes)] + passed
+        if passed:  # to say that it is ready: it becomes descriptor 3
+            environ = {**environ, READY_FD_VARIABLE: "3"}
+        order = ForkOrder(argv, environ, str(how["cwd"] or Path.cwd()), how["start_new_session"])
         pid = server().spawn(order, fds)
         if pid is None:
             return execute(*given, **named)

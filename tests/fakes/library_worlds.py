@@ -6,7 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from fakes.agents import AgentWorld
 from fakes.engine import ScriptedEngine
+from fakes.fixtures import Closes
 from fakes.rollouts import STOP, says, settings
 from fakes.slowness import limit
 
@@ -128,12 +129,15 @@ def place() -> str:
 
 @pytest.fixture
 def library_play(
-    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, place: str
-) -> Iterator[LibraryPlay]:
+    tmp_path: Path,
+    tiny_model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+    closes: Closes,
+) -> LibraryPlay:
     """Worlds whose model says given turns, in a working directory with one module of the user's."""
     monkeypatch.chdir(tmp_path)
     tokenizer = load_tokenizer(tiny_model_dir)
-    made: list[AgentWorld | BackgroundRunner] = []
 
     def make(
         kind: str, source: str, *turns: str, max_context: int = 4096, given: int = 0, **options: Any
@@ -156,15 +160,12 @@ def library_play(
         )
         engine = ScriptedEngine(says(tokenizer, *turns, given=given), max_context=max_context)
         key = KEY if place == "runner" else ""
-        world = AgentWorld(engine, chosen, environment, key=key)
-        made.append(world)
+        world = closes(AgentWorld(engine, chosen, environment, key=key))
         if place == "runner":
-            made.append(BackgroundRunner(environment, world.url))
+            closes(BackgroundRunner(environment, world.url))
         return world
 
-    yield make
-    for each in reversed(made):
-        each.close()
+    return make
 
 
 def call(name: str, arguments: str) -> str:

@@ -10,11 +10,12 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
+from fakes.fixtures import Closes
 from fakes.generating import Generating, Policy, publisher_of
 from fakes.hub_bench import PROGRAMS, WAIT_S, Bench, SmallFrames
 from fakes.slowness import seconds
@@ -175,16 +176,8 @@ class Detour(StagedPlanes):
 
 
 @pytest.fixture
-def world(bench: Bench, tiny_model: Path) -> Iterator[Callable[..., World]]:
-    made: list[World] = []
-
-    def start(plane: str, **config: object) -> World:
-        made.append(World(bench, tiny_model, plane, **config))
-        return made[-1]
-
-    yield start
-    for one in made:
-        one.close()
+def world(bench: Bench, tiny_model: Path, closes: Closes) -> Callable[..., World]:
+    return lambda plane, **config: closes(World(bench, tiny_model, plane, **config))
 
 
 @pytest.mark.parametrize(

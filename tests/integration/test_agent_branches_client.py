@@ -1,7 +1,7 @@
 """Agents with the `openai` client that change their history, ask at once and have sub-agents."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from fakes.agents import WAIT_S, AgentWorld, client, reward
 from fakes.closeness import assert_same_logprobs
 from fakes.engine import ScriptedEngine
+from fakes.fixtures import Closes
 from fakes.interrupted import TEMPERATURE, teacher_forced
 from fakes.rollouts import STOP, settings
 from fakes.trajectories import sample
@@ -31,9 +32,8 @@ Make = Callable[..., AgentWorld]
 
 
 @pytest.fixture
-def world(tiny_model_dir: Path) -> Iterator[Make]:
+def world(tiny_model_dir: Path, closes: Closes) -> Make:
     """Makes an endpoint over an engine, for agents whose samples may have branches."""
-    made: list[AgentWorld] = []
     torch.set_num_threads(1)
 
     def make(engine: Engine, stops: Any = (STOP,), **options: Any) -> AgentWorld:
@@ -43,12 +43,9 @@ def world(tiny_model_dir: Path) -> Iterator[Make]:
             max_context=1024,
             limits=Limits(branches=options.pop("branches", 8)),
         )
-        made.append(AgentWorld(engine, chosen, BRANCHING, **options))
-        return made[-1]
+        return closes(AgentWorld(engine, chosen, BRANCHING, **options))
 
-    yield make
-    for each in made:
-        each.close()
+    return make
 
 
 def user(text: str) -> Any:

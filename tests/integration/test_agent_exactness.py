@@ -1,7 +1,7 @@
 """What an agent's trajectory records is what was sampled, whatever happens on the way."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 from fakes.agents import AgentWorld, Make, client, play, reward
 from fakes.closeness import assert_same_logprobs
+from fakes.fixtures import Closes
 from fakes.interrupted import TEMPERATURE, TURNS, teacher_forced
 from fakes.trajectories import sample
 from fakes.versions import load, other_weights
@@ -35,19 +36,15 @@ def model(tiny_model_dir: Path) -> Any:
 
 
 @pytest.fixture
-def world(tiny_model_dir: Path) -> Iterator[Make]:
-    made: list[AgentWorld] = []
+def world(tiny_model_dir: Path, closes: Closes) -> Make:
     chat = Chat(load_tokenizer(tiny_model_dir), STOPS)
 
     def make(engine: TorchEngine, temperature: float, **options: Any) -> AgentWorld:
         sampling = Sampling(temperature=temperature, max_tokens=200)
         settings = RolloutSettings(chat, sampling, engine.max_context)
-        made.append(AgentWorld(engine, settings, EnvironmentConfig(kind="agent"), **options))
-        return made[-1]
+        return closes(AgentWorld(engine, settings, EnvironmentConfig(kind="agent"), **options))
 
-    yield make
-    for each in made:
-        each.close()
+    return make
 
 
 def engine_of(model: Any, version: int = 0) -> TorchEngine:

@@ -1,12 +1,13 @@
 """Agents that the run starts itself: functions of the user in processes of their own."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fakes.agents import AgentWorld
 from fakes.engine import ScriptedEngine
+from fakes.fixtures import Closes
 from fakes.rollouts import STOP, says, settings
 from fakes.slowness import seconds
 from fakes.trajectories import sample
@@ -76,22 +77,20 @@ World = Callable[..., AgentWorld]
 
 
 @pytest.fixture
-def world(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+def world(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, closes: Closes
+) -> World:
     (tmp_path / "mine.py").write_text(USER_CODE)
     monkeypatch.chdir(tmp_path)
     tokenizer = load_tokenizer(tiny_model_dir)
-    made: list[AgentWorld] = []
 
     def make(agent: str, **options: Any) -> AgentWorld:
         chosen = settings(Chat(tokenizer, {STOP}), sampling=Sampling(), max_context=2048)
         environment = EnvironmentConfig(kind="agent", agent=agent, **{"workers": 1, **options})
         engine = ScriptedEngine(says(tokenizer, "one", "two", "three"))
-        made.append(AgentWorld(engine, chosen, environment))
-        return made[-1]
+        return closes(AgentWorld(engine, chosen, environment))
 
-    yield make
-    for each in made:
-        each.close()
+    return make
 
 
 def task(name: str, do: str) -> Task:

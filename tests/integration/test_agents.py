@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from threading import Thread
@@ -13,6 +13,7 @@ import pytest
 from fakes.agents import WAIT_S, AgentWorld, client, reward, send
 from fakes.chat_templates import chat_tokenizer
 from fakes.engine import ScriptedEngine
+from fakes.fixtures import Closes
 from fakes.rollouts import STOP, says, settings
 from fakes.trajectories import sample
 from fakes.waiting import until
@@ -53,9 +54,8 @@ def tokenizer(tiny_model_dir: Path) -> Any:
 
 
 @pytest.fixture
-def world(tokenizer: Any) -> Iterator[World]:
+def world(tokenizer: Any, closes: Closes) -> World:
     """Makes an endpoint whose model says `turns`, one after the other."""
-    made: list[AgentWorld] = []
 
     def make(*turns: str, environment: EnvironmentConfig = OUTSIDE, **options: Any) -> AgentWorld:
         chosen = settings(
@@ -65,12 +65,9 @@ def world(tokenizer: Any) -> Iterator[World]:
             **{name: options.pop(name) for name in ("limits", "clock", "stops") if name in options},
         )
         engine = options.pop("engine", None) or ScriptedEngine(says(tokenizer, *turns))
-        made.append(AgentWorld(engine, chosen, environment, **options))
-        return made[-1]
+        return closes(AgentWorld(engine, chosen, environment, **options))
 
-    yield make
-    for each in made:
-        each.close()
+    return make
 
 
 def user(text: str) -> dict[str, str]:

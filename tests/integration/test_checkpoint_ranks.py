@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.rank_bench import Alone, make_batches, train
+from fakes.rank_bench import Alone, train
 from fakes.rank_processes import see_through, start
 from safetensors.torch import load_file
 
@@ -46,18 +46,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("models") / "tiny"
     make_model(path, hidden=128, ff=128, layers=1, init_std=0.1)
     return path
-
-
-@pytest.fixture(scope="module")
-def batches() -> list[list[Trajectory]]:
-    return make_batches(STEPS)
-
-
-@pytest.fixture(scope="module")
-def alone(
-    directory: Path, batches: list[list[Trajectory]], tmp_path_factory: pytest.TempPathFactory
-) -> Alone:
-    return Alone(directory, batches, CASES, tmp_path_factory.mktemp("alone"))
 
 
 def assert_same(case: str, tensor: torch.Tensor, expected: torch.Tensor) -> None:

@@ -2,18 +2,18 @@
 
 import importlib.util
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.slowness import limit, seconds
+from fakes.fixtures import Closes
+from fakes.players import Player
+from fakes.slowness import seconds
 from fakes.waiting import until
 
 from umbra.proto.errors import UsageError
 from umbra.services.config import EnvironmentConfig
-from umbra.services.environments.pool import ProcessPool
 from umbra.services.environments.protocol import EpisodeOutcome, Opening, StepResult
 
 USER_CODE = """
@@ -53,22 +53,13 @@ class Waiting(Bare):
 async def program(row, endpoint):
     return 1.0
 """
-Start = Callable[..., "Player"]
+Start = Callable[..., Player]
 
 
-class Player:
-    def __init__(self, config: EnvironmentConfig) -> None:
-        self._event = threading.Event()
-        self.pool = ProcessPool(config, wake=self._event.set)
-
-    def play(self, name: str, *responses: str) -> EpisodeOutcome:
-        row = {"prompt": "p", "name": name, "blob": b"\x00\xff", "number": 1 << 63}
-        self.pool.play(name, row, list(responses))
-        while not (outcomes := self.pool.collect()):
-            assert self._event.wait(limit(60))
-            self._event.clear()
-        (outcome,) = outcomes
-        return outcome
+class OwnPlayer(Player):
+    def play(self, key: str, *responses: str, **row: Any) -> EpisodeOutcome:
+        values = {"name": key, "blob": b"\x00\xff", "number": 1 << 63}
+        return super().play(key, *responses, **values, **row)
 
 
 def pythons() -> Iterator[Any]:
@@ -84,22 +75,18 @@ def pythons() -> Iterator[Any]:
 
 
 @pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closes: Closes) -> Start:
     (tmp_path / "bare_env.py").write_text(USER_CODE)
     monkeypatch.chdir(tmp_path)
-    players: list[Player] = []
 
     def make(kind: str = "Bare", **changes: Any) -> Player:
         values: dict[str, Any] = {"timeout_s": 30.0, "workers": 1, **changes}
         config = EnvironmentConfig(
             kind=f"bare_env:{kind}", options={"folder": str(tmp_path)}, **values
         )
-        players.append(Player(config))
-        return players[-1]
+        return closes(OwnPlayer(config))
 
-    yield make
-    for player in players:
-        player.pool.close()
+    return make
 
 
 @pytest.mark.parametrize("python", list(pythons()))

@@ -55,13 +55,6 @@ def batches() -> list[list[Trajectory]]:
     ]
 
 
-@pytest.fixture(scope="module")
-def alone(
-    directory: Path, batches: list[list[Trajectory]], tmp_path_factory: pytest.TempPathFactory
-) -> Alone:
-    return Alone(directory, batches, CASES, tmp_path_factory.mktemp("alone"))
-
-
 @pytest.fixture(
     scope="module",
     params=[pytest.param((2, 2), marks=pytest.mark.real), (4, 2)],  # 2x2 is that, twice

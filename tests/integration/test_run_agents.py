@@ -1,13 +1,14 @@
 """Agents on a machine of their own: a runner and a generator's endpoint, over HTTP."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fakes.agents import AgentWorld, send
 from fakes.engine import ScriptedEngine
+from fakes.fixtures import Closes
 from fakes.library_environments import TRL
 from fakes.library_worlds import KEY, BackgroundRunner, call
 from fakes.rollouts import STOP, says, settings
@@ -54,13 +55,14 @@ Make = Callable[..., AgentWorld]
 
 
 @pytest.fixture
-def make(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+def make(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, closes: Closes
+) -> Make:
     """A generator's endpoint whose agents run in a runner, unless `runner` is false."""
     (tmp_path / "mine.py").write_text(USER_CODE)
     (tmp_path / "theirs.py").write_text(TRL)
     monkeypatch.chdir(tmp_path)
     tokenizer = load_tokenizer(tiny_model_dir)
-    made: list[AgentWorld | BackgroundRunner] = []
 
     def build(
         agent: str = "mine:plain",
@@ -72,15 +74,12 @@ def make(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) 
         chosen = settings(Chat(tokenizer, {STOP}), sampling=Sampling(), max_context=2048)
         environment = EnvironmentConfig(agent=agent, **{"kind": "agent", "workers": 0, **options})
         engine = ScriptedEngine(says(tokenizer, *turns))
-        endpoint = AgentWorld(engine, chosen, environment, key=KEY)
-        made.append(endpoint)
+        endpoint = closes(AgentWorld(engine, chosen, environment, key=KEY))
         if runner:
-            made.append(BackgroundRunner(environment, endpoint.url))
+            closes(BackgroundRunner(environment, endpoint.url))
         return endpoint
 
-    yield build
-    for each in reversed(made):
-        each.close()
+    return build
 
 
 def lease(endpoint: AgentWorld, **asked: Any) -> tuple[int, Any]:

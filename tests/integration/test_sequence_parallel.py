@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from fakes.architectures import ARCHITECTURES
-from fakes.rank_bench import Alone, make_batches, train
+from fakes.rank_bench import Alone, train
 from fakes.rank_processes import TESTS, launch, see_through, start
 from integration.test_trainer_ranks import assert_as_alone
 
@@ -40,18 +40,6 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 RIGHT = [name for name, one in ARCHITECTURES.items() if one.config().model_type in PROVEN]
-
-
-@pytest.fixture(scope="module")
-def batches() -> list[list[Trajectory]]:
-    return make_batches(3)
-
-
-@pytest.fixture(scope="module")
-def alone(
-    directory: Path, batches: list[list[Trajectory]], tmp_path_factory: pytest.TempPathFactory
-) -> Alone:
-    return Alone(directory, batches, CASES, tmp_path_factory.mktemp("alone"))
 
 
 @pytest.fixture(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.rank_bench import Alone, make_batches, train
+from fakes.rank_bench import Alone, train
 from fakes.rank_processes import see_through, start
 from integration.test_trainer_ranks import CASES, assert_as_alone
 from safetensors.torch import load_file
@@ -28,11 +28,6 @@ HERE, SWAPPED, ONE_LOST = [0, 1], [1, 0], [0, 9]
 
 
 @pytest.fixture(scope="module")
-def batches() -> list[list[Trajectory]]:
-    return make_batches(STEPS)
-
-
-@pytest.fixture(scope="module")
 def checkpoint_of_one(
     directory: Path, batches: list[list[Trajectory]], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
@@ -44,13 +39,6 @@ def checkpoint_of_one(
 
 def saved(name: str, case: dict[str, Any], hosts: list[int], **more: Any) -> dict[str, Any]:
     return {**case, "checkpoints": name, "hosts": hosts, **more}
-
-
-@pytest.fixture(scope="module")
-def alone(
-    directory: Path, batches: list[list[Trajectory]], tmp_path_factory: pytest.TempPathFactory
-) -> Alone:
-    return Alone(directory, batches, CASES, tmp_path_factory.mktemp("alone"))
 
 
 @pytest.fixture(scope="module")

@@ -3,13 +3,13 @@
 import json
 import logging
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from fakes.fixtures import Closes
 from fakes.policy_rollouts import GROUP_SIZE, GROUPS, config, rollouts
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -171,13 +171,11 @@ class Context(ServiceContext):
 
 
 @pytest.fixture
-def start(tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def start(tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch, closes: Closes) -> Any:
     """A function that runs the trainer in a world and returns its exit code."""
     monkeypatch.setattr(member, "Publisher", HubInTest)
-    files: list[MetricsFile] = []
 
     def run(world: World, **trainer: Any) -> int:
-        files.append(MetricsFile(tmp_path / "metrics.jsonl", "trainer"))
         context = Context(
             config=config(directory, **trainer),
             name="trainer",
@@ -185,14 +183,12 @@ def start(tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch) -> I
             run_dir=tmp_path,
             stopping=world.stopping,
             log=logging.getLogger("umbra.trainer"),
-            metrics=files[-1],
+            metrics=closes(MetricsFile(tmp_path / "metrics.jsonl", "trainer")),
         )
         object.__setattr__(context, "world", world)
         return service.run(context)
 
-    yield run
-    for file in files:
-        file.close()
+    return run
 
 
 def rows(tmp_path: Path, kind: str) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 from fakes.architectures import ARCHITECTURES
-from fakes.rank_bench import Alone, Trained, make_batches
+from fakes.rank_bench import Alone, Trained
 from fakes.rank_processes import TESTS, WAIT_S, end, launch, see_the_loss, see_through, start
 from safetensors.torch import load_file
 
@@ -59,11 +59,6 @@ CASES: dict[str, dict[str, Any]] = {
     # Four experts on three ranks: two, two and none; each rank merges its own.
     "experts": {"lora_rank": 4, "learning_rate": 0.1},
 }
-
-
-@pytest.fixture(scope="module")
-def batches() -> list[list[Trajectory]]:
-    return make_batches(3)
 
 
 @pytest.fixture(scope="module")

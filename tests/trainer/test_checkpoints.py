@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from fakes.fixtures import Closes
 from fakes.rank_bench import as_text, make_batches
 from fakes.slowness import limit
 from safetensors.torch import load_file
@@ -91,17 +92,13 @@ class Trainer:
 
 
 @pytest.fixture
-def start(directory: Path, tmp_path: Path) -> Iterator[Any]:
+def start(directory: Path, tmp_path: Path, closes: Closes) -> Iterator[Any]:
     """Makes trainers of the same checkpoints."""
-    trainers: list[Trainer] = []
 
     def make(model: Path = directory, **keys: Any) -> Trainer:
-        trainers.append(Trainer(model, tmp_path / "checkpoints", **keys))
-        return trainers[-1]
+        return closes(Trainer(model, tmp_path / "checkpoints", **keys))
 
     yield make
-    for trainer in trainers:
-        trainer.close()
     AcceleratorState._reset_state()
 
 
