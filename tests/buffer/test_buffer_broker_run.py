@@ -7,29 +7,7 @@ from typing import Any
 import pytest
 from fakes.broker_world import trajectory, world
 
-from umbra.proto.messages import (
-    BatchLease,
-    Command,
-    CommitBatch,
-    FinishRun,
-    HeartbeatAck,
-    Join,
-    LeaseBatch,
-    LeaseTasks,
-    Leave,
-    Nack,
-    Ok,
-    Ping,
-    Pong,
-    RenewLeases,
-    Role,
-    RunFinished,
-    Status,
-    StatusRequest,
-    SubmitResults,
-    TaskLeases,
-    Welcome,
-)
+from umbra.proto import messages as m
 from umbra.services.buffer import members
 from umbra.services.buffer.members import BEATS_PER_S, BEATS_UNTIL_DEAD
 
@@ -93,12 +71,12 @@ def test_staleness_of_trained_samples_is_split_by_where_it_arose() -> None:
 
 def test_a_batch_is_handed_out_as_soon_as_it_is_full() -> None:
     run = world(run_ahead=0)
-    assert run.ask("trainer", LeaseBatch(step=1, wait_s=9)) is None
+    assert run.ask("trainer", m.LeaseBatch(step=1, wait_s=9)) is None
     run.produce("a", 0, capacity=3)
     assert run.late["trainer"] == []
     run.produce("a", 0)
     (batch,) = run.late["trainer"]
-    assert isinstance(batch, BatchLease) and len(batch.trajectories) == 4
+    assert isinstance(batch, m.BatchLease) and len(batch.trajectories) == 4
 
 
 def test_a_restarted_trainer_gets_the_identical_batch() -> None:
@@ -106,18 +84,18 @@ def test_a_restarted_trainer_gets_the_identical_batch() -> None:
     run.produce("a", 0)
     first = run.batch(1)
     assert run.batch(1) == first
-    assert isinstance(run.join("trainer", "trainer", "trainer-2"), Welcome)
+    assert isinstance(run.join("trainer", "trainer", "trainer-2"), m.Welcome)
     assert run.batch(1) == first
-    run.ask("trainer", Leave(reason="crash"))
+    run.ask("trainer", m.Leave(reason="crash"))
     run.join("trainer", "other")
-    assert run.get("other", LeaseBatch(step=1, wait_s=0), BatchLease) == first
+    assert run.get("other", m.LeaseBatch(step=1, wait_s=0), m.BatchLease) == first
     assert run.pool.ledger.count("training") == 4
 
 
 def test_commits_are_counted_once_and_only_for_what_was_leased() -> None:
     run = world(run_ahead=0)
     run.produce("a", 0)
-    early = run.get("trainer", CommitBatch(step=1), Nack)
+    early = run.get("trainer", m.CommitBatch(step=1), m.Nack)
     assert early.code == "not_leased"
     assert run.broker.counters["not_leased"] == 1
     run.batch(1)
@@ -130,13 +108,13 @@ def test_commits_are_counted_once_and_only_for_what_was_leased() -> None:
     assert (run.broker.counters["repeated_commits"], run.broker.counters["not_leased"]) == (2, 1)
     assert run.pool.ledger.trained == 4
     assert run.broker.counters["repeated_commits"] == 2
-    assert isinstance(run.ask("trainer", CommitBatch(step=0)), Nack)
+    assert isinstance(run.ask("trainer", m.CommitBatch(step=0)), m.Nack)
 
 
 @pytest.mark.parametrize("step", [0, 2, 4])
 def test_only_the_next_step_can_be_leased(step: int) -> None:
     run = world(steps=3)
-    reply = run.get("trainer", LeaseBatch(step=step, wait_s=0), Nack)
+    reply = run.get("trainer", m.LeaseBatch(step=step, wait_s=0), m.Nack)
     assert reply.code == "wrong_step"
     assert run.broker.counters["wrong_step"] == 1
     assert "so the next is 1" in reply.reason
@@ -145,10 +123,10 @@ def test_only_the_next_step_can_be_leased(step: int) -> None:
 def test_a_second_trainer_is_refused_while_the_first_lives() -> None:
     run = world(dead_after_s=5)
     refusal = run.join("trainer", "other")
-    assert isinstance(refusal, Nack) and refusal.code == "duplicate_trainer"
+    assert isinstance(refusal, m.Nack) and refusal.code == "duplicate_trainer"
     assert "'trainer'" in refusal.reason
     run.pass_time(6)
-    assert isinstance(run.join("trainer", "other"), Welcome)
+    assert isinstance(run.join("trainer", "other"), m.Welcome)
 
 
 def test_a_trainer_with_a_batch_may_be_silent_for_longer() -> None:
@@ -164,14 +142,14 @@ def test_a_trainer_with_a_batch_may_be_silent_for_longer() -> None:
 def test_requests_are_only_for_members_of_the_right_role() -> None:
     run = world()
     for name, body, code in [
-        ("stranger", LeaseTasks(capacity=1, version=0, wait_s=0), "not_member"),
-        ("a", LeaseBatch(step=1, wait_s=0), "wrong_role"),
-        ("a", CommitBatch(step=1), "wrong_role"),
-        ("a", FinishRun(reason=""), "wrong_role"),
-        ("trainer", SubmitResults(trajectories=[]), "wrong_role"),
-        ("a", TaskLeases(tasks=[]), "unexpected"),
+        ("stranger", m.LeaseTasks(capacity=1, version=0, wait_s=0), "not_member"),
+        ("a", m.LeaseBatch(step=1, wait_s=0), "wrong_role"),
+        ("a", m.CommitBatch(step=1), "wrong_role"),
+        ("a", m.FinishRun(reason=""), "wrong_role"),
+        ("trainer", m.SubmitResults(trajectories=[]), "wrong_role"),
+        ("a", m.TaskLeases(tasks=[]), "unexpected"),
     ]:
-        reply = run.get(name, body, Nack)
+        reply = run.get(name, body, m.Nack)
         assert reply.code == code, body
         assert run.broker.counters[code] > 0
 
@@ -179,74 +157,76 @@ def test_requests_are_only_for_members_of_the_right_role() -> None:
 def test_an_older_incarnation_is_refused_for_ever() -> None:
     run = world()
     run.join("generator", "a", "a-2")
-    assert isinstance(run.beat("a"), HeartbeatAck)
-    body = Join(role="generator", name="a", pid=1, host="h", package_version="0")
-    for old in (LeaseTasks(capacity=1, version=0, wait_s=0), body):
-        reply = run.get("a", old, Nack, incarnation="a-1")
+    assert isinstance(run.beat("a"), m.HeartbeatAck)
+    body = m.Join(role="generator", name="a", pid=1, host="h", package_version="0")
+    for old in (m.LeaseTasks(capacity=1, version=0, wait_s=0), body):
+        reply = run.get("a", old, m.Nack, incarnation="a-1")
         assert reply.code == "stale_incarnation"
 
 
 @pytest.mark.parametrize("role", ["trainer", "weight_hub", "generator"])
 def test_a_second_process_does_not_take_the_name_of_a_live_one(role: Any) -> None:
     run, it = world(dead_after_s=15), "trainer" if role == "trainer" else "it"
-    assert isinstance(run.join(role, it), Welcome)
+    assert isinstance(run.join(role, it), m.Welcome)
     for replaces in (0, 2):  # another pid than the holder's
         refused = run.join(role, it, "it-2", replaces=replaces)
-        assert isinstance(refused, Nack) and refused.code == "name_in_use"
+        assert isinstance(refused, m.Nack) and refused.code == "name_in_use"
         assert "pid 1 on h" in refused.reason
-    assert isinstance(run.beat(it), HeartbeatAck)  # it is still a member
+    assert isinstance(run.beat(it), m.HeartbeatAck)  # it is still a member
     run.pass_time(2)
-    assert isinstance(run.beat(it), HeartbeatAck)
+    assert isinstance(run.beat(it), m.HeartbeatAck)
     run.pass_time(2)
-    assert isinstance(run.join(role, it, "it-2", replaces=0), Nack)
+    assert isinstance(run.join(role, it, "it-2", replaces=0), m.Nack)
     run.pass_time(2)  # silent for three heartbeats by now
-    assert isinstance(run.join(role, it, "it-2", replaces=0), Welcome)
+    assert isinstance(run.join(role, it, "it-2", replaces=0), m.Welcome)
 
 
 def test_a_supervisor_vouches_for_the_death_of_a_predecessor() -> None:
     run = world(dead_after_s=15)
-    assert isinstance(run.join("trainer", "trainer", "it-2", replaces=1), Welcome)
+    assert isinstance(run.join("trainer", "trainer", "it-2", replaces=1), m.Welcome)
 
 
 def test_a_member_that_was_dead_is_told_so_and_may_join_again() -> None:
     run = world(dead_after_s=5)
     run.pass_time(6)
     reply = run.beat("a")
-    assert isinstance(reply, Nack) and "dead: silent for 6 s" in reply.reason
-    assert isinstance(run.join("generator", "a"), Welcome)
+    assert isinstance(reply, m.Nack) and "dead: silent for 6 s" in reply.reason
+    assert isinstance(run.join("generator", "a"), m.Welcome)
 
 
 def test_a_parked_request_of_a_departed_member_is_refused_and_not_served() -> None:
     """Without an answer the server would take its resends for those of a request that waits."""
     run = world(run_ahead=0)
     run.produce("a", 0)
-    run.ask("b", LeaseTasks(capacity=1, version=0, wait_s=5))
+    run.ask("b", m.LeaseTasks(capacity=1, version=0, wait_s=5))
     run.join("generator", "b", "b-2")
     run.pass_time(6)
     [answer] = run.late["b"]
-    assert isinstance(answer, Nack) and answer.code == "not_member"
+    assert isinstance(answer, m.Nack) and answer.code == "not_member"
 
 
 def test_the_hub_is_told_to_everyone() -> None:
     run = world()
-    body = Join(
+    body = m.Join(
         role="weight_hub", name="hub", pid=1, host="h", package_version="0",
         endpoints={"weights": "tcp://h:9"},
     )  # fmt: skip
-    assert isinstance(run.ask("hub", body), Welcome)
-    ack = HeartbeatAck(version=0, heartbeat_s=1.0, weights="tcp://h:9", weights_incarnation="hub-1")
+    assert isinstance(run.ask("hub", body), m.Welcome)
+    ack = m.HeartbeatAck(
+        version=0, heartbeat_s=1.0, weights="tcp://h:9", weights_incarnation="hub-1"
+    )
     assert run.beat("a") == ack
-    run.ask("hub", Leave(reason=""))
-    assert run.beat("a") == HeartbeatAck(version=0, heartbeat_s=1.0, weights="")
+    run.ask("hub", m.Leave(reason=""))
+    assert run.beat("a") == m.HeartbeatAck(version=0, heartbeat_s=1.0, weights="")
 
 
 @pytest.mark.parametrize("role", ["trainer", "weight_hub"])
-def test_pings_and_status_need_no_membership(role: Role) -> None:
+def test_pings_and_status_need_no_membership(role: m.Role) -> None:
     run = world()
-    assert run.ask("anyone", Ping()) == Pong(role="buffer", state="ready")
-    status = run.get("anyone", StatusRequest(), Status)
+    assert run.ask("anyone", m.Ping()) == m.Pong(role="buffer", state="ready")
+    status = run.get("anyone", m.StatusRequest(), m.Status)
     assert [member.name for member in status.members] == ["a", "b", "trainer"]
-    assert run.ask("anyone", Ok()) is None
+    assert run.ask("anyone", m.Ok()) is None
 
 
 def test_of_those_that_have_left_the_last_ones_are_remembered(
@@ -256,7 +236,7 @@ def test_of_those_that_have_left_the_last_ones_are_remembered(
     run = world()
     for number in range(5):
         run.join("monitor", f"m{number}")
-        run.ask(f"m{number}", Leave(reason="done"))
+        run.ask(f"m{number}", m.Leave(reason="done"))
     assert list(run.broker.status(run.now).departed) == ["m3", "m4"]
 
 
@@ -266,7 +246,7 @@ def test_the_status_names_what_is_overdue() -> None:
     run.batch(1)
     for _ in range(25):
         run.pass_time(5)
-        run.ask("a", RenewLeases(leases=[(task.sample_id, 1)]))
+        run.ask("a", m.RenewLeases(leases=[(task.sample_id, 1)]))
         run.beat("a", idle_s=run.now)
     stuck = {item.what: item for item in run.broker.status(run.now).stuck}
     sample = stuck["sample s-0 of group g-0, attempt 1"]
@@ -283,9 +263,9 @@ def test_finishing_cancels_what_is_in_flight_and_asks_everyone_to_leave() -> Non
     tasks = run.lease("b", 2, 0)
     run.batch(1)
     run.join("monitor", "m")
-    ledger = run.get("trainer", FinishRun(reason="steps reached"), RunFinished).ledger
+    ledger = run.get("trainer", m.FinishRun(reason="steps reached"), m.RunFinished).ledger
     assert ledger.ended == {"cancelled": ledger.issued} and ledger.balance == 0
-    assert {name for name, body in run.pushes if isinstance(body, Command)} == {
+    assert {name for name, body in run.pushes if isinstance(body, m.Command)} == {
         "a", "b", "trainer", "m",
     }  # fmt: skip
     assert run.submit("b", trajectory(tasks[0], 0)).refused == {
@@ -293,12 +273,12 @@ def test_finishing_cancels_what_is_in_flight_and_asks_everyone_to_leave() -> Non
     }
     assert run.lease("a", 1, 0) == []
     assert run.batch(1).waiting_for == "nothing: the run is ending"
-    assert run.get("trainer", FinishRun(reason="again"), RunFinished).ledger == ledger
+    assert run.get("trainer", m.FinishRun(reason="again"), m.RunFinished).ledger == ledger
     refusal = run.join("generator", "c")
-    assert isinstance(refusal, Nack) and refusal.code == "run_ending"
+    assert isinstance(refusal, m.Nack) and refusal.code == "run_ending"
     for name in ("a", "b", "trainer"):
         assert not run.broker.is_over(run.now)
-        run.ask(name, Leave(reason="drained"))
+        run.ask(name, m.Leave(reason="drained"))
     assert run.broker.is_over(run.now)  # the monitor need not leave
     run.take(run.broker.close(run.now))
     assert run.rows[-1].kind == "ledger"
@@ -307,7 +287,7 @@ def test_finishing_cancels_what_is_in_flight_and_asks_everyone_to_leave() -> Non
 
 def test_the_end_does_not_wait_for_ever() -> None:
     run = world(dead_after_s=1000)
-    run.ask("trainer", FinishRun(reason=""))
+    run.ask("trainer", m.FinishRun(reason=""))
     run.pass_time(9)
     assert not run.broker.is_over(run.now)
     run.pass_time(1)
@@ -319,9 +299,9 @@ def test_draining_gives_out_nothing_new_but_takes_what_comes_back() -> None:
     tasks = run.lease("a", 8, 0)
     run.submit("a", *(trajectory(task, 0) for task in tasks[:4]))
     run.batch(1)
-    run.ask("b", LeaseTasks(capacity=1, version=0, wait_s=9))
+    run.ask("b", m.LeaseTasks(capacity=1, version=0, wait_s=9))
     run.take(run.broker.drain("signal", run.now))
-    assert run.late["b"] == [TaskLeases(tasks=[])]
+    assert run.late["b"] == [m.TaskLeases(tasks=[])]
     assert run.submit("a", trajectory(tasks[4], 0)).accepted == 1
     assert run.commit(1).version == 1
     run.pushes.clear()
@@ -338,17 +318,17 @@ def test_many_members_beat_more_slowly() -> None:
     run = world(dead_after_s=15)
     run.join("generator", "a")
     ack = run.beat("a")
-    assert isinstance(ack, HeartbeatAck) and ack.heartbeat_s == 1.0
+    assert isinstance(ack, m.HeartbeatAck) and ack.heartbeat_s == 1.0
     for number in range(127):
         run.join("generator", f"g{number}")
     ack = run.beat("a")
     assert (
-        isinstance(ack, HeartbeatAck)
+        isinstance(ack, m.HeartbeatAck)
         and ack.heartbeat_s == len(run.broker.members.peers) / BEATS_PER_S
     )
     for number in range(400):
         run.join("generator", f"more{number}")
     ack = run.beat("a")
-    assert isinstance(ack, HeartbeatAck) and ack.heartbeat_s == 15 / BEATS_UNTIL_DEAD
+    assert isinstance(ack, m.HeartbeatAck) and ack.heartbeat_s == 15 / BEATS_UNTIL_DEAD
     run.pass_time(8.9)
-    assert not run.get("a", StatusRequest(), Status).stuck  # beats are further apart
+    assert not run.get("a", m.StatusRequest(), m.Status).stuck  # beats are further apart

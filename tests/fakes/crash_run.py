@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 import uuid
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import zmq
 from fakes.broker_world import trajectory
-from fakes.forks import SEARCH, Popen
+from fakes.forks import SEARCH
 from fakes.ports import reserved_port
 from fakes.slowness import limit
 from fakes.waiting import until
@@ -44,9 +45,15 @@ dead_after_s = 900.0  # peers do not beat
 class BufferProcess:
     """`umbra buffer`, started again at the same place after each kill."""
 
-    def __init__(self, folder: Path, config: str = CONFIG) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: str = CONFIG,
+        popen: type[subprocess.Popen[bytes]] = subprocess.Popen,
+    ) -> None:
         self.folder = folder
         self.kills = 0
+        self._start = popen
         self._ports = [reserved_port() for _ in range(4)]  # nobody's while it is dead
         (folder / "prompts.jsonl").write_text(
             "".join(json.dumps({"prompt": f"row {n}"}) + "\n" for n in range(1, 51))
@@ -61,7 +68,7 @@ class BufferProcess:
         own = ("--broker", self.broker, "--set", f"buffer.ports={others}", "--run-dir", "run")
         argv = [sys.executable, "-m", "umbra", "buffer", "--config", "run.toml", *own]
         with (self.folder / "buffer.log").open("ab") as log:
-            self.popen = Popen(
+            self.popen = self._start(
                 argv,
                 cwd=self.folder,
                 env={**os.environ, "PYTHONPATH": SEARCH, "UMBRA_READY_FD": str(write)},

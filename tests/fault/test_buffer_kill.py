@@ -4,6 +4,7 @@ import random
 from pathlib import Path
 
 from fakes.crash_run import BufferProcess, CrashRun, check, check_kept
+from fakes.forks import Popen
 from fakes.waiting import until
 
 KILLS = 30
@@ -11,7 +12,7 @@ KILLS = 30
 
 def test_nothing_acknowledged_is_lost_when_the_buffer_is_killed(tmp_path: Path) -> None:
     chance = random.Random(7)
-    buffer = BufferProcess(tmp_path)
+    buffer = BufferProcess(tmp_path, popen=Popen)
     run = CrashRun(buffer, seed=7)
     try:
         for number in range(KILLS):
@@ -32,7 +33,7 @@ def test_nothing_acknowledged_is_lost_when_the_buffer_is_killed(tmp_path: Path) 
 
 def test_a_trainer_that_is_killed_gets_the_same_batches(tmp_path: Path) -> None:
     """Its buffer is killed too; `CrashRun` compares every batch with the one before."""
-    buffer = BufferProcess(tmp_path)
+    buffer = BufferProcess(tmp_path, popen=Popen)
     run = CrashRun(buffer, seed=3)
     try:
         for kill_buffer in (False, True, False):

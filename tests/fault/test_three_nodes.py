@@ -26,7 +26,7 @@ SPACES = (
 NODES = {"a": "10.77.0.1", "b": "10.77.0.2", "c": "10.77.0.3"}
 CUT_S = 20.0
 LIMIT_S = limit(300.0)
-STEPS = 45
+STEPS = 70
 # The demo's reward, at a pace that lets no machine be done before the node is back.
 REWARD = """
 import time

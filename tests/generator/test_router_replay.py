@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from torch import Tensor
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Routing, Sampling, Task, Trajectory
 from umbra.services.config import TrainerConfig
+from umbra.services.config.loader import load_config
 from umbra.services.config.trajectory_rules import RunFacts, find_fault
 from umbra.services.generator.engines.engine import EngineOutput, EngineRequest
+from umbra.services.generator.engines.opening import open_engine
 from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.generator.rollout import Rollout, RolloutSettings
 from umbra.services.generator.tokens import ResponseTokens, tokens_of
@@ -52,10 +55,31 @@ def generated(model: Any, *, samples: int = 2, tokens: int = 6) -> list[EngineOu
         for number, prompt in enumerate(PROMPTS)
         for sample in range(samples)
     )
+    return outputs_of(made)
+
+
+def outputs_of(made: Any) -> list[EngineOutput]:
     outputs: list[EngineOutput] = []
     while made.busy:
         outputs += made.poll()
     return sorted(outputs, key=lambda output: output.request_id)
+
+
+def test_the_engine_of_a_run_tells_what_its_trainer_replays(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    directory = ARCHITECTURES[MIXTURE].write(tmp_path / "model")
+    for file in tiny_model_dir.glob("*token*"):
+        shutil.copy(file, directory)
+    for replay in (True, False):
+        keys = (f"model.path={directory}", f"trainer.router_replay={str(replay).lower()}")
+        made = open_engine(
+            load_config(overrides=[*keys, "generator.engine=torch"], environ={}), "generator-0"
+        ).engine
+        load(made, ARCHITECTURES[MIXTURE].model().named_parameters(), 0, "keep")
+        made.submit([EngineRequest("a", PROMPTS[0], Sampling(), 3)])
+        (output,) = outputs_of(made)
+        assert (output.routing is not None) == replay
 
 
 def recorded(outputs: list[EngineOutput]) -> list[Trajectory]:
@@ -229,10 +253,7 @@ def test_a_token_keeps_the_experts_of_the_pass_that_predicted_the_next(policy: A
         made.poll()
     load(made, new.named_parameters(), 1, policy)
     (seen,) = made.peek(["s"])
-    outputs: list[EngineOutput] = []
-    while made.busy:
-        outputs += made.poll()
-    (output,) = outputs
+    (output,) = outputs_of(made)
     assert [(span.version, span.start, span.end) for span in output.spans] == [(0, 0, 4), (1, 4, 8)]
     ids = [*PROMPTS[1], *output.token_ids[:-1]]
     before = len(PROMPTS[1]) + 3  # tokens that the old weights read
@@ -263,11 +284,9 @@ def test_a_resumed_sample_keeps_the_experts_of_its_first_segment() -> None:
     assert resumed is not None
     again = engine(later, version=1)
     again.submit([EngineRequest("s", [*PROMPTS[0], *resumed.ids], Sampling(), 4)])
-    outputs: list[EngineOutput] = []
-    while again.busy:
-        outputs += again.poll()
+    (output,) = outputs_of(again)
     known = len(PROMPTS[0]) + len(resumed.ids) - 1
-    resumed.add_model(outputs[0])
+    resumed.add_model(output)
     assert resumed.routing is not None and first.routing is not None
     assert resumed.routing.chosen.startswith(first.routing.chosen)
     ids = [*PROMPTS[0], *resumed.ids[:-1]]

@@ -102,7 +102,7 @@ def serve() -> Iterator[Callable[..., Served]]:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "BODY_S", seconds(1.0))
+    monkeypatch.setattr(http_server, "BODY_S", seconds(0.5))
 
 
 def read_to_end(client: socket.socket) -> bytes:

@@ -12,9 +12,7 @@ from fakes.relays import Relay
 from fakes.slowness import seconds
 from fakes.waiting import until
 
-from umbra.proto.access import KeyRole
 from umbra.proto.messages import Ready
-from umbra.proto.net.keys import OPEN, Security
 from umbra.proto.records import Manifest
 from umbra.services.weights.manifest import build_manifest
 from umbra.services.weights.planes import tcp
@@ -180,27 +178,19 @@ def test_weights_are_sealed_on_their_way_through_a_relay(
     assert max(sizes[2:]) < LAYOUT.total_bytes / 5
 
 
-@pytest.mark.parametrize("keyed", [True, False])
 def test_a_port_that_is_closed_is_named(
-    bench: Bench,
-    keys: Path,
-    keyed: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    bench: Bench, keys: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # nobody listens there
         port = taken.getsockname()[1]
         monkeypatch.setattr(tcp, "reachable", lambda _endpoint: f"tcp://127.0.0.1:{port}")
 
-        def security(role: KeyRole) -> Security:
-            return of(keys, role) if keyed else OPEN
-
-        bench.security = security("weight_hub")
+        bench.security = of(keys, "weight_hub")
         bench.start(plane="tcp", delta="off")
-        publisher = bench.publisher(channel=bench.channel("trainer", security("trainer")))
+        publisher = bench.publisher(channel=bench.channel("trainer", of(keys, "trainer")))
         receiver = Receiver(
-            bench.channel("gen-0", security("generator")),
+            bench.channel("gen-0", of(keys, "generator")),
             StagedPlanes(["tcp"]),
             check_s=0.05,
             retry_s=0.02,

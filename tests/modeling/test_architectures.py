@@ -11,7 +11,6 @@ import torch
 from click.testing import CliRunner, Result
 from fakes import models_page
 from fakes.architectures import ARCHITECTURES
-from msgspec.structs import replace
 from transformers import PreTrainedModel
 
 from umbra.deploy.model_check import serving
@@ -74,14 +73,22 @@ def test_what_is_computed_is_what_transformers_computes(model_dir: Path) -> None
     assert models_page.right(ARCHITECTURES[model_dir.name], outcome) in page()
 
 
+def run_of(model_dir: Path, tmp_path: Path, **trainer: int) -> RunConfig:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a"}\n')
+    return RunConfig(
+        model=ModelSection(path=str(model_dir)),
+        data=DataConfig(prompts=str(prompts)),
+        trainer=TrainerConfig(**trainer),
+    )
+
+
 @of(*REFUSED)
 def test_what_cannot_be_right_is_refused_by_name_before_anything_starts(
     model_dir: Path, tmp_path: Path
 ) -> None:
     architecture = json.loads((model_dir / "config.json").read_text())["architectures"][0]
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "a"}\n')
-    run = RunConfig(model=ModelSection(path=str(model_dir)), data=DataConfig(prompts=str(prompts)))
+    run = run_of(model_dir, tmp_path)
     for refuse in (
         lambda: load_policy(model_dir),
         lambda: open_policy(model_dir),
@@ -157,36 +164,30 @@ def test_a_default_that_would_be_wrong_is_refused_too(model_dir: Path, tmp_path:
         load_model(path, CPU, torch.float32, checked=["llama4_text"])
 
 
-@of("qwen3")
-def test_heads_that_ranks_cannot_share_are_refused_before_a_run(
-    model_dir: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("model_dir", "bad", "good", "told"),
+    [
+        (
+            "qwen3",
+            {"ranks": 4, "sequence_parallel": 4},
+            {"ranks": 4, "sequence_parallel": 2},
+            "sequence_parallel = 4 cannot divide the 2 attention",
+        ),
+        (
+            "qwen3-moe",
+            {"ranks": 3, "expert_parallel": 3},
+            {"ranks": 4, "expert_parallel": 2},
+            "= 3 cannot divide the 4 experts of a Qwen3MoeForCausal",
+        ),
+    ],
+    indirect=["model_dir"],
+)
+def test_what_ranks_cannot_divide_is_refused_before_a_run(
+    model_dir: Path, bad: dict[str, int], good: dict[str, int], told: str, tmp_path: Path
 ) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "a"}\n')
-    run = RunConfig(
-        model=ModelSection(path=str(model_dir)),
-        data=DataConfig(prompts=str(prompts)),
-        trainer=TrainerConfig(ranks=4, sequence_parallel=4),
-    )
-    with pytest.raises(UsageError, match=r"sequence_parallel = 4 cannot divide the 2 attention"):
-        check_run(run)
-    check_run(replace(run, trainer=replace(run.trainer, sequence_parallel=2)))
-
-
-@of("qwen3-moe")
-def test_experts_that_ranks_cannot_divide_are_refused_before_a_run(
-    model_dir: Path, tmp_path: Path
-) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "a"}\n')
-    run = RunConfig(
-        model=ModelSection(path=str(model_dir)),
-        data=DataConfig(prompts=str(prompts)),
-        trainer=TrainerConfig(ranks=3, expert_parallel=3),
-    )
-    with pytest.raises(UsageError, match=r"= 3 cannot divide the 4 experts of a Qwen3MoeForCausal"):
-        check_run(run)
-    check_run(replace(run, trainer=replace(run.trainer, ranks=4, expert_parallel=2)))
+    with pytest.raises(UsageError, match=told):
+        check_run(run_of(model_dir, tmp_path, **bad))
+    check_run(run_of(model_dir, tmp_path, **good))
 
 
 def different(outcome: Outcome) -> dict[str, Row]:

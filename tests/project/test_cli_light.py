@@ -71,49 +71,38 @@ def test_public_names() -> None:
         _ = umbra.trains  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_umbra_error_is_one_line_and_its_exit_code(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail() -> None:
-        raise StartupError("port 5555 is taken: choose another")
+def raising(error: BaseException) -> Callable[[], object]:
+    def callback() -> None:
+        raise error
 
-    install_command(monkeypatch, fail)
-    assert cli.main(["probe"]) == StartupError.exit_code == 3
+    return callback
+
+
+@pytest.mark.parametrize(
+    ("callback", "code", "told"),
+    [
+        (raising(StartupError("port 5555 is taken")), 3, "umbra: error: port 5555 is taken\n"),
+        (raising(KeyboardInterrupt()), 130, "umbra: interrupted\n"),
+        (raising(ModuleNotFoundError("No module", name="cupy.cuda")), 2, "umbra-rl[nccl]"),
+        (lambda: 5, 5, ""),
+        (lambda: "not a code", 0, ""),
+    ],
+)
+def test_exit_codes_and_what_is_said(
+    callback: Callable[[], object],
+    code: int,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    install_command(monkeypatch, callback)
+    assert cli.main(["probe"]) == code
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err == "umbra: error: port 5555 is taken: choose another\n"
-
-
-def test_ctrl_c_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    install_command(monkeypatch, interrupt)
-    assert cli.main(["probe"]) == 130
-
-
-def test_an_int_that_a_command_returns_is_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    install_command(monkeypatch, lambda: 5)
-    assert cli.main(["probe"]) == 5
-    install_command(monkeypatch, lambda: "not a code")
-    assert cli.main(["probe"]) == 0
-
-
-def test_a_missing_optional_package_names_its_extra(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def need_cupy() -> None:
-        raise ModuleNotFoundError("No module named 'cupy'", name="cupy.cuda")
-
-    install_command(monkeypatch, need_cupy)
-    assert cli.main(["probe"]) == 2
-    assert "umbra-rl[nccl]" in capsys.readouterr().err
+    assert told in captured.err and "\n" not in captured.err.strip(), "one line"
 
 
 def test_an_unforeseen_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def break_down() -> None:
-        raise ZeroDivisionError("a bug")
-
-    install_command(monkeypatch, break_down)
+    install_command(monkeypatch, raising(ZeroDivisionError("a bug")))
     with pytest.raises(ZeroDivisionError, match="a bug"):
         cli.main(["probe"])

@@ -127,7 +127,7 @@ def test_who_is_lost_is_told_by_their_heartbeat() -> None:
 def test_a_silent_rank_ends_the_others_and_one_that_left_does_not() -> None:
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     ends = Ends()
-    timeout_s = seconds(1.0)
+    timeout_s = seconds(0.5)
     first, second, third = (RankHeartbeat(store, rank, 3, timeout_s, end=ends) for rank in range(3))
     third.leave()
     assert not ends.called.wait(3 * timeout_s)

@@ -164,17 +164,14 @@ def test_devices_and_ranks_that_are_not_there_are_refused(
     with pytest.raises(UsageError, match=r"trainer\.device"):
         Learner(model, TrainerConfig(device="tpu"), steps=1)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UsageError, match="WORLD_SIZE is 2"), join_ranks(TrainerConfig(ranks=3)):
-        pass
-    for shared, key in (
-        (TrainerConfig(sequence_parallel=3), "sequence_parallel"),
-        (TrainerConfig(expert_parallel=3), "expert_parallel"),
+    for config, told in (
+        (TrainerConfig(ranks=3), "WORLD_SIZE is 2"),
+        (TrainerConfig(sequence_parallel=3), "sequence_parallel = 3 does not divide"),
+        (TrainerConfig(expert_parallel=3), "expert_parallel = 3 does not divide"),
+        (TrainerConfig(), "RANK is missing"),
     ):
-        told = f"{key} = 3 does not divide"
-        with pytest.raises(UsageError, match=told), join_ranks(shared):
+        with pytest.raises(UsageError, match=told), join_ranks(config):
             pass
-    with pytest.raises(UsageError, match="RANK is missing"), join_ranks(TrainerConfig()):
-        pass
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(UsageError, match="--use_fsdp"), join_ranks(TrainerConfig()):
         pass
