@@ -45,15 +45,15 @@ def test_a_call_of_the_calculator_is_read_made_and_rewarded(tmp_path: Path) -> N
     world = program["Calculator"]()
     opening = world.reset(row)
     parser = ResponseTemplateParser("told", TOLD, told=True)
-    _, example, _, _, asked = opening.messages
+    (_, example), asked = opening.messages[:2], opening.messages[-1]
     a, b = asked["content"].removeprefix("What is ").removesuffix("?").split(" * ")
     call = example["content"].replace("23", a).replace("54", b)
-    turns = [call.replace("multiply", "divide"), call, row["answer"]]
+    turns = [call, call.replace("multiply", "divide"), row["answer"]]
     results = [
         asyncio.run(world.step(Response.of(parser.read("", turn, opening.tools)))) for turn in turns
     ]
-    assert [result.reward for result in results] == [0.0, 0.2, 0.8]
-    assert results[1].messages == [{"role": "tool", "content": row["answer"]}]
+    assert [result.reward for result in results] == pytest.approx([0.2, 0.0, 0.8])
+    assert results[0].messages == [{"role": "tool", "content": row["answer"]}]
 
 
 @pytest.mark.real
