@@ -19,6 +19,7 @@ import click
 
 from umbra.deploy.files.run_folder import (
     RunFolder,
+    only_rows_of_runs,
     read_object,
     read_rollouts,
     rollout_text,
@@ -37,6 +38,7 @@ from umbra.services.reporting.tables import aligned, size
 TAIL_BYTES = 1 << 20  # of the metrics, in which a run without a summary has its last steps
 RECENT = 10  # steps, of which the mean reward is shown
 SIGNALLED = 128  # exit codes above it are of signals
+LATEST_S = 253_402_214_400  # the end of the year 9999: files may have any time
 
 State = Literal["under way", "ended", "failed", "interrupted"]
 
@@ -101,14 +103,15 @@ def _print_rollouts(
     if worst and best:
         raise UsageError("--worst and --best exclude each other")
     folder = RunFolder(find_run(run))
-    of_step = (row for row in read_rollouts(folder) if step is None or row["step"] == step)
-    if worst or best:
-        choose = heapq.nsmallest if worst else heapq.nlargest
-        found = choose(count, of_step, key=lambda row: row["reward"])
-    else:
-        found = list(deque(of_step, maxlen=count))
-    for row in found:
-        click.echo(json.dumps(row) if as_json else printable(rollout_text(row)))
+    with only_rows_of_runs(folder.samples):
+        of_step = (row for row in read_rollouts(folder) if step is None or row["step"] == step)
+        if worst or best:
+            choose = heapq.nsmallest if worst else heapq.nlargest
+            found = choose(count, of_step, key=lambda row: row["reward"])
+        else:
+            found = list(deque(of_step, maxlen=count))
+        for row in found:
+            click.echo(json.dumps(row) if as_json else printable(rollout_text(row)))
     if found:
         return EXIT_DONE
     if folder.samples.is_file():
@@ -126,7 +129,8 @@ def list_runs(parent: Path) -> Iterator[RunEntry]:
     """Yield the runs below `parent`; what cannot be read of one is left out."""
     for file in parent.glob("*/config.json"):
         if file.is_file() and not (file.parent / "tokenizer_config.json").is_file():  # a model's
-            yield _entry(RunFolder(file.parent))
+            with suppress(FileNotFoundError):  # a run that is removed meanwhile
+                yield _entry(RunFolder(file.parent))
 
 
 def _entry(folder: RunFolder) -> RunEntry:
@@ -158,8 +162,10 @@ def _entry(folder: RunFolder) -> RunEntry:
 
 def _number(value: Any) -> float | None:
     """Return a finite number of a file that others may have written, else None."""
-    known = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-    return float(value) if known else None
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        with suppress(OverflowError):  # an integer of any length
+            return float(value) if isfinite(value) else None
+    return None
 
 
 def _size(folder: Path) -> int:
@@ -167,7 +173,7 @@ def _size(folder: Path) -> int:
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
-            with suppress(FileNotFoundError):
+            with suppress(OSError):  # it is gone, or its folder is closed to us
                 total += os.lstat(os.path.join(parent, name)).st_size
     return total
 
@@ -179,6 +185,6 @@ def _cells(run: RunEntry) -> tuple[str, ...]:
         f"{run.steps}/{run.goal}" if run.goal else str(run.steps),
         "-" if run.reward is None else f"{run.reward:.3f}",
         "-" if run.accuracy is None else f"{run.accuracy:.3f}",
-        time.strftime("%Y-%m-%d %H:%M", time.localtime(run.begun)),
+        time.strftime("%Y-%m-%d %H:%M", time.localtime(min(max(run.begun, 0), LATEST_S))),
         size(run.bytes),
     )

@@ -9,8 +9,9 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from umbra.proto.errors import UNREADABLE, UsageError
 from umbra.services.process.files import LOCK, HeldError, folder_lock, open_regular, read_regular
@@ -18,6 +19,7 @@ from umbra.services.process.metrics import parse_row
 from umbra.services.reporting.tables import number
 
 LAST_LINES_BYTES = 16 << 10
+LINE_CHARS = 64 << 20  # of a row at most, in files that others may have written
 CHECK = "environment-check"
 """Name of the stage, and of its logs, that tries the environment before a run begins."""
 Row = dict[str, Any]
@@ -212,10 +214,10 @@ class StepFollower:
     def new(self) -> list[Row]:
         """Return the rows since the last call; a line that is not whole waits."""
         try:
-            with self._path.open("rb") as file:
+            with os.fdopen(open_regular(self._path), "rb") as file:
                 file.seek(self._offset)
                 data = file.read()
-        except FileNotFoundError:
+        except OSError:
             return []
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
@@ -232,10 +234,34 @@ def read_rows(path: Path) -> Iterator[Row]:
         fd = open_regular(path)
     except FileNotFoundError:
         return
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     with os.fdopen(fd, encoding="utf-8", errors="replace") as file:
-        for line in file:
+        for line in iter(partial(file.readline, LINE_CHARS), ""):
             if line.endswith("\n") and (row := parse_row(line)) is not None:
                 yield row
+
+
+@contextmanager
+def only_rows_of_runs(path: Path) -> Iterator[None]:
+    """Raise UsageError where the block fails on what is in `path`: no run has written it."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"{path} holds what no run has written ({type(error).__name__}: {error}): restore it, "
+            "or remove it"
+        ) from error
+
+
+@contextmanager
+def rewritten(path: Path) -> Iterator[TextIO]:
+    """Give a new file that takes the place of `path` at the end, whatever is there."""
+    part = path.with_name(f"{path.name}.part")
+    part.unlink(missing_ok=True)  # which may be a link, or a pipe
+    with part.open("x", encoding="utf-8") as file:
+        yield file
+    part.replace(path)
 
 
 # -- rollouts -------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from umbra.deploy.files.run_folder import Row, RunFolder, StepFollower, read_rollouts
+from umbra.deploy.files.run_folder import Row, RunFolder, StepFollower, read_object, read_rollouts
 from umbra.deploy.prepare.stage import last_object, run_stage
 from umbra.proto.access import KeyRole
 from umbra.proto.deadline import Deadline
@@ -163,10 +163,7 @@ class Run:
     @property
     def summary(self) -> dict[str, Any] | None:
         """Return the outcome, as in summary.json; None while the run is under way."""
-        try:
-            return json.loads(self._folder.summary.read_bytes())
-        except FileNotFoundError:
-            return None
+        return read_object(self._folder.summary) or None
 
     @property
     def model(self) -> Path:

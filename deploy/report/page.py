@@ -12,9 +12,16 @@ from typing import Any
 
 import click
 
-from umbra.deploy.files.run_folder import Row, RunFolder, read_object, read_rollouts
+from umbra.deploy.files.run_folder import (
+    Row,
+    RunFolder,
+    only_rows_of_runs,
+    read_object,
+    read_rollouts,
+    rewritten,
+)
 from umbra.deploy.report.recording import Figures, gather, recorded, write_trace
-from umbra.deploy.report.summary import balanced, summary_rows, warning_rows
+from umbra.deploy.report.summary import balanced, summary_rows
 from umbra.proto.errors import EXIT_DONE
 from umbra.services.monitor.web import WEB
 from umbra.services.reporting.figures import busy, is_idle
@@ -96,7 +103,7 @@ def recorded_look(
         "pushes": figures.pushes[-PUSHES:],
         "rollouts": rollouts,
         "config": {
-            section: {key: _value(value) for key, value in values.items()}
+            section: {k: v if isinstance(v, str) else json.dumps(v) for k, v in values.items()}
             for section, values in config.items()
             if isinstance(values, dict) and values
         },
@@ -122,10 +129,6 @@ def _mean(steps: Sequence[Row], name: str) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _value(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option(
@@ -137,8 +140,9 @@ def command(run: Path, others: tuple[Path, ...]) -> int:
 
     RUN is the folder of a run, which may still be going on.
     """
-    for path in write_report(RunFolder(run), others):
-        click.echo(str(path))
+    with only_rows_of_runs(run):
+        for path in write_report(RunFolder(run), others):
+            click.echo(str(path))
     return EXIT_DONE
 
 
@@ -158,10 +162,13 @@ def write_report(folder: RunFolder, others: Sequence[Path] = ()) -> list[Path]:
         folder.path.resolve().name,
         figures,
         summary=summary,
-        facts=summary_rows(summary) if summary else warning_rows(figures.warnings),
+        facts=summary_rows(summary)
+        if summary
+        else [("warning", f"{row['name']}: {row['text']}") for row in figures.warnings],
         status=read_object(folder.buffer),
         config=config,
         rollouts=list(deque(read_rollouts(folder), maxlen=ROLLOUTS)),
     )
-    folder.report.write_text(page(look), encoding="utf-8")
+    with rewritten(folder.report) as file:
+        file.write(page(look))
     return [folder.report, trace]

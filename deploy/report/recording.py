@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from umbra.deploy.files.run_folder import Row, RunFolder, read_rows
+from umbra.deploy.files.run_folder import Row, RunFolder, read_rows, rewritten
 from umbra.proto.errors import UsageError
 from umbra.services.process.metrics import span_name
 from umbra.services.reporting.figures import is_idle
@@ -110,14 +110,13 @@ def _add(figures: Figures, row: Row) -> None:
 
 def write_trace(rows: Iterable[Row], path: Path) -> None:
     """Write the spans in Chromium's Trace Event Format (microseconds)."""
-    part, separator = path.with_suffix(".part"), ""
-    with part.open("w", encoding="utf-8") as file:
+    separator = ""
+    with rewritten(path) as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
         for event in _events(rows):
             file.write(separator + json.dumps(event, separators=(",", ":")))
             separator = ",\n"
         file.write("\n]}\n")
-    part.replace(path)
 
 
 def _events(rows: Iterable[Row]) -> Iterator[dict[str, Any]]:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from umbra.deploy.files.run_folder import Row, RunFolder, read_object
+from umbra.deploy.files.run_folder import RunFolder, read_object
 from umbra.deploy.report.recording import Figures, Interval, gather, recorded
 from umbra.services.monitor.view import health_text
 from umbra.services.process.child import Usage
@@ -179,11 +179,6 @@ def warning_text(warning: Mapping[str, Any]) -> str:
     """Return a warning of a run that has ended: its steps, and its last sentence."""
     until = "the end" if warning["until"] < 0 else f"step {warning['until']}"
     return f"{warning['name']}, from step {warning['since']} to {until}: {warning['text']}"
-
-
-def warning_rows(rows: Iterable[Row]) -> list[tuple[str, str]]:
-    """Return the warnings of a run under way, as they were first raised."""
-    return [("warning", f"{row['name']}: {row['text']}") for row in rows]
 
 
 def _share(value: float | None) -> str:

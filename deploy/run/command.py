@@ -90,14 +90,7 @@ def up(
             view.say(f"note: extended: {told}")
         server = stack.enter_context(ForkServer.where_useful(child_environ(search)))
         try:
-            run = Up(
-                config,
-                folder,
-                view=view,
-                interrupts=interrupts,
-                search=search,
-                server=server,
-            )
+            run = Up(config, folder, view=view, interrupts=interrupts, search=search, server=server)
             summary = run.run()
         finally:
             view.close()

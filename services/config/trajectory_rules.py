@@ -154,10 +154,12 @@ def _branches_fault(
     return None
 
 
-def reward_fault(reward: float, parts: dict[str, float]) -> str | None:
-    """What is wrong with a reward and its parts; None when they are sound."""
+def reward_fault(reward: float, parts: dict[str, float], reason: str = "stop") -> str | None:
+    """What is wrong with a reward, its parts and why the sample ended; None when all is sound."""
     if not -MOST_REWARD <= reward <= MOST_REWARD:  # nor is it where it is NaN
         return f"reward is {reward}, which is not within {MOST_REWARD:g}"
+    if not _is_name(reason):
+        return f"the reason of the end is no short name: {reason[:MOST_NAME]!r}"
     if not parts:
         return None
     if len(parts) > MOST_PARTS:

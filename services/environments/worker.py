@@ -76,6 +76,7 @@ class EnvironmentHost:
                 if not isinstance(opened, Opening):
                     opened = Opening(opened)
                 self._check_messages(opened.messages, "reset")
+                self._check_tools(opened.tools)
                 if not responses:
                     return Opening(opened.messages, opened.tools)
             if step_all := getattr(environment, "step_all", None):
@@ -136,13 +137,32 @@ class EnvironmentHost:
         )
 
     def _check_messages(self, messages: Any, method: str) -> None:
-        if not isinstance(messages, list) or not all(
-            isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages
-        ):
+        if not _are_objects(messages) or not all(map(_is_message, messages)):
             raise SampleError(
                 f'{self._name}: {method} gave {messages!r} instead of a list of {{"role": ..., '
-                '"content": ...}'
+                '"content": ...} whose contents are texts'
             )
+
+    def _check_tools(self, tools: Any) -> None:
+        functions = [tool.get("function") for tool in tools] if _are_objects(tools) else [None]
+        if not all(isinstance(f, dict) and isinstance(f.get("name"), str) for f in functions):
+            raise SampleError(
+                f'{self._name}: reset gave tools {tools!r} instead of a list of {{"type": '
+                '"function", "function": {"name": ..., "parameters": {...}}}'
+            )
+
+
+def _are_objects(values: Any) -> bool:
+    """Whether it is a list of what JSON and MessagePack have as objects."""
+    return isinstance(values, list) and all(
+        isinstance(value, dict) and all(isinstance(key, str) for key in value) for value in values
+    )
+
+
+def _is_message(value: dict[str, Any]) -> bool:
+    content = value.get("content")
+    silent = content is None and bool(value.get("tool_calls"))  # else templates write "None"
+    return isinstance(value.get("role"), str) and (silent or isinstance(content, str))
 
 
 async def _answer(environment: Environment, method: Callable[..., Any], *args: Any) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Branch, Sampling, Task, Trajectory, unpack_int32
 from umbra.services.config.generation import ENVIRONMENT
+from umbra.services.config.trajectory_rules import reward_fault
 from umbra.services.environments.protocol import (
     Ask,
     Opening,
@@ -175,10 +176,12 @@ class Rollout:
         self._continue_turn()
 
     def credit(self, result: StepResult) -> None:
-        """Add the reward of a turn."""
+        """Add the reward of a turn; raises SampleError for one that the buffer would refuse."""
         self._reward += result.reward
         for part, value in result.reward_parts.items():
             self._parts[part] = self._parts.get(part, 0.0) + value
+        if fault := reward_fault(self._reward, self._parts, result.reason):
+            raise SampleError(f"the environment's answer: {fault}")
 
     def finish(self, result: StepResult) -> None:
         """End the sample; a turn of the model that was cut counts as cut by its length."""

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from umbra.proto.errors import UsageError
+from umbra.proto.errors import UNREADABLE, UsageError
 
 # Transformers' `model_type`.
 PROVEN = frozenset(
@@ -52,10 +52,15 @@ def check_architecture(
         checked: architectures (`model_type`) for which the user has run `umbra check-model`.
     """
     config = read_config(directory, source)
-    name, fault = architecture(config), in_the_way(config)
+    try:
+        name, fault = architecture(config), in_the_way(config)
+    except (AttributeError, LookupError, TypeError) as error:
+        raise UsageError(
+            f"{source}: {directory}/config.json is no model's: {error}; download it again"
+        ) from error
     if fault:
         raise UsageError(f"{source}: {directory} is a {name}, which {fault}: Umbra can't run it")
-    kind = config.get("model_type", "")
+    kind = str(config.get("model_type", ""))
     if kind not in PROVEN and kind not in checked:
         raise UsageError(
             f"{source}: {directory} is a {name}, an architecture that Umbra was not tested with: "
@@ -69,7 +74,7 @@ def read_config(directory: str | Path, source: str = "model.path") -> dict[str, 
     path = Path(directory) / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise UsageError(f"{source}: {path} cannot be read: {error}") from error
     if not isinstance(config, dict):
         raise UsageError(f"{source}: {path} is no JSON object")

@@ -143,7 +143,7 @@ class Chat:
         return choose_parser(self._parser, self._tokenizer, self._template)
 
     def cannot_fit(self, given: Any, tokens: int) -> bool:
-        """Return whether the texts in `given` (lists, objects) must have more than `tokens` tokens.
+        """Return whether what is in `given` (lists, objects) must have more than `tokens` tokens.
 
         It counts characters against the longest token, before anything is templated or tokenized.
         """
@@ -184,7 +184,12 @@ class Chat:
         ended = bool(token_ids) and token_ids[-1] in self.stop_ids
         ids, stop = (token_ids[:-1], self.piece(token_ids[-1])) if ended else (token_ids, "")
         text, found = _cut(self.pieces(ids), stops)
-        said = self.parser.read(self._ending(tuple(before[-_CUE_TOKENS:])), text, tools, stop)
+        parser, begun = self.parser, self._ending(tuple(before[-_CUE_TOKENS:]))
+        try:
+            said = parser.read(begun, text, tools, stop)
+        except Exception as error:  # noqa: BLE001 - a library's, on whatever a model may say
+            log.warning("parser %s failed on a turn: %r", parser.name, error)
+            said = Said(text=text, content=text, problem=f"the turn cannot be read: {error!r}")
         return replace(said, stop=found) if found else said
 
     def pieces(self, token_ids: Sequence[int]) -> str:
@@ -284,8 +289,9 @@ def _cut(text: str, stops: Sequence[str]) -> tuple[str, str]:
 
 
 def _characters(given: Any) -> int:
+    """Count the characters of all texts, keys included, and one for each other value."""
     if isinstance(given, dict):
-        given = given.values()
-    elif isinstance(given, str) or not isinstance(given, list | tuple):
-        return len(given) if isinstance(given, str) else 0
-    return sum(map(_characters, given))
+        return sum(len(key) + _characters(value) for key, value in given.items())
+    if isinstance(given, list | tuple):
+        return sum(map(_characters, given))
+    return len(given) if isinstance(given, str) else given is not None

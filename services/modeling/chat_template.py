@@ -29,7 +29,8 @@ _SHOWN = 40  # characters of a text in an error
 _ASKED = "UMBRAASKED"
 _HEARD = "UMBRAHEARD"
 _TRUSTED = ("system", "developer", "assistant")  # roles whose special tokens are meant
-_QUOTED = re.compile("\ue000([^\ue001]*)\ue001")
+_MARKS = re.compile("[\ue000\ue001]")
+_QUOTED = re.compile("\ue000(.[^\ue001]*)\ue001", re.DOTALL)
 TOOL = "umbratool"
 
 
@@ -81,7 +82,7 @@ class ChatTemplate:
         self._options = dict(options or {})
         self._stops = {tokenizer.decode([token]): token for token in sorted(stop_ids)}
         special = sorted(_special_tokens(tokenizer), key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, special))) if special else None
+        self._special = re.compile("|".join([*map(re.escape, special), _MARKS.pattern]))
         self.name = f"the chat template of {tokenizer.name_or_path}"
         # Templates take reasoning in one of these fields; else it is part of the text.
         source = re.sub(r"{#.*?#}", "", str(tokenizer.chat_template), flags=re.DOTALL)
@@ -270,7 +271,7 @@ class ChatTemplate:
         if message["role"] != "assistant" or not thought:
             return kept
         if self.reasoning_field == "content":
-            said = kept["content"] or ""
+            said = kept.get("content") or ""
             return {**kept, "content": f"<think>\n{thought}\n</think>\n\n{said}"}
         return {**kept, self.reasoning_field: thought}
 
@@ -281,7 +282,7 @@ class ChatTemplate:
             with _time_limit():
                 return self._tokenizer.apply_chat_template(
                     [self._quoted(message) for message in messages],
-                    tools=list(tools) or None,
+                    tools=_quote(list(tools), self._special) or None,
                     tokenize=False,
                     add_generation_prompt=cue,
                     **self._options,
@@ -303,10 +304,8 @@ class ChatTemplate:
 
     def _quoted(self, message: Message) -> Message:
         """Mark special tokens in what a user or a tool says; `encode` reads the marks."""
-        said = message.get("content")
-        if self._special is None or message["role"] in _TRUSTED or not isinstance(said, str):
-            return message
-        return {**message, "content": self._special.sub("\ue000\\g<0>\ue001", said)}
+        pattern = _MARKS if message["role"] in _TRUSTED else self._special
+        return {**_quote(message, pattern), "role": message["role"]}
 
 
 class _TooLongError(BaseException):
@@ -398,7 +397,8 @@ def as_text(messages: Sequence[Message]) -> list[Message]:
             functions = [call["function"] for call in message["tool_calls"]]
             calls = [{key: f[key] for key in ("name", "arguments")} for f in functions]
             text = "".join(f"<tool_call>{json.dumps(call)}</tool_call>" for call in calls)
-            plain.append({"role": message["role"], "content": (message["content"] or "") + text})
+            words = message.get("content") or ""
+            plain.append({"role": message["role"], "content": words + text})
         else:
             plain.append(message)
         answering = message.get("role") == "tool"
@@ -441,9 +441,19 @@ def _said(number: int, calls: Sequence[dict[str, Any]], field: str = "") -> Mess
     return said
 
 
+def _quote(value: Any, pattern: re.Pattern[str]) -> Any:
+    """Return `value` with marks around what matches in its texts."""
+    if isinstance(value, str):
+        return pattern.sub("\ue000\\g<0>\ue001", value)
+    if isinstance(value, dict):
+        return {key: _quote(item, pattern) for key, item in value.items()}
+    return [_quote(item, pattern) for item in value] if isinstance(value, list) else value
+
+
 def _given(message: Message) -> Message:
     """`message` without keys that have no value: templates ask whether a key is there."""
-    return {k: v for k, v in message.items() if v is not None or k == "content"}
+    kept = {key: value for key, value in message.items() if value is not None}
+    return {**kept, "content": ""} if "content" in message and "content" not in kept else kept
 
 
 def _addressed(messages: Sequence[Message], calls: Sequence[dict[str, Any]]) -> list[Message]:

@@ -142,9 +142,9 @@ def _has_weights(folder: Path) -> bool:
     try:
         index = json.loads((folder / "model.safetensors.index.json").read_bytes())
         shards = set(index["weight_map"].values())
+        return bool(shards) and all((folder / shard).is_file() for shard in shards)
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return False
-    return bool(shards) and all((folder / shard).is_file() for shard in shards)
 
 
 def _snapshot(name: HubName, patterns: list[str], source: str, **how: Any) -> Any:

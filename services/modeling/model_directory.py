@@ -10,6 +10,7 @@ import xxhash
 
 from umbra.proto.errors import UsageError
 from umbra.services.modeling.hub import fetch, is_hub_name, looks_like_name
+from umbra.services.process.files import open_regular
 
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
@@ -63,7 +64,7 @@ def check_model_dir(
         files = {file.name for file in directory.iterdir()} if directory.is_dir() else None
         for name in sorted(files or ()):
             if name.endswith(READ_SUFFIXES):
-                (directory / name).open("rb").close()
+                os.close(open_regular(directory / name))
     except OSError as error:
         remedy = ""
         if isinstance(error, PermissionError):

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -20,11 +18,11 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from umbra.proto.errors import StartupError, UsageError
+from umbra.proto.errors import StartupError, UmbraError, UsageError
 from umbra.services.modeling.architectures import architecture, check_architecture, in_the_way
 from umbra.services.modeling.chat_template import end_of_turn
 from umbra.services.modeling.model_directory import check_model_dir
-from umbra.services.modeling.weight_files import WeightFiles
+from umbra.services.modeling.weight_files import NotByRowsError, WeightFiles
 
 AS_IT_IS: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 """How Transformers reads a directory: it fetches nothing, and runs no code that lies in it."""
@@ -143,12 +141,14 @@ def loading(directory: Path, source: str) -> Iterator[None]:
     """Raise a UsageError of one sentence if Transformers fails to read `directory`."""
     try:
         yield
-    except (
-        *(OSError, ValueError, KeyError, RuntimeError),
-        *(SafetensorError, StrictDataclassError),
-    ) as error:
-        why = " ".join(str(error).split())
-        raise UsageError(f"{source}: {directory} cannot be loaded: {why}") from error
+    except (UmbraError, NotByRowsError):
+        raise
+    except Exception as error:
+        raise UsageError(f"{source}: {directory} cannot be loaded: {_line(error)}") from error
+
+
+def _line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def outline_model(
@@ -180,8 +180,9 @@ def _outline(kind: Any, directory: Path, source: str, checked: Collection[str], 
         how = {**how, "attn_implementation": attention_implementation(config)}
         with torch.device("meta"):
             model = kind.from_config(config, trust_remote_code=False, **how)
-    if model.can_generate() and (directory / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
+        if model.can_generate() and (directory / "generation_config.json").is_file():
+            generation = GenerationConfig.from_pretrained(directory, local_files_only=True)
+            model.generation_config = generation
     return model
 
 
@@ -205,10 +206,9 @@ def load_tokenizer(path: str | Path, source: str = "model.path", *, trust: bool 
         return AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=trust
         )
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
-        why = " ".join(str(error).split())
+    except Exception as error:
         raise UsageError(
-            f"{source}: the tokenizer in {directory} cannot be loaded: {why}"
+            f"{source}: the tokenizer in {directory} cannot be loaded: {_line(error)}"
         ) from error
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import msgspec
+
 from umbra.proto.errors import UNREADABLE, UsageError
 from umbra.services.config import RunSection
 from umbra.services.process.files import DISK, READABLE_MODE, read_regular
@@ -28,8 +30,8 @@ class RunAddress:
     def read(cls, folder: Path) -> RunAddress | None:
         """What the run in `folder` left; None if it is not under way."""
         try:
-            return cls(**json.loads(read_regular(folder / FILE)))
-        except (OSError, TypeError, *UNREADABLE):
+            return msgspec.json.decode(read_regular(folder / FILE), type=cls)
+        except (OSError, *UNREADABLE):
             return None
 
     @staticmethod
@@ -84,7 +86,7 @@ def find_address(run: str = "") -> RunAddress:
 
 
 def _runs(parent: Path) -> Iterator[Path]:
-    return (file.parent for file in parent.glob("*/config.json"))
+    return (file.parent for file in parent.glob("*/config.json") if file.is_file())
 
 
 def _begun(folder: Path) -> float:

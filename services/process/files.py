@@ -206,7 +206,8 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
 def read_numbered(path: str | Path) -> list[tuple[int, dict[str, Any]]]:
     """`read_jsonl` with the line number (1-based) of every object."""
     try:
-        lines = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
+        with os.fdopen(open_regular(Path(path)), "rb") as file:
+            lines = file.read().removeprefix(codecs.BOM_UTF8).splitlines()
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     rows: list[tuple[int, dict[str, Any]]] = []

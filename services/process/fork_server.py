@@ -213,6 +213,8 @@ def _settle(order: ForkOrder, fds: Sequence[int], ignored: set[signal.Signals]) 
     random.seed()
     if (torch := sys.modules.get("torch")) is not None:
         torch.seed()
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()
     _show(order.argv)
 
 

@@ -46,8 +46,9 @@ def read_source(
         raise UsageError(f"{name} has no rows")
     _, first, where = rows[0]
     if "prompt" not in columns and "prompt" not in first:
+        known = ", ".join(map(str, first))
         raise UsageError(
-            f'{where}: there is no "prompt", only {", ".join(first)}: name the column that holds '
+            f'{where}: there is no "prompt", only {known}: name the column that holds '
             f'the prompts, {section}.columns = {{ prompt = "..." }}'
         )
     return [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from io import IOBase
 from typing import Any, cast
 
 import msgpack
@@ -14,6 +15,7 @@ from umbra.proto.errors import UsageError
 
 ROW_BYTES = 16 << 20  # as it is sent; a lease of one such row fits into a frame
 INTEGERS = range(-(1 << 63), 1 << 64)  # MessagePack's
+_UNREAD = ("m", "M", "V")  # of dtypes: times become bare nanoseconds, records lose their names
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +36,8 @@ def renamed(row: dict[str, Any], columns: Mapping[str, str], where: str) -> dict
         return row
     for ours, theirs in columns.items():
         if theirs not in row:
-            raise UsageError(
-                f'{where}: there is no column "{theirs}" for {ours}, only {", ".join(row)}'
-            )
+            known = ", ".join(map(str, row))
+            raise UsageError(f'{where}: there is no column "{theirs}" for {ours}, only {known}')
     moved = set(columns.values())
     kept = {name: value for name, value in row.items() if name not in moved}
     return kept | {ours: row[theirs] for ours, theirs in columns.items()}
@@ -52,10 +53,10 @@ def rows_of(given: object, where: str) -> list[dict[str, Any]]:
     kind = type(given).__name__
     if kind in ("DatasetDict", "IterableDatasetDict"):
         raise UsageError(f'{where}: a {kind} holds splits: give one, as in dataset["train"]')
-    no_rows = isinstance(given, str | bytes | Mapping) or hasattr(given, "columns")
+    no_rows = isinstance(given, str | bytes | Mapping | IOBase) or hasattr(given, "columns")
     if no_rows or not isinstance(given, Iterable):
         raise UsageError(
-            f"{where}: give a file or rows, not a {kind}; those of a data frame are "
+            f"{where}: give a path or rows, not a {kind}; those of a data frame are "
             'frame.to_dict("records")'
         )
     rows: list[dict[str, Any]] = []
@@ -123,7 +124,7 @@ def _plain(value: Any, where: str) -> Any:
                 raise UsageError(
                     f"{where}: a lone surrogate is no text that can be written as UTF-8"
                 ) from None
-            return str(value)
+            return str.__str__(value)  # of an Enum its value
         case int():
             if value not in INTEGERS:
                 raise UsageError(f"{where}: {str(value)[:20]}... has more than 64 bits: write text")
@@ -144,13 +145,19 @@ def _plain(value: Any, where: str) -> Any:
         case list() | tuple():
             items = enumerate(cast(list[Any], value))
             return [_plain(item, f"{where}[{i}]") for i, item in items]
-        case _ if hasattr(value, "tolist"):
+        case _ if getattr(getattr(value, "dtype", None), "kind", "") in _UNREAD:
+            raise _no_json(value, where)
+        case _ if hasattr(value, "dtype") and hasattr(value, "tolist"):
             return _plain(value.tolist(), where)
         case _:
-            kind = type(value).__name__
-            raise UsageError(
-                f"{where}: a {kind} is no JSON value: write text, a number, a list or an object"
-            )
+            raise _no_json(value, where)
+
+
+def _no_json(value: object, where: str) -> UsageError:
+    kind = type(value).__name__
+    return UsageError(
+        f"{where}: a {kind} is no JSON value: write text, a number, a list or an object"
+    )
 
 
 def _key(name: Any, where: str) -> str:

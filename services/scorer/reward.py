@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from umbra.proto.records import Score, Task, unpack_int32
+from umbra.services.config.trajectory_rules import reward_fault
 from umbra.services.environments.pool import EnvironmentPool, outcomes_of
 from umbra.services.environments.protocol import EpisodeOutcome, Row, Said, StepResult
 from umbra.services.modeling.chat import Chat
@@ -66,10 +67,14 @@ class RewardWorker:
 
 def _scores(tasks: Sequence[Task], outcome: EpisodeOutcome) -> list[Score]:
     """Return the scores of `tasks`, which were played at once, by `outcome`."""
-    found = outcome.value
-    results = found if isinstance(found, list) else [found]
-    if len(results) != len(tasks) or not all(isinstance(one, StepResult) for one in results):
-        error = outcome.error or "the environment did not answer for each sample"
+    found, error = outcome.value, outcome.error
+    given = found if isinstance(found, list) else [found]
+    results = [one for one in given if isinstance(one, StepResult)]
+    if len(results) != len(tasks):
+        error = error or "the environment did not answer for each sample"
+    for one in results:
+        error = error or reward_fault(one.reward, one.reward_parts) or ""
+    if error:
         return [Score(sample_id=t.sample_id, attempt=t.attempt, error=error) for t in tasks]
     return [
         Score(
@@ -79,5 +84,4 @@ def _scores(tasks: Sequence[Task], outcome: EpisodeOutcome) -> list[Score]:
             reward_parts=result.reward_parts,
         )
         for task, result in zip(tasks, results, strict=True)
-        if isinstance(result, StepResult)
     ]

@@ -11,6 +11,7 @@ import importlib
 import os
 import platform
 import signal
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -241,12 +242,24 @@ def _report(error: Exception) -> int | None:
     return None
 
 
+def _open_closed_streams() -> None:
+    """Open /dev/null as each standard stream that is closed, or a file would get its number."""
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            setattr(sys, name, open(fd, "w" if fd else "r", closefd=False))
+
+
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
     A sub-command may return an int, which becomes the exit code; any other value means success.
     Errors that Umbra foresees print one line; unforeseen ones pass, for Python's traceback.
     """
+    if args is None:
+        _open_closed_streams()
     try:
         result = cli.main(
             args=None if args is None else list(args), prog_name="umbra", standalone_mode=False

@@ -24,8 +24,14 @@ with best_effort_output():
 
 
 def run(program: list[str], stdout: int) -> subprocess.CompletedProcess[str]:
+    return run_shell('exec "$0" "$@"', sys.executable, *program, stdout=stdout)
+
+
+def run_shell(
+    script: str, *words: str, stdout: int = subprocess.PIPE
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *program],
+        ["sh", "-c", script, *words],
         stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
@@ -60,3 +66,12 @@ def test_a_command_that_only_prints_ends_without_a_traceback(tmp_path: Path) -> 
     assert (done.returncode, done.stderr) == (1, "")
     done = run(["-m", "umbra", "runs", str(tmp_path / "runs")], full_disk())
     assert done.returncode == 6 and done.stderr.startswith("umbra: error: no space is left")
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+def test_streams_that_are_closed_from_the_start(tmp_path: Path, closed: str) -> None:
+    """As by some schedulers; else the first file that is opened would be written to."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{}")
+    done = run_shell(f'exec "$0" -m umbra runs "$1" {closed}', sys.executable, str(tmp_path))
+    assert (done.returncode, done.stderr) == (0, "")

@@ -150,6 +150,24 @@ def test_what_is_no_run_is_named(tmp_path: Path) -> None:
         write_report(RunFolder(tmp_path))
 
 
+@pytest.mark.parametrize("text", ['{"kind":"span"}', '{"kind":"step"}', '{"kind":"push"}'])
+def test_rows_that_no_run_has_written_are_refused(folder: RunFolder, text: str) -> None:
+    folder.metrics.write_text(f"{text}\n")
+    with pytest.raises(UsageError, match="holds what no run has written"):
+        CliRunner().invoke(command, [str(folder.path)], catch_exceptions=False)
+
+
+def test_nothing_is_written_through_a_link(folder: RunFolder, tmp_path: Path) -> None:
+    """Who made the folder may have put links where the report goes."""
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    for name in ("report.html", "report.html.part", "trace.json", "trace.json.part"):
+        (folder.path / name).symlink_to(mine)
+    for path in write_report(folder):
+        assert path.is_file() and not path.is_symlink()
+    assert mine.read_text() == "mine"
+
+
 def test_long_runs_are_thinned_out_by_means() -> None:
     steps = [{"step": n, "loss": float(n % 2)} for n in range(1, 10_001)]
     look = recorded_look(

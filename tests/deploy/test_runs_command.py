@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from umbra.deploy.commands.runs import RECENT, command
 from umbra.deploy.files.run_folder import RunFolder
+from umbra.proto.errors import UsageError
 
 
 def made(name: str, begun: float, *, steps: int = 0, code: int | None = None) -> RunFolder:
@@ -72,6 +73,7 @@ def test_what_others_put_there_neither_ends_nor_hangs_the_list() -> None:
             '{"exit_code": "x", "accuracy_after": "high"}',
             '{"accuracy_after": NaN}',
             "{",
+            '{"accuracy_after": 1' + "0" * 400 + "}",
         )
     ):
         made(f"odd-{index}", index, code=0).summary.write_text(text)
@@ -85,7 +87,21 @@ def test_what_others_put_there_neither_ends_nor_hangs_the_list() -> None:
     made("\x1b[31mred", 13.0, code=0)
     (Path("runs") / "pipe").mkdir()
     os.mkfifo(Path("runs") / "pipe" / "config.json")
-    assert len(listed()) == 9
+    late = made("late", 14.0, code=0)
+    os.utime(late.config, (0, 2**40))
+    assert len(listed()) == 11
     done = CliRunner().invoke(command, [])
     assert done.exit_code == 0, done.exception
     assert "\x1b" not in done.output and "\\x1b[31mred" in done.output
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("text", ['{"kind":"rollout"}\n', '{"kind":"x"}\n', '{"kind":[]}\n', None])
+def test_rollouts_that_no_run_has_written_are_refused(text: str | None) -> None:
+    folder = made("odd", 1.0)
+    if text is None:
+        os.mkfifo(folder.samples)
+    else:
+        folder.samples.write_text(text)
+    with pytest.raises(UsageError, match=r"samples\.jsonl (holds what no run|cannot be read)"):
+        CliRunner().invoke(command, ["odd", "--samples", "1"], catch_exceptions=False)

@@ -10,7 +10,7 @@ from umbra.services.config import EnvironmentConfig
 from umbra.services.environments.built_in import ExactMatch, Guess, NumericMatch, gym_rows
 from umbra.services.environments.loading import load_environment, runs_inline
 from umbra.services.environments.pool import InlinePool
-from umbra.services.environments.protocol import SampleError, StepResult
+from umbra.services.environments.protocol import Opening, Row, SampleError, StepResult
 
 USER_CODE = """
 import numbers
@@ -166,3 +166,39 @@ def test_only_what_is_ours_and_quick_runs_inline() -> None:
     assert {kind: runs_inline(EnvironmentConfig(kind=kind)) for kind in inline} == inline
     assert not runs_inline(EnvironmentConfig(kind="tools", options={"tools": ["mine:search"]}))
     assert not runs_inline(EnvironmentConfig(kind="mine:World"))
+
+
+class Opens:
+    """Opens a conversation with what the row has of it."""
+
+    def reset(self, row: Row) -> Opening:
+        return Opening(row["messages"], row["tools"])
+
+    def step(self, response: str) -> StepResult:
+        raise NotImplementedError
+
+
+USER = {"role": "user", "content": "go"}
+CALLED = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "says"),
+    [
+        ([USER, CALLED], [{"type": "function", "function": {"name": "f"}}], ""),
+        ([{"role": "user", "content": None}], [], "whose contents are texts"),
+        ([{"role": "user", "content": 5}], [], "whose contents are texts"),
+        ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], [], "contents are texts"),
+        ([{"role": "user"}], [], "whose contents are texts"),
+        ([{**USER, 1: 2}], [], "whose contents are texts"),
+        (USER, [], "whose contents are texts"),
+        ([USER], None, "reset gave tools None"),
+        ([USER], [{"name": "f"}], "instead of a list of"),
+    ],
+)
+def test_what_no_template_can_write_fails_the_sample(messages: Any, tools: Any, says: str) -> None:
+    pool = InlinePool(Opens, "mine")
+    pool.play("a", {"messages": messages, "tools": tools}, [])
+    (outcome,) = pool.collect()
+    assert says in outcome.error
+    assert (outcome.value is None) == bool(says)

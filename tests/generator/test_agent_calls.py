@@ -90,6 +90,11 @@ def test_what_agrees_with_the_run_is_served() -> None:
             "not supported",
         ),
         ({"tools": [{"name": "add"}]}, "tools", "function"),
+        ({"tools": [{"function": {}}]}, "tools", "a function with a name"),
+        ({"tools": [{"function": {"name": "f", "parameters": "x"}}]}, "tools", "an object"),
+        ({"stop": ["a"] * 65}, "stop", "64 stop strings of 1024 characters"),
+        ({"stop": "a" * 1025}, "stop", "64 stop strings of 1024 characters"),
+        ({"text": {"format": "json"}}, "text.format", "must be text"),
     ],
 )
 def test_what_a_chat_refuses(fields: dict[str, Any], param: str, says: str) -> None:
@@ -226,6 +231,13 @@ def test_functions_of_a_namespace_have_its_name_for_the_model_and_theirs_for_the
     again = respond(input=[{"role": "user", "content": "go"}, *items], tools=[ADD, SPACE])
     names = [made["function"]["name"] for made in again.messages[-1]["tool_calls"]]
     assert names == ["agents__add", "add"]
+
+
+@pytest.mark.parametrize("inner", ["add", [1], [{**ADD, "parameters": "x"}]])
+def test_tools_of_a_namespace_that_are_none_are_refused(inner: Any) -> None:
+    with pytest.raises(ApiError) as caught:
+        respond(tools=[{**SPACE, "tools": inner}])
+    assert caught.value.param == "tools"
 
 
 def test_a_tool_that_is_not_the_clients_is_left_out() -> None:

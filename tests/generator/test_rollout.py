@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -28,6 +29,7 @@ from umbra.services.environments.protocol import (
     RefusedError,
     Response,
     Row,
+    Said,
     StepResult,
     prompt_messages,
 )
@@ -278,7 +280,7 @@ def test_limits_end_a_sample(
     assert trajectory.response_tokens == tokens
 
 
-LONG = [{"role": "user", "content": [{"type": "text", "text": "x" * 10_000_000}]}]
+LONG = [{"role": "user", "content": "x" * 10_000_000}]
 
 
 @pytest.fixture
@@ -294,7 +296,15 @@ def untokenized(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> Chat:
     return chat
 
 
-@pytest.mark.parametrize("ask", [{"messages": LONG}, {"tools": LONG}])
+KEYS = [{"role": "user", "content": "", "of": {"x" * 10_000_000: 1}}]
+NUMBERS = [{"role": "user", "content": "", "of": [0] * 1_000_000}]
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [{"messages": LONG}, {"tools": LONG}, {"tools": KEYS}, {"messages": NUMBERS}],
+    ids=["words", "tools", "keys", "numbers"],
+)
 def test_what_an_agent_asks_is_measured_before_it_is_tokenized(
     untokenized: Chat, ask: dict[str, Any]
 ) -> None:
@@ -325,6 +335,50 @@ def test_what_environments_say_is_measured_before_it_is_tokenized(
     (finished,), (failed,) = runner.results()
     assert "by its characters" in failed.reason
     assert finished.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("result", "says"),
+    [
+        (StepResult(reward=1e10), "reward is 10000000000.0, which is not within"),
+        (StepResult(reward_parts={f"part {n}": 1.0 for n in range(65)}), "65 names, 64 at most"),
+        (StepResult(reward_parts={"a" * 300: 1.0}), "reward_parts has the name"),
+        (StepResult(reason="it\nended"), "no short name"),
+    ],
+)
+def test_a_reward_that_the_buffer_would_refuse_costs_its_sample_only(
+    chat: Chat, result: StepResult, says: str
+) -> None:
+    """A message with it was refused as a whole, which ended the generator."""
+
+    class Odd(ExactMatch):
+        def step(self, response: str) -> StepResult:
+            return result if self.row["prompt"] == "odd" else StepResult()
+
+    runner = RolloutRunner(ScriptedEngine(lambda ids: [STOP]), InlinePool(Odd), settings(chat))
+    runner.add([sample({"prompt": "odd"}, sample_id="a"), sample({"prompt": "p"})])
+    for _ in range(3):
+        runner.poll(0.0)
+    (finished,), (failed,) = runner.results()
+    assert failed.sample_id == "a" and failed.failed
+    assert says in failed.reason
+    assert finished.finish_reason == "stop"
+
+
+def test_a_turn_that_its_parser_fails_on_is_words(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = Chat(tokenizer, {STOP})
+
+    def fail(*_: object) -> Said:
+        raise KeyError("name")
+
+    monkeypatch.setattr(chat, "parser", SimpleNamespace(name="odd", marked=False, read=fail))
+    said = chat.said([*tokenizer("ab", add_special_tokens=False)["input_ids"], STOP])
+    assert (said.text, said.content) == ("ab", "ab")
+    assert said.problem == "the turn cannot be read: KeyError('name')"
+
+
 
 
 class Search:

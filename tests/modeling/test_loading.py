@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -79,6 +80,40 @@ def test_broken_files_are_told_in_one_sentence(tiny_model_dir: Path, tmp_path: P
         load_model(broken, torch.device("cpu"), torch.float32)
     with pytest.raises(UsageError, match=r"--judge: the tokenizer in .*model cannot be loaded: "):
         load_tokenizer(broken, "--judge")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("generation_config.json", "{"),
+        ("generation_config.json", "[]"),
+        ("config.json", "[" * 100_000),
+        ("config.json", '{"layer_types": 5}'),
+        ("config.json", '{"layer_types": [["full_attention"]]}'),
+        ("config.json", '{"architectures": {}, "model_type": []}'),
+        ("config.json", '{"hidden_size": "many"}'),
+        ("config.json", '{"num_attention_heads": 0}'),
+        ("config.json", '{"rope_parameters": [1]}'),
+        ("config.json", None),
+    ],
+)
+def test_a_model_that_nobody_wrote_so_is_refused(
+    tiny_model_dir: Path, tmp_path: Path, name: str, text: str | None
+) -> None:
+    """Damaged, of other types, or a pipe in the place of the file."""
+    broken = tmp_path / "model"
+    shutil.copytree(tiny_model_dir, broken)
+    if text is None:
+        (broken / name).unlink()
+        os.mkfifo(broken / name)
+    elif name == "config.json" and text.endswith("}"):
+        own = json.loads((broken / name).read_text())
+        (broken / name).write_text(json.dumps(own | json.loads(text)))
+    else:
+        (broken / name).write_text(text)
+    with pytest.raises(UsageError, match=r"model.path: .*model"):
+        outline_model(broken)
 
 
 CODE = """

@@ -44,7 +44,7 @@ def test_a_run_is_named_by_its_folder_its_id_or_not_at_all(
 
 
 def test_an_address_that_was_spoiled_is_none(tmp_path: Path) -> None:
-    for content in ("", "{", "[]", '{"broker": 1, "more": 2}', "\x00"):
+    for content in ("", "{", "[]", '{"broker": 1}', "\x00"):
         (tmp_path / "address.json").write_text(content)
         assert RunAddress.read(tmp_path) is None
     RunAddress("tcp://h:1").write(tmp_path)

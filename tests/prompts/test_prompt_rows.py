@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import decimal
+import enum
+import io
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,10 +25,19 @@ datasets = pytest.importorskip("datasets")
 
 ROWS: list[dict[str, Any]] = [{"prompt": "one", "word": "a"}, {"prompt": "two", "word": "b"}]
 
+
+class Color(str, enum.Enum):  # noqa: UP042 - whose `str` is "Color.RED"
+    RED = "red"
+
+
 REFUSED: dict[str, tuple[Any, str]] = {
     "NaN": (float("nan"), "nan is no number of JSON"),
     "NaN in an array": (np.array([1.0, np.nan]), r"\[1\]: nan is no number"),
     "bytes": (b"raw", "a bytes is no JSON value"),
+    "memory": (memoryview(b"raw"), "a memoryview is no JSON value"),
+    "time": (np.datetime64("2026-01-01", "ns"), "a datetime64 is no JSON value"),
+    "times": (np.array(["2026-01-01"], dtype="datetime64[ns]"), "a ndarray is no JSON value"),
+    "records": (np.zeros(1, [("x", int)]), "a ndarray is no JSON value"),
     "Decimal": (decimal.Decimal("1.5"), "a Decimal is no JSON value"),
     "huge": (10**30, "more than 64 bits"),
     "surrogate": ("a\ud800b", "a lone surrogate"),
@@ -36,6 +48,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 READ: dict[str, tuple[Any, Any]] = {
     "numpy number": (np.int64(3), 3),
     "numpy text": (np.str_("x"), "x"),
+    "enum": (Color.RED, "red"),
     "array": (np.array([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
     "array of objects": (np.array([{"a": None, "b": np.int8(1)}], dtype=object), [{"b": 1}]),
     "padded": ({"a": 1, "b": None, "c": {"d": None}}, {"a": 1, "c": {}}),
@@ -104,6 +117,7 @@ def test_a_table_is_read_by_rows(name: str) -> None:
     [
         (datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)), "holds splits: give one"),
         ({"prompt": ["one"]}, "not a dict"),
+        (io.StringIO("one\ntwo\n"), "give a path or rows, not a StringIO"),
         (pandas.DataFrame(ROWS), r"not a DataFrame; .* frame.to_dict\(.records.\)"),
         ([["one"]], "row 1 is a list"),
         (["one", 2], "row 2 is a int"),
@@ -146,3 +160,16 @@ def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.parametrize("write", [arrow, saved])
 def test_what_arrow_pads_is_left_out(beside: Path, write: Callable[[Path], str]) -> None:
     assert [prompt.row for prompt in read_source(write(beside))] == PADDED
+
+
+@pytest.mark.timeout(30)
+def test_a_pipe_in_the_place_of_a_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rows.jsonl")
+    with pytest.raises(UsageError, match=r"rows\.jsonl cannot be read: no regular file"):
+        read_source(str(tmp_path / "rows.jsonl"))
+
+
+def test_columns_without_a_text_as_name_are_named(beside: Path) -> None:
+    (beside / "numbered.py").write_text('def rows():\n    return [{1: "one"}]\n')
+    with pytest.raises(UsageError, match='there is no "prompt", only 1'):
+        read_source("numbered:rows")

@@ -27,6 +27,7 @@ from umbra.proto.records import (
 from umbra.services.config import ModelConfig, TrainerConfig
 from umbra.services.environments.built_in import ExactMatch
 from umbra.services.environments.pool import InlinePool
+from umbra.services.environments.protocol import StepResult
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_model, load_tokenizer
 from umbra.services.modeling.packing import pack
@@ -75,6 +76,23 @@ def test_rewards_are_those_of_the_environment(
     assert (scores["right"].reward, scores["wrong"].reward) == (1.0, 0.0)
     assert scores["right"].attempt == 4
     assert "answer" in scores["broken"].error
+
+
+def test_a_reward_that_the_buffer_would_refuse_is_the_samples_error(
+    reward_worker: RewardWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message with a name so long is refused as a whole, which ended the scorer."""
+    large = StepResult(reward_parts={"a" * 300: 1.0})
+    monkeypatch.setattr(
+        ExactMatch, "step", lambda self, _: large if self.row["odd"] else StepResult()
+    )
+    tasks = [
+        scoring_task(name, [STOP], b"\1", {"prompt": "x", "odd": name == "odd"})
+        for name in ("odd", "even")
+    ]
+    scores = {s.sample_id: s for (s,) in reward_worker.score(tasks, lambda: None)}
+    assert "reward_parts has the name" in scores["odd"].error
+    assert not scores["even"].error
 
 
 def test_logprobs_are_those_of_the_model(tiny_model_dir: Path) -> None:

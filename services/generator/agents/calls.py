@@ -50,6 +50,7 @@ _DRAWING: dict[str, tuple[Any, ...]] = {
 """Fields that ask for other tokens than the run draws; with these values they do not."""
 _UNFORCED = ("required", {"type": "any"})
 """Values of `tool_choice` that are overruled as well: the model is free to call no tool."""
+_STOPS, _STOP_CHARS = 64, 1024  # each new token is compared with the texts that end a turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +193,9 @@ class Dialect(ABC):
         stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop or asked.stop_sequences
         if not all(stops or ()):
             raise ApiError("a stop string is empty", param="stop")
+        if len(stops or ()) > _STOPS or any(len(text) > _STOP_CHARS for text in stops or ()):
+            said = f"{_STOPS} stop strings of {_STOP_CHARS} characters are the most"
+            raise ApiError(said, param="stop")
         limits = (asked.max_tokens, asked.max_completion_tokens, asked.max_output_tokens)
         most = min((limit for limit in limits if limit is not None), default=None)
         if most is not None and most < 1:
@@ -273,8 +277,8 @@ def _decoded(body: bytes, reads: Sequence[str], rules: CallRules) -> Body:
             rules.overrule(name, given)
     for section in ("reasoning", "text"):
         for name, given in (getattr(asked, section) or {}).items():
-            if (section, name) == ("text", "format"):
-                if (given or {}).get("type", "text") != "text":
+            if given is not None and (section, name) == ("text", "format"):
+                if not isinstance(given, dict) or given.get("type", "text") != "text":
                     raise ApiError("text.format must be text", param="text.format")
             elif given is not None:
                 rules.overrule(f"{section}.{name}", given)
@@ -335,6 +339,21 @@ def read_call(made: dict[str, Any], id_name: str, function: Any, where: str) -> 
         return tool_call(str(function["name"]), read, str(made[id_name]))
     except (TypeError, KeyError, *UNREADABLE) as error:
         raise ApiError(f"{where} is malformed: {error!r}", param=where) from error
+
+
+def checked_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return `tool`; raise ApiError unless templates and parsers can take it."""
+    function = tool.get("function")
+    kinds = {"name": str, "description": str | None, "parameters": dict | None}
+    if isinstance(function, dict) and all(
+        isinstance(function.get(key), kind) for key, kind in kinds.items()
+    ):
+        return tool
+    raise ApiError(
+        "every entry of tools needs a function with a name; its description is text, its "
+        "parameters are an object",
+        param="tools",
+    )
 
 
 def response_id(session: str, number: int) -> str:

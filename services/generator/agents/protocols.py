@@ -14,6 +14,7 @@ from umbra.services.generator.agents.calls import (
     Call,
     CallRules,
     Dialect,
+    checked_tool,
     event,
     read_call,
     read_content,
@@ -32,9 +33,7 @@ class Completions(Dialect):
 
     @classmethod
     def read(cls, asked: Body, rules: CallRules) -> Call:
-        tools = asked.tools or []
-        if not all(isinstance(tool.get("function"), dict) for tool in tools):
-            raise ApiError('every entry of tools needs "function"', param="tools")
+        tools = [checked_tool(tool) for tool in asked.tools or ()]
         messages = [read_message(one, i) for i, one in enumerate(asked.messages or ())]
         return Call(messages, tools, logprobs=bool(asked.logprobs))
 
@@ -133,7 +132,10 @@ class Responses(Dialect):
         call = Call(messages, follows=asked.previous_response_id or "")
         for tool in asked.tools or ():
             space = str(tool.get("name")) if tool.get("type") == "namespace" else ""
-            for each in (tool.get("tools") or []) if space else [tool]:
+            inner = (tool.get("tools") or []) if space else [tool]
+            if not isinstance(inner, list) or not all(isinstance(one, dict) for one in inner):
+                raise ApiError("tools of a namespace must be objects", param="tools")
+            for each in inner:
                 if each.get("type") != "function" or not isinstance(each.get("name"), str):
                     rules.overrule("tools", f"one of type {each.get('type')!r}")
                     continue
@@ -141,7 +143,7 @@ class Responses(Dialect):
                 if space:  # chat templates have none
                     call.namespaces[name] = (space, each["name"])
                 given = each.get("parameters") or None
-                call.tools.append(tool_schema(name, each.get("description") or "", given))
+                call.tools.append(checked_tool(tool_schema(name, each.get("description"), given)))
         return call
 
     def whole(self, call: Call, answer: Answer) -> dict[str, Any]:
@@ -321,7 +323,7 @@ class Messages(Dialect):
             name, kind = tool.get("name"), tool.get("type")
             if kind in (None, "custom") and isinstance(name, str):
                 schema = tool.get("input_schema") or {}
-                tools.append(tool_schema(name, tool.get("description") or "", schema))
+                tools.append(checked_tool(tool_schema(name, tool.get("description"), schema)))
             else:  # no function of the client's
                 rules.overrule("tools", f"one of type {kind!r}")
         return Call(messages, tools)

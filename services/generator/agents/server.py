@@ -23,6 +23,7 @@ from starlette.routing import Route
 
 from umbra.proto.bounds import LEASES, Name
 from umbra.proto.errors import UNREADABLE, UsageError
+from umbra.services.config.trajectory_rules import reward_fault
 from umbra.services.environments.protocol import StepResult
 from umbra.services.generator.agents.calls import Answer, Call, CallRules, Dialect
 from umbra.services.generator.agents.protocols import Completions, Messages, Responses
@@ -144,8 +145,8 @@ class Edge:
 
     async def _reward(self, request: Request) -> Response:
         given = _read(await request.body(), _Reward)
-        if not all(map(math.isfinite, (given.reward, *given.parts.values()))):
-            raise ApiError("reward must be a finite number", param="reward")
+        if fault := reward_fault(given.reward, given.parts, given.reason):
+            raise ApiError(f"it is no reward: {fault}", param="reward")
         session = self._session(request)
         result = StepResult(given.reward, reward_parts=given.parts, reason=given.reason)
         self._pool.reward(session, result)
