@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
+from msgspec.structs import replace
+
 from umbra.proto import messages as m
-from umbra.proto.bounds import LEASES
+from umbra.proto.bounds import LEASES, SPANS
 from umbra.proto.codec import portions
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import DeadlineError
@@ -22,6 +24,7 @@ GRACE_S = 60.0  # without an answer for so long, the buffer is gone
 # For so long results wait for others to go with them: a message and the commit that it is answered
 # after cost as much as a dozen samples.
 GATHER_S = 0.02
+MIXED = f"tokens of more than {SPANS} versions: it begins again"
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +106,13 @@ class TaskClient:
         `ask` again if none come. Call it after every step, also without any sample; `wait` and
         `flush` send at once what there is.
         """
+        if mixed := [one for one in results if not _fits(one)]:
+            log.warning("%d samples have %s", len(mixed), MIXED)
+            ids = [(one.sample_id, one.attempt) for one in mixed]
+            self.give_back(
+                [m.ReturnedSample(sample_id=name, attempt=n, reason=MIXED) for name, n in ids]
+            )
+            results = [one for one in results if _fits(one)]
         self._gathered += results
         self._undelivered.update((one.sample_id, one.attempt) for one in results)
         if self._gathered and self._clock() >= self._send_at:
@@ -146,12 +156,13 @@ class TaskClient:
                 log.info("the buffer refused %s: %s", sample_id, reason)
 
     def give_back(self, samples: Sequence[m.ReturnedSample]) -> None:
+        samples = [one if _fits(one.partial) else replace(one, partial=None) for one in samples]
         for portion in portions(samples, lambda sample: array_bytes(sample.partial)):
             self._send(m.ReturnTasks(samples=portion), _answer)
 
     def save(self, partials: Sequence[Trajectory]) -> None:
         """Send partials of samples that go on, for the buffer to keep."""
-        for portion in portions(partials, array_bytes):
+        for portion in portions([one for one in partials if _fits(one)], array_bytes):
             held = [(t.sample_id, t.attempt) for t in portion]
             self._send(m.RenewLeases(partials=portion), partial(self._renewed, held))
 
@@ -222,6 +233,12 @@ class TaskClient:
             body, timeout_s=timeout_s or self._grace_s, on_done=lambda _future: self._wake.set()
         )
         self._open.append((future, handle))
+
+
+def _fits(result: Result | None) -> bool:
+    """Whether a message can have it: so many versions are too old to train on, or nearly."""
+    lines = (result, *result.branches) if isinstance(result, Trajectory) else ()
+    return all(len(line.spans) <= SPANS for line in lines)
 
 
 def _bytes(result: Result) -> int:
