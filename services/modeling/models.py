@@ -137,18 +137,15 @@ def attention_implementation(config: Any) -> str:
 
 
 @contextmanager
-def loading(directory: Path, source: str) -> Iterator[None]:
+def loading(directory: Path, source: str, what: str = "") -> Iterator[None]:
     """Raise a UsageError of one sentence if Transformers fails to read `directory`."""
     try:
         yield
     except (UmbraError, NotByRowsError):
         raise
     except Exception as error:
-        raise UsageError(f"{source}: {directory} cannot be loaded: {_line(error)}") from error
-
-
-def _line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UsageError(f"{source}: {what}{directory} cannot be loaded: {why}") from error
 
 
 def outline_model(
@@ -202,14 +199,10 @@ def load_tokenizer(path: str | Path, source: str = "model.path", *, trust: bool 
             f"{source}: the tokenizer of {path} is Python code that it brings ({code}): read that, "
             "and if you trust it set model.trust_remote_code = true, or choose another model"
         )
-    try:
+    with loading(directory, source, "the tokenizer in "):
         return AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=trust
         )
-    except Exception as error:
-        raise UsageError(
-            f"{source}: the tokenizer in {directory} cannot be loaded: {_line(error)}"
-        ) from error
 
 
 def _tokenizer_code(directory: Path) -> str:

@@ -211,10 +211,9 @@ def _settle(order: ForkOrder, fds: Sequence[int], ignored: set[signal.Signals]) 
     found = [one for one in order.environ.get(SEARCH_VARIABLE, "").split(os.pathsep) if one]
     sys.path += [one for one in found if one not in sys.path]
     random.seed()
-    if (torch := sys.modules.get("torch")) is not None:
-        torch.seed()
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed()
+    for library in ("torch", "numpy.random"):
+        if (loaded := sys.modules.get(library)) is not None:
+            loaded.seed()
     _show(order.argv)
 
 

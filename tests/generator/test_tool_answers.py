@@ -146,7 +146,8 @@ def test_tools_tell_which_calls_they_answer() -> None:
 def test_calls_that_are_none_fail_the_sample(calls: Any) -> None:
     class Wrong(Thermometer):
         def step(self, response: str) -> StepResult:
-            return StepResult(done=False, messages=[{"role": "tool", "content": ""}], tool_calls=calls)
+            said = {"role": "tool", "content": ""}
+            return StepResult(done=False, messages=[said], tool_calls=calls)
 
     with pytest.raises(SampleError, match="environment: step gave tool_calls"):
         asyncio.run(EnvironmentHost(Wrong, "environment").play("s", {"prompt": "a"}, ["x"]))
