@@ -379,8 +379,6 @@ def test_a_turn_that_its_parser_fails_on_is_words(
     assert said.problem == "the turn cannot be read: KeyError('name')"
 
 
-
-
 class Search:
     def __init__(self) -> None:
         self.heard: list[tuple[str, str]] = []
