@@ -14,7 +14,7 @@ import msgspec
 from umbra.deploy.check.hardware import GIB, first_gpu, kind_of
 from umbra.deploy.check.model_sizes import ModelSizes
 from umbra.services.config import RunConfig, TrainerConfig
-from umbra.services.modeling.row_sizes import rows_within, scoring_rows
+from umbra.services.modeling.row_sizes import reading_tokens, rows_within, scoring_rows
 from umbra.services.process.host_memory import host_bytes
 from umbra.services.trainer.flops import fitting_tokens
 
@@ -30,7 +30,6 @@ PROCESS, GPU_PROCESS = int(0.6 * GIB), 2 * GIB  # Python with torch; the same wi
 CONTEXT = 1 * GIB  # of a GPU: CUDA's context, cuBLAS, and NCCL's buffers
 VLLM_WORK = 3 * GIB  # CUDA graphs, and the pass that vLLM profiles
 UNKNOWN_GPU = 80 * 10**9  # of a GPU that is asked for by name on a machine without any
-PREFILL_TOKENS = 16384  # that the torch engine reads in a pass
 MASK = 5  # bytes of a pair of positions in a dense mask, and in what is made of it
 SHARD = "raise trainer.ranks, or train an adapter (trainer.lora_rank)"
 FETCHED = ("tcp", "nccl")  # planes whose receivers hold a version of their own
@@ -271,7 +270,7 @@ def _generator(config: RunConfig, sizes: ModelSizes, *, gpu: bool) -> Need:
     if vllm:
         device.append(Item("vLLM's passes and graphs", VLLM_WORK))
     else:
-        read = context * max(1, min(slots, PREFILL_TOKENS // context))
+        read = context * max(1, min(slots, reading_tokens(kind, sizes.parameters) // context))
         sampled = 4 * 4 * slots * sizes.vocabulary  # logits, their softmax, sorted, drawn
         device.append(Item("prefill", _forward(sizes, read, context, each, kind)))
         device.append(Item("sampling", sampled, remedy="lower generator.slots"))

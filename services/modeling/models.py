@@ -31,7 +31,7 @@ AS_IT_IS: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def sees_gpu() -> bool:
+def _sees_gpu() -> bool:
     """True if torch sees a GPU.
 
     Raises:
@@ -52,10 +52,10 @@ def pick_device(device: str, key: str = "device") -> torch.device:
 
     Raises:
         UsageError: an unknown name, or a GPU that is not there.
-        StartupError: see `sees_gpu`.
+        StartupError: see `_sees_gpu`.
     """
     if device == "auto":
-        return torch.device("cuda" if sees_gpu() else "cpu")
+        return torch.device("cuda" if _sees_gpu() else "cpu")
     try:
         chosen = torch.device(device)
     except RuntimeError:

@@ -12,6 +12,8 @@ from umbra.services.process.host_memory import host_bytes
 SHORT_ROW = 256  # tokens; narrower rows save little
 CPU_PASS, GPU_PASS = 4096, 65536  # tokens at most; more of them make no device faster
 SCORING_PASS = 16384  # the same of a pass without gradient on a GPU, which others may use too
+READ_TOKENS = 16384  # of contexts in a pass of the torch engine, so that its memory stays bounded
+READ_FLOPS = 5e11  # the same on a CPU: some ten seconds, since leases are renewed between passes
 ACTIVATIONS = 0.5  # of the memory that weights leave: the rest is logits, scratch and fragmentation
 
 
@@ -66,6 +68,12 @@ def scoring_rows(
     room = room_for_tokens(memory, weights * each, config)
     fits = room // (each * layer_numbers(model))
     return rows_within(config, fits, kind, max_tokens, SCORING_PASS)
+
+
+def reading_tokens(kind: str, parameters: int) -> int:
+    """Return how many tokens of contexts the torch engine begins to read in a pass."""
+    fits = READ_TOKENS if kind == "cuda" else int(READ_FLOPS / (2 * parameters))
+    return max(SHORT_ROW, min(READ_TOKENS, fits))
 
 
 def room_for_tokens(memory: int, weights: int, config: TrainerConfig) -> int:

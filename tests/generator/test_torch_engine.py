@@ -15,6 +15,7 @@ from umbra.proto.errors import UsageError
 from umbra.proto.records import Sampling, VersionSpan
 from umbra.services.generator.engines.engine import EngineError, EngineOutput, EngineRequest
 from umbra.services.generator.engines.torch_engine import TorchEngine
+from umbra.services.modeling import row_sizes
 from umbra.services.modeling.models import load_model
 
 STOP = 3
@@ -175,6 +176,21 @@ def test_weights_change_between_two_tokens(model: Any, tiny_model_dir: Path, pol
         if policy == "recompute" or not swapped:
             anew = reference(model, prompt, tokens)[swapped:]
             assert_same_logprobs(logprobs[swapped:], anew, model)
+
+
+def test_a_pass_begins_no_more_contexts_than_a_cpu_reads_in_seconds(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Leases are renewed between passes; equal contexts, of a group, are read once."""
+    monkeypatch.setattr(row_sizes, "READ_FLOPS", 0.0)  # as of a huge model: 256 tokens
+    engine = TorchEngine(model, stop_ids=[STOP], slots=9, max_context=160)
+    prompts = [[5 + i] * 101 for i in (0, 0, 0, 1, 1, 2, 3)]
+    asked = [EngineRequest(f"r{i}", prompt, PLAIN, 6) for i, prompt in enumerate(prompts)]
+    engine.submit(asked)
+    first = engine.poll()
+    assert (engine.live, first) == (5, [])
+    got = finish(engine)
+    assert_logprobs(model, asked, got)
 
 
 def test_abort_policy_returns_partials_and_keeps_the_queue(model: Any) -> None:

@@ -36,6 +36,7 @@ from umbra.services.generator.engines.slots import SlotCache
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.attention_backends import Context, slot_mask
 from umbra.services.modeling.experts import NO_ROUTERS, Routers, check_routing_fits
+from umbra.services.modeling.row_sizes import reading_tokens
 from umbra.services.modeling.weights import WeightTable
 from umbra.services.weights.manifest import Part
 from umbra.services.weights.verify import SlotGuard
@@ -138,9 +139,6 @@ def restrict(logits: torch.Tensor, settings: torch.Tensor, greedy: torch.Tensor)
     return logits.masked_fill(~allowed, -torch.inf)
 
 
-_PREFILL_TOKENS = 16384  # of contexts in a pass, so that its memory stays bounded
-
-
 @dataclass(slots=True)
 class _Row:
     """A request and its tokens so far."""
@@ -234,6 +232,7 @@ class TorchEngine:
             layers, choices, experts = self._routers.kind
             check_routing_fits(self._routers.kind, max_context)
             self._routing = Routing(layers=layers, choices=choices, experts=experts, chosen=b"")
+        self._reads = reading_tokens(self._device.type, sum(p.numel() for p in model.parameters()))
         self._cache = SlotCache(slots, max_context)
         self._asked_tokens = self._cached_tokens = 0
         self._sampler = Sampler(self._device, seed, tell_head)
@@ -340,10 +339,19 @@ class TorchEngine:
         self._cache = SlotCache(self.slots, self.max_context)
 
     def _admit(self, count: int) -> list[_Row]:
-        """Begin at most `count` queued requests, behind the live rows."""
-        rows = [self._queue.popleft() for _ in range(min(count, len(self._queue)))]
-        for row in rows:
-            row.serve(self.version)
+        """Begin at most `count` requests of the queue, no more than a pass reads."""
+        rows: list[_Row] = []
+        contexts = {row.context for row in self._rows if row.unread}
+        room = self._reads - sum(map(len, contexts))
+        while self._queue and len(rows) < count:
+            context = self._queue[0].context
+            if context not in contexts:
+                room -= len(context)
+                if room < 0 and contexts:
+                    break
+                contexts.add(context)
+            rows.append(self._queue.popleft())
+            rows[-1].serve(self.version)
         self._rows += rows
         return rows
 
@@ -356,7 +364,7 @@ class TorchEngine:
         newest = torch.tensor(fed, device=self._device).view(2, -1)
         # The longest by themselves, if they are too much for this pass.
         readings = sorted(self._unread(), key=lambda reading: len(reading.tokens))
-        here, room = 0, _PREFILL_TOKENS
+        here, room = 0, self._reads
         while here < len(readings) and len(readings[here].tokens) <= room:
             room -= len(readings[here].tokens)
             here += 1
