@@ -1,7 +1,4 @@
-"""A model and its tokenizer from a GGUF file, by Transformers and the package `gguf`.
-
-What they leave out or guess without a word is set here, or the file is refused.
-"""
+"""A model and its tokenizer from a GGUF file: what readers leave out or guess is set or refused."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import importlib
 import re
 import tempfile
 import zipfile
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +24,6 @@ from umbra.services.modeling.models import stop_ids
 # that cut it at every digit first. Transformers takes these for the former: "\n\n1" differs.
 _AS_GPT2 = frozenset("gpt-2 granite-docling jais mpt olmo phi-2 trillion".split())
 _BY_DIGITS = frozenset("codeshell command-r exaone minerva-7b refact smollm starcoder".split())
-_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
 _INSTEAD = "use the model's own Hugging Face directory"
 
 
@@ -39,8 +35,7 @@ def read_gguf(source: Path, layers: int = 0) -> tuple[Any, Tokenizer]:
         layers: keep the first so many; 0 = all.
 
     Raises:
-        UsageError: not exactly one GGUF file, a damaged one, one without a tokenizer, or one that
-            Transformers does not read whole.
+        UsageError: not one GGUF file, a damaged one, or one that is not read whole.
     """
     gguf: Any = importlib.import_module("gguf")
     with tempfile.TemporaryDirectory(prefix="umbra-gguf-") as scratch:
@@ -60,7 +55,6 @@ def read_gguf(source: Path, layers: int = 0) -> tuple[Any, Tokenizer]:
             model, loaded = AutoModelForCausalLM.from_pretrained(
                 scratch, config=config, dtype=torch.float32, output_loading_info=True, **how
             )
-        del content
     lost = [*sorted(loaded["missing_keys"]), *_left_out(model, facts, tensors, gguf)]
     if lost:
         raise UsageError(
@@ -108,9 +102,7 @@ def _reading(what: str, remedy: str) -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def _left_out(
-    model: Any, facts: dict[str, Any], tensors: Collection[str], gguf: Any
-) -> Iterator[str]:
+def _left_out(model: Any, facts: dict[str, Any], tensors: list[str], gguf: Any) -> Iterator[str]:
     """Yield what is in the file and not in the model, layers that were cut off aside."""
     name, layers = facts["general.architecture"], model.config.num_hidden_layers
     (kind,) = (key for key, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
@@ -140,7 +132,7 @@ def _tokenizer(source: Path, read: Any, facts: dict[str, Any], context: int) -> 
             f"(tokenizer.ggml.pre = {cut!r}): {_INSTEAD}"
         )
     begins = facts.get("tokenizer.ggml.add_bos_token", facts.get("tokenizer.ggml.model") == "llama")
-    named = {name: getattr(read, name) for name in _NAMED}
+    named = {f"{one}_token": getattr(read, f"{one}_token") for one in ("bos", "eos", "unk", "pad")}
     return Tokenizer(
         tokenizer_object=backend,
         **{**named, "pad_token": read.pad_token or read.eos_token},
