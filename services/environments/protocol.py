@@ -110,7 +110,7 @@ class Response(str):
 
 
 def tool_schema(
-    name: str, description: str = "", parameters: dict[str, Any] | None = None
+    name: str, description: str | None = None, parameters: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return a tool as chat templates take it; `parameters` is a JSON schema."""
     given = {"name": name, "description": description, "parameters": parameters}

@@ -52,9 +52,9 @@ def read_gguf(source: Path, layers: int = 0) -> tuple[Any, Tokenizer]:
             config = AutoConfig.from_pretrained(scratch, **how)
             config.num_hidden_layers = min(layers or 10**6, config.num_hidden_layers)
             read = AutoTokenizer.from_pretrained(scratch, **how)
-            model, loaded = AutoModelForCausalLM.from_pretrained(
-                scratch, config=config, dtype=torch.float32, output_loading_info=True, **how
-            )
+            how |= {"config": config, "dtype": torch.float32, "output_loading_info": True}
+            made: Any = AutoModelForCausalLM.from_pretrained(scratch, **how)
+            model, loaded = made
     lost = [*sorted(loaded["missing_keys"]), *_left_out(model, facts, tensors, gguf)]
     if lost:
         raise UsageError(

@@ -6,7 +6,7 @@ It is an ordinary Hugging Face directory: what works on it works on a real model
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -67,7 +67,8 @@ def make_model(
     out = Path(out)
     _check_free(out)
     tokenizer = make_tokenizer(context)
-    ends = {"pad_token_id": SPECIAL_TOKENS.index(PAD), "eos_token_id": SPECIAL_TOKENS.index(END)}
+    pad, end = SPECIAL_TOKENS.index(PAD), SPECIAL_TOKENS.index(END)
+    ends: dict[str, Any] = {"pad_token_id": pad, "eos_token_id": end}
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden,

@@ -73,7 +73,7 @@ def test_what_is_computed_is_what_transformers_computes(model_dir: Path) -> None
     assert models_page.right(ARCHITECTURES[model_dir.name], outcome) in page()
 
 
-def run_of(model_dir: Path, tmp_path: Path, **trainer: int) -> RunConfig:
+def run_of(model_dir: Path, tmp_path: Path, **trainer: Any) -> RunConfig:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "a"}\n')
     return RunConfig(

@@ -25,8 +25,8 @@ def test_a_sample_of_too_many_versions_is_given_back_and_the_others_are_delivere
     """A frame with it was refused as a whole, which ended the generator."""
     sent: list[Any] = []
 
-    def request(body: Message, **_: Any) -> Future[Message]:
-        _, frames = Encoder("a", "b").encode(body)
+    def request(body: Message, **_kwargs: Any) -> Future[Message]:
+        _number, frames = Encoder("a", "b").encode(body)
         sent.append(decode(frames).body)
         return Future()
 
