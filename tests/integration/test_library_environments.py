@@ -49,26 +49,21 @@ def test_a_class_for_trl_is_played_as_trl_plays_it(library_play: LibraryPlay) ->
         assert f"<tool_response>{answer}</tool_response>" in text
 
 
-def test_rewards_of_trl_are_added_to_that_of_the_class(library_play: LibraryPlay) -> None:
+def test_rewards_of_trl_are_added_to_that_of_the_class_and_rounds_of_tools_limited(
+    library_play: LibraryPlay,
+) -> None:
     rewards = {"theirs:brevity": 2.0, "theirs:never": 5.0}
-    world = library_play(
-        "trl", TRL, call("add", '{"number": 5}'), "ok", id="theirs:Sums", reward=rewards
-    )
-    world.add(sample(ROW))
-    trajectory = world.trajectory()
-    assert trajectory.reward == pytest.approx(1.0 + 2.0 / 3)
-    assert trajectory.reward_parts["brevity"] == pytest.approx(1 / 3)
-    assert trajectory.reward_parts["turns"] == 3.0
-    assert "never" not in trajectory.reward_parts
-
-
-def test_rounds_of_tools_and_turns_can_be_limited(library_play: LibraryPlay) -> None:
-    turns = [call("add", '{"number": 1}')] * 9
-    world = library_play("trl", TRL, *turns, id="theirs:Sums", options={"tool_rounds": 2})
+    turns = [call("add", '{"number": 5}')] + [call("add", '{"number": 0}')] * 8
+    settings = {"id": "theirs:Sums", "reward": rewards, "options": {"tool_rounds": 2}}
+    world = library_play("trl", TRL, *turns, **settings)
     world.add(sample(ROW))
     trajectory = world.trajectory()
     assert (trajectory.turns, trajectory.finish_reason) == (3, "turns")
+    assert trajectory.reward == pytest.approx(1.0 + 2.0 / 5)
+    assert trajectory.reward_parts["brevity"] == pytest.approx(1 / 5)
+    assert trajectory.reward_parts["turns"] == 5.0
     assert trajectory.reward_parts["tool_calls"] == 2.0
+    assert "never" not in trajectory.reward_parts
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def test_who_is_lost_is_told_by_their_heartbeat() -> None:
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     place = RankPlace(0, 4, 2, ("alpha", "beta"))
     living = [
-        RankHeartbeat(store, rank, 4, seconds(8.0), place.describe, Ends()) for rank in (0, 1)
+        RankHeartbeat(store, rank, 4, seconds(4.0), place.describe, Ends()) for rank in (0, 1)
     ]
     try:
         lost = "trainer rank 2 on node 1 (beta), trainer rank 3 on node 1 (beta)"
