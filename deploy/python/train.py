@@ -26,7 +26,7 @@ from umbra.services.environments.protocol import Tool
 from umbra.services.process.files import DISK, READABLE_MODE
 from umbra.services.prompts.rows import plain_row, rows_of
 
-Prompts: TypeAlias = str | Path | Mapping[str, Sequence[Any]] | Iterable[str | Mapping[str, Any]]
+Prompts: TypeAlias = str | Path | Iterable[str | Mapping[str, Any]]
 """A value of `data.prompts`; or a data set, or rows that are texts or mappings."""
 
 Reward: TypeAlias = str | Callable[..., Any]

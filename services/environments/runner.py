@@ -263,8 +263,9 @@ def command(config: str, urls: tuple[str, ...], workers: int) -> None:
 
     async def main() -> None:
         stop = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+                asyncio.get_running_loop().add_signal_handler(number, stop.set)
         await run_agents(playable, generators, stop)
 
     asyncio.run(main())

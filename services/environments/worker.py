@@ -146,10 +146,7 @@ class EnvironmentHost:
     def _check_tools(self, tools: Any) -> None:
         functions = [tool.get("function") for tool in tools] if _are_objects(tools) else [None]
         if not all(isinstance(f, dict) and isinstance(f.get("name"), str) for f in functions):
-            raise SampleError(
-                f'{self._name}: reset gave tools {tools!r} instead of a list of {{"type": '
-                '"function", "function": {"name": ..., "parameters": {...}}}'
-            )
+            raise SampleError(f"{self._name}: reset gave tools {tools!r}: no schemas of functions")
 
 
 def _are_objects(values: Any) -> bool:
@@ -160,9 +157,8 @@ def _are_objects(values: Any) -> bool:
 
 
 def _is_message(value: dict[str, Any]) -> bool:
-    content = value.get("content")
-    silent = content is None and bool(value.get("tool_calls"))  # else templates write "None"
-    return isinstance(value.get("role"), str) and (silent or isinstance(content, str))
+    silent = value.get("content") is None and bool(value.get("tool_calls"))
+    return isinstance(value.get("role"), str) and (silent or isinstance(value.get("content"), str))
 
 
 async def _answer(environment: Environment, method: Callable[..., Any], *args: Any) -> Any:

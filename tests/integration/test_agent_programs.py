@@ -1,5 +1,9 @@
 """Agents that the run starts itself: functions of the user in processes of their own."""
 
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +13,7 @@ from fakes.agents import AgentWorld
 from fakes.engine import ScriptedEngine
 from fakes.fixtures import Closes
 from fakes.rollouts import STOP, says, settings
-from fakes.slowness import seconds
+from fakes.slowness import limit, seconds
 from fakes.trajectories import sample
 
 from umbra.proto.errors import UsageError
@@ -183,3 +187,19 @@ def test_a_check_loads_the_agent_without_running_it(world: World) -> None:
         check_environment(
             RunConfig(environment=EnvironmentConfig(kind="agent", agent="mine:plan")), {}
         )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_runner_that_is_told_to_end_leaves_in_order(tmp_path: Path, number: int) -> None:
+    (tmp_path / "mine.py").write_text("def plain(row, endpoint):\n    return 1.0\n")
+    (tmp_path / "run.toml").write_text('[environment]\nkind = "agent"\nagent = "mine:plain"\n')
+    words = ["run-agents", "--config", "run.toml", "--generator", "http://127.0.0.1:9"]
+    environ = {**os.environ, "UMBRA_ENVIRONMENT__WORKERS": "0"}
+    with subprocess.Popen(
+        [sys.executable, "-m", "umbra", *words],
+        cwd=tmp_path, env=environ, stderr=subprocess.PIPE, text=True,
+    ) as runner:  # fmt: skip
+        assert runner.stderr is not None
+        assert any("runs [" in line for line in runner.stderr)
+        runner.send_signal(number)
+        assert runner.wait(limit(30.0)) == 0

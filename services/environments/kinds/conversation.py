@@ -114,10 +114,13 @@ async def request(
         finally:
             writer.close()
 
-    try:
-        answer = await asyncio.wait_for(exchange(), limit_s)
-    except asyncio.TimeoutError:  # noqa: UP041 - not the built-in one before Python 3.11
-        raise OSError(f"no answer within {limit_s} s") from None
+    exchanging = asyncio.ensure_future(exchange())
+    try:  # `wait_for` before Python 3.12 loses a cancellation that comes with the answer
+        if not (await asyncio.wait({exchanging}, timeout=limit_s))[0]:
+            raise OSError(f"no answer within {limit_s} s")
+        answer = exchanging.result()
+    finally:
+        exchanging.cancel()
     received, _, content = answer.partition(b"\r\n\r\n")
     try:
         return int(received.split(b" ", 2)[1]), json.loads(content)
