@@ -173,3 +173,10 @@ def test_columns_without_a_text_as_name_are_named(beside: Path) -> None:
     (beside / "numbered.py").write_text('def rows():\n    return [{1: "one"}]\n')
     with pytest.raises(UsageError, match='there is no "prompt", only 1'):
         read_source("numbered:rows")
+
+
+def test_a_file_of_windows_is_read(tmp_path: Path) -> None:
+    """With a byte order mark, and lines that end as there."""
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "one"}\r\n\r\n{"prompt": "two"}\r\n')
+    assert [prompt.row["prompt"] for prompt in read_source(str(path))] == ["one", "two"]
