@@ -26,7 +26,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "services/config": (2_560, 50),
     "services/environments": (3_560, 90),
     "services/generator": (6_700, 112),
-    "services/modeling": (5_000, 100),
+    "services/modeling": (5_010, 100),
     "services/monitor": (1_420, 50),
     "services/process": (2_000, 55),
     "services/prompts": (420, 12),

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast as Tokenizer
 from transformers.utils import logging
 
 from umbra.proto.errors import UsageError
-from umbra.services.modeling.models import stop_ids
+from umbra.services.modeling.models import AS_IT_IS, stop_ids
 
 # llama.cpp's names (`tokenizer.ggml.pre`) of tokenizers that cut text as GPT-2's does, and of those
 # that cut it at every digit first. Transformers takes these for the former: "\n\n1" differs.
@@ -48,12 +48,14 @@ def read_gguf(source: Path, layers: int = 0) -> tuple[Any, Tokenizer]:
         if "tokenizer.ggml.tokens" not in content.fields:
             raise UsageError(f"--from: {source} has no tokenizer in it: {_INSTEAD}")
         with _reading(f"Transformers cannot read {source}", _INSTEAD):
-            how: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
-            config = AutoConfig.from_pretrained(scratch, **how)
+            config = AutoConfig.from_pretrained(scratch, gguf_file=file.name, **AS_IT_IS)
             config.num_hidden_layers = min(layers or 10**6, config.num_hidden_layers)
-            read = AutoTokenizer.from_pretrained(scratch, **how)
-            how |= {"config": config, "dtype": torch.float32, "output_loading_info": True}
-            made: Any = AutoModelForCausalLM.from_pretrained(scratch, **how)
+            read = AutoTokenizer.from_pretrained(scratch, gguf_file=file.name, **AS_IT_IS)
+            how: dict[str, Any] = {"gguf_file": file.name, "config": config}
+            how |= {"dtype": torch.float32, "output_loading_info": True}
+            made: Any = AutoModelForCausalLM.from_pretrained(
+                scratch, **AS_IT_IS, use_safetensors=True, **how
+            )
             model, loaded = made
     lost = [*sorted(loaded["missing_keys"]), *_left_out(model, facts, tensors, gguf)]
     if lost:

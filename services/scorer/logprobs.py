@@ -14,7 +14,7 @@ from torch import Tensor
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Score, Task, Trajectory
-from umbra.services.config import ModelConfig, TrainerConfig
+from umbra.services.config import RunConfig, TrainerConfig
 from umbra.services.config.trajectory_rules import RunFacts, find_fault
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.experts import NO_ROUTERS
@@ -132,19 +132,19 @@ class ReferenceWorker:
         """Nothing to let go of."""
 
 
-def check_tokens(policy: ModelConfig, path: str) -> None:
+def check_tokens(config: RunConfig, path: str) -> None:
     """Refuse a reference model to which the policy's token ids mean something else.
 
     Raises:
         UsageError: the hashes of the two vocabularies, ids included, differ.
     """
-    if path == policy.name:
+    if path == config.model.name:
         return
     hashes = [
         xxhash.xxh3_128_hexdigest(msgspec.json.encode(sorted(tokenizer.get_vocab().items())))
         for tokenizer in (
-            load_tokenizer(policy.name, trust=policy.trust_remote_code),
-            load_tokenizer(path, "scorer.model", trust=policy.trust_remote_code),
+            load_tokenizer(config.model.name, trust=config.model.trust_remote_code),
+            load_tokenizer(path, "scorer.model", trust=config.model.trust_remote_code),
         )
     ]
     if hashes[0] != hashes[1]:

@@ -84,7 +84,7 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
         @cache
         def reference(path: str) -> LogprobWorker:
             source = "scorer.model" if scorer.models else "model.path"
-            check_tokens(config.model, path)
+            check_tokens(config, path)
             return LogprobWorker(load(path, source), config.trainer, max_tokens=longest)
 
         models = scorer.models or {"": config.model.name}

@@ -195,10 +195,15 @@ def test_a_runner_that_is_told_to_end_leaves_in_order(tmp_path: Path, number: in
     (tmp_path / "run.toml").write_text('[environment]\nkind = "agent"\nagent = "mine:plain"\n')
     words = ["run-agents", "--config", "run.toml", "--generator", "http://127.0.0.1:9"]
     environ = {**os.environ, "UMBRA_ENVIRONMENT__WORKERS": "0"}
-    with subprocess.Popen(
-        [sys.executable, "-m", "umbra", *words],
-        cwd=tmp_path, env=environ, stderr=subprocess.PIPE, text=True,
-    ) as runner:  # fmt: skip
+    before = signal.signal(number, signal.SIG_DFL)  # under nohup it would be ignored
+    try:
+        runner = subprocess.Popen(
+            [sys.executable, "-m", "umbra", *words],
+            cwd=tmp_path, env=environ, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+    finally:
+        signal.signal(number, before)
+    with runner:
         assert runner.stderr is not None
         assert any("runs [" in line for line in runner.stderr)
         runner.send_signal(number)

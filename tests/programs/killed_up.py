@@ -26,7 +26,7 @@ from typing import Any
 from fakes.injected import run
 
 from umbra.deploy.run import up
-from umbra.proto.messages import CheckpointSaved, CommitBatch
+from umbra.proto.messages import CommitBatch
 from umbra.proto.net.channel import Channel
 from umbra.services.process.files import Disk
 from umbra.services.trainer.checkpoints.saver import Saver
@@ -62,9 +62,6 @@ def end_at(moment: str, at: int) -> None:
     def calling(self: Channel, body: Any, *args: Any, **kwargs: Any) -> Any:
         if moment == "trained" and isinstance(body, CommitBatch) and body.step == at:
             die()
-        if moment == "named" and isinstance(body, CheckpointSaved):
-            if body.newest == at:
-                die()
         reply = call(self, body, *args, **kwargs)
         if moment == "committed" and isinstance(body, CommitBatch) and body.step == at:
             die()
@@ -80,7 +77,10 @@ def end_at(moment: str, at: int) -> None:
     def renaming(self: Path, target: Path) -> Any:
         if moment == "written" and self.name == f".writing-{at}":
             die()
-        return rename(self, target)
+        renamed = rename(self, target)
+        if moment == "named" and self.name == f".writing-{at}":
+            die()
+        return renamed
 
     Channel.call = calling
     Path.rename = renaming  # pyright: ignore[reportAttributeAccessIssue]

@@ -24,7 +24,7 @@ from umbra.proto.records import (
     pack_int32,
     unpack_float32,
 )
-from umbra.services.config import ModelConfig, TrainerConfig
+from umbra.services.config import ModelConfig, RunConfig, TrainerConfig
 from umbra.services.environments.built_in import ExactMatch
 from umbra.services.environments.pool import InlinePool
 from umbra.services.environments.protocol import StepResult
@@ -203,12 +203,12 @@ def test_each_environment_has_a_teacher_of_its_own(tiny_model_dir: Path) -> None
 
 
 def test_a_teacher_with_other_tokens_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
-    policy = ModelConfig(path=str(tiny_model_dir))
+    config = RunConfig(model=ModelConfig(path=str(tiny_model_dir)))
     same = shutil.copytree(tiny_model_dir, tmp_path / "same")
-    check_tokens(policy, str(same))
+    check_tokens(config, str(same))
     other = shutil.copytree(tiny_model_dir, tmp_path / "other")
     tokenizer = load_tokenizer(other)
     tokenizer.add_tokens(["<more>"])
     tokenizer.save_pretrained(other)
     with pytest.raises(UsageError, match=r"scorer.model: the tokens of .*/other \(hash"):
-        check_tokens(policy, str(other))
+        check_tokens(config, str(other))

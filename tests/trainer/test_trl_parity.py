@@ -165,7 +165,7 @@ def interrupted(trajectories: list[Trajectory]) -> list[Trajectory]:
         logprobs = unpack_float32(trajectory.logprobs)
         logprobs[1] = 0.0
         return msgspec.structs.replace(
-            trajectory, loss_mask=bytes(mask), logprobs=pack_float32(logprobs)
+            trajectory, loss_mask=bytes(mask), logprobs=pack_float32(logprobs), support=None
         )
 
     return [told(trajectory) for trajectory in trajectories]
