@@ -301,8 +301,9 @@ def _scorers(
         tokens, width = fullest(*rows, config.generator.max_context)
         logits = 4 * min(4 * tokens * sizes.vocabulary, int(config.trainer.logits_mib * 2**20))
         work = _forward(sizes, tokens, width, each, kind) + logits
+        models = len({*scorer.models.values()}) if stage == "ref_logp" else 1
         device = [
-            Item("weights", version * (max(1, len(scorer.models)) if stage == "ref_logp" else 1)),
+            Item("weights", version * max(1, models)),
             Item("forward pass", work, remedy="lower trainer.micro_tokens"),
         ]
         host: list[Item] = []

@@ -16,6 +16,11 @@ def environment_prefix(name: str) -> str:
     return f"{name}/"
 
 
+def environment_of(prompt_id: str) -> str:
+    """Return what stands where `environment_prefix` puts a name, if there are several."""
+    return prompt_id.partition("/")[0]
+
+
 LIBRARIES = ("verifiers", "openenv", "trl")
 """Kinds of environments that other libraries define; programs of ours play them."""
 JUDGED_AT_ONCE = ("exact", "numeric", "math", "reasoning-gym", "reward")

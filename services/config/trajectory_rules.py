@@ -14,6 +14,7 @@ from functools import lru_cache
 from umbra.proto.bounds import SUPPORT_BYTES, TOKENS
 from umbra.proto.records import Routing, Sampling, Support, Trajectory, unpack_int32
 from umbra.services.config import NamedEnvironment, RunConfig, SamplingConfig
+from umbra.services.config.generation import environment_of
 
 MOST_VOCABULARY = 1 << 24  # tokens of any model, until that of the run's is known
 MOST_TOKENS = 1 << 22  # of any trajectory
@@ -72,8 +73,7 @@ class RunFacts:
 
     def sampling_of(self, prompt_id: str) -> Sampling | None:
         """What samples of that prompt are drawn by; None = anything."""
-        # In a run with several environments ids begin with their names (`environment_prefix`).
-        return self.samplings.get(prompt_id.partition("/")[0]) or self.samplings.get("")
+        return self.samplings.get(environment_of(prompt_id)) or self.samplings.get("")
 
     def learn(self, vocabulary: int, routers: RouterKind | None = None) -> None:
         """The trainer's model has so many tokens, and such routers; 0 and None if it is unsaid."""
@@ -155,7 +155,7 @@ def _branches_fault(
 
 
 def reward_fault(reward: float, parts: dict[str, float], reason: str = "stop") -> str | None:
-    """What is wrong with a reward, its parts and why the sample ended; None when all is sound."""
+    """Return what is wrong with a reward, its parts or the reason of the end; None if nothing."""
     if not -MOST_REWARD <= reward <= MOST_REWARD:  # nor is it where it is NaN
         return f"reward is {reward}, which is not within {MOST_REWARD:g}"
     if not _is_name(reason):

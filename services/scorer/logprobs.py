@@ -15,6 +15,7 @@ from torch import Tensor
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Score, Task, Trajectory
 from umbra.services.config import RunConfig, TrainerConfig
+from umbra.services.config.generation import environment_of
 from umbra.services.config.trajectory_rules import RunFacts, find_fault
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.experts import NO_ROUTERS
@@ -123,7 +124,7 @@ class ReferenceWorker:
     def score(self, tasks: Sequence[Task], alive: Callable[[], None]) -> Iterator[list[Score]]:
         own: dict[str, list[Task]] = {}
         for task in tasks:
-            name = task.prompt_id.partition("/")[0]  # `environment_prefix`
+            name = environment_of(task.prompt_id)
             own.setdefault(name if name in self._workers else "", []).append(task)
         for name, some in own.items():
             yield from self._workers[name].score(some, alive)

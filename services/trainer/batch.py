@@ -85,8 +85,9 @@ def make_batch(
     Raises:
         BatchError: some are not sound (`find_fault`), or there are none.
     """
-    facts = RunFacts(vocab_size, most_tokens, routing=routers and True, routers=routers)
-    facts.centered = centered
+    facts = RunFacts(
+        vocab_size, most_tokens, routing=routers and True, routers=routers, centered=centered
+    )
     if not samples:
         raise BatchError("the batch has no trajectories")
     for sample in samples:

@@ -151,7 +151,7 @@ class _Row:
     starts: list[tuple[int, int]] = field(default_factory=list)  # versions, with first tokens
     routing: Routing | None = None  # without its tokens' experts; None: it is not told
     chosen: bytearray = field(default_factory=bytearray)  # of all tokens that were read
-    supports: list[Support | None] = field(default_factory=list)  # of its tokens
+    supports: list[Support] = field(default_factory=list)  # of its tokens, if they are told
 
     @property
     def context(self) -> tuple[int, ...]:
@@ -466,7 +466,8 @@ class TorchEngine:
             row.unread = False
             row.tokens.append(token)
             row.logprobs.append(logprob)
-            row.supports.append(support)
+            if support is not None:
+                row.supports.append(support)
             stopped = token in self._stop_ids
             if stopped or len(row.tokens) >= row.limit:
                 self._outputs.append(row.output("stop" if stopped else "length"))
