@@ -115,7 +115,7 @@ def routing_bytes(layers: int, choices: int, experts: int) -> int:
 
 
 class Support(Kept, frozen=True, kw_only=True):
-    """What could have been drawn in the place of each of T response tokens: K ids in all.
+    """Ids that could have been drawn in place of each of T response tokens, K in all.
 
     Of a distribution that cuts off tokens these are all that it left in. Of any other they are its
     likeliest, the head that score centering asks for, in which the drawn one need not be.

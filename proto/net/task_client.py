@@ -236,7 +236,7 @@ class TaskClient:
 
 
 def _fits(result: Result | None) -> bool:
-    """Whether a message can have it: so many versions are too old to train on, or nearly."""
+    """Return whether a message can hold it: no line has tokens of more than `SPANS` versions."""
     lines = (result, *result.branches) if isinstance(result, Trajectory) else ()
     return all(len(line.spans) <= SPANS for line in lines)
 

@@ -150,7 +150,7 @@ class EnvironmentHost:
 
 
 def _are_objects(values: Any) -> bool:
-    """Whether it is a list of what JSON and MessagePack have as objects."""
+    """Return whether it is a list of dicts whose keys are text."""
     return isinstance(values, list) and all(
         isinstance(value, dict) and all(isinstance(key, str) for key in value) for value in values
     )

@@ -98,7 +98,7 @@ class Scorer(nn.Module):
 
         `temperature` [N] divides the logits, as it did when the tokens were sampled. Where the
         batch tells all tokens that could have been drawn, both are of the distribution over these:
-        to find them anew would be wrong at the edge, where rounding exchanges two tokens.
+        recomputing these would be wrong at the boundary, where rounding swaps two tokens.
 
         Logprobs `with_support` are [N, 1 + k]: of the learned token, then of `batch.support`.
 

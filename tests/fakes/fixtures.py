@@ -101,7 +101,7 @@ def alone(
     batches: list[list[Trajectory]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Alone:
-    """What one rank learns in each of the CASES of the module."""
+    """Return what a single rank learns in each of the module's CASES."""
     from fakes.rank_bench import Alone
 
     return Alone(directory, batches, request.module.CASES, tmp_path_factory.mktemp("alone"))

@@ -26,7 +26,7 @@ LEAST = 1e-6  # probability of all others together: below it, what is left is ro
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """What could have been drawn in the place of each of N tokens: k ids, and all others as one."""
+    """Tokens that could have been drawn in place of each of N: k ids, and all others as one."""
 
     logprobs: Tensor  # log pi [N, k + 1], with gradient
     behaviour: Tensor  # log mu [N, k + 1]
