@@ -41,7 +41,7 @@ prompts = "prompts.jsonl"
 group_size = {group_size}
 batch_groups = {batch_groups}
 run_ahead = {run_ahead}
-max_staleness = 1000000
+max_staleness = 65535
 lease_s = 120.0
 store_max_bytes = {store_max_bytes}
 """

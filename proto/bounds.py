@@ -31,9 +31,7 @@ TOKENS = 1 << 20  # in one trajectory, all lines of a sample together
 SPANS = 128  # versions that wrote one trajectory
 BRANCHES = 64  # lines of tokens of one sample
 ROUTING_BYTES = 24 << 20  # experts that were chosen in one trajectory; the rest of it fits beside
-SUPPORT_BYTES = (
-    12 << 20
-)  # ids that could have been drawn in one trajectory; as many of their logprobs
+SUPPORT_BYTES = 12 << 20  # ids that could have been drawn; logprobs of them may take as many
 PARTS = 64  # of a reward
 STAGES = 16
 ROW_KEYS = 4096

@@ -21,6 +21,7 @@ from umbra.services.process.loop_thread import ends_with_it
 from umbra.services.reporting.tables import size
 
 BODY_S = 10.0  # for a client to send the body of its request
+HELD_BYTES = 1 << 30  # bodies of all requests under way
 KEY_VARIABLE = "UMBRA_AGENT_KEY"
 _STOP_S = 1
 _MAX_PORT = 65535
@@ -113,19 +114,21 @@ class Gate:
     ) -> None:
         self._app, self._refusals = app, refusals
         self._local, self._key, self._own_name = local, key.encode(), name
-        self._max_body, self._requests, self._active = max_body, requests, 0
+        self._max_body, self._requests = max_body, requests
+        self._active = self._held = 0  # requests under way, and bytes of their bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._active += 1
+        body = bytearray()
         try:
             self.check(Headers(scope=scope))
-            body = await self._body(receive)
+            whole = await self._read(receive, body)
         except ApiError as refused:
             self._refusals.add(f"an HTTP request from {scope['client'][0]}: {refused}")
             answer = JSONResponse(refused.body(), refused.status, {"connection": "close"})
             await answer(scope, receive, send)
         else:
-            if body is not None:
+            if whole:
                 read = iter([{"type": "http.request", "body": body, "more_body": False}])
 
                 async def replay() -> Any:
@@ -134,6 +137,7 @@ class Gate:
                 await self._app(scope, replay, send)
         finally:
             self._active -= 1
+            self._held -= len(body)
 
     def check(self, headers: Headers) -> None:
         """Raise ApiError if a request with these headers is not answered."""
@@ -158,7 +162,7 @@ class Gate:
                 f"{self._requests} requests are under way", status=503, code="overloaded"
             )
         length = int(headers.get("content-length", 0))
-        self._check_size(length)
+        self._check_size(length, length)
         kinds = [k.partition(";")[0].strip().lower() for k in headers.getlist("content-type")]
         has_body = kinds or length or "transfer-encoding" in headers
         if has_body and kinds != ["application/json"]:
@@ -166,25 +170,29 @@ class Gate:
                 "the content type must be application/json", status=415, code="wrong_type"
             )
 
-    def _check_size(self, length: int) -> None:
+    def _check_size(self, length: int, more: int) -> None:
         if length > self._max_body:
             limit = size(self._max_body)
             raise ApiError(f"the body is larger than {limit}", status=413, code="too_large")
+        if self._held + more > HELD_BYTES:
+            raise ApiError(
+                f"requests of {size(HELD_BYTES)} are under way", status=503, code="overloaded"
+            )
 
-    async def _body(self, receive: Receive) -> bytes | None:
-        """Return the body; None if the client has gone."""
-        body = bytearray()
+    async def _read(self, receive: Receive, body: bytearray) -> bool:
+        """Fill `body`; false if the client has gone."""
         try:
             async with asyncio.timeout(BODY_S):
                 while (message := await receive())["type"] == "http.request":
-                    body += message.get("body", b"")
-                    self._check_size(len(body))
+                    body += (part := message.get("body", b""))
+                    self._held += len(part)
+                    self._check_size(len(body), 0)
                     if not message.get("more_body"):
-                        return bytes(body)
+                        return True
         except TimeoutError:
             late = f"its body did not come within {BODY_S:g} s"
             raise ApiError(late, status=400, code="too_slow") from None
-        return None
+        return False
 
 
 class HttpServer:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -39,21 +40,26 @@ class ModelSizes:
     kept: int  # of a token in a layer that the backward pass needs (`layer_numbers`)
     scores: int = 0  # of a pair of positions in a layer that eager attention keeps
     config: Any = None  # Transformers', by which the trainer chooses the length of rows
+    teachers: tuple[ModelSizes, ...] = ()  # those of `scorer.model`
 
 
 def read_sizes(config: RunConfig) -> ModelSizes:
-    """Return the sizes of a run's model.
-
-    Raises:
-        UsageError: there is no such model, or it is refused.
-    """
+    """Return the sizes of a run's models; raise UsageError if one is missing or refused."""
     if not config.model.path:
         raise UsageError("model.path is empty: name a directory with the model's config.json")
-    directory = directory_of(config.model.name, weights=False)
+    found = _read(config, config.model.name, "model.path", config.trainer)
+    names = dict.fromkeys(config.scorer.models.values())
+    frozen = msgspec.structs.replace(config.trainer, lora_rank=0)
+    others = tuple(_read(config, name, "scorer.model", frozen) for name in names)
+    return replace(found, teachers=others)
+
+
+def _read(config: RunConfig, name: str, source: str, trainer: TrainerConfig) -> ModelSizes:
+    directory = directory_of(name, weights=False)
     check_architecture(directory, checked=config.model.checked)
-    with loading(directory, "model.path"):
+    with loading(directory, source):
         model = read_transformers_config(directory)
-        return sizes_of(model, config.trainer, latent=config.generator.engine == "vllm")
+        return sizes_of(model, trainer, latent=config.generator.engine == "vllm")
 
 
 def sizes_of(model_config: Any, trainer: TrainerConfig, *, latent: bool = False) -> ModelSizes:

@@ -290,25 +290,26 @@ def _scorers(
 ) -> Iterator[Need]:
     scorer, kind = config.scorer, kind_of(config.scorer.device, gpu=gpu > 0)
     each, memory = _served(config, scorer.device, gpu > 0), _memory(kind, gpu, host_memory)
-    version = sizes.parameters * each
     for stage in ("ref_logp", "logp"):
         count = scorer.processes(stage)
         if stage not in config.buffer.stages or not count:
             continue
-        rows = scoring_rows(
-            config.trainer, sizes.config, sizes.parameters, each, memory, kind, config.longest_turn
-        )
-        tokens, width = fullest(*rows, config.generator.max_context)
-        logits = 4 * min(4 * tokens * sizes.vocabulary, int(config.trainer.logits_mib * 2**20))
-        work = _forward(sizes, tokens, width, each, kind) + logits
-        models = len({*scorer.models.values()}) if stage == "ref_logp" else 1
+        models, work = (stage == "ref_logp" and sizes.teachers) or (sizes,), 0
+        for one in models:
+            rows = scoring_rows(
+                config.trainer, one.config, one.parameters, each, memory, kind, config.longest_turn
+            )
+            tokens, width = fullest(*rows, config.generator.max_context)
+            logits = 4 * min(4 * tokens * one.vocabulary, int(config.trainer.logits_mib * 2**20))
+            work = max(work, _forward(one, tokens, width, each, kind) + logits)
         device = [
-            Item("weights", version * max(1, models)),
+            Item("weights", each * sum(one.parameters for one in models)),
             Item("forward pass", work, remedy="lower trainer.micro_tokens"),
         ]
         host: list[Item] = []
         if kind == "cuda":
-            host.append(Item("the whole model while it is read", version, (LOADING,)))
+            largest = each * max(one.parameters for one in models)
+            host.append(Item("the whole model while it is read", largest, (LOADING,)))
         if stage == "logp" and config.weight_hub.plane in FETCHED:
             host.append(Item("a fetched version", published(config, sizes, gpu=gpu > 0), LOADED))
         gpus = ((first_gpu(scorer.device),),) * count if kind == "cuda" else ()

@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from umbra.proto import sockets
-from umbra.proto.codec import Envelope
+from umbra.proto.codec import Envelope, decode_header, nack
 from umbra.proto.errors import DeadlineError, RejectedError, UmbraError, UsageError, WireError
 from umbra.proto.messages import Message, Nack, Role
 
@@ -40,6 +40,10 @@ EVENTS = (
 M = TypeVar("M", bound=Message)
 
 log = logging.getLogger(__name__)
+
+
+class UndecodedError(DeadlineError):
+    """An answer has come, and is not a valid message."""
 
 
 @dataclass(slots=True)
@@ -206,6 +210,15 @@ class Channel:
         else:
             with suppress(InvalidStateError):  # cancelled by its owner
                 pending.future.set_result(envelope.body)
+
+    def undecoded(self, frames: Sequence[bytes], error: WireError) -> None:
+        """Refuse an answer that cannot be decoded, and fail the request that it is of."""
+        with suppress(WireError):
+            number = decode_header(frames).reply_to or 0
+            if (pending := self._pending.pop(number, None)) is not None:
+                self._transmit(self._link.encoder.encode(nack(error), reply_to=number)[1])
+                what = f"the answer of {self.peer} to {type(pending.body).__name__}"
+                _fail(pending.future, UndecodedError(f"{what} cannot be decoded: {error}"))
 
     def tick(self, now: float) -> float:
         """Resend and expire; the time of the next tick."""

@@ -159,6 +159,7 @@ class IoThread:
                 if error.code == "protocol":  # it will never answer in a way that we understand
                     channel.fail_all(RejectedError(str(error), code=error.code))
                 log.warning("dropped a message from %s: %s", channel.peer, error)
+                channel.undecoded(frames, error)
 
     def _hear(self, socket: zmq.Socket[bytes]) -> None:
         for _ in range(HEARD_AT_ONCE):

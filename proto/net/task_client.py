@@ -16,7 +16,7 @@ from umbra.proto.bounds import LEASES, SPANS
 from umbra.proto.codec import portions
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import DeadlineError
-from umbra.proto.net.channel import Channel
+from umbra.proto.net.channel import Channel, UndecodedError
 from umbra.proto.records import SAMPLE, Score, Task, Trajectory, array_bytes
 
 WAIT_S = 1.0  # how long the buffer may keep a question for work open
@@ -146,7 +146,11 @@ class TaskClient:
         for sample_id, attempt in leases:
             if self._undelivered.get(sample_id) == attempt:
                 del self._undelivered[sample_id]
-        answer = future.result()  # undeliverable work ends this process
+        try:
+            answer = future.result()  # undeliverable work ends this process
+        except UndecodedError as error:  # it is stored: the buffer answers after that
+            log.warning("%s", error)
+            answer = m.TaskLeases()
         if asked is not None:
             self._granted(asked, answer if isinstance(answer, m.TaskLeases) else None)
         if isinstance(answer, m.TaskLeases):

@@ -29,7 +29,7 @@ from umbra.services.buffer.status import StallReport, StatusPage
 FINISH_S = 10.0  # what members get to leave after FinishRun
 STOP_S = 8.0  # the same after a signal: supervisors kill after 10 s
 # These make no work for anyone and change nothing that the store keeps.
-STILL = frozenset({*QUESTIONS, *m.ANY, m.Heartbeat})
+STILL = frozenset({*QUESTIONS, m.Ok, m.Heartbeat})
 # Frequent messages of generators: parked requests are served once for all that came together.
 TOGETHER = frozenset({m.LeaseTasks, m.SubmitResults, m.RenewLeases})
 
@@ -196,7 +196,7 @@ class Broker:
         workers, training = self._workers, self._training
         return {
             m.Ok: self._stray,
-            m.Nack: self._stray,
+            m.Nack: self._undecoded,
             m.Ping: self._ping,
             m.StatusRequest: self._status,
             m.Order: self._order,
@@ -284,8 +284,12 @@ class Broker:
     def _unexpected(self, _request: Request, body: m.Message, _now: float) -> None:
         raise NackError("unexpected", f"unexpected message {type(body).__name__}", "type")
 
-    def _stray(self, _request: Request, _body: m.Ok | m.Nack, _now: float) -> None:
+    def _stray(self, _request: Request, _body: m.Ok, _now: float) -> None:
         self.counters["stray_replies"] += 1
+
+    def _undecoded(self, request: Request, body: m.Nack, now: float) -> None:
+        self._check_member(request, now)
+        self._workers.undecoded(request, body)
 
     def _ping(self, request: Request, _body: m.Ping, _now: float) -> None:
         self._outbox.reply(request, m.Pong(role="buffer", state=self.state))

@@ -235,19 +235,13 @@ class Health:
                 f"the mean; trained ones have {trained:.0f}. Dropping favours short answers: set "
                 'buffer.stale_policy = "wait", or raise buffer.max_staleness'
             )
-            yield (
-                "stale_samples",
-                text,
-                {"share": share, "stale_tokens": stale, "trained_tokens": trained},
-            )
+            figures = {"share": share, "stale_tokens": stale, "trained_tokens": trained}
+            yield "stale_samples", text, figures
         if self._still:
             steps = "step" if self._still == 1 else f"{self._still} steps"
             text = f"the gradient of the last {steps}, up to step {version}, was zero: the weights "
-            yield (
-                "zero_gradient",
-                text + "did not learn from these batches",
-                {"steps": float(self._still)},
-            )
+            text += "did not learn from these batches"
+            yield "zero_gradient", text, {"steps": float(self._still)}
         if self._skipped and (share := fmean(self._skipped)):
             text = (
                 f"{share:.0%} of the updates of the last {len(self._skipped)} steps were left out "

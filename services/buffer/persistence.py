@@ -24,7 +24,6 @@ log = logging.getLogger(__name__)
 NOW = "now"  # key of the `RunRecord`
 MEMBER = "m/"  # prefix of the keys of members
 
-
 Shares: TypeAlias = dict[str, tuple[int, int]]
 
 

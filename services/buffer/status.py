@@ -226,11 +226,7 @@ class StatusPage:
                 "typical": float(run.policy.typical),
             },
             counters=dict(Counter(run.counters) + Counter(self._wire_counters)),
-            stuck=[
-                *self._members.stuck(now),
-                *self._room.stuck(now),
-                *self._report.stuck(now),
-            ],
+            stuck=[*self._members.stuck(now), *self._room.stuck(now), *self._report.stuck(now)],
             evals=run.evals.status(),
             eval_ledger=run.evals.pool.ledger.snapshot(),
             weights=self._members.hub[0],

@@ -21,7 +21,7 @@ class BufferConfig(Section):
     batch_groups: int = key(32, "groups per optimizer step", ge=1)
     run_ahead: int = key(1, "batches generation may be ahead; 0 = synchronous", ge=0)
     max_staleness: int = key(
-        2, "bound on trainer version - version of a sample's oldest token", ge=0
+        2, "bound on trainer version - version of a sample's oldest token", ge=0, le=65535
     )
     stale_policy: Literal["drop", "wait"] = key(
         "wait",

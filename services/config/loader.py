@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 import msgspec
 import msgspec.inspect as introspect
 
-from umbra.proto.errors import UsageError
+from umbra.proto.errors import UNREADABLE, UsageError
 from umbra.services.config import NamedEnvironment, RunConfig
 
 log = logging.getLogger(__name__)
@@ -27,9 +27,7 @@ DROPPED: dict[str, str] = {
     "model.dialect": "leave it out, or name a parser in model.parser",
     "generator.count=auto": "give a number",
     "generator.replicas": 'use generator.count with generator.device = "cuda:N"',
-    "generator.kv_cache_mb": (
-        "set generator.slots, for vLLM also generator.engine_args.kv_cache_memory_bytes"
-    ),
+    "generator.kv_cache_mb": "set generator.slots, for vLLM engine_args.kv_cache_memory_bytes",
     "generator.engine=replay": "use torch; benchmarks/simulator runs the broker without a model",
     "env_worker": "set environment.workers = 0 and start `umbra run-agents` on any machine",
     "environment.concurrency": "set generator.sessions",
@@ -40,9 +38,7 @@ DROPPED: dict[str, str] = {
     "buffer.sampling": "groups are trained in the order of their completion",
     "buffer.replay_times": "set trainer.epochs to train on a batch more than once",
     "buffer.batch_tokens": "a batch is always buffer.batch_groups groups",
-    "data.curriculum": (
-        'order the rows in a function, data.prompts = "module:function", with data.shuffle = false'
-    ),
+    "data.curriculum": "order the rows in a function (data.prompts) and set data.shuffle = false",
     "data.environment_weights": "set the weight of each of [[environments]]",
     "log.traced_share": "trace.json, from `umbra report`, shows what each process did",
     "trainer.moments": "set trainer.optimizer = adamw8bit for moments in 8 bits",
@@ -68,14 +64,11 @@ DROPPED: dict[str, str] = {
     "eval.greedy": "use `umbra eval MODEL --greedy`",
     "eval.at_start": "set eval.at_ends",
     "metrics.wandb_project": "set the variable WANDB_PROJECT",
-    "weight_hub.advertise": "set run.advertise",
-    "buffer.advertise": "set run.advertise",
+    **dict.fromkeys(("weight_hub.advertise", "buffer.advertise"), "set run.advertise"),
     "buffer.straggler": "set buffer.straggler_s, which is 0 for groups that wait",
     "generator.serve_key": "set the variable UMBRA_AGENT_KEY",
     "generator.stall_s": "set buffer.stall_s: an engine may be silent for ten times as long",
-    "scorer.reward": "set scorer.count.reward",
-    "scorer.ref_logp": "set scorer.count.ref_logp",
-    "scorer.logp": "set scorer.count.logp",
+    **{f"scorer.{one}": f"set scorer.count.{one}" for one in ("reward", "ref_logp", "logp")},
     "scorer.threads": "set the variable OMP_NUM_THREADS of the scorer",
     "trainer.on_mismatch": "raise trainer.max_mismatch for a run that goes on nevertheless",
     "trainer.response_limit": "set sampling.max_tokens",
@@ -146,11 +139,7 @@ def load_tree(
     overrides: Iterable[str] = (),
     environ: Mapping[str, str] = os.environ,
 ) -> dict[str, Any]:
-    """What `load_config` reads, without the defaults of what was not given.
-
-    Raises:
-        UsageError: as `load_config` does.
-    """
+    """What `load_config` reads, and raises, without the defaults of what was not given."""
     tree: dict[str, Any] = {}
     if file is not None:
         tree = _check(read_run_file(Path(file)), str(file))
@@ -183,14 +172,26 @@ def config_of(tree: Any, where: str) -> RunConfig:
 
 def as_dict(config: RunConfig) -> dict[str, Any]:
     """The whole tree as plain values, for JSON and for `umbra check --show`."""
-    tree = msgspec.to_builtins(config)
-    assert isinstance(tree, dict)
-    return tree
+    return msgspec.to_builtins(config)
 
 
 def to_json(config: RunConfig) -> bytes:
     """The resolved configuration as indented JSON, which `load_config` reads back."""
     return msgspec.json.format(msgspec.json.encode(config), indent=2)
+
+
+def decode_json(text: str | bytes, kind: Any = Any) -> Any:
+    """Return JSON as `kind`; raises an error of `UNREADABLE`, also where a key is given twice."""
+    found = msgspec.json.decode(text, type=kind)
+    json.loads(text, object_pairs_hook=_unique)
+    return found
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> None:
+    names = [name for name, _ in pairs]
+    if len({*names}) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f'"{twice}" is given twice')
 
 
 def read_run_file(path: Path, called: str = "run file") -> Any:
@@ -201,15 +202,14 @@ def read_run_file(path: Path, called: str = "run file") -> Any:
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
-        return msgspec.json.decode(text) if path.suffix == ".json" else tomllib.loads(text)
+        return decode_json(text) if path.suffix == ".json" else tomllib.loads(text)
     except FileNotFoundError:
         raise UsageError(f"{called} {path} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{called} {path} cannot be read: {error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{called} {path} is not valid TOML: {error}") from error
-    except msgspec.DecodeError as error:
-        raise UsageError(f"{called} {path} is not valid JSON: {error}") from error
+    except UNREADABLE as error:
+        kind = "JSON" if path.suffix == ".json" else "TOML"
+        raise UsageError(f"{called} {path} is not valid {kind}: {error}") from error
 
 
 def _check(tree: Any, where: str) -> dict[str, Any]:
@@ -277,7 +277,7 @@ def _assign(tree: dict[str, Any], path: str, text: str, where: str) -> None:
         raise UsageError(f"{where}: write it as section.key=value, here {section}.key=value")
     values = tree.setdefault(section, {})
     if section == "buffer" and key in FOREIGN:
-        values |= _translate(section, {key: _scalar(text)}, where)
+        values |= _check_keys(section, {key: _scalar(text)}, where)
         return
     kind = _kind(section, key, where)
     if not inner:

@@ -7,9 +7,11 @@ a rule. No numpy: the buffer has none, and a look costs it a few microseconds.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import accumulate, compress
 
 from umbra.proto.bounds import SUPPORT_BYTES, TOKENS
 from umbra.proto.records import Routing, Sampling, Support, Trajectory, unpack_int32
@@ -361,7 +363,8 @@ def _support_fault(trajectory: Trajectory, facts: RunFacts, trained: bool) -> st
     support, cut = trajectory.support, trajectory.sampling.cuts_off
     if support is None:
         if trained and (cut or facts.centered):
-            return "it does not say which tokens could have been drawn (top_p, top_k, min_p)"
+            key = "top_p, top_k, min_p" if cut else "trainer.score_centering"
+            return f"it does not say which tokens could have been drawn ({key})"
         return None
     if len(support.sizes) != 2 * trajectory.response_tokens:
         return f"support has {len(support.sizes)} bytes of sizes for its response tokens"
@@ -379,14 +382,15 @@ def _support_fault(trajectory: Trajectory, facts: RunFacts, trained: bool) -> st
 
 
 def _drawn_fault(trajectory: Trajectory, support: Support) -> str | None:
-    kept, start = memoryview(support.ids).cast("i"), 0
-    sizes = memoryview(support.sizes).cast("H")
-    for at, (token, size) in enumerate(
-        zip(unpack_int32(trajectory.response_ids), sizes, strict=True)
-    ):
-        if size and token not in kept[start : start + size].tolist():
-            return f"token {at} of its response is outside of its support"
-        start += size
+    """C iterates, and a search finds most tokens at once: the likeliest of each are first."""
+    kept, sizes = array("i", support.ids), memoryview(support.sizes).cast("H").tolist()
+    drawn = compress(unpack_int32(trajectory.response_ids), sizes)
+    ends = list(accumulate(filter(None, sizes)))
+    found: list[int] = []
+    try:
+        found.extend(map(kept.index, drawn, [0, *ends], ends))
+    except ValueError:
+        return f"its sampled token {len(found)} is outside of its support"
     return None
 
 

@@ -34,12 +34,16 @@ class ResponseTokens:
     logprobs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
     routing: Routing | None = None  # of the prompt's tokens, and of these but the last
-    support: Support | None = None
+    supports: list[Support | None] = field(default_factory=list)  # in parts, from first to last
+
+    @property
+    def support(self) -> Support | None:
+        return joined(self.supports)
 
     def add_model(self, output: EngineOutput) -> None:
         offset = len(self.ids)
         if output.token_ids:
-            self.support = joined([self.support, output.support]) if self.ids else output.support
+            self.supports.append(output.support)
         self.ids += output.token_ids
         self.mask += b"\x01" * len(output.token_ids)
         self.logprobs += output.logprobs
@@ -48,8 +52,7 @@ class ResponseTokens:
         self._add_routing(output.routing)
 
     def add_environment(self, ids: list[int]) -> None:
-        if self.support is not None:
-            self.support = joined([self.support, Support(sizes=bytes(2 * len(ids)), ids=b"")])
+        self.supports.append(Support(sizes=bytes(2 * len(ids)), ids=b""))
         # They were sampled by nobody: counted to the span before them, they change no staleness.
         self.ids += ids
         self.mask += bytes(len(ids))
@@ -78,7 +81,7 @@ class ResponseTokens:
 
     def copy(self) -> ResponseTokens:
         lists = self.ids[:], self.mask[:], self.logprobs[:], self.spans[:]
-        return ResponseTokens(*lists, self.routing, self.support)
+        return ResponseTokens(*lists, self.routing, self.supports[:])
 
     def first(self, count: int) -> ResponseTokens:
         """Return the first `count` of them, without routing."""
@@ -86,7 +89,7 @@ class ResponseTokens:
             replace(span, end=min(span.end, count)) for span in self.spans if span.start < count
         ]
         lists = self.ids[:count], self.mask[:count], self.logprobs[:count], spans
-        return ResponseTokens(*lists, support=self.support and self.support.part(0, count))
+        return ResponseTokens(*lists, supports=[self.support and self.support.part(0, count)])
 
     def turn_ends(self) -> list[int]:
         """Return where model turn, environment turn, model turn, ... end, in order."""
@@ -145,7 +148,7 @@ def tokens_of(partial: Trajectory, sampling: Sampling) -> ResponseTokens | None:
         unpack_float32(partial.logprobs),
         list(partial.spans),
         partial.routing,
-        partial.support,
+        [partial.support],
     )
 
 

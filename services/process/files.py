@@ -18,9 +18,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from umbra.proto.errors import UNREADABLE, UsageError
+from umbra.services.config.loader import decode_json
 
 FILE_MODE = 0o600  # what a run keeps is its owner's
 READABLE_MODE = 0o644  # of what other users of the machine may look at
@@ -215,7 +214,7 @@ def read_numbered(path: str | Path) -> list[tuple[int, dict[str, Any]]]:
         if not line.strip():
             continue
         try:
-            rows.append((number, msgspec.json.decode(line, type=dict[str, Any])))
+            rows.append((number, decode_json(line, dict[str, Any])))
         except UNREADABLE as error:
             raise UsageError(f"{path}, line {number}: not a JSON object ({error})") from error
     if not rows:

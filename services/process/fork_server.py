@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 import msgspec
 
@@ -49,7 +49,6 @@ ROOM = "-" * 4096  # in the server's command line, for those of its forks
 UP = b"\1"
 _HEAD_BYTES = 4
 _MOST_FDS = 4
-_FORKED: list[int] = []  # this process, if a server has forked it
 
 
 class ForkOrder(msgspec.Struct, frozen=True):
@@ -71,6 +70,8 @@ class ForkServer:
             forks.
     """
 
+    in_fork: ClassVar[bool] = False  # this process was forked by a server
+
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._end, theirs = socket.socketpair()
         self._end.settimeout(SPAWN_S)
@@ -78,7 +79,7 @@ class ForkServer:
         self._kill: Callable[[], object]
         self._await_end: Callable[[], object]
         with theirs:
-            if _FORKED:
+            if self.in_fork:
                 pid = _fork(lambda: serve(theirs.detach()))
                 self._kill = partial(os.kill, pid, signal.SIGKILL)
                 self._await_end = partial(os.waitpid, pid, 0)
@@ -104,7 +105,7 @@ class ForkServer:
     @classmethod
     def of_fork(cls, environ: Mapping[str, str]) -> ForkServer | None:
         """A server, if this process was forked by one."""
-        return cls(environ) if _FORKED else None
+        return cls(environ) if cls.in_fork else None
 
     def ready(self) -> bool:
         """Whether `spawn` returns at once: the server has imported everything, or it has ended."""
@@ -197,7 +198,7 @@ def _start(order: ForkOrder, fds: Sequence[int], ignored: set[signal.Signals]) -
 
 def _settle(order: ForkOrder, fds: Sequence[int], ignored: set[signal.Signals]) -> None:
     """Be as new as a program that was executed; `ignored` is what the server's parent ignores."""
-    _FORKED.append(os.getpid())
+    ForkServer.in_fork = True
     if order.session:
         os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)

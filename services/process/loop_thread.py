@@ -13,11 +13,7 @@ Ts = TypeVarTuple("Ts")
 
 
 class LoopThread:
-    """Runs until it is closed.
-
-    Args:
-        name: of the thread.
-    """
+    """Runs until it is closed."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()

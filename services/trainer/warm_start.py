@@ -6,6 +6,7 @@ What the assistant says in them is learned.
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -189,9 +190,12 @@ def warm_start(
 
 
 def _show(steps: int, step: int, loss: float) -> None:
-    """Write ten lines of progress to standard error."""
-    if step * 10 // steps != (step - 1) * 10 // steps:
-        click.echo(f"step {step}/{steps}  loss {loss:.3f}", err=True)
+    """Write progress to standard error: one line of a terminal, ten of anything else."""
+    text = f"step {step}/{steps}  loss {loss:.3f}"
+    if sys.stderr.isatty():
+        click.echo(f"\r{text:<40}", err=True, nl=step == steps)
+    elif step * 10 // steps != (step - 1) * 10 // steps:
+        click.echo(text, err=True)
 
 
 @click.command("sft", context_settings={"show_default": True})

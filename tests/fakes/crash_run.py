@@ -37,7 +37,7 @@ prompts = "prompts.jsonl"
 group_size = 2
 batch_groups = 4
 run_ahead = 2
-max_staleness = 100000
+max_staleness = 65535
 dead_after_s = 900.0  # peers do not beat
 """
 

@@ -12,7 +12,7 @@ from umbra.proto.net.server import Request
 from umbra.proto.records import SAMPLE
 from umbra.services.buffer.effects import NackError, Parked
 from umbra.services.buffer.endpoints.answers import MALFORMED, Answers
-from umbra.services.buffer.samples.groups import State
+from umbra.services.buffer.samples.groups import Sample, State
 from umbra.services.buffer.samples.leases import Grant
 from umbra.services.buffer.samples.trajectories import as_arrived
 from umbra.services.buffer.state import RunState
@@ -42,7 +42,8 @@ class WorkerEndpoint:
         self._answers = Answers(run)
         self._generators: dict[str, Parked[m.LeaseTasks]] = {}
         self._scorers: dict[str, Parked[m.LeaseTasks]] = {}
-        self._strikes: Counter[str] = Counter()  # malformed answers since the last sound one
+        self._strikes: Counter[str] = Counter()  # faults of a worker since its last sound answer
+        self._most: dict[str, int] = {}  # tasks at once, of who could not decode those that it got
         self._granted: dict[str, int] = {}  # by worker, its newest request that got work
         self._served_at = (-1, -1, -1)  # openings and version when generators were last served
 
@@ -57,7 +58,7 @@ class WorkerEndpoint:
         if not scores and not 0 <= body.version <= newest:
             reason = f"{name} serves version {body.version}, but 0 to {newest} exist"
             raise NackError("wrong_version", reason, "version")
-        if not scores and self._strikes[name] >= STRIKES:
+        if self._strikes[name] >= STRIKES:
             raise _malformed(name)
         if scores:
             self._scoring.serving[name] = body.kind
@@ -85,17 +86,36 @@ class WorkerEndpoint:
             if question := self._generators.pop(sender, None):
                 striker = _malformed(sender)
                 self._outbox.refuse(question.request, striker.code, str(striker), striker.path)
-            self._requeue(sender, lost=False)
+            self._requeue(sender, self._leases.of(sender), lost=False)
         if scores:
             refused = self._scoring.submit(scores, sender, now)
+        accepted = len(trajectories) + len(scores) - len(refused)
+        if accepted:
+            self._most.pop(sender, None)
+            self._strikes[sender] *= not scores
         grant = Grant(sender, request.header.id, 0, now, body.version)
         if body.capacity > 0 and not scores and self._strikes[sender] < STRIKES:
             if 0 <= body.version <= self._batches.newest:
                 grant = self._grant(request, body, now)
             else:
                 self._counters["wrong_version"] += 1
-        accepted = len(trajectories) + len(scores) - len(refused)
         self._outbox.reply(request, self._reply(grant, accepted, refused))
+
+    def undecoded(self, request: Request, body: m.Nack) -> None:
+        """Requeue what was leased by an answer that its worker cannot decode.
+
+        The worker gets one task at a time from now on, so that the one at fault is lost alone.
+        """
+        name = request.header.sender
+        found = [s for s in self._leases.of(name) if s.asked == request.header.reply_to]
+        if found:
+            log.warning("%s cannot decode %d leases: %s", name, len(found), body.reason)
+        self._counters["undecoded_answers"] += 1
+        self._strikes[name] += 1
+        self._most[name] = 1
+        sound = name in self._answers.sound or any(s.state is State.SCORING for s in found)
+        lost = sound and len({sample.group.group_id for sample in found}) == 1
+        self._requeue(name, found, lost=lost, why=f"{name} cannot decode it: {body.reason}")
 
     def hand_back(self, request: Request, body: m.ReturnTasks, _now: float) -> None:
         for returned in body.samples:
@@ -122,7 +142,7 @@ class WorkerEndpoint:
         """Retry the parked requests; of generators, if anything has opened up since last time."""
         for question in list(self._scorers.values()):
             if self._scoring.waiting(question.body.kind):
-                self._serve(self._scorers, question, 0, now)
+                self._serve(question, 0, now)
         state = (self._run.pool.openings, self._evals.pool.openings, self._batches.version)
         if state == self._served_at:
             return
@@ -130,7 +150,7 @@ class WorkerEndpoint:
         waiting = len(self._generators)
         for question in list(self._generators.values()):
             waiting -= 1
-            self._serve(self._generators, question, waiting, now)
+            self._serve(question, waiting, now)
 
     def expire(self, now: float) -> None:
         """Requeue the samples of expired leases; answer overdue requests."""
@@ -150,11 +170,11 @@ class WorkerEndpoint:
         """Requeue whatever `name` holds, which has left; return how many samples that was."""
         if question := self._generators.pop(name, None) or self._scorers.pop(name, None):
             self._outbox.refuse_departed(question.request)
-        self._granted.pop(name, None)
-        self._strikes.pop(name, None)
-        self._scoring.serving.pop(name, None)
+        for known in (self._granted, self._strikes, self._most, self._scoring.serving):
+            known.pop(name, None)
         self._answers.sound.discard(name)
-        return self._requeue(name, lost=lost)
+        self._requeue(name, held := self._leases.of(name), lost=lost)
+        return len(held)
 
     def close(self) -> None:
         self.closed = True
@@ -164,16 +184,15 @@ class WorkerEndpoint:
         """Answer the parked requests whose wait ends by `until` with nothing."""
         for parked in (self._generators, self._scorers):
             for question in [one for one in parked.values() if one.deadline <= until]:
-                del parked[question.name]
+                del (self._generators if body.kind == SAMPLE else self._scorers)[question.name]
                 self._outbox.reply(question.request, NOTHING)
 
-    def _requeue(self, name: str, *, lost: bool) -> int:
-        samples = self._leases.of(name)
+    def _requeue(self, name: str, samples: list[Sample], *, lost: bool, why: str = "") -> None:
         for sample in samples:
             if sample.holder == name:  # else it ended with another of its group just now
-                why = f"{name} is gone" if sample.state is State.SCORING else ""
-                self._run.pool_of(sample.sample_id).take_back(sample, lost=lost, reason=why)
-        return len(samples)
+                gone = f"{name} is gone" if sample.state is State.SCORING else ""
+                pool = self._run.pool_of(sample.sample_id)
+                pool.take_back(sample, lost=lost, reason=why or gone)
 
     def _check_role(self, request: Request, role: m.Role) -> None:
         """Raise NackError unless the sender is of `role`."""
@@ -185,22 +204,17 @@ class WorkerEndpoint:
     def _grant(self, request: Request, body: m.LeaseTasks | m.SubmitResults, now: float) -> Grant:
         """Lease for a new request, which replaces a parked one."""
         name = request.header.sender
+        most = self._most.get(name, BATCH)
         if older := self._generators.pop(name, None) or self._scorers.pop(name, None):
             self._outbox.reply(older.request, NOTHING)
-        grant = Grant(name, request.header.id, min(body.capacity, BATCH), now, body.version)
+        grant = Grant(name, request.header.id, min(body.capacity, most), now, body.version)
         if not self._grant_again(grant):
             self._take(body, grant, len(self._generators))
         return grant
 
-    def _serve(
-        self,
-        parked: dict[str, Parked[m.LeaseTasks]],
-        question: Parked[m.LeaseTasks],
-        waiting: int,
-        now: float,
-    ) -> None:
+    def _serve(self, question: Parked[m.LeaseTasks], waiting: int, now: float) -> None:
         request, body = question.request, question.body
-        capacity = min(body.capacity, BATCH)
+        capacity = min(body.capacity, self._most.get(question.name, BATCH))
         grant = Grant(question.name, request.header.id, capacity, now, body.version)
         self._take(body, grant, waiting)
         if grant.tasks:
@@ -248,5 +262,5 @@ class WorkerEndpoint:
 
 
 def _malformed(name: str) -> NackError:
-    reason = f"the last {STRIKES} answers of {name} were malformed: see the buffer's log"
+    reason = f"the last {STRIKES} answers of or to {name} were malformed: see the buffer's log"
     return NackError("malformed_answers", reason, "sender")
