@@ -103,11 +103,7 @@ def decode_header(frames: Sequence[Frame]) -> Header:
 
 
 def kind_of(header: Header) -> type[Message]:
-    """The class of the message that `header` announces.
-
-    Raises:
-        WireError: this process does not know it.
-    """
+    """Return the class of the message that `header` announces; WireError if it is unknown."""
     kind = TYPES.get(header.type)
     if kind is None:
         raise WireError(f"unknown message type {header.type!r}", path="type", code="unknown_type")

@@ -21,7 +21,7 @@ from umbra.deploy.check.hardware import (
 from umbra.deploy.check.machine import SEE_GPUS, versions_line
 from umbra.deploy.prepare.preflight import check_packages, check_room, check_run
 from umbra.proto.errors import StartupError, UmbraError, UsageError
-from umbra.services.config import RunConfig, TrainerConfig
+from umbra.services.config import RunConfig
 from umbra.services.config.loader import as_dict, given_keys
 from umbra.services.modeling.architectures import read_config
 from umbra.services.modeling.model_directory import directory_of
@@ -118,18 +118,14 @@ def for_hardware(config: RunConfig, given: Collection[str], machine: Machine) ->
     Loads torch where a GPU is shared.
     """
     chosen = choose(config, given, machine, positions(config.model.name))
-    refused = _refused_on(kind_of(config.trainer.device, gpu=bool(machine.gpus)), config.trainer)
+    kind = kind_of(config.trainer.device, gpu=bool(machine.gpus))
+    faults = "; ".join(config.trainer.device_faults(kind))  # once `auto` is decided
+    refused = f"on a {'GPU' if kind == 'cuda' else 'CPU'}, {faults}" if faults else ""
     if not refused and _may_need_room(chosen) and machine.gpus:
         from umbra.deploy.check.estimate import divide
 
         chosen, refused = divide(chosen, given, machine)
     return Choice(chosen, list(_changes(config, chosen)) if machine.gpus else [], refused)
-
-
-def _refused_on(kind: str, trainer: TrainerConfig) -> str:
-    """Return what contradicts itself once `auto` is decided, for a trainer on a `kind`."""
-    faults = "; ".join(trainer.device_faults(kind))
-    return f"on a {'GPU' if kind == 'cuda' else 'CPU'}, {faults}" if faults else ""
 
 
 def choose(

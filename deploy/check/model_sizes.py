@@ -50,8 +50,8 @@ def read_sizes(config: RunConfig) -> ModelSizes:
     found = _read(config, config.model.name, "model.path", config.trainer)
     names = dict.fromkeys(config.scorer.models.values())
     frozen = msgspec.structs.replace(config.trainer, lora_rank=0)
-    others = tuple(_read(config, name, "scorer.model", frozen) for name in names)
-    return replace(found, teachers=others)
+    own = (_read(config, name, "scorer.model", frozen) for name in names)
+    return replace(found, teachers=tuple(own))
 
 
 def _read(config: RunConfig, name: str, source: str, trainer: TrainerConfig) -> ModelSizes:

@@ -103,11 +103,7 @@ def nearest_folder(path: Path) -> Path:
 
 
 def check_room(config: RunConfig) -> None:
-    """Refuse a run whose disk is full already; one that fills up under way waits for room.
-
-    Raises:
-        UsageError: less than `LEAST_ROOM` is free.
-    """
+    """Raise UsageError if the disk is full already; a run whose disk fills up later waits."""
     place = nearest_folder(Path(config.run.dir))
     if (free := shutil.disk_usage(place).free) < LEAST_ROOM:
         raise UsageError(
@@ -117,11 +113,7 @@ def check_room(config: RunConfig) -> None:
 
 
 def check_ports_free(config: RunConfig) -> None:
-    """Whether nobody listens yet at the ports that the run names.
-
-    Raises:
-        StartupError: another process does.
-    """
+    """Raise StartupError if another process listens at a port that the run names."""
     for endpoint in run_endpoints(config):
         check_port_free(endpoint)
 

@@ -304,30 +304,20 @@ class Server:
     def _check_allowed(
         self, channel: _BoundChannel, header: Header, kind: type[Message], role: KeyRole | None
     ) -> int:
-        """The most bytes that the body may have, known before it is decoded.
+        """Return the most bytes of the body, before it is decoded; WireError if none may come."""
 
-        Raises:
-            WireError: such a message may not come here at all.
-        """
+        def fault(what: str, code: str) -> WireError:
+            return WireError(f"{header.type} {what}", path="type", code=code)
+
         if kind not in channel.accepts and kind not in ANY:
-            raise WireError(
-                f"{header.type} does not belong on the {channel.name} socket",
-                path="type",
-                code="wrong_socket",
-            )
+            raise fault(f"does not belong on the {channel.name} socket", "wrong_socket")
         keyed = self._gate is not None
         most_bytes = 0 if keyed and role is None else allowed_bytes(kind, role)
         if not most_bytes and keyed:
             self.refusals.add(f"{header.type} of {header.sender!r}, which has the {role} key")
-            raise WireError(
-                f"{header.type} is nothing that the {role} key allows",
-                path="type",
-                code="not_allowed",
-            )
+            raise fault(f"is nothing that the {role} key allows", "not_allowed")
         if not most_bytes:
-            raise WireError(
-                f"{header.type} is nothing that a server is sent", path="type", code="unexpected"
-            )
+            raise fault("is nothing that a server is sent", "unexpected")
         return most_bytes
 
     def _refuse(

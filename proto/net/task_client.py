@@ -171,12 +171,9 @@ class TaskClient:
             self._send(m.RenewLeases(partials=portion), partial(self._renewed, held))
 
     def interrupts(self) -> list[m.Interrupt]:
-        found: list[m.Interrupt] = []
-        while not self._channel.pushes.empty():
-            message = self._channel.pushes.get_nowait()
-            if isinstance(message, m.Interrupt):
-                found.append(message)
-        return found
+        pushes = self._channel.pushes
+        found = [pushes.get_nowait() for _ in range(pushes.qsize())]
+        return [one for one in found if isinstance(one, m.Interrupt)]
 
     def renew(self, leases: Callable[[], Sequence[Lease]]) -> None:
         """Renew the leases, those of undelivered samples included, every third of a lease."""

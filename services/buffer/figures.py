@@ -60,12 +60,8 @@ class StepCurves:
 
     def record(self) -> Curves:
         values = {name: [one.mean(name) for one in self._stretches] for name in SHOWN}
-        return Curves(
-            steps=[stretch.last for stretch in self._stretches],
-            values={
-                name: line for name, line in values.items() if any(v is not None for v in line)
-            },
-        )
+        known = {name: line for name, line in values.items() if any(v is not None for v in line)}
+        return Curves(steps=[stretch.last for stretch in self._stretches], values=known)
 
 
 WINDOW_S = 10.0

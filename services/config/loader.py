@@ -195,11 +195,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> None:
 
 
 def read_run_file(path: Path, called: str = "run file") -> Any:
-    """What is written in a run file, or another that is `called` so, unchecked.
-
-    Raises:
-        UsageError: it cannot be read.
-    """
+    """Return what a run file, or another `called` so, says, unchecked; UsageError if unreadable."""
     try:
         text = path.read_text(encoding="utf-8-sig")
         return decode_json(text) if path.suffix == ".json" else tomllib.loads(text)

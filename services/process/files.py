@@ -194,11 +194,7 @@ def is_held(folder: Path) -> bool:
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """The objects of `path`, one per line; blank lines are skipped.
-
-    Raises:
-        UsageError: unreadable, empty, or a line that is no JSON object.
-    """
+    """Return the objects in `path`, one per line; UsageError for anything else but blank lines."""
     return [row for _, row in read_numbered(path)]
 
 

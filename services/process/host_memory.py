@@ -37,11 +37,7 @@ def available_bytes() -> int:
 
 
 def ask_for(nbytes: int, what: str, remedy: str) -> None:
-    """Before `nbytes` of memory are taken for `what` (plural): see whether they are there.
-
-    Raises:
-        StartupError: they are not; it says what to do.
-    """
+    """Raise StartupError with a `remedy` unless `nbytes` are free for `what` (plural)."""
     free = available_bytes()
     if nbytes > free:
         raise StartupError(

@@ -32,11 +32,7 @@ class LoopThread:
             self._loop.call_soon_threadsafe(guarded, *args)
 
     def wait(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Run `coroutine` there to its end, and return its result.
-
-        Raises:
-            TimeoutError: it took longer.
-        """
+        """Run `coroutine` there and return its result; TimeoutError if it takes longer."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
 
     def close(self) -> None:

@@ -208,11 +208,7 @@ class Loop:
 
 
 class SkipLimit:
-    """Counts the batches whose updates were all left out.
-
-    Args:
-        limit: so many in a row are too many.
-    """
+    """Counts batches whose updates were all left out; `limit` in a row are too many."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

@@ -233,6 +233,23 @@ def test_batches_go_while_no_checkpoint_could_use_them() -> None:
     assert counted(run) == {"store_full": 1}
 
 
+def test_a_store_full_of_batches_has_a_checkpoint_made() -> None:
+    """No new groups and none of the next checkpoint: the run waited for ever."""
+    run = world(run_ahead=1, max_staleness=2, durable=True)
+    run.ask("trainer", m.CheckpointSaved(step=0, newest=0))
+    run.produce("a", 0)
+    step(run, 1)
+    step(run, 2)
+    assert not run.batch(3).checkpoint
+    run.store.size_bytes = run.config.buffer.store_max_bytes
+    run.pass_time(0.1)
+    assert not run.lease("a", 4, 0) and run.batch(3).checkpoint
+    run.store.size_bytes = 0
+    run.ask("trainer", m.CheckpointSaved(step=2, newest=2))
+    run.pass_time(0.1)
+    assert run.lease("a", 4, 2) and not run.batch(3).checkpoint
+
+
 def test_a_store_that_is_full() -> None:
     run = world(run_ahead=1)
     run.broker.room.full("no space left")

@@ -66,6 +66,8 @@ def test_ids_are_line_numbers_whatever_the_blank_lines(tmp_path: Path) -> None:
         ('{"prompt": ["x"]}', "got ['x']"),
         ('{"prompt": [{"role": "user"}]}', "got [{'role': 'user'}]"),
         ('{"prompt": "x", "n": 99999999999999999999999}', "more than 64 bits"),
+        ('{"prompt": "x", "prompt": "y"}', '"prompt" is given twice'),
+        ('{"prompt": "x", "n": [{"a": 1, "a": 1}]}', '"a" is given twice'),
         ('{"prompt": "x", "n": ' + "[" * 99_999 + "]" * 99_999 + "}", "not a JSON object"),
     ],
 )

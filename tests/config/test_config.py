@@ -119,6 +119,8 @@ def test_as_dict_is_the_whole_tree() -> None:
         ("data.shuffle=yes", 'data.shuffle must be true or false, not "yes"'),
         ("log.format=xml", 'log.format must be one of console, json, not "xml"'),
         ("environment.options=3", "environment.options must be a table, not 3"),
+        ("buffer.max_staleness=65536", "buffer.max_staleness must be an integer >= 0 and <= 65535"),
+        ("buffer.async_generation_ratio=99999", "buffer.max_staleness must be an integer >= 0 and"),
         ("run.steps.x=3", "run.steps is not a table"),
         ("run.step=3", "unknown key run.step; did you mean run.steps?"),
         ("model.steps=3", "unknown key model.steps; did you mean run.steps?"),
@@ -215,6 +217,9 @@ def test_a_file_that_is_not_toml(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"run\.toml is not valid TOML: .*line 2") as caught:
         load("[run]\nsteps = = 3\n", tmp_path)
     assert "\n" not in str(caught.value)
+    (tmp_path / "run.json").write_text('{"run": {"steps": 1, "steps": 2}}')
+    with pytest.raises(UsageError, match=r'run\.json is not valid JSON: "steps" is given twice'):
+        load_config(tmp_path / "run.json", environ={})
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:

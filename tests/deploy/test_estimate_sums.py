@@ -189,6 +189,15 @@ def test_scorers_with_a_model_are_counted() -> None:
     assert names["scorer logp"] == 2
 
 
+def test_teachers_take_what_their_own_sizes_say() -> None:
+    config = settings('buffer.stages=["ref_logp", "logp"]')
+    other = dataclasses.replace(SIZES, parameters=3 * GB)
+    sizes = dataclasses.replace(SIZES, teachers=(other, other))
+    found = {need.name: need.host for need in needs(config, sizes, gpu=0, host=HOST)}
+    weights = {name: own[1].bytes // GB for name, own in found.items() if name.startswith("scorer")}
+    assert weights == {"scorer ref_logp": 4 * 6, "scorer logp": 4 * 10}
+
+
 def test_on_a_cpu_all_of_it_is_memory_of_the_host() -> None:
     found = judge(settings(), SIZES, Machine(host=10**15, shm=10**15))
     assert not found.loads

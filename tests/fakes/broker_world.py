@@ -86,6 +86,7 @@ class Sent(TypedDict, total=False):
     incarnation: str | None
     number: int  # of the request, to repeat it
     frame: bytes  # what the message came as, if that matters
+    reply_to: int  # which message it refuses
 
 
 class World:
@@ -159,6 +160,7 @@ class World:
             id=sent.get("number") or next(self._ids),
             sender=name,
             incarnation=sent.get("incarnation") or self.incarnations.get(name, f"{name}-1"),
+            reply_to=sent.get("reply_to"),
         )
         return Request("any", name.encode(), header, body, frame=sent.get("frame", b""))
 

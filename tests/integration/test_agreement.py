@@ -6,6 +6,7 @@ one thing is broken at the generator's side.
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -275,6 +276,17 @@ def test_a_stale_prefix_cache_is_noticed_once_the_weights_have_changed() -> None
     assert (row["mismatch/judged"] or 0) < 1e-7, "there is one version only"
     generator.load(trainer.weights(), 1)
     with pytest.raises(MismatchError, match=r"stopped before step 2: .* version 1\)"):
+        trainer.train(generator.batch(1))
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_an_adapter_that_never_arrives_ends_the_run_at_the_first_push(arrives: bool) -> None:
+    model, generator = broken("none")
+    base = [(name, tensor.detach().clone()) for name, tensor in model.named_parameters()]
+    trainer = Trainer(model, learning_rate=1e-2, mismatch_every=1, lora_rank=4)
+    trainer.train(generator.batch(0))
+    generator.load(trainer.learner.weights() if arrives else dict(base), 1)
+    with nullcontext() if arrives else pytest.raises(MismatchError, match="stopped before step 2"):
         trainer.train(generator.batch(1))
 
 

@@ -196,6 +196,18 @@ def test_when_all_are_at_work_the_next_is_told_so(serve: Callable[..., Served]) 
     assert served.calls == 4
 
 
+def test_bodies_of_all_requests_have_a_bound(
+    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "HELD_BYTES", 50)
+    served, body = serve(), b'"%b"' % bytes([120] * 30)
+    with served.connect(HEAD + b"content-length: 40\r\n\r\n" + bytes(30)):
+        served.until(lambda: served.ask(body)[0] == 503)
+        assert served.ask(b'"small"')[0] == 200
+    served.until(lambda: served.ask(body)[0] == 200)
+    assert served.refused("requests of 50 B are under way")
+
+
 def test_a_wrong_key_costs_nothing(serve: Callable[..., Served]) -> None:
     """It is refused from the head alone, and its connection ends, whatever would come."""
     served = serve(key="secret")

@@ -1,6 +1,7 @@
 """Link and server when the other side, or what is to be sent, is not as it should be."""
 
 from collections.abc import Iterator
+from typing import cast
 
 import msgpack
 import pytest
@@ -12,6 +13,7 @@ from umbra.proto import sockets
 from umbra.proto.codec import Encoder, decode
 from umbra.proto.errors import RejectedError, WireError
 from umbra.proto.net import server as server_module
+from umbra.proto.net.channel import UndecodedError
 from umbra.proto.net.io_thread import IoThread
 from umbra.proto.net.server import Request, Server
 from umbra.proto.records import PROTOCOL_MAJOR
@@ -155,3 +157,22 @@ def test_a_connector_of_another_major_version_is_told(bench: Bench) -> None:
     refusal = decode(bench.socket.recv_multipart()).body
     assert isinstance(refusal, m.Nack)
     assert refusal.code == "protocol"
+
+
+def test_an_answer_that_cannot_be_decoded_is_refused_and_ends_its_request(
+    bench: Bench, link: IoThread
+) -> None:
+    channel = link.channel(bench.server.endpoint("data"), "buffer")
+    future = channel.request(m.LeaseTasks(capacity=1, version=0, wait_s=0), timeout_s=WAIT_S)
+
+    def heard() -> Request:
+        while not (found := bench.server.poll(WAIT_S)):
+            pass
+        return found[0]
+
+    asked, many = heard(), cast(int, "many")
+    bench.server.reply(asked, m.TaskLeases(accepted=many))
+    with pytest.raises(UndecodedError, match="LeaseTasks cannot be decoded: TaskLeases"):
+        future.result(WAIT_S)
+    refusal = heard()
+    assert isinstance(refusal.body, m.Nack) and refusal.header.reply_to == asked.header.id

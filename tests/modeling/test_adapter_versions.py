@@ -42,13 +42,16 @@ def sampled(engine: Any) -> dict[int, tuple[list[int], torch.Tensor]]:
     return {int(o.request_id[1:]): (o.token_ids, torch.tensor(o.logprobs)) for o in finish(engine)}
 
 
-@pytest.mark.parametrize("architecture", ["", "qwen3-moe", "deepseek-v3", "phi3", "gpt-oss"])
+@pytest.mark.parametrize(
+    ("architecture", "rank"),
+    [("", 4), ("", 64), ("qwen3-moe", 4), ("deepseek-v3", 4), ("phi3", 4), ("gpt-oss", 4)],
+)
 def test_logprobs_of_every_version_are_the_trainers(
-    directory: Path, tmp_path: Path, architecture: str
+    directory: Path, tmp_path: Path, architecture: str, rank: int
 ) -> None:
     if architecture:
         directory = ARCHITECTURES[architecture].write(tmp_path / "model")
-    config = config_of(directory)
+    config = config_of(directory, f"trainer.lora_rank={rank}")
     opened = open_engine(config, "generator-0")
     first = Learner(load_policy(directory)[0], config.trainer, steps=1, seed=5)
     for version, learner in enumerate((first, trained(config, 1), trained(config, 2))):

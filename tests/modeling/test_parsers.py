@@ -84,6 +84,31 @@ def test_a_broken_call_is_words_and_says_why(text: str, problem: str) -> None:
     assert said.content == "Well. " + text.removesuffix("<|im_end|>")
 
 
+XML = (
+    "<tool_call>\n<function=weather>\n<parameter=zip>\n%s\n</parameter>\n</function>\n"
+    "</tool_call>"
+)
+JSON = '<tool_call>\n{"name": "weather", "arguments": {"zip": "%s"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("name", "call"), [("qwen3", JSON), ("qwen3_5_think", XML), ("qwen3_8", XML)]
+)
+def test_calls_of_a_turn_are_those_after_its_thinking(name: str, call: str) -> None:
+    one, two = call % 1, call % 2
+    begun = "<think>\n" if name == "qwen3" else ""  # else the prompt has it
+    after = f"{begun}hm\n</think>\n\n"
+    said = read(name, f"{after}{one}\n{two}<|im_end|>")
+    assert (arguments(said), said.problem) == ([{"zip": "1"}, {"zip": "2"}], "")
+    inside = read(name, f"{begun}hm {one}\n</think>\n\nyes<|im_end|>")
+    assert (inside.tool_calls, inside.content) == ([], "yes")
+    assert "weather" in inside.reasoning
+    for cut in range(len("<tool_call>"), len(two)):
+        broken = read(name, f"{after}{one}\n{two[:cut]}<|im_end|>")
+        assert broken.tool_calls == [] and broken.problem, two[:cut]
+        assert broken.content == f"{one}\n{two[:cut]}"
+
+
 def test_without_tools_nothing_is_a_call() -> None:
     call = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
     said = read("qwen3", f"{call}<|im_end|>", ())

@@ -12,6 +12,7 @@ from fakes.trajectories import trajectory
 from umbra.proto.bounds import SPANS
 from umbra.proto.codec import Encoder, decode
 from umbra.proto.messages import Message, RenewLeases, ReturnedSample, ReturnTasks, SubmitResults
+from umbra.proto.net.channel import UndecodedError
 from umbra.proto.net.task_client import MIXED, TaskClient
 from umbra.proto.records import Trajectory, VersionSpan
 
@@ -43,3 +44,21 @@ def test_a_sample_of_too_many_versions_is_given_back_and_the_others_are_delivere
     assert isinstance(saved, RenewLeases)
     assert [one.sample_id for one in saved.partials] == ["good"]
     assert isinstance(stopped, ReturnTasks) and stopped.samples[0].partial is None
+
+
+def test_what_was_delivered_is_stored_although_its_answer_cannot_be_decoded() -> None:
+    sent: list[Future[Message]] = []
+
+    def request(_body: Message, **_kwargs: Any) -> Future[Message]:
+        sent.append(Future())
+        return sent[-1]
+
+    channel: Any = SimpleNamespace(request=request)
+    client = TaskClient(channel, threading.Event(), gather_s=0.0)
+    client.submit([of_versions("good", 1)], capacity=1)
+    client.ask(1)
+    assert len(sent) == 1, "the first one asks for tasks as well"
+    sent[0].set_exception(UndecodedError("it is of another kind"))
+    assert client.poll() == ([], [])
+    client.ask(1)
+    assert len(sent) == 2

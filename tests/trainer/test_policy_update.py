@@ -13,7 +13,7 @@ from fakes.noisy_batch import HEAD, Recorder, noisy_trajectories
 from torch import Tensor
 
 from umbra.proto.errors import UsageError
-from umbra.proto.records import Branch, Trajectory, pack_float32
+from umbra.proto.records import Branch, Trajectory, pack_float32, unpack_float32
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import load_config
 from umbra.services.config.presets import PRESETS
@@ -128,6 +128,27 @@ def test_what_later_epochs_do_to_the_ratio(directory: Path, trajectories: list[T
     found = "of the weights that it found"
     assert many["ess"] == same_sum(one["ess"] or 0.0, terms=TERMS), found
     assert (many["ess_last"] or 1) < (many["ess"] or 0)
+
+
+@pytest.mark.parametrize(
+    "preset",
+    [
+        *("ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "gspo", "cispo", "dppo"),
+        *("decoupled", "icepop", "sequence_mask", "m2po"),
+    ],
+)
+def test_a_policy_that_lags_is_clipped_or_masked(preset: str, directory: Path) -> None:
+    exact = noisy_trajectories(load_policy(directory)[0], spread=0.0)
+    shares: list[float] = []
+    for lag in (0.0, 3.2):
+        logprobs = [[one - lag for one in unpack_float32(t.logprobs)] for t in exact]
+        made = [
+            msgspec.structs.replace(t, logprobs=pack_float32(own))
+            for t, own in zip(exact, logprobs, strict=True)
+        ]
+        _, row = update(directory, made, objective=preset)
+        shares.append((row["clip_fraction"] or 0.0) + (row["mask_fraction"] or 0.0))
+    assert shares[0] == 0 < shares[1]
 
 
 def test_minibatches() -> None:

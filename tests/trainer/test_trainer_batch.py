@@ -9,6 +9,7 @@ import torch
 from umbra.proto.records import Sampling, Trajectory, VersionSpan, pack_float32, pack_int32
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.metrics import mismatch_row, mismatch_sums, sample_metrics
+from umbra.services.trainer.objectives.advantages import dr_grpo
 
 
 def trajectory(**changes: Any) -> Trajectory:
@@ -59,6 +60,15 @@ def test_tensors() -> None:
     assert (row["staleness/in_flight/mean"], row["staleness/in_queue/mean"]) == (0.5, 2.0)
     assert row["response_length/mean"] == 2.0
     assert row["truncated"] == row["duplicates"] == 0.0
+
+
+def test_a_reward_keeps_all_its_digits() -> None:
+    rewards = [0.1, 0.1 + 1e-9]
+    sent = [msgspec.msgpack.encode(trajectory(reward=reward)) for reward in rewards]
+    batch = make_batch([msgspec.msgpack.decode(one, type=Trajectory) for one in sent], 10)
+    assert batch.rewards.tolist() == rewards
+    expected = pytest.approx([-5e-10, 5e-10], rel=1e-6)
+    assert dr_grpo(batch.rewards, batch.groups).tolist() == expected
 
 
 def test_samples_that_repeat_another_of_their_group_are_counted() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from fakes.closeness import assert_same_logprobs, assert_same_sums, model_terms
+from fakes.packed_rows import samples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -365,3 +366,43 @@ def test_a_rank_without_work_has_an_empty_pass_with_a_gradient(model: PreTrained
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, f"{name}: a sharded rank would not join the reduction"
         assert not parameter.grad.any()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(
+        st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 3)), min_size=1, max_size=5
+    ),
+    limits=st.tuples(st.integers(2, 24), st.integers(2, 60)),
+    share=st.booleans(),
+    world=st.integers(1, 3),
+)
+def test_a_learned_token_is_predicted_from_all_before_it_and_nothing_else(
+    sizes: list[tuple[int, int, int]], limits: tuple[int, int], share: bool, world: int
+) -> None:
+    """So neither padding nor a neighbour gets into a sequence, and nothing is shifted by one."""
+    tokens = samples(sizes)
+    starts = (tokens.lengths.cumsum(0) - tokens.lengths)[tokens.owner].tolist()
+    found: list[int] = []
+    for rank in range(world):
+        for micro in pack(
+            tokens,
+            pack_tokens=limits[0],
+            micro_tokens=limits[1],
+            share_prompts=share,
+            rank=rank,
+            world=world,
+        ):
+            width = micro.input_ids.shape[1]
+            seen = micro.mask.allowed()
+            for index, target, source in zip(
+                micro.index.tolist(), micro.targets.tolist(), micro.source.tolist(), strict=True
+            ):
+                row, place = divmod(index, width)
+                context = micro.input_ids[row][seen[row, place]]
+                before = context[micro.position_ids[row][seen[row, place]].argsort()]
+                where = int(tokens.learned[source])
+                assert torch.equal(before, tokens.ids[starts[source] : where])
+                assert target == tokens.ids[where]
+                found.append(source)
+    assert sorted(found) == list(range(len(tokens.learned)))

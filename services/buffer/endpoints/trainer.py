@@ -189,12 +189,15 @@ class TrainerEndpoint:
             self._outbox.reply(question.request, self._nothing(question.body.step, waiting_for))
 
     def _nothing(self, step: int, waiting_for: str) -> m.BatchLease:
+        kept = self._batches.checkpoint is not None and bool(self._batches.archive.steps)
+        is_full = self._run.journal.store.size_bytes >= self._run.buffer.store_max_bytes
+        wanted = self.checkpoint_requests.open or (kept and is_full)  # one makes room
         return m.BatchLease(
             step=step,
             trajectories=[],
             waiting_for=waiting_for,
             paused=bool(self._run.paused),
-            checkpoint=self.checkpoint_requests.open,
+            checkpoint=wanted,
             evals=self._run.evals.newest,
         )
 
