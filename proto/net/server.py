@@ -306,18 +306,18 @@ class Server:
     ) -> int:
         """Return the most bytes of the body, before it is decoded; WireError if none may come."""
 
-        def fault(what: str, code: str) -> WireError:
+        def refuse(what: str, code: str) -> WireError:
             return WireError(f"{header.type} {what}", path="type", code=code)
 
         if kind not in channel.accepts and kind not in ANY:
-            raise fault(f"does not belong on the {channel.name} socket", "wrong_socket")
+            raise refuse(f"does not belong on the {channel.name} socket", "wrong_socket")
         keyed = self._gate is not None
         most_bytes = 0 if keyed and role is None else allowed_bytes(kind, role)
         if not most_bytes and keyed:
             self.refusals.add(f"{header.type} of {header.sender!r}, which has the {role} key")
-            raise fault(f"is nothing that the {role} key allows", "not_allowed")
+            raise refuse(f"is nothing that the {role} key allows", "not_allowed")
         if not most_bytes:
-            raise fault("is nothing that a server is sent", "unexpected")
+            raise refuse("is nothing that a server is sent", "unexpected")
         return most_bytes
 
     def _refuse(

@@ -85,8 +85,7 @@ def test_a_broken_call_is_words_and_says_why(text: str, problem: str) -> None:
 
 
 XML = (
-    "<tool_call>\n<function=weather>\n<parameter=zip>\n%s\n</parameter>\n</function>\n"
-    "</tool_call>"
+    "<tool_call>\n<function=weather>\n<parameter=zip>\n%s\n</parameter>\n</function>\n</tool_call>"
 )
 JSON = '<tool_call>\n{"name": "weather", "arguments": {"zip": "%s"}}\n</tool_call>'
 
@@ -103,7 +102,7 @@ def test_calls_of_a_turn_are_those_after_its_thinking(name: str, call: str) -> N
     inside = read(name, f"{begun}hm {one}\n</think>\n\nyes<|im_end|>")
     assert (inside.tool_calls, inside.content) == ([], "yes")
     assert "weather" in inside.reasoning
-    for cut in range(len("<tool_call>"), len(two)):
+    for cut in range(two.index("weather"), len(two)):
         broken = read(name, f"{after}{one}\n{two[:cut]}<|im_end|>")
         assert broken.tool_calls == [] and broken.problem, two[:cut]
         assert broken.content == f"{one}\n{two[:cut]}"

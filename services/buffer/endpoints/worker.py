@@ -184,7 +184,7 @@ class WorkerEndpoint:
         """Answer the parked requests whose wait ends by `until` with nothing."""
         for parked in (self._generators, self._scorers):
             for question in [one for one in parked.values() if one.deadline <= until]:
-                del (self._generators if body.kind == SAMPLE else self._scorers)[question.name]
+                del parked[question.name]
                 self._outbox.reply(question.request, NOTHING)
 
     def _requeue(self, name: str, samples: list[Sample], *, lost: bool, why: str = "") -> None:
@@ -218,7 +218,7 @@ class WorkerEndpoint:
         grant = Grant(question.name, request.header.id, capacity, now, body.version)
         self._take(body, grant, waiting)
         if grant.tasks:
-            del parked[question.name]
+            del (self._generators if body.kind == SAMPLE else self._scorers)[question.name]
             self._outbox.reply(request, self._reply(grant))
 
     def _take(self, body: m.LeaseTasks | m.SubmitResults, grant: Grant, waiting: int) -> None:
