@@ -122,7 +122,6 @@ class Wire:
                 self.data.send_multipart(frames)
 
     def close(self) -> None:
-        """Close both sockets at once."""
         self.control.close(linger=0)
         self.data.close(linger=0)
 
@@ -207,7 +206,6 @@ class Producer:
                     generator.wire.upkeep(now)
 
     def close(self) -> None:
-        """Close all sockets."""
         for generator in self._generators.values():
             generator.wire.close()
         self._context.term()
@@ -288,7 +286,6 @@ class Consumer:
                 self._call(CheckpointSaved(step=self.steps))
 
     def close(self) -> None:
-        """Close all sockets."""
         self._wire.close()
         self._context.term()
 

@@ -84,7 +84,6 @@ class BufferProcess:
         return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS
 
     def kill(self) -> None:
-        """End it."""
         self.popen.kill()
         self.popen.wait()
 

@@ -195,7 +195,6 @@ def summarise(report: Report) -> None:
 
 
 def say(line: str) -> None:
-    """Tell what goes on."""
     print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
 
 

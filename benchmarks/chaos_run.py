@@ -99,7 +99,6 @@ class Worker:
     codes: list[int] = field(default_factory=list[int])
 
     def start(self) -> None:
-        """Start it."""
         with self.log.open("ab") as log:
             self.popen = subprocess.Popen(
                 self.argv, env=self.environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log

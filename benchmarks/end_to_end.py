@@ -215,7 +215,6 @@ def _column(rows: Sequence[dict[str, Any]], name: str) -> list[float]:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, help="rows; continued if it exists")
     parser.add_argument("--work", type=Path, default=Path("runs/end-to-end"), help="models, runs")

@@ -150,7 +150,6 @@ def _key(name: str) -> str:
 
 
 def main() -> int:
-    """Measure, print, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("--threads", type=int, default=1)

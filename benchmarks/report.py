@@ -69,7 +69,6 @@ class Report:
         return report
 
     def add(self, **row: Any) -> None:
-        """Add a measurement."""
         self.rows.append(row)
         self._load.append(os.getloadavg()[0])
         self._origin = None

@@ -62,8 +62,6 @@ MINIBATCH_RATE = 0.5  # of the rate, where a version is several updates
 
 @dataclass(frozen=True)
 class Cell:
-    """One run."""
-
     task: str
     objective: str
     staleness: int

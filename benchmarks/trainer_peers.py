@@ -65,7 +65,6 @@ class PlainPacked(_Plain):
         self._masks = [Attention().express(micro.mask) for micro in self._micros]
 
     def __call__(self) -> None:
-        """One update."""
         for micro, mask in zip(self._micros, self._masks, strict=True):
             with self._autocast():
                 hidden = self._model.model(
@@ -99,7 +98,6 @@ class PlainPadded(_Plain):
             self._parts.append((ids, mask.long(), index, batch.tokens.ids[learned], source))
 
     def __call__(self) -> None:
-        """One update."""
         for ids, mask, index, targets, source in self._parts:
             hidden = self._model.model(
                 input_ids=ids, attention_mask=mask, use_cache=False
@@ -148,7 +146,6 @@ class TrlStep:
         self._trainer.current_gradient_accumulation_steps = len(self._parts)
 
     def __call__(self) -> None:
-        """One update."""
         trainer = self._trainer
         for part in self._parts:
             trainer.accelerator.backward(trainer._compute_loss(self._model, part))

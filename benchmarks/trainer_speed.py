@@ -92,7 +92,6 @@ class TrainerStep:
         self._load = load
 
     def __call__(self) -> None:
-        """One update."""
         batch = make_batch(self._load, self._learner.model.config.vocab_size)
         assert self._update(batch, 0, lambda: True) is not None
 

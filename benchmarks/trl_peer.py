@@ -63,7 +63,6 @@ class Watch(TrainerCallback):
         logs: dict[str, float] | None = None,
         **_: Any,
     ) -> None:
-        """After each step."""
         if not logs or "reward" not in logs:
             return
         self.rewards.append(float(logs["reward"]))

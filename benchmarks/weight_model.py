@@ -65,7 +65,6 @@ class Model(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a version."""
         return 2 * sum(tensor.numel() for tensor in self.parameters())
 
     def learn(self, lr: float) -> float:

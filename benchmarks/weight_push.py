@@ -272,7 +272,6 @@ def measure(report: Report, options: argparse.Namespace) -> None:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--size-mib", type=int, default=1024)

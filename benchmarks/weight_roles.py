@@ -56,11 +56,9 @@ class Role:
         return self._pipe.recv()
 
     def tell(self, text: str) -> None:
-        """Send it a message."""
         self._pipe.send(text)
 
     def close(self) -> None:
-        """End it."""
         try:
             self.tell(END)
         except OSError:

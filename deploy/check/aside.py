@@ -6,8 +6,10 @@ JSON the GPUs that torch sees; of a request on standard input the choice.
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
+from pathlib import Path
 
 import msgspec
 import torch
@@ -25,7 +27,9 @@ def look() -> GpusSeen:
             torch.cuda.init()
         except (RuntimeError, AssertionError) as error:
             why_not = str(error).partition("\n")[0]
-        return GpusSeen([], why_not)
+        node = any(Path("/dev", name).exists() for name in ("nvidiactl", "dxg"))  # dxg: of WSL
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return GpusSeen([], why_not, torch.__version__, torch.version.cuda or "", node, visible)
     found: list[Gpu] = []
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)

@@ -18,7 +18,7 @@ from umbra.deploy.check.hardware import (
     kind_of,
     this_machine,
 )
-from umbra.deploy.check.machine import SEE_GPUS, versions_line
+from umbra.deploy.check.machine import for_cpus, versions_line
 from umbra.deploy.prepare.preflight import check_packages, check_room, check_run
 from umbra.proto.errors import StartupError, UmbraError, UsageError
 from umbra.services.config import RunConfig
@@ -75,10 +75,10 @@ def for_this_machine(config: RunConfig, tree: Mapping[str, Any]) -> tuple[RunCon
             CPUs by name.
     """
     machine = this_machine()
-    if machine.blind and {config.trainer.device, config.generator.device} != {"cpu"}:
+    if machine.blind and not for_cpus(config):
         raise StartupError(
-            f"there is an NVIDIA driver, but torch sees no GPU ({machine.blind}): {SEE_GPUS}; to "
-            "compute on the CPU, set generator.device and trainer.device to cpu"
+            f"there is an NVIDIA driver, but torch sees no GPU: {machine.blind}; for a run on CPUs "
+            "set trainer.device, generator.device and scorer.device to cpu"
         )
     given = given_keys(tree)
     if not machine.gpus:

@@ -12,7 +12,14 @@ import click
 
 from umbra.deploy.check.choose import for_hardware
 from umbra.deploy.check.hardware import GPUS, Machine, this_machine
-from umbra.deploy.check.machine import Finding, as_text, findings, has_problem, refusal
+from umbra.deploy.check.machine import (
+    Finding,
+    as_text,
+    findings,
+    for_cpus,
+    has_problem,
+    refusal,
+)
 from umbra.deploy.files.formats import to_toml
 from umbra.deploy.prepare.load import load_given, search_path, set_option
 from umbra.deploy.prepare.preflight import check_packages, check_run
@@ -79,7 +86,8 @@ def command(
     if gpu is None:
         if run.trainer.nodes == 1:
             check_packages(run)
-        if run.trainer.nodes == 1 and not no_code:
+        blind = machine.blind and not for_cpus(run)  # which a finding says, with the reason
+        if run.trainer.nodes == 1 and not no_code and not blind:
             warnings = dict(try_start(run, search_path(run_file)))
         sums: dict[str, int] = {}
         if needed is not None:
@@ -123,7 +131,6 @@ def _show(run: RunConfig, as_json: bool) -> int:
 def _summary(
     run_file: Path, run: RunConfig, chosen: list[str], needed: Estimate | None
 ) -> list[str]:
-    """Return what the run is, in lines."""
     name, buffer, trainer = run.model.name, run.buffer, run.trainer
     missing = missing_bytes(name, "model.path") if is_hub_name(name) else 0
     groups, answers = buffer.batch_groups, buffer.group_size

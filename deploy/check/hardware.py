@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
+import shutil
 import subprocess
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
@@ -24,6 +27,8 @@ GPUS: dict[str, float] = {
 }  # fmt: skip
 NVIDIA = Path("/proc/driver/nvidia")
 PROGRAM_S = 180.0  # for a process that loads torch, on a slow disk
+SMI_S = 20.0  # for nvidia-smi, which loads the driver where nobody keeps it loaded
+LEAST_DRIVER = {12: 525, 13: 580}  # by CUDA major (NVIDIA, "CUDA minor version compatibility")
 
 T = TypeVar("T")
 
@@ -32,7 +37,7 @@ class Machine(msgspec.Struct, frozen=True):
     """Bytes of a host's memory and /dev/shm (None: unknown), and of each of its GPUs.
 
     `name` is that of the first GPU, `vllm` is whether vLLM is installed, `blind` why torch sees no
-    GPU though there is a driver.
+    GPU though there is a driver, and the remedy (see `why_blind`).
     """
 
     gpus: tuple[int, ...] = ()
@@ -60,18 +65,24 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 class Gpu(msgspec.Struct, frozen=True):
-    """A GPU that torch sees; memory in bytes."""
-
     name: str
     total: int
     free: int
 
 
 class GpusSeen(msgspec.Struct, frozen=True):
-    """The GPUs that torch sees; `why_not` it sees none."""
+    """The GPUs that torch sees, and what says `why_not` if it sees none.
+
+    `torch` is its version, `cuda` of the CUDA it is built for (empty: for CPUs), `node` whether
+    the process is given a device of the driver, `visible` its CUDA_VISIBLE_DEVICES.
+    """
 
     gpus: list[Gpu]
     why_not: str = ""
+    torch: str = ""
+    cuda: str = ""
+    node: bool = True
+    visible: str | None = None
 
 
 def ask_aside(kind: type[T], request: object = None, *, timeout_s: float = PROGRAM_S) -> T:
@@ -104,13 +115,54 @@ def gpus_seen() -> GpusSeen:
     return ask_aside(GpusSeen)
 
 
+@cache
 def driver_version() -> str:
-    """Return the version of NVIDIA's kernel module; empty if there is none."""
-    try:
+    """Return the version of NVIDIA's driver, "?" if it does not say; empty if there is none.
+
+    The kernel module's is that of the host, in a container too. WSL has the program and library.
+    """
+    with suppress(OSError):
         words = (NVIDIA / "version").read_text(encoding="utf-8").partition("\n")[0].split()
-    except OSError:
-        return ""
-    return next((word for word in words if word[0].isdigit() and "." in word), "")
+        return next((word for word in words if word[0].isdigit() and "." in word), "?")
+    if program := shutil.which("nvidia-smi"):
+        ask = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+        with suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(ask, capture_output=True, text=True, timeout=SMI_S, check=True)
+            return next(iter(done.stdout.split()), "?")
+        return "?"
+    with suppress(OSError):
+        ctypes.CDLL("libcuda.so.1")
+        return "?"
+    return ""
+
+
+def why_blind(seen: GpusSeen, driver: str) -> str:
+    """Return why torch sees no GPU of this driver, and after the last semicolon the remedy."""
+    if not seen.cuda:
+        return (
+            f"torch {seen.torch} is built for CPUs; install torch from PyPI (CUDA 13, driver "
+            f"{LEAST_DRIVER[13]} or newer) or from PyTorch's cu12 index"
+        )
+    if not seen.node:
+        return (
+            "this process is given no device of the driver (/dev/nvidiactl), as in a container "
+            "without GPUs; give it GPUs (docker: --gpus all and NVIDIA's container toolkit, "
+            "SLURM: --gres=gpu:1, Kubernetes: nvidia.com/gpu)"
+        )
+    if seen.visible is not None and seen.visible.strip() in ("", "-1", "NoDevFiles"):
+        return (
+            f'CUDA_VISIBLE_DEVICES = "{seen.visible}" hides all GPUs; unset it, or name some that '
+            "nvidia-smi lists"
+        )
+    least = LEAST_DRIVER.get(int(seen.cuda.partition(".")[0]), 0)
+    if (major := driver.partition(".")[0]).isdigit() and int(major) < least:
+        return (
+            f"driver {driver} is too old for torch {seen.torch}, which is built for CUDA "
+            f"{seen.cuda} and needs {least} or newer ({seen.why_not}); update the driver, or "
+            "install a torch from PyTorch's index for a CUDA that this driver has"
+        )
+    hidden = f' with CUDA_VISIBLE_DEVICES = "{seen.visible}"' if seen.visible else ""
+    return f"{seen.why_not}{hidden}; see whether nvidia-smi lists the GPUs, and which"
 
 
 def this_machine() -> Machine:
@@ -121,7 +173,7 @@ def this_machine() -> Machine:
     """
     stats = os.statvfs(SHM)
     host, shm = host_bytes(), stats.f_blocks * stats.f_frsize
-    if not driver_version():
+    if not (driver := driver_version()):
         return Machine(host=host, shm=shm)
     try:
         seen = gpus_seen()
@@ -133,7 +185,8 @@ def this_machine() -> Machine:
     vllm = importlib.util.find_spec("vllm") is not None
     sizes = tuple(gpu.total for gpu in seen.gpus)
     name = seen.gpus[0].name if seen.gpus else ""
-    return Machine(sizes, name, host, shm, vllm, "" if sizes else seen.why_not)
+    blind = "" if sizes else why_blind(seen, driver)
+    return Machine(sizes, name, host, shm, vllm, blind)
 
 
 def kind_of(device: str, *, gpu: bool) -> str:

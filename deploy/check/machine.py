@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
-from umbra.deploy.check.hardware import GIB, GpusSeen, driver_version, gpus_seen
+from umbra.deploy.check.hardware import GIB, GpusSeen, driver_version, gpus_seen, why_blind
 from umbra.deploy.prepare.preflight import nearest_folder, run_endpoints
 from umbra.proto.access import KEY_ROLES, KeyRole
 from umbra.proto.errors import StartupError, UmbraError, UsageError
@@ -89,7 +89,8 @@ def findings(
     yield Finding("umbra", "ok", f"{_version('umbra-rl')}, {protocol}")
     listed = ", ".join(f"{name} {text}" for name in PACKAGES if (text := _version(name)))
     yield Finding("packages", "ok", f"Python {sys.version.split()[0]}, {listed}")
-    yield find_gpus(gpus)
+    if config is None or not for_cpus(config):
+        yield find_gpus(gpus)
     for name in PLANES:
         reason = unavailable(name)
         yield Finding(f"plane {name}", "not looked at" if reason else "ok", reason or "available")
@@ -130,16 +131,16 @@ def find_gpus(needed: int) -> Finding:
         return Finding("GPUs", "not looked at", str(error))
 
 
-SEE_GPUS = (
-    "give this process the GPUs (docker: --gpus all and NVIDIA's container toolkit; see "
-    "CUDA_VISIBLE_DEVICES), or install a torch that is built for this driver's CUDA (13 needs "
-    "driver 580, 12 needs 525)"
-)
+def for_cpus(config: RunConfig) -> bool:
+    """True if the run is to compute on CPUs by name, whatever GPUs there are."""
+    devices = {config.trainer.device, config.generator.device}
+    scores = {"ref_logp", "logp"} & {*config.buffer.stages}
+    return devices | ({config.scorer.device} if scores else set()) == {"cpu"}
 
 
 def judge_gpus(seen: GpusSeen, driver: str, needed: int) -> Finding:
     if not seen.gpus:
-        return Finding("GPUs", "problem", f"torch sees none: {seen.why_not}", SEE_GPUS)
+        return refusal("GPUs", f"torch sees none: {why_blind(seen, driver)}")
     names = ", ".join(sorted({gpu.name for gpu in seen.gpus}))
     count, free = len(seen.gpus), min(gpu.free for gpu in seen.gpus)
     if count < needed:

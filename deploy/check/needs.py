@@ -17,6 +17,7 @@ from umbra.services.config import RunConfig, TrainerConfig
 from umbra.services.modeling.row_sizes import reading_tokens, rows_within, scoring_rows
 from umbra.services.process.host_memory import host_bytes
 from umbra.services.trainer.flops import fitting_tokens
+from umbra.services.weights.planes.plane import GPU_PLANES
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "no": 4, "bf16": 2}
 # When an item is there, if not always: the backward pass begins at the logits and the last layer,
@@ -72,6 +73,7 @@ def needs(config: RunConfig, sizes: ModelSizes, *, gpu: int, host: int | None) -
         _trainer(config, sizes, gpu, host),
         _generator(config, sizes, gpu=gpu > 0),
         *_scorers(config, sizes, gpu, host),
+        *_planes(config, sizes, gpu),
     ]
 
 
@@ -283,6 +285,23 @@ def _generator(config: RunConfig, sizes: ModelSizes, *, gpu: bool) -> Need:
     starts = [first_gpu(generator.device) + own * index for index in range(generator.count)]
     gpus = tuple(tuple(range(start, start + parallel)) for start in starts)
     return _placed("generator", gpus if kind == "cuda" else (), device, host, generator.count)
+
+
+def _planes(config: RunConfig, sizes: ModelSizes, gpu: int) -> Iterator[Need]:
+    """Yield the processes that move versions on GPUs, if such a plane is set.
+
+    `auto` takes such a plane for a tenth of a GPU at most.
+    """
+    plane, gpus = config.weight_hub.plane, _generator(config, sizes, gpu=gpu > 0).gpus
+    if plane not in GPU_PLANES or not gpus:
+        return
+    copies = config.weight_hub.slots + 1 if plane == "cuda_ipc" else 0
+    version = published(config, sizes, gpu=gpu > 0)
+    device = [Item("versions", copies * version, remedy="set weight_hub.plane = shm")]
+    first = gpus[0][0] if copies else 0
+    yield _placed("weight hub", ((first,),), device, [], 1)
+    if plane == "nccl":
+        yield _placed("weight receiver", tuple(one[:1] for one in gpus), [], [], len(gpus))
 
 
 def _scorers(

@@ -92,7 +92,6 @@ class Launch:
 
     @property
     def fetches(self) -> bool:
-        """True if it reads models or prompts that it has to download."""
         return "cache" in self.volumes
 
     @property
@@ -108,7 +107,6 @@ def launches(plan: Plan, paths: Paths) -> list[Launch]:
 
 
 def launch(plan: Plan, process: Process, paths: Paths) -> Launch:
-    """Return how `process` is started."""
     cluster, task = plan.cluster, process.task
     spread = task == "train" and len(plan.trainers()) > 1
     read = _read_by(plan.config, task)

@@ -277,7 +277,6 @@ def _scorers(config: RunConfig, groups: list[TaskGroup], broker: Node) -> Iterat
 def _by_gpus(
     task: Task, name: str, node: Node, gpus: tuple[int, ...], size: int
 ) -> Iterator[Process]:
-    """Yield a process for each `size` GPUs of a node."""
     for index in range(len(gpus) // size):
         own = gpus[index * size : (index + 1) * size]
         yield Process(f"{name}-{node.name}-{index}", task, node, own)

@@ -32,8 +32,6 @@ DEMOS = Path(__file__).parents[1] / "demos"
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Sizes of a task's data, and of the warm start."""
-
     prompts: int
     demos: int
     sft_steps: int

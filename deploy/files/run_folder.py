@@ -32,8 +32,6 @@ def new_run_id(name: str, now: float | None = None) -> str:
 
 
 class _Below:
-    """A path in the run's folder."""
-
     def __init__(self, name: str) -> None:
         self._name = name
 
@@ -43,8 +41,6 @@ class _Below:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths of a run's files."""
-
     path: Path
 
     config = _Below("config.json")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -36,12 +38,12 @@ LARGE = 300_000_000  # numbers; a copy is made of larger models
 WINDOW = 16  # tokens; the sequences that are compared are longer
 
 
-def check_model(path: Path, layers: int = 0, *, vllm: bool = True) -> Outcome:
+def check_model(path: Path, layers: int = 0, *, vllm: bool = True, workers: int = 1) -> Outcome:
     """Compare what Umbra computes with the model in `path` with plain Transformers.
 
     Args:
         layers: of the copy that is compared; 0 = all layers, or few of a large model.
-        vllm: compare vLLM too, if it is installed.
+        vllm: compare vLLM too, if it is installed; `workers` divide the model there.
 
     Raises:
         UsageError: no model directory, or one that Umbra refuses whatever a comparison says.
@@ -58,7 +60,8 @@ def check_model(path: Path, layers: int = 0, *, vllm: bool = True) -> Outcome:
             subject = take(directory, Path(scratch), layers, [kind])
             rows = list(_compare(directory, subject.directory, Path(scratch), kind))
             if vllm:
-                rows += _tried("vLLM", compare_vllm(subject.directory, subject.config, [kind]))
+                compared = compare_vllm(subject.directory, subject.config, [kind], workers)
+                rows += _tried("vLLM", compared)
     finally:
         transformers_logging.set_verbosity(verbosity)
     return Outcome(str(path), architecture(config), kind, subject.cuts, rows)
@@ -90,25 +93,60 @@ def _tried(what: str, rows: Iterator[Row]) -> Iterator[Row]:
         yield Row(what, math.nan, 0, "", f"{type(error).__name__}: {first}")
 
 
-def compare_vllm(directory: Path, config: Any, checked: Collection[str] = ()) -> Iterator[Row]:
-    """Yield rows about vLLM on the model in `directory`; one if vLLM is left out."""
-    try:
-        found = vllm_check.vllm_differences(
-            directory,
-            lambda model: whole_weights(model).items(),
-            checked=checked,
-            threads=torch.get_num_threads(),
-        )
-    except (UsageError, StartupError) as error:
-        yield Row("logprobs of vLLM", None, 0.0, "nats", str(error).partition("\n")[0])
+# What vLLM has on GPUs alone, and how to do without: environment variables, engine arguments.
+SWITCHES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
+    "VLLM_USE_V2_MODEL_RUNNER=0": ({"VLLM_USE_V2_MODEL_RUNNER": "0"}, {}),
+    "generator.engine_args.async_scheduling=false": ({}, {"async_scheduling": False}),
+}
+
+
+def compare_vllm(
+    directory: Path, config: Any, checked: Collection[str] = (), workers: int = 1
+) -> Iterator[Row]:
+    """Yield rows about vLLM on the model in `directory`; one if vLLM is left out.
+
+    Where something differs or breaks off on a GPU there is a row for each of the `SWITCHES`.
+    """
+
+    def compare(**arguments: Any) -> Iterator[Row]:
+        try:
+            found = vllm_check.vllm_differences(
+                directory,
+                lambda model: whole_weights(model).items(),
+                checked=checked,
+                threads=torch.get_num_threads(),
+                tensor_parallel=workers,
+                **arguments,
+            )
+        except (UsageError, StartupError) as error:
+            if isinstance(error, StartupError) and vllm_check.on_gpu():
+                raise
+            yield Row("logprobs of vLLM", None, 0.0, "nats", str(error).partition("\n")[0])
+            return
+        bound = vllm_bound(config, found.dtype)
+        unit = "nats" if found.dtype == "float32" else "nats in the mean"
+        yield Row("logprobs of vLLM, from disk", found.from_disk, bound, unit)
+        yield Row("logprobs of vLLM, the same weights published", found.same, bound, unit)
+        yield Row("logprobs of vLLM, others published", found.changed, bound, unit)
+        where, some = f"weights in {found.workers} of vLLM's workers", ", ".join(found.stale[:3])
+        yield Row(where, len(found.stale), 0.0, "parameters", some)
+
+    rows = list(_tried("vLLM", compare()))
+    yield from rows
+    if all(row.outcome != "different" for row in rows) or not vllm_check.on_gpu():
         return
-    bound = vllm_bound(config)
-    for what, worst in (
-        ("from disk", found.from_disk),
-        ("the same weights published", found.same),
-        ("others published", found.changed),
-    ):
-        yield Row(f"logprobs of vLLM, {what}", worst, bound, "nats")
+    for switch, (variables, arguments) in SWITCHES.items():
+        if variables and variables.items() <= os.environ.items():
+            continue  # the user has set it
+        os.environ |= variables
+        try:
+            again = list(_tried("vLLM", compare(**arguments)))
+        finally:
+            for name in variables:
+                del os.environ[name]
+        differing = next((row for row in again if row.outcome == "different"), None)
+        note = "not the cause" if differing else "isolates the difference: set it"
+        yield replace(differing or again[-1], name=f"vLLM, {switch}", note=note)
 
 
 class Subject(NamedTuple):
@@ -188,7 +226,6 @@ def _cut(config: PreTrainedConfig, layers: int) -> dict[str, Any]:
 
 
 def _size(directory: Path) -> int:
-    """Return how many numbers the model has."""
     shapes: list[list[int]] = []
     for file in directory.glob("*.safetensors"):
         with safe_open(file, "pt") as opened:

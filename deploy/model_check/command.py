@@ -21,15 +21,25 @@ from umbra.proto.errors import EXIT_DONE, UsageError
 )
 @click.option("--vllm/--no-vllm", default=True, help="Compare vLLM too, if it is installed.")
 @click.option(
+    "--tensor-parallel",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="GPUs (without one: processes) that divide the model in vLLM.",
+)
+@click.option(
     "--threads", type=click.IntRange(0), default=0, show_default=True, help="CPU threads; 0 = all."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as one JSON object.")
-def command(path: Path, layers: int, vllm: bool, threads: int, as_json: bool) -> int:
+def command(
+    path: Path, layers: int, vllm: bool, tensor_parallel: int, threads: int, as_json: bool
+) -> int:
     """Compare what Umbra computes with the model in PATH with plain Transformers.
 
     Logprobs and gradients of packed rows, tokens that the engines sample before and after their
-    weights change, weights that are published and exported: each has a row of the table. All in
-    float32 on the CPU. The exit code is 0 if nothing differs, and 2 if something does or the model
+    weights change, weights that are published and exported: each has a row of the table. In
+    float32 on the CPU; vLLM on GPUs in bfloat16, where more rows say which of its switches isolates
+    a difference. The exit code is 0 if nothing differs, and 2 if something does or the model
     is refused.
     """
     import torch
@@ -39,7 +49,7 @@ def command(path: Path, layers: int, vllm: bool, threads: int, as_json: bool) ->
 
     if threads:
         torch.set_num_threads(threads)
-    outcome = check_model(path, layers, vllm=vllm)
+    outcome = check_model(path, layers, vllm=vllm, workers=tensor_parallel)
     click.echo(json.dumps(outcome.as_dict()) if as_json else outcome.as_text())
     if not outcome.equal:
         raise UsageError(

@@ -21,6 +21,7 @@ from umbra.services.reporting.tables import aligned
 _LOGPROBS = 1e-5  # nats, for a largest logit of 1
 _GRADIENTS = 3e-5  # of a gradient's norm
 _VLLM = 1e-4  # nats, whatever the logits
+_VLLM_BFLOAT16 = 0.05  # nats, in the mean over tokens
 _HIDDEN, _LAYERS = 64, 2  # at which these were measured
 
 
@@ -47,7 +48,6 @@ class Row:
         return "equal" if self.worst <= self.bound else "different"
 
     def as_text(self) -> str:
-        """The difference and its bound, and the note, for people."""
         figures = ""
         if self.worst is not None and math.isfinite(self.worst):
             if self.bound:
@@ -79,7 +79,6 @@ class Outcome:
         return {**asdict(self), "cuts": list(self.cuts), "rows": rows, "equal": self.equal}
 
     def as_text(self) -> str:
-        """A table for people."""
         heading = [f"{self.model}: {self.architecture}"]
         heading += [f"compared on a copy with {cut}" for cut in self.cuts]
         rows = [(row.name, row.outcome, row.as_text()) for row in self.rows]
@@ -99,9 +98,9 @@ def gradient_bound(config: Any) -> float:
     return _GRADIENTS * _growth(config)
 
 
-def vllm_bound(config: Any) -> float:
+def vllm_bound(config: Any, dtype: str = "float32") -> float:
     """Return the bound for logprobs of vLLM's kernels, in nats."""
-    return _VLLM * _growth(config)
+    return _VLLM * _growth(config) if dtype == "float32" else _VLLM_BFLOAT16
 
 
 def _growth(config: Any) -> float:

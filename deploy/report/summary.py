@@ -20,8 +20,6 @@ from umbra.services.reporting.tables import counts, number
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """The supervisor's view of the end of a run."""
-
     exit_reason: str
     exit_code: int
     total_s: float

@@ -119,7 +119,6 @@ def check_extension(folder: RunFolder, config: RunConfig) -> str:
 
 
 def finish(summary: dict[str, Any], folder: RunFolder, *, as_json: bool) -> int:
-    """Print the outcome; return the exit code."""
     code = int(summary["exit_code"])
     if as_json:
         click.echo(json.dumps(summary))

@@ -44,7 +44,6 @@ class Progress:
         self._client: StatusClient | None = None
 
     def watch(self, broker: str, security: Security) -> None:
-        """Ask the buffer for its status from now on."""
         self._client = StatusClient(broker, security)
         args = (self._client,)
         threading.Thread(target=self._ask, args=args, name="status-watcher", daemon=True).start()
@@ -59,12 +58,10 @@ class Progress:
                 log.exception("the status cannot be read")  # no reason to end a run
 
     def poll(self) -> None:
-        """Read new steps; never blocks."""
         self.rewards += [float(row.get("reward/mean") or 0.0) for row in self._steps.new()]
 
     @property
     def recent_reward(self) -> float | None:
-        """Return the mean reward of the last ten steps."""
         recent = self.rewards[-10:]
         return sum(recent) / len(recent) if recent else None
 
@@ -167,7 +164,6 @@ class TerminalView(View):
         self._live.update(line, refresh=True)
 
     def update(self, progress: Progress, processes: Mapping[str, str]) -> None:
-        """Draw the table if it is time to."""
         now = time.monotonic()
         if progress.status is None or now < self._next:
             return

@@ -103,10 +103,7 @@ def check_devices(config: RunConfig) -> None:
     from umbra.services.modeling.models import pick_device  # brings torch
 
     for section in ("trainer", "generator", *(["scorer"] if config.buffer.stages else [])):
-        try:
-            pick_device(getattr(config, section).device)
-        except UsageError as error:
-            raise UsageError(f"{section}.device: {error}") from error
+        pick_device(getattr(config, section).device, f"{section}.device")
 
 
 def check_chat(config: RunConfig, row: dict[str, Any]) -> str:

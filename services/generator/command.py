@@ -144,7 +144,6 @@ def evaluate(
     settings = load_config(config, overrides=sets)
 
     def beside(path: str) -> str:
-        """Resolve a path of the run file."""
         found = Path(config or "").parent / path
         return str((found if found.exists() else Path(path)).absolute())
 

@@ -231,7 +231,6 @@ class Rollout:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Texts that end the current turn."""
         return self._settings.stops + (self.ask.stops if self.ask is not None else ())
 
     def is_stopped(self, tokens: Sequence[int]) -> bool:
@@ -353,7 +352,6 @@ class Rollout:
             )
 
     def _asked_prompt(self, ask: Ask) -> list[int]:
-        """Return the tokens of a conversation's opening."""
         limit, chat = self._settings.max_context, self._settings.chat
         prompt = self._encoded(ask, lambda: chat.prompt_ids(ask.messages, ask.tools), begins=True)
         if not prompt:
@@ -409,7 +407,6 @@ class Rollout:
         return self._search
 
     def _cut(self, output: EngineOutput) -> EngineOutput:
-        """Cut `output` after a stop string."""
         if not self.is_stopped(output.token_ids):
             return output
         assert self._search is not None and self._search.end is not None

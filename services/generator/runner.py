@@ -209,7 +209,6 @@ class RolloutRunner:
             self._fail(rollout.task, f"prompt {rollout.task.prompt_id}: {error}")
 
     def _end_stopped(self) -> None:
-        """End the turns in which a stop string was said."""
         live = self.engine.new_tokens() if self._has_stops else {}
         rollouts = self._rollouts
         ended = [n for n, made in live.items() if n in rollouts and rollouts[n].is_stopped(made)]

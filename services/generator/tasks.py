@@ -39,8 +39,6 @@ _GUESS_PROMPT = "guess"
 
 
 class BuiltInTask(NamedTuple):
-    """A built-in task: how its data is drawn."""
-
     prompt: Callable[[random.Random], Row]
     demo: Callable[[random.Random], Row]
     distinct: bool  # held-out prompts never occur among prompts and demos, whatever the seed

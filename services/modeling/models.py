@@ -31,7 +31,7 @@ AS_IT_IS: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def _sees_gpu() -> bool:
+def _sees_gpu(key: str) -> bool:
     """True if torch sees a GPU.
 
     Raises:
@@ -42,7 +42,7 @@ def _sees_gpu() -> bool:
     if DRIVER.exists():
         raise StartupError(
             "there is an NVIDIA driver, but torch sees no GPU: `umbra check` says why; to compute "
-            "on the CPU, set generator.device and trainer.device to cpu"
+            f"on the CPU, set {key} to cpu"
         )
     return False
 
@@ -55,7 +55,7 @@ def pick_device(device: str, key: str = "device") -> torch.device:
         StartupError: see `_sees_gpu`.
     """
     if device == "auto":
-        return torch.device("cuda" if _sees_gpu() else "cpu")
+        return torch.device("cuda" if _sees_gpu(key) else "cpu")
     try:
         chosen = torch.device(device)
     except RuntimeError:

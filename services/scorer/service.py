@@ -72,7 +72,7 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
     from umbra.services.scorer.logprobs import LogprobWorker, ReferenceWorker, check_tokens
 
     config, scorer, stage = context.config, context.config.scorer, context.options["stage"]
-    device = pick_device(scorer.device)
+    device = pick_device(scorer.device, "scorer.device")
     dtype = config.weight_hub.dtype_on(device.type)
     longest = config.longest_turn
 

@@ -7,18 +7,23 @@ from typing import Any, NoReturn
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from transformers import Qwen3Config
 
+from umbra import cli
 from umbra.deploy.check import choose as choosing
 from umbra.deploy.check import hardware
+from umbra.deploy.check import machine as looking
 from umbra.deploy.check.choose import choose, for_hardware, for_this_machine, in_one_line
 from umbra.deploy.check.estimate import MARGIN, divide
 from umbra.deploy.check.hardware import GIB, GpusSeen, Machine, this_machine
+from umbra.deploy.check.machine import judge_gpus
 from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.run.up import other_programs
 from umbra.proto.errors import StartupError, UmbraError
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import given_keys, load_config, load_tree
+from umbra.services.modeling import models
 
 ONE = Machine((8 * GIB,), "made-up", vllm=True)
 FOUR = Machine((8 * GIB,) * 4, "made-up", vllm=True)
@@ -156,17 +161,93 @@ def test_gpus_that_do_not_answer_are_not_taken_for_none(monkeypatch: pytest.Monk
     assert not this_machine().gpus
 
 
-def test_only_a_run_for_cpus_begins_where_torch_sees_none_of_the_gpus(
-    model: Path, monkeypatch: pytest.MonkeyPatch
+OLD = "The NVIDIA driver on your system is too old (found version 12040)"
+BLIND = GpusSeen([], OLD, torch="2.13.0+cu130", cuda="13.0")
+
+
+@pytest.mark.parametrize(
+    ("seen", "driver", "why", "remedy"),
+    [
+        (
+            BLIND, "550.90.07",
+            f"driver 550.90.07 is too old for torch 2.13.0+cu130, which is built for CUDA 13.0 and "
+            f"needs 580 or newer ({OLD})", "update the driver, or install a torch from",
+        ),
+        (
+            replace(BLIND, torch="2.13.0+cpu", cuda=""), "580.1",
+            "torch 2.13.0+cpu is built for CPUs", "install torch from PyPI (CUDA 13, driver 580",
+        ),
+        (replace(BLIND, node=False), "580.1", "as in a container without", "give it GPUs (docker"),
+        (
+            replace(BLIND, visible=""), "550.90",
+            'CUDA_VISIBLE_DEVICES = "" hides all GPUs', "unset it",
+        ),
+        (replace(BLIND, visible="7"), "580.1", f'{OLD} with CUDA_VISIBLE_DEVICES = "7"', "see"),
+        (BLIND, "?", OLD, "see whether nvidia-smi lists"),
+    ],
+)  # fmt: skip
+def test_why_torch_sees_no_gpu(seen: GpusSeen, driver: str, why: str, remedy: str) -> None:
+    found = judge_gpus(seen, driver, 0)
+    assert found.level == "problem"
+    assert why in found.text
+    assert found.remedy.startswith(remedy)
+
+
+@pytest.mark.parametrize(
+    ("module", "program", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.90.07  Fri", None, "550.90.07"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.1", None, "580.1"),
+        (None, "echo 581.2", "581.2"),
+        (None, "exit 9", "?"),
+        (None, None, ""),
+    ],
+)
+def test_a_driver_is_found_in_three_places(
+    module: str | None,
+    program: str | None,
+    version: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    old = "The NVIDIA driver on your system is too old (found version 12040)"
+    monkeypatch.setattr(hardware, "NVIDIA", tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    if module is not None:
+        (tmp_path / "version").write_text(module + "\n")
+    if program is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{program}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    assert hardware.driver_version.__wrapped__() == version
+
+
+def test_only_a_run_for_cpus_begins_where_torch_sees_none_of_the_gpus(
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.setattr(hardware, "driver_version", lambda: "550.90")
-    monkeypatch.setattr(hardware, "gpus_seen", lambda: GpusSeen([], old))
-    given = [f"model.path={model}", "trainer.device=cpu"]
-    with pytest.raises(StartupError) as caught:
+    monkeypatch.setattr(looking, "driver_version", lambda: "550.90")
+    for module in (hardware, looking):
+        monkeypatch.setattr(module, "gpus_seen", lambda: BLIND)
+    monkeypatch.setattr(models, "DRIVER", Path("/proc/version"))
+    given = [f"model.path={tiny_model_dir}", "trainer.device=cpu"]
+    with pytest.raises(
+        StartupError, match=r"sees no GPU: driver 550\.90 is too old.*device to cpu"
+    ):
         for_this_machine(load_config(overrides=given, environ={}), {})
-    assert f"torch sees no GPU ({old}): give this process the GPUs" in str(caught.value)
     config = load_config(overrides=[*given, "generator.device=cpu"], environ={})
     run, told = for_this_machine(config, {})
     assert not told
     assert in_one_line(run).startswith("trainer on cpu (float32), engine torch on cpu (float")
+    rows, file = tmp_path / "rows.jsonl", tmp_path / "run.toml"
+    rows.write_text('{"prompt": "say a", "answer": "a"}\n')
+    file.write_text(f'[model]\npath = "{tiny_model_dir}"\n[data]\nprompts = "{rows}"\n')
+    for words, told in (
+        ((), True),
+        (("--set=trainer.device=cpu", "--set=generator.device=cpu"), False),
+    ):
+        cli.main(["check", str(file), "--no-code", *words])
+        assert ("driver 550.90 is too old" in capsys.readouterr().out) == told
+    assert cli.main(["check", str(file)]) == 2
+    assert "driver 550.90 is too old" in capsys.readouterr().out, "not `umbra check says why`"

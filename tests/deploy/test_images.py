@@ -20,9 +20,9 @@ LINES = [line for line in re.sub(r"\\\n\s*", "", TEXT).splitlines() if line and 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = {
     "broker": ("delta",),
-    "trainer": ("trainer", "nccl-cuda13", "lora", "tensorboard", "tasks"),
-    "generator": ("generator", "vllm", "nccl-cuda13", "tasks"),
-    "gpu": ("trainer", "generator", "vllm", "nccl-cuda13", "lora", "tasks"),
+    "trainer": ("trainer", "nccl", "lora", "tensorboard", "tasks"),
+    "generator": ("generator", "vllm", "nccl", "tasks"),
+    "gpu": ("trainer", "generator", "vllm", "nccl", "lora", "tasks"),
     "cpu": ("all",),
 }
 
@@ -84,7 +84,8 @@ def test_nothing_runs_as_root() -> None:
 def test_a_target_installs_what_it_is_for_and_all_of_it_is_pinned(target: str) -> None:
     assert f"RUN ./install_extras.sh {' '.join(EXTRAS[target])}" in stages()[f"{target}-env"]
     pinned = constraints(target)
-    for requirement in wanted(EXTRAS[target]):
+    other = ("nccl-cuda13",) if "nccl" in EXTRAS[target] else ()  # by the CUDA of torch
+    for requirement in wanted(EXTRAS[target] + other):
         name = requirement.name.lower()
         if "vllm" in EXTRAS[target] and name in ("transformers", "numpy"):
             continue  # vLLM chooses

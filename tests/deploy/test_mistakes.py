@@ -310,9 +310,9 @@ def test_a_first_prompt_that_is_too_long_and_a_device_that_is_not_here(here: Pat
     assert "of sampling.max_tokens = 12: longer answers are cut off" in check_chat(short, row)
     with pytest.raises(UsageError, match="leaves no room for an answer"):
         check_chat(short, {"prompt": "say a" * 10})
-    with pytest.raises(UsageError, match=r"trainer\.device: device 'gpu': use cpu, cuda"):
+    with pytest.raises(UsageError, match=r"trainer\.device 'gpu': use cpu, cuda"):
         check_devices(load_run(here / "run.toml", ("trainer.device=gpu",)))
-    with pytest.raises(UsageError, match=r"generator\.device: device 'cuda:99': this machine has"):
+    with pytest.raises(UsageError, match=r"generator\.device 'cuda:99': this machine has"):
         check_devices(load_run(here / "run.toml", ("generator.device=cuda:99",)))
 
 

@@ -70,8 +70,9 @@ def examine(name: str, folder: Path) -> dict[str, Any]:
     except UmbraError as error:
         kind = type(error).__name__.removesuffix("Error").lower()
         return {"outcome": "refused" if kind == "usage" else kind, "why": _why(error, directory)}
-    equal = found.worst <= BOUND < found.moved / 100
-    return {"outcome": "equal" if equal else "different", **asdict(found)}
+    equal = found.worst <= BOUND < found.moved / 100 and not found.stale
+    figures = {key: value for key, value in asdict(found).items() if isinstance(value, float)}
+    return {"outcome": "equal" if equal else "different", **figures}
 
 
 def quantized(

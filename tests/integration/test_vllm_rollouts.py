@@ -27,6 +27,7 @@ from fakes.versions import load, weights
 from umbra.services.config import GeneratorConfig
 from umbra.services.generator.engines.engine import Engine
 from umbra.services.generator.engines.torch_engine import TorchEngine
+from umbra.services.generator.vllm.check import stale
 from umbra.services.modeling.models import load_model, outline_model
 
 needs("vllm")
@@ -102,3 +103,15 @@ def test_both_kinds_tell_what_could_have_been_drawn(
 ) -> None:
     pieces = roll(next_engine, vllm_model_dir, TEMPERATURE, random.Random(1), top_k=4)
     check_supports(model, pieces)
+
+
+def test_each_worker_has_what_was_published(vllm: Any, model: Any, vllm_model_dir: Path) -> None:
+    other = load_model(vllm_model_dir, torch.device("cpu"), torch.float32)
+    seen: list[dict[str, dict[str, str]]] = []
+    for version, published in enumerate((model, other, model)):
+        load(vllm, weights({0: published}, 0), version, "keep")
+        seen.append(vllm.checksums())
+    assert len(seen[0]) == 2
+    assert stale(seen[0], *seen) == ()
+    kept = {"tp1": next(iter(seen[0].values()))}
+    assert stale(kept, kept, kept, kept), "no worker would have loaded anything"

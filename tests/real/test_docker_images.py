@@ -138,7 +138,12 @@ def test_two_machines_by_the_words_of_the_page(folder: Path) -> None:
         (folder / "umbra" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, folder / "umbra" / name, follow_symlinks=False)
     building, rest = words()
-    save = "command docker save umbra-broker umbra-cpu >../images.tar\n"
+    compiled = "torch.compile(torch.sin)(torch.ones(64))"  # by g++
+    save = (
+        f"command docker run --rm --network=none --entrypoint python3 umbra-cpu -c "
+        f"'import torch; print({compiled}.sum())'\n"
+        "command docker save umbra-broker umbra-cpu >../images.tar\n"
+    )
     docker(folder, BUILD + building + save)
     (folder / "rest.sh").write_text(AT_A + rest, encoding="utf-8")
     done = subprocess.run(

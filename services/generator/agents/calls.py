@@ -81,8 +81,6 @@ class CallRules:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request for one completion."""
-
     messages: list[Message] = field(default_factory=list)
     tools: list[dict[str, Any]] = field(default_factory=list)
     namespaces: dict[str, tuple[str, str]] = field(default_factory=dict)  # of tools that have one
@@ -95,8 +93,6 @@ class Call:
 
 
 class Body(msgspec.Struct, kw_only=True):
-    """A request of any protocol."""
-
     model: str = ""
     temperature: float | None = None
     top_p: float | None = None

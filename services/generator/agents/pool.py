@@ -118,7 +118,6 @@ class AgentPool:
         return self._outcomes.collect()
 
     def close(self) -> None:
-        """End all sessions, the server and our agents."""
         if not self._thread.closed:
             self._thread.wait(self._stop(), END_S)
             self._thread.close()

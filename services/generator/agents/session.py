@@ -96,8 +96,6 @@ class _Place:
 
 @dataclass(slots=True)
 class _Open:
-    """A call that has no answer yet."""
-
     call: Call
     mark: bytes  # the same for the same call
     answer: Future[Answer]

@@ -57,11 +57,10 @@ def open_engine(config: RunConfig, name: str) -> OpenEngine:
 
 
 def engine_here(config: RunConfig) -> str:
-    """Resolve `generator.engine` on this machine."""
     generator = config.generator
     if generator.engine != "auto":
         return generator.engine
-    kind = pick_device(generator.device).type
+    kind = pick_device(generator.device, "generator.device").type
     return generator.engine_on(kind, vllm=importlib.util.find_spec("vllm") is not None)
 
 
@@ -98,7 +97,7 @@ def open_torch(config: RunConfig, seed: int, source: str = "model.path") -> Open
     """Open the torch engine; `source` is where the model is named, for errors."""
     if config.generator.threads:
         torch.set_num_threads(config.generator.threads)
-    device = pick_device(config.generator.device)
+    device = pick_device(config.generator.device, "generator.device")
     dtype = getattr(torch, config.weight_hub.dtype_on(device.type))  # that of what it is served
     model = load_model(config.model.name, device, dtype, source, config.model.checked)
     chat = open_chat(config, model, source)

@@ -141,8 +141,6 @@ def restrict(logits: torch.Tensor, settings: torch.Tensor, greedy: torch.Tensor)
 
 @dataclass(slots=True)
 class _Row:
-    """A request and its tokens so far."""
-
     request: EngineRequest
     limit: int
     unread: bool = True  # the cache has nothing of it that counts
@@ -356,7 +354,6 @@ class TorchEngine:
         return rows
 
     def _step(self) -> None:
-        """Feed every live row its newest token and sample the next."""
         lengths = [row.length for row in self._rows]
         self._longest = max(lengths, default=0)
         self._cache.reserve(len(self._rows), self._longest)

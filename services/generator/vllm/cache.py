@@ -70,12 +70,10 @@ class Salts:
         return own
 
     def used(self, session: str, salt: str) -> None:
-        """Note that a request of `session` was made under `salt`."""
         if session:
             self._last[session] = salt
 
     def forget(self, sessions: Iterable[str]) -> None:
-        """Forget sessions that have no more requests."""
         for session in sessions:
             self._own.discard(self._last.pop(session, ""))
 

@@ -2,16 +2,18 @@
 
 Three times vLLM samples the same prompts and plain Transformers computes the logprobs of what was
 sampled: with the weights that vLLM read from disk, after a publish of the very same weights, and
-after one of others.
+after one of others. Checksums of the parameters in each worker show whether all of them have a
+version: those of the same weights are the same, whichever way and however often they came.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from umbra.proto.records import Manifest, Sampling
@@ -27,24 +29,31 @@ _REQUESTS = 8
 _PROMPT_TOKENS = 96  # of the longest prompt
 _TOKENS = 24  # sampled by each request
 _CHANGE = 0.3  # standard deviation of what is added to each tensor, in its own
+_GPU_SHARE = 0.3  # of its memory, for vLLM
 _BUCKET_BYTES = 1 << 20
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 Publish = Callable[[Any], Iterable[tuple[str, torch.Tensor]]]
+_Sums = Mapping[str, Mapping[str, str]]  # of parameters, by worker and name
 
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """The largest difference between logprobs of vLLM and Transformers, in nats.
+    """How far logprobs of vLLM are from those of Transformers, in nats.
 
-    `moved` is by how much the change of weights itself moved the logprobs of the same tokens: a
-    publish that did nothing would show as `changed` of about that size.
+    In float32 it is the largest difference, in bfloat16 the mean. `moved` is by how much the change
+    of weights itself moved the logprobs of the same tokens: a publish that did nothing would show
+    as `changed` of about that size. `stale` are parameters, by worker of vLLM, that a publish did
+    not bring to what it should have.
     """
 
     from_disk: float
     same: float
     changed: float
     moved: float
+    dtype: str = "float32"
+    workers: int = 1
+    stale: tuple[str, ...] = ()
 
     @property
     def worst(self) -> float:
@@ -56,20 +65,23 @@ def vllm_differences(
     publish: Publish,
     *,
     checked: Collection[str] = (),
-    dtype: str = "float32",
+    dtype: str = "",
     threads: int = 1,
+    tensor_parallel: int = 1,
     **engine_args: Any,
 ) -> Differences:
     """Compare vLLM with Transformers on the model in `directory`; starts and ends a vLLM.
 
-    First the same weights go to vLLM as a receiver stages them, then changed ones.
+    First the same weights go to vLLM as a receiver stages them, then changed ones, then the first.
 
     Args:
         directory: of the model, with its tokenizer.
         publish: name and tensor of what the trainer publishes of a model.
         checked: see `check_architecture`.
-        dtype: what vLLM computes in, "float32" or "bfloat16"; Transformers computes in float32.
+        dtype: what vLLM computes in, "float32" or "bfloat16", by default as it is served: in
+            bfloat16 on GPUs. Transformers computes in float32.
         threads: of vLLM and of this process.
+        tensor_parallel: workers among which vLLM divides the model.
         engine_args: of vLLM, as in `generator.engine_args`.
 
     Raises:
@@ -82,11 +94,15 @@ def vllm_differences(
         threads=threads,
         slots=_REQUESTS,
         max_context=_PROMPT_TOKENS + _TOKENS,
-        engine_args=engine_args,
+        tensor_parallel=tensor_parallel,
     )
     set_environment(config)
     from umbra.services.generator.vllm.engine import VllmEngine  # brings vLLM
 
+    if on_gpu():
+        engine_args = {"gpu_memory_utilization": _GPU_SHARE} | engine_args
+    config = msgspec.structs.replace(config, engine_args=engine_args)
+    dtype = dtype or ("bfloat16" if on_gpu() else "float32")
     outline = outline_model(directory, checked=checked)
     torch.set_num_threads(threads)
     computed: torch.dtype = getattr(torch, dtype)
@@ -95,18 +111,49 @@ def vllm_differences(
     engine = VllmEngine(directory, outline, config, dtype=dtype, stop_ids=(), version=0)
     try:
         prompts = _prompts(model.config.get_text_config().vocab_size)
-        from_disk = _difference(engine, reference, prompts)
-        engine.load(*_version(model, publish, computed), 1, "keep")
-        same = _difference(engine, reference, prompts)
+        seen = [engine.checksums()]
+        from_disk = _difference(engine, reference, prompts, computed)
+        first = _version(model, publish, computed)
+        engine.load(*first, 1, "keep")
+        seen.append(engine.checksums())
+        same = _difference(engine, reference, prompts, computed)
         outputs = _sample(engine, prompts)
         before = _logprobs(reference, prompts, outputs)
         change(model, computed)
         moved = float((_logprobs(reference, prompts, outputs) - before).abs().mean())
         engine.load(*_version(model, publish, computed), 2, "keep")
-        changed = _difference(engine, reference, prompts)
+        seen.append(engine.checksums())
+        changed = _difference(engine, reference, prompts, computed)
+        engine.load(*first, 3, "keep")
+        seen.append(engine.checksums())
     finally:
         engine.close()
-    return Differences(from_disk=from_disk, same=same, changed=changed, moved=moved)
+    return Differences(from_disk, same, changed, moved, dtype, len(seen[0]), stale(*seen))
+
+
+def on_gpu() -> bool:
+    """True if the installed vLLM computes on GPUs."""
+    from umbra.services.generator.vllm.engine import platform  # brings vLLM
+
+    return platform() != "cpu"
+
+
+def stale(disk: _Sums, same: _Sums, changed: _Sums, again: _Sums) -> tuple[str, ...]:
+    """Return parameters that did not become what a publish has, as "worker name".
+
+    `disk`, `same` and `again` are of equal weights, of which `changed` has no tensor. Parameters
+    that are no weights (scales of vLLM's cache) change in no worker.
+    """
+    found: set[str] = set()
+    moved = {
+        worker: {name for name, digest in sums.items() if changed[worker].get(name) != digest}
+        for worker, sums in same.items()
+    }
+    weights = set[str]().union(*moved.values()) or {name for sums in same.values() for name in sums}
+    for worker, sums in same.items():
+        other = {n for n, d in sums.items() if {disk[worker].get(n), again[worker].get(n)} != {d}}
+        found |= {f"{worker} {name}" for name in other | (weights & sums.keys()) - moved[worker]}
+    return tuple(sorted(found))
 
 
 def _prompts(vocabulary: int) -> list[list[int]]:
@@ -115,10 +162,13 @@ def _prompts(vocabulary: int) -> list[list[int]]:
     return [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in lengths]
 
 
-def _difference(engine: Engine, reference: Reference, prompts: list[list[int]]) -> float:
+def _difference(
+    engine: Engine, reference: Reference, prompts: list[list[int]], computed: torch.dtype
+) -> float:
     outputs = _sample(engine, prompts)
     theirs = torch.tensor([logprob for output in outputs for logprob in output.logprobs])
-    return float((theirs - _logprobs(reference, prompts, outputs)).abs().max())
+    off = (theirs - _logprobs(reference, prompts, outputs)).abs()
+    return float(off.max() if computed == torch.float32 else off.mean())
 
 
 def _sample(engine: Engine, prompts: list[list[int]]) -> list[EngineOutput]:

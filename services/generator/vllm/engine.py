@@ -193,7 +193,6 @@ class VllmEngine:
         return EngineError(f"vLLM's engine core died ({ends}); if it said why, it did so above")
 
     def submit(self, requests: Iterable[EngineRequest]) -> None:
-        """Queue `requests`; see `Engine.submit`."""
         for request in requests:
             limit = check_request(request, self.max_context, self._vocabulary)
             params = self._params(request.sampling, limit)
@@ -282,6 +281,10 @@ class VllmEngine:
 
     def peek(self, request_ids: Iterable[str]) -> list[EngineOutput]:
         return list(self._peek(self._keys(set(request_ids))).values())
+
+    def checksums(self) -> dict[str, dict[str, str]]:
+        """Return a checksum of each parameter by worker and name, of a model that is idle."""
+        return self._wait(private.checksums(self._llm), self._pace.limit_s(0))
 
     def forget(self, session: str) -> None:
         self._loop.call_soon_threadsafe(self._salts.forget, [session])
@@ -522,6 +525,5 @@ def _started(arguments: dict[str, Any], cache_log: private.CacheLog) -> AsyncLLM
 
 
 def _sentence(error: BaseException) -> str:
-    """Return the first line of an error that says something."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return next((line for line in lines if "validation error" not in line), repr(error))

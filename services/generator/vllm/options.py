@@ -19,10 +19,11 @@ import torch
 from umbra.proto.errors import UsageError
 from umbra.services.config import GeneratorConfig
 from umbra.services.generator.vllm.plugin import ADAPTER_BACKEND, BACKEND, OURS_VARIABLE
+from umbra.services.modeling.models import pick_device
 
 log = logging.getLogger(__name__)
 
-OLDEST = NEWEST = (0, 32)  # that runs were made with
+OLDEST = NEWEST = (0, 32)  # that runs were made with; 0.33 was read (`private.py`)
 _BLOCK_TOKENS = 128  # of vLLM's KV cache on CPUs
 _KV_SPARE = 1.25  # room for prefixes that are kept for later requests
 # Engine arguments that follow from keys of ours.
@@ -45,18 +46,10 @@ _ONLINE_ON_CPUS = ("fp8_per_channel", "int8_per_channel_weight_only")  # it has 
 _ALWAYS_TIED = ("cohere", "cohere2")  # vLLM 0.32 drops an output layer that they have of their own
 # `enable_lora` and what it goes with, too: our adapter is the only one.
 _OWN = (
-    "weight_transfer_config",
-    "logprobs_mode",
-    "skip_tokenizer_init",
-    "disable_log_stats",
-    "enable_lora",
-    "max_loras",
-    "max_lora_rank",
-    "max_cpu_loras",
-    "lora_dtype",
-    "lora_target_modules",
-    "fully_sharded_loras",
-)
+    "weight_transfer_config", "logprobs_mode", "skip_tokenizer_init", "disable_log_stats",
+    "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype",
+    "lora_target_modules", "fully_sharded_loras",
+)  # fmt: skip
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.32 makes room for
 # Where vLLM's logprobs with an adapter were compared with the trainer's. No mixtures of experts:
 # with adapters enabled, vLLM computes experts by Triton, which CPUs do not have.
@@ -106,6 +99,9 @@ def set_environment(config: GeneratorConfig) -> None:
         "VLLM_NO_USAGE_STATS": "1",  # nothing about a run is sent anywhere
         "HF_HUB_OFFLINE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
+        # As on CPUs: in a fork of a process that asked torch for GPUs, CUDA does not work.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it has no logprobs of what is cut off; saves nvcc
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else all engines of a host share its first core
     }
     if config.threads:
@@ -141,12 +137,22 @@ def visible_devices(first: int, count: int, there: int, before: str) -> str:
 
 
 def check_device(device: str, platform: str) -> None:
-    """Raise UsageError unless this build of vLLM, for `platform` ("cpu", "cuda"), runs `device`."""
+    """Check that this build of vLLM, for `platform` ("cpu", "cuda"), runs on `device`.
+
+    Raises:
+        UsageError: it does not.
+        StartupError: there is a driver, and torch sees no GPU.
+    """
     wanted = device.partition(":")[0]
-    if wanted not in ("auto", platform):
+    here = ""
+    if wanted == "auto":
+        wanted = pick_device(device, "generator.device").type
+        here = f", which is {wanted} here"
+    if wanted != platform:
+        built_for = platform or "cuda"
         raise UsageError(
-            f'generator.device = "{device}", but the vLLM that is installed was built for '
-            f'{platform}: set generator.device = "auto", or install the other build '
+            f'generator.device = "{device}"{here}, but the vLLM that is installed was built for '
+            f'{built_for}: set generator.device = "{built_for}", or install the other build '
             "(docs/generation.md)"
         )
 
@@ -333,12 +339,10 @@ def engine_arguments(
         "disable_log_stats": True,
     }
     if platform == "cpu":
-        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-        from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
+        from umbra.services.generator.vllm.private import cpu_head_sizes  # brings vLLM
 
-        latent = _latent_size(hf_config.get_text_config())
-        backend = CPUMLABackend if latent else CPUAttentionBackend
-        check_head_size(hf_config, backend.get_supported_head_sizes())
+        latent = bool(_latent_size(hf_config.get_text_config()))
+        check_head_size(hf_config, cpu_head_sizes(latent=latent))
         # Compiling takes longer than it saves there, and "90 % of the memory" is too much where
         # trainer and buffer run too.
         ours["enforce_eager"] = True

@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+from contextlib import suppress
 
 from umbra.services.process.parent import signal_at_death_of
 
@@ -30,5 +31,5 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     for name, (module, engine) in _ENGINES.items():
-        if name not in WeightTransferEngineFactory._registry:  # has no question of its own
+        with suppress(ValueError):  # it is known already
             WeightTransferEngineFactory.register_engine(name, module, engine)

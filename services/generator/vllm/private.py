@@ -1,6 +1,6 @@
-"""Every name of vLLM's frontend that is not part of its interface, as read in vLLM 0.32.
+"""Every name of vLLM that is not part of its interface, as read in vLLM 0.32 and 0.33.
 
-What runs inside of vLLM's workers (`plugin.py`, `weights.py`) names what it needs there itself.
+Its interface is what users of `AsyncLLM` and engines of `vllm.general_plugins` are given.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import math
 from contextlib import suppress
 from typing import Any
 
+import torch
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import PrometheusStatLogger
@@ -24,6 +25,7 @@ from umbra.services.generator.engines.engine import (
     told_of,
 )
 from umbra.services.generator.vllm.names import ToldRouters
+from umbra.services.generator.vllm.plugin import ADAPTER
 from umbra.services.process.child import describe_exit
 
 _REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
@@ -79,7 +81,6 @@ def requests(llm: AsyncLLM) -> dict[str, Any]:
 
 
 def tokens_of(record: Any) -> list[int]:
-    """Return the new tokens of a request, a list that grows."""
     return record.detokenizer.output_token_ids
 
 
@@ -162,3 +163,118 @@ def close_sockets(llm: AsyncLLM) -> None:
         for socket in list(context._sockets):
             socket.close(linger=0)
         context._shadow_obj.destroy(linger=0)
+
+
+def cpu_head_sizes(*, latent: bool) -> list[int]:
+    """Return the dimensions of heads that attention on CPUs serves."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
+
+    return (CPUMLABackend if latent else CPUAttentionBackend).get_supported_head_sizes()
+
+
+async def checksums(llm: AsyncLLM) -> dict[str, dict[str, str]]:
+    """Return a checksum of each parameter, as it lies in a worker, by worker and name."""
+    found: dict[str, dict[str, str]] = {}
+    for told in await llm.compute_weight_checksums():
+        for key, digest in told.items():  # "dp0:pp0:pcp0:tp1:model.norm.weight"
+            worker, _, name = key.rpartition(":")
+            found.setdefault(worker, {})[name] = digest
+    return found
+
+
+# -- inside of workers; imported there, since frontends need none of it ----------------------------
+
+
+def not_reached(model: torch.nn.Module, tied: bool) -> list[str]:
+    """Parameters of layers that are not complete, of which nothing has come.
+
+    vLLM would put their old weights back. So it is where a model's loader copies weights itself,
+    past what takes note of them for a later load, and yet says that they were loaded.
+
+    Args:
+        tied: the output layer reads the embedding's weights where they lie.
+    """
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
+
+    found: list[str] = []
+    for prefix, layer in model.named_modules():
+        info: Any = get_layerwise_info(layer)
+        if not info.can_load() or is_deferred_attention_layer(layer):
+            continue
+        if tied and isinstance(layer, ParallelLMHead):
+            continue
+        came = {name for name, _ in info.loaded_weights} | SKIP_TENSORS
+        own = (name for name, _ in layer.named_parameters(recurse=False) if name not in came)
+        found += [f"{prefix}.{name}" for name in own]
+    return found
+
+
+def not_loaded(model: torch.nn.Module, loaded: set[str], quantized: bool) -> list[str]:
+    """Parameters of `model` that its loader should have filled but did not, by name.
+
+    vLLM asks for all of them where nothing is quantized, and else for none. Quantization adds
+    scales, which it computes from the weights of the same layer: so we ask for one of each layer
+    then. Scales of the KV cache are the attention's own and come from no trainer.
+    """
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+
+    named = list(model.named_parameters(remove_duplicate=False))
+    # A router's correction belongs to its experts as well, and came under one of its names.
+    there = {id(parameter) for name, parameter in named if name in loaded}
+    if quantized:
+        for layer in model.modules():
+            own = {id(parameter) for parameter in layer.parameters(recurse=False)}
+            if is_deferred_attention_layer(layer) or own & there:
+                there |= own
+    return sorted({name for name, parameter in named if id(parameter) not in there})
+
+
+def pack_experts_again(model: torch.nn.Module) -> None:
+    """Have experts packed for the kernel at every load, before they are copied to their places.
+
+    vLLM 0.32 packs those of CPUs at the first load only
+    (`UnquantizedFusedMoEMethod._setup_kernel`); later ones would be copied unpacked into what the
+    kernel reads as packed. To be called after the first load.
+    """
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+        UnquantizedFusedMoEMethod,
+    )
+
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if (
+            isinstance(method, UnquantizedFusedMoEMethod)
+            and method.unquantized_backend is UnquantizedMoeBackend.CPU
+            and method.moe_kernel is not None
+        ):
+            # In place of vLLM's whole step, so that a version that packs does not do it twice.
+            experts = method.moe_kernel.fused_experts
+            method.process_weights_after_loading = experts.process_weights_after_loading
+
+
+def adapter_places(model: Any) -> set[str]:
+    """Return the names in checkpoints of the layers that have an adapter in vLLM."""
+    manager = model.lora_manager
+    packed: dict[str, list[str]] = manager.packed_modules
+    return {name for layer in manager.modules for name in packed.get(layer, [layer])}
+
+
+def load_adapter(model: Any, tensors: dict[str, torch.Tensor], rank: int, alpha: float) -> None:
+    """Put these factors, by peft's names, in the place of those before."""
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    # Scales are any number, whatever the annotation says.
+    config = PEFTHelper(r=rank, lora_alpha=alpha, target_modules=[])  # pyright: ignore[reportArgumentType]
+    manager = model.lora_manager
+    adapter = LoRAModel.from_lora_tensors(
+        ADAPTER, tensors, config, device="cpu", dtype=manager.lora_config.lora_dtype
+    )
+    manager.remove_adapter(ADAPTER)
+    manager.add_adapter(adapter)
+    manager.activate_adapter(ADAPTER)

@@ -9,13 +9,15 @@ then only the end of its process helps.
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
+import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -49,11 +51,12 @@ class GpuError(UmbraError):
 
 
 def _to_install() -> str:
-    """Return the extra that brings the CuPy for the CUDA of the installed torch."""
-    for package, extra in (("nvidia-nccl-cu13", "nccl-cuda13"), ("nvidia-nccl-cu12", "nccl")):
-        with suppress(PackageNotFoundError):
-            version(package)  # which that torch brings
-            return f"pip install 'umbra-rl[{extra}]'"
+    """Return the extra that brings the CuPy for torch.version.cuda, read without torch's import."""
+    torch = importlib.util.find_spec("torch")
+    text = Path(torch.origin).with_name("version.py").read_text() if torch and torch.origin else ""
+    built = re.search(r"^cuda\b.*'(\d+)\.", text, re.MULTILINE)
+    if extra := {"12": "nccl", "13": "nccl-cuda13"}.get(built[1] if built else ""):
+        return f"pip install 'umbra-rl[{extra}]'"
     return "pip install 'umbra-rl[nccl]' for CUDA 12, or [nccl-cuda13] for CUDA 13"
 
 
