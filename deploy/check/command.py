@@ -12,14 +12,7 @@ import click
 
 from umbra.deploy.check.choose import for_hardware
 from umbra.deploy.check.hardware import GPUS, Machine, this_machine
-from umbra.deploy.check.machine import (
-    Finding,
-    as_text,
-    findings,
-    for_cpus,
-    has_problem,
-    refusal,
-)
+from umbra.deploy.check.machine import Finding, as_text, findings, for_cpus, has_problem, refusal
 from umbra.deploy.files.formats import to_toml
 from umbra.deploy.prepare.load import load_given, search_path, set_option
 from umbra.deploy.prepare.preflight import check_packages, check_run

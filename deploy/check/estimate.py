@@ -58,7 +58,6 @@ class Estimate:
         ]
 
     def in_short(self) -> str:
-        """Return one line with the margin of each kind of memory."""
         return ", ".join(
             f"{name} {size(needed)}"
             + (f" of {size(there)} ({1 - needed / there:.0%} left)" if there else "")

@@ -138,30 +138,28 @@ def driver_version() -> str:
 
 def why_blind(seen: GpusSeen, driver: str) -> str:
     """Return why torch sees no GPU of this driver, and after the last semicolon the remedy."""
+    least = LEAST_DRIVER.get(int(seen.cuda.partition(".")[0] or 0), 0)
+    major = driver.partition(".")[0]
     if not seen.cuda:
         return (
-            f"torch {seen.torch} is built for CPUs; install torch from PyPI (CUDA 13, driver "
-            f"{LEAST_DRIVER[13]} or newer) or from PyTorch's cu12 index"
+            f"torch {seen.torch} is built for CPUs; install one from PyPI (CUDA 13, driver 580 or "
+            "newer) or from PyTorch's cu12 index (driver 525)"
         )
     if not seen.node:
         return (
-            "this process is given no device of the driver (/dev/nvidiactl), as in a container "
-            "without GPUs; give it GPUs (docker: --gpus all and NVIDIA's container toolkit, "
-            "SLURM: --gres=gpu:1, Kubernetes: nvidia.com/gpu)"
+            "this process has no /dev/nvidiactl, as in a container without GPUs; give it GPUs "
+            "(docker: --gpus all, SLURM: --gres=gpu:1, Kubernetes: nvidia.com/gpu)"
         )
+    variable = f'CUDA_VISIBLE_DEVICES = "{seen.visible}"'
     if seen.visible is not None and seen.visible.strip() in ("", "-1", "NoDevFiles"):
-        return (
-            f'CUDA_VISIBLE_DEVICES = "{seen.visible}" hides all GPUs; unset it, or name some that '
-            "nvidia-smi lists"
-        )
-    least = LEAST_DRIVER.get(int(seen.cuda.partition(".")[0]), 0)
-    if (major := driver.partition(".")[0]).isdigit() and int(major) < least:
+        return f"{variable} hides all GPUs; unset it, or name some that nvidia-smi lists"
+    if major.isdigit() and int(major) < least:
         return (
             f"driver {driver} is too old for torch {seen.torch}, which is built for CUDA "
             f"{seen.cuda} and needs {least} or newer ({seen.why_not}); update the driver, or "
             "install a torch from PyTorch's index for a CUDA that this driver has"
         )
-    hidden = f' with CUDA_VISIBLE_DEVICES = "{seen.visible}"' if seen.visible else ""
+    hidden = f" with {variable}" if seen.visible else ""
     return f"{seen.why_not}{hidden}; see whether nvidia-smi lists the GPUs, and which"
 
 

@@ -138,7 +138,6 @@ def fullest(pack_tokens: int, micro_tokens: int, max_context: int) -> tuple[int,
 
 
 def moments(trainer: TrainerConfig, sizes: ModelSizes) -> int:
-    """Return the bytes of a rank's optimizer states."""
     trained = sizes.trained // trainer.ranks
     match trainer.optimizer:
         case "sgd":
@@ -288,18 +287,14 @@ def _generator(config: RunConfig, sizes: ModelSizes, *, gpu: bool) -> Need:
 
 
 def _planes(config: RunConfig, sizes: ModelSizes, gpu: int) -> Iterator[Need]:
-    """Yield the processes that move versions on GPUs, if such a plane is set.
-
-    `auto` takes such a plane for a tenth of a GPU at most.
-    """
+    """Yield the processes that move versions on GPUs, if such a plane is set and not `auto`."""
     plane, gpus = config.weight_hub.plane, _generator(config, sizes, gpu=gpu > 0).gpus
     if plane not in GPU_PLANES or not gpus:
         return
     copies = config.weight_hub.slots + 1 if plane == "cuda_ipc" else 0
     version = published(config, sizes, gpu=gpu > 0)
     device = [Item("versions", copies * version, remedy="set weight_hub.plane = shm")]
-    first = gpus[0][0] if copies else 0
-    yield _placed("weight hub", ((first,),), device, [], 1)
+    yield _placed("weight hub", (gpus[0][:1] if copies else (0,),), device, [], 1)
     if plane == "nccl":
         yield _placed("weight receiver", tuple(one[:1] for one in gpus), [], [], len(gpus))
 

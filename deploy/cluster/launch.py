@@ -57,7 +57,6 @@ class Paths:
 
 
 def container_paths(plan: Plan, modules: str, *, keys: bool) -> Paths:
-    """Return where the files of a run are in every container."""
     return Paths(
         config=f"{ROOT}/{CONFIG_FILE}",
         results=f"{ROOT}/results/{plan.run_id}",
@@ -102,7 +101,6 @@ class Launch:
 
 
 def launches(plan: Plan, paths: Paths) -> list[Launch]:
-    """Return how each process of `plan` is started, in its order."""
     return [launch(plan, process, paths) for process in plan.processes]
 
 
@@ -226,7 +224,6 @@ def _image(plan: Plan, process: Process, read: list[str]) -> str:
 
 
 def _is_elsewhere(name: str) -> bool:
-    """True if `name` is no path on the nodes."""
     return name.startswith(DATASETS) or looks_like_name(name)
 
 

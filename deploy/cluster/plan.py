@@ -58,7 +58,6 @@ class Plan:
         return [gpu for gpu in range(node.gpus) if gpu not in used]
 
     def shares_gpus(self) -> bool:
-        """True if a GPU has several processes."""
         used = [
             (process.node.name, gpu)
             for process in self.processes

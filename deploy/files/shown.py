@@ -49,8 +49,6 @@ def best_effort_output() -> Iterator[None]:
 
 
 class _BestEffort:
-    """A stream that points to nowhere once it cannot be written to."""
-
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
@@ -77,7 +75,6 @@ class _BestEffort:
 
 
 def shown_command() -> str:
-    """How this installation's `umbra` is called here."""
     own = Path(sys.executable).parent / "umbra"
     found = shutil.which("umbra")
     if found is not None and Path(found).absolute() == own.absolute():

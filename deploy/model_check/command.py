@@ -21,19 +21,13 @@ from umbra.proto.errors import EXIT_DONE, UsageError
 )
 @click.option("--vllm/--no-vllm", default=True, help="Compare vLLM too, if it is installed.")
 @click.option(
-    "--tensor-parallel",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    help="GPUs (without one: processes) that divide the model in vLLM.",
+    "--tensor-parallel", "workers", type=click.IntRange(1), default=1, help="GPUs of the vLLM."
 )
 @click.option(
     "--threads", type=click.IntRange(0), default=0, show_default=True, help="CPU threads; 0 = all."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as one JSON object.")
-def command(
-    path: Path, layers: int, vllm: bool, tensor_parallel: int, threads: int, as_json: bool
-) -> int:
+def command(path: Path, layers: int, vllm: bool, workers: int, threads: int, as_json: bool) -> int:
     """Compare what Umbra computes with the model in PATH with plain Transformers.
 
     Logprobs and gradients of packed rows, tokens that the engines sample before and after their
@@ -49,7 +43,7 @@ def command(
 
     if threads:
         torch.set_num_threads(threads)
-    outcome = check_model(path, layers, vllm=vllm, workers=tensor_parallel)
+    outcome = check_model(path, layers, vllm=vllm, workers=workers)
     click.echo(json.dumps(outcome.as_dict()) if as_json else outcome.as_text())
     if not outcome.equal:
         raise UsageError(

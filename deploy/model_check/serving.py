@@ -34,15 +34,12 @@ _NAMES_SHOWN = 3
 
 
 class Version(NamedTuple):
-    """Weights by name, and the bytes that generators get of them."""
-
     weights: Mapping[str, Tensor]
     manifest: Manifest
     memory: memoryview
 
 
 def publish(policy: PreTrainedModel, dtype: str = "float32") -> Version:
-    """Return what the trainer publishes of `policy` now."""
     manifest = build_manifest(tensor_layout(policy, dtype), _BUCKET_BYTES)
     memory = private_memory(manifest.total_bytes)
     write_shards(policy, manifest, memory)

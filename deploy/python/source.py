@@ -73,7 +73,6 @@ class CopiedSource:
         return f"{MODULE}:{found.__name__}"
 
     def _copy(self, found: Any, argument: str) -> None:
-        """Copy a function or class of the program, after what it uses."""
         name = found.__name__
         if name in self._bound:
             if self._bound[name] is not found:

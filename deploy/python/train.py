@@ -222,7 +222,6 @@ def _write_prompts(prompts: Prompts, folder: RunFolder, argument: str) -> str:
 
 
 def _write(folder: RunFolder, config: RunConfig, source: CopiedSource) -> None:
-    """Write what `umbra up` begins with to `folder`."""
     search: Sequence[Path] = source.search
     if source.text:
         folder.inputs.mkdir(exist_ok=True)

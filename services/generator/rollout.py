@@ -49,8 +49,6 @@ class Limits:
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    """What all rollouts of a generator share."""
-
     chat: Chat
     sampling: Sampling
     max_context: int
@@ -397,7 +395,6 @@ class Rollout:
 
     @property
     def _said_tokens(self) -> int:
-        """Tokens of the current turn, without those of the engine."""
         return len(self._line.tokens.ids) - self._line.turn_start
 
     def _stop_search(self) -> StopSearch | None:
@@ -418,7 +415,6 @@ class Rollout:
         self.phase = Phase.STEP if over else Phase.GENERATE
 
     def _room(self) -> int:
-        """Return the tokens that the current turn may still get."""
         said = len(self._line.tokens.ids)
         limit = self._settings.sampling.max_tokens
         if self.ask is not None and self.ask.max_tokens:
@@ -426,12 +422,10 @@ class Rollout:
         return min(self._most(self._line) - said, limit - (said - self._line.turn_start))
 
     def _most(self, line: Line) -> int:
-        """Return the tokens that the whole response of `line` may have."""
         context = self._settings.max_context - len(line.prompt)
         return min(context, self._settings.limits.tokens or context)
 
     def _turn_complete(self) -> bool:
-        """True if the model ended the current turn itself."""
         if not self._said_tokens:
             return False
         search = self._stop_search()

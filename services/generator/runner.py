@@ -224,7 +224,6 @@ class RolloutRunner:
         return self._may_flush(rollout) and unsaved >= self._flush_tokens
 
     def _collect(self) -> None:
-        """Take in what environments and agents say."""
         for outcome in self._pool.collect():
             rollout = self._rollouts.get(outcome.key.rpartition("/")[0])
             if rollout is None or rollout.session != outcome.key:

@@ -175,7 +175,7 @@ BLIND = GpusSeen([], OLD, torch="2.13.0+cu130", cuda="13.0")
         ),
         (
             replace(BLIND, torch="2.13.0+cpu", cuda=""), "580.1",
-            "torch 2.13.0+cpu is built for CPUs", "install torch from PyPI (CUDA 13, driver 580",
+            "torch 2.13.0+cpu is built for CPUs", "install one from PyPI (CUDA 13, driver 580",
         ),
         (replace(BLIND, node=False), "580.1", "as in a container without", "give it GPUs (docker"),
         (

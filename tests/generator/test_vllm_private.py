@@ -11,8 +11,8 @@ FOLDER = Path(__file__).parents[2] / "services" / "generator" / "vllm"
 # What users of vLLM's engine are given, and its interface for engines that transfer weights.
 PUBLIC = {
     "vllm.distributed.weight_transfer.base", "vllm.distributed.weight_transfer.factory",
-    "vllm.engine.arg_utils", "vllm.inputs", "vllm.model_executor.model_loader.reload"
-    "vllm.lora.request", "vllm.outputs", "vllm.platforms",
+    "vllm.engine.arg_utils", "vllm.inputs", "vllm.lora.request",
+    "vllm.model_executor.model_loader.reload", "vllm.outputs", "vllm.platforms",
     "vllm.sampling_params", "vllm.v1.engine.async_llm", "vllm.v1.engine.exceptions",
 }  # fmt: skip
 

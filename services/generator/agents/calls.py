@@ -316,7 +316,6 @@ def read_message(message: dict[str, Any], index: int = 0) -> Message:
 
 
 def read_content(content: Any, where: str) -> str:
-    """Return the text of a message, whole or in parts."""
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, list):

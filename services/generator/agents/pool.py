@@ -45,8 +45,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class AgentSettings:
-    """What all agents of a generator have in common."""
-
     rules: CallRules
     model: str  # name in replies
     key: str = ""
@@ -110,7 +108,6 @@ class AgentPool:
         self._thread.call(self._open, key, row)
 
     def forget(self, key: str) -> None:
-        """The sample is over, and so is its session."""
         self._thread.call(self._close, key)
 
     def collect(self) -> list[EpisodeOutcome]:

@@ -47,8 +47,6 @@ class News:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The end of a turn of the model."""
-
     number: int
     tools: list[dict[str, Any]]
     history: list[Message]  # the turn included

@@ -40,8 +40,6 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class CacheFigures:
-    """Figures of an engine's KV cache."""
-
     usage: float = 0.0  # share of it that sequences under way take, in [0, 1]
     asked_tokens: int = 0  # of prompts
     cached_tokens: int = 0  # of those, the ones that had been read before, and were not again

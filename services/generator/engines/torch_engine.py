@@ -153,7 +153,6 @@ class _Row:
 
     @property
     def context(self) -> tuple[int, ...]:
-        """All tokens but the newest."""
         return (*self.request.prompt_ids, *self.tokens)[:-1]
 
     @property
@@ -165,7 +164,6 @@ class _Row:
         return len(self.request.prompt_ids) + len(self.tokens)
 
     def serve(self, version: int) -> None:
-        """Attribute tokens from here on to `version`."""
         self.starts.append((version, len(self.tokens)))
 
     def output(self, reason: FinishReason) -> EngineOutput:
@@ -447,7 +445,6 @@ class TorchEngine:
     def _append(
         self, tokens: torch.Tensor, logprobs: torch.Tensor, supports: list[Support | None]
     ) -> None:
-        """Note the new tokens of all rows; rows that are done leave."""
         done: list[int] = []
         # One transfer, the only time in a step that a GPU is waited for; double holds both exactly.
         both = torch.stack((tokens.double(), logprobs.double())).tolist()
