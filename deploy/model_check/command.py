@@ -21,7 +21,12 @@ from umbra.proto.errors import EXIT_DONE, UsageError
 )
 @click.option("--vllm/--no-vllm", default=True, help="Compare vLLM too, if it is installed.")
 @click.option(
-    "--tensor-parallel", "workers", type=click.IntRange(1), default=1, help="GPUs of the vLLM."
+    "--tensor-parallel",
+    "workers",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="GPUs (without any: processes) that divide the model in vLLM.",
 )
 @click.option(
     "--threads", type=click.IntRange(0), default=0, show_default=True, help="CPU threads; 0 = all."

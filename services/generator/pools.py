@@ -30,7 +30,6 @@ T = TypeVar("T", bound=EnvironmentConfig)
 
 
 def unrewarded(config: RunConfig) -> RunConfig:
-    """Return `config` without the rewards that scorers give."""
 
     def bare(one: T) -> T:
         if one not in config.rewarded_by_scorers:

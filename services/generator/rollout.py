@@ -243,7 +243,6 @@ class Rollout:
 
     @property
     def branched(self) -> bool:
-        """True if it has more than one line of tokens."""
         return len(self._lines) > 1
 
     @property

@@ -328,7 +328,6 @@ class SessionRegistry:
 
     @property
     def waiting(self) -> int:
-        """Samples that no agent has taken."""
         return sum(not session.begun for session in self._by_id.values())
 
     def open(self, key: str, row: dict[str, Any]) -> AgentSession:
