@@ -63,10 +63,17 @@ def test_a_holder_that_did_not_outlive_it_loses_its_leases() -> None:
 
 
 def test_no_prompt_is_skipped_or_repeated() -> None:
-    world = started(run_ahead=3)
-    seen = [task.prompt_id for task in world.lease("a", 4, 0)]
+    """Also where spare groups, and those that were dropped as stale, were not trained."""
+    world = started(run_ahead=2, max_staleness=2, oversample=2)
+    tasks = world.lease("a", 100, 0)
+    world.answer("a", tasks, 0)
+    for step in (1, 2, 3):
+        world.batch(step)
+        world.commit(step)
+    assert world.pool.ledger.ended["stale"] == 4
+    seen = [task.prompt_id for task in [*tasks, *world.lease("a", 4, 3)]]
     world.restart_broker()
-    seen += [task.prompt_id for task in world.lease("a", 100, 0)]
+    seen += [task.prompt_id for task in world.lease("a", 100, 3)]
     assert list(dict.fromkeys(seen)) == [str(n) for n in range(1, len(seen) // 2 + 1)]
 
 
