@@ -28,8 +28,8 @@ def look() -> GpusSeen:
         except (RuntimeError, AssertionError) as error:
             why_not = str(error).partition("\n")[0]
         node = any(Path("/dev", name).exists() for name in ("nvidiactl", "dxg"))  # dxg: of WSL
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        return GpusSeen([], why_not, torch.__version__, torch.version.cuda or "", node, visible)
+        version, visible = str(torch.__version__), os.environ.get("CUDA_VISIBLE_DEVICES")
+        return GpusSeen([], why_not, version, torch.version.cuda or "", node, visible)
     found: list[Gpu] = []
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import msgspec
 import pytest
+import torch
 from msgspec.structs import replace
 from transformers import Qwen3Config
 
@@ -191,6 +192,15 @@ def test_why_torch_sees_no_gpu(seen: GpusSeen, driver: str, why: str, remedy: st
     assert found.level == "problem"
     assert why in found.text
     assert found.remedy.startswith(remedy)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a GPU")
+def test_torch_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    seen = hardware.gpus_seen.__wrapped__()
+    assert (seen.gpus, seen.torch, seen.visible) == ([], str(torch.__version__), "")
+    assert seen.cuda == (torch.version.cuda or "")
+    assert seen.why_not
 
 
 @pytest.mark.parametrize(
