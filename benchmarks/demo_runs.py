@@ -29,14 +29,12 @@ from umbra.deploy.files.run_folder import RunFolder
 from umbra.services.process.child import umbra_argv
 
 SERVICES = ("generator-0", "trainer", "buffer", "weight-hub")
-QUICK_STEPS = 30
 
 
-def run(task: str, seed: int, steps: int) -> dict[str, Any]:
-    """One demo; its row. `steps` of the loop, 0 for the demo's own."""
+def run(task: str, seed: int) -> dict[str, Any]:
+    """Run one demo; return its row."""
     with tempfile.TemporaryDirectory() as scratch:
         argv = [*umbra_argv("demo"), "--task", task, "--seed", str(seed), "--dir", scratch]
-        argv += ["--set", f"run.steps={steps}"] if steps else []
         began = time.monotonic()
         done = subprocess.run([*argv, "--json"], capture_output=True, text=True, check=False)
         seconds = time.monotonic() - began
@@ -109,17 +107,14 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="rows; continued if it exists")
     parser.add_argument("--tasks", nargs="+", default=list(RECIPES), choices=list(RECIPES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--quick", action="store_true", help="one seed of one task, few steps")
     args = parser.parse_args()
-    if args.quick:
-        args.tasks, args.seeds = ["guess"], [0]
     report = Report.begin("demo_runs", args.json)
     done = {(row["task"], row["seed"]) for row in report.rows}
     for task in args.tasks:
         for seed in args.seeds:
             if (task, seed) in done:
                 continue
-            report.add(**run(task, seed, QUICK_STEPS if args.quick else 0))
+            report.add(**run(task, seed))
             report.restate(summarise)
             if args.json:
                 report.write(args.json)

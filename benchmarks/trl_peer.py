@@ -1,19 +1,15 @@
-"""TRL's GRPOTrainer on the demo's tasks, for `end_to_end.py`.
+"""TRL's GRPOTrainer on the tasks of `end_to_end.py`.
 
-Model, prompts, batches, optimizer and schedule are the demo's; the clock starts with the first
-generation. On the guess task, of several turns, `Games` calls its generation once a turn for all
-games that are not over (`rollout_func`). It differs in what it has no setting for: the loss is the
-mean over all tokens of a batch, not over those with an advantage.
-
-TRL's AsyncGRPOTrainer does not run on CPUs. Of TRL 1.16, its constructor asks CUDA for the name of
-the device (`get_peak_flops_per_device`), its forward pass has one attention, the FlashAttention-3
-kernels of the hub, and weights go to a vLLM server by NCCL. Only the last can be replaced by a user
-(`weight_transfer`).
+Model, prompts, batches, precision, optimizer and schedule are the task's; the clock starts with the
+first generation. On the guess task `Games` calls its generation once a turn for all games that are
+not over (`rollout_func`). The loss is the mean over all tokens of a batch, not over those with an
+advantage: it has no setting for that. TRL's AsyncGRPOTrainer (1.16) needs CUDA.
 """
 
 from __future__ import annotations
 
 import json
+import runpy
 import time
 import warnings
 from collections.abc import Sequence
@@ -22,13 +18,12 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from end_to_end import learning, reached
+from end_to_end import GOALS, learning, reached
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
-from whole_runs import base_model
+from whole_runs import base_model, run_file
 
-from umbra.deploy.commands.demo import DEMOS
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import load_config
 from umbra.services.environments.built_in import Guess
@@ -37,23 +32,24 @@ from umbra.services.modeling.models import stop_ids
 from umbra.services.trainer.learner import learning_rate
 from umbra.services.trainer.policy import load_policy
 
-LIMIT_S = 400.0
+LIMIT_S = 800.0
 
 
 class Watch(TrainerCallback):
-    """Notes reward and time of each step; stops at the accuracy, or after LIMIT_S."""
+    """Notes reward and time of each step; stops at the task's reward, or after LIMIT_S."""
 
-    def __init__(self) -> None:
+    def __init__(self, task: str) -> None:
+        self._goal = GOALS[task]
         self.rewards: list[float] = []
         self.times: list[float] = []
         self.lengths: list[float] = []
-        self._began = 0.0
+        self._began = self._cpu_began = self.cpu_s = 0.0
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """The clock starts."""
-        self._began = time.monotonic()
+        self._began, self._cpu_began = time.monotonic(), time.process_time()
 
     def on_log(
         self,
@@ -68,7 +64,8 @@ class Watch(TrainerCallback):
         self.rewards.append(float(logs["reward"]))
         self.lengths.append(float(logs["completions/mean_length"]))
         self.times.append(time.monotonic() - self._began)
-        if reached(self.rewards) is not None or self.times[-1] > LIMIT_S:
+        self.cpu_s = time.process_time() - self._cpu_began
+        if reached(self.rewards, self._goal) is not None or self.times[-1] > LIMIT_S:
             control.should_training_stop = True
 
 
@@ -76,6 +73,13 @@ def solved(completions: list[Any], answer: list[str], **_: Any) -> list[float | 
     """1 for an exact match, as environment "exact" has it."""
     said = [completion[0]["content"].strip() for completion in completions]
     return [float(text == right) for text, right in zip(said, answer, strict=True)]
+
+
+def graded(completions: list[Any], answer: list[str], **_: Any) -> list[float | None]:
+    """What the reward of examples/smollm gives."""
+    score = runpy.run_path(str(run_file("smollm").with_name("reward.py")))["score"]
+    pairs = zip(completions, answer, strict=True)
+    return [score(None, said[0]["content"], {"answer": right}) for said, right in pairs]
 
 
 class Games:
@@ -133,17 +137,18 @@ def winnings(completions: list[Any], won: list[float], **_: Any) -> list[float |
 def train_task(task: str, seed: int, work: Path, steps: int, threads: int) -> dict[str, Any]:
     """Train until the accuracy, or for `steps` steps (0 = the task's own); return the row."""
     base = base_model(work, task, seed)
-    config = load_config(DEMOS / f"{task}.toml")
+    config = load_config(run_file(task))
     rows = [json.loads(line) for line in (base / "prompts.jsonl").read_text().splitlines()]
-    watch = Watch()
+    watch = Watch(task)
     train(base / "base", rows, config, watch, work / "trl", threads, seed, steps)
     samples = config.buffer.batch_groups * config.buffer.group_size
     done, seconds = len(watch.times), watch.times[-1]
     return {
-        **learning(watch.rewards, watch.times),
+        **learning(task, watch.rewards, watch.times),
         "samples_per_s": samples * done / seconds,
         "tokens_per_s": samples * sum(watch.lengths) / seconds,
         "step_s": seconds / done,
+        "cpu_step_s": watch.cpu_s / done,
         "staleness": 0.0,
         "staleness_max": 0.0,
     }
@@ -151,7 +156,7 @@ def train_task(task: str, seed: int, work: Path, steps: int, threads: int) -> di
 
 def train(
     base: Path,
-    rows: Sequence[dict[str, str]],
+    rows: Sequence[dict[str, Any]],
     config: RunConfig,
     watch: Watch,
     out: Path,
@@ -170,17 +175,24 @@ def train(
         games = Games(chat, config.environment.options["tries"])
     data = [
         {
-            "prompt": [{"role": "user", "content": row["prompt"], "answer": row["answer"]}]
-            if games
+            "prompt": row["prompt"]  # of messages
+            if isinstance(row["prompt"], list)
             else [{"role": "user", "content": row["prompt"]}],
             "answer": row["answer"],
         }
         for row in rows
     ]
+    if games:
+        for row in data:
+            row["prompt"][0]["answer"] = row["answer"]
     samples = config.buffer.batch_groups * config.buffer.group_size
     trainer: Any = GRPOTrainer(
         model,
-        reward_funcs=winnings if games else solved,
+        reward_funcs=winnings
+        if games
+        else graded
+        if config.environment.kind == "reward"
+        else solved,
         args=grpo_config(config, out, samples, seed, steps),
         train_dataset=Dataset.from_list(data),
         processing_class=tokenizer,
@@ -196,7 +208,7 @@ def grpo_config(config: RunConfig, out: Path, samples: int, seed: int, steps: in
     return GRPOConfig(
         output_dir=str(out),
         use_cpu=True,
-        bf16=False,
+        bf16=config.trainer.precision == "bf16",
         report_to=[],
         save_strategy="no",
         logging_steps=1,

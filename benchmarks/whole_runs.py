@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from umbra.deploy.commands.demo import HELDOUT, RECIPES
+from umbra.deploy.commands.demo import DEMOS, HELDOUT, RECIPES
 from umbra.deploy.files.run_folder import RunFolder, read_rows
 from umbra.deploy.run.live import View
 from umbra.deploy.run.up import Up
@@ -18,6 +19,7 @@ from umbra.services.process.child import umbra_argv
 from umbra.services.process.signals import SignalCounter
 
 RUN_LIMIT_S = 900.0
+SMOLLM = Path(__file__).parents[1] / "examples" / "smollm"
 
 
 def umbra(*arguments: str) -> str:
@@ -34,12 +36,21 @@ def umbra(*arguments: str) -> str:
     return done.stdout
 
 
+def run_file(task: str) -> Path:
+    """Return the run file of a task of the demo, or that of examples/smollm."""
+    return SMOLLM / "run.toml" if task == "smollm" else DEMOS / f"{task}.toml"
+
+
 def base_model(work: Path, task: str, seed: int) -> Path:
-    """Return a folder with the task's data and warm-started model, made once per task and seed."""
-    folder = work / f"{task}-s{seed}"
+    """Return a folder with the task's data and its model in `base`, made once per task and seed."""
+    folder = work / (task if task == "smollm" else f"{task}-s{seed}")
     if (folder / "base" / "config.json").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
+    if task == "smollm":
+        subprocess.run([sys.executable, str(SMOLLM / "prepare.py"), str(folder)], check=True)
+        (folder / "model").rename(folder / "base")
+        return folder
     recipe = RECIPES[task]
     counts = ("--prompts", str(recipe.prompts), "--heldout", str(HELDOUT))
     umbra(

@@ -87,7 +87,7 @@ def check_packages(
         ('generator.engine = "vllm"', config.generator.engine == "vllm", "vllm", "vllm"),
         ('environment.kind = "math"', "math" in kinds, "math_verify", "tasks"),
         ('environment.kind = "reasoning-gym"', "reasoning-gym" in kinds, "reasoning_gym", "tasks"),
-        *(("metrics.also", name in metrics.also, name, name) for name in ("tensorboard", "wandb")),
+        *(("metrics.also", True, name, name) for name in metrics.also),
     )
     for setting, set_so, package, extra in needs:
         if set_so and find(package) is None:

@@ -204,10 +204,10 @@ class CheckpointConfig(Section):
 class MetricsConfig(Section):
     """Metrics of the training steps; they are always in <run dir>/metrics.jsonl."""
 
-    also: list[Literal["tensorboard", "wandb"]] = key(
+    also: list[Literal["tensorboard", "wandb", "trackio", "mlflow", "swanlab"]] = key(
         [],
-        "also write them for TensorBoard, to <run dir>/tensorboard, or log them with Weights & "
-        "Biases, whose variables WANDB_PROJECT and WANDB_MODE are read",
+        "also write them for TensorBoard, to <run dir>/tensorboard, or log them with a tracker, "
+        "whose variables are read (WANDB_MODE, MLFLOW_TRACKING_URI, SWANLAB_PROJECT, ...)",
     )
 
 

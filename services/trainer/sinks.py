@@ -1,4 +1,4 @@
-"""Where the metrics of the steps go besides metrics.jsonl: TensorBoard, Weights & Biases."""
+"""Where the metrics of the steps go besides metrics.jsonl, by Accelerate's trackers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,18 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerate.tracking import TensorBoardTracker, WandBTracker
+from accelerate.tracking import (
+    GeneralTracker,
+    MLflowTracker,
+    SwanLabTracker,
+    TensorBoardTracker,
+    TrackioTracker,
+    WandBTracker,
+)
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import EvalReport
@@ -19,11 +27,18 @@ from umbra.services.trainer.metrics import Row
 
 log = logging.getLogger(__name__)
 
+_HINTS = {
+    "wandb": "; log in with `wandb login`, or set WANDB_MODE=offline",
+    "swanlab": "; log in with `swanlab login`, or set SWANLAB_MODE=offline",
+    "mlflow": "; MLFLOW_TRACKING_URI names its server",
+}
+
 
 class Sinks:
     """Several sinks, each with `log` and `log_eval`.
 
-    One whose disk is full (OSError) is named once and left out: training does not depend on it.
+    One that fails, as where its disk is full or its server gone, is named once and left out:
+    training does not depend on it.
 
     Args:
         begun: step that training begins after; earlier evaluations are in the sinks already.
@@ -51,30 +66,30 @@ class Sinks:
         for sink in list(self._sinks):
             try:
                 getattr(sink, method)(values, step)
-            except OSError as error:
-                log.warning("no more metrics to %s: %s", type(sink).__name__, error)
+            except Exception as error:  # noqa: BLE001 - of classes that only these packages have
+                log.warning("no more metrics to %s: %s", sink.name, error)
                 self._sinks.remove(sink)
 
 
-class TensorBoard(TensorBoardTracker):
-    """Event files that TensorBoard reads: a curve for each name, whose first part is the group."""
+@dataclass(frozen=True)
+class Sink:
+    """One of Accelerate's trackers, by its name in `metrics.also`."""
 
-    main_process_only = False  # rank 0 alone makes one
+    name: str
+    tracker: GeneralTracker
 
-    def log(self, values: dict[str, float], step: int | None = None, **kwargs: Any) -> None:
-        """One point on each curve; TensorBoard takes no @ in a name."""
-        named = {name.replace("@", "_at_"): value for name, value in values.items()}
-        super().log(named, step, **kwargs)
-
-    log_eval = log  # a curve may go back
-
-
-class WeightsAndBiases(WandBTracker):
-    """A run at Weights & Biases, under the id of the run; one that goes on is the same one."""
+    def log(self, values: dict[str, float], step: int) -> None:
+        """Draw one point on each curve; most take no @ in a name."""
+        if self.name != "wandb":
+            values = {name.replace("@", "_at_"): value for name, value in values.items()}
+        self.tracker.log(values, step)
 
     def log_eval(self, values: dict[str, float], version: int) -> None:
-        """Log them with the newest step, drawn over their own version: no step may be earlier."""
-        self.log({**values, "eval/version": version}, commit=False)
+        """Draw them over their version, which may be earlier than the newest step."""
+        if self.name != "wandb":
+            self.log(values, version)
+        else:  # it takes no earlier step
+            self.tracker.log({**values, "eval/version": version}, commit=False)
 
 
 @contextmanager
@@ -85,43 +100,50 @@ def open_sinks(config: RunConfig, run_dir: Path, step: int) -> Iterator[Sinks]:
         UsageError: a package is missing, or does not let us in; says which.
     """
     with ExitStack() as stack:
-        sinks: list[TensorBoard | WeightsAndBiases] = []
-        sink: TensorBoard | WeightsAndBiases
+        sinks: list[Sink] = []
         for name in dict.fromkeys(config.metrics.also):
             try:
-                if name == "tensorboard":
-                    # What is there of steps after `step` was lost with a trainer, and is hidden.
-                    sink = TensorBoard(name, run_dir, purge_step=step + 1 if step else None)
-                    sink.start()
-                else:
-                    sink = _open_wandb(config, run_dir)
+                tracker: Any = _tracker(name, config, run_dir, step)
+                tracker.start()
+                if name == "wandb":
+                    tracker.tracker.define_metric("eval/*", step_metric="eval/version")
             except ImportError:
                 raise UsageError(
                     f"metrics.also = {name} needs {name}: pip install 'umbra-rl[{name}]'"
                 ) from None
-            sinks.append(sink)
-            stack.callback(sink.finish)
+            except Exception as error:
+                raise UsageError(f"metrics.also = {name}: {error}{_HINTS.get(name, '')}") from error
+            sinks.append(Sink(name, tracker))
+            stack.callback(tracker.finish)
         yield Sinks(sinks, step)
 
 
-def _open_wandb(config: RunConfig, run_dir: Path) -> WeightsAndBiases:
-    import wandb
+def _tracker(name: str, config: RunConfig, run_dir: Path, step: int) -> GeneralTracker:
+    """Return the tracker `name` of the run; of a run that goes on, it is the same one again."""
+    run, project = run_dir.name, os.environ.get(f"{name.upper()}_PROJECT", "umbra")
+    if name == "tensorboard":
+        # What is there of steps after `step` was lost with a trainer, and is hidden.
+        return TensorBoardTracker(name, run_dir, purge_step=step + 1 if step else None)
+    if name == "mlflow":
+        return MLflowTracker(project, run_id=_mlflow_run(run), run_name=run)
+    shown: dict[str, Any] = {"name": run, "config": as_dict(config)}
+    if name == "trackio":
+        return TrackioTracker(project, resume="allow", **shown)
+    shown["mode"] = os.environ.get(f"{name.upper()}_MODE", "online")
+    again = {"id": run, "resume": "allow"} if shown["mode"] == "online" else {}
+    if name == "swanlab":
+        return SwanLabTracker(project, log_dir=str(run_dir / name), **again, **shown)
+    return WandBTracker(project, dir=str(run_dir), **{"id": run, **again}, **shown)
 
-    mode = os.environ.get("WANDB_MODE", "online")
-    sink = WeightsAndBiases(
-        os.environ.get("WANDB_PROJECT", "umbra"),
-        id=run_dir.name,
-        name=run_dir.name,
-        dir=str(run_dir),
-        mode=mode,
-        resume="allow" if mode == "online" else None,
-        config=as_dict(config),
+
+def _mlflow_run(run: str) -> str | None:
+    """Return MLflow's id of the run of this name, if there is one."""
+    import mlflow
+
+    found = mlflow.search_runs(
+        search_all_experiments=True,
+        filter_string=f"attributes.run_name = '{run}'",
+        max_results=1,
+        output_format="list",
     )
-    try:
-        sink.start()
-        sink.tracker.define_metric("eval/*", step_metric="eval/version")
-    except wandb.Error as error:
-        raise UsageError(
-            f"metrics.also = wandb: {error}; log in with `wandb login`, or set WANDB_MODE=offline"
-        ) from error
-    return sink
+    return found[0].info.run_id if found else None

@@ -94,6 +94,18 @@ def test_an_evaluation_goes_on_when_the_buffer_starts_again(mode: str) -> None:
     assert [one.done for one in run.broker.status(run.now).evals] == [True]
 
 
+def test_an_evaluation_that_takes_long_names_its_holders() -> None:
+    run = evaluated("pause", stall_s=20.0)
+    run.lease("a", 2, 2)
+    run.now += 20.0
+    assert not [one for one in run.broker.status(run.now).stuck if "evaluation" in one.what]
+    run.now += 1.0
+    (found,) = [one for one in run.broker.status(run.now).stuck if "evaluation" in one.what]
+    assert found.what == f"evaluation of version 2: {SAMPLES} samples are missing"
+    assert (found.holder, found.age_s) == ("a", 21.0)
+    assert found.action == "the rest ends as overdue in 29 s"
+
+
 def test_training_goes_on_beside_an_evaluation() -> None:
     run = evaluated("concurrent")
     tasks = run.lease("a", 2, 2)

@@ -96,6 +96,11 @@ def test_level_groups_are_filtered_and_replaced_but_not_for_ever() -> None:
     run.answer("a", run.lease("a", 2, 0), 0, 1.0, 1.0)
     assert run.batch(1).trajectories
     assert run.broker.counters["level_groups_kept"] == 1
+    run.commit(1)
+    for _ in range(2):  # as many again
+        run.answer("a", run.lease("a", 2, 1), 1, 1.0, 1.0)
+        assert not run.batch(2).trajectories
+    assert run.broker.counters["filtered_groups"] == 4
 
 
 def scored(**options: Any) -> World:

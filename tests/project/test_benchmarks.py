@@ -80,9 +80,9 @@ def test_figures_follow_from_the_rows(file: Path) -> None:
 def test_an_accuracy_is_reached_by_the_mean_of_ten_batches() -> None:
     from end_to_end import reached
 
-    assert reached([0.95] * 9) is None
-    assert reached([0.5] * 5 + [0.95] * 30) == 14
-    assert reached([0.5, 1.0] * 20) is None
+    assert reached([0.95] * 9, 0.9) is None
+    assert reached([0.5] * 5 + [0.95] * 30, 0.9) == 14
+    assert reached([0.5, 1.0] * 20, 0.9) is None
 
 
 def test_every_objective_of_the_staleness_grid_is_a_possible_run() -> None:

@@ -92,7 +92,7 @@ class FakeRun:
     def log(
         self, data: dict[str, Any], step: int | None = None, commit: bool | None = None
     ) -> None:
-        assert (step is None) == (commit is False), "else steps would be counted by W&B"
+        assert (step is None) == (commit is False), "else W&B would count steps"
         self.logged.append((step, data))
 
     def define_metric(self, name: str, step_metric: str) -> None:
@@ -140,31 +140,56 @@ def test_weights_and_biases(
     assert wandb.run.finished
     assert (wandb.given["project"], wandb.given["id"]) == ("mine", "run-7")
     assert (wandb.given["mode"], wandb.given["dir"]) == (mode, str(folder))
-    assert wandb.given["resume"] == resume
+    assert wandb.given.get("resume") == resume
     assert wandb.given["config"]["metrics"]["also"] == ["wandb"]
 
 
-@pytest.mark.parametrize(
-    ("package", "setting", "extra"),
-    [
-        ("wandb", 'metrics.also=["wandb"]', "wandb"),
-        ("tensorboard", 'metrics.also=["tensorboard"]', "tensorboard"),
-    ],
-)
+TRACKERS = {"trackio": {"name", "resume"}, "swanlab": {"name", "mode", "log_dir"}}
+
+
+@pytest.mark.parametrize("name", TRACKERS)
+def test_other_trackers_get_evaluations_at_their_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    tracker: Any = FakeWandb()
+    tracker.config = {}
+    monkeypatch.setitem(sys.modules, name, tracker)
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
+    with open_sinks(config(f'metrics.also=["{name}"]'), tmp_path, 1) as sinks:
+        sinks.write(3, {"loss": 0.5})
+        sinks.write_evals([report(2, 0.5, **{"pass@4": 0.75})])
+    assert tracker.run.logged == [
+        (3, {"loss": 0.5}),
+        (2, {"eval/accuracy": 0.5, "eval/pass_at_4": 0.75}),
+    ]
+    assert tracker.given.keys() == TRACKERS[name] | {"project", "config"}
+    assert tracker.run.finished
+
+
+def test_what_a_tracker_refuses_is_the_users_mistake(tmp_path: Path, wandb: FakeWandb) -> None:
+    wandb.refusal = "no key"
+    with pytest.raises(UsageError, match="wandb: no key; log in with"):
+        with open_sinks(config('metrics.also=["wandb"]'), tmp_path, 0):
+            pass
+
+
+@pytest.mark.parametrize("package", ["wandb", "tensorboard", "trackio", "mlflow", "swanlab"])
 def test_a_missing_package_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, setting: str, extra: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
     for name in (package, "tensorboardX"):  # which accelerate would take instead
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     monkeypatch.delattr(torch.utils, "tensorboard", raising=False)
-    with pytest.raises(UsageError, match=rf"pip install 'umbra-rl\[{extra}\]'"):
-        with open_sinks(config(setting), tmp_path, 0):
+    with pytest.raises(UsageError, match=rf"pip install 'umbra-rl\[{package}\]'"):
+        with open_sinks(config(f'metrics.also=["{package}"]'), tmp_path, 0):
             pass
 
 
 class Full:
     """A sink whose disk is full."""
+
+    name = "full"
 
     def log(self, values: dict[str, float], step: int) -> None:
         raise OSError("No space left on device")
@@ -192,4 +217,4 @@ def test_a_sink_that_fails_is_told_once_and_the_others_go_on(
     sinks.write_evals([report(2, 0.5)])
     assert good.steps == [1, 2, 3, 2]
     (told,) = caplog.records
-    assert told.message == "no more metrics to Full: No space left on device"
+    assert told.message == "no more metrics to full: No space left on device"
