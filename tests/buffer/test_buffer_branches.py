@@ -23,7 +23,7 @@ from umbra.proto.records import (
     pack_int32,
     unpack_float32,
 )
-from umbra.services.buffer.samples.trajectories import pack, size_fault
+from umbra.services.buffer.samples.trajectories import MORE_BYTES, pack, size_fault
 from umbra.services.config import TrainerConfig
 from umbra.services.config.trajectory_rules import RunFacts, find_fault
 from umbra.services.generator.tokens import tokens_of
@@ -139,6 +139,8 @@ def test_as_many_branches_as_there_may_be_fit() -> None:
     made = trajectory(task, 0, branches=[most] * (BRANCHES - 1))
     assert array_bytes(made) == 8 + 8 + 2 + 8 + (BRANCHES - 1) * (4 + 128 * 9)
     assert size_fault(pack(made), array_bytes(made), len(made.branches)) is None
+    assert size_fault(b"x" * (8 + MORE_BYTES), 8) is None
+    assert size_fault(b"x" * (9 + MORE_BYTES), 8) == f"{9 + MORE_BYTES} bytes for arrays of 8"
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert(
             msgspec.to_builtins(msgspec.structs.replace(made, branches=[most] * BRANCHES)),

@@ -70,6 +70,17 @@ def test_the_first_to_ask_leaves_a_share_to_those_that_wait() -> None:
     assert len(run.lease("a", 100, 1)) == 1
 
 
+def test_a_share_is_of_all_that_want_work() -> None:
+    run = world(run_ahead=0, batch_groups=6)
+    run.join("generator", "c")
+    run.produce("a", 0)
+    for name in "bc":
+        run.ask(name, m.LeaseTasks(capacity=100, version=0, wait_s=9))
+    run.batch(1)
+    run.commit(1)
+    assert len(run.lease("a", 100, 1)) == 4  # a third of 12
+
+
 def test_parked_questions_are_answered_by_a_commit_with_fair_shares() -> None:
     run = world(run_ahead=1, max_staleness=2)
     run.produce("a", 0)

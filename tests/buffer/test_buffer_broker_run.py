@@ -171,7 +171,7 @@ def test_a_second_process_does_not_take_the_name_of_a_live_one(role: Any) -> Non
     for replaces in (0, 2):  # another pid than the holder's
         refused = run.join(role, it, "it-2", replaces=replaces)
         assert isinstance(refused, m.Nack) and refused.code == "name_in_use"
-        assert "pid 1 on h" in refused.reason
+        assert "pid 1 on h1" in refused.reason
     assert isinstance(run.beat(it), m.HeartbeatAck)  # it is still a member
     run.pass_time(2)
     assert isinstance(run.beat(it), m.HeartbeatAck)
@@ -203,6 +203,22 @@ def test_a_parked_request_of_a_departed_member_is_refused_and_not_served() -> No
     run.pass_time(6)
     [answer] = run.late["b"]
     assert isinstance(answer, m.Nack) and answer.code == "not_member"
+
+
+def test_a_trainer_that_waits_is_refused_when_it_departs_and_by_no_other_departure() -> None:
+    run = world(run_ahead=0)
+    run.produce("a", 0, capacity=3)
+    (last,) = run.lease("b", 1, 0)
+    run.ask("trainer", m.LeaseBatch(step=1, wait_s=9))
+    run.join("generator", "a", "a-2")
+    run.answer("b", [last], 0)
+    [batch] = run.late.pop("trainer")
+    assert isinstance(batch, m.BatchLease) and batch.trajectories
+    run.commit(1)
+    run.ask("trainer", m.LeaseBatch(step=2, wait_s=9))
+    run.join("trainer", "trainer", "trainer-2")
+    [refused] = run.late["trainer"]
+    assert isinstance(refused, m.Nack) and refused.code == "not_member"
 
 
 def test_the_hub_is_told_to_everyone() -> None:

@@ -130,7 +130,9 @@ def test_trajectories_go_through_their_stages_in_order() -> None:
 
 
 @pytest.mark.parametrize("how", ["error", "silence", "malformed", "death"])
-def test_a_scorer_that_fails_costs_attempts_and_then_the_group(how: str) -> None:
+def test_a_scorer_that_fails_costs_attempts_and_then_the_group(
+    how: str, caplog: pytest.LogCaptureFixture
+) -> None:
     run = scored(batch_groups=1, max_attempts=2)
     run.answer("a", run.lease("a", 2, 0), 0, 1.0, 0.0)
     for attempt in (1, 2):
@@ -148,6 +150,16 @@ def test_a_scorer_that_fails_costs_attempts_and_then_the_group(how: str) -> None
                 run.join("scorer", "r", f"r-{attempt + 1}")
     assert run.pool.ledger.ended == {"failed": 2}
     assert run.broker.counters["scoring_retries"] == 2
+    assert ("r is gone" in caplog.text) == (how == "death")
+
+
+def test_each_stage_has_all_its_attempts() -> None:
+    run = scored(batch_groups=1, max_attempts=2)
+    run.answer("a", run.lease("a", 2, 0), 0, 1.0, 0.0)
+    for stage, said in (("reward", {"reward": 1.0}), ("ref_logp", {"logprobs": b"\0" * 8})):
+        run.give("r", run.to_score("r", stage, 1), error="no such thing")
+        run.give("r", run.to_score("r", stage), **said)
+    assert run.broker.counters["scoring_retries"] == 2 and not run.pool.ledger.ended
 
 
 def test_scoring_leases_are_renewed_and_belong_to_one() -> None:

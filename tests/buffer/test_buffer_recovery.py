@@ -37,6 +37,12 @@ def test_members_and_leases_outlive_the_buffer() -> None:
     assert world.pool.ledger.count("ready") == 3
 
 
+def test_a_member_that_was_not_heard_since_is_replaced_at_once() -> None:
+    world = started()
+    world.restart_broker()
+    assert isinstance(world.join("generator", "a", "a-2", replaces=0), m.Welcome)
+
+
 def test_what_an_earlier_life_did_is_no_speed_of_this_one() -> None:
     """Rates of 7,798 to 11,528 samples/s were shown after a resume, where 420 were made."""
     world = started()
