@@ -152,12 +152,12 @@ def summarise(report: Report) -> None:
                 modes.setdefault(row["mode"], []).append(row)
         report.table(task, columns, [_line(name, some) for name, some in modes.items()])
         _compare(report, task, modes)
-        if right := [
-            row["right"] for row in report.rows if row["mix"] == task and row.get("right")
-        ]:
-            for name, column in zip(("before", "after"), zip(*right, strict=True), strict=True):
-                report.figure(f"{task}_right_{name}", mean(column))
-                report.figure(f"{task}_right_{name}_each", spread(column, ".0f"))
+        if known := [row for row in report.rows if row["mix"] == task and row.get("right")]:
+            report.figure(f"{task}_minutes", mean(row["curve"][-1][0] for row in known) / 60)
+            for at, name in enumerate(("before", "after")):
+                right = [row["right"][at] for row in known]
+                report.figure(f"{task}_right_{name}", mean(right))
+                report.figure(f"{task}_right_{name}_each", spread(right, ".0f"))
 
 
 def _line(name: str, rows: Sequence[dict[str, Any]]) -> list[Any]:

@@ -36,6 +36,7 @@ TEMPLATE = re.compile(r"<!-- = (?P<file>\w+)(?P<template>[:\n].*?)-->.*?<!-- / -
 FIELD = re.compile(r"\{(?P<name>\w+)(?::(?P<form>[^{}]+))?\}")
 PLOTS = {
     "end-to-end.svg": (plots.end_to_end, "end_to_end"),
+    "smollm.svg": (plots.end_to_end, "end_to_end_smollm"),
     "staleness-accuracy.svg": (plots.staleness, "staleness"),
 }
 
