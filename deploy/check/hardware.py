@@ -86,11 +86,7 @@ class GpusSeen(msgspec.Struct, frozen=True):
 
 
 def ask_aside(kind: type[T], request: object = None, *, timeout_s: float = PROGRAM_S) -> T:
-    """Return the answer of `aside` to a request.
-
-    Raises:
-        UmbraError: it gave none; says why.
-    """
+    """Return the answer of `aside` to a request; UmbraError with the reason if there is none."""
     command = python_argv("umbra.deploy.check.aside")
     data = b"" if request is None else msgspec.json.encode(request)
     try:
@@ -107,11 +103,7 @@ def ask_aside(kind: type[T], request: object = None, *, timeout_s: float = PROGR
 
 @cache
 def gpus_seen() -> GpusSeen:
-    """Return the GPUs that torch sees.
-
-    Raises:
-        UmbraError: it gave no answer; says why.
-    """
+    """Return the GPUs that torch sees; UmbraError with the reason if it does not answer."""
     return ask_aside(GpusSeen)
 
 

@@ -64,11 +64,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, parent: str | Path, name: str) -> RunFolder:
-        """Make a new folder for a run called `name`.
-
-        Raises:
-            UsageError: `parent` cannot be written to.
-        """
+        """Make a new folder for a run called `name`; UsageError if `parent` is not writable."""
         folder = cls(Path(parent).resolve() / new_run_id(name))
         try:
             folder.logs.mkdir(parents=True)
@@ -100,11 +96,7 @@ class RunFolder:
         return folder
 
     def has_ended(self) -> bool:
-        """Return whether the run has reached its end.
-
-        Raises:
-            UsageError: its summary cannot be read.
-        """
+        """Return whether the run has reached its end; UsageError if its summary is unreadable."""
         remedy = "remove it, and the run goes on if it has not reached its end"
         return read_object(self.summary, remedy).get("exit_code") == 0
 

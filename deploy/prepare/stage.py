@@ -101,11 +101,7 @@ def _failed(folder: RunFolder, name: str, code: int) -> ChildError:
 
 
 def last_object(text: str) -> dict[str, Any]:
-    """The JSON object on the last line of a stage's output.
-
-    Raises:
-        UmbraError: there is none.
-    """
+    """Return the JSON object on the last line of a stage's output; UmbraError without one."""
     for line in reversed(text.splitlines()):
         if line.startswith("{"):
             return json.loads(line)

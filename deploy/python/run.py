@@ -167,11 +167,7 @@ class Run:
 
     @property
     def model(self) -> Path:
-        """Return the trained model, a Hugging Face directory.
-
-        Raises:
-            UsageError: there is none yet.
-        """
+        """Return the trained model, a Hugging Face directory; UsageError if there is none yet."""
         if not (self._folder.model / "config.json").is_file():
             raise UsageError(f"run {self.id} has no trained model yet: wait() for its end")
         return self._folder.model

@@ -71,11 +71,7 @@ def status(
 
 
 def _describe_member(status: Status, name: str) -> str:
-    """Return a line about the member `name`.
-
-    Raises:
-        PeerLostError: it is no member.
-    """
+    """Return a line about the member `name`; PeerLostError if it is none."""
     for member in status.members:
         if member.name == name:
             return (

@@ -147,11 +147,7 @@ class Watch:
         self._endpoint = ""
 
     def look(self, timeout_s: float) -> Look:
-        """How things are.
-
-        Raises:
-            DeadlineError: nobody answered within `timeout_s` seconds.
-        """
+        """Return the status; DeadlineError if nobody answers within `timeout_s` seconds."""
         status = self.client.status(timeout_s)
         if status.events and status.events != self._endpoint:
             self._endpoint = status.events

@@ -46,11 +46,7 @@ class _End(Generic[T]):
         self._with_fd = False  # the last message came with a file descriptor
 
     def _next(self) -> T | None:
-        """The next message, if all of it is here.
-
-        Raises:
-            UNREADABLE: it is none.
-        """
+        """Return the next message, if all of it is here; an error of `UNREADABLE` if it is none."""
         if len(self._received) < FRAME_HEAD.size:
             return None
         size, self._with_fd = FRAME_HEAD.unpack_from(self._received)

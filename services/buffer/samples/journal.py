@@ -116,11 +116,7 @@ class Journal:
         return bool(changed)
 
     def load(self, trajectories: Mapping[str, int]) -> list[Group]:
-        """Return all live groups in order of issue.
-
-        Raises:
-            StoreError: something is missing.
-        """
+        """Return all live groups in order of issue; StoreError if something is missing."""
         prefix = f"{self.pool.prefix}g-"
         rows = {key[2:]: self.read(key) for key in self.store.keys(f"r/{prefix}")}
         groups: list[Group] = []
