@@ -366,11 +366,7 @@ class BatchLease(Message, frozen=True, kw_only=True):
     ] = {}  # by stage in their order: what it found, for each of `trajectories`
 
     def scored(self) -> list[Trajectory]:
-        """`trajectories` with what all stages have found.
-
-        Raises:
-            WireError: the scores are not those of the trajectories.
-        """
+        """Return `trajectories` with what all stages found; WireError if scores are of others."""
         made = self.trajectories
         for stage, scores in self.scores.items():
             if [score.sample_id for score in scores] != [one.sample_id for one in made]:

@@ -46,11 +46,7 @@ class Span(NamedTuple):
 
 
 class SpanLog:
-    """Takes spans in their order from one thread; others read. What is old goes.
-
-    Args:
-        clock: seconds since the epoch.
-    """
+    """Takes spans in order from one thread, in seconds since 1970; others read. Old ones go."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

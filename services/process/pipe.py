@@ -69,22 +69,14 @@ class Pipe(_End[T]):
         self.fd = -1  # came with the last message; whoever takes it sees to its end
 
     def send(self, message: object, fd: int = -1) -> None:
-        """Send `message`, and with it a copy of the file descriptor `fd`.
-
-        Raises:
-            OSError: the other end is closed.
-        """
+        """Send `message`, with a copy of file descriptor `fd`; OSError if the end is closed."""
         data = _pack(message, with_fd=fd >= 0)
         self._end.settimeout(None)
         sent = socket.send_fds(self._end, [data], [fd] if fd >= 0 else [])
         self._end.sendall(data[sent:])
 
     def receive(self, timeout_s: float | None = None) -> T | None:
-        """The next message; None if none has come within `timeout_s` seconds.
-
-        Raises:
-            EOFError: the other end is closed.
-        """
+        """Return the next message, None after `timeout_s`; EOFError if the end is closed."""
         deadline = None if timeout_s is None else Deadline(timeout_s)
         while (message := self._next()) is None:
             self._end.settimeout(None if deadline is None else deadline.left_s)

@@ -27,11 +27,7 @@ class Prompt:
 
 
 def renamed(row: dict[str, Any], columns: Mapping[str, str], where: str) -> dict[str, Any]:
-    """Return `row` with columns renamed by `columns`, {ours: theirs}.
-
-    Raises:
-        UsageError: the row has no such column; begins with `where`.
-    """
+    """Return `row` with columns renamed by {ours: theirs}; UsageError if it has no such column."""
     if not columns:
         return row
     for ours, theirs in columns.items():

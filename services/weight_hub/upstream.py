@@ -64,11 +64,7 @@ class UpstreamPlanes:
         self._end: UpstreamEnd | None = None
 
     def open(self, reply: Subscribed, security: Security) -> ReceiverEnd:
-        """See `ReceiverPlanes.open`; registers the layout with the hub of this daemon.
-
-        Raises:
-            RejectedError: that hub has no room for it.
-        """
+        """Register the layout with this daemon's hub; RejectedError if that has no room for it."""
         manifest = reply.manifest
         whole = held_whole(manifest)  # as it is here, whoever has it above
         size, pace = manifest.total_bytes, self._config.pace
@@ -89,11 +85,7 @@ class UpstreamPlanes:
         return self._end
 
     def publish(self, staged: StagedVersion) -> None:
-        """Publish to the receivers of this host what was staged last.
-
-        Raises:
-            RejectedError: it is another version, or the hub refuses.
-        """
+        """Publish what was staged last to receivers of this host; RejectedError if refused."""
         assert self._end is not None
         self._end.publish(staged.version)
 

@@ -272,11 +272,7 @@ class Arena:
 
 
 def run_and_suffix(path: str) -> tuple[str, str]:
-    """The run id and the suffix from which `Arena.create` makes `path`.
-
-    Raises:
-        StartupError: it makes no such path.
-    """
+    """Return run id and suffix from which `Arena.create` makes `path`; StartupError without."""
     run_id, _, suffix = path.removeprefix(f"{SHM}/umbra-").rpartition("-")
     if not re.fullmatch(r"\w+", suffix) or path != f"{SHM}/{_prefix(run_id)}{suffix}":
         raise StartupError(f"{path} is no arena of Umbra's")

@@ -122,11 +122,7 @@ class MappedBlocks:
         self._maps: dict[str, tuple[int, memoryview]] = {}  # by path: inode and bytes
 
     def view(self, path: str) -> memoryview:
-        """Map all bytes of the block at `path`; they must not be written.
-
-        Raises:
-            StartupError: it is gone, or not ours to open.
-        """
+        """Map the block at `path` to read; StartupError if it is gone or not ours to open."""
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # torch wants writable memory
         except OSError as error:

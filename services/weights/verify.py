@@ -142,11 +142,7 @@ class SlotGuard:
         return not self.is_overwritten
 
     def verify(self) -> None:
-        """Check what was loaded.
-
-        Raises:
-            ChangedError: it is not the version.
-        """
+        """Raise ChangedError if what was loaded is not the version."""
         sums = self.sums.result()
         if self.is_overwritten:
             raise ChangedError(OVERWRITTEN)

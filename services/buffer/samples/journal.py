@@ -194,11 +194,7 @@ class Archive:
     def load(
         self, live: Mapping[str, Group], trajectories: Mapping[str, int], now: float
     ) -> list[StoredBatch]:
-        """Return the formed batches of `live` groups, by id; sets `steps`.
-
-        Raises:
-            StoreError: a group or a trajectory is missing.
-        """
+        """Return the formed batches of `live` groups; StoreError if something is missing."""
         batches: list[StoredBatch] = []
         for step in sorted(int(key[2:]) for key in self._journal.store.keys("b/")):
             record = self._journal.read(f"b/{step}")

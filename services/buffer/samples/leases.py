@@ -37,11 +37,7 @@ class Grant:
 
 
 class LeaseTable:
-    """All leases, by holder and by deadline.
-
-    Args:
-        lease_s: seconds until a lease that is not renewed expires.
-    """
+    """All leases, by holder and deadline; one not renewed expires after `lease_s` seconds."""
 
     def __init__(self, lease_s: float) -> None:
         self.lease_s = lease_s

@@ -102,11 +102,7 @@ class GpuWorkerProcess:
             self._state = "attached"
 
     def order(self, op: str, fd: int = -1, **arguments: Any) -> None:
-        """Give an order; starts the worker if none runs. The answer is for `answer`.
-
-        Raises:
-            PeerLostError: the worker has ended.
-        """
+        """Give an order to the worker, started if need be; PeerLostError if it has ended."""
         if self._pipe is None:
             self.starts += 1
             self._process, end = start_worker(self._argv, self._environ)

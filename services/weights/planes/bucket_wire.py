@@ -70,11 +70,7 @@ class BucketOrder(msgspec.Struct, frozen=True, kw_only=True):
     frame_bytes: int  # at most, in one record
 
     def check(self, buckets: int) -> None:
-        """Check an order for a layout of so many `buckets`.
-
-        Raises:
-            WireError: it makes no sense.
-        """
+        """Raise WireError if an order makes no sense for so many `buckets`."""
         count = len(self.wanted)
         if any(len(values) != count for values in (self.contents, *self.bases)):
             raise WireError("contents and bases must be as many as wanted", path="contents")
@@ -114,11 +110,7 @@ class Records:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def begin(self, granted: bytes, *, sealed: bool) -> None:
-        """Begin as the receiver with this grant.
-
-        Raises:
-            OSError: the source is gone, or does not know the grant.
-        """
+        """Begin as the receiver with this grant; OSError if the source refuses or is gone."""
         said = granted[:NONCE_BYTES] + secrets.token_bytes(NONCE_BYTES)
         self.connection.sendall(said + hmac.digest(granted[NONCE_BYTES:], said, "sha256"))
         said += self._fill(memoryview(bytearray(NONCE_BYTES)))

@@ -45,11 +45,7 @@ class CommunicatorRanks:
 
 @dataclass(slots=True)
 class NcclGroup:
-    """The members of one hub's communicator.
-
-    Args:
-        epoch: of the communicator made last; they count up.
-    """
+    """The members of one hub's communicator; `epoch` is that of the one made last."""
 
     epoch: int = 0
     _members: dict[str, _GroupMember] = field(default_factory=dict[str, _GroupMember])

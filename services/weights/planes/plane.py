@@ -118,11 +118,7 @@ T = TypeVar("T")
 
 
 class Background(Generic[T]):
-    """One call at a time on a thread of its own.
-
-    Args:
-        name: of the thread.
-    """
+    """One call at a time on a thread of its own, called `name`."""
 
     def __init__(self, name: str) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
@@ -220,11 +216,7 @@ def mismatch(ours: GpuFacts, theirs: GpuFacts) -> str | None:
 
 
 def check_plane(configured: str) -> None:
-    """Check the configuration's `weight_hub.plane` at the start.
-
-    Raises:
-        UsageError: it names a plane that this hub cannot use.
-    """
+    """Raise UsageError if `weight_hub.plane` names a plane that this hub cannot use."""
     if configured == AUTO:
         return
     reason = unavailable(configured) if configured in PLANES else "there is no such plane"

@@ -56,11 +56,7 @@ class GpuReceiving:
         self.facts = msgspec.convert(found, GpuFacts)
 
     def open(self, reply: Subscribed, security: Security) -> ReceiverEnd:
-        """Open the end for the layout and plane in `reply`.
-
-        Raises:
-            StartupError: there is too little memory, here or on the GPU.
-        """
+        """Open the end for `reply`; StartupError if host or GPU have too little memory."""
         manifest = reply.manifest
         if reply.plane == "cuda_ipc":
             versions = self._config.slots + 1  # the hub's, and what is verified here
