@@ -1,6 +1,6 @@
 """What a run file leaves open, chosen for the GPUs of the machine that starts the run.
 
-Without a GPU only `generator.engine = "auto"` is chosen: docs/config.md has the defaults for CPUs.
+Without a GPU only the engine and the threads are chosen: docs/config.md has the defaults for CPUs.
 """
 
 from __future__ import annotations
@@ -161,6 +161,12 @@ def choose(
         if shared and rows.isdisjoint(given):
             longest = generator.max_context
             trainer = msgspec.structs.replace(trainer, pack_tokens=longest, micro_tokens=longest)
+    # Processes that compute on CPUs beside each other are several times slower with all threads.
+    computing = (not on_gpu) * generator.count + (not trains_on_gpu) * trainer.ranks
+    if computing > 1 and (share := machine.cores // computing):
+        trainer = msgspec.structs.replace(trainer, threads=trainer.threads or share)
+        if not on_gpu:
+            generator = msgspec.structs.replace(generator, threads=generator.threads or share)
     return msgspec.structs.replace(config, generator=generator, trainer=trainer, sampling=sampling)
 
 

@@ -37,7 +37,8 @@ class Machine(msgspec.Struct, frozen=True):
     """Bytes of a host's memory and /dev/shm (None: unknown), and of each of its GPUs.
 
     `name` is that of the first GPU, `vllm` is whether vLLM is installed, `blind` why torch sees no
-    GPU though there is a driver, and the remedy (see `why_blind`).
+    GPU though there is a driver, and the remedy (see `why_blind`), `cores` how many CPUs this
+    process may use (0: unknown).
     """
 
     gpus: tuple[int, ...] = ()
@@ -46,6 +47,7 @@ class Machine(msgspec.Struct, frozen=True):
     shm: int | None = None
     vllm: bool = False
     blind: str = ""
+    cores: int = 0
 
     @property
     def gpu(self) -> int:
@@ -163,8 +165,9 @@ def this_machine() -> Machine:
     """
     stats = os.statvfs(SHM)
     host, shm = host_bytes(), stats.f_blocks * stats.f_frsize
+    cores = len(os.sched_getaffinity(0))
     if not (driver := driver_version()):
-        return Machine(host=host, shm=shm)
+        return Machine(host=host, shm=shm, cores=cores)
     try:
         seen = gpus_seen()
     except UmbraError as error:
@@ -176,7 +179,7 @@ def this_machine() -> Machine:
     sizes = tuple(gpu.total for gpu in seen.gpus)
     name = seen.gpus[0].name if seen.gpus else ""
     blind = "" if sizes else why_blind(seen, driver)
-    return Machine(sizes, name, host, shm, vllm, blind)
+    return Machine(sizes, name, host, shm, vllm, blind, cores)
 
 
 def kind_of(device: str, *, gpu: bool) -> str:

@@ -255,7 +255,9 @@ class GeneratorConfig(Section):
         "lost of at most; 0 = never",
         ge=0,
     )
-    threads: int = key(0, "CPU threads of the engine; 0 = torch's choice", ge=0)
+    threads: int = key(
+        0, "CPU threads of the engine; 0 = a share of the cores in `umbra up`, else all", ge=0
+    )
     kv_policy: Literal["keep", "recompute", "abort", "drain"] = key(
         "keep",
         "sequences under way when new weights come: keep their cache, have it recomputed, are "

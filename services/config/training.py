@@ -50,7 +50,7 @@ class TrainerConfig(ObjectiveKeys):
     offload: Literal["none", "optimizer", "activations", "all"] = key(
         "none", "what is in host memory; all: also parameters and gradients of ranks"
     )
-    threads: int = key(0, "CPU threads of a rank; 0 = its share", ge=0)
+    threads: int = key(0, "CPU threads of a rank; 0 = its share of the cores", ge=0)
     ranks: int = key(1, "processes over which the policy is sharded (FSDP2)", ge=1)
     nodes: int = key(1, "hosts that the ranks are on, equally many on each", ge=1)
     rendezvous: str = key("", "HOST:PORT of node 0 where the ranks of several hosts meet")

@@ -65,6 +65,23 @@ def test_without_a_gpu_the_defaults_are_those_of_the_page() -> None:
 
 
 @pytest.mark.parametrize(
+    ("machine", "settings", "threads"),
+    [
+        (Machine(cores=8), (), (4, 4)),
+        (Machine(cores=8), ("generator.count=2", "trainer.ranks=2"), (2, 2)),
+        (Machine(cores=8), ("generator.threads=1",), (1, 4)),
+        (Machine(cores=1), (), (0, 0)),
+        (FOUR, (), (0, 0)),
+    ],
+)
+def test_processes_on_cpus_share_the_cores(
+    machine: Machine, settings: tuple[str, ...], threads: tuple[int, int]
+) -> None:
+    found = chosen(machine, *settings)
+    assert (found.generator.threads, found.trainer.threads) == threads
+
+
+@pytest.mark.parametrize(
     ("machine", "given", "key", "value"),
     [
         (ONE, "", "generator.engine", "vllm"),

@@ -177,6 +177,18 @@ def test_a_wrong_bucket_is_ordered_again_without_deltas_and_then_given_up() -> N
         assembly.take(bad, data[start:end])
 
 
+def test_other_contents_are_refused_whatever_their_checksums() -> None:
+    _, sums = version(3)
+    start, end = LAYOUT.buckets[0]
+    others = [version(fill) for fill in range(4, 12)]
+    assert {held[0] > sums[0] for _, held in others} == {True, False}
+    for data, _ in others:
+        assembly = Assembly(holdings(), 0, sums, deltas=False)
+        assembly.order(1024)
+        assert not assembly.take(Piece(0, sums[0], 0, 0), data[start:end])
+        assert (assembly.corrupted, 0 in assembly.missing) == (1, True)
+
+
 def test_a_delta_of_a_base_that_is_not_held_touches_nothing_and_is_ordered_again() -> None:
     """A link of a chain: what it leads to is not what is wanted, so no checksum would tell."""
     have, (data, sums) = holdings(), version(3)
