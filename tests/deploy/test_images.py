@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -91,6 +93,22 @@ def test_a_target_installs_what_it_is_for_and_all_of_it_is_pinned(target: str) -
             continue  # vLLM chooses
         assert name in pinned, f"{name} is not in deploy/images/constraints*.txt"
         assert requirement.specifier.contains(pinned[name]), requirement
+
+
+@pytest.mark.real
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("target", ["trainer", "generator"])
+def test_the_pins_of_a_target_fit_together(target: str) -> None:
+    """As pip resolves them from the index, of which it reads what each package needs."""
+    (pins,) = re.findall(r"constraints\S*\.txt", "\n".join(stages()[f"{target}-env"]))[:1]
+    extras = (*(one for one in EXTRAS[target] if one != "nccl"), "nccl-cuda13")
+    options = ("--dry-run", "--ignore-installed", "--quiet", "--prefer-binary")
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "install", *options, "--constraint", IMAGES / pins,
+         *map(str, wanted(extras))],
+        capture_output=True, text=True, timeout=1100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_broker_has_no_torch() -> None:
