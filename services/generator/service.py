@@ -75,9 +75,8 @@ def _subscribe(session: Session, config: RunConfig, opened: OpenEngine) -> Recei
     session.progress("waiting for the weight hub", 0)
     limit_s = config.weight_hub.first_version_s(weights_bytes(config.model.name))
     channel = session.weights(deadline_s=limit_s)
-    receiver = Receiver(
-        channel, open_planes(config.weight_hub, opened.device, opened.allocate), dtype=opened.dtype
-    )
+    planes = open_planes(config.weight_hub, opened.device, opened.allocate, opened.gpus)
+    receiver = Receiver(channel, planes, dtype=opened.dtype)
     waiting = partial(session.progress, "waiting for the trainer's model", 0)
     is_there = receiver.subscribe_unless(session.stopping, limit_s, waiting)
     return receiver if is_there else None

@@ -5,7 +5,10 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,7 +16,7 @@ import torch
 from umbra.services.weights.memory import Mapping
 from umbra.services.weights.verify import Copied
 
-UNFINISHED_BYTES = 64 << 20  # of copies that were begun, before they are waited for
+MARK_BYTES = 16 << 20  # of copies between two events of their stream
 BLOCK_BYTES = 1 << 20  # half of a core's cache, and enough to be written past it
 HOST_REGISTER_PORTABLE = 1  # for all GPUs of the process
 
@@ -31,11 +34,13 @@ def page_lock(memory: object) -> None:
     if not isinstance(mapping, Mapping) or mapping.unmapping is not None:
         return
     cudart: Any = torch.cuda.cudart()
+    device = torch.cuda.device(torch.cuda.current_device())
     locked: list[int] = []
 
     def unlock() -> None:
-        for address in locked:
-            cudart.cudaHostUnregister(address)
+        with device:  # the thread that unmaps may be another, which would make a context on GPU 0
+            for address in locked:
+                cudart.cudaHostUnregister(address)
 
     mapping.unmapping = unlock
     began = time.perf_counter()
@@ -55,27 +60,54 @@ def page_lock(memory: object) -> None:
     log.debug("page-locked %d bytes in %.2f s", len(mapping), time.perf_counter() - began)
 
 
-class GpuCopies:
-    """Copies that a GPU may not have finished: the memory at both ends is still in use."""
+@contextmanager
+def gpu_copies(
+    tensors: Iterable[torch.Tensor], finished: Callable[[int], object] | None = None
+) -> Iterator[Callable[[int, int], None]]:
+    """Copy to or from those of `tensors` that are on a GPU, on a stream of its own.
 
-    def __init__(self) -> None:
-        self._begun = 0
-        self._device: torch.device | None = None
+    What is begun within the block sees all that the current stream has begun before, and is done
+    when the block ends, also by an error: until then the memory at both ends is in use. The block
+    gets a function to call after each copy of so many bytes, with the byte of the version where it
+    ends; `finished` is called with such an end when all before it is in place.
+    """
+    device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+    stream = None if device is None else _copy_stream(device)
+    marks: deque[tuple[torch.cuda.Event, int]] = deque()
+    unmarked = 0
 
-    def made(self, on: torch.Tensor, nbytes: int) -> bool:
-        """Note a copy to or from `on`; return whether all of them are finished."""
-        if on.is_cuda:
-            self._begun += nbytes
-            self._device = on.device
-        if self._begun >= UNFINISHED_BYTES:
-            self.finish()
-        return self._begun == 0
+    def begun(nbytes: int, end: int) -> None:
+        nonlocal unmarked
+        unmarked += nbytes
+        if stream is not None and unmarked >= MARK_BYTES:
+            mark = torch.cuda.Event(blocking=True)  # the cores are for checksums
+            mark.record(stream)
+            marks.append((mark, end))
+            unmarked = 0
+            tell(wait=False)
 
-    def finish(self) -> None:
-        """Wait until all copies are finished."""
-        if self._begun:
-            torch.cuda.current_stream(self._device).synchronize()
-            self._begun = 0
+    def tell(*, wait: bool) -> None:
+        while marks and (wait or marks[0][0].query()):
+            mark, end = marks.popleft()
+            mark.synchronize()
+            if finished is not None:
+                finished(end)
+
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream(device))
+    try:
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            yield begun
+        tell(wait=True)
+    finally:
+        if stream is not None:
+            stream.synchronize()
+
+
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the one stream of `device` for copies: torch keeps freed memory by stream."""
+    return torch.cuda.Stream(device)
 
 
 class HashedCopies:

@@ -48,25 +48,28 @@ def _sees_gpu(key: str) -> bool:
 
 
 def pick_device(device: str, key: str = "device") -> torch.device:
-    """The torch device for what `key` names; "auto" takes a GPU if there is one.
+    """The torch device for what `key` names, a GPU with its number; "auto" takes one if there is.
 
     Raises:
         UsageError: an unknown name, or a GPU that is not there.
         StartupError: see `_sees_gpu`.
     """
     if device == "auto":
-        return torch.device("cuda" if _sees_gpu(key) else "cpu")
+        return torch.device("cuda", 0) if _sees_gpu(key) else torch.device("cpu")
     try:
         chosen = torch.device(device)
     except RuntimeError:
         chosen = torch.device("meta")
     if chosen.type not in ("cpu", "cuda"):
         raise UsageError(f"{key} {device!r}: use cpu, cuda, cuda:1, ... or auto")
-    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+    if chosen.type == "cpu":
+        return chosen
+    index = chosen.index or 0
+    if index >= torch.cuda.device_count():
         raise UsageError(
             f"{key} {device!r}: this machine has {torch.cuda.device_count()} CUDA devices"
         )
-    return chosen
+    return torch.device("cuda", index)
 
 
 def load_model(
@@ -76,10 +79,15 @@ def load_model(
     source: str = "model.path",
     checked: Collection[str] = (),
 ) -> Any:
-    """Load the causal language model in `path` for the torch engine; raises as `read_weights`."""
+    """Load the causal language model in `path`, and make its GPU the current one.
+
+    Raises as `read_weights`.
+    """
     directory = check_model_dir(path, source)
     transformers_logging.disable_progress_bar()
     model: Any = read_weights(AutoModelForCausalLM, directory, dtype, source, checked)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # what takes a thread's current device takes this one
     return model.to(device).eval()
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from umbra.proto.errors import PeerLostError, UsageError
 from umbra.proto.records import AdapterFacts, Manifest, TensorEntry
 from umbra.services.config import RunConfig
-from umbra.services.modeling.gpu_copies import GpuCopies, bytes_of, fill, page_lock
+from umbra.services.modeling.gpu_copies import bytes_of, fill, gpu_copies, page_lock
 from umbra.services.modeling.lora import adapter_facts, add_adapter, factors
 from umbra.services.modeling.model_directory import weights_checksum
 from umbra.services.weights.gpu.cuda import DeviceMemory
@@ -76,23 +76,23 @@ class WeightTable:
         self.check(manifest)
         if len(data) != manifest.total_bytes:
             raise PeerLostError(f"{len(data)} bytes came of a version of {manifest.total_bytes}")
-        copies = GpuCopies()
-        for entry, (name, tensor) in zip(manifest.tensors, tensors_in(manifest, data), strict=True):
-            place = self._places[name].detach()
-            if place.is_cuda:
-                page_lock(data)
-            if guard is None or place.is_cuda or tensor.is_cuda:
-                fill(place, tensor)
-            else:
-                plain = place.dtype == tensor.dtype and place.is_contiguous()
-                own = place if plain else torch.empty(tensor.shape, dtype=tensor.dtype)
-                fill(own, tensor)
-                guard.sums.copied(entry.offset, bytes_of(own))
-                if own is not place:
-                    fill(place, own)
-            if copies.made(place, tensor.nbytes) and guard is not None and place.is_cuda:
-                guard.sums.until(entry.offset + entry.nbytes)
-        copies.finish()
+        places = [self._places[entry.name].detach() for entry in manifest.tensors]
+        given = zip(manifest.tensors, places, tensors_in(manifest, data), strict=True)
+        with gpu_copies(places, guard.sums.until if guard is not None else None) as begun:
+            for entry, place, (_, tensor) in given:
+                if place.is_cuda:
+                    page_lock(data)
+                if guard is None or place.is_cuda or tensor.is_cuda:
+                    fill(place, tensor)
+                else:
+                    plain = place.dtype == tensor.dtype and place.is_contiguous()
+                    own = place if plain else torch.empty(tensor.shape, dtype=tensor.dtype)
+                    fill(own, tensor)
+                    guard.sums.copied(entry.offset, bytes_of(own))
+                    if own is not place:
+                        fill(place, own)
+                if place.is_cuda:
+                    begun(tensor.nbytes, entry.offset + entry.nbytes)
         if guard is not None:
             guard.verify()
 

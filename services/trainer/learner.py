@@ -268,12 +268,12 @@ def _device(config: TrainerConfig, ranks: Ranks) -> torch.device:
     device = pick_device(config.device, "trainer.device")
     if device.type == "cpu":
         return device
-    if device.index is not None and ranks.world > 1:
+    if ":" in config.device and ranks.world > 1:
         raise UsageError(
             f"trainer.device is {config.device}, but each of several ranks has its own GPU: use "
             "cuda, and CUDA_VISIBLE_DEVICES to choose"
         )
-    chosen = (device.index or 0) + ranks.local_rank
+    chosen = device.index + ranks.local_rank
     if chosen >= torch.cuda.device_count():
         raise UsageError(
             f"trainer rank {ranks.rank} needs GPU {chosen}, but torch sees "

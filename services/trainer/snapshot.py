@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import (
 )
 
 from umbra.proto.records import Manifest
-from umbra.services.modeling.gpu_copies import GpuCopies, HashedCopies, page_lock
+from umbra.services.modeling.gpu_copies import HashedCopies, gpu_copies, page_lock
 from umbra.services.modeling.lora import BASE, LowRank, factors, is_adapter, low_rank
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.distributed.sharding import reshard
@@ -92,29 +92,30 @@ def write_shards(
     reshard(model)
     tensors = _tensors(model) if manifest.adapter is None else factors(model)
     piece = max(end - start for start, end in manifest.buckets)
-    written, copies = 0, GpuCopies()
+    written = 0
     hashed = HashedCopies(sums) if sums is not None else None
-    for entry in manifest.tensors:
-        source = tensors[entry.name]
-        tensor = source.merged() if isinstance(source, LowRank) else source
-        own, first = own_rows(entry.name, tensor, rank, world)
-        if own.numel() == 0:
-            continue
-        dtype = _TORCH[entry.dtype]
-        row = entry.nbytes // entry.shape[0] if entry.shape else entry.nbytes
-        begin = entry.offset + first * row
-        area = slot[begin : begin + own.numel() * dtype.itemsize]
-        if own.is_cuda:
-            page_lock(slot)
-        target = torch.frombuffer(area, dtype=dtype).view(own.shape)
-        if hashed is not None and not own.is_cuda:
-            hashed.copy(target, own, dtype, begin)
-        else:
-            _cast(target, own, piece)
-        written += len(area)
-        if copies.made(own, len(area)) and sums is not None and own.is_cuda:
-            sums.until(begin + len(area))
-    copies.finish()
+    held = (*model.parameters(), *model.buffers())
+    with gpu_copies(held, sums.until if sums is not None else None) as begun:
+        for entry in manifest.tensors:
+            source = tensors[entry.name]
+            tensor = source.merged() if isinstance(source, LowRank) else source
+            own, first = own_rows(entry.name, tensor, rank, world)
+            if own.numel() == 0:
+                continue
+            dtype = _TORCH[entry.dtype]
+            row = entry.nbytes // entry.shape[0] if entry.shape else entry.nbytes
+            begin = entry.offset + first * row
+            area = slot[begin : begin + own.numel() * dtype.itemsize]
+            target = torch.frombuffer(area, dtype=dtype).view(own.shape)
+            if own.is_cuda:
+                page_lock(slot)
+            if hashed is not None and not own.is_cuda:
+                hashed.copy(target, own, dtype, begin)
+            else:
+                _cast(target, own, piece)
+            if own.is_cuda:
+                begun(len(area), begin + len(area))
+            written += len(area)
     return written
 
 
@@ -275,7 +276,7 @@ def _cast(target: Tensor, source: Tensor, piece_bytes: int) -> None:
     """Copy `source` to `target` (same shape) in pieces of at most `piece_bytes` of either dtype.
 
     A GPU casts a piece by itself, where torch's `copy_` would move it uncast to the host first, and
-    copies out of it are only begun; see `GpuCopies`.
+    copies out of it are only begun; see `gpu_copies`.
     """
     row = max(source.nbytes, target.nbytes) // max(1, len(source)) if source.dim() else 0
     if row > piece_bytes:

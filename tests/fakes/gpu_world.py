@@ -147,6 +147,7 @@ def gpu_world(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     monkeypatch.setenv("FAKE_CUDA_DIR", str(folder))
     monkeypatch.setenv("FAKE_CUDA_NAME", "hub")
+    monkeypatch.setenv("FAKE_CUDA_DELAYS", "0.002,0.0005")  # copies, collectives
     monkeypatch.syspath_prepend(str(DOUBLE))
     _forget_cupy()
     yield GpuWorld(bench, folder, monkeypatch)

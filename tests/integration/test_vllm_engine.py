@@ -24,6 +24,7 @@ from umbra.services.generator.engines.engine import Engine, EngineError, EngineO
 from umbra.services.generator.engines.opening import open_engine
 from umbra.services.modeling.models import load_model
 from umbra.services.weights import memory
+from umbra.services.weights.gpu.cuda import DeviceMemory
 
 needs("vllm")
 pytestmark = [
@@ -254,6 +255,31 @@ def test_staged_weights_are_read_where_they_lie(
     served.load(manifest, block, 2, "keep")
     assert len(blocks) == before  # no copy was made
     check_served(served, models, 2)
+
+
+class NotMapped(DeviceMemory):
+    """Memory of a GPU that no other process can map."""
+
+    handle = b"of another container"
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __bytes__(self) -> bytes:
+        return bytes(self._data)
+
+
+def test_gpu_memory_that_workers_cannot_map_costs_a_copy(
+    served: Engine, models: dict[int, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    for version in (1, 2):
+        manifest, block = in_memory(dict(weights(models, version)))
+        served.load(manifest, NotMapped(block), version, "keep")
+        check_served(served, models, version)
+    assert caplog.text.count("vLLM cannot map memory of the GPU") == 1
 
 
 def check_served(engine: Engine, models: dict[int, Any], version: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from umbra.services.modeling.attention_backends import attend
 from umbra.services.modeling.micro_batch import MicroBatch
 from umbra.services.modeling.packing import pack
 
-BATCHES = 16
+BATCHES = 30
 MOST = 4  # of each kind
 
 
@@ -43,10 +44,8 @@ def layer_inputs(micro: MicroBatch, grad: bool) -> tuple[Tensor, Tensor, Tensor]
     return made(2), made(1), made(1)
 
 
-@pytest.mark.slow
-def test_random_micro_batches_compile_each_kind_a_few_times(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     """Dynamo decides what is compiled again; its graphs are run as they are, on the CPU."""
     compiled: Counter[str] = Counter()
     real = torch.compile
@@ -63,6 +62,23 @@ def test_random_micro_batches_compile_each_kind_a_few_times(
     # It refuses gradients on CPUs.
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
     attention_backends._compiled.cache_clear()
+    yield compiled
+    attention_backends._compiled.cache_clear()
+    torch.compiler.reset()
+
+
+def test_past_the_limit_it_fails_and_never_computes_all_scores(compiled: Counter[str]) -> None:
+    one, *_, several = sorted(micro_batches(), key=lambda micro: len(micro.input_ids))
+    with torch._dynamo.config.patch(recompile_limit=1), torch.no_grad():
+        attend(*layer_inputs(one, False), one.mask.blocks())
+        with pytest.raises(Exception, match="fullgraph=True") as raised:
+            attend(*layer_inputs(several, False), several.mask.blocks())
+    assert type(raised.value).__name__ == "FailOnRecompileLimitHit"
+    assert compiled.total() == 1
+
+
+@pytest.mark.slow
+def test_random_micro_batches_compile_each_kind_a_few_times(compiled: Counter[str]) -> None:
     for number, micro in enumerate(micro_batches()):
         for grad, window in ((False, None), (True, None), (True, 100)):
             mask = micro.mask.within(window)
@@ -71,7 +87,6 @@ def test_random_micro_batches_compile_each_kind_a_few_times(
             if number < 4:
                 dense = attend(*layer_inputs(micro, False), mask.allowed().unsqueeze(1))
                 torch.testing.assert_close(found.detach(), dense)
-    attention_backends._compiled.cache_clear()
     assert max(compiled.values()) <= MOST, compiled
     # Of three kinds; of each, the one of as many rows as blocks.
     assert len(compiled) <= 6

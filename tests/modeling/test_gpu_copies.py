@@ -1,11 +1,17 @@
-"""Host memory that a GPU copies from and to: registered once, and in use until the GPU is done."""
+"""Host memory that a GPU copies from and to: registered once, and in use until the GPU is done.
+
+The double of a GPU is the slowest that there can be: a stream does nothing before somebody waits
+for it. So each wait that is missing shows.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -22,11 +28,57 @@ from umbra.services.weights.manifest import build_manifest, checksums
 from umbra.services.weights.memory import private_memory, shared_memory
 from umbra.services.weights.verify import ChangedError, Checksums, SlotGuard
 
-PENDING: list[Callable[[], object]] = []
+
+class Stream:
+    """Does its work when it is waited for."""
+
+    def __init__(self, _device: object = None) -> None:
+        self._work: deque[Callable[[], object]] = deque()
+        self.begun = self.done = 0
+
+    def enqueue(self, work: Callable[[], object]) -> None:
+        self._work.append(work)
+        self.begun += 1
+
+    def go_on(self, until: int) -> None:
+        while self.done < until:
+            self._work.popleft()()
+            self.done += 1
+
+    def wait_stream(self, other: Stream) -> None:
+        until = other.begun
+        self.enqueue(lambda: other.go_on(until))
+
+    def synchronize(self) -> None:
+        self.go_on(self.begun)
+
+    def forget(self) -> None:
+        self._work.clear()
+
+
+class Event:
+    is_fast = False  # it has happened whenever it is asked
+
+    def __init__(self, *, blocking: bool) -> None:
+        assert blocking
+
+    def record(self, stream: Stream) -> None:
+        self._stream, self._at = stream, stream.begun
+
+    def query(self) -> bool:
+        if self.is_fast:
+            self._stream.go_on(self._at)
+        return self._stream.done >= self._at
+
+    def synchronize(self) -> None:
+        self._stream.go_on(self._at)
+
+
+USED: list[Stream] = []  # the last is the current one
 
 
 class OnGpu(torch.Tensor):
-    """A tensor that says it is on a GPU; copies to and from it are made when it is waited for."""
+    """A tensor that says it is on a GPU: casts and copies are work of the current stream."""
 
     @classmethod
     def __torch_function__(
@@ -34,12 +86,17 @@ class OnGpu(torch.Tensor):
     ) -> Any:
         if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
             return True
+        if func is torch.Tensor.to:
+            source = args[0].as_subclass(torch.Tensor)
+            made = torch.empty(source.shape, dtype=args[1])
+            USED[-1].enqueue(lambda: made.copy_(source))
+            return made.as_subclass(OnGpu)
         if func is torch.Tensor.copy_:
             assert (kwargs or {}) == {"non_blocking": True}
             target, source = (one.as_subclass(torch.Tensor) for one in args)
             if not isinstance(args[0], OnGpu):
                 assert target.dtype == source.dtype, "torch would cast it on the host"
-            PENDING.append(lambda: target.copy_(source))
+            USED[-1].enqueue(lambda: target.copy_(source))
             return args[0]
         return super().__torch_function__(func, types, args, kwargs or {})
 
@@ -50,7 +107,7 @@ class Cudart:
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}
         self.refuses = 0
-        self.unregistered: list[int] = []
+        self.device = 3  # of this thread
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
         assert address % PAGE_BYTES == 0
@@ -62,9 +119,9 @@ class Cudart:
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        assert self.device == 3, "it would make a context on another GPU"
         size = self.registered.pop(address)
         ctypes.string_at(address, size)  # still mapped, or the process dies here
-        self.unregistered.append(address)
         return 0
 
 
@@ -72,17 +129,49 @@ class Cudart:
 def cudart(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cudart]:
     driver = Cudart()
 
-    def finish() -> None:
-        for copy in PENDING:
-            copy()
-        PENDING.clear()
+    @contextmanager
+    def used(stream: Stream) -> Iterator[None]:
+        USED.append(stream)
+        try:
+            yield
+        finally:
+            assert USED.pop() is stream
 
-    PENDING.clear()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    stream = SimpleNamespace(synchronize=finish)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: stream)
+    class Chosen:
+        def __init__(self, device: int) -> None:
+            self._device = device
+
+        def __enter__(self) -> None:
+            self._before, driver.device = driver.device, self._device
+
+        def __exit__(self, *_: object) -> None:
+            driver.device = self._before
+
+    streams: list[Stream] = []
+
+    def made(_device: object) -> Stream:
+        streams.append(Stream())
+        return streams[-1]
+
+    USED[:] = [Stream()]
+    gpu_copies._copy_stream.cache_clear()
+    for name, double in {
+        "cudart": lambda: driver,
+        "current_device": lambda: driver.device,
+        "device": Chosen,
+        "Stream": made,
+        "Event": Event,
+        "stream": used,
+        "current_stream": lambda _device: USED[-1],
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, double)
     yield driver
-    assert not PENDING, "something was not waited for"
+    gpu_copies._copy_stream.cache_clear()
+    assert len(USED) == 1
+    for stream in (*streams, *USED):
+        stream.forget()
+    gc.collect()
+    assert len(streams) <= 1, "torch would keep freed memory for each"
     assert not driver.registered, "memory was unmapped while CUDA knew it"
 
 
@@ -92,8 +181,10 @@ def test_a_mapping_is_registered_once_and_until_it_is_unmapped(cudart: Cudart) -
         page_lock(memory)
         page_lock(memory[PAGE_BYTES:])
         assert list(cudart.registered.values()) == [3 * PAGE_BYTES]
+        cudart.device = 0  # as in another thread
         del memory
         assert not cudart.registered
+        cudart.device = 3
 
 
 def test_an_arena_is_registered_as_a_whole(cudart: Cudart) -> None:
@@ -157,49 +248,95 @@ class Sums(Checksums):
         super().until(end)
 
 
+WAITS = [None, (Stream, "wait_stream"), (Stream, "synchronize"), (Event, "synchronize")]
+SOME = pytest.mark.parametrize("fast", [False, True])
+EACH = pytest.mark.parametrize(("mark_bytes", "marks"), [(1, 4), (30_000, 1), (1 << 30, 0)])
+
+
+def without(monkeypatch: pytest.MonkeyPatch, wait: tuple[type, str] | None) -> Any:
+    """Take one wait away; return what must become of the test then."""
+    if wait is None:
+        return nullcontext()
+    monkeypatch.setattr(*wait, lambda *_: None)
+    return pytest.raises(AssertionError)
+
+
+def missed(wait: tuple[type, str] | None, marks: int, *, fast: bool) -> bool:
+    """True if what `wait` is for has not happened without it."""
+    if wait == (Event, "synchronize"):
+        return marks > 0 and not fast
+    return wait != (Stream, "synchronize") or marks < 4  # each copy is waited for already
+
+
+@SOME
+@EACH
+@pytest.mark.parametrize("wait", WAITS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("unfinished", [1, 4096, 1 << 30])
 def test_a_snapshot_tells_of_bytes_that_are_there(
-    cudart: Cudart, monkeypatch: pytest.MonkeyPatch, dtype: str, unfinished: int
+    cudart: Cudart,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
+    wait: tuple[type, str] | None,
+    mark_bytes: int,
+    marks: int,
+    fast: bool,
 ) -> None:
-    monkeypatch.setattr(gpu_copies, "UNFINISHED_BYTES", unfinished)
+    """The optimizer's last step may be under way when it begins."""
+    monkeypatch.setattr(gpu_copies, "MARK_BYTES", mark_bytes)
+    monkeypatch.setattr(Event, "is_fast", fast)
     source, plain = model(torch.float32), model(torch.float32, torch.Tensor)
+    for one, new in zip(source.parameters(), plain.parameters(), strict=True):
+        own = one.as_subclass(torch.Tensor).zero_()
+        USED[-1].enqueue(lambda own=own, new=new: own.copy_(new))
     manifest = build_manifest(tensor_layout(plain, dtype), bucket_bytes=1024)
     expected = memoryview(bytearray(manifest.total_bytes))
     write_shards(plain, manifest, expected)
     slot = private_memory(manifest.total_bytes)
     sums = Sums(manifest, slot, expected)
-    write_shards(source, manifest, slot, sums=sums)
-    assert slot == expected
-    assert sums.result() == checksums(manifest, expected)
+    with without(monkeypatch, wait if missed(wait, marks, fast=fast) else None):
+        write_shards(source, manifest, slot, sums=sums)
+        assert slot == expected
     assert len(cudart.registered) == 1
-    assert (len(sums.told) == 5) == (unfinished == 1)
+    if wait is None:
+        assert sums.result() == checksums(manifest, expected)
+        assert len(sums.told) == marks + 1, "and by `result`"
 
 
-@pytest.mark.parametrize("unfinished", [1, 4096, 1 << 30])
+@SOME
+@EACH
+@pytest.mark.parametrize("wait", WAITS)
 def test_a_load_has_read_what_it_says(
-    cudart: Cudart, monkeypatch: pytest.MonkeyPatch, unfinished: int
+    cudart: Cudart,
+    monkeypatch: pytest.MonkeyPatch,
+    wait: tuple[type, str] | None,
+    mark_bytes: int,
+    marks: int,
+    fast: bool,
 ) -> None:
-    monkeypatch.setattr(gpu_copies, "UNFINISHED_BYTES", unfinished)
+    """The engine's last pass may be under way when it begins."""
+    monkeypatch.setattr(gpu_copies, "MARK_BYTES", mark_bytes)
+    monkeypatch.setattr(Event, "is_fast", fast)
     target, plain = model(torch.bfloat16), model(torch.bfloat16, torch.Tensor)
     manifest = build_manifest(tensor_layout(plain, "bfloat16"), bucket_bytes=1024)
     data = private_memory(manifest.total_bytes)
     write_shards(plain, manifest, data)
-    for parameter in target.parameters():
-        parameter.as_subclass(torch.Tensor).zero_()
-    told: list[int] = []
+    own = [parameter.as_subclass(torch.Tensor).zero_() for parameter in target.parameters()]
+    USED[-1].enqueue(lambda: [check_old(one) for one in own])
     guard = guarded(manifest, data, checksums(manifest, data))
+
+    def check_old(one: torch.Tensor) -> None:
+        assert not one.any(), "a pass reads weights of two versions"
 
     def until(end: int) -> None:
         data[:end] = bytes(end)  # nobody reads it any more
-        told.append(end)
 
     guard.sums.until = until  # type: ignore[method-assign]
     guard.verify = lambda: None  # type: ignore[method-assign]
-    WeightTable(target).load(manifest, data, guard)
-    assert (len(told) == 4) == (unfinished == 1)
-    for one, other in zip(target.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(one.as_subclass(torch.Tensor), other)
+    with without(monkeypatch, wait if missed(wait, marks, fast=fast) else None):
+        WeightTable(target).load(manifest, data, guard)
+        USED[-1].go_on(USED[-1].begun)
+        for one, other in zip(own, plain.parameters(), strict=True):
+            assert torch.equal(one, other)
 
 
 def guarded(manifest: Manifest, data: memoryview, sums: list[int]) -> SlotGuard:

@@ -29,9 +29,9 @@ from umbra.services.modeling.reference import Reference
     ("name", "gpus", "expected"),
     [
         ("auto", 0, "cpu"),
-        ("auto", 2, "cuda"),
+        ("auto", 2, "cuda:0"),
         ("cpu", 0, "cpu"),
-        ("cuda", 1, "cuda"),
+        ("cuda", 1, "cuda:0"),
         ("cuda:1", 2, "cuda:1"),
     ],
 )

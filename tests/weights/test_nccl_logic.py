@@ -348,8 +348,11 @@ def test_a_receiver_that_asks_for_a_gpu_plane_is_told_why_not() -> None:
     assert gpu_for(config("tcp"), "cuda:0") is None
     with pytest.raises(UsageError, match=r'"nccl" cannot be used here: .*(cupy|CUDA)'):
         gpu_for(config("nccl"), "cpu")
-    with pytest.raises(UsageError, match=r'"cuda_ipc" needs a receiver on a GPU, .* on cpu'):
-        gpu_for(config("cuda_ipc"), "cpu")
+    for device, gpus, where in (("cpu", 1, "cpu"), ("cuda:0", 2, r"2 \(generator.tensor_parallel")):
+        with pytest.raises(
+            UsageError, match=rf'"cuda_ipc" needs a receiver on one GPU, .* on {where}'
+        ):
+            gpu_for(config("cuda_ipc"), device, gpus)
     assert host_planes("auto") == ["shm", "tcp"]
     assert host_planes("nccl") == []
     assert host_planes("tcp") == ["tcp"]

@@ -25,9 +25,9 @@ from umbra.services.weights.memory import private_memory, shared_memory
 class OpenEngine:
     """An engine, its chat, and where new weights are put for it.
 
-    `device` is torch's name of it; on "cpu" they are put into memory that `allocate` gives. `dtype`
-    is what the engine computes in, if new weights have to be in it: a trainer elsewhere decides for
-    itself what `weight_hub.dtype = "auto"` means.
+    `device` is torch's name of it, the first of `gpus`; host memory is what `allocate` gives.
+    `dtype` is what the engine computes in, if new weights have to be in it: a trainer elsewhere
+    decides for itself what `weight_hub.dtype = "auto"` means.
     """
 
     engine: Engine
@@ -35,6 +35,7 @@ class OpenEngine:
     device: str
     allocate: Callable[[int], memoryview] = private_memory
     dtype: str = ""
+    gpus: int = 1
 
 
 def open_engine(config: RunConfig, name: str) -> OpenEngine:
@@ -86,7 +87,9 @@ def _vllm(config: RunConfig, name: str) -> OpenEngine:
         adapter=put_adapter(outline, config),
     )
     expected = config.weight_hub.expected_on(platform())
-    return OpenEngine(engine, chat, "cpu", shared_memory, expected)
+    device = "cuda:0" if platform() == "cuda" else "cpu"  # `set_environment` hides those before it
+    gpus = config.generator.tensor_parallel
+    return OpenEngine(engine, chat, device, shared_memory, expected, gpus)
 
 
 def _seed(config: RunConfig, name: str) -> int:

@@ -59,6 +59,7 @@ from umbra.services.generator.vllm.options import (
 from umbra.services.generator.vllm.plugin import ADAPTER
 from umbra.services.modeling.lora import factors
 from umbra.services.modeling.weights import WeightTable
+from umbra.services.weights.gpu.cuda import DeviceMemory
 from umbra.services.weights.manifest import Part
 from umbra.services.weights.memory import copy, locate, shared_memory
 from umbra.services.weights.verify import SlotGuard
@@ -135,6 +136,7 @@ class VllmEngine:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._restarting: set[str] = set()
         self._salts = Salts()
+        self._mapped: tuple[bytes, bool] = b"", False  # memory of the GPU, and whether they could
         arguments = engine_arguments(config, path, outline.config, dtype, seed % 2**31, platform())
         self._routers = None
         if tell_routing:
@@ -225,20 +227,21 @@ class VllmEngine:
     ) -> list[EngineOutput]:
         """Serve `version` from the next token on; see `Engine.load`.
 
-        The workers map a version that lies in shared memory; any other is copied there first.
+        The workers map a version that lies in shared memory or on their GPU; any other is copied to
+        shared memory first.
 
         Raises:
-            UsageError: as there, or the version is in GPU memory.
+            UsageError: as there.
             EngineError: vLLM died, or the load broke off.
         """
         self._fit.check(manifest)
-        if not isinstance(data, memoryview):
-            raise UsageError(
-                "weights for vLLM have to be in host memory: set weight_hub.plane to another plane"
-            )
-        if (place := locate(data)) is None:
+        if isinstance(data, DeviceMemory):
+            place = ("", 0) if self._maps(data) else None
+        else:
+            place = locate(data)
+        if place is None:
             whole = shared_memory(len(data))
-            copy(data, whole)
+            copy(data if isinstance(data, memoryview) else bytes(data), whole)
             data, place = whole, locate(whole)
             assert place is not None
         path, start = place
@@ -339,6 +342,23 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
+
+    def _maps(self, data: DeviceMemory) -> bool:
+        """Have the workers map `data`, once; return whether they could."""
+        if self._mapped[0] != data.handle:
+            request = WeightTransferInitRequest(
+                init_info={"handle": data.handle, "size": len(data)}
+            )
+            try:
+                self._wait(self._llm.init_weight_transfer_engine(request), _REPLY_S)
+                self._mapped = data.handle, True
+            except Exception as error:  # whatever it is, the model is as it was
+                if (died := self._died) is not None:
+                    raise died from error
+                told = "vLLM cannot map memory of the GPU, versions go through the host: %s"
+                log.warning(told, _sentence(error))
+                self._mapped = data.handle, False
+        return self._mapped[1]
 
     def _layout(self, manifest: Manifest, start: int) -> Manifest:
         """Return the layout of a version from byte `start` on, in the names of checkpoints."""

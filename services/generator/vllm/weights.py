@@ -26,6 +26,7 @@ from umbra.proto.records import AdapterFacts, Manifest
 from umbra.services.generator.vllm import private
 from umbra.services.modeling.gpu_copies import page_lock
 from umbra.services.modeling.weights import tensors_in
+from umbra.services.weights.gpu.cuda import Device, DeviceMemory
 from umbra.services.weights.memory import MappedBlocks
 
 _NAMES_SHOWN = 3
@@ -34,14 +35,17 @@ _OUTPUT = "lm_head.weight"
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Nothing: each update says where it lies."""
+    """Where versions lie on the GPU: in memory of the generator. At the start nowhere."""
+
+    handle: bytes = b""
+    size: int = 0
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
     """Where tensors of a version lie, verified: in a block of the generator's shared memory.
 
-    They lie there until the update is finished.
+    Or on the GPU, if it names none. They lie there until the update is finished.
     """
 
     path: str
@@ -55,7 +59,16 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     update_info_cls = UpdateInfo
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Called once, before the first update."""
+        """Called before the first update, and before the first of each memory of the GPU.
+
+        Raises:
+            StartupError: that cannot be mapped.
+        """
+        self._on_gpu: DeviceMemory | None = None  # before another is mapped
+        if init_info.handle:
+            device = Device(self.device.index or 0)
+            self._on_gpu = DeviceMemory(device, init_info.size, init_info.handle)
+            return
         self._blocks = MappedBlocks()  # each is mapped once
         self._loaded: set[str] | None = set()  # parameters; None if the model does not tell
         self._tied = bool(self.model_config.hf_text_config.tie_word_embeddings)
@@ -77,7 +90,8 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             StartupError: they are not where they should be.
         """
         manifest = msgspec.msgpack.decode(update_info.manifest, type=Manifest)
-        memory = self._blocks.view(update_info.path)
+        memory = self._blocks.view(update_info.path) if update_info.path else self._on_gpu
+        assert memory is not None
         if self.device.type == "cuda":
             page_lock(memory)
         self._load(tensors_in(manifest, memory))
@@ -134,13 +148,15 @@ class AdapterTransferEngine(UmbraWeightTransferEngine):
     init_info_cls = AdapterInit
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Called once, before the first update.
+        """Do as above.
 
         Raises:
             UsageError: vLLM would leave factors out.
         """
         super().init_transfer_engine(init_info)
         assert isinstance(init_info, AdapterInit)
+        if init_info.handle:
+            return
         self._facts = msgspec.msgpack.decode(init_info.facts, type=AdapterFacts)
         self._names = frozenset(_PREFIX + name for name in init_info.names)
         layers = {name.partition(".lora_")[0] for name in init_info.names}

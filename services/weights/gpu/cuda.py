@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,24 @@ def facts(device: int) -> GpuFacts:
             variables=shared,
             device=_identity(device),
         )
+
+
+def index_of(gpu: GpuFacts) -> int:
+    """Return the number in this process of a GPU that a worker has looked at.
+
+    A worker knows the CUDA_VISIBLE_DEVICES of its start; this process, if CUDA began before that
+    was set, another.
+
+    Raises:
+        StartupError: this process does not see it.
+    """
+    from cupy.cuda import runtime
+
+    with _cuda("the GPUs cannot be told apart", StartupError):
+        for device in range(runtime.getDeviceCount()):
+            if _identity(device) == gpu.device:
+                return device
+    raise StartupError(f"GPU {gpu.device} is not visible in this process: set CUDA_VISIBLE_DEVICES")
 
 
 def _identity(device: int) -> str:
@@ -315,15 +333,17 @@ class Device:
 class DeviceMemory:
     """`size` bytes on a GPU, given back when nobody refers to them any more.
 
-    Torch and CuPy take it as an array of bytes without a copy (`__cuda_array_interface__`).
+    Torch and CuPy take it as an array of bytes without a copy (`__cuda_array_interface__`). With
+    the `handle` of another process's memory it is that, mapped here.
     """
 
-    def __init__(self, device: Device, size: int) -> None:
+    def __init__(self, device: Device, size: int, handle: bytes = b"") -> None:
         self.device = device
         self.size = size
-        self.address = device.allocate(size)
+        self.address = device.open(handle) if handle else device.allocate(size)
+        end = device.close if handle else device.free
         # Not at exit: the driver may be gone by then, and takes everything back anyway.
-        weakref.finalize(self, _give_back, device.free, self.address).atexit = False
+        weakref.finalize(self, _give_back, device, end, self.address).atexit = False
 
     def __len__(self) -> int:
         return self.size
@@ -337,6 +357,12 @@ class DeviceMemory:
             "version": 3,
         }
 
+    @cached_property
+    def handle(self) -> bytes:
+        """With which another process maps it."""
+        self.device.use()
+        return self.device.export(self.address)
+
     def __bytes__(self) -> bytes:
         """Copy to host memory."""
         self.device.use()
@@ -346,9 +372,10 @@ class DeviceMemory:
         return host.raw
 
 
-def _give_back(free: Callable[[int], object], address: int) -> None:
+def _give_back(device: Device, end: Callable[[int], object], address: int) -> None:
     with suppress(Exception):  # nobody hears of an error here; whoever uses the GPU next does
-        free(address)
+        device.use()  # the last reference may go in any thread
+        end(address)
 
 
 class NcclCommunicator:

@@ -15,7 +15,7 @@ from umbra.proto.records import GpuFacts
 from umbra.services.config import WeightHubConfig
 from umbra.services.process.host_memory import ask_for
 from umbra.services.weights.arena import Arena
-from umbra.services.weights.gpu.cuda import Device
+from umbra.services.weights.gpu.cuda import Device, index_of
 from umbra.services.weights.gpu.worker_process import START_S, GpuWorkerProcess
 from umbra.services.weights.memory import private_memory
 from umbra.services.weights.planes.cuda_ipc import IpcReceiver
@@ -26,7 +26,7 @@ from umbra.services.weights.planes.tcp import TcpReceiver
 
 GpuPlane = Literal["nccl", "cuda_ipc"]
 REMEDY = 'set weight_hub.dtype = "bfloat16", or use a host with more memory'
-AUTO_SHARE = 0.1  # of a GPU's memory that plane auto may take for versions
+AUTO_SHARE = 0.05  # of a GPU that plane auto may take for versions: estimates leave it to nobody
 
 log = logging.getLogger(__name__)
 
@@ -45,14 +45,12 @@ class GpuReceiving:
 
     def __init__(self, device: int, planes: Sequence[GpuPlane], config: WeightHubConfig) -> None:
         self.planes = list(planes)
-        self._device = device
         self._config = config
         self.worker = GpuWorkerProcess(device)
         try:
             found = self.worker.call("facts", START_S)["facts"]
-        except UmbraError:
-            self.worker.kill()
-            raise
+        finally:
+            self.worker.kill()  # its context takes half a GiB; plane nccl starts it again
         self.facts = msgspec.convert(found, GpuFacts)
 
     def open(self, reply: Subscribed, security: Security) -> ReceiverEnd:
@@ -60,14 +58,15 @@ class GpuReceiving:
         manifest = reply.manifest
         if reply.plane == "cuda_ipc":
             versions = self._config.slots + 1  # the hub's, and what is verified here
-            nbytes, total = versions * manifest.total_bytes, Device(self._device).total_bytes
+            device = index_of(self.facts)
+            nbytes, total = versions * manifest.total_bytes, Device(device).total_bytes
             if self._config.plane == "auto" and nbytes > AUTO_SHARE * total:
                 raise StartupError(
-                    f"{versions} versions on GPU {self._device} would take {nbytes} of its {total} "
+                    f"{versions} versions on GPU {device} would take {nbytes} of its {total} "
                     f"bytes, and plane auto takes at most {AUTO_SHARE:.0%}: set weight_hub.plane "
                     '= "cuda_ipc" if they are to spare'
                 )
-            return IpcReceiver(manifest, self._device)
+            return IpcReceiver(manifest, device)
         arena = Arena.anonymous(slot_bytes=manifest.total_bytes, slots=1)
         pull = TcpReceiver(manifest, [arena.slot(0)], self._config, security=security)
         return self.broadcasts(arena, pull)
@@ -81,21 +80,24 @@ class GpuReceiving:
         self.worker.kill()
 
 
-def gpu_for(config: WeightHubConfig, device: str) -> GpuReceiving | None:
+def gpu_for(config: WeightHubConfig, device: str, gpus: int = 1) -> GpuReceiving | None:
     """Return the GPU of a receiver that computes on `device` (torch's name: cpu, cuda, cuda:1).
 
     With `weight_hub.plane` "auto" None where there is none; with a plane that needs no GPU, None.
+    `gpus` are those that its engine is divided over, from `device` on: plane `cuda_ipc` puts a
+    version on one.
 
     Raises:
         UsageError: a GPU plane is set by name and cannot be used here.
     """
     kind, _, index = device.partition(":")
-    if config.plane == "cuda_ipc" and kind != "cuda":
+    if config.plane == "cuda_ipc" and (kind != "cuda" or gpus > 1):
+        where = device if kind != "cuda" else f"{gpus} (generator.tensor_parallel)"
         raise UsageError(
-            f'weight_hub.plane = "cuda_ipc" needs a receiver on a GPU, and this one computes on '
-            f'{device}: set its device to "cuda", or weight_hub.plane to "auto"'
+            f'weight_hub.plane = "cuda_ipc" needs a receiver on one GPU, and this one computes on '
+            f'{where}: set its device to "cuda", or weight_hub.plane to "auto"'
         )
-    asked: list[GpuPlane] = ["cuda_ipc", "nccl"]
+    asked: list[GpuPlane] = ["nccl"] if gpus > 1 else ["cuda_ipc", "nccl"]
     if config.plane == "auto" and kind != "cuda":
         asked = []
     return find_gpu(config, asked, int(index or 0))
@@ -136,7 +138,10 @@ def host_planes(configured: str) -> list[str]:
 
 
 def open_planes(
-    config: WeightHubConfig, device: str, allocate: Callable[[int], memoryview] = private_memory
+    config: WeightHubConfig,
+    device: str,
+    allocate: Callable[[int], memoryview] = private_memory,
+    gpus: int = 1,
 ) -> StagedPlanes:
     """Return the planes of a receiver that computes on `device`; see `gpu_for`, `StagedPlanes`.
 
@@ -145,7 +150,7 @@ def open_planes(
     """
     return StagedPlanes(
         host_planes(config.plane),
-        gpu=gpu_for(config, device),
+        gpu=gpu_for(config, device, gpus),
         config=config,
         allocate=allocate,
     )

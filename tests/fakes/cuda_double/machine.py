@@ -49,6 +49,12 @@ def enqueue(stream: int, work: Callable[[], object]) -> None:
     _streams[stream].enqueue(work)
 
 
+def delay_s(stream: int) -> float:
+    """Seconds before each piece of work of a stream, by its number: FAKE_CUDA_DELAYS, in turn."""
+    delays = os.environ.get("FAKE_CUDA_DELAYS", "0").split(",")
+    return float(delays[stream % len(delays)])
+
+
 def idle(stream: int) -> bool:
     """Whether nothing waits in a stream."""
     return _streams[stream].idle

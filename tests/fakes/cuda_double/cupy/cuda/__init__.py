@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 from fakes.cuda_double import machine
@@ -75,4 +76,6 @@ class Stream:
 
     def _main(self) -> None:
         while True:
-            self._work.get()()
+            work = self._work.get()
+            time.sleep(machine.delay_s(self.ptr))
+            work()

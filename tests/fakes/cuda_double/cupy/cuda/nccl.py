@@ -80,6 +80,8 @@ class NcclCommunicator:
     def __del__(self) -> None:
         if not self._aborted.is_set():
             os._exit(99)  # CuPy would destroy: the owner forgot to abort
+        for peer in self._peers:
+            peer.close()
 
     def _meet(self, path: Path, ndev: int, rank: int) -> None:
         if rank == 0:

@@ -1,0 +1,147 @@
+"""Work of a GPU that was begun is not done: each wait for it is taken away once, and missed."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from fakes.gpu_world import GpuWorld
+from fakes.hub_bench import LAYOUT, content
+
+from umbra.proto.messages import Prepare
+from umbra.services.weights.arena import Arena
+from umbra.services.weights.gpu import cuda
+from umbra.services.weights.gpu.worker import LANES, GpuWorker, broadcast, chunks
+from umbra.services.weights.manifest import checksums
+from umbra.services.weights.memory import private_memory
+from umbra.services.weights.planes import cuda_ipc
+from umbra.services.weights.planes.cuda_ipc import IpcReceiver
+
+SIZE, CHUNK = 40_000, 4096
+SLOW_COPIES, SLOW_COLLECTIVES = "0.005,0", "0,0.005"
+
+
+def looks_done(patch: pytest.MonkeyPatch) -> None:
+    """The host waits for no event."""
+    patch.setattr(cuda.CudaEvent, "done", True)
+
+
+def collectives_go_ahead(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(cuda.Device, "mark_copies", lambda device: cuda.CudaEvent(device.copies))
+
+
+def copies_go_ahead(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(cuda.Device, "mark_collectives", lambda d: cuda.CudaEvent(d.collectives))
+
+
+def unchanged(patch: pytest.MonkeyPatch) -> None:
+    pass
+
+
+Change = Callable[[pytest.MonkeyPatch], None]
+
+
+@pytest.mark.parametrize(
+    ("change", "delays"),
+    [
+        (unchanged, SLOW_COPIES),
+        (unchanged, SLOW_COLLECTIVES),
+        (looks_done, SLOW_COPIES),
+        (looks_done, SLOW_COLLECTIVES),
+        (collectives_go_ahead, SLOW_COPIES),
+        (copies_go_ahead, SLOW_COLLECTIVES),
+    ],
+)
+def test_a_broadcast(
+    gpu_world: GpuWorld, monkeypatch: pytest.MonkeyPatch, change: Change, delays: str
+) -> None:
+    """The sender's memory is written again as soon as it says that it has sent."""
+    monkeypatch.setenv("FAKE_CUDA_DELAYS", delays)
+    version = content(1, SIZE)
+    devices, uid = [cuda.Device(0), cuda.Device(0)], cuda.unique_id()
+    change(monkeypatch)
+
+    def end(rank: int) -> bytes:
+        device = devices[rank]
+        communicator = cuda.NcclCommunicator(device, 2, uid, rank)
+        memory = private_memory(SIZE)
+        if rank == 0:
+            memory[:] = version
+        try:
+            broadcast(
+                chunks(SIZE, CHUNK),
+                device,
+                communicator,
+                host=device.pin(memory),
+                ring=[device.allocate(CHUNK) for _ in range(LANES)],
+                sends=rank == 0,
+                deadline_s=10.0,
+            )
+            found = bytes(memory)
+            memory[:] = bytes(SIZE)
+            device.drain()
+            return found
+        finally:
+            communicator.abort()
+
+    with ThreadPoolExecutor(2) as threads:
+        _, received = threads.map(end, (0, 1))
+    assert (received == version) == (change is unchanged)
+
+
+@pytest.mark.parametrize("change", [unchanged, looks_done])
+def test_an_upload(gpu_world: GpuWorld, monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
+    monkeypatch.setenv("FAKE_CUDA_DELAYS", SLOW_COPIES)
+    arena = Arena.anonymous(slot_bytes=SIZE, slots=2)
+    arena.slot(1)[:] = content(1, SIZE)
+    worker = GpuWorker(0)
+    worker.attach(SIZE, CHUNK, os.dup(arena.fileno()))
+    worker.export()
+    change(monkeypatch)
+    worker.upload(1, 10.0)
+    there = ctypes.string_at(worker._exported + cuda.device_stride(SIZE), SIZE)
+    assert (there == content(1, SIZE)) == (change is unchanged)
+    worker._device.drain()
+
+
+@pytest.mark.parametrize("change", [unchanged, looks_done])
+def test_a_version_is_verified_where_it_was_read_back(
+    gpu_world: GpuWorld, monkeypatch: pytest.MonkeyPatch, change: Change
+) -> None:
+    monkeypatch.setenv("FAKE_CUDA_DELAYS", SLOW_COPIES)
+    monkeypatch.setattr(cuda_ipc, "LANE_BYTES", 8192)  # several groups, more than lanes
+    version, hub = content(1), cuda.Device(0)
+    memory = cuda.DeviceMemory(hub, LAYOUT.total_bytes)
+    ctypes.memmove(memory.address, version, len(version))
+    receiver = IpcReceiver(LAYOUT, 0)
+    sums = checksums(LAYOUT, memoryview(bytearray(version)))
+    change(monkeypatch)
+    prepare = Prepare(epoch=1, version=1, slot=0, checksums=sums, memory=memory.handle)
+    steps = receiver.receive(prepare)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            receipt: Any = end.value
+            break
+    assert ("checksum" in receipt.error) == (change is looks_done), receipt.error
+    if change is unchanged:
+        assert bytes(receipt.data) == version
+    receiver.close()
+
+
+def test_memory_of_another_process_is_given_back_by_unmapping_it(gpu_world: GpuWorld) -> None:
+    """As vLLM's worker maps what the generator has received; here both are one process."""
+    device = cuda.Device(0)
+    own = cuda.DeviceMemory(device, SIZE)
+    ctypes.memmove(own.address, content(3, SIZE), SIZE)
+    mapped = cuda.DeviceMemory(device, SIZE, own.handle)
+    assert bytes(mapped) == content(3, SIZE)
+    del mapped
+    assert bytes(own) == content(3, SIZE)
+    with pytest.raises(cuda.StartupError, match="cannot be mapped"):
+        cuda.DeviceMemory(device, SIZE, b"memory-gone".ljust(64, b"\0"))
