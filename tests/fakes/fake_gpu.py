@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -43,6 +45,8 @@ class FakeGpu(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
+            return NotImplemented  # its parts come here
         kwargs = kwargs or {}
         leaves = tree_leaves((args, kwargs))
         fakes = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
@@ -67,10 +71,13 @@ class FakeGpu(TorchDispatchMode):
                 self.largest = max(self.largest, (made.nbytes, tuple(made.shape)))
         return found
 
-
     def _there(self, leaf: Any) -> Any:
-        real = isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor)
-        return self._mode.from_tensor(leaf, static_shapes=True) if real else leaf
+        """Return a tensor with numbers as one without; not the same each time, as modes would."""
+        if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
+            return leaf
+        with unset_fake_temporarily():
+            bare = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+        return FakeTensor(self._mode, bare, leaf.device)
 
 
 class _Stream:

@@ -68,8 +68,13 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 def prepare_layers(model: PreTrainedModel, config: TrainerConfig, kind: str) -> None:
     """Compile, recompute and offload layers as configured; names stay as they are.
 
-    `kind` is that of the device, "cpu" or "cuda".
+    Experts are prepared for autocast, which leaves their products out: those of float32 weights
+    would be float32 on a GPU, one expert after the other (torch 2.13). `kind` is that of the
+    device, "cpu" or "cuda".
     """
+    for module in model.modules():
+        if hasattr(module, "_is_expert_parallel"):  # what Transformers marks experts by
+            module.forward = partial(type(module).forward, _Autocast(module))
     how = config.recomputes_on(kind)
     if not (config.compile or how):
         return
@@ -84,6 +89,19 @@ def prepare_layers(model: PreTrainedModel, config: TrainerConfig, kind: str) -> 
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **options)
             if config.offload in ("activations", "all"):
                 layer.forward = _kept_on_host(layer.forward)
+
+
+class _Autocast:
+    """Experts as the `forward` of their class sees them: `self`."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        self._experts = experts
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._experts, name)
+        if not isinstance(value, Tensor) or not torch.is_autocast_enabled(value.device.type):
+            return value
+        return value.to(torch.get_autocast_dtype(value.device.type))
 
 
 def _kept_on_host(forward: Callable[..., Any]) -> Callable[..., Any]:
