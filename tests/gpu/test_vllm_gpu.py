@@ -1,5 +1,6 @@
 """The vLLM engine on a GPU: three updates under 64 requests; each token has its version."""
 
+import ctypes
 import gc
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fakes.mixed_cache import logprobs_keeping_cache, logprobs_recomputing_cache
-from fakes.versions import decode, finish, load, prompt, request, weights
+from fakes.versions import decode, finish, in_memory, load, prompt, request, weights
 from fakes.vllm_models import quantized
 
 from umbra.services.config.loader import load_config
@@ -16,6 +17,7 @@ from umbra.services.generator.engines.engine import Engine, EngineOutput
 from umbra.services.generator.engines.opening import open_engine
 from umbra.services.modeling.models import load_model
 from umbra.services.trainer.make_model import make_model
+from umbra.services.weights.gpu import cuda
 
 pytest.importorskip("vllm", reason='vLLM is not installed (pip install "umbra-rl[vllm]")')
 pytestmark = [
@@ -97,6 +99,30 @@ def test_three_updates_in_flight_keep_every_request(
         errors += [abs(a - b) for a, b in zip(output.logprobs, again, strict=True)]
     assert max(len(o.spans) for o in outputs) == VERSIONS
     assert sum(errors) / len(errors) < MEAN_ERROR
+
+
+@pytest.mark.skipif(cuda.cuda_unavailable() is not None, reason=str(cuda.cuda_unavailable()))
+def test_a_version_in_gpu_memory_is_mapped_by_the_worker(
+    engine: Engine, models: dict[int, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As plane `cuda_ipc` has it."""
+    served = {v: {n: t.bfloat16() for n, t in weights(models, v)} for v in (0, 1)}
+    manifest, data = in_memory(served[1])
+    device = cuda.Device(0)
+    memory = cuda.DeviceMemory(device, len(data))
+    host = ctypes.addressof(ctypes.c_char.from_buffer(data))
+    device.to_device(memory.address, host, len(data))
+    device.drain()
+    load(engine, served[0].items(), 0)
+    engine.load(manifest, memory, 1, "recompute")
+    engine.submit([request(i, 24) for i in range(8)])
+    errors: list[float] = []
+    for output in finish(engine):
+        assert [span.version for span in output.spans] == [1]
+        again = logprobs_recomputing_cache(models, prompt(int(output.request_id[1:])), output)
+        errors += [abs(a - b) for a, b in zip(output.logprobs, again, strict=True)]
+    assert sum(errors) / len(errors) < MEAN_ERROR
+    assert "cannot map" not in caplog.text
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3-moe"])

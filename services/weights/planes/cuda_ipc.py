@@ -174,8 +174,7 @@ class IpcReceiver:
         )
         self._lanes = [private_memory(largest) for _ in range(LANES)]
         self._pinned = [self._device.pin(lane) for lane in self._lanes]
-        self._handle = b""
-        self._mapped = 0
+        self._hub: tuple[bytes, DeviceMemory] | None = None  # its memory, by the handle
 
     def receive(self, message: Prepare) -> Receiving:
         """Copy a version within the GPU and verify the copy."""
@@ -206,21 +205,15 @@ class IpcReceiver:
         pinned, self._pinned = self._pinned, []
         with suppress(GpuError):  # whoever uses the GPU next hears of it
             self._device.use()
-            self._unmap()
+            self._hub = None
             for address in pinned:
                 self._device.unpin(address)
 
     def _map(self, handle: bytes) -> int:
-        if handle != self._handle:  # the hub's worker is another one than before
-            self._unmap()
-            self._mapped = self._device.open(handle)
-            self._handle = handle
-        return self._mapped
-
-    def _unmap(self) -> None:
-        if self._handle:
-            self._device.close(self._mapped)
-            self._handle = b""
+        if self._hub is None or handle != self._hub[0]:  # the hub's worker is another than before
+            self._hub = None  # unmapped first
+            self._hub = handle, DeviceMemory(self._device, 0, handle)
+        return self._hub[1].address
 
     def _verify(self, message: Prepare) -> Generator[int | None, None, None]:
         marks = [self._read_back(group) for group in range(min(LANES, len(self._groups)))]
