@@ -182,8 +182,10 @@ class DiskQuota:
         self._pool = run.pool
         self._batches = run.batches
         self._max_bytes = run.buffer.store_max_bytes
+        self._batch_groups = run.buffer.batch_groups
         self._disk = ""  # what the disk said, while it is full
         self._since: float | None = None
+        self._hopeless_since: float | None = None  # from when on no batch can be made
 
     def full(self, reason: str) -> None:
         """Set what the store says of a full disk; empty = there is room."""
@@ -215,6 +217,12 @@ class DiskQuota:
             self._since = None
             pool.openings += 1
         pool.blocked = reason
+        ledger, few = pool.ledger, len(pool.complete) < self._batch_groups
+        idle = ledger.live - ledger.trained == ledger.count("ready") and not archive.steps
+        if not (reason and idle and few):
+            self._hopeless_since = None
+        elif self._hopeless_since is None:
+            self._hopeless_since = now
 
     def stuck(self, now: float) -> list[Stuck]:
         if self._since is None:
@@ -222,4 +230,7 @@ class DiskQuota:
         what = f"new groups: {self._pool.blocked}"
         action = "none are issued until there is room; what is under way goes on"
         age_s, full = now - self._since, self._pool.blocked if self._disk else ""
+        if not full and self._hopeless_since is not None:
+            age_s = now - self._hopeless_since
+            full = f"no room for a batch in buffer.store_max_bytes = {self._max_bytes} (raise it)"
         return [Stuck(what=what, holder="buffer", age_s=age_s, action=action, disk_full=full)]

@@ -267,6 +267,19 @@ def test_a_store_full_of_batches_has_a_checkpoint_made() -> None:
     assert run.lease("a", 4, 2) and not run.batch(3).checkpoint
 
 
+def test_a_run_whose_batch_does_not_fit_into_the_store_is_told_so() -> None:
+    run = world()
+    run.answer("a", run.lease("a", 2, 0), 0)
+    run.store.size_bytes = run.config.buffer.store_max_bytes
+    for seconds in (0.1, 70.0):
+        run.pass_time(seconds)
+    (full,) = (one for one in run.broker.status(run.now).stuck if one.disk_full)
+    assert full.age_s == pytest.approx(70.0) and "no room for a batch" in full.disk_full
+    run.store.size_bytes = 0
+    run.pass_time(0.1)
+    assert not any(one.disk_full for one in run.broker.status(run.now).stuck)
+
+
 def test_a_store_that_is_full() -> None:
     run = world(run_ahead=1)
     run.broker.room.full("no space left")
