@@ -138,6 +138,8 @@ def choose(
         positions: tokens that the model was made for; 0: unknown.
     """
     generator, trainer, sampling = config.generator, config.trainer, config.sampling
+    if generator.engine == "vllm-http":  # computes nothing itself
+        generator = msgspec.structs.replace(generator, device="cpu")
     count = len(machine.gpus)
     on_gpu = kind_of(generator.device, gpu=count > 0) == "cuda"
     trains_on_gpu = kind_of(trainer.device, gpu=count > 0) == "cuda"

@@ -278,6 +278,8 @@ def _generator(config: RunConfig, sizes: ModelSizes, *, gpu: bool) -> Need:
     host: list[Item] = []
     if config.weight_hub.plane in FETCHED:
         host.append(Item("a fetched version", published(config, sizes, gpu=gpu), LOADED))
+    if generator.engine == "vllm-http":  # whose servers others start
+        return _placed("generator", (), [], host, 1)
     if kind == "cuda" and not vllm:
         host.append(Item("the whole model while it is read", version, (LOADING,)))
     own = parallel if ":" in generator.device else 0  # device "cuda": all share the first one

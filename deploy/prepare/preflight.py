@@ -17,6 +17,7 @@ from umbra.services.buffer.prompts import open_prompts
 from umbra.services.config import RunConfig
 from umbra.services.config.generation import ENVIRONMENT
 from umbra.services.config.rules import check_feasible
+from umbra.services.generator.vllm.http_client import check_private
 from umbra.services.modeling.architectures import (
     check_architecture,
     check_experts,
@@ -139,6 +140,8 @@ def _check_security(config: RunConfig) -> None:
         security = open_security(config.security, [role])
         for endpoint in (config.run.broker, config.weight_hub.listen):
             security.check_bind(endpoint)
+    for url in config.generator.urls:
+        check_private(url)
 
 
 def _check_eval(config: RunConfig) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
+from urllib.parse import urlsplit
 
 from umbra.proto.bounds import TOKENS
+from umbra.proto.net.keys import is_loopback
 from umbra.services.config.keys import Section, key
 
 ENVIRONMENT = "environment"
@@ -237,8 +239,12 @@ class GeneratorConfig(Section):
         "the next tensor_parallel GPUs, from N on",
         ge=1,
     )
-    engine: Literal["auto", "torch", "vllm"] = key(
+    engine: Literal["auto", "torch", "vllm", "vllm-http"] = key(
         "auto", "inference engine; auto = vllm on a GPU if it is installed, else torch"
+    )
+    urls: list[str] = key(
+        [],
+        "vLLM servers of this host for engine vllm-http, as http://127.0.0.1:PORT or unix:PATH",
     )
     device: str = key("auto", "cpu, cuda, cuda:1, ... or auto")
     slots: int = key(128, "sequences decoded at once", ge=1)
@@ -281,7 +287,7 @@ class GeneratorConfig(Section):
         """Samples leased ahead of free slots, so that none stays empty."""
         return max(1, self.slots // 4)
 
-    def engine_on(self, kind: str, *, vllm: bool) -> Literal["torch", "vllm"]:
+    def engine_on(self, kind: str, *, vllm: bool) -> Literal["torch", "vllm", "vllm-http"]:
         """On a device of that `kind` ("cpu" or "cuda"), where `vllm` is installed or not."""
         if self.engine == "auto":
             return "vllm" if kind == "cuda" and vllm else "torch"
@@ -293,6 +299,33 @@ class GeneratorConfig(Section):
                 f"generator.sessions = {self.sessions} leaves some of generator.slots = "
                 f"{self.slots} empty: raise it, or set it to 0"
             )
+        yield from self._url_faults()
+
+    def _url_faults(self) -> Iterator[str]:
+        if (self.engine == "vllm-http") != bool(self.urls):
+            yield (
+                f"generator.engine = {self.engine} and generator.urls = {self.urls}: servers that "
+                "others start are for vllm-http, which needs some: set both, or neither"
+            )
+        if self.urls and self.count > 1:
+            yield (
+                f"generator.count = {self.count}: one generator has all of generator.urls, since "
+                "each server gets its weights from one: set it to 1"
+            )
+        if len(set(self.urls)) < len(self.urls):
+            yield "generator.urls has a server twice: name each once"
+        for url in self.urls:
+            try:
+                parts = urlsplit(url)
+                local = is_loopback(parts.hostname or "") and parts.port is not None
+            except ValueError:
+                local = False
+            if not url.startswith("unix:/") and not (url.startswith("http://") and local):
+                yield (
+                    f"generator.urls: {url} is not of this host: whoever reaches a server can "
+                    "replace its weights, which no key of vLLM covers: use "
+                    "http://127.0.0.1:PORT or unix:/PATH, and a generator on each host with servers"
+                )
 
 
 class ScorerConfig(Section):

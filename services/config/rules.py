@@ -78,11 +78,17 @@ def _run_faults(config: RunConfig) -> Iterator[str]:
         for one in config.all_environments
     }
     for key, temperature in found.items():
-        if config.generator.engine == "vllm" and temperature < VLLM_COOLEST:
+        if config.generator.engine in ("vllm", "vllm-http") and temperature < VLLM_COOLEST:
             yield (
                 f"{key} = {temperature:g} is out of range: vLLM, which would raise it, takes "
                 f"{VLLM_COOLEST} or more"
             )
+    for key, is_set in (
+        ("trainer.router_replay = true", config.trainer.router_replay),
+        ("trainer.lora_publish = adapter", config.trainer.lora_publish == "adapter"),
+    ):
+        if is_set and config.generator.engine == "vllm-http":
+            yield f"{key} is not made for generator.engine = vllm-http: set engine to vllm"
     batch = config.buffer.group_size * config.buffer.batch_groups
     if config.trainer.minibatches > batch:
         yield (

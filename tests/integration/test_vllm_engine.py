@@ -1,10 +1,10 @@
-"""The engine on real vLLM, on the CPU. It starts once: the last test ends it."""
+"""The engine on real vLLM, on the CPU, inside and as a server. The last test ends it."""
 
 import gc
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from fakes.installed import needs
 from fakes.mixed_cache import logprobs_keeping_cache, logprobs_recomputing_cache
 from fakes.sessions import Session, differences
 from fakes.versions import decode, finish, in_memory, load, prompt, request, weights, worst
+from fakes.vllm_serve import VllmServe, serving
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Sampling, VersionSpan
@@ -22,6 +23,7 @@ from umbra.services.config import RunConfig
 from umbra.services.config.loader import load_config
 from umbra.services.generator.engines.engine import Engine, EngineError, EngineOutput, EngineRequest
 from umbra.services.generator.engines.opening import open_engine
+from umbra.services.generator.vllm.http_engine import HttpEngine
 from umbra.services.modeling.models import load_model
 from umbra.services.weights import memory
 from umbra.services.weights.gpu.cuda import DeviceMemory
@@ -53,21 +55,32 @@ def models(vllm_model_dir: Path) -> dict[int, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def config(vllm_model_dir: Path) -> RunConfig:
-    return load_config(
-        overrides=[
-            f"model.path={vllm_model_dir}",
-            "weight_hub.dtype=float32",
-            "generator.engine=vllm",
-            "generator.device=cpu",
-            "generator.threads=1",
-            f"generator.slots={SLOTS}",
-            f"generator.max_context={CONTEXT}",
-            "generator.engine_args.block_size=32",  # so that prefixes are shared in short prompts
-        ],
-        environ={},
-    )
+@pytest.fixture(scope="module", params=["vllm", pytest.param("vllm-http", marks=pytest.mark.real)])
+def config(
+    request: pytest.FixtureRequest, vllm_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunConfig]:
+    own = [
+        "generator.threads=1",
+        "generator.engine_args.block_size=32",  # so that prefixes are shared in short prompts
+    ]
+    with ExitStack() as stack:
+        if request.param == "vllm-http":
+            log = tmp_path_factory.mktemp("server") / "vllm.log"
+            server = VllmServe(vllm_model_dir, log, context=CONTEXT, slots=SLOTS)
+            stack.enter_context(serving(server))
+            own = [f'generator.urls=["{server.url}"]']
+        yield load_config(
+            overrides=[
+                f"model.path={vllm_model_dir}",
+                "weight_hub.dtype=float32",
+                f"generator.engine={request.param}",
+                "generator.device=cpu",
+                f"generator.slots={SLOTS}",
+                f"generator.max_context={CONTEXT}",
+                *own,
+            ],
+            environ={},
+        )
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +88,7 @@ def engine(config: RunConfig) -> Iterator[Engine]:
     opened = open_engine(config, "generator-0")
     yield opened.engine
     opened.engine.close()
-    assert not cores()
+    assert config.generator.urls or not cores()
     del opened
     gc.collect()  # here, where vLLM's warnings about its own sockets are ignored
 
@@ -97,6 +110,11 @@ def cores() -> list[psutil.Process]:
     return found
 
 
+def some(engine: Engine, each: int) -> int:
+    """So many tokens of each request; fewer of a server, whose core is ahead of what has come."""
+    return SLOTS if isinstance(engine, HttpEngine) else SLOTS * each
+
+
 def updated_in_flight(
     engine: Engine, models: dict[int, Any], policy: str
 ) -> dict[int, EngineOutput]:
@@ -104,7 +122,7 @@ def updated_in_flight(
     engine.submit([request(i, 120) for i in range(SLOTS + WAITING)])
     outputs: list[EngineOutput] = []
     for version in range(1, VERSIONS):
-        outputs += decode(engine, SLOTS * 12)
+        outputs += decode(engine, some(engine, 12))
         assert load(engine, weights(models, version), version, policy) == []  # pyright: ignore[reportArgumentType]
     outputs += finish(engine)
     assert sorted(o.request_id for o in outputs) == sorted(f"s{i}" for i in range(SLOTS + WAITING))
@@ -146,7 +164,7 @@ def test_an_update_that_aborts_hands_back_what_there_is(
     served: Engine, models: dict[int, Any]
 ) -> None:
     served.submit([request(i) for i in range(SLOTS + WAITING)])
-    done = decode(served, SLOTS * 10)
+    done = decode(served, some(served, 10))
     aborted = load(served, weights(models, 1), 1, "abort")
     done += served.poll(0.0) if served.busy else []
     assert sorted(o.request_id for o in done + aborted) == sorted(
@@ -176,8 +194,10 @@ def test_new_requests_do_not_read_prefixes_of_older_weights(
 
 
 def test_a_session_reads_itself_anew_at_one_update_alone_and_others_never_read_it(
-    served: Engine, models: dict[int, Any]
+    config: RunConfig, served: Engine, models: dict[int, Any]
 ) -> None:
+    if config.generator.urls:
+        pytest.skip("a server is asked for its figures once a second")
     long = [5 + k % 90 for k in range(100)]
     session = Session("a", long)
     assert session.turn(served) == 0
@@ -290,8 +310,10 @@ def check_served(engine: Engine, models: dict[int, Any], version: int) -> None:
     assert output.logprobs == pytest.approx(again, abs=TOLERANCE)
 
 
-def test_it_ends_with_a_reason(served: Engine, models: dict[int, Any]) -> None:
+def test_it_ends_with_a_reason(config: RunConfig, served: Engine, models: dict[int, Any]) -> None:
     """The last test: its core is killed, and then given a version."""
+    if config.generator.urls:
+        pytest.skip("servers may come back: tests/generator/test_http_engine.py")
     served.submit([request(i) for i in range(8)])
     done = decode(served, 8)  # one may end early
     for core in cores():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,6 +55,8 @@ def open_engine(config: RunConfig, name: str) -> OpenEngine:
             raise UsageError(
                 f'generator.{key} is for vLLM: leave it out, or set generator.engine = "vllm"'
             )
+    if engine == "vllm-http":
+        return _servers(config)
     return open_torch(config, _seed(config, name))
 
 
@@ -90,6 +93,29 @@ def _vllm(config: RunConfig, name: str) -> OpenEngine:
     device = "cuda:0" if platform() == "cuda" else "cpu"  # `set_environment` hides those before it
     gpus = config.generator.tensor_parallel
     return OpenEngine(engine, chat, device, shared_memory, expected, gpus)
+
+
+def _servers(config: RunConfig) -> OpenEngine:
+    from umbra.services.generator.vllm.http_engine import HttpEngine
+
+    outline = outline_model(config.model.name, checked=config.model.checked)
+    chat = open_chat(config, outline)
+    engine = HttpEngine(
+        outline,
+        config.generator,
+        stop_ids=chat.stop_ids,
+        pace=config.weight_hub.pace,
+        away_s=0.9 * config.buffer.engine_stall_s,  # before it counts as stuck
+        tell_head=config.trainer.score_centering,
+        key=os.environ.get("VLLM_API_KEY", ""),
+    )
+    if config.weight_hub.dtype not in ("auto", engine.dtype):
+        engine.close()
+        raise UsageError(
+            f"the servers of generator.urls compute in {engine.dtype}: start them with --dtype "
+            f"{config.weight_hub.dtype}, or set weight_hub.dtype to {engine.dtype}"
+        )
+    return OpenEngine(engine, chat, "cpu", shared_memory, engine.dtype)
 
 
 def _seed(config: RunConfig, name: str) -> int:

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-from msgspec.structs import replace
 from vllm.distributed.weight_transfer.base import (
     WeightTransferInitRequest,
     WeightTransferUpdateRequest,
@@ -38,7 +37,6 @@ from umbra.proto.deadline import LEAST_RATE, Deadline, Pace
 from umbra.proto.errors import StartupError, UmbraError, UsageError
 from umbra.proto.records import AdapterFacts, Manifest, Sampling
 from umbra.services.config import GeneratorConfig
-from umbra.services.config.rules import VLLM_COOLEST
 from umbra.services.generator.engines.engine import (
     CacheFigures,
     EngineError,
@@ -50,18 +48,18 @@ from umbra.services.generator.engines.engine import (
 )
 from umbra.services.generator.vllm import private
 from umbra.services.generator.vllm.cache import RecentLengths, Salts
-from umbra.services.generator.vllm.names import CheckpointNames, told_routers
+from umbra.services.generator.vllm.names import told_routers
 from umbra.services.generator.vllm.options import (
     adapter_arguments,
     check_device,
     engine_arguments,
+    sampling_arguments,
 )
 from umbra.services.generator.vllm.plugin import ADAPTER
+from umbra.services.generator.vllm.updates import Updates
 from umbra.services.modeling.lora import factors
-from umbra.services.modeling.weights import WeightTable
 from umbra.services.weights.gpu.cuda import DeviceMemory
 from umbra.services.weights.manifest import Part
-from umbra.services.weights.memory import copy, locate, shared_memory
 from umbra.services.weights.verify import SlotGuard
 
 log = logging.getLogger(__name__)
@@ -70,7 +68,6 @@ _REPLY_S = 60.0  # of a request's abort
 _CLOSE_S = 5.0
 _LOOK_S = 1.0  # between looks at whether the core still lives
 _KILL_S = 2.0  # until its processes, which hold nothing that is needed any more, are killed
-_TIES = 8  # tokens that are asked for beyond top_k
 
 T = TypeVar("T")
 
@@ -123,8 +120,7 @@ class VllmEngine:
         self.decoded_tokens = self._finished_tokens = 0
         self._pace = pace
         self._head = tell_head
-        self._fit = WeightTable(outline, adapter)
-        self._checkpoint = CheckpointNames(outline) if adapter is None else None
+        self._updates = Updates(outline, adapter)
         self._vocabulary: int = outline.config.get_text_config().vocab_size
         self._stop_ids = sorted(set(stop_ids))
         self._names = itertools.count()
@@ -234,21 +230,12 @@ class VllmEngine:
             UsageError: as there.
             EngineError: vLLM died, or the load broke off.
         """
-        self._fit.check(manifest)
-        if isinstance(data, DeviceMemory):
-            place = ("", 0) if self._maps(data) else None
-        else:
-            place = locate(data)
-        if place is None:
-            whole = shared_memory(len(data))
-            copy(data if isinstance(data, memoryview) else bytes(data), whole)
-            data, place = whole, locate(whole)
-            assert place is not None
-        path, start = place
-        layout = msgspec.msgpack.encode(self._layout(manifest, start))
+        self._updates.check(manifest)
+        is_mapped = isinstance(data, DeviceMemory) and self._maps(data)
+        update = self._updates.of(manifest, data, is_mapped=is_mapped)
         under_way = list(self._open)
         self._replace_weights(
-            {"path": path, "manifest": layout},
+            update.info(),
             version,
             kv_policy,
             self._pace.limit_s(manifest.total_bytes),
@@ -322,24 +309,10 @@ class VllmEngine:
         return self._wait(self._look(keys), _REPLY_S) if keys else {}
 
     def _params(self, sampling: Sampling, limit: int) -> SamplingParams:
-        if 0 < sampling.temperature < VLLM_COOLEST:
-            raise ValueError(
-                f"sampling.temperature = {sampling.temperature:g} is out of range: vLLM takes "
-                f"0 (greedy) or at least {VLLM_COOLEST}"
-            )
         told = told_of(sampling, self._head)
         return SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            max_tokens=limit,
-            stop_token_ids=self._stop_ids,
-            ignore_eos=True,  # stop_token_ids say it all
-            # Beside that of the sampled token. vLLM keeps all that tie with the last of top_k.
-            logprobs=min(told + _TIES if told and sampling.cuts_off else told, self._vocabulary),
+            **sampling_arguments(sampling, limit, self._stop_ids, told, self._vocabulary),
             flat_logprobs=True,
-            detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
@@ -359,21 +332,6 @@ class VllmEngine:
                 log.warning(told, _sentence(error))
                 self._mapped = data.handle, False
         return self._mapped[1]
-
-    def _layout(self, manifest: Manifest, start: int) -> Manifest:
-        """Return the layout of a version from byte `start` on, in the names of checkpoints."""
-        if self._checkpoint is None:  # factors have one name
-            moved = [replace(entry, offset=entry.offset + start) for entry in manifest.tensors]
-            return replace(manifest, tensors=moved)
-        # A version has tied tensors once, but vLLM packs them for each layer.
-        tied = self._fit.left_out({entry.name for entry in manifest.tensors})
-        tensors = [
-            part
-            for entry in manifest.tensors
-            for name in (entry.name, *tied.get(entry.name, ()))
-            for part in self._checkpoint.of(replace(entry, name=name, offset=entry.offset + start))
-        ]
-        return replace(manifest, tensors=tensors)
 
     def _replace_weights(
         self,

@@ -17,13 +17,16 @@ from typing import Any
 import torch
 
 from umbra.proto.errors import UsageError
+from umbra.proto.records import Sampling
 from umbra.services.config import GeneratorConfig
+from umbra.services.config.rules import VLLM_COOLEST
 from umbra.services.generator.vllm.plugin import ADAPTER_BACKEND, BACKEND, OURS_VARIABLE
 from umbra.services.modeling.models import pick_device
 
 log = logging.getLogger(__name__)
 
 OLDEST = NEWEST = (0, 32)  # that runs were made with; 0.33 was read (`private.py`)
+_TIES = 8  # tokens that are asked for beyond top_k, all that tie with its last being kept
 _BLOCK_TOKENS = 128  # of vLLM's KV cache on CPUs
 _KV_SPARE = 1.25  # room for prefixes that are kept for later requests
 # Engine arguments that follow from keys of ours.
@@ -263,6 +266,33 @@ def _faults(config: GeneratorConfig, hf_config: Any, platform: str) -> Iterator[
             f"model.path: vLLM takes the embedding for the output layer of a {kind}, and this "
             f"model has another (tie_word_embeddings): {ours}"
         )
+
+
+def sampling_arguments(
+    sampling: Sampling, limit: int, stop_ids: Sequence[int], told: int, vocabulary: int
+) -> dict[str, Any]:
+    """Return arguments of vLLM's `SamplingParams`, for answers that tell of `told` tokens each.
+
+    Raises:
+        ValueError: vLLM would sample at another temperature.
+    """
+    if 0 < sampling.temperature < VLLM_COOLEST:
+        raise ValueError(
+            f"sampling.temperature = {sampling.temperature:g} is out of range: vLLM takes "
+            f"0 (greedy) or at least {VLLM_COOLEST}"
+        )
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "max_tokens": limit,
+        "stop_token_ids": stop_ids,
+        "ignore_eos": True,  # stop_token_ids say it all
+        # Beside that of the sampled token. vLLM keeps all that tie with the last of top_k.
+        "logprobs": min(told + _TIES if told and sampling.cuts_off else told, vocabulary),
+        "detokenize": False,
+    }
 
 
 def adapter_arguments(

@@ -213,6 +213,17 @@ def not_reached(model: torch.nn.Module, tied: bool) -> list[str]:
     return found
 
 
+def forget_broken_off(model: torch.nn.Module) -> None:
+    """Forget what came of an update that broke off, which would count twice."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    for layer in model.modules():
+        info: Any = get_layerwise_info(layer)
+        if info.can_load():
+            info.loaded_weights.clear()
+            info.load_numel = 0
+
+
 def not_loaded(model: torch.nn.Module, loaded: set[str], quantized: bool) -> list[str]:
     """Parameters of `model` that its loader should have filled but did not, by name.
 

@@ -27,7 +27,9 @@ from umbra.services.generator.vllm import private
 from umbra.services.modeling.gpu_copies import page_lock
 from umbra.services.modeling.weights import tensors_in
 from umbra.services.weights.gpu.cuda import Device, DeviceMemory
+from umbra.services.weights.manifest import checksum
 from umbra.services.weights.memory import MappedBlocks
+from umbra.services.weights.verify import ChangedError
 
 _NAMES_SHOWN = 3
 _OUTPUT = "lm_head.weight"
@@ -45,11 +47,13 @@ class InitInfo(WeightTransferInitInfo):
 class UpdateInfo(WeightTransferUpdateInfo):
     """Where tensors of a version lie, verified: in a block of the generator's shared memory.
 
-    Or on the GPU, if it names none. They lie there until the update is finished.
+    Or on the GPU, if it names none. They lie there until the update is finished. Where there are
+    buckets, what was loaded counts only if they have these checksums still.
     """
 
     path: str
-    manifest: bytes  # msgpack of a `Manifest`, of these tensors alone
+    manifest: str  # JSON of a `Manifest`, of these tensors alone
+    buckets: list[list[int]] = field(default_factory=list)  # start, end and checksum of each
 
 
 class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -70,13 +74,15 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._on_gpu = DeviceMemory(device, init_info.size, init_info.handle)
             return
         self._blocks = MappedBlocks()  # each is mapped once
+        self._came: list[UpdateInfo] = []
         self._loaded: set[str] | None = set()  # parameters; None if the model does not tell
         self._tied = bool(self.model_config.hf_text_config.tie_word_embeddings)
         private.pack_experts_again(self.model)
 
     def start_weight_update(self) -> None:
+        private.forget_broken_off(self.model)
         initialize_layerwise_reload(self.model)
-        self._loaded = set()
+        self._loaded, self._came = set(), []
 
     def update_weights(self, update_info: dict[str, object]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
@@ -89,12 +95,13 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         Raises:
             StartupError: they are not where they should be.
         """
-        manifest = msgspec.msgpack.decode(update_info.manifest, type=Manifest)
+        manifest = msgspec.json.decode(update_info.manifest, type=Manifest)
         memory = self._blocks.view(update_info.path) if update_info.path else self._on_gpu
         assert memory is not None
         if self.device.type == "cuda":
             page_lock(memory)
         self._load(tensors_in(manifest, memory))
+        self._came.append(update_info)
 
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         # Some models have no output layer besides a tied embedding, and refuse one by its name.
@@ -113,6 +120,7 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
         Raises:
             UsageError: the version lacks a parameter of the model.
+            ChangedError: the bytes that were loaded are not those that were verified.
         """
         quantized = self.model_config.quantization is not None
         missing = private.not_reached(self.model, self._tied and self.device.type != "cpu")
@@ -126,6 +134,12 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 "can't load them again"
             )
         finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+        for update in self._came:
+            for start, end, wanted in update.buckets:
+                if checksum(self._blocks.view(update.path)[start:end]) != wanted:
+                    raise ChangedError(f"bytes {start} to {end} changed while they were loaded")
 
     def shutdown(self) -> None:
         """Nothing is held that the end of the process does not free."""

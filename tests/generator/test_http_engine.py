@@ -1,0 +1,326 @@
+"""The engine over vLLM servers, on servers without vLLM that fail in every way."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes.slowness import limit
+from fakes.versions import decode, finish, in_memory, load, request
+from fakes.vllm_server import TORN, FakeVllm, next_token
+from fakes.waiting import until
+
+from umbra.proto.deadline import Pace
+from umbra.proto.errors import StartupError, UmbraError, UsageError
+from umbra.services.config import GeneratorConfig
+from umbra.services.generator.engines.engine import EngineError, EngineOutput, EngineRequest
+from umbra.services.generator.vllm.http_client import check_private
+from umbra.services.generator.vllm.http_engine import HttpEngine
+from umbra.services.modeling.models import outline_model
+from umbra.services.weights.memory import shared_memory
+from umbra.services.weights.verify import ChangedError, SlotGuard
+
+SLOTS, CONTEXT, TOKENS = 16, 256, 60
+UPDATE = ("pause", "start_weight_update", "update_weights", "finish_weight_update", "weight_info")
+
+
+@pytest.fixture(scope="module")
+def outline(tiny_model_dir: Path) -> Any:
+    return outline_model(tiny_model_dir)
+
+
+@pytest.fixture(scope="module")
+def tensors(tiny_model_dir: Path, outline: Any) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(place.shape) for name, place in outline.named_parameters()}
+
+
+@pytest.fixture
+def servers() -> Iterator[list[FakeVllm]]:
+    found = [FakeVllm(1), FakeVllm(2)]
+    yield found
+    for server in found:
+        server.kill()
+
+
+@pytest.fixture
+def opened(outline: Any) -> Iterator[Callable[..., HttpEngine]]:
+    with ExitStack() as stack:
+
+        def open_engine(servers: list[FakeVllm], **given: Any) -> HttpEngine:
+            urls = [server.url for server in servers]
+            config = GeneratorConfig(
+                engine="vllm-http", urls=urls, slots=SLOTS, max_context=CONTEXT
+            )
+            given = {"pace": Pace(limit(5.0), 1e9), "away_s": limit(10.0), "start_s": 5.0} | given
+            engine = HttpEngine(outline, config, stop_ids=[3], **given)
+            return stack.enter_context(closing(engine))
+
+        yield open_engine
+
+
+def versions(output: EngineOutput) -> list[int]:
+    assert len(output.logprobs) == len(output.token_ids)
+    ends = [0, *(span.end for span in output.spans)]
+    assert [span.start for span in output.spans] == ends[:-1]
+    assert ends[-1] == len(output.token_ids)
+    return [span.version for span in output.spans]
+
+
+def check_tokens(output: EngineOutput) -> None:
+    start = len(request(int(output.request_id[1:])).prompt_ids)
+    assert output.token_ids == [next_token(start + at) for at in range(len(output.token_ids))]
+
+
+def go_on(engine: HttpEngine, number: int) -> dict[str, list[EngineOutput]]:
+    """Finish `number` requests; those that are aborted go on from what there is, as rollouts do."""
+    found: dict[str, list[EngineOutput]] = {}
+    left = number
+    while left:
+        for output in engine.poll(0.05):
+            parts = found.setdefault(output.request_id, [])
+            parts.append(output)
+            check_tokens_after(parts)
+            done = sum(len(part.token_ids) for part in parts)
+            if output.finish_reason == "abort":
+                first = request(int(output.request_id[1:]), TOKENS)
+                ids = [*first.prompt_ids, *(t for part in parts for t in part.token_ids)]
+                more = EngineRequest(output.request_id, ids, first.sampling, TOKENS - done)
+                engine.submit([more])
+            else:
+                assert done == TOKENS
+                left -= 1
+    return found
+
+
+def check_tokens_after(parts: list[EngineOutput]) -> None:
+    start = len(request(int(parts[0].request_id[1:])).prompt_ids)
+    ids = [token for part in parts for token in part.token_ids]
+    assert ids == [next_token(start + at) for at in range(len(ids))]
+
+
+def test_versions_change_in_flight_and_both_servers_work(
+    opened: Callable[..., HttpEngine], servers: list[FakeVllm], tensors: dict[str, torch.Tensor]
+) -> None:
+    engine = opened(servers)
+    assert engine.dtype == "float32"
+    load(engine, tensors.items(), 0)
+    engine.submit([request(i, TOKENS) for i in range(8)])
+    done = decode(engine, 40)
+    assert load(engine, tensors.items(), 1) == []
+    live = list(engine.new_tokens())
+    seen = {o.request_id: o for o in engine.peek([*live, "elsewhere"])}
+    assert set(seen) == set(live)
+    done += finish(engine)
+    assert sorted(o.request_id for o in done) == [f"s{i}" for i in range(8)]
+    for output in done:
+        check_tokens(output)
+        assert versions(output) == [0, 1]
+        assert output.finish_reason == "length"
+        part = seen[output.request_id]
+        assert versions(part)[0] == 0
+        assert part.spans[0].end == output.spans[0].end, "it knows where versions change"
+    assert min(server.calls.count("/inference/v1/generate") for server in servers) >= 4
+    assert engine.decoded_tokens >= 8 * TOKENS
+
+
+@pytest.mark.parametrize("after", ["", "+"], ids=["before", "after"])
+@pytest.mark.parametrize("step", [*UPDATE, "resume"])
+def test_a_server_that_dies_in_a_load_never_serves_half_of_it(
+    step: str,
+    after: str,
+    opened: Callable[..., HttpEngine],
+    servers: list[FakeVllm],
+    tensors: dict[str, torch.Tensor],
+) -> None:
+    engine = opened(servers)
+    load(engine, tensors.items(), 0)
+    engine.submit([request(i, TOKENS) for i in range(8)])
+    done = decode(engine, 40)
+    assert not done
+    servers[0].dies_at = after + step
+    load(engine, tensors.items(), 1)
+    parts = go_on(engine, 8)
+    assert servers[0].is_dead
+    assert engine.version == 1
+    assert sum(server.torn_tokens for server in servers) == 0
+    assert all(versions(last)[-1] == 1 for *_, last in parts.values())
+    # Another in its place gets what is newest before its first request.
+    servers[0] = servers[0].restarted()
+    until(lambda: engine.fits == SLOTS, "both serve")
+    engine.submit([request(i, TOKENS) for i in range(8)])
+    assert all(versions(output) == [1] for output in finish(engine))
+    assert servers[0].calls.index("/finish_weight_update") < servers[0].calls.index("/resume")
+    begun = [at for at, path in enumerate(servers[0].calls) if path == "/inference/v1/generate"]
+    assert len(begun) >= 1 + 1, "the first is a look"
+    assert begun[1] > servers[0].calls.index("/resume")
+
+
+def test_one_that_is_slow_or_refuses_is_left_behind(
+    opened: Callable[..., HttpEngine], servers: list[FakeVllm], tensors: dict[str, torch.Tensor]
+) -> None:
+    engine = opened(servers, pace=Pace(limit(0.5), 1e9))
+    load(engine, tensors.items(), 0)
+    servers[0].slow["update_weights"] = limit(2.0)
+    began = time.monotonic()
+    load(engine, tensors.items(), 1)
+    assert time.monotonic() - began < limit(1.5)
+    assert engine.fits == SLOTS // 2
+    servers[0].slow.clear()
+    until(lambda: engine.fits == SLOTS, "it is back")  # an update that broke off is closed
+    servers[1].refuses = {"update_weights"}
+    load(engine, tensors.items(), 2)
+    engine.submit([request(i, TOKENS) for i in range(4)])
+    assert all(versions(output) == [2] for output in finish(engine))
+    servers[0].refuses = {"finish_weight_update"}
+    with pytest.raises(EngineError, match=r"version 3 broke off: .*finish_weight_update is broken"):
+        load(engine, tensors.items(), 3)
+    assert sum(server.torn_tokens for server in servers) == 0
+
+
+def test_one_whose_weights_differ_serves_nothing(
+    opened: Callable[..., HttpEngine],
+    servers: list[FakeVllm],
+    tensors: dict[str, torch.Tensor],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    servers[1].lies = True
+    engine = opened(servers)
+    until(lambda: all(one.facts is not None for one in engine._servers), "both have joined")  # pyright: ignore[reportPrivateUsage]
+    servers[1].slow["finish_weight_update"] = 0.2  # the first one serves
+    load(engine, tensors.items(), 0)
+    assert engine.fits == SLOTS // 2
+    assert "1 of 1 weights differ" in caplog.text
+    servers[1].lies = False
+    until(lambda: engine.fits == SLOTS, "it is loaded again")
+
+
+def test_weights_of_somebody_else_are_noticed_and_their_tokens_are_dropped(
+    opened: Callable[..., HttpEngine], servers: list[FakeVllm], tensors: dict[str, torch.Tensor]
+) -> None:
+    engine = opened(servers[:1])
+    load(engine, tensors.items(), 0)
+    engine.submit([request(0, TOKENS)])
+    decode(engine, 10)
+    servers[0].label = TORN
+    (output, *_) = engine.poll(limit(5.0))
+    assert (output.token_ids, output.finish_reason) == ([], "abort")
+    until(lambda: engine.fits == SLOTS and servers[0].label != TORN, "it is loaded again")
+
+
+def test_what_was_overwritten_is_sent_to_no_server(
+    opened: Callable[..., HttpEngine], servers: list[FakeVllm], tensors: dict[str, torch.Tensor]
+) -> None:
+    engine = opened(servers)
+    load(engine, tensors.items(), 0)
+    manifest, data = in_memory(tensors, allocate=shared_memory)
+    wrong = [0] * len(manifest.buckets)
+    guard = SlotGuard(memoryview(bytearray(8)).cast("Q"), lambda: None, manifest, data, wrong)
+    for server in servers:
+        server.calls.clear()
+    with pytest.raises(ChangedError, match="checksum of bucket 0"):
+        engine.load(manifest, data, 1, "keep", guard)
+    assert "/pause" not in servers[0].calls + servers[1].calls
+
+
+def test_an_abort_hands_back_what_there_is(
+    opened: Callable[..., HttpEngine], servers: list[FakeVllm], tensors: dict[str, torch.Tensor]
+) -> None:
+    engine = opened(servers)
+    engine.submit([request(9, TOKENS)])
+    (waiting,) = engine.abort()
+    assert (waiting.token_ids, waiting.spans) == ([], [])
+    load(engine, tensors.items(), 0)
+    engine.submit([request(i, TOKENS) for i in range(8)])
+    done = decode(engine, 40)
+    some = engine.abort(["s1", "s2"])
+    assert {o.request_id for o in some} == {"s1", "s2"}
+    done += some + load(engine, tensors.items(), 1, "abort")
+    assert sorted(o.request_id for o in done) == [f"s{i}" for i in range(8)]
+    for output in done:
+        check_tokens(output)
+        assert versions(output) == [0]
+    assert not engine.busy
+
+
+def test_supports_are_told(
+    opened: Callable[..., HttpEngine], servers: list[FakeVllm], tensors: dict[str, torch.Tensor]
+) -> None:
+    engine = opened(servers[:1], tell_head=2)
+    load(engine, tensors.items(), 0)
+    engine.submit([request(0, 4), request(1, 4, top_k=3)])
+    head, cut = sorted(finish(engine), key=lambda output: output.request_id)
+    for output, number in ((head, 2), (cut, 2)):  # what has no probability was not drawn
+        assert output.support is not None
+        assert list(output.support.sizes[::2]) == [number] * 4
+        assert output.support.logprobs is not None
+
+
+def test_servers_that_would_serve_wrong_are_refused(opened: Callable[..., HttpEngine]) -> None:
+    table: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (
+        ({"logprobs_mode": "raw_logprobs"}, {}, "--logprobs-mode processed_logprobs"),
+        ({"max_model_len": 128}, {}, "--max-model-len 128 is less than generator.max_context"),
+        ({"quantization": "fp8"}, {}, "its quantization fp8"),
+        ({}, {"weight_transfer_config": {"backend": "nccl"}}, "install umbra-rl beside"),
+        ({}, {"weight_transfer_config": None}, "install umbra-rl beside"),
+        ({}, {"speculative_config": {"method": "ngram"}}, "speculative_config"),
+        ({}, {"parallel_config": {"data_parallel_size": 2}}, "each data-parallel rank"),
+    )
+    for facts, more, sentence in table:
+        server = FakeVllm(1, **facts)
+        server.more_facts |= more
+        with pytest.raises(UsageError, match=sentence):
+            opened([server])
+        server.kill()
+    same = [FakeVllm(1), FakeVllm(1)]
+    with pytest.raises(UmbraError, match="--seed 1 too"):
+        engine = opened(same)
+        until(lambda: engine._refusal is not None, "the second is refused")  # pyright: ignore[reportPrivateUsage]
+        raise engine._refusal or AssertionError  # pyright: ignore[reportPrivateUsage]
+    locked = FakeVllm(1, key="right")
+    with pytest.raises(UsageError, match="set VLLM_API_KEY"):
+        opened([locked])
+    opened([locked], key="right")
+    for server in (*same, locked):
+        server.kill()
+    with pytest.raises(StartupError, match=r"no server of generator\.urls answered within 0\.3 s"):
+        opened([locked], start_s=0.3)
+
+
+def test_an_engine_whose_servers_are_all_away_ends(
+    opened: Callable[..., HttpEngine], servers: list[FakeVllm], tensors: dict[str, torch.Tensor]
+) -> None:
+    engine = opened(servers[:1], away_s=0.5)
+    load(engine, tensors.items(), 0)
+    servers[0].kill()
+    until(lambda: engine.fits == 1, "it is seen")
+    engine.submit([request(0, TOKENS)])
+    with pytest.raises(EngineError, match=r"no server of generator\.urls was ready for"):
+        while True:
+            engine.poll(0.05)
+
+
+def test_a_server_that_others_reach_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tcp").write_text(
+        "  sl  local_address rem_address   st tx_queue\n"
+        "   0: 0100007F:1F40 00000000:0000 0A 0\n"  # 127.0.0.1:8000
+        "   1: 00000000:1F41 00000000:0000 0A 0\n"  # 0.0.0.0:8001
+        "   2: 0200A8C0:1F40 0100A8C0:0050 01 0\n",  # a connection
+        encoding="ascii",
+    )
+    check_private("http://127.0.0.1:8000", str(tmp_path))
+    check_private("unix:/run/vllm", str(tmp_path))
+    with pytest.raises(UsageError, match=r"8001 listens at 0\.0\.0\.0 too"):
+        check_private("http://127.0.0.1:8001", str(tmp_path))
+    for urls, sentence in (
+        (["http://10.0.0.5:8000"], "is not of this host"),
+        (["https://127.0.0.1:8000"], "is not of this host"),
+        (["http://127.0.0.1"], "is not of this host"),
+        ([], "vllm-http, which needs some"),
+        (["unix:/run/a"] * 2, "twice"),
+    ):
+        faults = list(GeneratorConfig(engine="vllm-http", urls=urls).faults())
+        assert any(sentence in fault for fault in faults), faults
+    assert not list(GeneratorConfig(engine="vllm-http", urls=["http://[::1]:8000"]).faults())
