@@ -146,11 +146,7 @@ class ChatTemplate:
     def turn_text(
         self, said: Message, tools: Sequence[dict[str, Any]] = ()
     ) -> tuple[str, str, str]:
-        """How it writes the model's turn `said`: what stands before it, the turn, its end token.
-
-        Raises:
-            TurnsError: the template fails on it.
-        """
+        """Return what it writes before turn `said`, the turn, and its end token; or TurnsError."""
         history = [_user()]
         prompt = self.render(history, tools)
         whole = self.render([*history, said], tools, cue=False)

@@ -121,11 +121,7 @@ STAGES = {"ref_logprobs": "ref_logp", "proximal_logprobs": "logp"}
 def recorded_logprobs(
     batch: TrainBatch, field: Literal["ref_logprobs", "proximal_logprobs"]
 ) -> Tensor:
-    """Return logprobs that a scoring stage found, float32 [M].
-
-    Raises:
-        BatchError: a sample has none; it names the sample.
-    """
+    """Return logprobs of a scoring stage, float32 [M]; BatchError names a sample without."""
     parts: list[np.ndarray] = []
     for line in batch.trajectories:
         data: bytes | None = getattr(line, field)

@@ -119,11 +119,7 @@ class Loop:
         return True
 
     def _lease(self) -> TrainBatch | None:
-        """Lease the next batch; None when asked to stop.
-
-        Raises:
-            BatchError: it has samples that cannot be trained on.
-        """
+        """Lease the next batch, None when asked to stop; BatchError for unsound samples."""
         with self._phase("wait_batch"):
             while True:
                 outcomes, turn = self._saver.settled(), NextStep()

@@ -144,11 +144,7 @@ class RunMember:
         return ack is not None
 
     def slot(self, version: int) -> memoryview | None:
-        """Return memory for a version, or None when asked to stop and the hub ends too.
-
-        Raises:
-            DeadlineError: no slot became free in time.
-        """
+        """Return memory for a version, None when asked to stop; DeadlineError without a slot."""
         self.session.progress(f"snapshot of version {version}")
         limit_s = self._config.weight_hub.pace.limit_s(self.publisher.manifest.total_bytes)
         return self._answered(lambda: self.publisher.slot(version, 2 * limit_s))

@@ -17,11 +17,7 @@ from umbra.services.config import TrainerConfig
 
 
 def make_optimizer(parameters: list[nn.Parameter], config: TrainerConfig) -> torch.optim.Optimizer:
-    """Return the configured optimizer.
-
-    Raises:
-        UsageError: it needs torchao, which is not installed.
-    """
+    """Return the configured optimizer; UsageError if it needs torchao, which is missing."""
     rate, decay = config.learning_rate, config.weight_decay
     match config.optimizer:
         case "sgd":

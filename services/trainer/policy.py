@@ -87,11 +87,7 @@ def open_policy(
 def open_backbone(
     path: str | Path, source: str, checked: Collection[str] = ()
 ) -> tuple[PreTrainedModel, WeightFiles | None]:
-    """Do as `open_policy`, for the transformer without its output layer.
-
-    Raises:
-        UsageError: as `open_policy`; it needs no tokenizer.
-    """
+    """Open the transformer without its output layer or tokenizer; raises as `open_policy`."""
     directory = check_model_dir(path, source, tokenizer=False)
     return _open(AutoModel, directory, source, checked)
 

@@ -94,11 +94,7 @@ class Sink:
 
 @contextmanager
 def open_sinks(config: RunConfig, run_dir: Path, step: int) -> Iterator[Sinks]:
-    """Open the sinks that the configuration asks for, for steps after `step`.
-
-    Raises:
-        UsageError: a package is missing, or does not let us in; says which.
-    """
+    """Open the configured sinks for steps after `step`; UsageError says which cannot be."""
     with ExitStack() as stack:
         sinks: list[Sink] = []
         for name in dict.fromkeys(config.metrics.also):

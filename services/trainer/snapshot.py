@@ -228,11 +228,7 @@ def written_rows(
 
 
 def held_rows(name: str, tensor: Tensor) -> tuple[Tensor, int]:
-    """The rows of `tensor` that are here, and the number of the first one.
-
-    Raises:
-        ValueError: it is sharded other than by rows.
-    """
+    """Return the local rows of `tensor` and the first's number; ValueError if cut otherwise."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor, 0

@@ -83,11 +83,7 @@ def file_name(rank: int) -> str:
 
 
 def read_index(directory: Path) -> Index:
-    """Return the index of the checkpoint in `directory`.
-
-    Raises:
-        DamagedError: there is none, or it cannot be read; says why.
-    """
+    """Return the index of the checkpoint in `directory`; DamagedError if it is unreadable."""
     path = directory / NAME
     try:
         content = path.read_bytes()
@@ -139,11 +135,7 @@ class CheckpointFolder:
         return [step for place in self._places() for step in _steps(place)]
 
     def newest_index(self, step: int) -> Index:
-        """Return the index of the checkpoint of `step` that was saved last.
-
-        Raises:
-            DamagedError: there is none that can be read.
-        """
+        """Return the index of `step`'s newest checkpoint; DamagedError if none can be read."""
         found: list[Index] = []
         fault = DamagedError(f"{self.of(step)} is not there")
         for place in self._places():
@@ -201,11 +193,7 @@ class CheckpointFolder:
     # -- changes -----------------------------------------------------------------------------------
 
     def begin(self, step: int) -> Path:
-        """Make an empty folder to write the checkpoint of `step` in; remove what others left.
-
-        Raises:
-            OSError: it cannot be made.
-        """
+        """Make an empty folder for the checkpoint of `step` (OSError); remove what others left."""
         self.discard()
         self.disk.make_folders(self.path)
         scratch = self.scratch(step)
@@ -217,11 +205,7 @@ class CheckpointFolder:
             self._remove(scratch)
 
     def finish(self, index: Index) -> None:
-        """Give the checkpoint its name, now that its files are on the disk.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Give the checkpoint its name once its files are on the disk; OSError if it can't be."""
         scratch, final = self.scratch(index.step), self.of(index.step)
         older, disk = final.with_name(REPLACED + final.name), self.disk
         with disk.opened(scratch / NAME, new=True) as fd:

@@ -108,11 +108,7 @@ class Ranks:
         return self.rank == self.place.ranks_on(self.node)[0]
 
     def spread(self, data: bytes = b"", source: int = 0) -> bytes:
-        """Return on every rank what rank `source` gives as `data`; they wait while it lives.
-
-        Raises:
-            ValueError: more than `MAX_BYTES`.
-        """
+        """Return on every rank the `data` of rank `source`, `MAX_BYTES` at most (ValueError)."""
         if self.world == 1:
             return data
         if len(data) > MAX_BYTES:

@@ -46,11 +46,7 @@ class RankPlace:
 
     @classmethod
     def of_environment(cls) -> RankPlace:
-        """Return what torchrun, accelerate or `umbra trainer` say.
-
-        Raises:
-            UsageError: hosts have different numbers of ranks.
-        """
+        """Return what the launcher says; UsageError if hosts have different numbers of ranks."""
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if world == 1:
             return cls()

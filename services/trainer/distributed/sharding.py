@@ -49,11 +49,7 @@ _KEPT = [
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the repeated blocks of `model`, as its class names them; sharded or not.
-
-    Raises:
-        UsageError: the class names none.
-    """
+    """Return the repeated blocks of `model`; UsageError if its class names none."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     # What is sharded is of a class that FSDP derives from the model's own.
     layers = [m for m in model.modules() if any(c.__name__ in names for c in type(m).__mro__)]
