@@ -70,7 +70,9 @@ class ValueModel(nn.Module):
             **arguments,
         )
         hidden = output.last_hidden_state.flatten(0, 1)[own.index]
-        return nn.functional.linear(hidden.float(), self.weight, self.bias).squeeze(-1)
+        with torch.autocast(hidden.device.type, enabled=False):  # which would round the values
+            weight, bias = self.weight.float(), self.bias.float()
+            return nn.functional.linear(hidden.float(), weight, bias).squeeze(-1)
 
 
 class Critic:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from fakes.rank_bench import make_batches
 from torch import Tensor
 
@@ -42,6 +43,7 @@ def configured(directory: Path, **keys: Any) -> RunConfig:
 
 
 def opened(config: RunConfig) -> tuple[Learner, Critic]:
+    AcceleratorState._reset_state()  # a process has one precision, but here
     model, _ = load_policy(config.model.path)
     learner = Learner(model, config.trainer, 10)
     critic = open_critic(config, learner)
@@ -53,10 +55,11 @@ def constant_returns(batch: TrainBatch) -> Tensor:
     return torch.full((len(batch.behaviour),), 0.7, dtype=torch.float64)
 
 
+@pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_values_begin_at_zero_and_approach_the_returns(
-    directory: Path, trajectories: list[Trajectory]
+    directory: Path, trajectories: list[Trajectory], precision: str
 ) -> None:
-    config = configured(directory, critic__value_clip=0.0)
+    config = configured(directory, critic__value_clip=0.0, trainer__precision=precision)
     _, critic = opened(config)
     batch = make_batch(trajectories, 1000)
     values = critic.values(batch)
