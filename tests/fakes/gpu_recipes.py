@@ -5,6 +5,7 @@ The models have the widths of real ones and few layers.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +20,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 from umbra.services.config.loader import load_config
 from umbra.services.modeling.lora import adapter_facts
 from umbra.services.trainer.batch import make_batch
+from umbra.services.trainer.critic import open_critic
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.learner import Learner
+from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
 from umbra.services.trainer.update import PolicyUpdate
 from umbra.services.weights.manifest import build_manifest
@@ -54,6 +57,8 @@ RECIPES: dict[str, tuple[Any, dict[str, Any]]] = {
     "LoRA alone": (DENSE, {"lora_rank": 16, "lora_publish": "adapter"}),
     "experts": (MIXTURE, {"router_aux_loss_coef": 0.01}),
     "experts, LoRA": (MIXTURE, {"lora_rank": 16}),
+    "minibatches": (DENSE, {"minibatches": 2}),
+    "critic": (DENSE, {"objective": "ppo_critic"}),
     "masks": (DENSE, {"score_centering": 2}),
     "sharded": (DENSE, {"ranks": 2}),
     "sharded, recomputed": (DENSE, {"ranks": 2, "activation_checkpointing": True}),
@@ -69,12 +74,15 @@ def ranks(world: int) -> Ranks:
     return Ranks(0, world, 60.0)
 
 
-def run(recipe: str) -> dict[str, Any]:
+def run(recipe: str, folder: Path) -> dict[str, Any]:
     """Make an update and write the version; return what there was of it."""
+    if not (folder / "config.json").exists():
+        make_model(folder, hidden=64, ff=128)  # for a critic
     architecture, keys = RECIPES[recipe]
     overrides = [f"trainer.{key}={as_text(value)}" for key, value in keys.items()]
     config = load_config(
-        overrides=[*overrides, "trainer.device=cuda", "run.steps=2", "model.path=."], environ={}
+        overrides=[*overrides, "trainer.device=cuda", "run.steps=2", f"model.path={folder}"],
+        environ={},
     )
     trainer = config.trainer
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -83,9 +91,13 @@ def run(recipe: str) -> dict[str, Any]:
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(architecture, attn_implementation="sdpa")
             learner = Learner(model.eval(), trainer, 2, ranks(trainer.ranks))
-            update = PolicyUpdate(config, learner)
+            critic = open_critic(config, learner)
+            if critic is not None:
+                critic._thread = None  # in which it would be a torch without a GPU
+            update = PolicyUpdate(config, learner, critic)
             batch = make_batch(make_batches(1)[0], architecture.vocab_size)
             gpu.products.clear()
+            learner.logprobs(learner.pack(batch.tokens), batch.temperature)
             row = update(batch, 0, lambda: True)
             products = {str(dtype): count for dtype, count in gpu.products.items()}
             adapter = adapter_facts(trainer, "")
